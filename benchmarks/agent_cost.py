@@ -10,7 +10,7 @@ import argparse
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from rankscope.bus.run import RunFacts
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.core.weighting import undo_common_scale
 from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.diagnose.steps import StepBatch
 from rankscope.evidence import columns_of
 from rankscope.record import RunWriter
 
@@ -181,17 +182,16 @@ class TimedDetectors:
     def __init__(self, diagnosis: Diagnosis) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         for detector in diagnosis._detectors:
-            for name in ("observe", "observe_many"):
-                if hasattr(detector, name):
-                    setattr(detector, name, self._timed(detector, getattr(detector, name)))
+            detector.observe = self._timed(detector, detector.observe)  # type: ignore[method-assign]
 
-    def _timed(self, detector: object, call: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*arguments: Any) -> Any:
-            start = time.thread_time()
-            found = call(*arguments)
-            found = list(found) if isinstance(found, Iterable) else found
-            self.seconds[type(detector).__name__] += time.thread_time() - start
-            return found
+    def _timed(self, detector: object, observe: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(steps: StepBatch) -> Iterator[Any]:
+            found = iter(observe(steps))
+            for _ in steps:
+                start = time.thread_time()
+                now = next(found)
+                self.seconds[type(detector).__name__] += time.thread_time() - start
+                yield now
 
         return timed
 

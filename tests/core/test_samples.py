@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rankscope.core.draws import DrawnSamples
 from rankscope.core.samples import MAX_SHARED_PAIRS, SampleLedger, identical_groups
 from rankscope.core.sorted_map import SortedMap, count_common, in_order
 
@@ -23,6 +24,12 @@ streams = st.tuples(
 
 def as_arrays(batches):
     return [np.array(batch, np.int64) for batch in batches]
+
+
+def count(ledger, batches):
+    """Return the counts of one step."""
+    [counts] = ledger.observe(DrawnSamples([batches]).sorted())
+    return counts
 
 
 class NaiveLedger:
@@ -70,9 +77,9 @@ class NaiveLedger:
 @given(streams)
 def test_counts_agree_with_dictionaries(stream):
     naive, ledger = NaiveLedger(), SampleLedger()
-    for step, batches in enumerate(stream):
+    for batches in stream:
         expected = naive.observe(batches)
-        counts = ledger.observe(step, as_arrays(batches))
+        counts = count(ledger, as_arrays(batches))
         assert {name: getattr(counts, name) for name in expected} == expected
         assert ledger.distinct == len(naive.owners)
         assert ledger.exact
@@ -83,9 +90,9 @@ def test_renaming_the_workers_renames_them_in_the_counts_only(stream, random):
     order = list(range(len(stream[0]))) if stream else []
     random.shuffle(order)
     one, other = SampleLedger(), SampleLedger()
-    for step, batches in enumerate(stream):
-        a = one.observe(step, as_arrays(batches))
-        b = other.observe(step, as_arrays([batches[rank] for rank in order]))
+    for batches in stream:
+        a = count(one, as_arrays(batches))
+        b = count(other, as_arrays([batches[rank] for rank in order]))
         for name in ("drawn", "distinct", "new", "repeated_own", "repeated_cross", "shared"):
             assert getattr(a, name) == getattr(b, name)
         assert sorted(order[rank] for rank in b.sharing_ranks) == list(a.sharing_ranks)
@@ -95,7 +102,7 @@ def test_beyond_its_capacity_the_ledger_gives_a_lower_bound_and_accuses_nobody()
     ledger = SampleLedger(capacity=100)
     for step in range(10):
         batch = np.arange(step * 20, step * 20 + 20)
-        ledger.observe(step, [batch[:10], batch[10:]])
+        count(ledger, [batch[:10], batch[10:]])
         assert ledger.exact == (step < 5)
     assert ledger.distinct == 100
 
@@ -105,7 +112,7 @@ def test_repeats_whose_owner_is_forgotten_count_as_own():
     for step in range(30):
         batches = [np.empty(0, np.int64)] * 30
         batches[step] = np.arange(4)
-        counts = ledger.observe(step, batches)
+        counts = count(ledger, batches)
         expected = (0, 0) if step == 0 else (0, 4) if step < 5 else (4, 0)
         assert (counts.repeated_own, counts.repeated_cross) == expected
     assert ledger.exact
@@ -114,17 +121,17 @@ def test_repeats_whose_owner_is_forgotten_count_as_own():
 def test_a_long_stream_stays_exact():
     rng = np.random.default_rng(5)
     ledger, seen = SampleLedger(), set()
-    for step in range(400):
+    for _ in range(400):
         batches = list(rng.integers(0, 3000, (8, 4)))
         fresh = {int(x) for batch in batches for x in batch} - seen
-        assert ledger.observe(step, batches).new == len(fresh)
+        assert count(ledger, batches).new == len(fresh)
         seen |= fresh
     assert ledger.distinct == len(seen)
 
 
 def test_a_thousand_workers_with_one_batch_list_few_pairs():
     batches = [np.arange(8)] * 1024
-    counts = SampleLedger().observe(0, batches)
+    counts = count(SampleLedger(), batches)
     assert counts.distinct == 8
     assert counts.sharing_ranks == tuple(range(1024))
     assert identical_groups(batches) == (tuple(range(1024)),)
@@ -148,7 +155,7 @@ def test_identical_batches_are_equal_as_multisets(batches, groups):
 
 
 def test_no_workers_draw_nothing():
-    assert SampleLedger().observe(0, []).drawn == 0
+    assert count(SampleLedger(), []).drawn == 0
 
 
 @pytest.mark.parametrize("num_keys", [1, 40])

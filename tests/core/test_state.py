@@ -9,6 +9,7 @@ from enum import IntEnum
 import numpy as np
 import pytest
 
+from rankscope.core.draws import DrawnSamples
 from rankscope.core.samples import SampleLedger
 from rankscope.core.state import StateError, Stateful
 
@@ -156,11 +157,13 @@ def test_a_ledger_goes_on_where_it_stood():
     rng = np.random.default_rng(0)
     steps = [[rng.integers(0, 900, 7) for _ in range(5)] for _ in range(80)]
     whole, first, second = (SampleLedger(600) for _ in range(3))
-    for step, samples in enumerate(steps[:37]):
-        assert whole.observe(step, samples) == first.observe(step, samples)
+    for samples in steps[:37]:
+        draws = DrawnSamples([samples]).sorted()
+        assert whole.observe(draws) == first.observe(draws)
     second.restore(first.state())
-    for step, samples in enumerate(steps[37:], start=37):
-        assert whole.observe(step, samples) == second.observe(step, samples)
+    for samples in steps[37:]:
+        draws = DrawnSamples([samples]).sorted()
+        assert whole.observe(draws) == second.observe(draws)
     assert (whole.distinct, whole.exact) == (
         second.distinct,
         second.exact,

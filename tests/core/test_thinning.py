@@ -4,14 +4,26 @@ import numpy as np
 import pytest
 
 from rankscope.core.arrays import mix
+from rankscope.core.draws import DrawnSamples
 from rankscope.core.samples import SampleLedger
 from rankscope.core.share import MAX_HALVINGS, SampleShare
 from rankscope.core.sorted_map import SortedMap
-from rankscope.core.thinning import DrawnSamples, Followed, ThinningLedger
+from rankscope.core.thinning import ThinningLedger
 
 
-def draw(ledger, step, batches):
-    return ledger.observe(step, ledger.admit([np.asarray(batch, np.int64) for batch in batches]))
+def drawn(*steps):
+    return DrawnSamples([[np.asarray(batch, np.int64) for batch in batches] for batches in steps])
+
+
+def draw(ledger, batches):
+    """Return the counts of one step."""
+    [followed] = ledger.observe(drawn(batches))
+    return followed.counts
+
+
+def count(exact, batches):
+    [counts] = exact.observe(drawn(batches).sorted())
+    return counts
 
 
 def test_a_sorted_map_against_a_dictionary():
@@ -68,8 +80,8 @@ def test_the_number_of_different_samples_is_as_exact_as_it_says():
     for seed in range(25):
         ledger = ThinningLedger(capacity=256)
         samples = np.random.default_rng(seed).integers(0, 1 << 62, 8_000)
-        for step, batch in enumerate(samples.reshape(40, 2, 100)):
-            draw(ledger, step, batch)
+        for batch in samples.reshape(40, 2, 100):
+            draw(ledger, batch)
         number, error = ledger.scale_up(ledger.followed)
         assert ledger.drawn == 8_000
         assert ledger.followed <= 256
@@ -82,9 +94,9 @@ def test_the_number_of_different_samples_is_as_exact_as_it_says():
 def test_up_to_its_capacity_it_counts_what_the_exact_ledger_counts():
     rng = np.random.default_rng(2)
     exact, thinning = SampleLedger(), ThinningLedger(capacity=500)
-    for step in range(200):
+    for _ in range(200):
         batches = list(rng.integers(0, 500, (4, 6)))
-        assert draw(thinning, step, batches) == exact.observe(step, batches)
+        assert draw(thinning, batches) == count(exact, batches)
     assert thinning.one_in == 1
     assert thinning.followed == exact.distinct
 
@@ -95,10 +107,10 @@ def test_a_thinned_ledger_knows_of_its_share_what_an_exact_one_knows():
     for _ in range(3):
         share.halve()
     checked = 0
-    for step in range(300):
+    for _ in range(300):
         batches = list(rng.integers(0, 2000, (4, 6)))
-        expected = exact.observe(step, share.of(batches))
-        counts = draw(thinning, step, batches)
+        expected = count(exact, share.of(batches))
+        counts = draw(thinning, batches)
         if thinning.one_in == share.one_in:
             assert counts == expected
             checked += 1
@@ -113,34 +125,38 @@ def test_a_ledger_goes_on_from_its_state():
         batches = list(rng.integers(0, 1000, (2, 6)))
         if step == 20:
             other.restore(one.state())
-        counts = draw(one, step, batches)
+        counts = draw(one, batches)
         if step >= 20:
-            assert draw(other, step, batches) == counts
+            assert draw(other, batches) == counts
             assert (other.one_in, other.followed) == (one.one_in, one.followed)
 
 
 @pytest.mark.parametrize("capacity", [1 << 20, 1500])
-def test_steps_that_are_counted_together_are_counted_the_same(capacity):
+def test_how_many_steps_are_taken_together_makes_no_difference(capacity):
     rng = np.random.default_rng(3)
-    alone, together, refused = ThinningLedger(capacity), ThinningLedger(capacity), 0
+    alone, together = ThinningLedger(capacity), ThinningLedger(capacity)
     for _ in range(60):
         order = rng.permutation(2000)[: 5 * 3 * 4].reshape(5, 3, 4)
         steps = [list(batches) for batches in order]
-        if rng.random() < 0.2:
+        if rng.random() < 0.4:
             steps[3][1] = steps[0][1]
-        expected = []
-        for number, batches in enumerate(steps):
-            counts = draw(alone, number, batches)
-            expected.append((counts, alone.drawn, alone.followed))
-        found = together.observe_many(DrawnSamples(steps), 3)
-        if found is None:
-            refused += 1
-            found = [
-                Followed(draw(together, number, batches), batches[0], 0, 0)
-                for number, batches in enumerate(steps)
-            ]
-            assert [one.counts for one in found] == [counts for counts, _, _ in expected]
-        else:
-            assert [(one.counts, one.drawn, one.remembered) for one in found] == expected
-    assert 3 < refused < 40
+        if rng.random() < 0.2:
+            steps[2][1] = steps[2][0]
+        expected = [seen for batches in steps for seen in alone.observe(drawn(batches))]
+        found = list(together.observe(drawn(*steps)))
+        for one, other in zip(found, expected, strict=True):
+            assert one.samples.tolist() == other.samples.tolist()
+            assert (one.counts, one.drawn, one.remembered) == (
+                other.counts,
+                other.drawn,
+                other.remembered,
+            )
     assert (together.one_in, together.followed) == (alone.one_in, alone.followed)
+    assert (together.one_in > 1) == (capacity == 1500)
+
+
+def test_steps_are_cut_where_a_sample_comes_again():
+    steps = drawn([[1, 2], [2]], [[3], [4]], [[5], [1]], [[5], [6]], [[7], [8]])
+    assert [len(piece) for piece in steps.pieces()] == [2, 1, 2]
+    assert [steps.all_differ(index) for index in range(5)] == [False, True, True, True, True]
+    assert [len(piece) for piece in drawn([[1], [2]], [[3], [4]]).pieces()] == [2]

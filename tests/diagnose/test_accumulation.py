@@ -16,7 +16,7 @@ from rankscope.diagnose.accumulation import (
     AccumulationAudit,
     ChangedLater,
 )
-from rankscope.diagnose.lasting import HEALED_AFTER
+from rankscope.diagnose.persistent_fault import HEALED_AFTER
 
 W = 3
 GROUPS = ("embedding", "block", "head")

@@ -13,6 +13,7 @@ from rankscope.core.roles import LOOK_EVERY, Role, role_word
 from rankscope.core.step import StepReport
 from rankscope.diagnose.learning import ALONE, HELD, NOTHING, TWICE, NotUpdated, role_words
 from rankscope.diagnose.unequal import UnequalState
+from rankscope.record.states import pack_state, unpack_state
 
 W = 4
 PLAIN = int(Role.TRAINED | Role.OWNED)
@@ -33,6 +34,14 @@ def tell(detector, found_by_step):
         one = replace(gathered(number, [[]] * W), differences=tuple(found))
         told += evidence_of(detector, StepReport(one, {}))
     return told
+
+
+def test_what_rests_is_known_after_a_restart():
+    before, after = NotUpdated(), NotUpdated()
+    tell(before, {4: [resting("a")]})
+    after.restore(unpack_state(pack_state(before.state())))
+    [found] = tell(after, {9: [resting("a", rests=False)]})
+    assert (found.status, found.first_step, found.numbers["names"]) == ("closed", 4, ["a"])
 
 
 def test_what_rests_is_named_until_it_moves():

@@ -48,3 +48,10 @@ def test_of_two_workers_both_are_named_and_all_steps_are_counted():
     told = told_of(lambda step: [4 if step < 20 else 2, 4], 80, 2)
     assert {one.ranks for one in told} == {(0, 1)}
     assert told[0].evidence["steps"] == told[0].step - 19
+
+
+def test_the_same_numbers_may_come_back():
+    told = told_of(lambda step: [4, 3 if 30 <= step < 100 or step >= 200 else 4, 4], 260, 3)
+    statuses = [one.status for one in told]
+    assert statuses[-1] == "open"
+    assert statuses.count("closed") == 1

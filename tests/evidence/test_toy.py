@@ -47,7 +47,9 @@ FOLDER = {
     "judge.py": """
         import numpy as np
 
-        from rankscope.bus.judge import Detector, PersistentFault, Severity
+        from rankscope.diagnose.evidence import Detector
+        from rankscope.diagnose.persistent_fault import PersistentFault
+        from rankscope.core.finding import Severity
 
         class HotLogits(Detector):
             def __init__(self):

@@ -160,7 +160,7 @@ class ExchangeabilityTest(Stateful):
         finite_TSU = np.isfinite(values_TSU)
         if np.count_nonzero(finite_TSU) < values_TSU.size:
             values_TSU = np.where(finite_TSU, values_TSU, np.nan)
-        measured_TS = finite_TSU.any(axis=2)
+        measured_TS: NDArray[np.bool_] = np.logical_or.reduce(finite_TSU, axis=2)
         at = 0
         while at < len(steps):
             end = at + _length_of_first_run(measured_TS[at:])

@@ -5,8 +5,8 @@ the user's function and the sinks only those that are news.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
 
 from rankscope.core.finding import Finding, Severity
 
@@ -31,7 +31,8 @@ class FindingEvent(StrEnum):
         return self in (FindingEvent.OPENED, FindingEvent.WORSE, FindingEvent.CLOSED)
 
 
-class _Reported(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Reported:
     """A finding at its last event, the worst since it opened, and how much of it there was."""
 
     finding: Finding

@@ -1,7 +1,7 @@
 """Who draws which samples: duplicates inside a step, and repeats over steps.
 
-A sample is an int64: an id, or a digest of its content. Legend of shapes: D draws of a step, U
-different samples in it, P different pairs of a sample and the worker that draws it.
+A sample is an int64: an id, or a digest of its content. Legend of shapes: S steps, W workers, D
+draws, U different samples, P different pairs of a sample and the worker that draws it.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Ints, mix
+from rankscope.core.draws import Draws, differs_from_previous
 from rankscope.core.share import MAX_HALVINGS, SampleShare
-from rankscope.core.sorted_map import SortedMap, in_order
+from rankscope.core.sorted_map import SortedMap
 from rankscope.core.state import Stateful
 
 MAX_SHARED_PAIRS = 64
@@ -69,21 +70,6 @@ class SampleCounts:
         return before + self.repeated_in_batch + self.shared
 
 
-@dataclass(frozen=True, slots=True)
-class Draws:
-    """The draws of several steps in the order of samples, all different.
-
-    Attributes:
-        samples: The samples ``[D]``.
-        ranks: The workers that draw them.
-        steps: The indices of the steps in which they do.
-    """
-
-    samples: Ints
-    ranks: Ints
-    steps: Ints
-
-
 class SampleLedger(Stateful):
     """Remembers which samples were drawn, and by whom.
 
@@ -120,84 +106,44 @@ class SampleLedger(Stateful):
         """Whether the ledger remembers every sample that was drawn."""
         return self._exact
 
-    def observe(self, step: int, samples: Sequence[Ints]) -> SampleCounts:
-        """Count the draws of one step, then remember them.
+    def observe(self, draws: Draws) -> list[SampleCounts]:
+        """Count the draws of consecutive steps that share no sample, then remember them.
+
+        Several steps go together as long as there is room for them, see :meth:`has_room`.
 
         Args:
-            step: Step number; steps must come in order.
-            samples: One int64 array per worker, in rank order.
+            draws: The draws.
 
         Returns:
-            The counts of this step.
+            The counts of each step.
         """
-        samples_P, ranks_P, drawn = _pairs_of(samples)
-        first_P = _differs_from_previous(samples_P)
-        samples_U, firsts_U, shared_P = samples_P, ranks_P, None
+        pairs, first_P = _without_repeats(draws)
+        samples_U, firsts_U, shared_P = pairs.samples, pairs.ranks, None
         sample_of_P: Ints | slice = slice(None)
         if not first_P.all():  # several workers drew the same sample
-            samples_U, firsts_U = samples_P[first_P], ranks_P[first_P]
+            samples_U, firsts_U = pairs.samples[first_P], pairs.ranks[first_P]
             sample_of_P = np.cumsum(first_P) - 1
             shared_P = (np.bincount(sample_of_P) > 1)[sample_of_P]
         seen_U, owners_U = self._first_owners.find(samples_U)
         new_U = ~seen_U
-        own_P, cross_P = self._owned(samples_P, ranks_P, seen_U[sample_of_P], owners_U[sample_of_P])
-        at_C = cross_P.nonzero()[0]
-        at_C = at_C[_differs_from_previous(samples_P[at_C])]  # the first others to draw it
-        samples_C, owners_C = samples_P[at_C], owners_U[sample_of_P][at_C]
-        crossing = self._cross(
-            samples_C, ranks_P[at_C], np.zeros_like(at_C), owners_C, (1, len(samples))
-        )
-        further_P = cross_P | (new_U[sample_of_P] & ~first_P)
+        owners_P = owners_U[sample_of_P]
+        own_P, cross_P = self._owned(pairs.samples, pairs.ranks, seen_U[sample_of_P], owners_P)
+        crossing_SW = self._cross(pairs, cross_P, owners_P)
+        new_P = new_U[sample_of_P]
+        further_P = cross_P | (new_P & ~first_P)
         self._remember_first(samples_U[new_U], firsts_U[new_U])
-        self._remember_further(samples_P[further_P], ranks_P[further_P])
-        sharing = () if shared_P is None else np.unique(ranks_P[shared_P]).tolist()
-        links = () if shared_P is None else _links(samples_P[shared_P], ranks_P[shared_P])
-        return SampleCounts(
-            drawn=drawn,
-            distinct=len(samples_U),
-            new=int(np.count_nonzero(new_U)),
-            repeated_own=int(np.count_nonzero(own_P)),
-            repeated_cross=int(np.count_nonzero(cross_P)),
-            crossing_by_rank=tuple(crossing[0].tolist()),
-            repeated_in_batch=drawn - len(samples_P),
-            shared=0 if shared_P is None else int(np.count_nonzero(first_P & shared_P)),
-            sharing_ranks=tuple(sharing),
-            shared_between=links,
+        self._remember_further(pairs.samples[further_P], pairs.ranks[further_P])
+        return _counts(
+            draws, pairs, (first_P, new_P & first_P, own_P, cross_P), crossing_SW, shared_P
         )
 
     def has_room(self, count: int) -> bool:
         """Return whether it can remember so many more samples, each of one worker."""
         return count <= min(self._capacity - len(self._first_owners), self._room_for_pairs)
 
-    def observe_many(self, drawn: "Draws", num_steps: int, num_workers: int) -> list[SampleCounts]:
-        """Count the draws of steps that share no sample, then remember them.
-
-        The same as :meth:`observe` of one after the other, as long as there is room for them.
-        """
-        seen_D, owners_D = self._first_owners.find(drawn.samples)
-        own_D, cross_D = self._owned(drawn.samples, drawn.ranks, seen_D, owners_D)
-        crossers = (drawn.samples[cross_D], drawn.ranks[cross_D], drawn.steps[cross_D])
-        crossing = self._cross(*crossers, owners_D[cross_D], (num_steps, num_workers))
-        new_D = ~seen_D
-        self._remember_first(drawn.samples[new_D], drawn.ranks[new_D])
-        self._remember_further(drawn.samples[cross_D], drawn.ranks[cross_D])
-        counts_S4 = np.stack(
-            [
-                np.bincount(drawn.steps[which], minlength=num_steps)
-                for which in (slice(None), new_D, own_D, cross_D)
-            ],
-            axis=1,
-        )
-        return [
-            SampleCounts(count, count, new, own, cross, tuple(crossing_W), 0, 0, (), ())
-            for (count, new, own, cross), crossing_W in zip(
-                counts_S4.tolist(), crossing.tolist(), strict=True
-            )
-        ]
-
-    def count_new(self, samples: Sequence[Ints]) -> int:
-        """Return how many different samples of a step the ledger does not remember."""
-        samples_U = in_order(flat_samples(samples))
+    def count_new(self, draws: Draws) -> int:
+        """Return how many different samples among the draws the ledger does not remember."""
+        samples_U = draws.samples[differs_from_previous(draws.samples)]
         return int(np.count_nonzero(~self._first_owners.find(samples_U)[0]))
 
     def thin(self, share: SampleShare) -> None:
@@ -208,32 +154,25 @@ class SampleLedger(Stateful):
         self._first_owners.keep(share.admits)
         self._pairs.keep(share.admits_hashes)
 
-    def _cross(
-        self,
-        samples_C: Ints,
-        ranks_C: Ints,
-        steps_C: Ints,
-        owners_C: NDArray[Any],
-        shape: tuple[int, int],
-    ) -> Ints:
+    def _cross(self, pairs: Draws, cross_P: NDArray[np.bool_], owners_P: NDArray[Any]) -> Ints:
         """Count crossings per step and worker ``[S, W]``, and mark the owners as having crossed.
 
         Args:
-            samples_C: Different samples that only others drew before.
-            ranks_C: The second worker to draw each.
-            steps_C: The step in which it does, by index.
-            owners_C: The first; negative where the sample has crossed already.
-            shape: S and W.
+            pairs: The draws.
+            cross_P: Which of them draw a sample that only others drew before.
+            owners_P: The first to draw each; negative where the sample has crossed already.
         """
-        fresh_C = owners_C >= 0
-        takers = np.zeros(shape, np.int64)
-        if fresh_C.any():
-            firsts, steps = owners_C[fresh_C], steps_C[fresh_C]
-            self._first_owners.replace(samples_C[fresh_C], -1 - firsts)
-            for ranks in (ranks_C[fresh_C], firsts):
-                places = steps * shape[1] + ranks
-                takers += np.bincount(places, minlength=takers.size).reshape(shape)
-        return takers
+        crossing_SW = np.zeros(pairs.shape, np.int64)
+        at_C = cross_P.nonzero()[0]
+        at_C = at_C[differs_from_previous(pairs.samples[at_C])]  # the first others to draw it
+        at_C = at_C[owners_P[at_C] >= 0]
+        if not len(at_C):
+            return crossing_SW
+        firsts = owners_P[at_C]
+        self._first_owners.replace(pairs.samples[at_C], -1 - firsts)
+        for ranks in (pairs.ranks[at_C], firsts):
+            np.add.at(crossing_SW, (pairs.steps[at_C], ranks), 1)
+        return crossing_SW
 
     def _owned(
         self, samples_P: Ints, ranks_P: Ints, seen_P: NDArray[np.bool_], owners_P: NDArray[Any]
@@ -309,24 +248,54 @@ def flat_samples(samples: Sequence[Ints]) -> Ints:
     return np.concatenate([_NONE, *samples]).astype(np.int64, copy=False)
 
 
-def _pairs_of(samples: Sequence[Ints]) -> tuple[Ints, Ints, int]:
-    """Return samples ``[P]`` and ranks ``[P]`` without repeats, in order, and the draws D."""
-    lengths = [len(batch) for batch in samples]
-    samples_D = flat_samples(samples)
-    ranks_D = np.arange(len(samples), dtype=np.int64).repeat(lengths)
-    order = samples_D.argsort(kind="stable")  # ranks are in order, and stay so
-    samples_D, ranks_D = samples_D[order], ranks_D[order]
-    first_D = _differs_from_previous(samples_D)
-    if not first_D.all():
-        first_D |= _differs_from_previous(ranks_D)
-        return samples_D[first_D], ranks_D[first_D], len(samples_D)
-    return samples_D, ranks_D, len(samples_D)
+def _without_repeats(draws: Draws) -> tuple[Draws, NDArray[np.bool_]]:
+    """Return the draws without repeats by one worker, and which are the first of their sample."""
+    first_D = differs_from_previous(draws.samples)
+    if first_D.all():
+        return draws, first_D
+    kept_D = first_D | differs_from_previous(draws.ranks)
+    return draws.where(kept_D), first_D[kept_D]
 
 
-def _differs_from_previous(values: Ints) -> NDArray[np.bool_]:
-    differs = np.ones(len(values), bool)
-    differs[1:] = values[1:] != values[:-1]
-    return differs
+def _counts(
+    draws: Draws,
+    pairs: Draws,
+    flags: Sequence[NDArray[np.bool_]],
+    crossing_SW: Ints,
+    shared_P: NDArray[np.bool_] | None,
+) -> list[SampleCounts]:
+    """Return the counts of each step.
+
+    Args:
+        draws: The draws.
+        pairs: Those without repeats of a sample by one worker.
+        flags: Which pairs are different samples, new ones, own repeats, repeats of others' ``[P]``.
+        crossing_SW: Crossings.
+        shared_P: Which draw a sample that several workers draw; None: none of them.
+    """
+    drawn_S, kept_S, *flagged_S = (
+        np.bincount(steps, minlength=draws.shape[0]).tolist()
+        for steps in (draws.steps, pairs.steps, *(pairs.steps[flag_P] for flag_P in flags))
+    )
+    found = []
+    for step, counts in enumerate(zip(drawn_S, kept_S, *flagged_S, strict=True)):
+        drawn, kept, distinct, new, own, cross = counts
+        shared = 0
+        sharing: tuple[int, ...] = ()
+        links: tuple[tuple[int, int, int], ...] = ()
+        if shared_P is not None:
+            here_P = shared_P & (pairs.steps == step)
+            shared = int(np.count_nonzero(here_P & flags[0]))
+            sharing = tuple(np.unique(pairs.ranks[here_P]).tolist())
+            links = _links(pairs.samples[here_P], pairs.ranks[here_P])
+        crossing = tuple(crossing_SW[step].tolist())
+        repeated = drawn - kept
+        found.append(
+            SampleCounts(
+                drawn, distinct, new, own, cross, crossing, repeated, shared, sharing, links
+            )
+        )
+    return found
 
 
 def _pair_keys(samples_P: Ints, ranks_P: Ints) -> Ints:

@@ -16,7 +16,8 @@ A class that derives from :class:`Stateful` needs no code for it::
 Attributes may be None, numbers, text, members of an enumeration, numpy arrays, other ``Stateful``
 objects, and tuples, lists, sets, deques and dicts of these. A ``Stateful`` dataclass is made anew;
 any other object, and an enumeration, is restored into the one that the constructor has put in its
-place. Objects are told apart by the name of their class, wherever it is defined.
+place; an object where there is none, into a new one, if its class has to be given nothing. Objects
+are told apart by the name of their class, wherever it is defined.
 """
 
 from collections import deque
@@ -153,10 +154,20 @@ def _decode_object(encoded: Mapping[str, Any], now: Any) -> Any:
         if set(state) != set(_fields(kind)):
             raise StateError(f"this is not the state of a {kind.__name__}")
         return kind(**{name: _decode(item) for name, item in state.items()})
+    if now is None:
+        now = _made_of_nothing(kind)
     if type(now).__name__ != name or not isinstance(now, Stateful):
         raise StateError(f"there is no {name} to take this state")
     now.restore(state)
     return now
+
+
+def _made_of_nothing(kind: type[Stateful]) -> Stateful | None:
+    """Return an object of a class whose constructor has to be given nothing."""
+    try:
+        return kind()
+    except TypeError:
+        return None
 
 
 def _is_made_anew(kind: type) -> bool:

@@ -1,80 +1,15 @@
-"""A ledger of samples for epochs of any size: exact at first, then over a share of them.
+"""A ledger of samples for epochs of any size: exact at first, then over a share of them."""
 
-Legend of shapes: S steps, D draws in all of them.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from rankscope.core.arrays import Ints
-from rankscope.core.samples import Draws, SampleCounts, SampleLedger
+from rankscope.core.draws import DrawnSamples, Draws
+from rankscope.core.samples import SampleCounts, SampleLedger
 from rankscope.core.share import SampleShare
 from rankscope.core.state import Stateful
-
-_NONE = np.empty(0, np.int64)
-
-
-class DrawnSamples:
-    """The samples of consecutive steps, put into order once for all who ask.
-
-    Args:
-        steps: Of each step, one int64 array per worker, in rank order.
-    """
-
-    def __init__(self, steps: Sequence[Sequence[Ints]]) -> None:
-        self._steps = steps
-
-    @cached_property
-    def flat(self) -> Ints:
-        """All samples ``[D]``, step by step and worker by worker."""
-        parts = [batch for samples in self._steps for batch in samples]
-        return np.concatenate([_NONE, *parts]).astype(np.int64, copy=False)
-
-    @cached_property
-    def lengths(self) -> Ints:
-        """How many samples each step draws ``[S]``."""
-        return np.array([sum(map(len, samples)) for samples in self._steps], np.int64)
-
-    @cached_property
-    def step_of_draw(self) -> Ints:
-        """The index of each draw's step ``[D]``."""
-        return np.arange(len(self._steps)).repeat(self.lengths)
-
-    @cached_property
-    def rank_of_draw(self) -> Ints:
-        """The rank of each draw's worker ``[D]``."""
-        lengths = [len(batch) for samples in self._steps for batch in samples]
-        ranks = [rank for samples in self._steps for rank in range(len(samples))]
-        return np.array(ranks, np.int64).repeat(lengths)
-
-    def __len__(self) -> int:
-        return len(self._steps)
-
-    @cached_property
-    def order(self) -> Ints:
-        """Where the samples stand in ``flat``, in their order."""
-        return self.flat.argsort()
-
-    @cached_property
-    def no_repeats(self) -> bool:
-        """Whether no sample is drawn twice in all these steps."""
-        ordered = self.flat[self.order]
-        return not (ordered[1:] == ordered[:-1]).any()
-
-    def all_differ(self, index: int) -> bool:
-        """Return whether no sample is drawn twice in a step."""
-        return self.no_repeats or self._all_differ[index]
-
-    @cached_property
-    def _all_differ(self) -> list[bool]:
-        order = np.lexsort((self.flat, self.step_of_draw))
-        samples, steps = self.flat[order], self.step_of_draw[order]
-        twice = (samples[1:] == samples[:-1]) & (steps[1:] == steps[:-1])
-        counts_S = np.bincount(steps[1:][twice], minlength=len(self._steps))
-        return list((counts_S == 0).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,64 +65,35 @@ class ThinningLedger(Stateful):
         """Whether every sample of the share was remembered; false only beyond 10^12 samples."""
         return self._ledger.exact
 
-    def admit(self, samples: Sequence[Ints]) -> list[Ints]:
-        """Return the samples of a step that are followed, after making room for them.
+    def observe(self, drawn: DrawnSamples) -> Iterator[Followed]:
+        """Count and remember the draws of consecutive steps, one with each iteration."""
+        for piece in drawn.pieces():
+            some = int(np.count_nonzero(self._share.admits(piece.flat)))
+            together = len(piece) < 2 or self._ledger.has_room(some)
+            for steps in (piece,) if together else piece.single_steps():
+                yield from self._follow(steps)
 
-        Args:
-            samples: One int64 array per worker, in rank order.
-        """
-        self._drawn += sum(map(len, samples))
-        followed = self._share.of(samples)
-        while self._is_full(followed) and self._share.can_halve:
+    def _follow(self, drawn: DrawnSamples) -> Iterator[Followed]:
+        """Take steps that share no sample: a single one, or several for which there is room."""
+        admitted_D = self._share.admits(drawn.flat)
+        draws = drawn.sorted(admitted_D)
+        while self._is_full(draws) and self._share.can_halve:
             self._share.halve()
             self._ledger.thin(self._share)
-            followed = self._share.of(followed)
-        return followed
-
-    def observe(self, step: int, followed: Sequence[Ints]) -> SampleCounts:
-        """Count and remember the draws of one step; see :meth:`SampleLedger.observe`.
-
-        Args:
-            step: Step number; steps must come in order.
-            followed: What :meth:`admit` returned for this step.
-        """
-        return self._ledger.observe(step, followed)
-
-    def observe_many(self, drawn: DrawnSamples, num_workers: int) -> "list[Followed] | None":
-        """Count and remember the draws of several steps together.
-
-        Args:
-            drawn: What they draw.
-            num_workers: W.
-
-        Returns:
-            For each step the same as :meth:`admit` and :meth:`observe` of one after the other;
-            None where these have to be asked, and nothing has changed.
-        """
-        if len(drawn) < 2 or not drawn.no_repeats:
-            return None
-        admitted_D = self._share.admits(drawn.flat)
-        order = drawn.order[admitted_D[drawn.order]]
-        if not self._ledger.has_room(len(order)):
-            return None
-        draws = Draws(drawn.flat[order], drawn.rank_of_draw[order], drawn.step_of_draw[order])
-        distinct, exact = self._ledger.distinct, self._ledger.exact
-        counts = self._ledger.observe_many(draws, len(drawn), num_workers)
-        assert self._ledger.exact == exact, "there was room for all"
-        followed = np.split(drawn.flat[admitted_D], np.cumsum([c.drawn for c in counts])[:-1])
-        found = []
-        for step_counts, samples, length in zip(
-            counts, followed, drawn.lengths.tolist(), strict=True
-        ):
+            admitted_D = self._share.admits(drawn.flat)
+            draws = drawn.sorted(admitted_D)
+        counts = self._ledger.observe(draws)
+        remembered = self._ledger.distinct - sum(each.new for each in counts[1:])
+        samples = drawn.in_steps(admitted_D)
+        for index, (each, length) in enumerate(zip(counts, drawn.lengths.tolist(), strict=True)):
             self._drawn += length
-            distinct += step_counts.new
-            found.append(Followed(step_counts, samples, self._drawn, distinct))
-        return found
+            remembered += each.new if index else 0
+            yield Followed(each, samples[index], self._drawn, remembered)
 
     def scale_up(self, followed: int) -> tuple[float, float]:
         """Return how many samples stand behind so many that are followed, and its error."""
         return self._share.scale_up(followed)
 
-    def _is_full(self, followed: Sequence[Ints]) -> bool:
+    def _is_full(self, draws: Draws) -> bool:
         room = self._ledger.capacity - self._ledger.distinct
-        return sum(map(len, followed)) > room and self._ledger.count_new(followed) > room
+        return len(draws.samples) > room and self._ledger.count_new(draws) > room

@@ -18,7 +18,7 @@ from rankscope.core.replicas import StateKind
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Lasting
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.steps import Step
 
 CAUSE = "sync.accumulation"
@@ -51,9 +51,9 @@ class AccumulationAudit(Detector):
     """
 
     def __init__(self) -> None:
-        self._changed = Lasting()
+        self._changed = PersistentFault()
         self._last = _Change()
-        self._left_over = Lasting()
+        self._left_over = PersistentFault()
 
     def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of one that shows it, and of what has healed."""
@@ -139,7 +139,7 @@ class ChangedLater(Detector):
     """
 
     def __init__(self) -> None:
-        self._seen = Lasting()
+        self._seen = PersistentFault()
         self._names: list[str] = []
         self._factors: list[float] = []
 

@@ -27,7 +27,7 @@ from rankscope.core.exchangeability import ExchangeabilityTest
 from rankscope.core.finding import Severity
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.steps import Step, StepBatch
 
 FEWEST, MOST = 3, 64
@@ -58,14 +58,15 @@ class AlikePairs(Detector):
         )
         self._active: set[int] = set()
         self._ranks: set[int] = set()
-        self._span = Span()
+        self._span = PersistentFault()
         self._told = self._steps = 0
         self._excess = 0.0
         self._many = False
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
         """Take consecutive steps; yields pairs that begin, go on, or cease to be too much alike."""
-        compared, left_out = iter(()), ()
+        compared: Iterator[int] = iter(())
+        left_out: tuple[int, ...] = ()
         for step in steps:
             if not self._has_cosines(step):
                 yield ()

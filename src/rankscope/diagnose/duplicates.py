@@ -6,7 +6,7 @@ from rankscope.bus.words import count
 from rankscope.core.finding import Severity
 from rankscope.core.sorted_map import in_order
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.steps import Step
 
 
@@ -29,7 +29,7 @@ class DuplicateBatches(Detector):
         self._streaks: dict[tuple[int, ...], tuple[int, int]] = {}
         self._groups: set[tuple[int, ...]] = set()
         self._useful = num_workers
-        self._span = Span()
+        self._span = PersistentFault()
 
     def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks when it shows enough identical batches."""

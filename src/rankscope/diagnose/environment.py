@@ -11,7 +11,8 @@ from rankscope.core.finding import Severity
 from rankscope.core.replicas import odd_ranks
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Lasting, known_values, name_values
+from rankscope.diagnose.persistent_fault import PersistentFault
+from rankscope.diagnose.rank_values import known_values, name_values
 from rankscope.diagnose.steps import Step
 
 CAUSE = "env.mismatch"
@@ -42,7 +43,7 @@ class EnvironmentMismatch(Detector):
         self._first = self._last = -1
         self._ranks: set[int] = set()
         self._differed = self._serious = False
-        self._precision = Lasting(STEPS_IN_A_ROW, in_a_row=True)
+        self._precision = PersistentFault(STEPS_IN_A_ROW, in_a_row=True)
 
     def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks with the first one, and while the precision differs."""

@@ -7,19 +7,19 @@ Samples that a sampler repeats at an epoch's end, so that all workers have as ma
 They explain repeats that somebody may find in the record.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
 from rankscope.bus.words import count
 from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
-from rankscope.core.samples import SampleCounts, flat_samples
+from rankscope.core.samples import SampleCounts
 from rankscope.core.sorted_map import count_common, in_order
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.repeats import FEW
 from rankscope.diagnose.steps import Step
 
@@ -78,7 +78,7 @@ class RepeatedOrder(Detector):
         self._finder = PeriodFinder()
         self._ended = False
         self._on_purpose = 0
-        self._span = Span()
+        self._span = PersistentFault()
         self._period = -1
         self._severity = Severity.NOTE
 
@@ -101,7 +101,7 @@ class RepeatedOrder(Detector):
         few = finder.period < FEW or self._on_purpose >= finder.run
         severity = Severity.NOTE if few or self._intended else Severity.WARNING
         if not self._span.count or severity > self._severity:
-            self._span, self._period, self._severity = Span(), finder.period, severity
+            self._span, self._period, self._severity = PersistentFault(), finder.period, severity
         self._span.see(gathered.step, first=finder.first, before=finder.run - 1)
         return (self._evidence(),)
 
@@ -146,15 +146,13 @@ class Padding(Stateful):
         self._repeats = 0
         self._step = -1
 
-    def observe(
-        self, step: int, counts: SampleCounts, batches: Sequence[Ints]
-    ) -> Iterable[Evidence]:
+    def observe(self, step: int, counts: SampleCounts, samples: Ints) -> Iterable[Evidence]:
         """Take one step; speaks once, after the first epoch's end.
 
         Args:
             step: Its number.
             counts: What it draws.
-            batches: Samples of each worker.
+            samples: The samples themselves.
         """
         if not self._looking or not counts.drawn:
             return ()
@@ -164,11 +162,11 @@ class Padding(Stateful):
         repeats = counts.drawn - counts.new
         if repeats:
             few = repeats < self._num_workers
-            of_the_start = count_common(flat_samples(batches), self._start) == repeats
+            of_the_start = count_common(samples, self._start) == repeats
             self._looking = counts.new > 0 and (few or of_the_start)
             self._repeats, self._step = repeats, step
         if not len(self._start):
-            self._start = in_order(flat_samples(batches))
+            self._start = in_order(samples)
         return ()
 
     def _evidence(self) -> Evidence:

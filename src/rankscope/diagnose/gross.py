@@ -28,7 +28,7 @@ from rankscope.core.finding import LATELY, OFTEN, TIMES_LATELY, Severity
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.diagnose.evidence import Evidence
-from rankscope.diagnose.lasting import Lasting
+from rankscope.diagnose.persistent_fault import PersistentFault
 
 KEY = "gross-outlier"
 KEY_AGAIN = "gross-outliers"
@@ -200,7 +200,7 @@ class GrossValues(Stateful):
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._seen = Lasting()
+        self._seen = PersistentFault()
         self._lately: list[int] = []
         self._signed: set[str] = set()
         self._excess = self._record = 0.0  # over what is gross: of this step, and of all before

@@ -15,7 +15,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.replicas import StateDifference, StateKind
 from rankscope.core.roles import Role, tie_of
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.steps import Step
 
 ALONE = "state.not_updated"
@@ -42,7 +42,7 @@ class NotUpdated(Detector):
 
     def __init__(self) -> None:
         self._names: dict[str, dict[str, bool]] = {}  # whether it is so still, by key
-        self._spans: dict[str, Span] = {}
+        self._spans: dict[str, PersistentFault] = {}
 
     def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of what rests, moves again, or is held twice."""
@@ -69,7 +69,7 @@ class NotUpdated(Detector):
             return False
         names[name] = so
         if so:
-            span = self._spans.setdefault(key, Span())
+            span = self._spans.setdefault(key, PersistentFault())
             if span.last != step:
                 span.see(step)
         self._spans[key].open = any(names.values())

@@ -16,7 +16,7 @@ from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import TokenSums, are_alike, follow_tokens
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.steps import Step
 
 ONE_WORKER = "loss-scale-one-worker"
@@ -67,7 +67,7 @@ class LossScale(Detector):
         self._streak_first = -1
         self._called = False  # the optimizer, in some step
         self._divided = False  # by all workers' tokens, which is proven
-        self._span = Span()
+        self._span = PersistentFault()
         self._factor = ""
         self._value = math.nan
         self._odd = _OddWorkers()
@@ -120,7 +120,7 @@ class LossScale(Detector):
         if not factor or self._streak[1] < _STEPS:
             return ()
         if factor != self._factor:
-            self._span = Span()
+            self._span = PersistentFault()
         self._span.see(gathered.step, first=self._streak_first, before=_STEPS - 1)
         self._factor, self._value = factor, scale
         return (self._evidence(micro),)
@@ -170,7 +170,7 @@ class _OddWorkers(Stateful):
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, int, int]] = {}
         self._ranks: set[int] = set()
-        self._span = Span()
+        self._span = PersistentFault()
 
     def observe(self, step: int, scales_W: Floats) -> Iterable[Evidence]:
         """Take the multipliers of a step in which they differ."""

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 from rankscope.core.finding import Severity
 from rankscope.core.replicas import odd_ranks
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Span, name_values
+from rankscope.diagnose.persistent_fault import PersistentFault
+from rankscope.diagnose.rank_values import name_values
 from rankscope.diagnose.steps import Step
 
 _SURE = 16
@@ -31,7 +32,7 @@ class MicroBatches(Detector):
         self._votes = 0
         self._since = -1
         self._first: dict[tuple[int, ...], int] = {}  # steps, of those seen since all was usual
-        self._span = Span()
+        self._span = PersistentFault()
         self._told: tuple[int, ...] = ()
 
     def observe_step(self, step: Step) -> Iterable[Evidence]:
@@ -45,13 +46,10 @@ class MicroBatches(Detector):
             return ()
         if len(set(counts)) > 1:
             if self._told != counts:
-                self._span, self._told = Span(), counts
+                self._span, self._told = PersistentFault(), counts
             self._span.see(number, first=self._since, before=number - self._since)
             return (self._evidence(),)
-        if self._told and self._span.open:
-            self._span.open = False
-            return (self._evidence(),)
-        return ()
+        return (self._evidence(),) if self._span.close() else ()
 
     def _vote(self, counts: tuple[int, ...], step: int) -> None:
         if counts == self._usual:

@@ -8,7 +8,7 @@ from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Lasting, Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.steps import Step
 
 _SKIPS_IN_A_ROW = 20
@@ -25,7 +25,7 @@ class NonFinite(Detector):
 
     def __init__(self) -> None:
         self._seen: dict[int, str] = {}
-        self._span = Span()
+        self._span = PersistentFault()
         self._severity = Severity.NOTE
         self._applied = False
         self._skips_in_a_row = 0
@@ -71,7 +71,7 @@ class NoGradient(Detector):
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._zero = Lasting(_ZERO_IN_A_ROW, in_a_row=True)
+        self._zero = PersistentFault(_ZERO_IN_A_ROW, in_a_row=True)
 
     def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take one step; speaks of one without a gradient, and when there is one again."""

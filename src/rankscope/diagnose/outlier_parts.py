@@ -63,7 +63,9 @@ class SizeEffect(Stateful):
         if sizes_TU.shape[1] < _FEWEST:
             return values_TSU
         measured_TSU = np.isfinite(values_TSU)
-        relative_TU, differ_T = _relative_sizes(measured_TSU.any(axis=1), sizes_TU)
+        relative_TU, differ_T = _relative_sizes(
+            np.logical_or.reduce(measured_TSU, axis=1), sizes_TU
+        )
         if not differ_T.any():
             return values_TSU
         relative_S1 = self._relative_S[:, None]

@@ -5,20 +5,21 @@ how severe the finding is.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
 from rankscope.bus.words import count
 from rankscope.core.arrays import Ints
+from rankscope.core.draws import DrawnSamples
 from rankscope.core.finding import Severity
-from rankscope.core.samples import SampleCounts, flat_samples
+from rankscope.core.samples import SampleCounts
 from rankscope.core.sorted_map import count_common
 from rankscope.core.state import Stateful
 from rankscope.core.thinning import Followed, ThinningLedger
 from rankscope.diagnose.epochs import Padding
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.steps import Groups, Step
+from rankscope.diagnose.steps import Groups, Step, StepBatch
 
 SURE = 1e-6
 LIKELY = 1e-4
@@ -57,7 +58,7 @@ class OverlappingShards(Detector):
         seeds: Seed of each rank's sampler, None where it is not known; empty when nothing is.
     """
 
-    SETTINGS = ("_num_workers", "_repeats", "_where", "_ahead", "_drawn", "_remembered")
+    SETTINGS = ("_num_workers", "_repeats", "_where", "_drawn", "_remembered")
 
     def __init__(
         self,
@@ -70,7 +71,6 @@ class OverlappingShards(Detector):
         self._num_workers = num_workers
         self._where = _where_to_look(seeds)
         self._repeats = repeats
-        self._ahead: list[Followed] | None = None  # of the steps that are handled together
         self._drawn = self._remembered = 0  # samples up to the present step
         self._named = True
         self._ledger = ThinningLedger(capacity)
@@ -83,55 +83,43 @@ class OverlappingShards(Detector):
         self._error = False
         self._previous = _NONE
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
-        """Take the samples of one step; speaks when it proves an overlap, or more of it.
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
+        """Take consecutive steps; yields overlaps that are proven, and more of them.
 
         Digests of content, which stand for samples that the training does not name, also agree
         when the data hold the same content twice.
         """
-        gathered, groups = step.gathered, step.identical
-        self._named = self._named and step.all_true("samples_named")
-        if step.index == 0:
-            self._ahead = self._ledger.observe_many(step.columns.samples, self._num_workers)
-        drawn_W: Sequence[Ints] = gathered.samples
-        if self._ahead is not None:
-            now = self._ahead[step.index]
-            counts = now.counts
-            batches: Sequence[Ints] = [now.samples]
+        drawn = steps.columns.samples
+        if any(step.identical for step in steps):
+            drawn = DrawnSamples([_of_different_workers(step) for step in steps])
+        one_in = self._ledger.one_in
+        for step, now in zip(steps, self._ledger.observe(drawn), strict=True):
+            self._new_since = self._new_since * one_in // self._ledger.one_in
+            one_in = self._ledger.one_in
             self._drawn, self._remembered = now.drawn, now.remembered
-        else:
-            if groups:
-                doubles = {rank for group in groups for rank in group[1:]}
-                drawn_W = [b[:0] if rank in doubles else b for rank, b in enumerate(drawn_W)]
-            counts, batches = self._count(gathered.step, drawn_W)
-        if not self._ledger.complete:
-            return ()
-        exact = self._ledger.one_in == 1
-        padding = self._padding.observe(gathered.step, counts, batches) if exact else ()
-        return (*padding, *self._follow(gathered.step, drawn_W, batches, groups, counts))
+            yield self._observe(step, drawn[step.index], now)
 
-    def _count(self, step: int, drawn_W: Sequence[Ints]) -> tuple[SampleCounts, Sequence[Ints]]:
-        """Count and remember the draws of one step; return with them those that are followed."""
-        before = self._ledger.one_in
-        batches = self._ledger.admit(drawn_W)
-        self._new_since = self._new_since * before // self._ledger.one_in
-        counts = self._ledger.observe(step, batches)
-        self._drawn, self._remembered = self._ledger.drawn, self._ledger.followed
-        return counts, batches
+    def _observe(self, step: Step, drawn_W: Sequence[Ints], now: Followed) -> list[Evidence]:
+        self._named = self._named and step.all_true("samples_named")
+        if not self._ledger.complete:
+            return []
+        number, exact = step.gathered.step, self._ledger.one_in == 1
+        padding = self._padding.observe(number, now.counts, now.samples) if exact else ()
+        return [*padding, *self._follow(number, drawn_W, now.samples, step.identical, now.counts)]
 
     def _follow(
         self,
         step: int,
         drawn_W: Sequence[Ints],
-        batches: Sequence[Ints],
+        followed: Ints,
         groups: Groups,
         counts: SampleCounts,
     ) -> Iterable[Evidence]:
-        """Add what a step shows; ``batches`` holds what is followed of the samples drawn."""
+        """Add what a step shows; ``followed`` are those of the samples drawn that count."""
         lengths = [len(batch) for batch in drawn_W if len(batch)]
         self._global_batch = max(self._global_batch, sum(lengths))
         self._new_since += counts.new if self._first is not None else 0
-        near = self._near(batches, counts.repeated_cross)
+        near = self._near(followed, counts.repeated_cross)
         if not counts.repeats and self._pending.is_empty:
             return ()
         if self._first is None and counts.repeated_cross + counts.shared:
@@ -145,14 +133,14 @@ class OverlappingShards(Detector):
         proven = self._new_since > self._global_batch and self._known.steps >= _STEPS_OF_OVERLAP
         return (self._evidence(),) if proven and news else ()
 
-    def _near(self, batches: Sequence[Ints], cross: int) -> int:
+    def _near(self, followed: Ints, cross: int) -> int:
         """Return how many of the cross repeats may have the content of a draw in the step before.
 
         In a file that is not shuffled, equal contents may stand beside each other.
         """
         if self._named:
             return 0
-        previous, self._previous = self._previous, flat_samples(batches)
+        previous, self._previous = self._previous, followed
         if not cross:
             return 0
         return min(count_common(self._previous, previous), cross)
@@ -327,6 +315,13 @@ class _ShareTest(Stateful):
     def log_ratio(self) -> float:
         """Logarithm of that average."""
         return float(np.logaddexp(self._log_never, self._log_half)) - math.log(2)
+
+
+def _of_different_workers(step: Step) -> Sequence[Ints]:
+    """Return what the workers draw, without those that draw the same as another."""
+    doubles = {rank for group in step.identical for rank in group[1:]}
+    samples = step.gathered.samples
+    return [batch[:0] if rank in doubles else batch for rank, batch in enumerate(samples)]
 
 
 def _where_to_look(seeds: Sequence[int | None]) -> str:

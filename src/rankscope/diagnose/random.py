@@ -12,7 +12,8 @@ from rankscope.core.plan import Plan
 from rankscope.core.replicas import odd_ranks
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Lasting, known_values
+from rankscope.diagnose.persistent_fault import PersistentFault
+from rankscope.diagnose.rank_values import known_values
 from rankscope.diagnose.steps import Step
 
 STEPS_NEEDED = 3
@@ -54,10 +55,10 @@ class EqualRandom(Detector):
     def __init__(self, num_workers: int, plan: Plan | None = None) -> None:
         self._num_workers = num_workers
         self._same = plan is not None and plan.random == "same"
-        self._forward = Lasting(STEPS_NEEDED)
-        self._between = Lasting(STEPS_NEEDED, in_a_row=True)
+        self._forward = PersistentFault(STEPS_NEEDED)
+        self._between = PersistentFault(STEPS_NEEDED, in_a_row=True)
         self._used = self._used_between = 0
-        self._loaders, self._private = Lasting(STEPS_NEEDED), Lasting(STEPS_NEEDED)
+        self._loaders, self._private = PersistentFault(STEPS_NEEDED), PersistentFault(STEPS_NEEDED)
         self._shared = 0
         self._inside: set[int] = set()
         self._across: set[int] = set()
@@ -123,7 +124,7 @@ class EqualRandom(Detector):
         return self._loaders.observe(step, ranks)
 
     def _evidence(
-        self, seen: Lasting, used: int, key: str, severity: Severity = Severity.WARNING
+        self, seen: PersistentFault, used: int, key: str, severity: Severity = Severity.WARNING
     ) -> Evidence:
         generators = [name for bit, name in _GENERATORS.items() if used & bit]
         return seen.evidence(

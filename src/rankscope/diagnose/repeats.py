@@ -9,7 +9,7 @@ from rankscope.core.arrays import Ints
 from rankscope.core.finding import Severity
 from rankscope.core.step import MISSING_INT
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Lasting, Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.recent_batches import Recurrence
 from rankscope.diagnose.steps import Step
 
@@ -39,7 +39,7 @@ class RepeatedBatches(Detector):
 
     def __init__(self, num_workers: int, *, repeats: bool = False) -> None:
         self._num_workers, self._intended = num_workers, repeats
-        self._seen = Lasting(_STEPS_NEEDED, in_a_row=True)
+        self._seen = PersistentFault(_STEPS_NEEDED, in_a_row=True)
 
     def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take the batches of one step; speaks while a worker repeats its own, and at the end."""
@@ -84,7 +84,7 @@ class FilledBatches(Detector):
         self._ordinary = self._filled = self._size = 0
         self._times: dict[int, int] = {}  # that a sample has filled a batch
         self._ranks: set[int] = set()
-        self._span = Span()
+        self._span = PersistentFault()
 
     def observe_step(self, step: Step) -> Iterable[Evidence]:
         """Take the samples of one step; speaks of batches that are filled with one of them."""

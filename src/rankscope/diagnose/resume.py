@@ -5,7 +5,7 @@ into those that it had drawn, and its rest. Legend: U different samples in a ste
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 
 import numpy as np
@@ -13,15 +13,14 @@ from numpy.typing import NDArray
 
 from rankscope.bus.words import count, name_ranks
 from rankscope.core.arrays import Ints
+from rankscope.core.draws import DrawnSamples, Draws, differs_from_previous
 from rankscope.core.finding import Severity
-from rankscope.core.samples import flat_samples
 from rankscope.core.share import SampleShare
-from rankscope.core.sorted_map import SortedMap, in_order
+from rankscope.core.sorted_map import SortedMap
 from rankscope.core.state import Stateful
 from rankscope.core.step import GatheredStep
-from rankscope.core.thinning import DrawnSamples
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.steps import Step
+from rankscope.diagnose.steps import Step, StepBatch
 
 Bools = NDArray[np.bool_]
 
@@ -102,67 +101,47 @@ class RestartWatch(Stateful):
         self._in_first_epoch = self._num_epochs <= 1
         self._end = self._last_step
 
-    def observe(self, step: int, samples: Sequence[Ints]) -> Resumption | None:
-        """Take the samples of one step, one array per worker.
+    def observe(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
+        """Take the samples of consecutive steps, one with each iteration.
 
-        Returns:
+        Yields:
             How the restarted job went on, in the step that shows it, and for MIXED in later steps
             that show more of it.
         """
-        self._most_drawn = max(self._most_drawn, sum(map(len, samples)))
-        followed = self._share.of(samples)
-        flat = flat_samples(followed)
-        samples_U = in_order(flat)
-        known_U, last_U = self._last.put(samples_U, np.full(len(samples_U), step, np.int32))
-        last_U = np.where(known_U, last_U, np.int64(-1))
-        verdict = None
-        if self._watching and len(samples_U):
-            again_U = (last_U >= self.interrupted) & (last_U < self.boundary)
-            ranks = np.repeat(np.arange(len(followed)), [len(batch) for batch in followed])
-            again_D = again_U[samples_U.searchsorted(flat)]
-            again_W = np.bincount(ranks[again_D], minlength=len(followed))
-            verdict = self._judge(last_U, again_U, again_W)
-        self._follow_epoch(step, last_U)
-        self._last_step = step if len(samples_U) else self._last_step
-        while len(self._last) > self._capacity and self._share.can_halve:
-            self._halve()
-        return verdict
+        begin = 0
+        for piece in drawn.pieces():
+            some = int(np.count_nonzero(self._share.admits(piece.flat)))
+            together = len(piece) < 2 or len(self._last) + some <= self._capacity
+            for few in (piece,) if together else piece.single_steps():
+                yield from self._take(steps[begin : begin + len(few)], few)
+                begin += len(few)
 
-    def observe_many(self, steps: Sequence[int], drawn: DrawnSamples) -> list[Ints] | None:
-        """Remember what several steps draw, where no restart is being watched.
+    def _take(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
+        """Take steps that share no sample: a single one, or several for which there is room."""
+        draws = drawn.sorted(self._share.admits(drawn.flat))
+        different = draws.where(differs_from_previous(draws.samples))
+        numbers_U = np.array(steps, np.int32)[different.steps]
+        known_U, latest_U = self._last.put(different.samples, numbers_U)
+        last_U = np.where(known_U, latest_U, np.int64(-1))
+        lasts, samples = different.of_steps(last_U), different.of_steps(different.samples)
+        for index, step in enumerate(steps):
+            self._most_drawn = max(self._most_drawn, int(drawn.lengths[index]))
+            verdict = None
+            if self._watching and len(samples[index]):
+                own = draws if len(drawn) == 1 else draws.where(draws.steps == index)
+                verdict = self._look(own, samples[index], lasts[index])
+            self._follow_epoch(step, lasts[index])
+            self._last_step = step if len(samples[index]) else self._last_step
+            while len(self._last) > self._capacity and self._share.can_halve:
+                self._halve()
+            yield verdict
 
-        Args:
-            steps: Their numbers.
-            drawn: What they draw.
-
-        Returns:
-            For each step the last steps that drew its samples, for :meth:`follow`; None where
-            :meth:`observe` has to be asked, and nothing has changed.
-        """
-        if len(drawn) < 2 or self._watching or not drawn.no_repeats:
-            return None
-        admitted_D = self._share.admits(drawn.flat)
-        order = drawn.order[admitted_D[drawn.order]]
-        if len(self._last) + len(order) > self._capacity:
-            return None
-        step_D = np.array(steps, np.int32)[drawn.step_of_draw]
-        known_O, before_O = self._last.put(drawn.flat[order], step_D[order])
-        last_D = np.full(len(step_D), -1, np.int64)
-        last_D[order] = np.where(known_O, before_O, np.int64(-1))
-        admitted_S = np.bincount(drawn.step_of_draw[admitted_D], minlength=len(drawn))
-        return np.split(last_D[admitted_D], np.cumsum(admitted_S)[:-1])
-
-    def follow(self, step: int, drawn: int, last_U: Ints) -> None:
-        """Take a step of which :meth:`observe_many` has told the last steps.
-
-        Args:
-            step: Its number.
-            drawn: How many samples it draws.
-            last_U: What was told.
-        """
-        self._most_drawn = max(self._most_drawn, drawn)
-        self._follow_epoch(step, last_U)
-        self._last_step = step if len(last_U) else self._last_step
+    def _look(self, draws: Draws, samples_U: Ints, last_U: Ints) -> Resumption | None:
+        """Judge a step after a restart, by the last steps that drew its samples before."""
+        again_U = (last_U >= self.interrupted) & (last_U < self.boundary)
+        again_D = again_U[samples_U.searchsorted(draws.samples)]
+        again_W = np.bincount(draws.ranks[again_D], minlength=draws.shape[1])
+        return self._judge(last_U, again_U, again_W)
 
     def _judge(self, last_U: Ints, again_U: Bools, again_W: Ints) -> Resumption | None:
         rest = self._num_of_rest(last_U)
@@ -290,38 +269,25 @@ class ResumeMismatch(Detector):
         capacity: Different samples to remember; beyond it, a random share of them is followed.
     """
 
-    SETTINGS = ("_ahead",)
-
-    _ahead: list[Ints] | None
-    """Of the steps that are handled together."""
-
     def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:
         self._watch = RestartWatch(num_workers, capacity)
-        self._ahead = None
         self._ended = False
         self._lr_by_step: dict[int, float] = {}
         self._lr_before = self._lr_after = self._lr_at_start = math.nan
         self._lr_last = math.nan
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
-        """Take the samples of one step; speaks when it shows how a restarted job went on."""
-        gathered = step.gathered
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
+        """Take consecutive steps; yields how a restarted job went on, where that shows."""
         if self._ended:
-            self.restarted(gathered.step)
-        lr = _largest(step)
-        if gathered.step == self._watch.boundary:
-            self._lr_after = lr
-        if step.index == 0:
-            numbers = step.columns.numbers
-            self._ahead = self._watch.observe_many(numbers, step.columns.samples)
-        verdict = None
-        if self._ahead is None:
-            verdict = self._watch.observe(gathered.step, gathered.samples)
-        else:
-            drawn = int(step.columns.samples.lengths[step.index])
-            self._watch.follow(gathered.step, drawn, self._ahead[step.index])
-        self._remember(gathered.step, lr)
-        return () if verdict is None else (self._evidence(verdict, gathered),)
+            self.restarted(steps.numbers[0])
+        verdicts = self._watch.observe(steps.numbers, steps.columns.samples)
+        for step in steps:
+            lr = _largest(step)
+            if step.gathered.step == self._watch.boundary:
+                self._lr_after = lr
+            verdict = next(verdicts)
+            self._remember(step.gathered.step, lr)
+            yield () if verdict is None else (self._evidence(verdict, step.gathered),)
 
     def close(self) -> Iterable[Evidence]:
         """End the run; a step after this is one of a restarted job."""

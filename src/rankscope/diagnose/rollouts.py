@@ -22,9 +22,9 @@ from rankscope.core.finding import Severity
 from rankscope.core.state import State, StateError
 from rankscope.diagnose.blame import OutlierSearch
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Lasting
 from rankscope.diagnose.outlier_parts import Levelled, total_signals
 from rankscope.diagnose.outlier_words import Fault
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.steps import Step
 
 COLUMN = "rollout_gap"
@@ -143,7 +143,7 @@ class GrossRollouts(Detector):
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
-        self._seen = Lasting(_STEPS_NEEDED, in_a_row=True)
+        self._seen = PersistentFault(_STEPS_NEEDED, in_a_row=True)
         self._smallest = 0.0
 
     def observe_step(self, step: Step) -> Iterable[Evidence]:

@@ -30,7 +30,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.permutation import STRENGTHS, Units, pool_units, rank_bets, spread_ranks
 from rankscope.core.step import GatheredStep, StepReport
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.steps import Step
 
 SEED = 0x5A3B
@@ -108,14 +108,14 @@ class Sampling(Detector):
         low = self._units_for_low(gathered, losses)
         if low is not None:
             e_low, _ = rank_bets(spread_ranks(low, rng, same_index=False))
-            news = self._low.observe(gathered.step, e_low)
+            news = self._low.add(gathered.step, e_low)
             if news is not _News.NONE:
                 yield self._say_similar(news, "losses" if low is losses else "gradient norms")
         told = False
         for source, units in ((_LOSSES, losses), (_NORMS, norms)):
             if units is not None:
                 _, e_high = rank_bets(spread_ranks(units, rng, same_index=True))
-                told |= self._high.observe(gathered.step, e_high, source) is not _News.NONE
+                told |= self._high.add(gathered.step, e_high, source) is not _News.NONE
         if told:
             yield self._say_different()
 
@@ -177,7 +177,7 @@ class Sampling(Detector):
         )
 
 
-class _Alarm(Span):
+class _Alarm(PersistentFault):
     """E-detectors with equal weights that alarm together.
 
     Once they have, their evidence is kept from growing further, so that they heal in bounded time.
@@ -187,11 +187,10 @@ class _Alarm(Span):
         shape: Their shape.
     """
 
-    SETTINGS = ("_level",)
+    SETTINGS = (*PersistentFault.SETTINGS, "_level")
 
     def __init__(self, level: float, *shape: int) -> None:
         super().__init__()
-        self.open = False
         self._level = level
         self._detectors = ShiryaevRoberts(*shape)
         self._fed: deque[int] = deque(maxlen=RECENT)
@@ -202,7 +201,7 @@ class _Alarm(Span):
         """Evidence of each of them."""
         return self._detectors.evidence.astype(np.float64)
 
-    def observe(self, step: int, e: Floats, at: int | None = None) -> _News:
+    def add(self, step: int, e: Floats, at: int | None = None) -> _News:
         """Take the e-values of a step; ``at`` is the row that they belong to, if not all."""
         self._detectors.observe(e.astype(np.float32), ... if at is None else at)
         if not self._fed or self._fed[-1] != step:

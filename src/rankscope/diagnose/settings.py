@@ -13,7 +13,8 @@ from rankscope.core.replicas import odd_ranks
 from rankscope.core.state import State
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Lasting, known_values, name_values
+from rankscope.diagnose.persistent_fault import PersistentFault
+from rankscope.diagnose.rank_values import known_values, name_values
 from rankscope.diagnose.steps import Step
 
 STEPS_NEEDED = 3
@@ -55,13 +56,13 @@ class DifferentSettings(Detector):
         self._planned_N = np.atleast_1d(np.array(() if planned is None else planned, np.float64))
         self._peak = float(self._planned_N.max(initial=0))
         self._anchored = True
-        self._settings = Lasting()
+        self._settings = PersistentFault()
         self._what = ""
-        self._calls = Lasting()
+        self._calls = PersistentFault()
         self._waiting = -1
         self._waiting_calls = np.empty(0, np.int64)
         self._called = ""
-        self._schedule = Lasting(STEPS_NEEDED)
+        self._schedule = PersistentFault(STEPS_NEEDED)
         self._num_calls = 0
         self._departure: tuple[int, float, float] = (-1, 0.0, 0.0)
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.columns import DType
+from rankscope.core.draws import DrawnSamples
 from rankscope.core.samples import identical_groups
 from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
-from rankscope.core.thinning import DrawnSamples
 from rankscope.core.weighting import log_spread, token_products
 from rankscope.diagnose.recent_batches import RecentBatches, Recurrence
 

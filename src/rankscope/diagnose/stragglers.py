@@ -19,7 +19,7 @@ from rankscope.core.arrays import Floats, Ints
 from rankscope.core.finding import Severity
 from rankscope.core.state import State
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.steps import Step
 
 Bools = NDArray[np.bool_]
@@ -149,7 +149,7 @@ class Stragglers(Detector):
         for description in state["places"]:
             before = _Place.described(description)
             now = places.get(before.key)
-            if now is not None and now.ranks == before.ranks:
+            if now is not None and now.members == before.members:
                 now.restore(before.state())
             elif before.open:
                 before.open = False
@@ -180,7 +180,7 @@ class Stragglers(Detector):
                 yield place.describe()
 
 
-class _Place(Span):
+class _Place(PersistentFault):
     """A host with its ranks, or a single rank; and what is known of it.
 
     Args:
@@ -188,16 +188,15 @@ class _Place(Span):
         host: Name of the host; empty when hosts are unknown, or all the same.
     """
 
-    SETTINGS = ("ranks", "_host")
+    SETTINGS = (*PersistentFault.SETTINGS, "members", "_host")
 
     def __init__(self, ranks: Sequence[int], host: str = "") -> None:
-        self.ranks = tuple(ranks)
-        self._host = host
         super().__init__()
-        self.open = False
+        self.members = tuple(ranks)
+        self._host = host
         self._slow: list[int] = []
         self._lost = self._behind = self._share = 0.0
-        self._quiet = 0
+        self._quiet_windows = 0
 
     @classmethod
     def described(cls, description: State) -> Self:
@@ -208,12 +207,12 @@ class _Place(Span):
 
     def description(self) -> State:
         """Return all that there is to know, as plain data."""
-        return {"ranks": list(self.ranks), "host": self._host, "known": self.state()}
+        return {"ranks": list(self.members), "host": self._host, "known": self.state()}
 
     @property
     def key(self) -> str:
         """What names it inside the run."""
-        return f"time.straggler:{f'host-{self._host}' if self._host else f'rank-{self.ranks[0]}'}"
+        return f"time.straggler:{f'host-{self._host}' if self._host else f'rank-{self.members[0]}'}"
 
     @property
     def was_slow(self) -> bool:
@@ -227,7 +226,7 @@ class _Place(Span):
             confirmed_W: Workers that were slow in the latest window and in the one before.
             windows: The latest windows in order, one more than it takes to be slow.
         """
-        confirmed = [rank for rank in self.ranks if confirmed_W[rank]]
+        confirmed = [rank for rank in self.members if confirmed_W[rank]]
         if not self.open:
             if confirmed:
                 self._begin(confirmed, windows)
@@ -237,12 +236,12 @@ class _Place(Span):
         behind_S = self._lateness(latest)
         lingers = bool(latest.lingers_W[self._slow].any())
         if lingers:
-            self._quiet = 0
+            self._quiet_windows = 0
             self._measure(behind_S, latest)
         else:
-            self._quiet += 1
-            self.open = self._quiet < _PATIENCE
-        if self._quiet <= 1:
+            self._quiet_windows += 1
+            self.open = self._quiet_windows < _PATIENCE
+        if self._quiet_windows <= 1:
             end = find_end(behind_S, self._behind)
             self._add(latest.steps_S[:end], behind_S[:end], latest.margin)
         return lingers or not self.open
@@ -272,7 +271,8 @@ class _Place(Span):
         )
 
     def _begin(self, slow: list[int], windows: Sequence[Lateness]) -> None:
-        self.open, self._quiet = True, 0
+        self.open = True
+        self._quiet_windows = 0
         self._slow = slow
         self.count, self._lost = 0, 0.0
         latest = windows[-1]
@@ -303,7 +303,7 @@ class _Place(Span):
         ranks = name_ranks(self._slow)
         if not self._host:
             return ranks
-        if len(self._slow) > 1 and len(self._slow) == len(self.ranks):
+        if len(self._slow) > 1 and len(self._slow) == len(self.members):
             return f"host {self._host} ({ranks})"
         return f"{ranks} on host {self._host}"
 

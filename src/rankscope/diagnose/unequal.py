@@ -6,7 +6,7 @@ two workers, or where no two agree, all are named.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,8 +20,9 @@ from rankscope.core.roles import LOOK_EVERY
 from rankscope.core.state import Stateful
 from rankscope.core.step import MISSING_INT, GatheredStep
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import known_values
 from rankscope.diagnose.learning import role_words
+from rankscope.diagnose.persistent_fault import PersistentFault
+from rankscope.diagnose.rank_values import known_values
 from rankscope.diagnose.steps import Step
 
 HEALED_AFTER = 128
@@ -91,7 +92,7 @@ class UnequalState(Detector):
         self._local_buffers = local_buffers or local_steps > 0
         self._local_steps = local_steps
         self._between = _Between(-1)
-        self._faults: dict[str, _Fault] = {}
+        self._faults: dict[str, _Difference] = {}
         self._applied_alike = (
             False  # in the last step with gradients that nothing was seen to reduce
         )
@@ -103,23 +104,20 @@ class UnequalState(Detector):
         gathered = step.gathered
         told: list[Evidence] = []
         for seen in self._differences(step):
-            fault = self._faults.setdefault(
-                seen.key, _Fault(seen.cause, gathered.step, gathered.step)
-            )
+            fault = self._faults.setdefault(seen.key, _Difference(seen.cause))
             fault.add(gathered.step, seen)
             told.append(self._evidence(seen.key, fault))
         for key, fault in self._faults.items():
             healed_after = HEALED_AFTER if key not in _LOOKED_AT else 2 * LOOK_EVERY
-            if fault.open and gathered.step - fault.last >= healed_after:
-                fault.open = False
+            if gathered.step - fault.last >= healed_after and fault.close():
                 told.append(self._evidence(key, fault))
         return told
 
-    def _evidence(self, key: str, fault: "_Fault") -> Evidence:
+    def _evidence(self, key: str, fault: "_Difference") -> Evidence:
         meant = key == _DRIFTING or (self._local_buffers and key == "state.buffers_differ")
         meant |= key == _LEFT_OUT and not self._replicated
         severity = Severity.NOTE if meant else Severity.ERROR
-        return fault.evidence(key, severity, self._num_workers)
+        return fault.describe(key, severity, self._num_workers)
 
     def _differences(self, step: Step) -> Iterable["_Seen"]:
         """Yield all that differs in a step."""
@@ -273,70 +271,56 @@ class _Seen:
         return self.own_key or self.cause
 
 
-@dataclass
-class _Fault(Stateful):
-    """One kind of difference over the run."""
+class _Difference(PersistentFault):
+    """One kind of difference over the run.
 
-    cause: str
-    first: int
-    last: int
-    open: bool = True
-    steps: int = 0
-    ranks: set[int] = field(default_factory=set)
-    names: list[str] = field(default_factory=list)
-    more: bool = False
-    words: str = ""
+    Args:
+        cause: Name of the cause.
+    """
+
+    def __init__(self, cause: str = "") -> None:
+        super().__init__()
+        self.cause = cause
+        self._names: list[str] = []
+        self._more = False
+        self._words = ""
 
     def add(self, step: int, seen: _Seen) -> None:
         """Take what one step shows."""
-        self.last = step
-        self.open = True
-        self.steps += 1
-        self.ranks.update(seen.ranks)
-        self.words = self.words or seen.words
+        self.see(step, seen.ranks)
+        self._words = self._words or seen.words
         for name in seen.names:
-            if name not in self.names:
-                if len(self.names) >= _MAX_NAMES:
-                    self.more = True
+            if name not in self._names:
+                if len(self._names) >= _MAX_NAMES:
+                    self._more = True
                     break
-                self.names.append(name)
+                self._names.append(name)
 
-    def evidence(self, key: str, severity: Severity, num_workers: int) -> Evidence:
+    def describe(self, key: str, severity: Severity, num_workers: int) -> Evidence:
         """Return what is known of it."""
-        ranks = tuple(sorted(self.ranks))
-        return Evidence(
-            cause=self.cause,
-            severity=severity,
-            ranks=ranks,
-            first_step=self.first,
-            last_step=self.last,
-            count=self.steps,
-            key=key,
-            status="open" if self.open else "closed",
-            fields={
-                "differ": "differs" if len(ranks) == 1 else "differ",
-                "names": self._name_words(),
-                "words": self.words,
-                **_apart(len(ranks) < num_workers),
-                "over": " It is over now." if not self.open else "",
-            },
-            numbers=self._numbers(),
-        )
+        fields = {
+            "differ": "differs" if len(self.ranks) == 1 else "differ",
+            "names": self._name_words(),
+            "words": self._words,
+            **_apart(len(self.ranks) < num_workers),
+            "over": " It is over now." if not self.open else "",
+        }
+        return self.evidence(self.cause, severity, self.ranks, fields, self._numbers(), key=key)
 
     def _numbers(self) -> dict[str, Any]:
-        numbers: dict[str, Any] = {"steps": self.steps, "names": list(self.names)}
+        numbers: dict[str, Any] = {"steps": self.count, "names": list(self._names)}
         if self.cause == "sync.gradients_differ":
             numbers["other_causes"] = ["numerics.reduction_error"]
         return numbers
 
     def _name_words(self) -> str:
-        if not self.names:
+        if not self._names:
             return ""
-        shown = ", ".join(self.names[:3])
-        rest = len(self.names) - 3
-        if rest <= 0 and not self.more:
+        shown = ", ".join(self._names[:3])
+        rest = len(self._names) - 3
+        if rest <= 0 and not self._more:
             return f" ({shown})"
-        return f" ({shown} and {max(rest, 1)}{' or more' if self.more else ''} more)"
+        return f" ({shown} and {max(rest, 1)}{' or more' if self._more else ''} more)"
 
 
 def _parameters_differ(gathered: GatheredStep) -> bool:

@@ -16,7 +16,7 @@ from rankscope.core.finding import Severity
 from rankscope.core.step import GatheredStep
 from rankscope.core.weighting import TokenSums, are_alike, as_matrix, log_spread
 from rankscope.diagnose.evidence import Detector, Evidence
-from rankscope.diagnose.lasting import Span
+from rankscope.diagnose.persistent_fault import PersistentFault
 from rankscope.diagnose.steps import Step
 
 MICRO, STARVED = "token-weighting-micro-batches", "token-weighting-one-worker"
@@ -70,7 +70,7 @@ class TokenWeighting(Detector):
         found: list[Evidence] = []
         if self._between.sums.found:
             return found
-        if self._starved.observe(gathered.step, scales_W, tokens_W):
+        if self._starved.add(gathered.step, scales_W, tokens_W):
             found.append(self._starved.describe())
         if self._starved.ranks:
             tokens_W = tokens_W.copy()
@@ -78,7 +78,7 @@ class TokenWeighting(Detector):
             spread = float(log_spread(scales_W[None], tokens_W[None])[0])
         else:
             spread = step.columns.token_spreads[step.index]
-        if self._between.observe(gathered.step, spread):
+        if self._between.add(gathered.step, spread):
             ranks = tuple(np.flatnonzero(np.isfinite(scales_W + tokens_W)).tolist())
             found.append(self._between.describe("", ranks))
         return found
@@ -94,12 +94,12 @@ class TokenWeighting(Detector):
         known_W = np.isfinite(spread_W)
         if self._inside.sums.found or not known_W.any():
             return ()
-        if not self._inside.observe(gathered.step, float(spread_W[known_W].mean())):
+        if not self._inside.add(gathered.step, float(spread_W[known_W].mean())):
             return ()
         return (self._inside.describe(MICRO, tuple(np.flatnonzero(known_W).tolist())),)
 
 
-class _Spread(Span):
+class _Spread(PersistentFault):
     """Follows by how much the weights of tokens differ inside the latest steps."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class _Spread(Span):
         self._ratio = 1.0
         self._largest = 1.0
 
-    def observe(self, step: int, log_ratio: float) -> bool:
+    def add(self, step: int, log_ratio: float) -> bool:
         """Take one step, NaN when it cannot be judged; return whether there is news."""
         if not math.isfinite(log_ratio):
             return False
@@ -143,17 +143,16 @@ class _Spread(Span):
         )
 
 
-class _Starved(Span):
+class _Starved(PersistentFault):
     """Workers that have hardly any label tokens, step after step, and count like the others."""
 
     def __init__(self, num_workers: int) -> None:
         super().__init__()
-        self.ranks: set[int] = set()
         self._score_W = np.zeros(num_workers, np.int64)
         self._since_W = np.zeros(num_workers, np.int64)
         self._tokens = self._typical = math.nan
 
-    def observe(self, step: int, scales_W: Floats, tokens_W: Floats) -> bool:
+    def add(self, step: int, scales_W: Floats, tokens_W: Floats) -> bool:
         """Take one step; return whether it shows more."""
         if float(tokens_W.min()) > float(tokens_W.max()) / _FEW and not self._score_W.any():
             return False  # nobody has few

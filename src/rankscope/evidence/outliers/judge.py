@@ -48,12 +48,12 @@ def fewest_steps(num_workers: int) -> int:
     num_workers = min(num_workers, MAX_PAIRED_WORKERS)
     part = Part(num_workers, total_signals())
     noise = np.random.default_rng(0)
-    usable_W, sizes_W = np.ones(num_workers, bool), np.zeros(num_workers)
+    sizes_W = np.zeros(num_workers)
     level = alarm_level(OUTLIERS / 2)
     for step in range(MOST_STEPS):
         values_SW = 1 + 0.05 * noise.standard_normal((len(part.signals), num_workers))
         values_SW[:, 0] = 3.0
-        part.observe(values_SW, usable_W, sizes_W, step)
+        next(part.observe(values_SW[None], sizes_W[None], [step]))
         if part.test.evidence >= level:
             return step + 1
     return MOST_STEPS

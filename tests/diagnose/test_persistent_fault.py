@@ -3,7 +3,8 @@
 import pytest
 
 from rankscope.core.replicas import odd_ranks
-from rankscope.diagnose.lasting import HEALED_AFTER, Lasting, name_values
+from rankscope.diagnose.persistent_fault import HEALED_AFTER, PersistentFault
+from rankscope.diagnose.rank_values import name_values
 
 
 def shows(seen, *steps):
@@ -12,19 +13,19 @@ def shows(seen, *steps):
 
 
 def test_a_fault_is_told_once_enough_steps_show_it_on_the_same_worker():
-    seen = Lasting(3)
+    seen = PersistentFault(3)
     assert shows(seen, [1], [2], [1], [], [1]) == [False, False, False, False, True]
     assert (seen.ranks, seen.first, seen.last, seen.count) == ({1}, 0, 4, 3)
 
 
 def test_in_a_row_means_without_a_gap():
-    seen = Lasting(2, in_a_row=True)
+    seen = PersistentFault(2, in_a_row=True)
     assert shows(seen, [1], [], [1], [2], [1], [1, 2]) == [False] * 5 + [True]
     assert (seen.ranks, seen.first) == ({1}, 4)
 
 
 def test_it_heals_once_and_may_come_back():
-    seen = Lasting()
+    seen = PersistentFault()
     quiet = [[]] * (HEALED_AFTER - 1)
     assert shows(seen, [0], *quiet, [0], *quiet) == [True, *[False] * 15, True, *[False] * 15]
     assert seen.observe(32, [])
@@ -35,13 +36,13 @@ def test_it_heals_once_and_may_come_back():
 
 
 def test_traces_too_far_apart_are_forgotten():
-    seen = Lasting(2)
+    seen = PersistentFault(2)
     quiet = [[]] * HEALED_AFTER
     assert not any(shows(seen, [0], *quiet, [0], *quiet, [0]))
 
 
 def test_it_goes_on_after_a_restart():
-    seen, copy = Lasting(3), Lasting(3)
+    seen, copy = PersistentFault(3), PersistentFault(3)
     shows(seen, [0], [0, 1])
     copy.restore(seen.state())
     assert copy.observe(2, [0, 1])
