@@ -384,7 +384,6 @@ SURROUNDINGS: dict[str, Way] = {
     "all in autocast": all_in_autocast,
     "inference mode": in_inference_mode,
     "functional_call": by_functional_call,
-    "func.grad": by_func_grad,
     "gradients of samples": with_sample_gradients,
     "dual level": in_dual_level,
     "first in dual level": first_in_dual_level,
@@ -392,5 +391,6 @@ SURROUNDINGS: dict[str, Way] = {
     "traced pass": with_traced_pass,
     "mutations allowed": with_mutations,
     "hooks on all modules": with_hooks_on_all_modules,
+    "func.grad": by_func_grad,
 }
 """Each takes a step inside of something, and returns what that has seen of it."""
