@@ -1,4 +1,4 @@
-"""Small trainings inside of what may surround a step: each way says what it has seen of the step."""
+"""Small trainings inside of what may surround a step: each way says what it has seen of it."""
 
 import contextlib
 from collections import Counter
@@ -336,7 +336,7 @@ def with_fake_pass(training: Training, x: Tensor, y: Tensor) -> Seen:
 def with_traced_pass(training: Training, x: Tensor, y: Tensor) -> Seen:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    traced = make_fx(lambda one: training.called(one))(x)
+    traced = make_fx(training.called)(x)
     training.step(x, y)
     return [str(node.target) for node in traced.graph.nodes]
 
