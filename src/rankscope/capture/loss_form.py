@@ -18,6 +18,13 @@ from torch.distributed.tensor import DTensor
 
 _MOST_NODES = 48
 _SAVED = ("_saved_other", "_saved_self")
+_PACKED = {
+    "_saved_other": "_raw_saved_other",
+    "_saved_self": "_raw_saved_self",
+    "_saved_weight": "_raw_saved_weight",
+    "_saved_total_weight": "_raw_saved_total_weight",
+}
+"""What autograd holds of a saved tensor, by the name under which it gives it out."""
 PASSING = ("ToCopyBackward", "CloneBackward", "ViewBackward", "AliasBackward", "SqueezeBackward")
 """Operators that leave a number what it is."""
 
@@ -94,7 +101,7 @@ def summed_tokens(node: Any) -> Tensor | None:
 
     With weights of classes it keeps their sum, which is no count.
     """
-    if getattr(node, "_saved_reduction", None) != _SUM:
+    if getattr(node, "_saved_reduction", None) != _SUM or is_hooked(node, "_saved_weight"):
         return None
     try:
         weighted = getattr(node, "_saved_weight", None) is not None
@@ -131,18 +138,23 @@ def _returns_scalar(node: Any, place: int) -> bool:
 
 
 def _number(node: Any, name: str) -> Tensor | None:
-    """Return a number that autograd kept for an operator; None if it kept none, or more.
-
-    What a hook of the training's has packed is left to it: to unpack it may compute it anew.
-    """
+    """Return a number that autograd kept for an operator; None if it kept none, or more."""
     try:
-        packed = getattr(getattr(node, f"_raw{name}", None), "unpack_hook", None) is not None
-        saved = None if packed else getattr(node, name, None)
+        saved = None if is_hooked(node, name) else getattr(node, name, None)
     except RuntimeError:  # freed, or changed in place since
         return None
     if not isinstance(saved, Tensor) or isinstance(saved, DTensor):  # which may communicate
         return None
     return saved if saved.numel() == 1 else None
+
+
+def is_hooked(node: Any, name: str) -> bool:
+    """Return whether a hook of the training's has packed what autograd kept.
+
+    To unpack it is the training's: it may count the calls, or compute everything anew.
+    """
+    packed = getattr(node, _PACKED[name], None)
+    return getattr(packed, "unpack_hook", None) is not None
 
 
 def _is(number: float, expected: float) -> bool:

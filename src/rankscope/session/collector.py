@@ -22,6 +22,7 @@ from rankscope.capture.accumulation import Accumulation
 from rankscope.capture.guard import Guard
 from rankscope.capture.host import begin_copies
 from rankscope.capture.passes import ForwardPasses, tensors_in
+from rankscope.capture.surroundings import traced
 from rankscope.capture.taps.tap import ObserverGroup
 from rankscope.capture.transfer import GradientTransfer
 from rankscope.core.governor import Intervals
@@ -213,8 +214,12 @@ class StepCollector:
 
     @property
     def repeating(self) -> bool:
-        """Whether the model runs for a probe just now: none of its passes is the training's."""
-        return self._runs_model
+        """Whether what the model runs just now is none of the training's forward passes.
+
+        It runs for the monitor (a canary, a reference step), in a trace, or is a pass that is
+        known already and which a checkpoint recomputes.
+        """
+        return self._runs_model or traced() or self._passes.recomputed
 
     @property
     def turn_due(self) -> bool:
