@@ -27,6 +27,7 @@ from rankscope.agent.verification import Verifications
 from rankscope.agent.workers import Workers
 from rankscope.core.finding import Finding, Severity
 from rankscope.core.governor import LAG, Governor
+from rankscope.core.pace import PACE
 from rankscope.core.plan import Plan
 from rankscope.core.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
 from rankscope.core.summarize import summarize
@@ -84,8 +85,14 @@ class Root:
             )
         options = setup["info"].get("options")
         meant = Plan.of((options or {}).get("plan")).loss_weighting
+        asked = (options or {}).get("verify_at", ())
+        unasked = {setup["first_step"] + later for later in PACE.references}.difference(asked)
         self._verifications = Verifications(
-            layout.num_workers, meant, self._tell_from_outside, by_loop=layout.by_loop
+            layout.num_workers,
+            meant,
+            self._tell_from_outside,
+            by_loop=layout.by_loop,
+            unasked=unasked,
         )
         self._mesh = MeshAxes(setup["first_step"], self._tell_from_outside)
         self._arrived = -1

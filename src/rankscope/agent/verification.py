@@ -1,11 +1,11 @@
 """Reference steps at the root: collects what the workers know of one, and concludes."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
-from rankscope.core.finding import Finding
+from rankscope.core.finding import Finding, Severity
 from rankscope.core.packing import PackedError
 from rankscope.core.reference import Part
 from rankscope.core.step import GatheredStep
@@ -26,6 +26,7 @@ class Verifications:
         meant: What the plan says of the loss's weighting; None for nothing.
         tell: Takes each finding.
         by_loop: Whether the training's own loop reduces.
+        unasked: Steps that nobody has asked for: no word of them, unless something is wrong.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class Verifications:
         tell: Callable[[Finding], None],
         *,
         by_loop: bool = False,
+        unasked: Collection[int] = (),
     ) -> None:
-        self._by_loop = by_loop
+        self._by_loop, self._unasked = by_loop, unasked
         self._num_workers, self._meant, self._tell = num_workers, meant, tell
         self._parts: dict[int, dict[int, Part]] = {}
         self.findings: dict[str, Finding] = {}
@@ -58,6 +60,9 @@ class Verifications:
 
     def _conclude(self, step: int, finding: Finding) -> None:
         del self._parts[step]
+        if step in self._unasked and finding.severity is Severity.NOTE:
+            _log.debug("a reference step that nobody asked for: %s", finding)
+            return
         self.findings[finding.id] = finding
         self._tell(finding)
 

@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.core.arrays import Floats, Ints
+from rankscope.core.pace import PACE
 from rankscope.core.signals import DType, Signal, Source, Table, signals
 
-LEVELS = (64, 512)
+LEVELS = PACE.rolled_up
 """Steps in a bin of each level, each a multiple of the one before."""
 
 

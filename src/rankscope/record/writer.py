@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rankscope.core.finding import Finding
+from rankscope.core.pace import PACE
 from rankscope.core.replicas import TRACE_WIDTH
 from rankscope.core.signals import DType, Signal, Table, signals
 from rankscope.core.state import State
@@ -207,7 +208,7 @@ def _read_footer(file: bytes) -> Any:
     return pq.read_metadata(pa.BufferReader(file))
 
 
-PART_BYTES = 16 * 2**20
+PART_BYTES = PACE.part_bytes
 """Bytes after which a part is finished and the next one begins."""
 STATE_BYTES_PER_FLUSH = 4 * 2**20
 """Bytes of the detectors' state that are written per flush on average: a larger one is left out in
@@ -259,7 +260,7 @@ class RunWriter:
         begun: bool = False,
     ) -> None:
         self.path = Path(path)
-        self.flush_seconds = flush_seconds
+        self.flush_seconds = min(flush_seconds, PACE.most_flush_seconds)
         self._tables = {
             table: _PartWriter(self.path, self.path / table, signals(table))
             for table in _WRITE_ORDER

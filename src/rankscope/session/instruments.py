@@ -25,6 +25,7 @@ from rankscope.core.groups import (
     cut_sections,
     group_parameters,
 )
+from rankscope.core.pace import PACE
 from rankscope.core.plan import Tier
 from rankscope.core.step import MAX_PAIRED_WORKERS as MAX_PAIRED
 from rankscope.errors import UnsupportedError, UsageError
@@ -36,7 +37,7 @@ from rankscope.session.wrapping import Wrapped
 GROUP_WIDTH = 251
 """Numbers in the sketch of a group: its cosines err by 0.06 at most."""
 
-STATE_SPACING = 8
+STATE_SPACING = PACE.state_spacing
 """Steps from one reading of the model's state to the next, where there is a budget to keep."""
 
 

@@ -24,6 +24,7 @@ from rankscope.capture.state.training_facts import (
     training_facts,
 )
 from rankscope.core.canary_plan import first_by_default
+from rankscope.core.pace import PACE
 from rankscope.core.plan import Plan, Tier
 from rankscope.errors import UsageError
 from rankscope.record.stores import Store
@@ -181,7 +182,7 @@ def watch(
             wrapped,
             meeting=opened.meeting,
             mesh_meeting=None if mesh is None else mesh.ranks,
-            at=options.verify_at,
+            at=[*options.verify_at, *(opened.first_step + later for later in PACE.references)],
             seed=options.seed,
             knows_optimizer=optimizer is not None,
         ),
