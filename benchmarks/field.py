@@ -29,6 +29,7 @@ from typing import Any
 from tables import fill_table
 
 from rankscope import Run, Severity
+from rankscope.core.pace import VARIABLE
 from rankscope.core.signals import Table
 
 HERE = Path(__file__).resolve().parent
@@ -122,6 +123,15 @@ ALL = (
     ),
     Script("trl sft --packing", _trl("sft", "text", "--packing", max_length=64), "trl"),
     Script(
+        "trl sft --activation_offloading",
+        (
+            str(SCRIPTS / "offloading.py"),
+            *_trl("sft", "text", "--activation_offloading", "true", max_length=64)[1:],
+        ),
+        "trl",
+        False,
+    ),
+    Script(
         "trl sft, LoRA",
         _trl("sft", "text", *("--use_peft", "--lora_target_modules", "q_proj", "v_proj")),
         "peft",
@@ -144,6 +154,10 @@ ALL = (
         for micro in ("1", "3")
     ),
     _own("trainer.py", "compile", "1", package="transformers", logged=_TRAINER),
+    *(
+        _own("trainer.py", kind, "1", package="transformers", logged=_TRAINER)
+        for kind in ("checkpoint", "reentrant")
+    ),
     replace(
         _own("trainer.py", "eight_bit", "1", package="torchao", logged=_TRAINER), packages="torchao"
     ),
@@ -153,6 +167,7 @@ ALL = (
     _own("lightning_validation.py", package="lightning"),
     _own("sentences.py", package="sentence-transformers", logged=_TRAINER),
     _own("nanogpt_loop.py", package="torch"),
+    _own("offload_loop.py", package="torch"),
     _own("muon_loop.py", package="torch"),
     replace(_own("own_loop.py", package="torch"), unseen=1),
     replace(_own("sharded_optimizers.py", package="torch"), unseen=1),
@@ -190,7 +205,10 @@ class Outcome:
 def run(
     script: Script, folder: Path, run_dir: Path | None = None, *, fault: bool = False
 ) -> Outcome:
-    """Run a script on two ranks, watched if it gets a run directory."""
+    """Run a script on two ranks, watched if it gets a run directory.
+
+    Without a fault all that runs by itself comes due in it: canaries, and reference steps.
+    """
     with socket.create_server(("127.0.0.1", 0)) as place:
         port = place.getsockname()[1]
     words = [word.replace("{}", str(folder)) for word in script.words]
@@ -212,6 +230,7 @@ def run(
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "DS_ACCELERATOR": "cpu",
+            VARIABLE: "0" if fault else "1",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         },
         capture_output=True,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from rankscope.core.finding import Finding, Severity
+from rankscope.core.finding import Finding
 from rankscope.core.packing import PackedError
 from rankscope.core.reference import Part
 from rankscope.core.step import GatheredStep
@@ -26,7 +26,7 @@ class Verifications:
         meant: What the plan says of the loss's weighting; None for nothing.
         tell: Takes each finding.
         by_loop: Whether the training's own loop reduces.
-        unasked: Steps that nobody has asked for: no word of them, unless something is wrong.
+        unasked: Steps that nobody has asked for, and nobody is told of.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Verifications:
 
     def _conclude(self, step: int, finding: Finding) -> None:
         del self._parts[step]
-        if step in self._unasked and finding.severity is Severity.NOTE:
+        if step in self._unasked:
             _log.debug("a reference step that nobody asked for: %s", finding)
             return
         self.findings[finding.id] = finding

@@ -127,7 +127,7 @@ def first_by_default(first_step: int) -> Planned:
     Args:
         first_step: Number of the run's first step.
     """
-    capture_at = first_step + LAG
+    capture_at = first_step + PACE.first_kept
     return Planned(SCHEDULED, 0, 1, capture_at, capture_at + LAG, by_default=True)
 
 

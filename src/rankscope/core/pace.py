@@ -1,8 +1,9 @@
 """How late in a run what it does by itself comes due.
 
-``RANKSCOPE_EAGER=1`` brings all of it into the first thirty steps, for tests: what goes wrong only
-after hundreds of steps would otherwise be met by users alone. Numbers of steps that a statistic
-needs to be certain stay as they are. So do times that something is waited for.
+``RANKSCOPE_EAGER=1`` brings all of it into the first thirty steps, and canaries and reference steps
+into the first four, for tests: what goes wrong only later would otherwise be met by users alone.
+Numbers of steps that a statistic needs to be certain stay as they are. So do times that something
+is waited for.
 """
 
 import os
@@ -17,6 +18,7 @@ class Pace:
 
     Attributes:
         lag: :data:`rankscope.core.governor.LAG`.
+        first_kept: Steps until the batches of a run's first canary are kept.
         lead: Steps that a training may be ahead of what the root has judged; None for any.
         governed_after: :data:`rankscope.core.governor.ALWAYS`.
         widest_interval: :data:`rankscope.core.governor.MAX_INTERVAL`.
@@ -37,6 +39,7 @@ class Pace:
     """
 
     lag: int = 16
+    first_kept: int = 16
     lead: int | None = None
     governed_after: int = 300
     widest_interval: int = 1024
@@ -57,7 +60,8 @@ class Pace:
 
 
 EAGER = Pace(
-    lag=4,
+    lag=2,
+    first_kept=1,
     lead=2,
     governed_after=12,
     widest_interval=2,
@@ -65,10 +69,10 @@ EAGER = Pace(
     canary_spacing=8,
     canary_retry=8,
     canary_share=1e6,
-    references=(10, 20),
+    references=(2, 3, 20),
     state_in_turn=8,
     state_spacing=2,
-    later_look=6,
+    later_look=3,
     look_every=16,
     flags_every=4,
     rolled_up=(8, 24),
