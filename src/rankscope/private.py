@@ -248,6 +248,77 @@ USES = (
         "no canaries",
         need="canary",
     ),
+    # What surrounds the training's call
+    Use(
+        "torch._C._autograd",
+        "_top_saved_tensors_default_hooks _pop_saved_tensors_default_hooks"
+        " _push_saved_tensors_default_hooks _saved_tensors_hooks_get_disabled_error_message"
+        " _saved_tensors_hooks_enable _saved_tensors_hooks_disable",
+        "capture.surroundings",
+        "to leave checkpoints and offloading for as long as the monitor works",
+        "they see the monitor's work; no canaries",
+        need="canary",
+    ),
+    Use(
+        "torch._C._autograd",
+        "_profiler_enabled _enable_record_function",
+        "capture.surroundings",
+        "to show a profiler the training alone",
+        "no canaries",
+        need="canary",
+    ),
+    Use(
+        "torch._C._profiler",
+        "_RecordFunctionFast",
+        "capture.surroundings",
+        "the one range that a profiler sees of the monitor",
+        "no canaries",
+        need="canary",
+    ),
+    Use(
+        "torch._C",
+        "_len_torch_dispatch_stack _get_dispatch_stack_at _pop_torch_dispatch_stack"
+        " _push_on_torch_dispatch_stack _len_torch_function_stack _get_function_stack_at"
+        " _pop_torch_function_stack _push_on_torch_function_stack",
+        "capture.surroundings",
+        "to leave the training's modes for as long as the monitor works",
+        "they see the monitor's work; no canaries",
+        need="canary",
+    ),
+    Use(
+        "torch._C",
+        "_are_functorch_transforms_active _get_tracing_state _get_dispatch_mode"
+        " _TorchDispatchModeKey",
+        "capture.surroundings",
+        "whether a forward pass is transformed or traced, and none of the training's",
+        "it counts as one of the training's; no canaries",
+        need="canary",
+    ),
+    Use(
+        "torch.utils._device",
+        "DeviceContext",
+        "capture.surroundings",
+        "the default device of the training's forward pass",
+        "no canaries",
+        need="canary",
+    ),
+    Use(
+        "torch.autograd.forward_ad",
+        "_current_level",
+        "capture.surroundings",
+        "whether tensors carry tangents, which a canary's would not",
+        "no canaries",
+        need="canary",
+    ),
+    Use(
+        "torch.nn.modules.module",
+        "_global_forward_pre_hooks _global_forward_hooks _global_backward_pre_hooks"
+        " _global_backward_hooks",
+        "capture.surroundings",
+        "to run a model without the hooks that the training has on all modules",
+        "no canaries",
+        need="canary",
+    ),
     # Dispatch
     Use(
         "torch.utils._python_dispatch",

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 
 from rankscope.capture.device_clock import DeviceClock, FeltSeconds
+from rankscope.capture.surroundings import outside
 from rankscope.private import find
 
 
 class Guard:
     """Runs the monitor's work on the training thread: timed, and unable to raise into it.
+
+    It runs outside of what surrounds the training's call, see :mod:`rankscope.capture.surroundings`.
 
     Args:
         failed: Called with the first exception; after it nothing runs any more.
@@ -38,7 +41,10 @@ class Guard:
             self._clock.begin()
         self._depth += 1
         try:
-            work(*args)
+            if self._depth == 1:
+                outside(work, *args)
+            else:
+                work(*args)
         except Exception as error:
             self.open = False
             self._failed(error)

@@ -28,6 +28,7 @@ from rankscope.capture.labels import (
 )
 from rankscope.capture.loss_form import is_mean, read_form
 from rankscope.capture.passes import hook_gradient
+from rankscope.capture.surroundings import outside
 from rankscope.errors import UsageError
 
 _log = logging.getLogger("rankscope")
@@ -94,9 +95,12 @@ class _Multiplier:
 
     def _see(self, gradient: Tensor | None) -> None:
         try:
-            self.value = self._factor(gradient)
+            outside(self._take, gradient)
         except Exception:  # the backward pass goes on, and the factor is unknown
             _log.debug("what a loss was multiplied by could not be read", exc_info=True)
+
+    def _take(self, gradient: Tensor | None) -> None:
+        self.value = self._factor(gradient)
 
     def _factor(self, gradient: Tensor | None) -> Tensor | float | None:
         if self._unit is None and _is_number_on_host(gradient):

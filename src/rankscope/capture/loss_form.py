@@ -131,9 +131,13 @@ def _returns_scalar(node: Any, place: int) -> bool:
 
 
 def _number(node: Any, name: str) -> Tensor | None:
-    """Return a number that autograd kept for an operator; None if it kept none, or more."""
+    """Return a number that autograd kept for an operator; None if it kept none, or more.
+
+    What a hook of the training's has packed is left to it: to unpack it may compute it anew.
+    """
     try:
-        saved = getattr(node, name, None)
+        packed = getattr(getattr(node, f"_raw{name}", None), "unpack_hook", None) is not None
+        saved = None if packed else getattr(node, name, None)
     except RuntimeError:  # freed, or changed in place since
         return None
     if not isinstance(saved, Tensor) or isinstance(saved, DTensor):  # which may communicate

@@ -23,6 +23,7 @@ from rankscope.capture.loss_form import (
     summed_tokens,
 )
 from rankscope.capture.passes import tensors_in
+from rankscope.capture.surroundings import in_training, outside
 from rankscope.integrations.hooks import BackwardCalls, reaches
 
 if TYPE_CHECKING:
@@ -70,11 +71,11 @@ class BackwardLoss:
             self._calls.remove()
 
     def _before_forward(self, model: Any, args: Any) -> None:
-        if self._scope.training:  # its own hook ran before
+        if self._scope.training and in_training():  # its own hook ran before
             self._outputs.clear()
 
     def _after_forward(self, model: Any, args: Any, output: Any) -> None:
-        if not (self._works and self._scope.training):
+        if not (self._works and self._scope.training and in_training()):
             return
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -85,7 +86,7 @@ class BackwardLoss:
         if not (self._works and self._outputs):
             return
         try:
-            self._take(caller.f_locals["tensors"])
+            outside(self._take, caller.f_locals["tensors"])
         except Exception as error:
             self.remove()
             _log.warning(

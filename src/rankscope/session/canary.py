@@ -16,6 +16,7 @@ from rankscope.agent.frames import Frame, Kind
 from rankscope.capture.canary.batch import CanaryDeclined, CapturedBatch, capture_batch
 from rankscope.capture.canary.cost import BroadcastBuffers, StepMemory, Stopwatch
 from rankscope.capture.canary.replay import PendingCanary, run_batch
+from rankscope.capture.surroundings import why_wait
 from rankscope.core.batches import PlainBatch, pack_batch
 from rankscope.core.canary_messages import Answer, unpack_plan, unpack_run
 from rankscope.core.canary_plan import Planned
@@ -72,6 +73,7 @@ class LiveCanary:
         self._captured: _Captured | None = None
         self._ready: _Ready | None = None
         self._due: _Ready | None = None
+        self._waits = ""  # why the one that is due has not run yet
         self._pending: PendingCanary | None = None
         self._spent = 0.0  # of the training's time on the present canary
         self._looked_at = -1
@@ -121,7 +123,10 @@ class LiveCanary:
         Returns:
             Seconds that it took.
         """
-        self._due = None
+        if self._due is not None and step != self._due.planned.run_at:
+            due, self._due = self._due, None
+            if self._waits:
+                self._say_declined(due.planned, CanaryDeclined(self._waits))
         if self._planned is None and self._captured is None and self._ready is None:
             return 0.0
         start = time.perf_counter()
@@ -155,10 +160,12 @@ class LiveCanary:
     def run(self) -> float:
         """Run the canary that is due, if one is; DDP has made the model's buffers alike by now.
 
+        Where no model may be run now, it waits for another forward pass of the step.
+
         Returns:
             Seconds that it took.
         """
-        due, self._due = self._due, None
+        due = self._take_due()
         return 0.0 if due is None else self._run(due)
 
     def run_early(self, step: int) -> float:
@@ -173,7 +180,7 @@ class LiveCanary:
         Returns:
             Seconds that it took.
         """
-        due, self._due = self._due, None
+        due = self._take_due()
         if due is not None:
             return self._run(due, early=True)
         if self._ready is None or step != self._ready.planned.run_at - 1:
@@ -189,6 +196,14 @@ class LiveCanary:
         return PendingCanary(0, 0) if asked and pending is None else pending
 
     # --------------------------------------------------------------------------------------
+
+    def _take_due(self) -> _Ready | None:
+        """Return the canary that is due, unless it has to wait."""
+        self._waits = why_wait()
+        if self._waits:
+            return None
+        due, self._due = self._due, None
+        return due
 
     def _capture(
         self, planned: Planned, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -146,11 +146,7 @@ class StepCollector:
             return
         bare = model is self._module
         if bare or is_compiled(model) or is_compiled(self._module):  # no hook of ours runs inside
-            self._in_canary = True
-            try:
-                self._guard.leave_out(canary.run_early(self.step))
-            finally:
-                self._in_canary = False
+            self._run_canary(partial(canary.run_early, self.step))
 
     def end_forward(
         self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any
@@ -228,7 +224,14 @@ class StepCollector:
             model: What the training calls.
         """
         if self._canary is not None and self.trains(model):
-            self._guard.leave_out(self._canary.run())
+            self._run_canary(self._canary.run)
+
+    def _run_canary(self, run: Callable[[], float]) -> None:
+        self._in_canary = True
+        try:
+            self._guard.leave_out(run())
+        finally:
+            self._in_canary = False
 
     def _see_evaluation(self, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
         """Take a forward pass in evaluation mode, which a backward pass may still follow."""

@@ -12,6 +12,7 @@ from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.capture.canary.batch import CanaryDeclined
+from rankscope.capture.surroundings import around_model, why_wait
 from rankscope.private import Patch, find
 
 _NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
@@ -73,7 +74,7 @@ def alone(device: torch.device, notices: Notices, given: Autocast | None = None)
     and healthy ones would not agree in their bits.
 
     Inside, operations that communicate raise :class:`CanaryDeclined`, and so do backward passes
-    that accumulate into ``.grad``.
+    that accumulate into ``.grad``. Where no model may be run now, it is raised at once.
 
     Args:
         device: The device of the parameters.
@@ -81,6 +82,9 @@ def alone(device: torch.device, notices: Notices, given: Autocast | None = None)
         given: The autocast to run in; None for the one in force. Its cache is left out inside
             another one, which would keep what it has cast.
     """
+    why_not = why_wait()
+    if why_not:
+        raise CanaryDeclined(why_not)
     outer = Autocast.in_force(device)
     cached = given is not None and given.cached and not outer.enabled
     autocast = (given or outer).again(device, cached=cached)
@@ -88,8 +92,9 @@ def alone(device: torch.device, notices: Notices, given: Autocast | None = None)
     surroundings = ExitStack()
     try:
         try:
-            for one in (autocast, _eagerly(), _without_benchmark(), _without_accumulation(mode)):
+            for one in (autocast, _eagerly(), _without_benchmark(), around_model()):
                 surroundings.enter_context(one)
+            surroundings.enter_context(_without_accumulation(mode))
             surroundings.enter_context(mode)
             yield
         finally:

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from rankscope.capture.canary.alone import ACCUMULATES, Autocast, alone
 from rankscope.capture.canary.batch import CanaryDeclined, capture_batch, restore_batch
 from rankscope.capture.canary.layout import Layout, layout_of, local_of, part_in, whole_of
-from rankscope.capture.canary.replay import check_graph, project
+from rankscope.capture.canary.replay import check_graph, in_short, project
 from rankscope.capture.canary.state import generators_of, kept
 from rankscope.capture.canary.tensors import AT_ONCE_BYTES
 from rankscope.capture.passes import hook_gradient, tensors_in
+from rankscope.capture.surroundings import outside
 
 MOST_BATCH_BYTES = 2**30
 """Larger micro-batches are not kept; they stay in this process."""
@@ -140,6 +141,9 @@ class MicroBatch:
             CanaryDeclined: It cannot be computed, or the forward pass does not repeat itself.
             NotPutBackError: Something that it has changed could not be put back.
         """
+        lost = next((one.lost for one in self._returned if one.lost), "")
+        if lost:
+            raise CanaryDeclined(f"what a backward pass brought could not be kept ({lost})")
         args, kwargs = restore_batch(self._batch.plain(), self._device)
         with (
             kept(module, self._device, seed=None) as run,
@@ -214,6 +218,7 @@ class _Returned:
         norm: The norm of what came back, where it may come through those; of this rank's part.
         arrived: Whether anything came back.
         backward: The autocast in which it did.
+        lost: What went wrong when it came; empty if nothing did.
     """
 
     def __init__(self, tensor: Tensor, *, compared: bool) -> None:
@@ -226,11 +231,18 @@ class _Returned:
         self.gradient: Tensor | None = None
         self.norm: Tensor | None = None
         self._inner: Layout | None = None
+        self.lost = ""
         self.arrived = False
         self.backward = Autocast.in_force(tensor.device)
 
     def take(self, gradient: Tensor) -> None:
-        """Take what a backward pass brings."""
+        """Take what a backward pass brings, into which nothing is raised."""
+        try:
+            outside(self._take, gradient)
+        except Exception as error:
+            self.lost = in_short(error)
+
+    def _take(self, gradient: Tensor) -> None:
         self.arrived, self.backward = True, Autocast.in_force(gradient.device)
         with torch.no_grad():
             if any(one.arrived for one in self.above):

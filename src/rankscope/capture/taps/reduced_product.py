@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.capture.kernels.dot import choose_dot
 from rankscope.capture.sketch import Sketcher
+from rankscope.capture.surroundings import has_left_modes
 from rankscope.capture.taps.tap import Guarded, ReadReduced, guarded
 from rankscope.private import available, find
 
@@ -54,6 +55,8 @@ class ReducedProduct:
     def watch(self) -> None:
         """Watch copies until the pass is over. Call in a callback at the end of a backward pass.
 
+        Nothing is watched inside modes of the training, which would see ours.
+
         DDP's own callback comes after it, and one that is queued now comes after DDP's. Where
         that one does not run, since DDP raises, the engine itself restores the thread's modes.
         """
@@ -64,7 +67,9 @@ class ReducedProduct:
             for name, parameter in self._parameters.items()
             if parameter.grad is not None and _is_plain(parameter.grad)
         }
-        self._watched, self._disturbed = True, False
+        self._disturbed, self._watched = False, not has_left_modes()
+        if not self._watched:
+            return
         torch._C._push_on_torch_dispatch_stack(self._mode)
         Variable._execution_engine.queue_callback(self._stop)
 
@@ -83,8 +88,8 @@ class ReducedProduct:
         )
         return self._sum.clone() if watched and whole and not self._disturbed else None
 
-    @guarded
     def _stop(self) -> None:
+        """Watch no more; not under the guard, which leaves our own mode, too, for its work."""
         height = torch._C._len_torch_dispatch_stack()
         if height and torch._C._get_dispatch_stack_at(height - 1) is self._mode:
             torch._C._pop_torch_dispatch_stack(None)

@@ -1,0 +1,396 @@
+"""Small trainings inside of what may surround a step: each way says what it has seen of the step."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+WRAPPERS = ("DDP", "FSDP2", "none")
+SIZE, CLASSES = 16, 4
+
+
+class Net(nn.Module):
+    """Two layers with dropout in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = (
+            nn.Linear(SIZE, 32),
+            nn.Dropout(0.1),
+            nn.Linear(32, CLASSES),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.last(self.drop(F.gelu(self.first(x))))
+        return hidden
+
+
+class Training:
+    """A model, its optimizer and its batches on one rank.
+
+    Args:
+        rank: This rank.
+        wrapper: One of :data:`WRAPPERS`.
+    """
+
+    def __init__(self, rank: int, wrapper: str) -> None:
+        torch.manual_seed(0)
+        self.rank, self.wrapper, self.model = rank, wrapper, Net()
+        self.called: nn.Module = self.model
+        if wrapper == "DDP":
+            self.called = DistributedDataParallel(self.model)
+        elif wrapper == "FSDP2":
+            fully_shard(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self._start = [p.detach().clone() for p in self.model.parameters()]
+        self.poisoned, self.number = False, 0
+
+    def begin(self) -> None:
+        """Begin anew, from the same parameters and random numbers."""
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, start in zip(self.model.parameters(), self._start, strict=True):
+                parameter.copy_(start)
+        torch.manual_seed(100 + self.rank)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        self.number = step
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        x = torch.randn(8, SIZE, generator=generator)
+        return x, torch.randint(0, CLASSES, (8,), generator=generator)
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(output, y)
+        return loss * float("nan") if self.poisoned else loss
+
+    def finish(self, loss: Tensor) -> None:
+        """Do what follows the forward pass."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.update()
+
+    def update(self) -> None:
+        if self.wrapper == "none":
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """Take a step as it is without anything around it."""
+        self.finish(self.loss(self.called(x), y))
+
+    def bits(self) -> list[bytes]:
+        """Return every bit of its state."""
+        parameters = [p.detach() for p in self.model.parameters()]
+        local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
+        return [*(p.numpy().tobytes() for p in local), torch.get_rng_state().numpy().tobytes()]
+
+
+Seen = Any
+Way = Callable[[Training, Tensor, Tensor], Seen]
+
+
+def nothing(training: Training, x: Tensor, y: Tensor) -> Seen:
+    training.step(x, y)
+
+
+def in_checkpoint(training: Training, x: Tensor, y: Tensor, **options: Any) -> Seen:
+    if options["use_reentrant"]:
+        x.requires_grad_()
+    training.finish(training.loss(checkpoint(training.called, x, **options), y))  # type: ignore[no-untyped-call]
+
+
+def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    kept = operator is torch.ops.aten.addmm.default or "detach" in str(operator)
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def in_hooks(training: Training, x: Tensor, y: Tensor) -> Seen:
+    kept: list[Tensor] = []
+    used: list[int] = []
+
+    def pack(tensor: Tensor) -> int:
+        kept.append(tensor)
+        return len(kept) - 1
+
+    def unpack(number: int) -> Tensor:
+        used.append(number)
+        return kept[number]
+
+    with saved_tensors_hooks(pack, unpack):
+        training.step(x, y)
+    return [tuple(tensor.shape) for tensor in kept], used
+
+
+def in_save_on_cpu(training: Training, x: Tensor, y: Tensor) -> Seen:
+    offloading = save_on_cpu()
+    return _counted(offloading, training, x, y)
+
+
+def in_offloading(training: Training, x: Tensor, y: Tensor) -> Seen:
+    """TRL's, which leaves alone what lies on no accelerator."""
+    from trl.models.activation_offloading import OffloadActivations
+
+    with patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cpu")):
+        offloading = OffloadActivations(use_pin_memory=False, use_streams=False)
+    return _counted(offloading, training, x, y)
+
+
+def _counted(hooks: Any, training: Training, x: Tensor, y: Tensor) -> Seen:
+    calls: list[str] = []
+    pack, unpack = hooks.pack_hook, hooks.unpack_hook
+
+    def counted_pack(tensor: Tensor) -> Any:
+        calls.append(f"pack {tuple(tensor.shape)}")
+        return pack(tensor)
+
+    def counted_unpack(packed: Any) -> Any:
+        calls.append("unpack")
+        return unpack(packed)
+
+    hooks.pack_hook, hooks.unpack_hook = counted_pack, counted_unpack
+    with hooks:
+        training.step(x, y)
+    return calls
+
+
+def without_hooks(training: Training, x: Tensor, y: Tensor) -> Seen:
+    with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+        training.step(x, y)
+
+
+def in_flop_counter(training: Training, x: Tensor, y: Tensor) -> Seen:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode(display=False) as counter:
+        training.step(x, y)
+    counts = counter.get_flop_counts()
+    return {name: sorted((str(k), v) for k, v in counts[name].items()) for name in counts}
+
+
+def in_logging_mode(training: Training, x: Tensor, y: Tensor) -> Seen:
+    from torch.testing._internal.logging_tensor import LoggingTensorMode, capture_logs
+
+    with capture_logs() as lines, LoggingTensorMode():
+        training.step(x, y)
+    return [line.partition("= ")[2].partition("(")[0] for line in lines]
+
+
+class _Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append((str(func), torch.is_inference_mode_enabled()))
+        return func(*args, **(kwargs or {}))
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(getattr(func, "__name__", str(func)))
+        return func(*args, **(kwargs or {}))
+
+
+def in_mode(kind: Callable[[], Any], training: Training, x: Tensor, y: Tensor) -> Seen:
+    with kind() as mode:
+        training.step(x, y)
+    return mode.seen
+
+
+def on_device(training: Training, x: Tensor, y: Tensor) -> Seen:
+    with torch.device("cpu"):
+        training.step(x, y)
+
+
+def on_default_device(training: Training, x: Tensor, y: Tensor) -> Seen:
+    torch.set_default_device("cpu")
+    try:
+        training.step(x, y)
+    finally:
+        torch.set_default_device(None)
+
+
+def in_profiler(training: Training, x: Tensor, y: Tensor) -> Seen:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        training.step(x, y)
+    names = Counter(event.name for event in profiler.events())
+    names.pop("rankscope", None)
+    return sorted(names.items())
+
+
+def in_anomaly_mode(training: Training, x: Tensor, y: Tensor) -> Seen:
+    """The third step's loss is not a number, which raises."""
+    training.poisoned = training.number == 2
+    try:
+        with torch.autograd.set_detect_anomaly(True):
+            training.step(x, y)
+    finally:
+        training.poisoned = False
+    return torch.is_anomaly_enabled()
+
+
+def in_autocast(training: Training, x: Tensor, y: Tensor) -> Seen:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = training.loss(training.called(x), y)
+    training.finish(loss)
+
+
+def all_in_autocast(training: Training, x: Tensor, y: Tensor) -> Seen:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        training.step(x, y)
+
+
+def in_inference_mode(training: Training, x: Tensor, y: Tensor) -> Seen:
+    with torch.inference_mode():
+        training.model.eval()
+        seen = float(training.called(x).sum())
+        training.model.train()
+    training.step(x, y)
+    return seen
+
+
+def by_functional_call(training: Training, x: Tensor, y: Tensor) -> Seen:
+    own = dict(training.called.named_parameters())
+    training.finish(training.loss(torch.func.functional_call(training.called, own, (x,)), y))
+
+
+def by_func_grad(training: Training, x: Tensor, y: Tensor) -> Seen:
+    own = {name: p.detach() for name, p in training.called.named_parameters()}
+
+    def loss(parameters: Any) -> Tensor:
+        return training.loss(torch.func.functional_call(training.called, parameters, (x,)), y)
+
+    gradients = torch.func.grad(loss)(own)
+    for name, parameter in training.called.named_parameters():
+        parameter.grad = gradients[name]
+    training.update()
+
+
+def with_sample_gradients(training: Training, x: Tensor, y: Tensor) -> Seen:
+    own = {name: p.detach() for name, p in training.model.named_parameters()}
+
+    def loss(parameters: Any, one: Tensor, label: Tensor) -> Tensor:
+        output = torch.func.functional_call(training.model, parameters, (one[None],))
+        return training.loss(output, label[None])
+
+    grad = torch.func.grad(loss)
+    norms = torch.func.vmap(grad, in_dims=(None, 0, 0), randomness="different")(own, x, y)
+    training.step(x, y)
+    return float(norms["last.bias"].sum())
+
+
+def in_dual_level(training: Training, x: Tensor, y: Tensor) -> Seen:
+    with forward_ad.dual_level():
+        training.step(x, y)
+
+
+def first_in_dual_level(training: Training, x: Tensor, y: Tensor) -> Seen:
+    """Two micro-batches, the first of which carries tangents."""
+    with contextlib.ExitStack() as stack:
+        if training.wrapper == "DDP":
+            stack.enter_context(training.called.no_sync())  # type: ignore[operator]
+        elif training.wrapper == "FSDP2":
+            training.called.set_requires_gradient_sync(False)  # type: ignore[operator]
+        stack.enter_context(forward_ad.dual_level())
+        training.loss(training.called(x[:4]), y[:4]).backward()  # type: ignore[no-untyped-call]
+    if training.wrapper == "FSDP2":
+        training.called.set_requires_gradient_sync(True)  # type: ignore[operator]
+    training.step(x[4:], y[4:])
+
+
+def with_fake_pass(training: Training, x: Tensor, y: Tensor) -> Seen:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        seen = str(training.called(mode.from_tensor(x)).shape)
+    training.step(x, y)
+    return seen
+
+
+def with_traced_pass(training: Training, x: Tensor, y: Tensor) -> Seen:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    traced = make_fx(lambda one: training.called(one))(x)
+    training.step(x, y)
+    return [str(node.target) for node in traced.graph.nodes]
+
+
+def with_mutations(training: Training, x: Tensor, y: Tensor) -> Seen:
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        training.step(x, y)
+
+
+def with_hooks_on_all_modules(training: Training, x: Tensor, y: Tensor) -> Seen:
+    seen: list[str] = []
+    hook = register_module_forward_hook(lambda m, args, output: seen.append(type(m).__name__))
+    try:
+        training.step(x, y)
+    finally:
+        hook.remove()
+    return seen
+
+
+SURROUNDINGS: dict[str, Way] = {
+    "nothing": nothing,
+    "checkpoint": partial(in_checkpoint, use_reentrant=False),
+    "checkpoint without generators": partial(
+        in_checkpoint, use_reentrant=False, preserve_rng_state=False
+    ),
+    "reentrant checkpoint": partial(in_checkpoint, use_reentrant=True),
+    "selective checkpoint": partial(
+        in_checkpoint,
+        use_reentrant=False,
+        context_fn=partial(create_selective_checkpoint_contexts, _policy),
+    ),
+    "hooks": in_hooks,
+    "save_on_cpu": in_save_on_cpu,
+    "TRL's offloading": in_offloading,
+    "hooks forbidden": without_hooks,
+    "flop counter": in_flop_counter,
+    "logging mode": in_logging_mode,
+    "dispatch mode": partial(in_mode, _Operators),
+    "function mode": partial(in_mode, _Functions),
+    "device": on_device,
+    "default device": on_default_device,
+    "profiler": in_profiler,
+    "anomaly mode": in_anomaly_mode,
+    "autocast": in_autocast,
+    "all in autocast": all_in_autocast,
+    "inference mode": in_inference_mode,
+    "functional_call": by_functional_call,
+    "func.grad": by_func_grad,
+    "gradients of samples": with_sample_gradients,
+    "dual level": in_dual_level,
+    "first in dual level": first_in_dual_level,
+    "fake pass": with_fake_pass,
+    "traced pass": with_traced_pass,
+    "mutations allowed": with_mutations,
+    "hooks on all modules": with_hooks_on_all_modules,
+}
+"""Each takes a step inside of something, and returns what that has seen of it."""
