@@ -20,6 +20,7 @@ from rankscope.capture.loss_form import (
     divisor_of,
     is_mean,
     is_mean_node,
+    saved_number,
     summed_tokens,
 )
 from rankscope.capture.passes import tensors_in
@@ -177,12 +178,13 @@ def _constant(node: Any) -> tuple[Tensor | float, Any] | None:
     if name.startswith(PASSING):
         return 1.0, before[0]
     if name.startswith("DivBackward") and before[1:] == [None]:
-        number = _number(node._saved_other)
+        saved = saved_number(node, "_saved_other")
+        number = None if saved is None else _number(saved)
         return (1 / number, before[0]) if number else None
     if name.startswith("MulBackward") and before.count(None) == 1:
         first = before[0] is not None
-        saved = node._saved_other if first else node._saved_self
-        if saved is None or saved.numel() != 1:
+        saved = saved_number(node, "_saved_other" if first else "_saved_self")
+        if saved is None:
             return None
         number = _number(saved)
         return (saved.detach() if number is None else number), before[0 if first else 1]
