@@ -13,9 +13,10 @@ DEMO_OUTPUT ?= demo
 unexport PYTHONDONTWRITEBYTECODE
 
 FUZZ_FLAGS ?=
+EAGER_FLAGS ?= tests/scope tests/capture tests/integrations tests/reduce
 MUTANTS_FLAGS ?=
 
-.PHONY: demo test check bench mutants fuzz field chaos gpu docs packaging format clean
+.PHONY: demo test eager check bench mutants fuzz field chaos gpu docs packaging format clean
 
 demo: $(VENV)/.study ## a forgotten sampler, then the paper's experiment: minutes on 2 cores
 	$(BIN)/rankscope demo --output $(DEMO_OUTPUT)-two-runs --overwrite
@@ -23,6 +24,9 @@ demo: $(VENV)/.study ## a forgotten sampler, then the paper's experiment: minute
 
 test: $(VENV)/.dev $(VENV)/.s3 ## all tests, in parallel
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 40
+
+eager: $(VENV)/.dev $(VENV)/.s3 ## tests on real ranks, with all that comes due late due in the first 30 steps
+	RANKSCOPE_EAGER=1 $(BIN)/python -m pytest -m ranks --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --timeout 900 $(EAGER_FLAGS)
 
 check: $(VENV)/.dev ## format, lint, strict types, import contract
 	$(BIN)/ruff format --check

@@ -348,9 +348,9 @@ def block_on_finding(scene: Scene) -> None:
 @kind("the forward call stands inside of something", TRAINING, WHOLE, sharded=True, share=5.0,
       seconds=20.0)  # fmt: skip
 def surround(scene: Scene) -> None:
-    """A canary comes due in it as soon as it can, and a reference step; both may be declined."""
+    """Canaries come due in it as soon as they can, and reference steps; they may be declined."""
     name = scene.draw.choice(list(SURROUNDINGS))
-    every, verified = scene.draw.randint(1, 9), scene.draw.randrange(4, STEPS)
+    every, verified = scene.draw.randint(1, 9), scene.draw.sample(range(STEPS), 3)
 
     def calls_in_time(loop: Loop, inputs: Any) -> Any:
         """Let the agent keep up: a canary that is announced too late would be none."""
@@ -359,12 +359,14 @@ def surround(scene: Scene) -> None:
             while loop.scope.latest is None or loop.scope.latest.step < loop.step - 2:
                 if time.monotonic() > until or loop.step < 2:
                     break
-                time.sleep(0.0005)
+                time.sleep(0.005)
         if loop.step == 0:
             print(f"inside of {name}", flush=True)
         return SURROUNDINGS[name](loop, inputs)
 
-    options = {"canary_every": every, "verify_at": [verified], "overhead_budget": None}
+    options: dict[str, Any] = {"verify_at": verified, "overhead_budget": None}
+    if not scene.training.get("sharded"):  # no worker holds a whole model
+        options["canary_every"] = every
     scene.start(watched=options, calls=calls_in_time)
 
 
