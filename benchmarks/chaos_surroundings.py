@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
-Calls = Callable[[Loop, Tensor], Tensor]
+Calls = Callable[[Loop, Tensor], Any]
 """Calls the model of a loop with the inputs of a step."""
 
 SURROUNDINGS: dict[str, Calls] = {}
@@ -36,18 +36,18 @@ def _surrounding(name: str) -> Callable[[Calls], Calls]:
 def _inside(name: str, surround: Callable[[], AbstractContextManager[Any]]) -> None:
     """Add what is a context manager, and counts nothing."""
 
-    def calls(loop: Loop, inputs: Tensor) -> Tensor:
+    def calls(loop: Loop, inputs: Tensor) -> Any:
         with surround():
             return loop.model(inputs)
 
     SURROUNDINGS[name] = calls
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts what is dispatched."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -68,25 +68,25 @@ class _Functions(TorchFunctionMode):
 
 
 @_surrounding("checkpoint")
-def in_checkpoint(loop: Loop, inputs: Tensor) -> Tensor:
+def in_checkpoint(loop: Loop, inputs: Tensor) -> Any:
     """Recompute the whole wrapped model in the backward pass."""
     return checkpoint(loop.model, inputs, use_reentrant=False)
 
 
 @_surrounding("checkpoint without random state")
-def in_plain_checkpoint(loop: Loop, inputs: Tensor) -> Tensor:
+def in_plain_checkpoint(loop: Loop, inputs: Tensor) -> Any:
     """Do the same, and leave the random generators alone."""
     return checkpoint(loop.model, inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 @_surrounding("reentrant checkpoint")
-def in_reentrant_checkpoint(loop: Loop, inputs: Tensor) -> Tensor:
+def in_reentrant_checkpoint(loop: Loop, inputs: Tensor) -> Any:
     """Recompute it by a backward pass inside of the backward pass."""
     return checkpoint(loop.model, inputs.requires_grad_(), use_reentrant=True)
 
 
 @_surrounding("selective checkpoint")
-def in_selective_checkpoint(loop: Loop, inputs: Tensor) -> Tensor:
+def in_selective_checkpoint(loop: Loop, inputs: Tensor) -> Any:
     """Keep the results of the matrix products, and recompute the rest."""
     kept = [torch.ops.aten.addmm.default, torch.ops.aten.mm.default]
     contexts = partial(create_selective_checkpoint_contexts, kept)
@@ -94,7 +94,7 @@ def in_selective_checkpoint(loop: Loop, inputs: Tensor) -> Tensor:
 
 
 @_surrounding("saved tensors are counted")
-def count_saved(loop: Loop, inputs: Tensor) -> Tensor:
+def count_saved(loop: Loop, inputs: Tensor) -> Any:
     """Count the tensors that the graph keeps, and their bytes."""
     saved: list[int] = []
 
@@ -109,7 +109,7 @@ def count_saved(loop: Loop, inputs: Tensor) -> Tensor:
 
 
 @_surrounding("FlopCounterMode")
-def count_flops(loop: Loop, inputs: Tensor) -> Tensor:
+def count_flops(loop: Loop, inputs: Tensor) -> Any:
     """Count floating-point operations."""
     counter: Any = FlopCounterMode(display=False)
     with counter:
@@ -119,7 +119,7 @@ def count_flops(loop: Loop, inputs: Tensor) -> Tensor:
 
 
 @_surrounding("dispatch mode")
-def count_operations(loop: Loop, inputs: Tensor) -> Tensor:
+def count_operations(loop: Loop, inputs: Tensor) -> Any:
     """Count operations."""
     with _Operations() as mode:
         output = loop.model(inputs)
@@ -128,7 +128,7 @@ def count_operations(loop: Loop, inputs: Tensor) -> Tensor:
 
 
 @_surrounding("function mode")
-def count_functions(loop: Loop, inputs: Tensor) -> Tensor:
+def count_functions(loop: Loop, inputs: Tensor) -> Any:
     """Count calls of torch's functions."""
     with _Functions() as mode:
         output = loop.model(inputs)

@@ -103,7 +103,7 @@ class Work:
     environment: Mapping[str, str] = field(default_factory=dict)
     before: Callable[["Loop"], None] = lambda loop: None
     act: Callable[["Loop"], None] = lambda loop: None
-    calls: Callable[["Loop", Tensor], Tensor] = lambda loop, inputs: loop.model(inputs)
+    calls: Callable[["Loop", Tensor], Any] = lambda loop, inputs: loop.model(inputs)
 
 
 class Loop:

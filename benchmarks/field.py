@@ -26,6 +26,7 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tables import fill_table
 
 from rankscope import Run, Severity
@@ -256,6 +257,7 @@ class Row:
         found: Above a note, of the run with the fault.
         true: Cause of a finding that is right in the healthy run; empty for none.
         unseen: Steps that are not recorded, at the beginning.
+        canaries: How many have run in the healthy run; none where they are declined.
     """
 
     script: str
@@ -268,6 +270,7 @@ class Row:
     found: tuple[str, ...] = ()
     true: str = ""
     unseen: int = 0
+    canaries: int = 0
 
     @property
     def same(self) -> bool:
@@ -312,12 +315,14 @@ def with_record(row: Row, script: Script, watched: Outcome, run_dir: Path) -> Ro
     """Return a row with what a watched run has logged and recorded."""
     losses = script.logged.findall(watched.output) or script.logged.findall(watched.errors)
     recorded = Run.open(run_dir).columns(Table.STEPS, "loss_mean")["loss_mean"].tolist()
+    _, canary_of_TW = Run.open(run_dir).per_worker("canary_of")
     return replace(
         row,
         steps=(len(losses), len(recorded)),
         apart=max(map(_apart, losses[script.unseen :], recorded), default=math.inf),
         unseen=script.unseen,
         findings=_findings(run_dir, Severity.NOTE),
+        canaries=int(np.isfinite(canary_of_TW).all(axis=1).sum()),
     )
 
 
@@ -349,7 +354,6 @@ def _version(script: Script) -> str:
 
 def make_assets(folder: Path) -> None:
     """Write a tiny causal model with its tokenizer, three data sets, and pictures."""
-    import numpy as np
     import torch
     from PIL import Image
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
