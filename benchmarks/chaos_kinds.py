@@ -345,7 +345,7 @@ def block_on_finding(scene: Scene) -> None:
     scene.start(watched={"on_finding": lambda finding: time.sleep(0.3)})
 
 
-@kind("the forward call stands inside of something", TRAINING, WHOLE, sharded=True, share=5.0,
+@kind("the forward call stands inside of something", TRAINING, WHOLE, sharded=True, share=2.0,
       seconds=20.0)  # fmt: skip
 def surround(scene: Scene) -> None:
     """Canaries come due in it as soon as they can, and reference steps; they may be declined."""
