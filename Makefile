@@ -17,9 +17,10 @@ FAULTS_FLAGS ?= --all
 KERNELS := hatch_build.py $(wildcard $(addprefix src/rankscope/capture/kernels/,build.py *.[ch]))
 
 FUZZ_FLAGS ?=
+EAGER_FLAGS ?= tests/scope tests/capture tests/integrations tests/reduce
 MUTANTS_FLAGS ?=
 
-.PHONY: demo test check bench faults mutants fuzz field chaos gpu docs packaging format clean
+.PHONY: demo test eager check bench faults mutants fuzz field chaos gpu docs packaging format clean
 
 demo: $(VENV)/.study ## a forgotten sampler, then the paper's experiment: minutes on 2 cores
 	$(BIN)/rankscope demo --output $(DEMO_OUTPUT)-two-runs --overwrite
@@ -27,6 +28,9 @@ demo: $(VENV)/.study ## a forgotten sampler, then the paper's experiment: minute
 
 test: $(VENV)/.dev $(VENV)/.s3 ## all tests, in parallel
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 40
+
+eager: $(VENV)/.dev $(VENV)/.s3 ## tests on real ranks, with all that comes due late due in the first 30 steps
+	RANKSCOPE_EAGER=1 $(BIN)/python -m pytest -m ranks --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --timeout 900 $(EAGER_FLAGS)
 
 check: $(VENV)/.dev ## format, lint, strict types, import contract
 	$(BIN)/ruff format --check

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from chaos_scene import Scene, read_steps
+from chaos_surroundings import SURROUNDINGS
 from chaos_training import NUM_RANKS, STEPS, Loop
 
 
@@ -340,6 +341,31 @@ def raise_on_finding(scene: Scene) -> None:
 @kind("on_finding takes its time", MONITOR, WHOLE, training={"same_data": True}, seconds=9.0)
 def block_on_finding(scene: Scene) -> None:
     scene.start(watched={"on_finding": lambda finding: time.sleep(0.3)})
+
+
+@kind("the forward call stands inside of something", TRAINING, WHOLE, sharded=True, share=2.0,
+      seconds=20.0)  # fmt: skip
+def surround(scene: Scene) -> None:
+    """Canaries come due in it as soon as they can, and reference steps; they may be declined."""
+    name = scene.draw.choice(list(SURROUNDINGS))
+    every, verified = scene.draw.randint(1, 9), scene.draw.sample(range(STEPS), 3)
+
+    def calls_in_time(loop: Loop, inputs: Any) -> Any:
+        """Let the agent keep up: a canary that is announced too late would be none."""
+        if loop.scope is not None:
+            until = time.monotonic() + 5.0
+            while loop.scope.latest is None or loop.scope.latest.step < loop.step - 2:
+                if time.monotonic() > until or loop.step < 2:
+                    break
+                time.sleep(0.005)
+        if loop.step == 0:
+            print(f"inside of {name}", flush=True)
+        return SURROUNDINGS[name](loop, inputs)
+
+    options: dict[str, Any] = {"verify_at": verified, "overhead_budget": None}
+    if not scene.training.get("sharded"):  # no worker holds a whole model
+        options["canary_every"] = every
+    scene.start(watched=options, calls=calls_in_time)
 
 
 # Files and disks ----------------------------------------------------------------------------------

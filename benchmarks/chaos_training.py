@@ -91,6 +91,7 @@ class Work:
         environment: Variables that are set before the model is watched.
         before: Called with the loop before it is watched.
         act: Called with the loop at the beginning of every step, and once before it closes.
+        calls: Calls the model of the loop with the inputs of a step.
     """
 
     watched: Mapping[str, Any] | None = None
@@ -102,6 +103,7 @@ class Work:
     environment: Mapping[str, str] = field(default_factory=dict)
     before: Callable[["Loop"], None] = lambda loop: None
     act: Callable[["Loop"], None] = lambda loop: None
+    calls: Callable[["Loop", Tensor], Any] = lambda loop, inputs: loop.model(inputs)
 
 
 class Loop:
@@ -115,11 +117,13 @@ class Loop:
     Attributes:
         step: The step that begins; STEPS before it closes.
         scope: The monitor; None in a plain training.
+        noted: What a training has noted of itself, which counts among its bits.
     """
 
     def __init__(self, rank: int, folder: Path, work: Work) -> None:
         self.rank, self.folder, self.work = rank, folder, work
         self.step = 0
+        self.noted: list[Any] = []
         torch.manual_seed(0)
         self.module = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
         self.model: Any = self.module
@@ -149,7 +153,7 @@ class Loop:
     def train_step(self) -> None:
         """Train one step."""
         inputs, targets = self.batch()
-        loss: Any = F.cross_entropy(self.model(inputs), targets)
+        loss: Any = F.cross_entropy(self.work.calls(self, inputs), targets)
         if self.scope is not None:
             self.scope.loss(loss.detach(), weight=len(targets))
         loss.backward()
@@ -166,8 +170,9 @@ class Loop:
         return time.monotonic() - began
 
     def bits(self) -> str:
-        """Return a digest of parameters, optimizer and random generator."""
+        """Return a digest of parameters, optimizer, random generator, and what was noted."""
         digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+        digest.update(json.dumps(self.noted).encode())
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         for value in (*self.model.parameters(), *states):
             local = value.to_local() if hasattr(value, "to_local") else value

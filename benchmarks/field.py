@@ -26,10 +26,12 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tables import fill_table
 
 from rankscope import Run, Severity
 from rankscope.bus.columns import Table
+from rankscope.core.pace import VARIABLE
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "field.md"
@@ -122,6 +124,15 @@ ALL = (
     ),
     Script("trl sft --packing", _trl("sft", "text", "--packing", max_length=64), "trl"),
     Script(
+        "trl sft --activation_offloading",
+        (
+            str(SCRIPTS / "offloading.py"),
+            *_trl("sft", "text", "--activation_offloading", "true", max_length=64)[1:],
+        ),
+        "trl",
+        False,
+    ),
+    Script(
         "trl sft, LoRA",
         _trl("sft", "text", *("--use_peft", "--lora_target_modules", "q_proj", "v_proj")),
         "peft",
@@ -144,6 +155,10 @@ ALL = (
         for micro in ("1", "3")
     ),
     _own("trainer.py", "compile", "1", package="transformers", logged=_TRAINER),
+    *(
+        _own("trainer.py", kind, "1", package="transformers", logged=_TRAINER)
+        for kind in ("checkpoint", "reentrant")
+    ),
     replace(
         _own("trainer.py", "eight_bit", "1", package="torchao", logged=_TRAINER), packages="torchao"
     ),
@@ -153,6 +168,7 @@ ALL = (
     _own("lightning_validation.py", package="lightning"),
     _own("sentences.py", package="sentence-transformers", logged=_TRAINER),
     _own("nanogpt_loop.py", package="torch"),
+    _own("offload_loop.py", package="torch"),
     _own("muon_loop.py", package="torch"),
     replace(_own("own_loop.py", package="torch"), unseen=1),
     replace(_own("sharded_optimizers.py", package="torch"), unseen=1),
@@ -190,7 +206,10 @@ class Outcome:
 def run(
     script: Script, folder: Path, run_dir: Path | None = None, *, fault: bool = False
 ) -> Outcome:
-    """Run a script on two ranks, watched if it gets a run directory."""
+    """Run a script on two ranks, watched if it gets a run directory.
+
+    Without a fault all that runs by itself comes due in it: canaries, and reference steps.
+    """
     with socket.create_server(("127.0.0.1", 0)) as place:
         port = place.getsockname()[1]
     words = [word.replace("{}", str(folder)) for word in script.words]
@@ -212,6 +231,7 @@ def run(
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
             "DS_ACCELERATOR": "cpu",
+            VARIABLE: "0" if fault else "1",
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         },
         capture_output=True,
@@ -237,6 +257,7 @@ class Row:
         found: Above a note, of the run with the fault.
         true: Cause of a finding that is right in the healthy run; empty for none.
         unseen: Steps that are not recorded, at the beginning.
+        canaries: How many have run in the healthy run; none where they are declined.
     """
 
     script: str
@@ -249,6 +270,7 @@ class Row:
     found: tuple[str, ...] = ()
     true: str = ""
     unseen: int = 0
+    canaries: int = 0
 
     @property
     def same(self) -> bool:
@@ -293,12 +315,14 @@ def with_record(row: Row, script: Script, watched: Outcome, run_dir: Path) -> Ro
     """Return a row with what a watched run has logged and recorded."""
     losses = script.logged.findall(watched.output) or script.logged.findall(watched.errors)
     recorded = Run.open(run_dir).columns(Table.STEPS, "loss_mean")["loss_mean"].tolist()
+    _, canary_of_TW = Run.open(run_dir).per_worker("canary_of")
     return replace(
         row,
         steps=(len(losses), len(recorded)),
         apart=max(map(_apart, losses[script.unseen :], recorded), default=math.inf),
         unseen=script.unseen,
         findings=_findings(run_dir, Severity.NOTE),
+        canaries=int(np.isfinite(canary_of_TW).all(axis=1).sum()),
     )
 
 
@@ -330,7 +354,6 @@ def _version(script: Script) -> str:
 
 def make_assets(folder: Path) -> None:
     """Write a tiny causal model with its tokenizer, three data sets, and pictures."""
-    import numpy as np
     import torch
     from PIL import Image
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

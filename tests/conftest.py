@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from support.eager import USUAL
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub: no test needs the hub
 
 # Before anything imports torch, and for all commands that tests start: several processes run at
@@ -15,7 +17,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RANKSCOPE_AGENT", "thread")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put files with slow tests first, so that no process is left alone with one in the end."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put files with slow tests first, so that no process is left alone with one in the end.
+
+    Tests of the usual pace are left out where all comes due at once.
+    """
+    from rankscope.core.pace import EAGER, PACE  # here, since it imports torch
+
+    if PACE is EAGER:
+        usual = [item for item in items if item.nodeid.startswith(tuple(USUAL))]
+        items[:] = [item for item in items if item not in usual]
+        config.hook.pytest_deselected(items=usual)
     slow = {item.path for item in items if item.get_closest_marker("slow")}
     items.sort(key=lambda item: item.path not in slow)

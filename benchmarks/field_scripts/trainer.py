@@ -30,6 +30,11 @@ more = {
     "device": {"average_tokens_across_devices": False},
     "smooth": {"label_smoothing_factor": 0.1},
     "compile": {"torch_compile": True},
+    "checkpoint": {"gradient_checkpointing": True},
+    "reentrant": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
     "eight_bit": {"optim": "adamw_torch_8bit"},
 }
 arguments = TrainingArguments(

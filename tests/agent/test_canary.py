@@ -16,7 +16,7 @@ from torch import nn
 from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.agent.summarize import summarize
-from rankscope.bus.director import Request
+from rankscope.bus.director import Request  # noqa: TC001
 from rankscope.bus.probe import StepEnd
 from rankscope.capture.canary import cost as canary_memory
 from rankscope.capture.canary.batch import CanaryDeclined

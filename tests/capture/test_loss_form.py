@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from rankscope.capture.loss import LossMeter
 from rankscope.capture.loss_form import LossForm, read_form
+from rankscope.integrations.backward_loss import unscaled
 
 OWN, ITEMS, WORKERS = 3, 11, 4
 LABELS = torch.tensor([1, 2, -100, 3])
@@ -117,6 +118,24 @@ def test_nothing_that_a_model_has_saved_is_asked_for():
     loss = F.cross_entropy(hidden, LABELS, reduction="sum") / ITEMS
     assert read_form(loss, OWN, ITEMS, WORKERS) == LossForm(True, False)
     assert layer.asked == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: summed() / torch.tensor(ITEMS),
+        lambda: summed() * torch.tensor(1 / ITEMS),
+        lambda: F.cross_entropy(logits(), LABELS, weight=torch.ones(7), reduction="sum"),
+    ],
+)
+def test_what_a_hook_of_the_training_has_packed_is_left_to_it(make):
+    """Offloading gives each tensor back once: to the backward pass."""
+    with Kept() as loss_too:
+        loss = make() * WORKERS
+    read_form(loss, OWN, torch.tensor(ITEMS), WORKERS)
+    unscaled(loss, {})
+    unscaled(make(), {})
+    assert loss_too.asked == 0
 
 
 def test_what_cannot_be_seen_is_not_guessed():

@@ -6,17 +6,20 @@ import logging
 import time
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import rankscope
+from rankscope import Run
 from rankscope.core import canary_plan
 from rankscope.core.batches import unpack_batch
 from rankscope.core.canary_messages import Answer
 from rankscope.core.canary_plan import ASKED_FOR, Planned
 from support.loops import PLAN, collect_warnings
-from support.surroundings import SURROUNDINGS, Training
+from support.ranks import run_ranks
+from support.surroundings import SURROUNDINGS, WRAPPERS, Training
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

@@ -16,15 +16,16 @@ import numpy as np
 
 from rankscope.core.finding import OFTEN, TIMES_LATELY, Finding
 from rankscope.core.governor import LAG
+from rankscope.core.pace import PACE
 from rankscope.core.step import MISSING_INT, GatheredStep
 
-SPACING = 200
+SPACING = PACE.canary_spacing
 """Steps between two canaries of findings, or of a schedule within a share, at least."""
 
-RETRY_AFTER = 64
+RETRY_AFTER = PACE.canary_retry
 """Steps until a canary that some worker missed is tried again."""
 
-SHARE = 0.002
+SHARE = PACE.canary_share
 """Of the training's time: what canaries that nobody asked for may cost."""
 
 _MOST_BACKING_OFF = 4  # of the wait, by factors of four
@@ -123,7 +124,7 @@ def first_by_default(first_step: int) -> Planned:
     Args:
         first_step: Number of the run's first step.
     """
-    capture_at = first_step + LAG
+    capture_at = first_step + PACE.first_kept
     return Planned(SCHEDULED, 0, 1, capture_at, capture_at + LAG, by_default=True)
 
 

@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 
 from rankscope.core.arrays import Floats
+from rankscope.core.pace import PACE
 
-LAG = 16
+LAG = PACE.lag
 """Steps from the newest step known to the root to the first one that a decision holds for.
 
 Steps are gathered beside the training: when one is known, training is some steps further on, and a
@@ -33,15 +34,18 @@ measure a step and others not. A worker that learns of it more than 16 steps lat
 steps that do not count as observed.
 """
 
-ALWAYS = 300
+ALWAYS = PACE.governed_after
 """Steps at the beginning of a run that no budget thins out."""
 
-MAX_INTERVAL = 1024
+MAX_INTERVAL = PACE.widest_interval
 
 _FIRST_IGNORED = 3  # of each kind: they compile kernels and allocate memory
 _FAST, _SLOW = 8, 32  # samples that a decision to widen, or to narrow, rests on
 _FEWEST = 4
-_PATIENCE, _MOST_PATIENCE = 16, 128  # observed steps between a decision and narrowing
+_PATIENCE, _MOST_PATIENCE = (
+    PACE.governor_patience,
+    128,
+)  # observed steps between a decision and narrowing
 _ROOM = 0.8  # of the budget: what a narrower interval may be expected to cost
 
 

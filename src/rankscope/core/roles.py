@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from rankscope.core.arrays import Ints, digest_of
+from rankscope.core.pace import PACE
 from rankscope.core.replicas import StateDifference, StateKind
 
-FIRST_LOOKS = (0, 32)
+FIRST_LOOKS = (0, PACE.later_look)
 """Steps of a session in which a worker looks at its parameters."""
 
-LOOK_EVERY = 1024
+LOOK_EVERY = PACE.look_every
 """And it looks in all multiples of this."""
 
 MOST_NAMED = 64

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 
 from rankscope.bus.columns import Column, DType, Source, Table
 from rankscope.core.arrays import Floats, Ints
+from rankscope.core.pace import PACE
 from rankscope.evidence import columns_of
 
-LEVELS = (64, 512)
+LEVELS = PACE.rolled_up
 """Steps in a bin of each level, each a multiple of the one before."""
 
 

@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from rankscope.core.pace import PACE
 from rankscope.errors import RunError, UsageError
 from rankscope.record.begin import INFO_FILE
 from rankscope.record.files import cache_root
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("rankscope")
 
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>[^/].*)")
-_INTERVAL = 30.0  # seconds from one look for changed files to the next
+_INTERVAL = PACE.sent_seconds  # seconds from one look for changed files to the next
 _LOOK_SECONDS = 15.0  # that a training waits at most for what an earlier run left in the store
 _LAST_PARTS = 2  # of each table, which hold the steps after the detectors' last state
 _UNSENT = ".unsent"  # in a copy that was written here, until all of it is in the store

@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from rankscope.bus.columns import Column, DType, Table
 from rankscope.core.finding import Finding
+from rankscope.core.pace import PACE
 from rankscope.core.replicas import TRACE_WIDTH
 from rankscope.core.state import State
 from rankscope.core.step import StepReport
@@ -208,7 +209,7 @@ def _read_footer(file: bytes) -> Any:
     return pq.read_metadata(pa.BufferReader(file))
 
 
-PART_BYTES = 16 * 2**20
+PART_BYTES = PACE.part_bytes
 """Bytes after which a part is finished and the next one begins."""
 STATE_BYTES_PER_FLUSH = 4 * 2**20
 """Bytes of the detectors' state that are written per flush on average: a larger one is left out in
@@ -260,7 +261,7 @@ class RunWriter:
         begun: bool = False,
     ) -> None:
         self.path = Path(path)
-        self.flush_seconds = flush_seconds
+        self.flush_seconds = min(flush_seconds, PACE.most_flush_seconds)
         self._tables = {
             table: _PartWriter(self.path, self.path / table, columns_of(table))
             for table in _WRITE_ORDER

@@ -25,6 +25,10 @@ SLOW_SECONDS = 1.0
 """After which it is said that a training waits for its ``on_finding``."""
 
 
+REPORT_SECONDS = 10.0
+"""That :meth:`Inbox.await_report` waits: a rank may have ended, and others go on without it."""
+
+
 class Inbox:
     """Takes the agent's frames in the training's own thread; nothing waits for them.
 
@@ -53,6 +57,7 @@ class Inbox:
         self._sinks = sinks
         self._awaits_invitation = opened.awaits_invitation
         self._subscribed = self._telling = self._told_slow = False
+        self._patience = REPORT_SECONDS
         self._packed: bytes | None = None
         self._latest: StepReport | None = None
         self._due: list[tuple[int, Finding]] = []  # to be told from a step on
@@ -112,6 +117,21 @@ class Inbox:
             self._subscribed = True
             self._link.send(Kind.SUBSCRIBE, rank=self._opened.rank)
         self.read()
+
+    def await_report(self, step: int) -> None:
+        """Wait until the root has judged a step; after one that does not come, never again.
+
+        Raises:
+            LinkError: The agent has ended, or has switched this worker off.
+        """
+        self.subscribe()
+        until = time.monotonic() + self._patience
+        while not self.done and (self.latest is None or self.latest.step < step):
+            left = until - time.monotonic()
+            if left <= 0:
+                self._patience = 0.0
+                return
+            self.wait(min(left, 0.1))  # and push what has not been sent as yet
 
     def tell(self, step: int | None) -> None:
         """Tell findings whose step has come, on every rank in the same one.

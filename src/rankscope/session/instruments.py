@@ -20,6 +20,7 @@ from rankscope.core.groups import (
     cut_sections,
     group_parameters,
 )
+from rankscope.core.pace import PACE
 from rankscope.core.plan import Tier
 from rankscope.core.step import MAX_PAIRED_WORKERS as MAX_PAIRED
 from rankscope.errors import UnsupportedError, UsageError
@@ -30,7 +31,7 @@ from rankscope.session.wrapping import Wrapped
 GROUP_WIDTH = 251
 """Numbers in the sketch of a group: its cosines err by 0.06 at most."""
 
-STATE_SPACING = 8
+STATE_SPACING = PACE.state_spacing
 """Steps from one reading of the model's state to the next, where there is a budget to keep."""
 
 
@@ -142,7 +143,7 @@ def choose_instruments(
             seed=options.seed,
             canary=canary,
             canary_every=options.canary_every,
-            verify_at=options.verify_at,
+            verify_at=[*options.verify_at, *(first_step + later for later in PACE.references)],
             leave_out=leave_out,
             channel=channel,
         )

@@ -30,6 +30,7 @@ from rankscope.agent.launch import Started
 from rankscope.agent.link import Link
 from rankscope.agent.progress import ProgressMark
 from rankscope.bus.layout import Layout
+from rankscope.core.pace import EAGER, PACE, VARIABLE
 from rankscope.core.secrets import without_secrets
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.evidence import schema_hash
@@ -179,7 +180,7 @@ def _open_run(meeting: Rendezvous, intent: Intent) -> Opened:
         info = intent.describe()
     except Exception as error:
         problem = _problem_of(error, f"rank {meeting.rank} cannot begin to watch")
-    agreement = {"schema": schema_hash(), **to_plain(intent.options)}
+    agreement = {"schema": schema_hash(), VARIABLE: PACE is EAGER, **to_plain(intent.options)}
     hello = {"agreement": agreement, "facts": info.pop("facts", {}), "host": host_name()}
     if problem is not None:
         hello |= {"problem": str(problem), "kind": type(problem).__name__}

@@ -34,6 +34,7 @@ from rankscope.capture.optimizer import all_of
 from rankscope.capture.passes import in_backward
 from rankscope.capture.surroundings import traced
 from rankscope.core.finding import Finding
+from rankscope.core.pace import PACE
 from rankscope.core.step import StepReport
 from rankscope.errors import RankscopeError
 from rankscope.session.announcement import announce, where_recorded
@@ -332,6 +333,8 @@ class Scope:
         self._inside = True
         self._training = self._collector.trains(model)
         if self._training:
+            if PACE.lead is not None:
+                self._guard(self._keep_pace, self._collector.step + 1 - PACE.lead)
             self._guard(self._begin_forward, model, args, kwargs)
             self._beat("forward")
             if not self._off:
@@ -342,6 +345,14 @@ class Scope:
         self._collector.begin_forward(model, args, kwargs)
         if not self._hooks_inside:
             self._collector.keep_inputs(args, kwargs)
+
+    def _keep_pace(self, step: int) -> None:
+        """Wait until the root has judged a step, so that what it decides comes in time."""
+        start = time.perf_counter()
+        if step >= self._opened.first_step:
+            self._outbox.flush()
+            self._inbox.await_report(step)
+        self._guard.leave_out(time.perf_counter() - start)
 
     def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         """Run a canary that is due; notice a forward pass past the wrapper, which reduces none."""

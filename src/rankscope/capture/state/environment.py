@@ -18,6 +18,7 @@ import torch
 
 from rankscope.capture.state.fingerprint import digest_of
 from rankscope.core.environment import PACKAGES
+from rankscope.core.pace import PACE
 from rankscope.core.secrets import VARIABLES, without_addresses
 from rankscope.errors import UsageError
 
@@ -26,7 +27,7 @@ Fact = str | int | bool
 _LONGEST_VALUE = 200
 _GIT_SECONDS = 2.0
 
-FLAGS_EVERY = 16
+FLAGS_EVERY = PACE.flags_every
 """Steps from one look at torch's global settings to the next."""
 
 

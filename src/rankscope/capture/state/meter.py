@@ -20,13 +20,14 @@ from rankscope.capture.state.plan import Lasting, Plan, Slice, survey
 from rankscope.capture.state.readings import PendingReading, Reading, Recurring, prepare
 from rankscope.capture.state.roles import look_at
 from rankscope.capture.state.turn import NOTHING, PendingLook, PendingState, Seen, Turn
+from rankscope.core.pace import PACE
 from rankscope.core.replicas import StateKind
 from rankscope.core.roles import is_looked_at
 
 _UNREADABLE = word_of("cannot be read")
 _MASK = (1 << 64) - 1
 _MOST_TURNS = 1024  # that are kept
-_EACH_UNTIL = 32
+_EACH_UNTIL = PACE.state_in_turn
 """Steps of a run that have a turn each: where its workers begin is compared at once."""
 _MOST_UNSENT = 8
 """Steps without a broadcast of DDP's after which none is expected. One step has none after an

@@ -19,11 +19,12 @@ from rankscope.capture.state.trace import PendingRows, TraceReader
 from rankscope.capture.taps.fsdp2_mesh import MeshPlace, placements_of
 from rankscope.capture.taps.fsdp2_model import ManagedParameter
 from rankscope.core.mesh_axes import AxisPart, over_axes
+from rankscope.core.pace import PACE
 from rankscope.core.replicas import TRACE_WIDTH, StateKind
 
 _log = logging.getLogger("rankscope")
 
-_EACH_UNTIL = 32  # steps of a run that have a turn each
+_EACH_UNTIL = PACE.state_in_turn  # steps of a run that have a turn each
 _MOST_AT_ONCE = 16  # parameters of a turn
 _TURNS = 64
 _LEAST_BYTES = 1 << 18

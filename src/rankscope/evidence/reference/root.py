@@ -1,12 +1,13 @@
 """Reference steps at the root: collects what the workers know of one, and concludes."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
 from rankscope.bus.director import DirectedRun, Director, Request
 from rankscope.core.finding import Finding
+from rankscope.core.pace import PACE
 from rankscope.core.packing import PackedError
 from rankscope.core.plan import Plan
 from rankscope.core.reference import Part
@@ -28,6 +29,7 @@ class Verifications(Director):
         meant: What the plan says of the loss's weighting; None for nothing.
         report: Takes each finding.
         by_loop: Whether the training's own loop reduces.
+        unasked: Steps that nobody has asked for, and nobody is told of.
     """
 
     def __init__(
@@ -37,11 +39,13 @@ class Verifications(Director):
         report: Callable[[Finding], None],
         *,
         by_loop: bool = False,
+        unasked: Collection[int] = (),
     ) -> None:
         self._by_loop = by_loop
         self._num_workers = num_workers
         self._meant = meant
         self._report = report
+        self._unasked = unasked
         self._parts: dict[int, dict[int, Part]] = {}
         self.findings: dict[str, Finding] = {}
 
@@ -67,6 +71,9 @@ class Verifications(Director):
 
     def _conclude(self, step: int, finding: Finding) -> None:
         del self._parts[step]
+        if step in self._unasked:
+            _log.debug("a reference step that nobody asked for: %s", finding)
+            return
         self.findings[finding.id] = finding
         self._report(finding)
 
@@ -116,4 +123,6 @@ def _kind_of(part: Part) -> tuple[object, ...]:
 def make_director(run: DirectedRun) -> Verifications:
     """Return what concludes on reference steps."""
     meant = Plan.of(run.options.get("plan")).loss_weighting
-    return Verifications(run.num_workers, meant, run.report, by_loop=run.by_loop)
+    asked = run.options.get("verify_at", ())
+    unasked = {run.first_step + later for later in PACE.references}.difference(asked)
+    return Verifications(run.num_workers, meant, run.report, by_loop=run.by_loop, unasked=unasked)

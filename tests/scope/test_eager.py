@@ -1,0 +1,105 @@
+"""``RANKSCOPE_EAGER=1``: all that comes due by itself does so in 30 steps, and changes no bit."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rankscope import Run
+from rankscope.bus.columns import Table
+from rankscope.core import pace
+from rankscope.errors import UsageError
+from support.loops import Loop
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 30
+TESTS = Path(__file__).parents[1]
+_PROGRAM = """
+import json
+from scope.test_eager import train
+from support.ranks import run_ranks
+if __name__ == "__main__":
+    print(json.dumps(run_ranks(train, 2, {folder!r})))
+"""
+
+
+def train(rank: int, folder: str) -> dict[str, Any]:
+    """Train alone and watched, and count the gradients that were computed again."""
+    from rankscope.capture.canary.reference import ReferenceStep
+
+    computed = []
+    compute = ReferenceStep.compute
+
+    def count(reference: ReferenceStep, passes: Any) -> Any:
+        part = compute(reference, passes)
+        computed.append(part.declined)
+        return part
+
+    ReferenceStep.compute = count  # type: ignore[method-assign]
+    bits = []
+    for run_dir in (None, f"{folder}/run"):
+        loop = Loop(rank, run_dir, overhead_budget=0.01)
+        for step in range(STEPS):
+            loop.step(step)
+        if run_dir is not None:
+            loop.close()
+        bits.append([p.detach().numpy().tobytes().hex() for p in loop.model.parameters()])
+    return {"bits": bits, "computed": computed, "warnings": loop.warnings}
+
+
+def test_all_comes_due_in_thirty_steps(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM.format(folder=str(tmp_path)))
+    paths = [str(TESTS.parent / "src"), str(TESTS)]
+    ended = subprocess.run(
+        [sys.executable, str(program)],
+        env={**os.environ, pace.VARIABLE: "1", "PYTHONPATH": os.pathsep.join(paths)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for seen in json.loads(ended.stdout.splitlines()[-1]):
+        alone, watched = seen["bits"]
+        assert alone == watched
+        assert seen["computed"] == [""] * len(pace.EAGER.references)
+        assert seen["warnings"] == []
+    run = Run.open(tmp_path / "run")
+    steps, of_TW = run.per_worker("canary_of")
+    ran = steps[np.isfinite(of_TW).all(axis=1)].tolist()
+    assert ran[0] == 3  # within the four steps of the shortest tests
+    assert len(ran) > 1
+    observed = run.columns(Table.STEPS, "step", "observed")
+    left_out = observed["step"][~observed["observed"]]
+    assert left_out.size > 0  # the budget holds for steps that are so short
+    assert left_out.min() > pace.EAGER.governed_after - 1
+    assert {path.name for path in (run.path / "rollups").iterdir()} == {"8", "24", "samples"}
+
+
+def differ(rank: int, folder: str) -> str:
+    """Be eager on one rank alone, or on all but one."""
+    from rankscope.session import opening
+
+    if rank == 1:
+        opening.PACE = pace.Pace() if pace.PACE is pace.EAGER else pace.EAGER
+    try:
+        Loop(rank, f"{folder}/run")
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_are_eager_or_none(tmp_path):
+    if pace.PACE is pace.EAGER:
+        return  # all of them are
+    for said in run_ranks(differ, 2, str(tmp_path)):
+        assert said.startswith("watch() expected the same options on every rank")
+        assert pace.VARIABLE in said
