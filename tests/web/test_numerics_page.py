@@ -9,11 +9,11 @@ import pytest
 import vl_convert
 
 from rankscope.errors import RunError
+from rankscope.numerics import write_numerics_page
 from rankscope.numerics.figures import MAX_LAYERS
 from rankscope.numerics.gradients import Kind, LocalGradients, synthetic
 from rankscope.numerics.spread import SumOptions, measure
 from rankscope.study.rounding_result import TITLES, GrowthResult, PairResult, fit_growth
-from rankscope.web import write_numerics_page
 from rankscope.web.document import VEGALITE
 from web.html_reader import Page
 

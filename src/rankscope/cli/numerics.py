@@ -14,12 +14,12 @@ from rich.text import Text
 
 from rankscope.cli.output import JsonOption, plain, print_json, show, table, terminal
 from rankscope.errors import MissingExtraError, RunError, UsageError
+from rankscope.numerics import write_numerics_page
 from rankscope.numerics.gradients import Kind, LocalGradients, read, save, synthetic
 from rankscope.numerics.spread import USUAL_WORKERS, SumOptions, measure
 from rankscope.numerics.spread import types as types_in_words
 from rankscope.numerics.summation import TYPES
 from rankscope.record.files import replace
-from rankscope.web import write_numerics_page
 
 DEFAULT_WORKERS = ",".join(map(str, SumOptions().workers))
 DEFAULT_TRAINING_STEPS = 10

@@ -13,12 +13,13 @@ One entry per cause, under the stable name that findings, records and command li
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 from rankscope.core.finding import Severity
-from rankscope.evidence import EVIDENCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +66,6 @@ _WORDS = ("title", "family", "meaning", "evidence", "page")
 _LISTS = ("explains", "explains_own", "settles")
 
 
-def _load() -> Mapping[str, Rule]:
-    entries = [tomllib.loads(each.findings) for each in EVIDENCE]
-    return {cause: _rule(entry) for each in entries for cause, entry in each.items()}
-
-
 def _rule(entry: Mapping[str, Any]) -> Rule:
     advice = {
         severity: Advice(**entry[str(severity)])
@@ -81,7 +77,27 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
     return Rule(**words, advice=advice, **lists)
 
 
-RULES: Mapping[str, Rule] = _load()
+class _Rules(Mapping[str, Rule]):
+    """All rules by name, read when they are first asked for."""
+
+    @cached_property
+    def _all(self) -> Mapping[str, Rule]:
+        evidence = import_module("rankscope.evidence").EVIDENCE
+        entries = [tomllib.loads(each.findings) for each in evidence]
+        return {cause: _rule(entry) for each in entries for cause, entry in each.items()}
+
+    def __getitem__(self, name: str) -> Rule:
+        return self._all[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._all)
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+
+RULES: Mapping[str, Rule] = _Rules()
+"""What each finding says, by the name of its rule."""
 
 
 _START_AGAIN = "start again with the fault repaired"

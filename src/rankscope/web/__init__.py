@@ -21,7 +21,6 @@ _EXTRAS = (
 __all__ = [
     "write_comparison",
     "write_figures",
-    "write_numerics_page",
     "write_report",
     "write_run_figures",
     "write_study_report",
@@ -68,21 +67,6 @@ def write_run_figures(run: Run, folder: Path | None = None) -> list[Path]:
         from rankscope.diagnose.assessment import assess
         from rankscope.web.page import write_run_pictures
     return write_run_pictures(run, assess(run), folder or Path(run.path) / "figures")
-
-
-def write_numerics_page(
-    directory: Path, sums: Mapping[str, Any], growth: Mapping[str, Any] | None = None
-) -> Path:
-    """Write the page ``numerics.html`` and its figures as PNG files, and return the page's path.
-
-    Args:
-        directory: Made if need be.
-        sums: The JSON form of measured sums (see ``rankscope.numerics.spread``).
-        growth: The JSON form of pairs of trainings; None when none was run.
-    """
-    with needs_extra("numerics.html", "web"):
-        from rankscope.numerics.page import write_page
-    return write_page(directory, sums, growth)
 
 
 @contextmanager
