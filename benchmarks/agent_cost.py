@@ -20,12 +20,12 @@ import numpy as np
 from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
 from rankscope.bus.run import RunFacts
-from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.core.weighting import undo_common_scale
-from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.diagnose.steps import StepBatch
+from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.steps import StepBatch
+from rankscope.bus.weighting import undo_common_scale
 from rankscope.evidence import columns_of
 from rankscope.record import RunWriter
+from rankscope.verdict.diagnosis import Diagnosis
 
 GROUPS = ("embedding", *(f"layers.{layer}" for layer in range(24)), "head")
 SKETCH, GROUP_SKETCH = 4093, 251

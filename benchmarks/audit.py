@@ -21,18 +21,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rankscope.capture.fold import fold
-from rankscope.capture.kernels import period_signs
-from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.sketch import Sketcher
-from rankscope.capture.totals import GradientTotals
-from rankscope.core.audit import AUDIT_WIDTH, AuditPart, residuals, total_of
-from rankscope.core.groups import Groups, cut_sections, group_parameters
-from rankscope.core.step import GatheredStep, StepReport
-from rankscope.diagnose.audit import ReductionAudit
-from rankscope.diagnose.audit_levels import ExpectedResiduals
-from rankscope.diagnose.steps import StepBatch
-from rankscope.study.rounding import record_gradients
+from rankscope.bus.groups import Groups, cut_sections, group_parameters
+from rankscope.bus.step import GatheredStep, StepReport
+from rankscope.bus.steps import StepBatch
+from rankscope.evidence.reduction.audit import ReductionAudit
+from rankscope.evidence.reduction.levels import ExpectedResiduals
+from rankscope.gradients.fold import fold
+from rankscope.gradients.kernels import period_signs
+from rankscope.gradients.kernels.plain import PlainKernel
+from rankscope.gradients.sketch import Sketcher
+from rankscope.gradients.totals import GradientTotals
+from rankscope.lab.study.rounding import record_gradients
+from rankscope.stats.audit import AUDIT_WIDTH, AuditPart, residuals, total_of
 
 Row = dict[str, Any]
 Parameters = dict[str, Tensor]

@@ -18,11 +18,11 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.core.groups import group_parameters
-from rankscope.study.config import Combination, Reading, Setting, StudyConfig
-from rankscope.study.data import load_records
-from rankscope.study.encoding import draw_batches, encode
-from rankscope.study.models import load_model
+from rankscope.bus.groups import group_parameters
+from rankscope.lab.study.config import Combination, Reading, Setting, StudyConfig
+from rankscope.lab.study.data import load_records
+from rankscope.lab.study.encoding import draw_batches, encode
+from rankscope.lab.study.models import load_model
 
 Row = dict[str, Any]
 VOCABULARY, WIDTH, LENGTH, BATCH = 48, 32, 8, 2

@@ -44,7 +44,7 @@ _MODULES = (
         "torch.distributed.fsdp",
         "pyarrow.parquet",
     ),
-    *("rankscope.session.start", "rankscope.agent.process", "rankscope.diagnose.diagnosis"),
+    *("rankscope.session.start", "rankscope.agent.process", "rankscope.verdict.diagnosis"),
 )
 """Imported once, in place of by every rank."""
 

@@ -14,11 +14,11 @@ from detection_streams import Floats
 from numpy.random import Generator
 
 from rankscope.bus.columns import DType, Source, Table
+from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.run import RunFacts
-from rankscope.core.finding import Finding, Severity
-from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
-from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.evidence import columns_of
+from rankscope.verdict.diagnosis import Diagnosis
 
 Row = dict[str, Any]
 GROUPS = tuple(f"layers.{index}" for index in range(40))

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankscope.study.config import Combination, Reading, Setting
-from rankscope.study.encoding import IGNORED, EncodedSet, draw_batches
+from rankscope.lab.study.config import Combination, Reading, Setting
+from rankscope.lab.study.encoding import IGNORED, EncodedSet, draw_batches
 
 WORKERS = 8
 FAULTY = 5

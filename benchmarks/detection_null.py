@@ -12,8 +12,8 @@ import detection_streams as streams
 import numpy as np
 from detection_streams import Floats, Stream, binomial_interval
 
-from rankscope.core.bets import Bet, pair_bets, worker_bets
-from rankscope.core.exchangeability import ExchangeabilityTest
+from rankscope.stats.bets import Bet, pair_bets, worker_bets
+from rankscope.stats.exchangeability import ExchangeabilityTest
 
 Row = dict[str, Any]
 THRESHOLD = 1e3

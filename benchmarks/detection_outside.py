@@ -12,8 +12,8 @@ import numpy as np
 from detection_faults import Noise
 
 from rankscope.bus.run import RunFacts
-from rankscope.core.step import GatheredStep
-from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.bus.step import GatheredStep
+from rankscope.verdict.diagnosis import Diagnosis
 
 WORKERS, STEPS, RUNS = 8, 300, 12
 REPLAYED = "each worker replays four batches"

@@ -20,14 +20,14 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
+from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.run import RunFacts
-from rankscope.core.finding import Finding, Severity
-from rankscope.diagnose.diagnosis import Diagnosis, hosts_of
+from rankscope.lab.study.config import StudyConfig
+from rankscope.lab.study.data import load_records
+from rankscope.lab.study.encoding import IGNORED
+from rankscope.lab.study.models import Prepared, load, prepare
 from rankscope.record import Run
-from rankscope.study.config import StudyConfig
-from rankscope.study.data import load_records
-from rankscope.study.encoding import IGNORED
-from rankscope.study.models import Prepared, load, prepare
+from rankscope.verdict.diagnosis import Diagnosis, hosts_of
 
 Row = dict[str, Any]
 LEARNING_RATE = 5e-4

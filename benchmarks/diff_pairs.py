@@ -25,8 +25,8 @@ import torch.distributed as dist
 from diff_training import Flip, Variant, flipped_parameter, train_variants
 from harness import run_ranks
 
-from rankscope.numerics.diff import Comparison, DiffClass, compare_runs
 from rankscope.record import Run
+from rankscope.tools.diff import Comparison, DiffClass, compare_runs
 
 BITS = ((10, 22), (14, 26), (18, 30))
 """Bits that are flipped, by seed: from a 2^-13th of an element to the top of its exponent."""

@@ -18,7 +18,7 @@ from harness import median_interval
 from rich.console import Console
 from torch import Tensor
 
-from rankscope.capture.kernels.bits import native_sum, plain_sum
+from rankscope.gradients.kernels.bits import native_sum, plain_sum
 
 Row = dict[str, Any]
 Work = Callable[[], object]

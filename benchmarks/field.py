@@ -31,7 +31,7 @@ from tables import fill_table
 
 from rankscope import Run, Severity
 from rankscope.bus.columns import Table
-from rankscope.core.pace import VARIABLE
+from rankscope.bus.pace import VARIABLE
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "field.md"

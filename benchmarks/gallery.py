@@ -18,10 +18,10 @@ from PIL import Image
 from rich.progress import track
 
 from rankscope import Finding, Run
-from rankscope.diagnose.causes import section_of
-from rankscope.web.document import png_of
-from rankscope.web.page import OWN_COLOURS, assessed, panel, run_view
-from rankscope.web.parts import Tables
+from rankscope.report.document import png_of
+from rankscope.report.page import OWN_COLOURS, assessed, panel, run_view
+from rankscope.report.parts import Tables
+from rankscope.verdict.causes import section_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "gallery.json"

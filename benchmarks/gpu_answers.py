@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.core.finding import Severity
+from rankscope.bus.finding import Severity
 
 VERIFY_AT = 3
 

@@ -12,8 +12,8 @@ from gpu_model import Llama
 from gpu_page import PARTS
 from torch import Tensor
 
-from rankscope.capture.sketch import Sketcher
-from rankscope.core.groups import group_parameters
+from rankscope.bus.groups import group_parameters
+from rankscope.gradients.sketch import Sketcher
 
 Work = Callable[[], object]
 WARM_UP = 3

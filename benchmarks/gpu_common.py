@@ -18,9 +18,9 @@ import torch.distributed as dist
 from gpu_processes import context_of_ranks, end_with_parent
 from harness import median_interval
 
-from rankscope.capture.kernels import period_signs
-from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.sketch import Sketcher
+from rankscope.gradients.kernels import period_signs
+from rankscope.gradients.kernels.plain import PlainKernel
+from rankscope.gradients.sketch import Sketcher
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -103,7 +103,7 @@ class Setup:
 
 def kernel_for(setup: Setup, width: int) -> Any:
     """Return the Triton kernel itself, which raises where it fails."""
-    from rankscope.capture.kernels.fused import TritonKernel
+    from rankscope.gradients.kernels.fused import TritonKernel
 
     processors = {"num_processors": 2} if setup.dry else {}
     return TritonKernel(setup.device, width, period_signs(0), **processors)

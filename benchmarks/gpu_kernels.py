@@ -23,10 +23,10 @@ from gpu_common import (
 from gpu_page import DTYPES, PARTS
 from torch import Tensor
 
-from rankscope.capture.sketch import Sketcher
-from rankscope.capture.state.digest import digest_bits
-from rankscope.capture.totals import GradientTotals
-from rankscope.core.groups import Sections, cut_sections, group_parameters
+from rankscope.bus.groups import Sections, cut_sections, group_parameters
+from rankscope.gradients.digest import digest_bits
+from rankscope.gradients.sketch import Sketcher
+from rankscope.gradients.totals import GradientTotals
 
 Named = Sequence[tuple[str, Tensor]]
 _SIZES = (1, 3, 1021, 4093, 4094, 8191, 20_464, 368_387, 3_000_017)
@@ -74,7 +74,7 @@ def _triton_version() -> str:
 
 
 def _digest_kernel(setup: Setup) -> str:
-    from rankscope.capture.kernels.many import device_reader
+    from rankscope.gradients.kernels.many import device_reader
 
     return "torch" if device_reader(setup.device) is None else "triton"
 
@@ -219,9 +219,9 @@ def _of(equal: list[bool]) -> str:
 
 def on_device(setup: Setup) -> Any:
     """Return the module of readings; in a dry run it reads the CPU as if it were a device."""
-    from rankscope.capture.kernels import many
+    from rankscope.gradients.kernels import many
 
-    readings: Any = importlib.import_module("rankscope.capture.state.readings")
+    readings: Any = importlib.import_module("rankscope.evidence.state.readings")
     if setup.dry:
         reader = functools.cache(many.DeviceReader)
         readings.native_sum = lambda: None
@@ -252,12 +252,12 @@ def _digested(setup: Setup) -> Values:
 
 def _handed_over(setup: Setup) -> Values:
     """Compare the sketches that one launch folds with those that plain torch folds."""
-    fused = importlib.import_module("rankscope.capture.kernels.fused")
+    fused = importlib.import_module("rankscope.gradients.kernels.fused")
     if not hasattr(fused, "hand_over"):
         raise NotPossibleError("this version has no such kernel")
-    handover: Any = importlib.import_module("rankscope.capture.transfer")
-    folding_of: Any = importlib.import_module("rankscope.capture.fold").Folding
-    tap: Any = importlib.import_module("rankscope.capture.taps.tap")
+    handover: Any = importlib.import_module("rankscope.evidence.gradient.transfer")
+    folding_of: Any = importlib.import_module("rankscope.gradients.fold").Folding
+    tap: Any = importlib.import_module("rankscope.wrappers.tap")
     equal = []
     for rows, audit in setup.pick(((1, 0), (5, 13), (40, 251)), ((2, 13),)):
         totals, reduced = (GradientTotals.zeros(rows, 1021, setup.device) for _ in range(2))

@@ -19,7 +19,7 @@ _PRELOAD = [
     ),
     *("transformers.models.llama.modeling_llama", "transformers.optimization"),
     *("transformers.models.auto.tokenization_auto", "transformers.convert_slow_tokenizer"),
-    *("rankscope.study.worker", "rankscope.study.runner"),
+    *("rankscope.lab.study.worker", "rankscope.lab.study.runner"),
 ]
 """What parts and ranks import, once for all of them; what is missing is passed over."""
 

@@ -29,9 +29,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.capture.canary.batch import CanaryDeclined, capture_batch
-from rankscope.capture.canary.replay import run_batch
-from rankscope.core.batches import PlainBatch
+from rankscope.bus.batches import PlainBatch
+from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch
+from rankscope.evidence.canary.replay import run_batch
 
 STEPS = 8
 
@@ -195,8 +195,8 @@ def _trained(setup: Setup, seed: int, *, watched: bool) -> list[Tensor]:
 
 def measure_study(setup: Setup) -> Iterator[Values]:
     """Train the study's large model for a few steps, on two workers."""
-    from rankscope.study.config import Reading, Setting, StudyConfig
-    from rankscope.study.runner import run_study
+    from rankscope.lab.study.config import Reading, Setting, StudyConfig
+    from rankscope.lab.study.runner import run_study
 
     with scratch() as folder:
         config = StudyConfig(
@@ -231,8 +231,8 @@ def _tiny_model(folder: Path) -> str:
     """Write a model for a dry run; the study's own tiny one would be trained first."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from rankscope.study.base import train_tokenizer
-    from rankscope.study.data import load_records
+    from rankscope.lab.study.base import train_tokenizer
+    from rankscope.lab.study.data import load_records
 
     tokenizer: Any = train_tokenizer(load_records("builtin", limit=64).held_out)
     config = LlamaConfig(

@@ -19,9 +19,9 @@ from harness import median_interval
 from rich.console import Console
 from torch import Tensor
 
-from rankscope.capture.kernels import Kernel, ParameterSigns, choose_kernel, period_signs
-from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.totals import GradientTotals
+from rankscope.gradients.kernels import Kernel, ParameterSigns, choose_kernel, period_signs
+from rankscope.gradients.kernels.plain import PlainKernel
+from rankscope.gradients.totals import GradientTotals
 
 Row = dict[str, Any]
 Clock = Callable[[], float]

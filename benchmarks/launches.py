@@ -153,11 +153,11 @@ class _Training:
     """A model that trains, and the monitor's collector, whose steps go nowhere."""
 
     def __init__(self, tensors: int, ddp: dict[str, Any], counting: _Counting) -> None:
-        from rankscope.capture.guard import Guard
         from rankscope.session.collector import StepCollector
         from rankscope.session.instruments import choose_instruments
         from rankscope.session.options import WatchOptions
-        from rankscope.session.wrapping import find_wrapper
+        from rankscope.wrappers.find import find_wrapper
+        from rankscope.wrappers.guard import Guard
 
         def fail(error: Exception) -> None:
             raise SystemExit(f"the monitor has failed: {error!r}") from error
@@ -219,8 +219,8 @@ class _Training:
 
 def _count_each(tensors: list[int], ddp: dict[str, Any]) -> list[Row]:
     """Count in a fork for each model, after the imports that all need."""
-    import rankscope.capture.kernels.fused
-    import rankscope.capture.kernels.many
+    import rankscope.gradients.kernels.fused
+    import rankscope.gradients.kernels.many
     import rankscope.session.start  # noqa: F401
 
     torch.set_num_threads(1)
@@ -264,11 +264,12 @@ def _total(counts: dict[str, dict[str, int]], areas: tuple[str, ...]) -> int:
 
 def _attribute(counting: _Counting) -> None:
     """From now on, count all that the monitor does, and what it is for."""
-    from rankscope.capture import host, loss
-    from rankscope.capture.guard import Guard
-    from rankscope.capture.loss import LossMeter
-    from rankscope.capture.samples import SampleMeter
-    from rankscope.capture.state.meter import StateMeter
+    from rankscope.evidence.loss import meter as loss
+    from rankscope.evidence.loss.meter import LossMeter
+    from rankscope.evidence.samples.meter import SampleMeter
+    from rankscope.evidence.state.meter import StateMeter
+    from rankscope.gradients import host
+    from rankscope.wrappers.guard import Guard
 
     def wrap(kind: Any, names: tuple[str, ...], area: str | None) -> None:
         for name in names:
@@ -303,9 +304,12 @@ def _within(counting: _Counting, function: Callable[..., Any], area: str | None)
 
 def _pretend(training: _Training) -> None:
     """From now on, treat the CPU as an accelerator; the first steps would take long in this way."""
-    from rankscope.capture import labels, loss, samples
-    from rankscope.capture import transfer as handover
-    from rankscope.capture.kernels import (
+    from rankscope.evidence.gradient import transfer as handover
+    from rankscope.evidence.loss import labels
+    from rankscope.evidence.loss import meter as loss
+    from rankscope.evidence.samples import meter as samples
+    from rankscope.evidence.state import readings
+    from rankscope.gradients.kernels import (
         fused,
         many,
         period_signs,
@@ -313,7 +317,6 @@ def _pretend(training: _Training) -> None:
         triton_digest,
         triton_handover,
     )
-    from rankscope.capture.state import readings
 
     replaced: Any
     for replaced, name in (

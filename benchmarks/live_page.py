@@ -23,7 +23,7 @@ from pathlib import Path
 from live_run import make_run
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from rankscope.web.live.board import READ_AHEAD
+from rankscope.report.live.board import READ_AHEAD
 
 FLAGS = (
     "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",

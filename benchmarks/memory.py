@@ -26,8 +26,8 @@ import torch
 from harness import BLOCKS, Model, Step, num_parameters, run_ranks
 from steps import make_ddp_step, make_fsdp2_step
 
-from rankscope.capture.sketch import DEFAULT_WIDTH
-from rankscope.core.groups import group_parameters
+from rankscope.bus.groups import group_parameters
+from rankscope.gradients.sketch import DEFAULT_WIDTH
 
 WARM_UP, STEPS = 6, 10  # buckets are rebuilt after the first step
 TURNS = ("plain", "sketch", "sketch", "plain")  # what grows by itself counts for both alike

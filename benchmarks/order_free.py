@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.study.builtin import generate
+from rankscope.lab.study.builtin import generate
 
 MICRO_BATCHES = 16
 _PRELOAD = ["transformers.models.llama.modeling_llama", "torch._dynamo", "rankscope.session.start"]

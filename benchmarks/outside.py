@@ -19,7 +19,7 @@ from pathlib import Path
 from tables import fill_table
 
 from rankscope import Run, Severity
-from rankscope.core.finding import Finding
+from rankscope.bus.finding import Finding
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "comparison.md"

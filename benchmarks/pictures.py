@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.columns import Table
-from rankscope.core.rollup import bins_of_steps
 from rankscope.record import Run
-from rankscope.web import bins, figures, series
-from rankscope.web.document import png_of
-from rankscope.web.parts import Tables, sized
+from rankscope.record.rollup_values import bins_of_steps
+from rankscope.report import bins, figures, series
+from rankscope.report.document import png_of
+from rankscope.report.parts import Tables, sized
 
 RUNS = {
     "H1-w4-s0": "healthy",

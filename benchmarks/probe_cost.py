@@ -26,16 +26,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.capture import loss, optimizer, passes, samples, sketch, transfer
-from rankscope.capture.guard import ForeignHook, Guard
-from rankscope.capture.state import meter, rng
-from rankscope.capture.taps import ddp
+from rankscope.evidence.environment import optimizer
+from rankscope.evidence.gradient import transfer
+from rankscope.evidence.loss import meter as loss
+from rankscope.evidence.randomness import meter as rng
+from rankscope.evidence.samples import meter as samples
+from rankscope.evidence.state import meter
+from rankscope.gradients import sketch
 from rankscope.session import collector, local_step
 from rankscope.session.collector import StepCollector
 from rankscope.session.instruments import choose_instruments
 from rankscope.session.local_step import LocalStep
 from rankscope.session.options import WatchOptions
-from rankscope.session.wrapping import find_wrapper
+from rankscope.wrappers import ddp, passes
+from rankscope.wrappers.find import find_wrapper
+from rankscope.wrappers.guard import ForeignHook, Guard
 
 STEPS = 150
 WARM_UP = 40  # by then, the first looks at all state are over

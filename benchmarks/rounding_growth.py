@@ -20,18 +20,25 @@ from harness import run_ranks
 from numpy.typing import NDArray
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.numerics import figures
-from rankscope.numerics.figures import Values
-from rankscope.numerics.page import growth_sheet, write_sheets
-from rankscope.study.rounding import (
+from rankscope.lab.numerics import figures
+from rankscope.lab.numerics.figures import Values
+from rankscope.lab.numerics.page import growth_sheet, write_sheets
+from rankscope.lab.study.rounding import (
     Ingredients,
     draw_positions,
     make_optimizer,
     prepare_growth,
     run_growth,
 )
-from rankscope.study.rounding_result import BFLOAT16, DATA, ORDER, TITLES, WORKERS, GrowthOptions
-from rankscope.web.parts import Spec, Tables, column, headed, log_domain, sized, titled
+from rankscope.lab.study.rounding_result import (
+    BFLOAT16,
+    DATA,
+    ORDER,
+    TITLES,
+    WORKERS,
+    GrowthOptions,
+)
+from rankscope.report.parts import Spec, Tables, column, headed, log_domain, sized, titled
 
 FEW = (ORDER, BFLOAT16, WORKERS, DATA)
 SETTINGS = {

@@ -21,11 +21,11 @@ from rankscope.agent.summarize import summarize
 from rankscope.agent.summary import HostSummary, host_summary, lean_layout, with_directions
 from rankscope.bus.columns import DType, Source, Table
 from rankscope.bus.layout import Layout
-from rankscope.core.audit import AUDIT_WIDTH
-from rankscope.core.consensus import narrowing_for
-from rankscope.core.measured import sizes_of
-from rankscope.core.step import MAX_PAIRED_WORKERS, GatheredStep
+from rankscope.bus.measured import sizes_of
+from rankscope.bus.step import MAX_PAIRED_WORKERS, GatheredStep
 from rankscope.evidence import columns_of
+from rankscope.stats.audit import AUDIT_WIDTH
+from rankscope.stats.consensus import narrowing_for
 
 WORKERS = (8, 64, 1024, 10_240)
 PER_HOST = 8

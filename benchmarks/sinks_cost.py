@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.columns import DType, Source, Table
-from rankscope.core.step import GatheredStep, StepReport
+from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.evidence import columns_of
 from rankscope.sinks.base import step_values
 

@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rankscope.capture.fold import fold
-from rankscope.capture.sketch import Sketcher
-from rankscope.core.groups import group_parameters
+from rankscope.bus.groups import group_parameters
+from rankscope.gradients.fold import fold
+from rankscope.gradients.sketch import Sketcher
 
 WIDTH = 4093
 NARROW = 251

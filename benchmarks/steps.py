@@ -31,7 +31,7 @@ import rankscope
 from rankscope import Run
 from rankscope.agent.message import StepMessage, pack_values
 from rankscope.bus.columns import Table
-from rankscope.core.audit import AUDIT_WIDTH
+from rankscope.stats.audit import AUDIT_WIDTH
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "scalars": {"tier": "scalars"},

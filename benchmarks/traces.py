@@ -15,7 +15,7 @@ import torch
 from harness import WARM_UP, Model, make_batch, median_interval
 from rich.console import Console
 
-from rankscope.capture.state.trace import TraceMeter
+from rankscope.evidence.state.trace import TraceMeter
 
 Row = dict[str, Any]
 

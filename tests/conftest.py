@@ -22,7 +22,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     Tests of the usual pace are left out where all comes due at once.
     """
-    from rankscope.core.pace import EAGER, PACE  # here, since it imports torch
+    from rankscope.bus.pace import EAGER, PACE  # here, since it imports torch
 
     if PACE is EAGER:
         usual = [item for item in items if item.nodeid.startswith(tuple(USUAL))]

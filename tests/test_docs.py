@@ -14,13 +14,13 @@ import rankscope
 from rankscope.agent.frames import Kind, pack
 from rankscope.agent.message import StepMessage, pack_values
 from rankscope.bus.columns import Table
-from rankscope.core.audit import AUDIT_WIDTH
-from rankscope.core.measured import sizes_of
-from rankscope.core.plan import Plan
-from rankscope.diagnose.causes import page_of_causes
+from rankscope.bus.measured import sizes_of
+from rankscope.bus.plan import Plan
+from rankscope.bus.rules import RULES
 from rankscope.evidence import columns_of
-from rankscope.evidence.rules import RULES
 from rankscope.session.instruments import GROUP_WIDTH
+from rankscope.stats.audit import AUDIT_WIDTH
+from rankscope.verdict.causes import page_of_causes
 from record.run_files import write
 from record.step_reports import make_report
 

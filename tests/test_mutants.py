@@ -91,7 +91,7 @@ def test_functions_note_the_tests_that_enter_them(copied: Path):
 
 
 ON_A_RANK = """
-from rankscope.core.secrets import without_secrets
+from rankscope.bus.secrets import without_secrets
 from support.ranks import run_ranks
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from rankscope import Severity
-from rankscope.core.finding import Finding
+from rankscope.bus.finding import Finding
 from support.benchmarks import load_benchmark
 
 FOUND = Finding("x", "state.parameters_differ", Severity.ERROR, (2,), 3, 9, "", "")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from capture.kernel_checks import needs_compiler
-from rankscope.capture.kernels.build import LEVELS
+from rankscope.gradients.kernels.build import LEVELS
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "rankscope"

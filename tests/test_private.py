@@ -17,10 +17,10 @@ from torch import nn
 
 import rankscope
 from rankscope import private
-from rankscope.capture.passes import BackwardEnd
 from rankscope.errors import UnsupportedError
 from rankscope.integrations.hooks import BackwardCalls
 from rankscope.private import USES, Patch, Use, callers, find, lacking
+from rankscope.wrappers.passes import BackwardEnd
 
 SOURCE = Path(rankscope.__file__).parent
 PRIVATE = re.compile(r"_[A-Za-z]\w*")

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope import Finding, Run, Severity
-from rankscope.diagnose.rules import ranked
+from rankscope.verdict.rules import ranked
 
 from .catalogue import Fault, FaultClass, Hits, UsageError
 from .injectors import INJECTORS

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from rankscope.study.builtin import generate
+from rankscope.lab.study.builtin import generate
 
 LENGTH = 32
 """Tokens of a sample."""

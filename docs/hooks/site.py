@@ -22,9 +22,9 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from rankscope.bus.columns import Table
+from rankscope.bus.rules import RULES
 from rankscope.cli.main import NAME, app
 from rankscope.evidence import columns_of
-from rankscope.evidence.rules import RULES
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -22,33 +22,33 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from rankscope.core.finding import Finding as Finding
-    from rankscope.core.finding import Severity as Severity
-    from rankscope.core.plan import Tier as Tier
-    from rankscope.core.step import StepReport as StepReport
+    from rankscope.bus.finding import Finding as Finding
+    from rankscope.bus.finding import Severity as Severity
+    from rankscope.bus.plan import Tier as Tier
+    from rankscope.bus.step import StepReport as StepReport
     from rankscope.errors import RankscopeError as RankscopeError
+    from rankscope.lab.reductions.fixed_order import fixed_order as fixed_order
+    from rankscope.lab.reductions.order_free import order_free as order_free
     from rankscope.record import Run as Run
-    from rankscope.reduce.fixed_order import fixed_order as fixed_order
-    from rankscope.reduce.order_free import order_free as order_free
     from rankscope.session.options import WatchOptions as WatchOptions
     from rankscope.session.scope import Scope as Scope
     from rankscope.session.start import watch as watch
-    from rankscope.web.loaded import LoadedRun as LoadedRun
-    from rankscope.web.loaded import load as load
+    from rankscope.verdict.loaded import LoadedRun as LoadedRun
+    from rankscope.verdict.loaded import load as load
 
 _HOMES = {
-    "Finding": "rankscope.core.finding",
-    "LoadedRun": "rankscope.web.loaded",
+    "Finding": "rankscope.bus.finding",
+    "LoadedRun": "rankscope.verdict.loaded",
     "RankscopeError": "rankscope.errors",
     "Run": "rankscope.record",
     "Scope": "rankscope.session.scope",
-    "Severity": "rankscope.core.finding",
-    "StepReport": "rankscope.core.step",
-    "Tier": "rankscope.core.plan",
+    "Severity": "rankscope.bus.finding",
+    "StepReport": "rankscope.bus.step",
+    "Tier": "rankscope.bus.plan",
     "WatchOptions": "rankscope.session.options",
-    "fixed_order": "rankscope.reduce.fixed_order",
-    "load": "rankscope.web.loaded",
-    "order_free": "rankscope.reduce.order_free",
+    "fixed_order": "rankscope.lab.reductions.fixed_order",
+    "load": "rankscope.verdict.loaded",
+    "order_free": "rankscope.lab.reductions.order_free",
     "watch": "rankscope.session.start",
 }
 

@@ -14,8 +14,8 @@ from rankscope import Run
 from rankscope.agent import link
 from rankscope.agent.sockets import unread_bytes
 from rankscope.bus.columns import Table
-from rankscope.diagnose.assessment import assess
-from rankscope.web.live.catalog import Place, glance, stamp
+from rankscope.report.live.catalog import Place, glance, stamp
+from rankscope.verdict.assessment import assess
 from support.accidents import Job, state_of, train, wait_until
 from support.loops import Loop
 from support.ranks import run_ranks

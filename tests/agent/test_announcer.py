@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.agent.announcer import MOST_LINES, Announcer, line_of, verdict_line
-from rankscope.core.finding import Finding, Severity
-from rankscope.core.finding_events import FindingEvent
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.finding_events import FindingEvent
 from rankscope.session.announcement import announce, where_recorded
+from rankscope.verdict.news import MOST_LINES, Announcer, line_of, verdict_line
 from support.forked_ranks import torchrun
 from support.loops import Loop
 from support.ranks import run_ranks

@@ -17,22 +17,22 @@ from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.agent.summarize import summarize
 from rankscope.bus.director import Request  # noqa: TC001
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.governor import LAG
 from rankscope.bus.probe import StepEnd
-from rankscope.capture.canary import cost as canary_memory
-from rankscope.capture.canary.batch import CanaryDeclined
-from rankscope.capture.canary.cost import StepMemory, is_out_of_memory
-from rankscope.core.canary_messages import Answer
-from rankscope.core.canary_plan import SPACING, Planned, first_by_default
-from rankscope.core.finding import Finding, Severity
-from rankscope.core.governor import LAG
-from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.diagnose.canary import CanaryVerdicts
+from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.evidence.canary import cost as canary_memory
 from rankscope.evidence.canary import probe as canary_probe
+from rankscope.evidence.canary.batch import CanaryDeclined
+from rankscope.evidence.canary.bundle import find_bundles, load_bundle
+from rankscope.evidence.canary.cost import StepMemory, is_out_of_memory
+from rankscope.evidence.canary.messages import Answer
 from rankscope.evidence.canary.probe import CanaryProbe
 from rankscope.evidence.canary.root import CanaryDirector
-from rankscope.record.bundle import find_bundles, load_bundle
-from rankscope.session.kinds import DDP
-from rankscope.session.wrapping import Wrapped
+from rankscope.evidence.canary.schedule import SPACING, Planned, first_by_default
+from rankscope.evidence.canary.verdicts import CanaryVerdicts
+from rankscope.wrappers.find import Wrapped
+from rankscope.wrappers.kinds import DDP
 from support.models import make_batch, make_model
 
 CPU = torch.device("cpu")
@@ -217,7 +217,7 @@ def test_the_first_canary_waits_for_no_root_that_is_still_starting():
 
 def test_those_that_follow_take_turns_within_a_share_of_the_time_and_are_not_announced(monkeypatch):
     cost = 0.05
-    monkeypatch.setattr("rankscope.capture.canary.cost.Stopwatch.seconds", cost)
+    monkeypatch.setattr("rankscope.evidence.canary.cost.Stopwatch.seconds", cost)
     job = Job(2).run(3 * SPACING + 150)  # steps of 0.1 s: cost / share is 250 steps
     assert len(job.ran) == 3
     assert np.diff(job.ran).min() >= cost / 0.002 / 0.1

@@ -8,11 +8,7 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.agent.hangs import HangWatch, hang_finding
-from rankscope.agent.processes import permit_inspection
-from rankscope.agent.stacks import stacks_of
-from rankscope.core.finding import Finding, Severity
-from rankscope.core.hang import (
+from rankscope.agent.hang_report import (
     Fate,
     HangReport,
     Place,
@@ -21,6 +17,10 @@ from rankscope.core.hang import (
     Standing,
     judge_stacks,
 )
+from rankscope.agent.hangs import HangWatch, hang_finding
+from rankscope.agent.processes import permit_inspection
+from rankscope.agent.stacks import stacks_of
+from rankscope.bus.finding import Finding, Severity
 from support.ranks import run_ranks
 
 ENDED, STOPPED = ProcessState.ENDED, ProcessState.STOPPED

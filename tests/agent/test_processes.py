@@ -15,6 +15,7 @@ from multiprocessing import get_context
 import pytest
 
 from rankscope.agent import stacks
+from rankscope.agent.hang_report import Place, ProcessState
 from rankscope.agent.processes import (
     ProcessWatch,
     lower_priority,
@@ -22,7 +23,6 @@ from rankscope.agent.processes import (
 )
 from rankscope.agent.progress import ProgressMark, open_mark, read_mark
 from rankscope.agent.stacks import StackTaker, stacks_of
-from rankscope.core.hang import Place, ProcessState
 from rankscope.errors import install_command
 
 PATIENCE = 60.0

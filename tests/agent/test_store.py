@@ -8,12 +8,12 @@ import threading
 import numpy as np
 import pytest
 
-from rankscope import Run
+from rankscope import Run, files
 from rankscope.agent import recorder
 from rankscope.agent.recorder import Recorder
 from rankscope.bus.columns import Table
 from rankscope.errors import RunError
-from rankscope.record import RunWriter, files
+from rankscope.record import RunWriter
 from record.run_files import make_finding
 from record.step_reports import make_report
 from support.accidents import wait_until

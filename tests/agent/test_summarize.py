@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
-from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
+from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.evidence import columns_of
 
 LOCAL = columns_of(Table.WORKERS, Source.LOCAL)

@@ -10,8 +10,8 @@ from rankscope.agent.message import MessageError, StepMessage, pack_values
 from rankscope.agent.summarize import summarize
 from rankscope.agent.summary import HostSummary, host_summary, lean_layout, with_directions
 from rankscope.bus.layout import Layout
-from rankscope.core.consensus import in_turn, narrowing_for
-from rankscope.core.measured import sizes_of
+from rankscope.bus.measured import sizes_of
+from rankscope.stats.consensus import in_turn, narrowing_for
 
 COUNTS = (1, 3, 2)  # sections of three groups
 LAYOUT = Layout(

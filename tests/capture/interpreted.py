@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from capture.kernel_checks import CPU, SEED
-from rankscope.capture.fold import Folding
-from rankscope.capture.kernels import ParameterSigns, period_signs
-from rankscope.capture.kernels.choose import check_kernel
-from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.sketch import Sketcher
-from rankscope.capture.taps.tap import LocalGradient
-from rankscope.capture.totals import GradientTotals
-from rankscope.capture.transfer import launch
-from rankscope.core.groups import Groups, Sections
+from rankscope.bus.groups import Groups, Sections
+from rankscope.evidence.gradient.transfer import launch
+from rankscope.gradients.fold import Folding
+from rankscope.gradients.kernels import ParameterSigns, period_signs
+from rankscope.gradients.kernels.choose import check_kernel
+from rankscope.gradients.kernels.plain import PlainKernel
+from rankscope.gradients.sketch import Sketcher
+from rankscope.gradients.totals import GradientTotals
+from rankscope.wrappers.tap import LocalGradient
 
 
 class InterpretedKernel:
@@ -89,7 +89,7 @@ def _run_many(
 ) -> bytes:
     width, seed = options["width"], options["seed"]
     sketcher = meter(CPU, groups, width, seed, sections)
-    from rankscope.capture.kernels.fused import TritonKernel
+    from rankscope.gradients.kernels.fused import TritonKernel
 
     period = period_signs(seed)
     sketcher._kernel = TritonKernel(CPU, width, period, num_processors=options["num_processors"])
@@ -108,7 +108,7 @@ def launch_interpreted(
     folding: Folding,
     take: Callable[[int], Tensor],
 ) -> Tensor:
-    """Gather what was measured, as :func:`rankscope.capture.transfer.launch` does."""
+    """Gather what was measured, as :func:`rankscope.evidence.gradient.transfer.launch` does."""
     totals = [t and (t.memory, *t.sketches.shape) for t in (measured.totals, measured.reduced)]
     others = (
         *(measured.micro_squared_norms, measured.carried_over),
@@ -138,7 +138,7 @@ def _begin() -> None:
 
 @functools.cache
 def _kernel(width: int, num_processors: int) -> Any:
-    from rankscope.capture.kernels.fused import TritonKernel
+    from rankscope.gradients.kernels.fused import TritonKernel
 
     return TritonKernel(CPU, width, period_signs(SEED), num_processors=num_processors)
 

@@ -6,11 +6,11 @@ import itertools
 import torch
 from torch import nn
 
-from rankscope.capture import samples
-from rankscope.capture.kernels import many
-from rankscope.capture.state import readings
-from rankscope.capture.state.digest import digest_bits
-from rankscope.capture.state.readings import Reading
+from rankscope.evidence.samples import meter as samples
+from rankscope.evidence.state import readings
+from rankscope.evidence.state.readings import Reading
+from rankscope.gradients.digest import digest_bits
+from rankscope.gradients.kernels import many
 
 CPU = torch.device("cpu")
 DTYPES = (
@@ -71,8 +71,8 @@ def squares() -> list[tuple[float, float]]:
 def launches_of_a_step(num_tensors: int) -> list[int]:
     """Return how often something is launched or copied in two steps, and in their next turns."""
     _as_on_device()
-    from rankscope.capture import host
-    from rankscope.capture.state.meter import StateMeter
+    from rankscope.evidence.state.meter import StateMeter
+    from rankscope.gradients import host
 
     copies = []
 

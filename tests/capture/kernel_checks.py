@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from capture.sketch_oracle import Truth
-from rankscope.capture.kernels import Kernel, ParameterSigns
-from rankscope.capture.totals import GradientTotals
+from rankscope.gradients.kernels import Kernel, ParameterSigns
+from rankscope.gradients.totals import GradientTotals
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

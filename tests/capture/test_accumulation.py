@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankscope.capture.accumulation import Accumulation
+from rankscope.wrappers.accumulation import Accumulation
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
-from rankscope.capture.passes import BackwardEnd
+from rankscope.wrappers.passes import BackwardEnd
 
 
 class Watched:

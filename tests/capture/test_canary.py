@@ -13,21 +13,21 @@ from torch import nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from rankscope.capture.canary.batch import (
+from rankscope.bus.batches import PlainBatch, pack_batch, unpack_batch
+from rankscope.evidence.canary.batch import (
     MAX_BATCH_BYTES,
     CanaryDeclined,
     capture_batch,
     restore_batch,
     samples_of,
 )
-from rankscope.capture.canary.replay import (
+from rankscope.evidence.canary.replay import (
     PendingCanary,
     loss_of,
     loss_without_gradient,
     run_batch,
     state_digest,
 )
-from rankscope.core.batches import PlainBatch, pack_batch, unpack_batch
 from support.models import make_batch, make_model
 
 CPU = torch.device("cpu")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from rankscope.capture.canary.batch import capture_batch
-from rankscope.capture.canary.replay import run_batch
+from rankscope.evidence.canary.batch import capture_batch
+from rankscope.evidence.canary.replay import run_batch
 from support.cut import Cut
 
 CPU = torch.device("cpu")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.testing._internal.two_tensor import TwoTensor
 
-from rankscope.capture.canary.batch import CanaryDeclined, capture_batch
-from rankscope.capture.canary.replay import run_batch
-from rankscope.capture.canary.state import NotPutBackError
+from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch
+from rankscope.evidence.canary.replay import run_batch
+from rankscope.evidence.canary.state import NotPutBackError
 
 CPU = torch.device("cpu")
 

@@ -15,8 +15,8 @@ from torch.autograd import Variable
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rankscope.capture.canary.batch import CanaryDeclined, capture_batch
-from rankscope.capture.canary.replay import loss_without_gradient, run_batch
+from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch
+from rankscope.evidence.canary.replay import loss_without_gradient, run_batch
 
 CPU = torch.device("cpu")
 

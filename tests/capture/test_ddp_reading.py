@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from rankscope.capture.sketch import Sketcher
-from rankscope.capture.taps.ddp_reading import LocalReading
-from rankscope.core.groups import group_parameters
+from rankscope.bus.groups import group_parameters
+from rankscope.gradients.sketch import Sketcher
+from rankscope.wrappers.ddp_reading import LocalReading
 
 NAMES = ("a.x", "a.y", "b.z")
 CPU = torch.device("cpu")
@@ -185,7 +185,7 @@ def test_with_bucket_views_what_was_zeroed_in_place_is_read_in_its_hook():
 
 
 def test_no_more_than_some_megabytes_are_kept(monkeypatch):
-    monkeypatch.setattr("rankscope.capture.taps.ddp_reading._KEPT_BYTES", 16)
+    monkeypatch.setattr("rankscope.wrappers.ddp_reading._KEPT_BYTES", 16)
     passes = Pass(in_buckets=True)
     passes.run(after_hook=move_to_bucket)
     assert passes.calls == [["a.x"], ["a.y"], ["b.z"]]

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankscope.capture.guard import Guard
-from rankscope.capture.sketch import NormMeter
-from rankscope.capture.taps.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
-from rankscope.capture.taps.tap import ReadReduced
 from rankscope.errors import UnsupportedError
+from rankscope.gradients.sketch import NormMeter
+from rankscope.wrappers.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
+from rankscope.wrappers.guard import Guard
+from rankscope.wrappers.tap import ReadReduced
 from support.deepspeed_modes import (
     Mode,
     accumulated,

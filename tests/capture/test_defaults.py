@@ -7,16 +7,16 @@ import pytest
 import torch
 
 from capture.kernel_checks import CPU, SEED, WIDTH, random
-from rankscope.capture import samples
-from rankscope.capture.canary.replay import project
-from rankscope.capture.fold import fold, fold_signs
-from rankscope.capture.kernels import period_signs
-from rankscope.capture.kernels.dot import choose_dot
-from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.loss import LossMeter
-from rankscope.capture.sketch import DEFAULT_WIDTH, NormMeter, Sketcher
-from rankscope.core.groups import group_parameters
-from rankscope.reduce.accumulator import native_functions
+from rankscope.bus.groups import group_parameters
+from rankscope.evidence.canary.replay import project
+from rankscope.evidence.loss.meter import LossMeter
+from rankscope.evidence.samples import meter as samples
+from rankscope.gradients.fold import fold, fold_signs
+from rankscope.gradients.kernels import period_signs
+from rankscope.gradients.kernels.dot import choose_dot
+from rankscope.gradients.kernels.plain import PlainKernel
+from rankscope.gradients.sketch import DEFAULT_WIDTH, NormMeter, Sketcher
+from rankscope.lab.reductions.accumulator import native_functions
 from support.collected import to_arrays
 
 GRADIENT = random(30 * WIDTH + 5)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rankscope.capture.device_clock import DeviceClock, clock_of
-from rankscope.capture.guard import Guard
+from rankscope.gradients.device_clock import DeviceClock, clock_of
+from rankscope.wrappers.guard import Guard
 
 
 class Device:

@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from capture.kernel_checks import needs_compiler
-from rankscope.capture.kernels import bits
-from rankscope.capture.kernels.bits import ROW, ROW_BYTES, native_sum
-from rankscope.capture.state import digest
-from rankscope.capture.state.digest import digest_bits, digest_tensor
+from rankscope.gradients import digest
+from rankscope.gradients.digest import digest_bits, digest_tensor
+from rankscope.gradients.kernels import bits
+from rankscope.gradients.kernels.bits import ROW, ROW_BYTES, native_sum
 
 CPU = torch.device("cpu")
 DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16,

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.capture.state import environment
-from rankscope.capture.state.environment import (
+from rankscope.errors import UsageError
+from rankscope.evidence.environment import facts as environment
+from rankscope.evidence.environment.facts import (
     environment_facts,
     source_revision,
     vocabulary_digest,
 )
-from rankscope.errors import UsageError
 
 CPU = torch.device("cpu")
 

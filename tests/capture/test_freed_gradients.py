@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.capture.sketch import NormMeter, Sketcher
-from rankscope.capture.state.meter import StateMeter
-from rankscope.core.groups import group_parameters
+from rankscope.bus.groups import group_parameters
 from rankscope.errors import UnsupportedError
+from rankscope.evidence.state.meter import StateMeter
+from rankscope.gradients.sketch import NormMeter, Sketcher
 
 CPU = torch.device("cpu")
 FREED = "whose memory has been freed"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 
-from rankscope.capture.taps.fsdp2 import FSDP2Tap
+from rankscope.wrappers.fsdp2 import FSDP2Tap
 from support.cut import Cut
 from support.fsdp2_modes import make_batches, make_net, mode_named
 from support.fsdp2_training import (

@@ -12,17 +12,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rankscope.capture.sketch import NormMeter
-from rankscope.capture.taps.fsdp2 import FSDP2Tap
-from rankscope.capture.taps.fsdp2_model import (
+from rankscope.bus.groups import block_of, group_parameters
+from rankscope.errors import UnsupportedError
+from rankscope.gradients.sketch import NormMeter
+from rankscope.wrappers.fsdp2 import FSDP2Tap
+from rankscope.wrappers.fsdp2_model import (
     _groups,
     fsdp2_parameters,
     is_fsdp2,
     managed_parameters,
 )
-from rankscope.capture.taps.tap import ReadReduced
-from rankscope.core.groups import block_of, group_parameters
-from rankscope.errors import UnsupportedError
+from rankscope.wrappers.tap import ReadReduced
 from support.fsdp2_modes import Block, make_batches, make_net, mode_named
 from support.fsdp2_training import (
     EXACT,

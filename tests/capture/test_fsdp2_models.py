@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 
-from rankscope.capture.taps.fsdp2_model import fsdp2_parameters, fsdp2_process_group, is_fsdp2
-from rankscope.session.wrapping import find_wrapper
+from rankscope.wrappers.find import find_wrapper
+from rankscope.wrappers.fsdp2_model import fsdp2_parameters, fsdp2_process_group, is_fsdp2
 from support.fsdp2_modes import Block, Net, make_batches, make_net
 from support.fsdp2_training import EXACT, check, gradients, make_tap, norm_error, session_of
 from support.releases import SINCE_TORCH_2_13

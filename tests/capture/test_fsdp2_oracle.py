@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rankscope.capture.taps.fsdp2_model import fsdp2_process_group, managed_parameters
+from rankscope.wrappers.fsdp2_model import fsdp2_process_group, managed_parameters
 from support.fsdp2_modes import MODES, Mode
 from support.fsdp2_training import WIDTH, local_gradient, make_tap, optimize, start, train_step
 from support.ranks import run_ranks

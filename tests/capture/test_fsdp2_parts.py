@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from rankscope.capture.names import canonical_name
-from rankscope.capture.sketch import Sketcher
-from rankscope.capture.taps import fsdp2_model
-from rankscope.capture.taps.calls import Relay, expect
-from rankscope.capture.taps.fsdp2_shard import ShardPlace, measure_shards
-from rankscope.core.groups import group_parameters
+from rankscope.bus.groups import group_parameters
 from rankscope.errors import UnsupportedError
+from rankscope.gradients.names import canonical_name
+from rankscope.gradients.sketch import Sketcher
+from rankscope.wrappers import fsdp2_model
+from rankscope.wrappers.calls import Relay, expect
+from rankscope.wrappers.fsdp2_shard import ShardPlace, measure_shards
 
 SHAPES = [(13,), (7, 12), (12, 40), (3, 8, 50), (2, 4, 20_000), (40_000, 6)]
 

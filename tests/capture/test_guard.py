@@ -2,8 +2,8 @@
 
 import pytest
 
-from rankscope.capture import guard as guard_module
-from rankscope.capture.guard import Guard
+from rankscope.wrappers import guard as guard_module
+from rankscope.wrappers.guard import Guard
 
 
 class Clock:

@@ -10,14 +10,14 @@ import torch
 from capture.interpreted import interpreter, launch_interpreted
 from capture.kernel_checks import needs_compiler
 from rankscope.agent.message import StepMessage, pack_step
-from rankscope.capture import transfer
-from rankscope.capture.fold import fold
-from rankscope.capture.kernels.fallback import Launching
-from rankscope.capture.sketch import NormMeter, Sketcher
-from rankscope.capture.taps.tap import LocalGradient, ReadReduced
-from rankscope.capture.transfer import GradientTransfer
-from rankscope.core.groups import cut_sections, group_parameters
-from rankscope.core.measured import measured_of
+from rankscope.bus.groups import cut_sections, group_parameters
+from rankscope.bus.measured import measured_of
+from rankscope.evidence.gradient import transfer
+from rankscope.evidence.gradient.transfer import GradientTransfer
+from rankscope.gradients.fold import fold
+from rankscope.gradients.kernels.fallback import Launching
+from rankscope.gradients.sketch import NormMeter, Sketcher
+from rankscope.wrappers.tap import LocalGradient, ReadReduced
 
 WIDTH = 101
 NARROW = 13

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.capture import host
-from rankscope.capture.host import FewNumbers, HostCopy, Share, begin_copies, copy_numbers
+from rankscope.gradients import host
+from rankscope.gradients.host import FewNumbers, HostCopy, Share, begin_copies, copy_numbers
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ import torch
 
 from capture.kernel_checks import CPU, DTYPES, SEED, WIDTH, expect, measured, needs_compiler, random
 from capture.sketch_oracle import truth
-from rankscope.capture.kernels import ParameterSigns, period_signs
-from rankscope.capture.kernels.native import NativeKernel
-from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.totals import GradientTotals
+from rankscope.gradients.kernels import ParameterSigns, period_signs
+from rankscope.gradients.kernels.native import NativeKernel
+from rankscope.gradients.kernels.plain import PlainKernel
+from rankscope.gradients.totals import GradientTotals
 
 NATIVE = pytest.param("native", marks=needs_compiler)
 KERNELS = ("torch", "torch, asynchronous", NATIVE)

@@ -7,10 +7,10 @@ import torch
 
 from capture.kernel_checks import CPU, SEED, WIDTH, expect, measured, needs_compiler, random
 from capture.sketch_oracle import truth
-from rankscope.capture.kernels import choose, choose_kernel, period_signs
-from rankscope.capture.kernels.native import NativeKernel
-from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.totals import GradientTotals
+from rankscope.gradients.kernels import choose, choose_kernel, period_signs
+from rankscope.gradients.kernels.native import NativeKernel
+from rankscope.gradients.kernels.plain import PlainKernel
+from rankscope.gradients.totals import GradientTotals
 
 
 @pytest.fixture(autouse=True)

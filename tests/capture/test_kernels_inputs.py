@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from capture.kernel_checks import needs_compiler
-from rankscope.capture import labels as labels_module
-from rankscope.capture import loss, samples
-from rankscope.capture.kernels.inputs import count_labels, digest_samples
-from rankscope.capture.state.environment import FLAGS_EVERY, PrecisionMeter
+from rankscope.evidence.environment.facts import FLAGS_EVERY, PrecisionMeter
+from rankscope.evidence.loss import labels as labels_module
+from rankscope.evidence.loss import meter as loss
+from rankscope.evidence.samples import meter as samples
+from rankscope.gradients.kernels.inputs import count_labels, digest_samples
 
 CPU = torch.device("cpu")
 

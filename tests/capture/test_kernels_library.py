@@ -9,15 +9,15 @@ import torch
 
 from capture.kernel_checks import CPU, DTYPES, SEED, WIDTH, expect, measured, needs_compiler, random
 from capture.sketch_oracle import truth
-from rankscope.capture import transfer
-from rankscope.capture.kernels import bits, build, choose_kernel, inputs, library, period_signs
-from rankscope.capture.kernels.bits import native_sum
-from rankscope.capture.kernels.build import FOLDER, LEVELS, compile_kernels
-from rankscope.capture.kernels.dot import NativeDot, check_dot, choose_dot, plain_dot
-from rankscope.capture.kernels.library import NoLibraryError, StaleLibraryError, load
-from rankscope.capture.kernels.native import NativeKernel
-from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.reduce import accumulator
+from rankscope.evidence.gradient import transfer
+from rankscope.gradients.kernels import bits, build, choose_kernel, inputs, library, period_signs
+from rankscope.gradients.kernels.bits import native_sum
+from rankscope.gradients.kernels.build import FOLDER, LEVELS, compile_kernels
+from rankscope.gradients.kernels.dot import NativeDot, check_dot, choose_dot, plain_dot
+from rankscope.gradients.kernels.library import NoLibraryError, StaleLibraryError, load
+from rankscope.gradients.kernels.native import NativeKernel
+from rankscope.gradients.kernels.plain import PlainKernel
+from rankscope.lab.reductions import accumulator
 
 CACHED = (library.load_once, native_sum, accumulator.native_functions, transfer._is_compiled,
           inputs._function)  # fmt: skip

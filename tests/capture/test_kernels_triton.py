@@ -17,8 +17,8 @@ from torch.torch_version import TorchVersion
 from capture.interpreted import InterpretedKernel, interpreter
 from capture.kernel_checks import CPU, DTYPES, SEED, WIDTH, expect, measured, random
 from capture.sketch_oracle import truth
-from rankscope.capture.kernels import ParameterSigns
-from rankscope.capture.totals import GradientTotals
+from rankscope.gradients.kernels import ParameterSigns
+from rankscope.gradients.totals import GradientTotals
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform"
@@ -131,8 +131,8 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from rankscope.capture.kernels import triton as reading, triton_handover
-from rankscope.capture.kernels import triton_digest, triton_inputs
+from rankscope.gradients.kernels import triton as reading, triton_handover
+from rankscope.gradients.kernels import triton_digest, triton_inputs
 
 pointers = dict(segments="i64", jobs="i64", addresses="i64", row_signs="fp32", period="i8",
                 sketches="fp32", norms="fp64", tops="fp32", nonfinites="i64", jobs_of="i64",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankscope.capture.kernels.launch import Launcher, launcher
+from rankscope.gradients.kernels.launch import Launcher, launcher
 
 
 class Kernel:

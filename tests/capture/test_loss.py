@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import cross_entropy
 
-from rankscope.capture.loss import LossMeter, _Multiplier, count_label_tokens
 from rankscope.errors import UsageError
+from rankscope.evidence.loss.meter import LossMeter, _Multiplier, count_label_tokens
 from rankscope.integrations.backward_loss import unscaled
 from rankscope.session.local_step import _losses
 from support.collected import to_arrays

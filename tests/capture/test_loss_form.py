@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rankscope.capture.loss import LossMeter
-from rankscope.capture.loss_form import LossForm, read_form
+from rankscope.evidence.loss.form import LossForm, read_form
+from rankscope.evidence.loss.meter import LossMeter
 from rankscope.integrations.backward_loss import unscaled
 
 OWN, ITEMS, WORKERS = 3, 11, 4

@@ -11,12 +11,12 @@ import torch
 from capture.interpreted import interpreter, measure_interpreted
 from capture.kernel_checks import CPU, DTYPES, needs_compiler
 from capture.sketch_oracle import first_position, truth
-from rankscope.capture.kernels import period_signs
-from rankscope.capture.kernels.plain import PlainKernel
-from rankscope.capture.sketch import NormMeter, Sketcher
-from rankscope.capture.totals import GradientTotals
-from rankscope.core.groups import cut_sections, group_parameters
+from rankscope.bus.groups import cut_sections, group_parameters
 from rankscope.errors import UnsupportedError
+from rankscope.gradients.kernels import period_signs
+from rankscope.gradients.kernels.plain import PlainKernel
+from rankscope.gradients.sketch import NormMeter, Sketcher
+from rankscope.gradients.totals import GradientTotals
 
 WIDTH = 251
 SEED = 5

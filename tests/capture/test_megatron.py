@@ -18,13 +18,13 @@ from torch import nn
 
 from rankscope import Run, Severity
 from rankscope.bus.columns import Table
-from rankscope.capture.taps.megatron_model import (
+from rankscope.errors import UnsupportedError
+from rankscope.wrappers.find import find_wrapper, plain_optimizer
+from rankscope.wrappers.megatron_model import (
     factor_of_mean,
     is_megatron,
     plain_megatron_optimizer,
 )
-from rankscope.errors import UnsupportedError
-from rankscope.session.wrapping import find_wrapper, plain_optimizer
 from support.megatron_training import (
     MISSING,
     MODES,

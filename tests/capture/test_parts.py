@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from rankscope.capture.sketch import Sketcher
-from rankscope.capture.taps.parts import GradientParts
-from rankscope.core.groups import Groups
+from rankscope.bus.groups import Groups
+from rankscope.gradients.sketch import Sketcher
+from rankscope.wrappers.parts import GradientParts
 
 NUM_ELEMENTS = 3000
 SEEDS = range(24)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from rankscope.capture.passes import ForwardPasses, tensors_in
+from rankscope.wrappers.passes import ForwardPasses, tensors_in
 
 
 class Passes(ForwardPasses):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import RandomSampler
 
-from rankscope.capture.state.private_rng import PrivateRandomMeter
+from rankscope.evidence.randomness.private import PrivateRandomMeter
 
 
 def of_torch(seed):

@@ -8,8 +8,8 @@ import torch
 
 from capture import interpreted_digest
 from capture.interpreted import interpreter
-from rankscope.capture.state.digest import digest_bits
-from rankscope.capture.state.readings import Reading
+from rankscope.evidence.state.readings import Reading
+from rankscope.gradients.digest import digest_bits
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="there is no Triton for this platform"

@@ -8,10 +8,10 @@ import torch
 from torch.autograd import Variable
 
 from capture.kernel_checks import needs_compiler
-from rankscope.capture.guard import Guard
-from rankscope.capture.kernels.dot import NativeDot, check_dot, choose_dot, plain_dot
-from rankscope.capture.taps.reduced_product import ReducedProduct, product_is_asked_for
-from rankscope.capture.taps.tap import ReadReduced
+from rankscope.gradients.kernels.dot import NativeDot, check_dot, choose_dot, plain_dot
+from rankscope.wrappers.guard import Guard
+from rankscope.wrappers.reduced_product import ReducedProduct, product_is_asked_for
+from rankscope.wrappers.tap import ReadReduced
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)

@@ -9,9 +9,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rankscope.capture.canary.batch import CanaryDeclined
-from rankscope.capture.canary.micro_batch import MicroBatch
-from rankscope.capture.canary.reference import ReferenceStep, WholeModel
+from rankscope.evidence.canary.batch import CanaryDeclined
+from rankscope.evidence.reference.micro_batch import MicroBatch
+from rankscope.evidence.reference.reference import ReferenceStep, WholeModel
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from torch.utils.data import (
 )
 
 from rankscope import Run
-from rankscope.capture.state.training_facts import draws_with_replacement
-from rankscope.core.finding import Severity
-from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.bus.finding import Severity
+from rankscope.evidence.environment.training import draws_with_replacement
+from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import Loop
 from support.models import make_batch
 from support.ranks import run_ranks

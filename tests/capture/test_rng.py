@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.capture.state.fingerprint import digest_of, numpy_state, python_state, torch_state
-from rankscope.capture.state.rng import ACCELERATOR, NUMPY, PYTHON, TORCH, RandomMeter
+from rankscope.evidence.randomness.meter import ACCELERATOR, NUMPY, PYTHON, TORCH, RandomMeter
+from rankscope.gradients.fingerprint import digest_of, numpy_state, python_state, torch_state
 from support.ranks import run_ranks
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.capture.rollouts import RolloutMeter
+from rankscope.evidence.rollouts.meter import RolloutMeter
 
 
 def read(meter):

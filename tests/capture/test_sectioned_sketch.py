@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.capture.sketch import NormMeter, Sketcher
-from rankscope.capture.taps.fsdp2_shard import ShardPlace, measure_shards
-from rankscope.core.groups import cut_sections, group_parameters
+from rankscope.bus.groups import cut_sections, group_parameters
+from rankscope.gradients.sketch import NormMeter, Sketcher
+from rankscope.wrappers.fsdp2_shard import ShardPlace, measure_shards
 
 SHAPES = {"a.w": (40, 25), "a.b": (30,), "b.w": (10, 7)}
 WIDTH = 61

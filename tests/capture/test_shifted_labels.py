@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.capture.loss import LossMeter, shifts_labels
+from rankscope.evidence.loss.meter import LossMeter, shifts_labels
 from support.collected import to_arrays
 
 

@@ -15,12 +15,12 @@ from capture.structures import (
     language_model_gradients,
     normal,
 )
-from rankscope.capture.fold import fold
-from rankscope.capture.kernels.flat import flat_parts
-from rankscope.capture.sketch import NormMeter, Sketcher
-from rankscope.capture.totals import GradientTotals
-from rankscope.core.groups import group_parameters
+from rankscope.bus.groups import group_parameters
 from rankscope.errors import UnsupportedError, UsageError
+from rankscope.gradients.fold import fold
+from rankscope.gradients.kernels.flat import flat_parts
+from rankscope.gradients.sketch import NormMeter, Sketcher
+from rankscope.gradients.totals import GradientTotals
 
 CPU = torch.device("cpu")
 WIDTH = 1021

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from rankscope.capture.kernels.bits import signed
-from rankscope.capture.state import readings
-from rankscope.capture.state.digest import PendingDigest, digest_bits
-from rankscope.capture.state.meter import StateMeter
-from rankscope.capture.state.turn import odd_factors
-from rankscope.core.replicas import StateKind, differences
+from rankscope.bus.replicas import StateKind, differences
+from rankscope.evidence.state import readings
+from rankscope.evidence.state.meter import StateMeter
+from rankscope.evidence.state.turn import odd_factors
+from rankscope.gradients.digest import PendingDigest, digest_bits
+from rankscope.gradients.kernels.bits import signed
 from support.state import KINDS, Model, look, make, of, reductions, train
 
 

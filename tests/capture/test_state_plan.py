@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from rankscope.capture.state.meter import StateMeter
-from rankscope.capture.state.plan import Plan, survey
-from rankscope.core.replicas import StateKind
+from rankscope.bus.replicas import StateKind
+from rankscope.evidence.state.meter import StateMeter
+from rankscope.evidence.state.plan import Plan, survey
 from support.state import KINDS, look, make, train
 
 

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run, Severity
-from rankscope.capture.state.meter import StateMeter
-from rankscope.core.replicas import StateKind, differences
+from rankscope.bus.replicas import StateKind, differences
+from rankscope.evidence.state.meter import StateMeter
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 from support.state import KINDS, Model, of, reductions

@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from rankscope.capture.state.roles import look_at
-from rankscope.core.roles import Role, role_word
+from rankscope.evidence.state.look import look_at
+from rankscope.evidence.state.roles import Role, role_word
 
 
 def test_the_role_of_each_parameter_is_seen():

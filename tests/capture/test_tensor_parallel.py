@@ -5,9 +5,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from rankscope.capture.canary.batch import CanaryDeclined
-from rankscope.capture.canary.layout import layout_of, local_of, part_in, whole_of
-from rankscope.capture.canary.tensor_parallel import TensorParallel
+from rankscope.evidence.canary.batch import CanaryDeclined
+from rankscope.evidence.canary.layout import layout_of, local_of, part_in, whole_of
+from rankscope.evidence.reference.tensor_parallel import TensorParallel
 from support.ranks import run_ranks
 
 SHAPES = [(7, 5), (2, 4), (3, 3), (1, 6)]

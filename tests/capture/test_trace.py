@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from capture.sketch_oracle import first_position, truth
-from rankscope.capture.sketch import DEFAULT_WIDTH
-from rankscope.capture.state import trace
-from rankscope.capture.state.digest import digest_tensor
-from rankscope.capture.state.trace import TraceMeter, TraceReader
-from rankscope.core.replicas import TRACE_WIDTH, StateKind
+from rankscope.bus.replicas import TRACE_WIDTH, StateKind
+from rankscope.evidence.state import trace
+from rankscope.evidence.state.trace import TraceMeter, TraceReader
+from rankscope.gradients.digest import digest_tensor
+from rankscope.gradients.sketch import DEFAULT_WIDTH
 
 CPU = torch.device("cpu")
 P, R = StateKind.PARAMETER, StateKind.REDUCED

@@ -11,8 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from rankscope.capture.state.training_facts import sampler_seed, training_facts
-from rankscope.record.files import to_plain
+from rankscope.evidence.environment.training import sampler_seed, training_facts
+from rankscope.files import to_plain
 from support.ranks import run_ranks
 
 

@@ -16,8 +16,8 @@ from rankscope.errors import (
     UsageError,
     install_command,
 )
-from rankscope.study.config import StudyConfig
-from rankscope.study.launch import StudyInterrupted, WorkerFailedError
+from rankscope.lab.study.config import StudyConfig
+from rankscope.lab.study.launch import StudyInterrupted, WorkerFailedError
 
 STUDY = {
     "--accumulation",
@@ -215,8 +215,10 @@ def test_ctrl_c_outside_a_study_is_quiet(
 def test_a_study_that_is_done_stays_done_without_the_extra_for_its_page(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("rankscope.study.runner.run_study", lambda *_, **__: [{"setting": "s1-1"}])
-    for name in [name for name in sys.modules if name.startswith("rankscope.web.")]:
+    monkeypatch.setattr(
+        "rankscope.lab.study.runner.run_study", lambda *_, **__: [{"setting": "s1-1"}]
+    )
+    for name in [name for name in sys.modules if name.startswith("rankscope.report.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     code, out, err = call(monkeypatch, capsys, "study", "--json")

@@ -9,12 +9,12 @@ from torch import nn
 
 from fuzz.readers import forked
 from rankscope.cli.numerics import RESULT_FILE, _write
-from rankscope.cli.replay_run import _load_checkpoint
 from rankscope.cli.run import _plan
 from rankscope.errors import RankscopeError
-from rankscope.numerics.gradients import Kind, read, save, synthetic
-from rankscope.record.bundle import load_bundle
-from rankscope.study.data import load_records
+from rankscope.evidence.canary.bundle import load_bundle
+from rankscope.lab.numerics.gradients import Kind, read, save, synthetic
+from rankscope.lab.study.data import load_records
+from rankscope.tools.replay import _load_checkpoint
 
 KINDS: dict[str, Callable[[Path], None]] = {
     "pipe": os.mkfifo,

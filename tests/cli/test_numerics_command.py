@@ -13,8 +13,8 @@ import typer
 
 from rankscope.cli import main
 from rankscope.errors import install_command
-from rankscope.numerics.gradients import read
-from rankscope.study import rounding, rounding_result
+from rankscope.lab.numerics.gradients import read
+from rankscope.lab.study import rounding, rounding_result
 
 OPTIONS = {
     "--at-step",
@@ -132,7 +132,7 @@ def test_without_the_packages_for_figures_the_numbers_are_written(
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return plain(name, *rest)
 
-    for name in [name for name in sys.modules if name.startswith("rankscope.web")]:
+    for name in [name for name in sys.modules if name.startswith("rankscope.report")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without_jinja)
     code, out, err = call(

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rankscope.bus.batches import PlainBatch
 from rankscope.cli import main, study
-from rankscope.core.batches import PlainBatch
 from rankscope.errors import UsageError
-from rankscope.record.bundle import ReplayBundle, save_bundle
-from rankscope.study.config import StudyConfig
-from rankscope.study.launch import StudyInterrupted
-from rankscope.study.worker import StudyProgress
+from rankscope.evidence.canary.bundle import ReplayBundle, save_bundle
+from rankscope.lab.study.config import StudyConfig
+from rankscope.lab.study.launch import StudyInterrupted
+from rankscope.lab.study.worker import StudyProgress
 from web.recorded_runs import record_run
 
 Call = Callable[..., int]
@@ -116,7 +116,9 @@ def test_a_study_without_room_for_its_verdict_has_its_report(
     call: Call, full: io.TextIOWrapper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Path] = []
-    monkeypatch.setattr("rankscope.study.runner.run_study", lambda *_, **__: [{"setting": "s1-1"}])
+    monkeypatch.setattr(
+        "rankscope.lab.study.runner.run_study", lambda *_, **__: [{"setting": "s1-1"}]
+    )
     monkeypatch.setattr(study, "_write_report", lambda path: str(written.append(path)))
     assert call(full, "study", "--json", "--output", "here") == 2
     assert written == [Path("here")]

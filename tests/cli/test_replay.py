@@ -13,13 +13,13 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
-from rankscope.capture.canary.batch import capture_batch
+from rankscope.bus.finding import Finding, Severity
 from rankscope.cli import main
-from rankscope.cli.replay_run import replay
-from rankscope.core.canary import CanaryResults, judge
-from rankscope.core.finding import Finding, Severity
 from rankscope.errors import RunError, UsageError
-from rankscope.record.bundle import ReplayBundle, save_bundle
+from rankscope.evidence.canary.batch import capture_batch
+from rankscope.evidence.canary.bundle import ReplayBundle, save_bundle
+from rankscope.evidence.canary.verdict import CanaryResults, judge
+from rankscope.tools.replay import replay
 from support.forked_ranks import run_on_ranks
 from support.models import TinyLM, make_batch, make_model
 

@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from rankscope.cli.report import report
 from rankscope.cli.verdict import SUMMARY_LINES, render_run, render_study
-from rankscope.diagnose.assessment import assess
 from rankscope.errors import RunError, UsageError, install_command
 from rankscope.record import Run, RunWriter
+from rankscope.verdict.assessment import assess
 from web.recorded_runs import record_run, record_study
 
 HOSTILE = "[bold red]name[/]\x1b[2J\x1b]0;title\x07\r[link=http://x]y"
@@ -242,7 +242,7 @@ def test_without_the_extra_the_verdict_is_shown_all_the_same(
     healthy: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    for name in [name for name in sys.modules if name.startswith("rankscope.web.")]:
+    for name in [name for name in sys.modules if name.startswith("rankscope.report.")]:
         monkeypatch.delitem(sys.modules, name)
     result = call(healthy, "--output", tmp_path / "page.html")
 

@@ -105,7 +105,7 @@ def test_markdown_needs_no_extra_and_pictures_say_which(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    for name in [name for name in sys.modules if name.startswith("rankscope.web.")]:
+    for name in [name for name in sys.modules if name.startswith("rankscope.report.")]:
         monkeypatch.delitem(sys.modules, name)
     assert call(run_dir, "--format", "md", "--output", tmp_path / "x.md").exit_code == 0
     result = call(run_dir, "--format", "png", "--output", tmp_path)

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from cli.test_main import HELP, call, options_of
-from rankscope.capture.taps.tap import ReadReduced
+from rankscope.bus.plan import Tier
 from rankscope.cli.run import ReducedOption
-from rankscope.core.plan import Tier
 from rankscope.integrations import run_script
 from rankscope.integrations.run_script import Job
+from rankscope.wrappers.tap import ReadReduced
 
 OPTIONS = {
     *(

@@ -6,8 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from rankscope.bus.finding import Finding, Severity
 from rankscope.cli.verify import verify
-from rankscope.core.finding import Finding, Severity
 from rankscope.errors import RunError
 from rankscope.record import RunWriter
 

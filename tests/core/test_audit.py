@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rankscope.core.audit import AuditPart, residuals, residuals_by_row, residuals_of_all, total_of
-from rankscope.core.groups import cut_sections, group_parameters
+from rankscope.bus.groups import cut_sections, group_parameters
+from rankscope.stats.audit import AuditPart, residuals, residuals_by_row, residuals_of_all, total_of
 
 SIZES = {"a.w": 7, "a.b": 3, "b.w": 4}
 LIMIT = 5

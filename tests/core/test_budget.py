@@ -4,7 +4,7 @@ from decimal import Decimal
 
 import pytest
 
-from rankscope.core.budget import bound_in_words, false_alarm_bound
+from rankscope.stats.budget import bound_in_words, false_alarm_bound
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,14 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered
-from rankscope.core.batches import PlainBatch, pack_batch, unpack_batch
-from rankscope.core.canary import CanaryResults, Verdict, differing_state, judge, results_of
-from rankscope.core.canary_messages import Answer, pack_plan, pack_run, unpack_plan, unpack_run
-from rankscope.core.canary_plan import (
+from rankscope.bus.batches import PlainBatch, pack_batch, unpack_batch
+from rankscope.bus.finding import TIMES_LATELY, Finding, Severity
+from rankscope.bus.governor import LAG
+from rankscope.bus.packing import PackedError
+from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.step import MISSING_INT
+from rankscope.evidence.canary.messages import Answer, pack_plan, pack_run, unpack_plan, unpack_run
+from rankscope.evidence.canary.schedule import (
     RETRY_AFTER,
     SHARE,
     SPACING,
@@ -18,11 +22,13 @@ from rankscope.core.canary_plan import (
     Schedule,
     all_asked,
 )
-from rankscope.core.finding import TIMES_LATELY, Finding, Severity
-from rankscope.core.governor import LAG
-from rankscope.core.packing import PackedError
-from rankscope.core.replicas import StateDifference, StateKind
-from rankscope.core.step import MISSING_INT
+from rankscope.evidence.canary.verdict import (
+    CanaryResults,
+    Verdict,
+    differing_state,
+    judge,
+    results_of,
+)
 
 
 def results(digests, again=None, peers=None, losses=None) -> CanaryResults:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.core.consensus import (
+from rankscope.stats.consensus import (
     Halves,
     consensus_of,
     fold,
@@ -14,7 +14,7 @@ from rankscope.core.consensus import (
     narrowing_for,
     step_values,
 )
-from rankscope.core.direction import (
+from rankscope.stats.direction import (
     cosines_from_gram,
     gram,
     has_direction,

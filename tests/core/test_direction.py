@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rankscope.core.direction import (
+from rankscope.stats.direction import (
     cosines_from_gram,
     from_upper_triangle,
     gram,

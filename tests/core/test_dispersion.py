@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.core.dispersion import finite_mean, population_std, value_range
+from rankscope.stats.spread import finite_mean, population_std, value_range
 
 any_floats = st.lists(st.floats(width=64), max_size=9)
 

@@ -8,7 +8,7 @@ import pkgutil
 import pytest
 
 from rankscope import core
-from rankscope.core.state import Stateful
+from rankscope.stats.state import Stateful
 
 MODULES = sorted(module.name for module in pkgutil.iter_modules(core.__path__))
 

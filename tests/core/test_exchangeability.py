@@ -5,8 +5,8 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from rankscope.core.apart import HEALED, compare_with_others
-from rankscope.core.bets import (
+from rankscope.record.states import pack_state
+from rankscope.stats.bets import (
     Betting,
     Kind,
     distances,
@@ -16,10 +16,10 @@ from rankscope.core.bets import (
     steady_scales,
     worker_bets,
 )
-from rankscope.core.budget import ShiryaevRoberts
-from rankscope.core.exchangeability import ExchangeabilityTest
-from rankscope.core.state import StateError
-from rankscope.record.states import pack_state
+from rankscope.stats.budget import ShiryaevRoberts
+from rankscope.stats.exchangeability import ExchangeabilityTest
+from rankscope.stats.flagged import HEALED, compare_with_others
+from rankscope.stats.state import StateError
 
 BETS = worker_bets()
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.core.finding import Severity
-from rankscope.core.finding_events import FindingEvent, FindingEvents
+from rankscope.bus.finding import Severity
+from rankscope.bus.finding_events import FindingEvent, FindingEvents
 from sinks.findings import FINDING, finding
 
 NOTE, WARNING, ERROR = Severity

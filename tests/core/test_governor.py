@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.core.governor import ALWAYS, LAG, MAX_INTERVAL, Governor, Intervals
+from rankscope.bus.governor import ALWAYS, LAG, MAX_INTERVAL, Governor, Intervals
 
 WORKERS = 4
 

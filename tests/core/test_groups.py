@@ -2,7 +2,7 @@
 
 import pytest
 
-from rankscope.core.groups import MAX_GROUPS, block_of, group_parameters
+from rankscope.bus.groups import MAX_GROUPS, block_of, group_parameters
 from rankscope.errors import UsageError
 
 LLAMA = [

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.core.hang import (
+from rankscope.agent.hang_report import (
     Fate,
     HangReport,
     Place,

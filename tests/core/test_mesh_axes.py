@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from rankscope.core.mesh_axes import AxisPart, compare_along, tolerance_of
-from rankscope.core.packing import PackedError
+from rankscope.bus.packing import PackedError
+from rankscope.evidence.mesh.part import AxisPart, compare_along, tolerance_of
 
 NAMES = ("norm", "up", "router")
 K = 61

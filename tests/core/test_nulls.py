@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.core.block_ratio import block_sums, ratio_of_sums
-from rankscope.core.dispersion import expected_std, population_std, weighted_mean_and_sem
+from rankscope.stats.block_ratio import block_sums, ratio_of_sums
+from rankscope.stats.spread import expected_std, population_std, weighted_mean_and_sem
 
 NAN = float("nan")
 units = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 300)), max_size=12)

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rankscope.core.audit import AuditPart
-from rankscope.core.own_reduction import undo_factor
+from rankscope.evidence.gradient.own_reduction import undo_factor
+from rankscope.stats.audit import AuditPart
 
 W, S, K = 4, 6, 31
 

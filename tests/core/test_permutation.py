@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from rankscope.core.budget import ShiryaevRoberts
-from rankscope.core.permutation import (
+from rankscope.stats.budget import ShiryaevRoberts
+from rankscope.stats.permutation import (
     STRENGTHS,
     Units,
     pool_units,

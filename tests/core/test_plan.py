@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from rankscope.core.plan import Plan
+from rankscope.bus.plan import Plan
 from rankscope.errors import UsageError
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rankscope.core.recent import RECENT, RecentSteps
-from rankscope.core.state import StateError
+from rankscope.stats.recent import RECENT, RecentSteps
+from rankscope.stats.state import StateError
 
 UNITS = 4
 

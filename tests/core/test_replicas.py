@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rankscope.core.replicas import MAX_TOLD, StateDigests, StateKind, differences
+from rankscope.bus.replicas import MAX_TOLD, StateDigests, StateKind, differences
 
 KINDS = tuple(StateKind)
 

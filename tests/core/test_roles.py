@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rankscope.core.replicas import StateKind
-from rankscope.core.roles import (
+from rankscope.bus.replicas import StateKind
+from rankscope.evidence.state.roles import (
     FIRST_LOOKS,
     LOOK_EVERY,
     Role,

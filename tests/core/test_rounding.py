@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankscope.core.rounding import UNIT_ROUNDOFF
+from rankscope.stats.rounding import UNIT_ROUNDOFF
 
 
 @pytest.mark.parametrize("name", UNIT_ROUNDOFF)

@@ -7,8 +7,8 @@ import pytest
 
 from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
-from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.core.weighting import undo_common_scale
+from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.weighting import undo_common_scale
 from rankscope.evidence import columns_of
 
 W, K, G, NARROW = 4, 50, 3, 7

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.core.groups import SECTION_ELEMENTS, Groups, Range, cut_sections, group_parameters
+from rankscope.bus.groups import SECTION_ELEMENTS, Groups, Range, cut_sections, group_parameters
 
 
 @given(

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rankscope.diagnose.outlier_parts import SizeEffect
+from rankscope.evidence.outliers.parts import SizeEffect
 
 UNITS = 8
 BOTH = np.array([True, False])  # the first signal follows a power, the second the logarithm

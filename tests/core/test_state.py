@@ -9,9 +9,9 @@ from enum import IntEnum
 import numpy as np
 import pytest
 
-from rankscope.core.draws import DrawnSamples
-from rankscope.core.samples import SampleLedger
-from rankscope.core.state import StateError, Stateful
+from rankscope.stats.draws import DrawnSamples
+from rankscope.stats.samples import SampleLedger
+from rankscope.stats.state import StateError, Stateful
 
 
 class Colour(IntEnum):

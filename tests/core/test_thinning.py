@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from rankscope.core.arrays import mix
-from rankscope.core.draws import DrawnSamples
-from rankscope.core.samples import SampleLedger
-from rankscope.core.share import MAX_HALVINGS, SampleShare
-from rankscope.core.sorted_map import SortedMap
-from rankscope.core.thinning import ThinningLedger
+from rankscope.stats.arrays import mix
+from rankscope.stats.draws import DrawnSamples
+from rankscope.stats.samples import SampleLedger
+from rankscope.stats.share import MAX_HALVINGS, SampleShare
+from rankscope.stats.sorted_map import SortedMap
+from rankscope.stats.thinning import ThinningLedger
 
 
 def drawn(*steps):

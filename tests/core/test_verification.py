@@ -5,11 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rankscope.core.packing import PackedError
-from rankscope.core.reference import Part
-from rankscope.core.rounding import round_to_bfloat16
-from rankscope.core.verification import Answer, Oddity, verify
-from rankscope.diagnose.verification import declined, verified
+from rankscope.bus.packing import PackedError
+from rankscope.evidence.reference.share import Part
+from rankscope.evidence.reference.verify import Answer, Oddity, verify
+from rankscope.evidence.reference.words import declined, verified
+from rankscope.stats.rounding import round_to_bfloat16
 
 W, M, P, K = 3, 4, 5, 31
 NAMES = tuple(f"layers.{number}.weight" for number in range(P))

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 
 from diagnose.streams import gathered
-from rankscope.core.dispersion import weighted_mean_and_sem
-from rankscope.core.step import GatheredStep
+from rankscope.bus.step import GatheredStep
+from rankscope.stats.spread import weighted_mean_and_sem
 
 SIZE = 60
 TRUTH = np.full(SIZE, 0.1)

@@ -6,11 +6,11 @@ import numpy as np
 
 from diagnose.stepping import evidence_of
 from diagnose.streams import gathered as unobserved
-from rankscope.core.direction import gram, leave_one_out
-from rankscope.core.rounding import round_to_bfloat16
-from rankscope.core.step import StepReport
-from rankscope.diagnose.audit import ReductionAudit
-from rankscope.evidence.rules import describe
+from rankscope.bus.rules import describe
+from rankscope.bus.step import StepReport
+from rankscope.evidence.reduction.audit import ReductionAudit
+from rankscope.stats.direction import gram, leave_one_out
+from rankscope.stats.rounding import round_to_bfloat16
 
 SIZES = {"embed": 600, "blocks.0": 300, "blocks.1": 300, "norm": 32}
 FLOOR = 4e-7  # what sketches of large sections leave

@@ -5,10 +5,10 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from diagnose.streams import gathered
-from rankscope.core.step import StepReport
-from rankscope.diagnose.recent_batches import RecentBatches
-from rankscope.diagnose.steps import StepBatch
-from rankscope.evidence.rules import RULES, describe
+from rankscope.bus.recent_batches import RecentBatches
+from rankscope.bus.rules import RULES, describe
+from rankscope.bus.step import StepReport
+from rankscope.bus.steps import StepBatch
 
 _MEMORIES = WeakKeyDictionary()
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
-from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
+from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.evidence import columns_of
 
 _MISSING = {DType.FLOAT: np.nan, DType.INT: MISSING_INT, DType.BOOL: False}

@@ -7,16 +7,16 @@ import pytest
 
 from diagnose.stepping import evidence_of, words
 from diagnose.streams import gathered
-from rankscope.core.finding import Severity
-from rankscope.core.replicas import StateDifference, StateKind
-from rankscope.core.step import StepReport
-from rankscope.diagnose.accumulation import (
+from rankscope.bus.finding import Severity
+from rankscope.bus.persistent_fault import HEALED_AFTER
+from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.step import StepReport
+from rankscope.evidence.reduction.accumulation import (
     ERROR_FROM,
     LEFT_OVER,
     AccumulationAudit,
     ChangedLater,
 )
-from rankscope.diagnose.persistent_fault import HEALED_AFTER
 
 W = 3
 GROUPS = ("embedding", "block", "head")

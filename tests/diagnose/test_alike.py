@@ -5,10 +5,10 @@ import pytest
 
 from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
-from rankscope.core.finding import Severity
-from rankscope.core.step import StepReport
-from rankscope.diagnose.alike import AlikePairs
-from rankscope.evidence.rules import describe
+from rankscope.bus.finding import Severity
+from rankscope.bus.rules import describe
+from rankscope.bus.step import StepReport
+from rankscope.evidence.outliers.alike import AlikePairs
 
 
 def observation(rng, step, width=8, block=(), above=0.2, samples=None):

@@ -5,11 +5,11 @@ import pytest
 
 from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
+from rankscope.bus.finding import Severity
 from rankscope.bus.run import RunFacts
-from rankscope.core.finding import Severity
-from rankscope.core.step import StepReport
-from rankscope.diagnose.amounts import UnequalAmounts
-from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.bus.step import StepReport
+from rankscope.evidence.outliers.amounts import UnequalAmounts
+from rankscope.verdict.diagnosis import Diagnosis
 
 NO_SAMPLES = np.empty(0, np.int64)
 

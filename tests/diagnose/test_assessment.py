@@ -9,15 +9,15 @@ import pytest
 
 from diagnose.streams import gathered, replicated, sharded, with_replacement
 from rankscope.agent.summarize import summarize
+from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.run import RunFacts
-from rankscope.core.dispersion import weighted_mean_and_sem
-from rankscope.core.finding import Finding, Severity
-from rankscope.diagnose.assessment import assess
-from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
-from rankscope.diagnose.verdicts import judge, statements
 from rankscope.evidence.outliers.judge import fewest_steps
 from rankscope.record import Run, RunWriter
 from rankscope.record.states import START_FILE
+from rankscope.stats.spread import weighted_mean_and_sem
+from rankscope.verdict.assessment import assess
+from rankscope.verdict.diagnosis import Diagnosis, diagnose_run
+from rankscope.verdict.verdicts import judge, statements
 
 STEPS = 30
 

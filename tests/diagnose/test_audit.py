@@ -7,9 +7,9 @@ import pytest
 
 from diagnose.reductions import SIZES, audited, flipped, gradients, healthy, reduced, watch
 from diagnose.stepping import evidence_of
-from rankscope.core.direction import gram, leave_one_out
-from rankscope.diagnose.audit import ReductionAudit
-from rankscope.diagnose.audit_levels import STEPS, sums_of_gradients
+from rankscope.evidence.reduction.audit import ReductionAudit
+from rankscope.evidence.reduction.levels import STEPS, sums_of_gradients
+from rankscope.stats.direction import gram, leave_one_out
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 8])

@@ -4,7 +4,7 @@ import pytest
 
 from diagnose import audit_jobs
 from rankscope import Run
-from rankscope.diagnose.diagnosis import diagnose_run, has_comm_hook
+from rankscope.verdict.diagnosis import diagnose_run, has_comm_hook
 from support.ranks import run_ranks
 
 CAUSE = "numerics.reduction_error"
@@ -59,7 +59,7 @@ def test_a_hook_that_begins_to_compress_later(jobs):
     ("hook", "theirs"),
     [
         (None, False),
-        ("rankscope.reduce.bucket_means.reduce_bucket", False),
+        ("rankscope.lab.reductions.bucket_means.reduce_bucket", False),
         ("BuiltinCommHookType.FP16_COMPRESS", True),
         ("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook", True),
     ],

@@ -8,13 +8,13 @@ import pytest
 from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.agent.summarize import summarize
+from rankscope.bus.finding import Severity
+from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.rules import LATENESS, RULES, describe
 from rankscope.bus.run import RunFacts
-from rankscope.core.finding import Severity
-from rankscope.core.replicas import StateDifference, StateKind
-from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.canary import CanaryVerdicts
-from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.evidence.rules import LATENESS, RULES, describe
+from rankscope.bus.step import MISSING_INT
+from rankscope.evidence.canary.verdicts import CanaryVerdicts
+from rankscope.verdict.diagnosis import Diagnosis
 
 
 def step(number=32, digests=(5, 5, 5, 5), again=None, losses=None, differs=None):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rankscope.core.finding import Finding, Severity
-from rankscope.diagnose.rules import explanations, ranked
-from rankscope.evidence.rules import LATENESS, RULES
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.rules import LATENESS, RULES
+from rankscope.verdict.rules import explanations, ranked
 
 
 def finding(cause, severity=Severity.ERROR, first=0, id=None, ranks=(1,)):  # noqa: A002

@@ -15,9 +15,9 @@ from diagnose.streams import (
     with_replacement,
 )
 from rankscope.agent.summarize import summarize
+from rankscope.bus.finding import Severity
 from rankscope.bus.run import RunFacts
-from rankscope.core.finding import Severity
-from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.verdict.diagnosis import Diagnosis
 
 DUPLICATES, OVERLAP, NONFINITE, PADDING = (
     "data.duplicate_batches",

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from diagnose.stepping import observe, run, words
-from rankscope.capture.state.environment import environment_facts
-from rankscope.core.finding import Severity
-from rankscope.diagnose.environment import CAUSE, EnvironmentMismatch
+from rankscope.bus.finding import Severity
+from rankscope.evidence.environment.facts import environment_facts
+from rankscope.evidence.environment.mismatch import CAUSE, EnvironmentMismatch
 
 FACTS = {
     "torch": "2.13.0",

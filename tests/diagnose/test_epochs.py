@@ -8,11 +8,11 @@ import pytest
 from diagnose.stepping import evidence_of
 from diagnose.streams import accumulated, gathered, sharded, with_replacement
 from rankscope.agent.summarize import summarize
-from rankscope.core.finding import Severity
-from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.epochs import PeriodFinder, RepeatedOrder
-from rankscope.diagnose.recent_batches import RecentBatches
-from rankscope.evidence.rules import describe
+from rankscope.bus.finding import Severity
+from rankscope.bus.recent_batches import RecentBatches
+from rankscope.bus.rules import describe
+from rankscope.bus.step import MISSING_INT
+from rankscope.evidence.samples.epochs import PeriodFinder, RepeatedOrder
 from rankscope.record.states import pack_state, unpack_state
 
 

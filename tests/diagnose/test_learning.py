@@ -7,12 +7,12 @@ import pytest
 
 from diagnose.stepping import evidence_of, words
 from diagnose.streams import gathered
-from rankscope.core.finding import Severity
-from rankscope.core.replicas import StateDifference, StateKind
-from rankscope.core.roles import LOOK_EVERY, Role, role_word
-from rankscope.core.step import StepReport
-from rankscope.diagnose.learning import ALONE, HELD, NOTHING, TWICE, NotUpdated, role_words
-from rankscope.diagnose.unequal import UnequalState
+from rankscope.bus.finding import Severity
+from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.step import StepReport
+from rankscope.evidence.state.learning import ALONE, HELD, NOTHING, TWICE, NotUpdated, role_words
+from rankscope.evidence.state.roles import LOOK_EVERY, Role, role_word
+from rankscope.evidence.state.unequal import UnequalState
 from rankscope.record.states import pack_state, unpack_state
 
 W = 4

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rankscope.diagnose import noise
 
 from rankscope.agent.summarize import summarize
-from rankscope.core.noise_scale import noise_of_steps
-from rankscope.core.step import GatheredStep
-from rankscope.diagnose import assessment, noise
-from rankscope.diagnose.assessment import assess
+from rankscope.bus.step import GatheredStep
+from rankscope.evidence.dispersion.noise_scale import noise_of_steps
 from rankscope.record import Run, RunWriter, reader, rollups, tables
+from rankscope.verdict import assessment
+from rankscope.verdict.assessment import assess
 from record.step_reports import local_values
 
 W, STEPS, MICRO = 4, 300, 3

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rankscope.core.mesh_axes import AxisPart, Replicated
-from rankscope.diagnose.mesh_axes import AxisVerdict
+from rankscope.evidence.mesh.compare import AxisVerdict
+from rankscope.evidence.mesh.part import AxisPart, Replicated
 from rankscope.evidence.mesh.root import MeshAxes
 
 WORKERS = {0: 0, 4: 1}

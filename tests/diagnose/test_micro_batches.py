@@ -5,9 +5,9 @@ import pytest
 
 from diagnose.streams import gathered
 from rankscope.agent.summarize import summarize
+from rankscope.bus.finding import Severity
 from rankscope.bus.run import RunFacts
-from rankscope.core.finding import Severity
-from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.verdict.diagnosis import Diagnosis
 
 NO_SAMPLES = np.empty(0, np.int64)
 

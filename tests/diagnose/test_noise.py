@@ -9,8 +9,8 @@ from diagnose.micro_jobs import micro_step
 from rankscope import Run
 from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import Table
-from rankscope.diagnose.noise_scale import expected_cosines, noise_numbers
 from rankscope.record import RunWriter, reader
+from rankscope.verdict.noise_scale import expected_cosines, noise_numbers
 
 W, MICRO, SIZE, STEPS = 8, 4, 400, 40
 SIGNAL = 0.5  # of each element; the noise of a micro-batch has a standard deviation of 1

@@ -10,14 +10,14 @@ import pytest
 from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.bus.columns import Column, Compared, DType, Source, Table, Tail
+from rankscope.bus.finding import Severity
+from rankscope.bus.rules import describe
 from rankscope.bus.run import RunFacts
-from rankscope.core.finding import Severity
-from rankscope.core.step import StepReport
-from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.diagnose.outliers import WorkerOutliers
+from rankscope.bus.step import StepReport
 from rankscope.evidence import COLUMNS
-from rankscope.evidence.rules import describe
+from rankscope.evidence.outliers.outliers import WorkerOutliers
 from rankscope.record.schema import arrow_schema
+from rankscope.verdict.diagnosis import Diagnosis
 
 NO_SAMPLES = np.empty(0, np.int64)
 

@@ -6,10 +6,10 @@ import pytest
 
 from diagnose.stepping import evidence_of
 from diagnose.streams import replicated, reports, sharded, with_replacement
-from rankscope.core.finding import Severity
-from rankscope.diagnose.epochs import KEY
-from rankscope.diagnose.overlap import OverlappingShards
-from rankscope.evidence.rules import describe
+from rankscope.bus.finding import Severity
+from rankscope.bus.rules import describe
+from rankscope.evidence.samples.epochs import KEY
+from rankscope.evidence.samples.overlap import OverlappingShards
 from rankscope.record.states import pack_state, unpack_state
 
 W = 8

@@ -2,9 +2,9 @@
 
 import pytest
 
-from rankscope.core.replicas import odd_ranks
-from rankscope.diagnose.persistent_fault import HEALED_AFTER, PersistentFault
-from rankscope.diagnose.rank_values import name_values
+from rankscope.bus.persistent_fault import HEALED_AFTER, PersistentFault
+from rankscope.bus.rank_values import name_values
+from rankscope.bus.replicas import odd_ranks
 
 
 def shows(seen, *steps):

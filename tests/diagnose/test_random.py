@@ -5,10 +5,10 @@ import json
 import pytest
 
 from diagnose.stepping import observe, run, words
-from rankscope.core.finding import Severity
-from rankscope.core.plan import Plan
-from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.random import BETWEEN, DIFFERS, IDENTICAL, LOADERS, EqualRandom
+from rankscope.bus.finding import Severity
+from rankscope.bus.plan import Plan
+from rankscope.bus.step import MISSING_INT
+from rankscope.evidence.randomness.equal import BETWEEN, DIFFERS, IDENTICAL, LOADERS, EqualRandom
 
 SAME = Plan(random="same")
 OWN = {"rng_used": [4] * 4, "rng_digest": [1, 2, 3, 4]}

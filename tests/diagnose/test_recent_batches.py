@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.recent_batches import REMEMBERED, RecentBatches
+from rankscope.bus.recent_batches import REMEMBERED, RecentBatches
+from rankscope.bus.step import MISSING_INT
 from rankscope.record.states import pack_state, unpack_state
 
 

@@ -7,16 +7,16 @@ import pytest
 
 from diagnose.stepping import evidence_of
 from diagnose.streams import gathered as unobserved
-from rankscope.core.direction import cosines_from_gram, mean_and_min_cosine, norm_weighted_cosine
-from rankscope.core.step import StepReport
-from rankscope.diagnose.reduction import (
+from rankscope.bus.rules import describe
+from rankscope.bus.step import StepReport
+from rankscope.evidence.reduction.checks import (
     STEPS,
     STEPS_APPLIED,
     ReductionChecks,
     clip_limit,
     norm_of_mean,
 )
-from rankscope.evidence.rules import describe
+from rankscope.stats.direction import cosines_from_gram, mean_and_min_cosine, norm_weighted_cosine
 
 SIZE = 600
 

@@ -5,9 +5,9 @@ import inspect
 import pkgutil
 
 from rankscope import diagnose
+from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.diagnose.evidence import Detector
+from rankscope.verdict.diagnosis import Diagnosis
 
 
 def concrete(kind):

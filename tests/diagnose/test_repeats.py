@@ -8,10 +8,10 @@ import pytest
 from diagnose.streams import gathered, sharded
 from rankscope.agent.assembly import _fill_samples
 from rankscope.agent.summarize import summarize
+from rankscope.bus.finding import Severity
+from rankscope.bus.plan import Plan
 from rankscope.bus.run import RunFacts
-from rankscope.core.finding import Severity
-from rankscope.core.plan import Plan
-from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.verdict.diagnosis import Diagnosis
 
 
 def told_of(stream, steps, width, plan=None):

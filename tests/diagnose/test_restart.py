@@ -10,13 +10,13 @@ import pytest
 from diagnose.streams import gathered, replicated, sharded
 from rankscope.agent.summarize import summarize
 from rankscope.bus.run import RunFacts
-from rankscope.core.state import StateError
-from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run, diagnosis_of, state_after
-from rankscope.diagnose.nonfinite import NonFinite
 from rankscope.errors import RunError
+from rankscope.evidence.loss.nonfinite import NonFinite
+from rankscope.files import to_plain
 from rankscope.record import Run, RunWriter
-from rankscope.record.files import to_plain
 from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_state, unpack_state
+from rankscope.stats.state import StateError
+from rankscope.verdict.diagnosis import Diagnosis, diagnose_run, diagnosis_of, state_after
 
 W = 8
 HOSTS = ("a",) * 4 + ("b",) * 4

@@ -7,10 +7,10 @@ import pytest
 
 from diagnose.streams import gathered, replicated, shard, sharded, with_replacement
 from rankscope.agent.summarize import summarize
-from rankscope.core.finding import Severity
-from rankscope.diagnose.resume import ResumeMismatch
-from rankscope.diagnose.steps import StepBatch
-from rankscope.evidence.rules import describe
+from rankscope.bus.finding import Severity
+from rankscope.bus.rules import describe
+from rankscope.bus.steps import StepBatch
+from rankscope.evidence.samples.resume import ResumeMismatch
 from rankscope.record.states import pack_state, unpack_state
 
 W, BATCH = 4, 4

@@ -5,11 +5,11 @@ import pytest
 
 from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
+from rankscope.bus.finding import Severity
 from rankscope.bus.run import RunFacts
-from rankscope.core.finding import Severity
-from rankscope.core.step import StepReport
-from rankscope.diagnose.diagnosis import Diagnosis
-from rankscope.diagnose.rollouts import DifferentRollouts, level
+from rankscope.bus.step import StepReport
+from rankscope.evidence.rollouts.gaps import DifferentRollouts, level
+from rankscope.verdict.diagnosis import Diagnosis
 from support.same import assert_same
 
 NO_SAMPLES = np.empty(0, np.int64)

@@ -7,10 +7,10 @@ from string import Formatter
 
 import pytest
 
+from rankscope.bus.finding import Severity
+from rankscope.bus.rules import RULES, describe
 from rankscope.bus.words import count, name_ranks
-from rankscope.core.finding import Severity
-from rankscope.diagnose import rules
-from rankscope.evidence.rules import RULES, describe
+from rankscope.verdict import rules
 
 
 @pytest.mark.parametrize(

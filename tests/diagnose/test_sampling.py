@@ -10,14 +10,14 @@ from diagnose.micro_jobs import Job, micro_step
 from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.agent.summarize import summarize
+from rankscope.bus.finding import Severity
+from rankscope.bus.rules import RULES, describe
 from rankscope.bus.run import RunFacts
-from rankscope.core.budget import SAMPLING, alarm_level
-from rankscope.core.finding import Severity
-from rankscope.diagnose.assessment import assess
-from rankscope.diagnose.diagnosis import Diagnosis, diagnose_run
-from rankscope.diagnose.sampling import Sampling
-from rankscope.evidence.rules import RULES, describe
+from rankscope.evidence.dispersion.sampling import Sampling
 from rankscope.record import Run, RunWriter
+from rankscope.stats.budget import SAMPLING, alarm_level
+from rankscope.verdict.assessment import assess
+from rankscope.verdict.diagnosis import Diagnosis, diagnose_run
 
 SIMILAR, DIFFERENT = "sampling.too_similar", "sampling.too_different"
 

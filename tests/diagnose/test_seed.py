@@ -3,9 +3,9 @@
 import pytest
 
 from diagnose.stepping import observe, words
-from rankscope.core.finding import Severity
-from rankscope.diagnose.diagnosis import seeds_of
-from rankscope.diagnose.settings import PlannedSeed
+from rankscope.bus.finding import Severity
+from rankscope.evidence.environment.settings import PlannedSeed
+from rankscope.verdict.diagnosis import seeds_of
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from diagnose.stepping import observe, run, words
-from rankscope.core.finding import Severity
-from rankscope.core.plan import Plan
-from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.settings import CALLS, DifferentSettings
+from rankscope.bus.finding import Severity
+from rankscope.bus.plan import Plan
+from rankscope.bus.step import MISSING_INT
+from rankscope.evidence.environment.settings import CALLS, DifferentSettings
 
 NAN = float("nan")
 DIFFER = "state.hyperparameters_differ"

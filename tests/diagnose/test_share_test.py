@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rankscope.diagnose.overlap import _chance, _ShareTest
+from rankscope.evidence.samples.overlap import _chance, _ShareTest
 
 
 def smallest_chance(rng, p, num_repeats):

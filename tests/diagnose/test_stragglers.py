@@ -5,11 +5,10 @@ import pytest
 
 from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
+from rankscope.bus.finding import Severity
 from rankscope.bus.run import RunFacts
-from rankscope.core.finding import Severity
-from rankscope.core.step import StepReport
-from rankscope.diagnose.diagnosis import Diagnosis, hosts_of
-from rankscope.diagnose.stragglers import (
+from rankscope.bus.step import StepReport
+from rankscope.evidence.timing.stragglers import (
     WARM_UP,
     WINDOW,
     Lateness,
@@ -17,6 +16,7 @@ from rankscope.diagnose.stragglers import (
     find_onset,
     typical_worker,
 )
+from rankscope.verdict.diagnosis import Diagnosis, hosts_of
 
 TWO_WINDOWS = WARM_UP + 2 * WINDOW
 HOSTS = ["a"] * 4 + ["b"] * 4

@@ -8,8 +8,8 @@ import pytest
 from diagnose.streams import gathered, sharded
 from rankscope.agent.summarize import summarize
 from rankscope.bus.run import RunFacts
-from rankscope.core.weighting import undo_common_scale
-from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.bus.weighting import undo_common_scale
+from rankscope.verdict.diagnosis import Diagnosis
 
 GROUPS = ("embedding", "layers.0", "head")
 LAID_OUT_OTHERWISE = {"OverlappingShards", "ResumeMismatch"}  # the same samples, in other pieces

@@ -7,11 +7,11 @@ import pytest
 
 from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
-from rankscope.core.finding import Severity
-from rankscope.core.replicas import StateDifference, StateDigests, StateKind, differences
-from rankscope.core.step import StepReport
-from rankscope.diagnose.unequal import AVERAGES, HEALED_AFTER, UnequalState
-from rankscope.evidence.rules import describe
+from rankscope.bus.finding import Severity
+from rankscope.bus.replicas import StateDifference, StateDigests, StateKind, differences
+from rankscope.bus.rules import describe
+from rankscope.bus.step import StepReport
+from rankscope.evidence.state.unequal import AVERAGES, HEALED_AFTER, UnequalState
 
 W = 4
 ONE_SET = {"replica": np.zeros(W, np.int64)}

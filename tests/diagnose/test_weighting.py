@@ -8,12 +8,12 @@ import pytest
 from diagnose.stepping import evidence_of
 from diagnose.streams import gathered
 from rankscope.agent.summarize import summarize
-from rankscope.core.finding import Severity
-from rankscope.core.step import MISSING_INT, as_recorded
-from rankscope.core.weighting import TokenSums, are_alike, as_matrix, follow_tokens, log_spread
-from rankscope.diagnose.loss_scale import ONE_WORKER, LossScale
-from rankscope.diagnose.weighting import MICRO, STARVED, TokenWeighting
-from rankscope.evidence.rules import describe
+from rankscope.bus.finding import Severity
+from rankscope.bus.rules import describe
+from rankscope.bus.step import MISSING_INT, as_recorded
+from rankscope.bus.weighting import TokenSums, are_alike, as_matrix, follow_tokens, log_spread
+from rankscope.evidence.loss.scale import ONE_WORKER, LossScale
+from rankscope.evidence.loss.weighting import MICRO, STARVED, TokenWeighting
 from rankscope.record.states import pack_state, unpack_state
 
 W = 4

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from rankscope.doctor import determinism
-from rankscope.doctor.determinism import RepeatedOperators, same_bits
-from rankscope.doctor.stage import Bench, Options, Status
+from rankscope.tools.doctor import determinism
+from rankscope.tools.doctor.determinism import RepeatedOperators, same_bits
+from rankscope.tools.doctor.stage import Bench, Options, Status
 
 sys.path.insert(0, str(Path(__file__).parent))
 import patients

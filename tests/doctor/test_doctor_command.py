@@ -42,8 +42,8 @@ def prepare():
     """Import once what all ranks need; they measure their speed only as often as it takes."""
     sys.path.insert(0, str(HERE))
     importlib.import_module("patients")
-    importlib.import_module("rankscope.doctor.preflight")
-    speed = importlib.import_module("rankscope.doctor.speed")
+    importlib.import_module("rankscope.tools.doctor.preflight")
+    speed = importlib.import_module("rankscope.tools.doctor.speed")
     speed.ROUNDS = speed.MOST_REPETITIONS = 2
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.doctor import Status, loader
-from rankscope.doctor.loader import chance_of_few, compare
-from rankscope.doctor.loader_facts import label_tokens_of, look, samples_of
+from rankscope.tools.doctor import Status, loader
+from rankscope.tools.doctor.loader import chance_of_few, compare
+from rankscope.tools.doctor.loader_facts import label_tokens_of, look, samples_of
 
 
 def one(results, name):

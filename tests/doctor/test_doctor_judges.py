@@ -4,18 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.core.replicas import odd_ranks
-from rankscope.doctor import (
-    Status,
-    collectives,
-    environment,
-    model,
-    speed,
-    topology,
-)
-from rankscope.doctor.functions import find_function, in_one_line
-from rankscope.doctor.meeting import Place, find_place
+from rankscope.bus.replicas import odd_ranks
 from rankscope.errors import UsageError
+from rankscope.tools.doctor import Status, collectives, environment, model, speed, topology
+from rankscope.tools.doctor.functions import find_function, in_one_line
+from rankscope.tools.doctor.meeting import Place, find_place
 
 
 def one(results, name):

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from rankscope.bus.columns import Table
+from rankscope.bus.rules import RULES
 from rankscope.cli.main import app
 from rankscope.evidence import columns_of
-from rankscope.evidence.rules import RULES
 
 ROOT = Path(__file__).parents[2]
 LOADS = {"script": "src", "img": "src", "link": "href", "iframe": "src", "source": "src"}

@@ -47,9 +47,9 @@ FOLDER = {
     "judge.py": """
         import numpy as np
 
-        from rankscope.diagnose.evidence import Detector
-        from rankscope.diagnose.persistent_fault import PersistentFault
-        from rankscope.core.finding import Severity
+        from rankscope.bus.detector import Detector
+        from rankscope.bus.persistent_fault import PersistentFault
+        from rankscope.bus.finding import Severity
 
         class HotLogits(Detector):
             def __init__(self):

@@ -12,7 +12,7 @@ from benchmarks.faults.pool import WorkerPool
 
 from rankscope import Run, Severity
 from rankscope.bus.columns import Table
-from rankscope.record.bundle import find_bundles
+from rankscope.evidence.canary.bundle import find_bundles
 
 pytestmark = pytest.mark.ranks
 

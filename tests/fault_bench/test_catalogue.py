@@ -8,7 +8,7 @@ from benchmarks.faults.catalogue import Fault, FaultClass, UsageError, catalogue
 from benchmarks.faults.injectors import INJECTORS
 
 from rankscope import Severity
-from rankscope.evidence.rules import RULES
+from rankscope.bus.rules import RULES
 
 FAULTS = {
     "D": [1, 2, 4, 5, 6, 7, 8, 9, 11, 13, 14, 15, 16, 17, *range(19, 28)],

@@ -26,14 +26,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from rankscope.bus.batches import PlainBatch
+from rankscope.bus.finding import Finding, Severity
 from rankscope.cli.report import report
 from rankscope.cli.run import _plan
-from rankscope.core.batches import PlainBatch
-from rankscope.core.finding import Finding, Severity
 from rankscope.errors import RankscopeError
-from rankscope.record.bundle import ReplayBundle, load_bundle, save_bundle
-from rankscope.study.data import load_records
-from rankscope.web.live.board import Board
+from rankscope.evidence.canary.bundle import ReplayBundle, load_bundle, save_bundle
+from rankscope.lab.study.data import load_records
+from rankscope.report.live.board import Board
 from web.recorded_runs import record_run, record_study, with_everything
 
 SECONDS = 60

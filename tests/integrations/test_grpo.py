@@ -13,7 +13,7 @@ import pytest
 
 from integrations.adapter_runs import OPTIONS, bits, run_in
 from integrations.run_commands import SCRIPTS, start_on_ranks
-from rankscope.core.finding import Severity
+from rankscope.bus.finding import Severity
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.capture.state.training_facts import sampler_seed
 from rankscope.errors import MissingExtraError, install_command
-from rankscope.session.wrapping import plain_optimizer
+from rankscope.evidence.environment.training import sampler_seed
+from rankscope.wrappers.find import plain_optimizer
 
 
 @pytest.mark.parametrize("package", ["transformers", "accelerate"])

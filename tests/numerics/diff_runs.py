@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.columns import DType, Source, Table
-from rankscope.core.replicas import TRACE_WIDTH, StateDifference, StateKind, Trace
-from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
+from rankscope.bus.replicas import TRACE_WIDTH, StateDifference, StateKind, Trace
+from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter
 

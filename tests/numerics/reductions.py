@@ -1,6 +1,6 @@
 """A whole reduction in one call."""
 
-from rankscope.numerics.summation import Arithmetic, Scheme, reduce_buffers, to_buffers
+from rankscope.lab.numerics.summation import Arithmetic, Scheme, reduce_buffers, to_buffers
 
 
 def reduce_mean(values_WN, scheme=Scheme.SEQUENTIAL, arithmetic=None, order=None):

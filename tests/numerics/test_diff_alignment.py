@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 
 from numerics.diff_runs import Training, write_training
 from rankscope.errors import RunError
-from rankscope.numerics.diff import DiffClass, compare_runs
-from rankscope.numerics.diff.parting import growth_of
-from rankscope.numerics.diff.reading import (
+from rankscope.record import Run
+from rankscope.tools.diff import DiffClass, compare_runs
+from rankscope.tools.diff.parting import growth_of
+from rankscope.tools.diff.reading import (
     MAX_VOTES,
     Side,
     _best_offset,
@@ -19,8 +20,7 @@ from rankscope.numerics.diff.reading import (
     dealt_otherwise,
     same_samples,
 )
-from rankscope.numerics.diff.result import Curve
-from rankscope.record import Run
+from rankscope.tools.diff.result import Curve
 
 WIDTHS = st.integers(1, 6)
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rankscope.numerics.summation import check_reference, exact_sums, sums_in_float64
+from rankscope.lab.numerics.summation import check_reference, exact_sums, sums_in_float64
 
 FINITE = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.errors import DataError, UsageError
-from rankscope.numerics.gradients import (
+from rankscope.lab.numerics.gradients import (
     Kind,
     LocalGradients,
     for_workers,
@@ -227,7 +227,7 @@ def test_the_snippet_of_the_page_saves_what_each_rank_computed(tmp_path):
 
 
 def test_recorded_gradients_are_those_of_the_shards(tmp_path, monkeypatch):
-    from rankscope.study.rounding import record_gradients
+    from rankscope.lab.study.rounding import record_gradients
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     told = []
@@ -255,7 +255,7 @@ def test_recorded_gradients_are_those_of_the_shards(tmp_path, monkeypatch):
     ],
 )
 def test_recording_refuses_what_cannot_be(options, message):
-    from rankscope.study.rounding import record_gradients
+    from rankscope.lab.study.rounding import record_gradients
 
     with pytest.raises(UsageError, match=message):
         record_gradients(**options)

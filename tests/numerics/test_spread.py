@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from numerics.reductions import reduce_mean
-from rankscope.core.rounding import ulp_distance
 from rankscope.errors import UsageError
-from rankscope.numerics.gradients import Kind, LocalGradients, synthetic
-from rankscope.numerics.spread import SumOptions, measure, sentences, size
-from rankscope.numerics.summation import Arithmetic, Divide, Scheme, exact_sums
+from rankscope.lab.numerics.gradients import Kind, LocalGradients, synthetic
+from rankscope.lab.numerics.spread import SumOptions, measure, sentences, size
+from rankscope.lab.numerics.summation import Arithmetic, Divide, Scheme, exact_sums
+from rankscope.stats.rounding import ulp_distance
 
 SMALL = SumOptions(workers=(8,), orders=12, max_elements=4096)
 
@@ -189,7 +189,7 @@ def test_the_seed_decides_everything():
 
 
 def test_the_json_form_has_what_the_text_of_the_module_lists():
-    import rankscope.numerics.spread as spread
+    import rankscope.lab.numerics.spread as spread
 
     form = measure(synthetic(Kind.NORMAL, 8), SMALL)
     text = spread.__doc__ or ""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from numerics.reductions import reduce_mean
 from rankscope.errors import UsageError
-from rankscope.numerics.summation import (
+from rankscope.lab.numerics.summation import (
     TYPES,
     Arithmetic,
     Divide,

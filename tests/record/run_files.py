@@ -6,7 +6,7 @@ import duckdb
 import pandas as pd
 import polars as pl
 
-from rankscope.core.finding import Finding, Severity
+from rankscope.bus.finding import Finding, Severity
 from rankscope.record import RunWriter
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from rankscope.core.finding import Finding, Severity
+from rankscope.bus.finding import Finding, Severity
 from rankscope.record import RunWriter, writer
 from record.step_reports import make_report
 

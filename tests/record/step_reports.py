@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.columns import Column, DType, Source, Table
-from rankscope.core.replicas import StateDifference, StateKind
-from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
+from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.evidence import columns_of
 
 GROUPS = ("embedding", "layers.0", "head")

@@ -6,11 +6,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from rankscope.bus.columns import Table
-from rankscope.core import share as core_share
-from rankscope.core.share import DistinctSamples
 from rankscope.errors import RunError, UsageError
 from rankscope.record import Run, RunWriter, rollups, tables, writer
 from rankscope.record.schema import arrow_schema
+from rankscope.stats import share as core_share
+from rankscope.stats.share import DistinctSamples
 from record.run_files import make_finding
 from record.step_reports import make_report
 

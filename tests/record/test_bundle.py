@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from fuzz.readers import forked
-from rankscope.core.batches import PlainBatch
-from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict
-from rankscope.core.finding import Finding, Severity
-from rankscope.core.step import MISSING_INT
+from rankscope.bus.batches import PlainBatch
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
-from rankscope.record.bundle import ReplayBundle, find_bundles, load_bundle, save_bundle
-from rankscope.record.files import archive_of
+from rankscope.evidence.canary.bundle import ReplayBundle, find_bundles, load_bundle, save_bundle
+from rankscope.evidence.canary.verdict import CanaryResults, CanaryVerdict, Verdict
+from rankscope.files import archive_of
 
 SUSPECT = PlainBatch(
     {"tuple": [{"tensor": 0, "dtype": "bfloat16", "host": False}, {"float": "nan"}]},

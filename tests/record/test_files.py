@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from rankscope import files
 from rankscope.errors import RunError
-from rankscope.record import files
 
 
 @pytest.mark.parametrize("piece", [4, files._PIECE])

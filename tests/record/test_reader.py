@@ -6,8 +6,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from rankscope.bus.columns import Table
-from rankscope.core.finding import Finding, Severity
-from rankscope.core.step import MISSING_INT
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError, UsageError
 from rankscope.record import Run, RunWriter, arrow_schema
 from record.step_reports import (

@@ -8,8 +8,8 @@ import pytest
 
 from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
-from rankscope.core.replicas import StateDifference, StateKind
-from rankscope.core.step import MISSING_INT, GatheredStep, as_recorded
+from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.step import MISSING_INT, GatheredStep, as_recorded
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter

@@ -9,10 +9,16 @@ import pyarrow.parquet as pq
 import pytest
 
 from rankscope.bus.columns import DType, Table
-from rankscope.core.rollup import bin_width, bins_of_steps, joined, quantities, rollup_signals
 from rankscope.errors import UsageError
 from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter, rollups, writer
+from rankscope.record.rollup_values import (
+    bin_width,
+    bins_of_steps,
+    joined,
+    quantities,
+    rollup_signals,
+)
 from record.step_reports import make_report
 
 W = 3

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from rankscope.bus.columns import DType, Table
-from rankscope.core.step import MISSING_INT
+from rankscope.bus.step import MISSING_INT
 from rankscope.errors import UsageError
 from rankscope.record.schema import (
     SCHEMA_VERSION,

@@ -6,8 +6,8 @@ import numpy as np
 
 from rankscope import Run
 from rankscope.bus.columns import Table
-from rankscope.core.replicas import TRACE_WIDTH, StateKind, Trace
-from rankscope.core.step import as_recorded
+from rankscope.bus.replicas import TRACE_WIDTH, StateKind, Trace
+from rankscope.bus.step import as_recorded
 from rankscope.record import RunWriter, writer
 from record.step_reports import make_report
 

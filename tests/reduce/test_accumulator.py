@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from capture.kernel_checks import needs_compiler
-from rankscope.reduce import accumulator
-from rankscope.reduce.accumulator import (
+from rankscope.lab.reductions import accumulator
+from rankscope.lab.reductions.accumulator import (
     DTYPES,
     LARGEST,
     QUANTUM,

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.bus.columns import Table
-from rankscope.reduce.fixed_order import OrderedReduceScatter
+from rankscope.lab.reductions.fixed_order import OrderedReduceScatter
 from support.ddp import gather_rows
 from support.fixed_order import in_order, rounded
 from support.fsdp2_modes import Mode, make_batches, make_net, mode_named

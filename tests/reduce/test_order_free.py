@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.bus.columns import Table
-from rankscope.capture.sketch import NormMeter
-from rankscope.capture.taps.ddp import DDPTap
-from rankscope.capture.taps.tap import ReadReduced
-from rankscope.core.groups import group_parameters
-from rankscope.reduce import reduction
-from rankscope.reduce.accumulator import Accumulator
-from rankscope.reduce.order_free import order_free
+from rankscope.bus.groups import group_parameters
+from rankscope.gradients.sketch import NormMeter
+from rankscope.lab.reductions import reduction
+from rankscope.lab.reductions.accumulator import Accumulator
+from rankscope.lab.reductions.order_free import order_free
+from rankscope.wrappers.ddp import DDPTap
+from rankscope.wrappers.tap import ReadReduced
 from support.comm_hooks import register_comm_hook
 from support.order_free import MICRO_BATCHES, STEPS, Case, Trained, digest, train
 from support.ranks import run_ranks

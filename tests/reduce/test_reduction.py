@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from rankscope.reduce.reduction import OrderedMean
+from rankscope.lab.reductions.reduction import OrderedMean
 from support.ranks import run_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]

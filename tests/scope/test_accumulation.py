@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Finding, Run, Severity
 from rankscope.bus.columns import Table
-from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.verdict.diagnosis import diagnose_run
 from support.ranks import run_ranks
 
 STEPS, MICRO = 16, 3

@@ -7,8 +7,8 @@ import pytest
 
 from rankscope import Finding, Run, Severity
 from rankscope.bus.columns import Table
-from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.bus.step import MISSING_INT
+from rankscope.verdict.diagnosis import diagnose_run
 from support.fsdp2_accumulating import HEALTHY, IN_FOUR, LATE, STEPS, Waits, cases
 from support.ranks import run_ranks
 

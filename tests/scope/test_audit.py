@@ -6,8 +6,8 @@ import torch
 
 from rankscope import Run
 from rankscope.bus.columns import Table
-from rankscope.core.groups import cut_sections, group_parameters
-from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.bus.groups import cut_sections, group_parameters
+from rankscope.verdict.diagnosis import diagnose_run
 from support.audited import (
     ODD_RANK,
     ODD_STEP,

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.bus.columns import Table
-from rankscope.session import rendezvous
 from rankscope.session.start import speak_on_stderr
+from rankscope.wrappers import rendezvous
 from support.loops import Loop
 from support.models import make_model
 from support.ranks import run_ranks

@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
-from rankscope.diagnose.diagnosis import diagnose_run
-from rankscope.diagnose.stragglers import WARM_UP, WINDOW
+from rankscope.evidence.timing.stragglers import WARM_UP, WINDOW
+from rankscope.verdict.diagnosis import diagnose_run
 from support.comm_hooks import register_comm_hook
 from support.loops import Loop
 from support.ranks import run_ranks

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 import rankscope
 from rankscope import Run
 from rankscope.bus.columns import Table
-from rankscope.core import canary_plan
-from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.assessment import assess
-from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.bus.step import MISSING_INT
 from rankscope.errors import UnsupportedError, UsageError
-from rankscope.record.bundle import find_bundles, load_bundle
+from rankscope.evidence.canary import schedule as canary_plan
+from rankscope.evidence.canary.bundle import find_bundles, load_bundle
+from rankscope.verdict.assessment import assess
+from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import Loop, collect_warnings
 from support.models import make_batch
 from support.ranks import run_ranks

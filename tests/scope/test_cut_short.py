@@ -12,7 +12,7 @@ import pytest
 
 from rankscope import Run
 from rankscope.bus.columns import Table
-from rankscope.core.finding import Severity
+from rankscope.bus.finding import Severity
 from support.cut import Cut
 from support.loops import Loop
 from support.ranks import run_ranks

@@ -12,8 +12,8 @@ from torch import Tensor
 import rankscope
 from rankscope import Finding, Run, Severity
 from rankscope.bus.columns import Table
-from rankscope.diagnose.diagnosis import diagnose_run
-from rankscope.diagnose.rules import explanations
+from rankscope.verdict.diagnosis import diagnose_run
+from rankscope.verdict.rules import explanations
 from support.deepspeed_modes import Mode, import_deepspeed, make_engine, run_micro_batch
 from support.models import make_batch
 from support.ranks import run_ranks

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rankscope import Run
+from rankscope.bus import pace
 from rankscope.bus.columns import Table
-from rankscope.core import pace
 from rankscope.errors import UsageError
 from support.loops import Loop
 from support.ranks import run_ranks
@@ -32,7 +32,7 @@ if __name__ == "__main__":
 
 def train(rank: int, folder: str) -> dict[str, Any]:
     """Train alone and watched, and count the gradients that were computed again."""
-    from rankscope.capture.canary.reference import ReferenceStep
+    from rankscope.evidence.reference.reference import ReferenceStep
 
     computed = []
     compute = ReferenceStep.compute

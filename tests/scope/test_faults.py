@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rankscope import Run
+from rankscope import Run, files
 from rankscope.bus.columns import Table
-from rankscope.record import files
 from support.loops import Loop, root_of
 from support.models import make_batch
 from support.ranks import run_ranks

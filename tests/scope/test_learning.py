@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Finding, Run, Severity
-from rankscope.diagnose.diagnosis import diagnose_run
 from rankscope.errors import UsageError
+from rankscope.verdict.diagnosis import diagnose_run
 from support.ranks import run_ranks
 
 STEPS = 24

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.bus.columns import Table
-from rankscope.core.finding import Severity
-from rankscope.core.step import MISSING_INT
+from rankscope.bus.finding import Severity
+from rankscope.bus.step import MISSING_INT
 from rankscope.errors import UnsupportedError
 from rankscope.session import inbox
 from rankscope.session.scope import _close_at_exit

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from rankscope import Run
 from rankscope.bus.columns import Table
-from rankscope.core.finding import Severity
-from rankscope.web import write_report
+from rankscope.bus.finding import Severity
+from rankscope.report import write_report
 from support.loops import Loop
 from support.models import make_batch
 from support.ranks import run_ranks

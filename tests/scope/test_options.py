@@ -7,7 +7,7 @@ import pytest
 
 import rankscope
 from rankscope import WatchOptions
-from rankscope.core.plan import Tier
+from rankscope.bus.plan import Tier
 from rankscope.errors import UsageError
 
 FIELDS = {field.name for field in dataclasses.fields(WatchOptions)}

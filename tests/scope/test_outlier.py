@@ -5,8 +5,8 @@ import time
 import torch
 
 from rankscope import Run
-from rankscope.core.finding import Severity
-from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.bus.finding import Severity
+from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import Loop
 from support.models import make_batch
 from support.ranks import run_ranks

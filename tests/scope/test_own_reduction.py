@@ -15,9 +15,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.bus.columns import Table
-from rankscope.core import canary_plan
-from rankscope.core.finding import Severity
+from rankscope.bus.finding import Severity
 from rankscope.errors import UnsupportedError, UsageError
+from rankscope.evidence.canary import schedule as canary_plan
 from support.bare import BareLoop, ShardedAdam, ShardedMuon
 from support.ranks import run_ranks
 

@@ -11,12 +11,12 @@ import torch
 from rankscope import Run
 from rankscope.bus.columns import Table
 from rankscope.bus.layout import Layout
-from rankscope.core.step import as_recorded
-from rankscope.diagnose.diagnosis import diagnose_run
+from rankscope.bus.step import as_recorded
 from rankscope.errors import RunError
 from rankscope.record import RunWriter, begin, writer
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
 from rankscope.session.opening import Intent, _begin, _free_directory
+from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import Loop, root_of
 from support.ranks import RankError, run_ranks
 from support.same import assert_same

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
-from rankscope.core.finding import Severity
+from rankscope.bus.finding import Severity
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 

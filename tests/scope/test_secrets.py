@@ -6,7 +6,7 @@ import os
 import pytest
 
 from rankscope import Run
-from rankscope.web import write_report
+from rankscope.report import write_report
 from support.loops import Loop
 from support.ranks import run_ranks
 

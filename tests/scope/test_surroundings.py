@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 import rankscope
 from rankscope import Run
-from rankscope.core import canary_plan
-from rankscope.core.batches import unpack_batch
-from rankscope.core.canary_messages import Answer
-from rankscope.core.canary_plan import ASKED_FOR, Planned
+from rankscope.bus.batches import unpack_batch
+from rankscope.evidence.canary import schedule as canary_plan
+from rankscope.evidence.canary.messages import Answer
+from rankscope.evidence.canary.schedule import ASKED_FOR, Planned
 from support.loops import PLAN, collect_warnings
 from support.ranks import run_ranks
 from support.surroundings import SURROUNDINGS, WRAPPERS, Training

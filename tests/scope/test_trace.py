@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 import rankscope
 from rankscope import Run
 from rankscope.bus.columns import Table
-from rankscope.capture.state.digest import digest_tensor
-from rankscope.core.replicas import TRACE_WIDTH
+from rankscope.bus.replicas import TRACE_WIDTH
 from rankscope.errors import UnsupportedError
+from rankscope.gradients.digest import digest_tensor
 from support.loops import Loop
 from support.models import make_batch, make_model
 from support.ranks import run_ranks

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.bus.columns import Table
-from rankscope.core.finding import Severity
+from rankscope.bus.finding import Severity
 from rankscope.session import collector as books
 from support.loops import PLAN, Loop
 from support.models import make_batch, make_model

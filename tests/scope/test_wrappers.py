@@ -10,7 +10,7 @@ import rankscope
 from rankscope import Run
 from rankscope.bus.columns import Table
 from rankscope.errors import UnsupportedError
-from rankscope.session.wrapping import find_wrapper
+from rankscope.wrappers.find import find_wrapper
 from support.models import make_batch, make_model
 from support.ranks import run_ranks
 

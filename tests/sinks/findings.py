@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.core.finding import Finding, Severity
+from rankscope.bus.finding import Finding, Severity
 from rankscope.sinks import RunInfo
 
 FINDING = Finding(

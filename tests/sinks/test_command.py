@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from rankscope.core.finding import Severity
+from rankscope.bus.finding import Severity
 from rankscope.sinks.base import plain_finding
 from rankscope.sinks.command import CommandSink
 from sinks.findings import FINDING, finding, run_info

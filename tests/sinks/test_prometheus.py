@@ -11,7 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rankscope.bus.columns import Source, Table
-from rankscope.core.finding import Severity
+from rankscope.bus.finding import Severity
 from rankscope.evidence import columns_of
 from rankscope.sinks.base import (
     MAX_NAMED,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.core.finding import Severity
+from rankscope.bus.finding import Severity
 from rankscope.errors import MissingExtraError, UsageError, install_command
 from rankscope.sinks import plan_sinks, specs
 from rankscope.sinks.command import CommandSink

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.core.finding import Severity
+from rankscope.bus.finding import Severity
 from rankscope.sinks.base import SinkError, plain_finding, step_values
 from rankscope.sinks.hub import Feeder
 from rankscope.sinks.jsonl import JsonLinesSink

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from rankscope.bus.columns import Table, Tail
-from rankscope.core.finding import Severity
-from rankscope.core.step import MISSING_INT
+from rankscope.bus.finding import Severity
+from rankscope.bus.step import MISSING_INT
 from rankscope.evidence import columns_of
 from rankscope.record.rows import rows_of
 from rankscope.sinks.base import MAX_NAMED, STEP_SIGNALS, WORKER_SIGNALS, plain_finding, step_values

@@ -7,7 +7,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from rankscope.core.finding import Severity
+from rankscope.bus.finding import Severity
 from rankscope.sinks.base import SinkError, plain_finding
 from rankscope.sinks.hub import Feeder
 from rankscope.sinks.webhook import PAUSES, WebhookSink

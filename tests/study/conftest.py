@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.study.builtin import generate
+from rankscope.lab.study.builtin import generate
 
 
 @pytest.fixture(scope="session")

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from rankscope.errors import DataError, UsageError
-from rankscope.study import base
-from rankscope.study.base import BaseConfig, build, cache_key, load_base, train_tokenizer
-from rankscope.study.data import Record, load_records
-from rankscope.study.encoding import encode
+from rankscope.lab.study import base
+from rankscope.lab.study.base import BaseConfig, build, cache_key, load_base, train_tokenizer
+from rankscope.lab.study.data import Record, load_records
+from rankscope.lab.study.encoding import encode
 from support.ranks import forked
 
 SMALL = BaseConfig(hidden=32, layers=1, intermediate=64, vocab_size=400, batch_size=4)

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from rankscope.study.builtin import TASKS, generate
+from rankscope.lab.study.builtin import TASKS, generate
 
 Rows = list[dict[str, str]]
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rankscope.errors import UsageError
-from rankscope.study.config import Combination, Precision, Reading, Setting, StudyConfig
+from rankscope.lab.study.config import Combination, Precision, Reading, Setting, StudyConfig
 
 
 def test_six_trainings_by_default_sharded_first() -> None:

@@ -8,7 +8,7 @@ import datasets
 import pytest
 
 from rankscope.errors import DataError, MissingExtraError, UsageError, install_command
-from rankscope.study.data import Record, load_records
+from rankscope.lab.study.data import Record, load_records
 
 
 def _rows(count: int) -> list[dict[str, Any]]:

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from rankscope.errors import DataError, UsageError
-from rankscope.study.base import train_tokenizer
-from rankscope.study.data import Record, load_records, prompt
-from rankscope.study.encoding import encode
+from rankscope.lab.study.base import train_tokenizer
+from rankscope.lab.study.data import Record, load_records, prompt
+from rankscope.lab.study.encoding import encode
 
 
 class Bytes:

@@ -10,10 +10,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rankscope.errors import MissingExtraError, UsageError, install_command
-from rankscope.study.base import train_tokenizer
-from rankscope.study.data import load_records
-from rankscope.study.encoding import encode
-from rankscope.study.models import load_model
+from rankscope.lab.study.base import train_tokenizer
+from rankscope.lab.study.data import load_records
+from rankscope.lab.study.encoding import encode
+from rankscope.lab.study.models import load_model
 
 RECORDS = load_records(None).held_out[:64]
 TINY_LLAMA: dict[str, Any] = {
@@ -132,7 +132,7 @@ def test_without_the_extra(spec: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_importing_the_study_does_not_import_transformers() -> None:
     code = (
-        "import sys, rankscope.study.models, rankscope.study.data, rankscope.study.encoding\n"
+        "import sys, rankscope.lab.study.models, rankscope.lab.study.data, rankscope.lab.study.encoding\n"
         "print(sorted({'transformers', 'tokenizers', 'datasets'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,11 +9,11 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from rankscope.errors import UsageError
-from rankscope.study import models
-from rankscope.study.base import train_tokenizer
-from rankscope.study.data import load_records
-from rankscope.study.encoding import encode
-from rankscope.study.models import build_pangu, load_model, load_published
+from rankscope.lab.study import models
+from rankscope.lab.study.base import train_tokenizer
+from rankscope.lab.study.data import load_records
+from rankscope.lab.study.encoding import encode
+from rankscope.lab.study.models import build_pangu, load_model, load_published
 
 RECORDS = load_records(None).held_out[:64]
 

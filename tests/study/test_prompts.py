@@ -1,4 +1,4 @@
-from rankscope.study.data import FIXED_TEXTS, Record, prompt
+from rankscope.lab.study.data import FIXED_TEXTS, Record, prompt
 
 
 def test_with_input() -> None:

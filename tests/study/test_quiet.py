@@ -2,7 +2,7 @@ import logging
 
 from transformers.utils import logging as transformers_logging
 
-from rankscope.study.quiet import quiet_transformers, reason
+from rankscope.lab.study.quiet import quiet_transformers, reason
 
 
 def test_libraries_speak_as_before_afterwards() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rankscope.errors import UsageError
-from rankscope.study.rounding import (
+from rankscope.lab.study.rounding import (
     Reducer,
     Reduction,
     draw_positions,
@@ -14,7 +14,7 @@ from rankscope.study.rounding import (
     relative_distance,
     run_growth,
 )
-from rankscope.study.rounding_result import (
+from rankscope.lab.study.rounding_result import (
     BFLOAT16,
     CONTROL,
     DATA,

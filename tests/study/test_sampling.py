@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from rankscope.errors import UsageError
-from rankscope.study.config import Combination, Reading, Setting
-from rankscope.study.encoding import check_enough_samples, draw_batches
+from rankscope.lab.study.config import Combination, Reading, Setting
+from rankscope.lab.study.encoding import check_enough_samples, draw_batches
 
 W, STEPS, BATCH, N = 8, 30, 4, 4096
 DRAWN = STEPS * BATCH

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rankscope.errors import DataError, MissingExtraError, install_command
-from rankscope.study.base import VOCAB_SIZE, train_tokenizer
-from rankscope.study.data import FIXED_TEXTS, Record, load_records
+from rankscope.lab.study.base import VOCAB_SIZE, train_tokenizer
+from rankscope.lab.study.data import FIXED_TEXTS, Record, load_records
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rankscope.capture.host import HostCopy
+from rankscope.gradients.host import HostCopy
 
 
 def to_arrays(collected):

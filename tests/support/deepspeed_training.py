@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rankscope.capture.canary.engine import loss_scale
-from rankscope.capture.sketch import Sketcher
-from rankscope.capture.taps.deepspeed import DeepSpeedTap
-from rankscope.capture.taps.tap import Guarded, LocalGradient, ReadReduced
-from rankscope.capture.totals import GradientTotals
-from rankscope.core.groups import group_parameters
+from rankscope.bus.groups import group_parameters
+from rankscope.evidence.reference.engine import loss_scale
+from rankscope.gradients.sketch import Sketcher
+from rankscope.gradients.totals import GradientTotals
+from rankscope.wrappers.deepspeed import DeepSpeedTap
+from rankscope.wrappers.tap import Guarded, LocalGradient, ReadReduced
 from support.deepspeed_modes import (
     Mode,
     accumulated,

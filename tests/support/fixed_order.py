@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rankscope.core.rounding import round_to_bfloat16
+from rankscope.stats.rounding import round_to_bfloat16
 
 
 def in_order(local_WP: np.ndarray, divisor: float | None = None) -> np.ndarray:

@@ -16,12 +16,12 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from rankscope.capture.names import canonical_name
-from rankscope.capture.sketch import Sketcher
-from rankscope.capture.taps.fsdp2 import FSDP2Tap
-from rankscope.capture.taps.fsdp2_model import fsdp2_device, fsdp2_parameters
-from rankscope.capture.taps.tap import LocalGradient, ReadReduced
-from rankscope.core.groups import group_parameters
+from rankscope.bus.groups import group_parameters
+from rankscope.gradients.names import canonical_name
+from rankscope.gradients.sketch import Sketcher
+from rankscope.wrappers.fsdp2 import FSDP2Tap
+from rankscope.wrappers.fsdp2_model import fsdp2_device, fsdp2_parameters
+from rankscope.wrappers.tap import LocalGradient, ReadReduced
 from support.fsdp2_modes import Mode, make_batches, make_net, mode_named
 
 WIDTH = 1021

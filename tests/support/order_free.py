@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.reduce.order_free import order_free
+from rankscope.lab.reductions.order_free import order_free
 from support.checkpointed import CheckpointedLM
 
 MICRO_BATCHES = 4

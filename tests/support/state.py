@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from rankscope.capture.state.meter import StateMeter
-from rankscope.core.replicas import StateKind
+from rankscope.bus.replicas import StateKind
+from rankscope.evidence.state.meter import StateMeter
 
 KINDS = [StateKind.PARAMETER, StateKind.OPTIMIZER, StateKind.REDUCED, StateKind.APPLIED]
 

@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 import pyarrow as pa
 
 from rankscope.bus.columns import Table
+from rankscope.lab.study.builtin import generate
 from rankscope.record import Run
-from rankscope.study.builtin import generate
 from support.study_host import Host
 
 TIMEOUT = 240.0
@@ -52,8 +52,8 @@ def shared_folder(base: Path) -> Path:
 
 
 def _make(data: Path, cache: Path) -> None:
-    from rankscope.study.data import load_records
-    from rankscope.study.models import TINY, load_model
+    from rankscope.lab.study.data import load_records
+    from rankscope.lab.study.models import TINY, load_model
 
     partial = data.with_name("partial.json")
     partial.write_text(json.dumps(short_records()))

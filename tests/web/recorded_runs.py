@@ -16,11 +16,11 @@ import numpy as np
 from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import DType, Source, Table
 from rankscope.bus.run import RunFacts
-from rankscope.core.step import MISSING_INT, GatheredStep
-from rankscope.diagnose.assessment import assess
-from rankscope.diagnose.diagnosis import Diagnosis
+from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter
+from rankscope.verdict.assessment import assess
+from rankscope.verdict.diagnosis import Diagnosis
 
 BATCH = 4
 DATASET = 6000

@@ -6,8 +6,8 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from rankscope.record import Overview
 from rankscope.record.rollups import thinned
-from rankscope.web import bins
-from rankscope.web.series import MAX_POINTS
+from rankscope.report import bins
+from rankscope.report.series import MAX_POINTS
 
 VALUES = st.one_of(st.floats(-1e3, 1e3), st.just(np.nan))
 

@@ -4,9 +4,9 @@ import pytest
 import vl_convert
 
 from rankscope.record import Run
-from rankscope.web.compare import compare_view
-from rankscope.web.document import VEGALITE
-from rankscope.web.parts import Tables
+from rankscope.report.compare import compare_view
+from rankscope.report.document import VEGALITE
+from rankscope.report.parts import Tables
 from web.recorded_runs import record_run
 
 

@@ -9,8 +9,8 @@ import pytest
 
 import rankscope
 from rankscope.bus.columns import Table
-from rankscope.core.finding import Severity
-from rankscope.core.step import GatheredStep
+from rankscope.bus.finding import Severity
+from rankscope.bus.step import GatheredStep
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
 from rankscope.record import Run

@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.core.finding import Finding, Severity
-from rankscope.diagnose.assessment import assess
+from rankscope.bus.finding import Finding, Severity
 from rankscope.record import Run
-from rankscope.web.markdown import code, escaped, run_markdown, study_markdown
-from rankscope.web.study_words import open_study
-from rankscope.web.words import number
+from rankscope.report.markdown import code, escaped, run_markdown, study_markdown
+from rankscope.report.study_words import open_study
+from rankscope.verdict.assessment import assess
+from rankscope.verdict.words import number
 
 HOSTILE = "a|b\n# c <script>x</script> [l](http://x) `d` @all *e* ~f~ $g$ ![p](q)"
 

@@ -7,12 +7,12 @@ import pytest
 
 from rankscope.errors import MissingExtraError, install_command
 from rankscope.record import Run
-from rankscope.web import write_figures, write_report, write_study_report
+from rankscope.report import write_figures, write_report, write_study_report
 
 
 @pytest.fixture
 def without_jinja(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("rankscope.web.")]:
+    for name in [name for name in sys.modules if name.startswith("rankscope.report.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jinja2", None)
 
@@ -30,7 +30,7 @@ def test_pages_and_figures_name_the_extra(healthy_run: Run, study: Path):
 
 def test_importing_the_verdict_imports_no_extra_and_no_torch():
     code = (
-        "import sys, rankscope.web, rankscope.cli.verdict, rankscope.cli.report;"
+        "import sys, rankscope.report, rankscope.cli.verdict, rankscope.cli.report;"
         "print(sorted({'altair', 'vl_convert', 'jinja2', 'torch'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,12 +9,12 @@ import pytest
 import vl_convert
 
 from rankscope.errors import RunError
-from rankscope.numerics import write_numerics_page
-from rankscope.numerics.figures import MAX_LAYERS
-from rankscope.numerics.gradients import Kind, LocalGradients, synthetic
-from rankscope.numerics.spread import SumOptions, measure
-from rankscope.study.rounding_result import TITLES, GrowthResult, PairResult, fit_growth
-from rankscope.web.document import VEGALITE
+from rankscope.lab.numerics import write_numerics_page
+from rankscope.lab.numerics.figures import MAX_LAYERS
+from rankscope.lab.numerics.gradients import Kind, LocalGradients, synthetic
+from rankscope.lab.numerics.spread import SumOptions, measure
+from rankscope.lab.study.rounding_result import TITLES, GrowthResult, PairResult, fit_growth
+from rankscope.report.document import VEGALITE
 from web.html_reader import Page
 
 HOSTILE = "<script>alert(1)</script>{{ 7*7 }}"

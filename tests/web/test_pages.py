@@ -11,8 +11,8 @@ import vl_convert
 from rankscope.agent.summarize import summarize
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
-from rankscope.web import document, write_figures, write_report, write_study_report
-from rankscope.web.document import VEGALITE
+from rankscope.report import document, write_figures, write_report, write_study_report
+from rankscope.report.document import VEGALITE
 from web.html_reader import Page
 from web.recorded_runs import gathered, record_run
 

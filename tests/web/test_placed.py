@@ -3,8 +3,8 @@
 import re
 from pathlib import Path
 
-from rankscope.web import words
-from rankscope.web.page import SHEETS
+from rankscope.report.page import SHEETS
+from rankscope.verdict import words
 
 TEMPLATES = Path(words.__file__).parent / "templates"
 

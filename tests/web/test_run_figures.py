@@ -10,12 +10,12 @@ import vl_convert
 from diagnose.micro_jobs import Job
 from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import Table
-from rankscope.diagnose.assessment import assess
 from rankscope.record import Run, RunWriter
-from rankscope.web import bins, write_report
-from rankscope.web.document import VEGALITE
-from rankscope.web.page import run_view
-from rankscope.web.parts import Tables
+from rankscope.report import bins, write_report
+from rankscope.report.document import VEGALITE
+from rankscope.report.page import run_view
+from rankscope.report.parts import Tables
+from rankscope.verdict.assessment import assess
 from web.html_reader import Page
 from web.recorded_runs import ODD, record_run
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.diagnose.assessment import assess
-from rankscope.diagnose.dispersion_words import say_dispersion
-from rankscope.diagnose.verdicts import _say_cost
-from rankscope.web.words import Verdict, tiles, verdict_of
+from rankscope.verdict.assessment import assess
+from rankscope.verdict.dispersion_words import say_dispersion
+from rankscope.verdict.verdicts import _say_cost
+from rankscope.verdict.words import Verdict, tiles, verdict_of
 from support.arithmetic import faults_of
 
 GALLERY = Path(__file__).parents[2] / "docs" / "gallery.json"

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from rankscope.web import series
+from rankscope.report import series
 
 VALUES = st.one_of(st.floats(-1e6, 1e6), st.just(np.nan), st.just(np.inf))
 

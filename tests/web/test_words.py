@@ -4,12 +4,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.core.finding import Finding, Severity
-from rankscope.core.step import MISSING_INT
-from rankscope.diagnose.dispersion_words import say_dispersion
-from rankscope.evidence.rules import RULES
-from rankscope.web.study_words import Entry, headline_of, why_heading, why_they_differ
-from rankscope.web.words import (
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.rules import RULES
+from rankscope.bus.step import MISSING_INT
+from rankscope.report.study_words import Entry, headline_of, why_heading, why_they_differ
+from rankscope.verdict.dispersion_words import say_dispersion
+from rankscope.verdict.words import (
     facts,
     finding_view,
     number,

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from rankscope.agent.hang_report import Place, ProcessState, Stack
 from rankscope.agent.local_ranks import LocalRanks
-from rankscope.core.hang import Place, ProcessState, Stack
 
 if TYPE_CHECKING:
     from rankscope.agent.branches import Branches

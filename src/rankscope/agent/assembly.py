@@ -13,7 +13,7 @@ from typing import Any
 
 from rankscope.agent.message import StepMessage, unpack_columns
 from rankscope.bus.layout import Layout
-from rankscope.core.step import GatheredStep
+from rankscope.bus.step import GatheredStep
 from rankscope.evidence import EVIDENCE
 
 _log = logging.getLogger("rankscope")

@@ -5,9 +5,9 @@ import time
 from collections.abc import Mapping
 
 from rankscope.agent.frames import ALL_RANKS, FrameReader, Kind, pack
+from rankscope.agent.hang_report import Place, ProcessState, Stack
 from rankscope.agent.root_link import RootLink
 from rankscope.agent.server import Arrived
-from rankscope.core.hang import Place, ProcessState, Stack
 
 SILENT_SECONDS = 10.0
 """After so long without a word from a host it is told that it is out of reach."""

@@ -15,7 +15,7 @@ from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.message import StepMessage
 from rankscope.agent.summary import host_summary
 from rankscope.bus.layout import Layout
-from rankscope.core.step import MAX_PAIRED_WORKERS
+from rankscope.bus.step import MAX_PAIRED_WORKERS
 
 LINGER_SECONDS = 10.0
 """How long an agent tries to hand over what it has, once its ranks are gone."""

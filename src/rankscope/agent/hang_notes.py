@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from rankscope.agent.hang_report import HangReport, Place, ProcessState, Stack
 from rankscope.agent.hangs import HangWatch, hang_finding
-from rankscope.core.finding import Finding
-from rankscope.core.hang import HangReport, Place, ProcessState, Stack
+from rankscope.bus.finding import Finding
 
 _log = logging.getLogger("rankscope")
 

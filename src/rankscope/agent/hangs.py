@@ -10,9 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from statistics import median
 
-from rankscope.bus.words import name_ranks
-from rankscope.core.finding import Finding, Severity
-from rankscope.core.hang import (
+from rankscope.agent.hang_report import (
     Fate,
     HangReport,
     Place,
@@ -23,7 +21,9 @@ from rankscope.core.hang import (
     judge_stacks,
     words_of,
 )
-from rankscope.evidence.rules import describe
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.rules import describe
+from rankscope.bus.words import name_ranks
 
 _FEWEST_STEPS = 3
 _SLOW_STEPS = 20  # median step times that a step may take before it counts as a hang

@@ -21,8 +21,8 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rankscope.agent.hang_report import ProcessState
 from rankscope.agent.processes import ProcessWatch, ending_of
-from rankscope.core.hang import ProcessState
 
 if TYPE_CHECKING:
     from rankscope.agent.process import Agent

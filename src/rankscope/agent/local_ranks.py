@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rankscope.agent.hang_report import Place, ProcessState, Stack
 from rankscope.agent.processes import ProcessWatch
 from rankscope.agent.progress import open_mark, read_mark
 from rankscope.agent.stacks import StackTaker
-from rankscope.core.hang import Place, ProcessState, Stack
 
 _log = logging.getLogger("rankscope")
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from rankscope.bus.columns import DType, Source, Table
 from rankscope.bus.evidence import Array, arrays_of
 from rankscope.bus.probe import Content
-from rankscope.core.arrays import Ints
-from rankscope.core.step import MISSING_INT
+from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RankscopeError
 from rankscope.evidence import EVIDENCE, columns_of, schema_hash
+from rankscope.stats.arrays import Ints
 
 ARRAYS = (Array("slots", np.int64), *arrays_of(EVIDENCE), Array("names", np.uint8))
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from rankscope.core.hang import ProcessState
+from rankscope.agent.hang_report import ProcessState
 
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _SO_PEERPIDFD = 77  # Linux 6.5

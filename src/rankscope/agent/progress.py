@@ -12,7 +12,7 @@ import os
 import struct
 from pathlib import Path
 
-from rankscope.core.hang import Place
+from rankscope.agent.hang_report import Place
 
 _NAME = "rankscope-progress"
 _PHASES = ("forward", "backward", "step")

@@ -5,11 +5,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rankscope.core.finding import Finding
-from rankscope.core.state import State
-from rankscope.core.step import StepReport
+from rankscope.bus.finding import Finding
+from rankscope.bus.step import StepReport
 from rankscope.errors import RunError
 from rankscope.record import RunWriter
+from rankscope.stats.state import State
 
 _log = logging.getLogger("rankscope")
 

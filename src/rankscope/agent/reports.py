@@ -5,9 +5,9 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from rankscope.core.packing import pack_arrays, unpack_arrays
-from rankscope.core.replicas import StateDifference, StateKind
-from rankscope.core.step import GatheredStep, StepReport
+from rankscope.bus.packing import pack_arrays, unpack_arrays
+from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.errors import RankscopeError
 from rankscope.record.states import put_back, take_out
 

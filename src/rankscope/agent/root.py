@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rankscope.agent.announcer import Announcer
 from rankscope.agent.assembly import Assembly
 from rankscope.agent.forwarder import HostSteps
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, Kind, pack
@@ -23,13 +22,11 @@ from rankscope.agent.summarize import summarize
 from rankscope.agent.summary import HostSummary, lean_layout, with_directions
 from rankscope.agent.workers import Workers
 from rankscope.bus.director import DirectedRun, Director
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.finding_events import FindingEvent, FindingEvents
+from rankscope.bus.governor import LAG, Governor
 from rankscope.bus.layout import Layout
-from rankscope.core.finding import Finding, Severity
-from rankscope.core.finding_events import FindingEvent, FindingEvents
-from rankscope.core.governor import LAG, Governor
-from rankscope.core.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
-from rankscope.diagnose.diagnosis import diagnosis_of
-from rankscope.diagnose.rules import first_sentence
+from rankscope.bus.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
 from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
 from rankscope.record import Run, RunWriter
@@ -37,6 +34,9 @@ from rankscope.record.lock import WriterLock
 from rankscope.record.states import START_FILE, read_state
 from rankscope.record.stores import Mirror, Store
 from rankscope.sinks import RunInfo, Sinks, plan_sinks
+from rankscope.verdict.diagnosis import diagnosis_of
+from rankscope.verdict.news import Announcer
+from rankscope.verdict.rules import first_sentence
 
 _log = logging.getLogger("rankscope")
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rankscope.core.hang import Stack
+from rankscope.agent.hang_report import Stack
 from rankscope.errors import install_command
 
 NUM_FRAMES = 12

@@ -3,7 +3,7 @@
 from typing import Any
 
 from rankscope.bus.columns import Source, Table
-from rankscope.core.step import GatheredStep, StepReport
+from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.evidence import EVIDENCE, columns_of
 
 _STEPS = tuple(column.name for column in columns_of(Table.STEPS, Source.DERIVED))

@@ -1,8 +1,8 @@
 """What the agent of a host sends to the root for a step beyond 64 workers.
 
 The messages of its workers without their sketches, packed together since much in them is the same;
-the sketches narrowed (:mod:`rankscope.core.consensus`); and its part of the audit
-(:mod:`rankscope.core.audit`): one sum, and what was reduced once for all that hold the same.
+the sketches narrowed (:mod:`rankscope.stats.consensus`); and its part of the audit
+(:mod:`rankscope.stats.audit`): one sum, and what was reduced once for all that hold the same.
 
 Legend of shapes: w workers of the host, K numbers in a narrow sketch, g groups in turn, k numbers
 in the narrow sketch of a group, r = 1 + s rows of the audit: the whole gradient and sections in
@@ -20,11 +20,11 @@ from numpy.typing import NDArray
 
 from rankscope.agent.message import MessageError, StepMessage
 from rankscope.bus.layout import Layout
-from rankscope.core.arrays import Floats, Ints
-from rankscope.core.audit import AuditPart, distinct, residuals_by_row, total_of
-from rankscope.core.consensus import Halves, consensus_of, in_turn, narrow, narrowing_for
-from rankscope.core.measured import NUMBERS, SKETCHES, measured_of
-from rankscope.core.step import GatheredStep
+from rankscope.bus.measured import NUMBERS, SKETCHES, measured_of
+from rankscope.bus.step import GatheredStep
+from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.audit import AuditPart, distinct, residuals_by_row, total_of
+from rankscope.stats.consensus import Halves, consensus_of, in_turn, narrow, narrowing_for
 
 _ARRAYS: tuple[tuple[str, type[np.generic]], ...] = (
     ("ranks_w", np.int32),

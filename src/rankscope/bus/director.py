@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rankscope.core.finding import Finding
-from rankscope.core.step import GatheredStep
+from rankscope.bus.finding import Finding
+from rankscope.bus.step import GatheredStep
 
 
 class Request(NamedTuple):

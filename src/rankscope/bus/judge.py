@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.step import MISSING_INT
+from rankscope.bus.step import MISSING_INT
 
 Columns = Mapping[str, NDArray[Any]]
 """The workers' LOCAL columns ``[W]`` by name, to be filled in place."""
@@ -57,7 +57,7 @@ class Derived:
     Attributes:
         steps: DERIVED columns of the steps table.
         workers: DERIVED columns of the workers table ``[W]``.
-        report: Other fields of :class:`rankscope.core.step.StepReport`.
+        report: Other fields of :class:`rankscope.bus.step.StepReport`.
     """
 
     steps: Mapping[str, float] = field(default_factory=dict)

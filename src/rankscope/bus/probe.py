@@ -108,7 +108,7 @@ class Channel:
     Attributes:
         send: Takes a kind of evidence, a step and what its director is to get; must not block.
         has_room: Returns whether the agent keeps up.
-        meeting: Where the ranks of the run agree, see :mod:`rankscope.session.rendezvous`.
+        meeting: Where the ranks of the run agree, see :mod:`rankscope.wrappers.rendezvous`.
         mesh: The mesh that the run is a part of, see :mod:`rankscope.session.mesh_meeting`; None
             without one.
     """
@@ -124,7 +124,7 @@ class Job:
     """The training that probes measure, as they are made.
 
     Attributes:
-        wrapped: The model and how it is data parallel, see :mod:`rankscope.session.wrapping`.
+        wrapped: The model and how it is data parallel, see :mod:`rankscope.wrappers.find`.
         optimizer: Its optimizer, or several as one; None if not known.
         rank: This worker's rank in its data-parallel group.
         loader: The training's data loader; None if it was not given.

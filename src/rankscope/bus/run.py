@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankscope.core.plan import Plan
+from rankscope.bus.plan import Plan
 
 Ranks = Callable[[], Sequence[int]]
 """Returns some ranks, as they are known at the moment of the call."""

@@ -7,10 +7,10 @@ import typer
 from rich.markdown import Markdown
 from rich.table import Table as Grid
 
+from rankscope.bus.rules import RULES
 from rankscope.cli.output import JsonOption, heading, plain, show, terminal
-from rankscope.diagnose.causes import cause_pages, page_of_causes
 from rankscope.errors import UsageError
-from rankscope.evidence.rules import RULES
+from rankscope.verdict.causes import cause_pages, page_of_causes
 
 
 def causes(

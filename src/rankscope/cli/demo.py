@@ -10,11 +10,11 @@ from rich.text import Text
 from rankscope.cli.output import JsonOption, plain, print_json, show, terminal
 from rankscope.cli.report import run_result
 from rankscope.cli.verdict import labelled, verdict_lines
-from rankscope.diagnose.assessment import assess
 from rankscope.errors import MissingExtraError, UsageError
 from rankscope.record import Run
-from rankscope.web import write_comparison
-from rankscope.web.words import run_line, verdict_of
+from rankscope.report import write_comparison
+from rankscope.verdict.assessment import assess
+from rankscope.verdict.words import run_line, verdict_of
 
 TRAININGS = ("healthy", "forgotten-sampler")
 WORKERS, STEPS = 2, 120
@@ -61,7 +61,7 @@ def _prepare(output: Path, *, overwrite: bool) -> None:
 
 
 def _train(output: Path) -> dict[str, Run]:
-    from rankscope.study.demo import train_both
+    from rankscope.lab.study.demo import train_both
 
     train_both(output, WORKERS, STEPS)
     return {name: Run.open(output / name) for name in TRAININGS}

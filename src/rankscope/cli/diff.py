@@ -20,10 +20,10 @@ from rankscope.cli.output import (
     terminal,
 )
 from rankscope.errors import UsageError
-from rankscope.web import needs_extra
+from rankscope.report import needs_extra
 
 if TYPE_CHECKING:
-    from rankscope.numerics.diff import Comparison
+    from rankscope.tools.diff import Comparison
 
 MAX_TENSORS = 5
 """Tensors that the terminal shows."""
@@ -75,9 +75,9 @@ def diff(
 
     Exit code: 0 identical; 1 not identical; 2 bad usage or input.
     """
-    from rankscope.numerics.diff import compare_runs
     from rankscope.record import Run
     from rankscope.record.stores import at_hand
+    from rankscope.tools.diff import compare_runs
 
     run_a, run_b = at_hand(run_a), at_hand(run_b)
     if run_a.resolve() == run_b.resolve():
@@ -105,11 +105,11 @@ def _written(comparison: "Comparison", html: Path | None, png: Path | None) -> l
     written = []
     if html is not None:
         with needs_extra(html.name, "web"):
-            from rankscope.numerics.diff.figures import write_diff_page
+            from rankscope.tools.diff.figures import write_diff_page
         written.append(write_diff_page(comparison, html))
     if png is not None:
         with needs_extra(png.name, "web"):
-            from rankscope.numerics.diff.figures import write_diff_figure
+            from rankscope.tools.diff.figures import write_diff_figure
         written.append(write_diff_figure(comparison, png))
     return written
 

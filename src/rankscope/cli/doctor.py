@@ -13,10 +13,10 @@ from rich.text import Text
 
 from rankscope.bus.words import count
 from rankscope.cli.output import JsonOption, function_option, plain, print_json, show, terminal
-from rankscope.record.files import to_plain
+from rankscope.files import to_plain
 
 if TYPE_CHECKING:
-    from rankscope.doctor import CheckResult
+    from rankscope.tools.doctor import CheckResult
 
 
 class DoctorFailOn(StrEnum):
@@ -64,7 +64,7 @@ def doctor(
 
     Exit code: 0 ready, or nothing as severe as --fail-on; 1 a check at or above it; 2 bad usage.
     """
-    from rankscope.doctor import Options, Status, run_preflight, worst
+    from rankscope.tools.doctor import Options, Status, run_preflight, worst
 
     began = time.monotonic()
 
@@ -141,7 +141,7 @@ def render_checkup(results: Sequence["CheckResult"], seconds: float, console: Co
 
 def to_document(results: Sequence["CheckResult"], seconds: float) -> dict[str, Any]:
     """Return the preflight as one JSON document."""
-    from rankscope.doctor import worst
+    from rankscope.tools.doctor import worst
 
     status = worst(results)
     document: dict[str, Any] = to_plain(
@@ -158,7 +158,7 @@ def to_document(results: Sequence["CheckResult"], seconds: float) -> dict[str, A
 
 def verdict_in_words(results: Sequence["CheckResult"]) -> str:
     """Return the verdict in a sentence."""
-    from rankscope.doctor import worst
+    from rankscope.tools.doctor import worst
 
     status = worst(results)
     titles = [result.title for result in results if result.status == status]
@@ -176,7 +176,7 @@ def verdict_in_words(results: Sequence["CheckResult"]) -> str:
 
 
 def _verdict(results: Sequence["CheckResult"], seconds: float) -> Text:
-    from rankscope.doctor import worst
+    from rankscope.tools.doctor import worst
 
     sign, colour = _LOOK[worst(results)]
     return Text.assemble(

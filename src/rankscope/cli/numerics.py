@@ -14,12 +14,12 @@ from rich.text import Text
 
 from rankscope.cli.output import JsonOption, plain, print_json, show, table, terminal
 from rankscope.errors import MissingExtraError, RunError, UsageError
-from rankscope.numerics import write_numerics_page
-from rankscope.numerics.gradients import Kind, LocalGradients, read, save, synthetic
-from rankscope.numerics.spread import USUAL_WORKERS, SumOptions, measure
-from rankscope.numerics.spread import types as types_in_words
-from rankscope.numerics.summation import TYPES
-from rankscope.record.files import replace
+from rankscope.files import replace
+from rankscope.lab.numerics import write_numerics_page
+from rankscope.lab.numerics.gradients import Kind, LocalGradients, read, save, synthetic
+from rankscope.lab.numerics.spread import USUAL_WORKERS, SumOptions, measure
+from rankscope.lab.numerics.spread import types as types_in_words
+from rankscope.lab.numerics.summation import TYPES
 
 DEFAULT_WORKERS = ",".join(map(str, SumOptions().workers))
 DEFAULT_TRAINING_STEPS = 10
@@ -135,14 +135,14 @@ def numerics(
 
 
 def _record(options: SumOptions, at_step: int, tell: Tell) -> LocalGradients:
-    from rankscope.study.rounding import record_gradients
+    from rankscope.lab.study.rounding import record_gradients
 
     return record_gradients(options.workers[-1], step=at_step, seed=options.seed, progress=tell)
 
 
 def _grow(steps: int, seed: int, tell: Tell) -> Any:
-    from rankscope.study.rounding import run_growth
-    from rankscope.study.rounding_result import GrowthOptions
+    from rankscope.lab.study.rounding import run_growth
+    from rankscope.lab.study.rounding_result import GrowthOptions
 
     return run_growth(GrowthOptions(steps=steps, seed=seed), tell)
 

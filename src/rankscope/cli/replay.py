@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import count, name_ranks
 from rankscope.cli.output import (
     JsonOption,
@@ -18,15 +19,19 @@ from rankscope.cli.output import (
     table,
     terminal,
 )
-from rankscope.core.canary import CanaryResults, CanaryVerdict, Verdict
-from rankscope.core.step import MISSING_INT
 from rankscope.errors import UsageError
-from rankscope.record.bundle import ReplayBundle, load_bundle, results_to_json, verdict_to_json
-from rankscope.record.files import to_plain
+from rankscope.evidence.canary.bundle import (
+    ReplayBundle,
+    load_bundle,
+    results_to_json,
+    verdict_to_json,
+)
+from rankscope.evidence.canary.verdict import CanaryResults, CanaryVerdict, Verdict
+from rankscope.files import to_plain
 from rankscope.record.stores import at_hand
 
 if TYPE_CHECKING:
-    from rankscope.cli.replay_run import Replayed
+    from rankscope.tools.replay import Replayed
 
 _LOOK = {True: ("●", "AGREES", "green"), False: ("◆", "DIFFERS", "red")}
 
@@ -77,8 +82,8 @@ def replay(
 
 def _run(bundle: ReplayBundle, model: str, checkpoint: Path | None) -> "Replayed | None":
     """Run the batches on all ranks; None on all ranks but 0."""
-    from rankscope.cli.replay_run import join_ranks, load_model
-    from rankscope.cli.replay_run import replay as run  # torch is not needed to look at a bundle
+    from rankscope.tools.replay import join_ranks, load_model
+    from rankscope.tools.replay import replay as run  # torch is not needed to look at a bundle
 
     with join_ranks():
         return run(bundle, load_model(model, checkpoint))

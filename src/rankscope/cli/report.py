@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.words import count
 from rankscope.cli.output import JsonOption, heading, plain, show, table, terminal
 from rankscope.cli.report_files import (
@@ -34,17 +35,12 @@ from rankscope.cli.verdict import (
     render_study,
     render_summary,
 )
-from rankscope.core.finding import Finding, Severity
-from rankscope.diagnose.assessment import Assessment, assess
-from rankscope.diagnose.causes import page_of
-from rankscope.diagnose.diagnosis import SEEN_LIVE, diagnose_run
-from rankscope.diagnose.rules import explanations, ranked
 from rankscope.errors import RankscopeError, RunError, UsageError
+from rankscope.files import is_directory, is_file, to_plain
 from rankscope.record import Run
-from rankscope.record.files import is_directory, is_file, to_plain
 from rankscope.record.stores import at_hand
-from rankscope.web.live import catalog
-from rankscope.web.live.catalog import (
+from rankscope.report.live import catalog
+from rankscope.report.live.catalog import (
     MAX_DIRECTORIES,
     UNREADABLE,
     Glance,
@@ -53,7 +49,11 @@ from rankscope.web.live.catalog import (
     stamp,
     unreadable,
 )
-from rankscope.web.study_words import headline_of, is_study, open_study
+from rankscope.report.study_words import headline_of, is_study, open_study
+from rankscope.verdict.assessment import Assessment, assess
+from rankscope.verdict.causes import page_of
+from rankscope.verdict.diagnosis import SEEN_LIVE, diagnose_run
+from rankscope.verdict.rules import explanations, ranked
 
 _LOOK = {**LOOK, UNREADABLE: ("?", "red")}
 

@@ -12,14 +12,14 @@ import typer
 from rich.text import Text
 
 from rankscope.cli.output import plain, terminal
-from rankscope.diagnose.assessment import Assessment
 from rankscope.errors import MissingExtraError, RunError, UsageError
+from rankscope.files import is_directory, to_plain
 from rankscope.record import Run
-from rankscope.record.files import is_directory, to_plain
-from rankscope.web import write_figures, write_report, write_run_figures, write_study_report
-from rankscope.web.markdown import run_markdown, study_markdown
-from rankscope.web.study_words import Study
-from rankscope.web.words import writable
+from rankscope.report import write_figures, write_report, write_run_figures, write_study_report
+from rankscope.report.markdown import run_markdown, study_markdown
+from rankscope.report.study_words import Study
+from rankscope.verdict.assessment import Assessment
+from rankscope.verdict.words import writable
 
 
 class Format(StrEnum):

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from rankscope.core.plan import Plan, Tier
+from rankscope.bus.plan import Plan, Tier
 from rankscope.errors import UsageError
-from rankscope.record.files import parse, read_file
+from rankscope.files import parse, read_file
 from rankscope.record.stores import Store
 
 

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from rankscope.cli.output import plain, terminal
 from rankscope.record.stores import Store, at_hand, keep_at_hand
-from rankscope.web.live import live_server
+from rankscope.report.live import live_server
 
 
 def serve(

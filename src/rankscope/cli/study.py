@@ -10,8 +10,8 @@ from rich.text import Text
 from rankscope.cli.output import JsonOption, plain, print_json, terminal
 from rankscope.cli.verdict import render_study
 from rankscope.errors import MissingExtraError, UsageError
-from rankscope.study.config import Precision, Reading, Setting, StudyConfig
-from rankscope.web import write_figures, write_study_report
+from rankscope.lab.study.config import Precision, Reading, Setting, StudyConfig
+from rankscope.report import write_figures, write_study_report
 
 DEFAULTS = StudyConfig()
 
@@ -99,7 +99,7 @@ def study(
     Exit code: 0 when all trainings finished, whatever they found; 2 bad usage or input; 3 a
     worker failed; 130 interrupted (continue with --resume).
     """
-    from rankscope.study.runner import run_study
+    from rankscope.lab.study.runner import run_study
 
     if learning_rate is not None and learning_rate <= 0:
         raise UsageError(f"--learning-rate must be positive, got {learning_rate}")

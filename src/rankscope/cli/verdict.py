@@ -15,14 +15,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table as Grid
 from rich.text import Text
 
+from rankscope.bus.finding import Finding
 from rankscope.bus.words import count, listed
 from rankscope.cli.output import LONGEST, heading, plain, points, readable_lines, show, table
-from rankscope.core.finding import Finding
-from rankscope.diagnose.assessment import Assessment
-from rankscope.diagnose.causes import section_of
-from rankscope.diagnose.rules import explanations, ranked
 from rankscope.record import Run
-from rankscope.web.study_words import (
+from rankscope.report.study_words import (
     Entry,
     Study,
     alike,
@@ -32,7 +29,10 @@ from rankscope.web.study_words import (
     why_heading,
     why_they_differ,
 )
-from rankscope.web.words import (
+from rankscope.verdict.assessment import Assessment
+from rankscope.verdict.causes import section_of
+from rankscope.verdict.rules import explanations, ranked
+from rankscope.verdict.words import (
     SIGNS,
     ranks_in_words,
     steps_in_words,

@@ -6,11 +6,11 @@ from typing import Annotated
 
 import typer
 
+from rankscope.bus.finding import Finding
 from rankscope.cli.output import JsonOption, plain, show, terminal
 from rankscope.cli.verdict import LOOK
-from rankscope.core.finding import Finding
-from rankscope.core.verification import Answer
 from rankscope.errors import RunError
+from rankscope.evidence.reference.verify import Answer
 from rankscope.record import Run
 from rankscope.record.stores import at_hand
 

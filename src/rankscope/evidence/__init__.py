@@ -11,8 +11,8 @@ from importlib import import_module
 
 from rankscope.bus.columns import KEYS, Column, Source, Table
 from rankscope.bus.evidence import Evidence
-from rankscope.core.arrays import digest_of
 from rankscope.errors import UsageError
+from rankscope.stats.arrays import digest_of
 
 VARIABLE = "RANKSCOPE_EVIDENCE"
 

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rankscope.capture.guard import ForeignHook
-from rankscope.capture.loss_form import (
+from rankscope.evidence.loss.form import (
     PASSING,
     divisor_of,
     is_hooked,
@@ -23,9 +22,10 @@ from rankscope.capture.loss_form import (
     is_mean_node,
     summed_tokens,
 )
-from rankscope.capture.passes import in_backward, tensors_in
-from rankscope.capture.surroundings import outside
 from rankscope.integrations.hooks import BackwardCalls, reaches
+from rankscope.wrappers.guard import ForeignHook
+from rankscope.wrappers.passes import in_backward, tensors_in
+from rankscope.wrappers.surroundings import outside
 
 if TYPE_CHECKING:
     from rankscope.session.scope import Scope

@@ -18,11 +18,11 @@ from rankscope.errors import RunError
 from rankscope.integrations.backward_loss import BackwardLoss
 from rankscope.integrations.rollouts import follow_calling_trainer
 from rankscope.integrations.run_script import Job
-from rankscope.session.kinds import LOOP
-from rankscope.session.rendezvous import agree, default_store
 from rankscope.session.scope import Scope
 from rankscope.session.start import speak_on_stderr, watch
-from rankscope.session.wrapping import find_wrapper, in_training_mode, is_compiled
+from rankscope.wrappers.find import find_wrapper, in_training_mode, is_compiled
+from rankscope.wrappers.kinds import LOOP
+from rankscope.wrappers.rendezvous import agree, default_store
 
 _log = logging.getLogger("rankscope")
 

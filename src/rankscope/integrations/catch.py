@@ -159,7 +159,7 @@ class Catch:
 
     def _trains(self, model: Any) -> bool:
         """Return whether a forward pass trains; one in evaluation mode once a backward pass did."""
-        from rankscope.session.wrapping import in_training_mode
+        from rankscope.wrappers.find import in_training_mode
 
         if self._trained or in_training_mode(model):
             return True

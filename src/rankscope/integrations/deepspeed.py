@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import rankscope
-from rankscope.capture.labels import count_label_tokens
-from rankscope.capture.loss import shifts_labels
-from rankscope.capture.surroundings import outside
-from rankscope.capture.taps.deepspeed import is_deepspeed
 from rankscope.errors import UsageError
+from rankscope.evidence.loss.labels import count_label_tokens
+from rankscope.evidence.loss.meter import shifts_labels
 from rankscope.integrations.label_tokens import LabelTokens, Weigh
 from rankscope.private import Patch
+from rankscope.wrappers.deepspeed import is_deepspeed
+from rankscope.wrappers.surroundings import outside
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
-from rankscope.capture.surroundings import outside
 from rankscope.errors import MissingExtraError, UnsupportedError, UsageError
 from rankscope.integrations.label_tokens import LabelTokens, Weigh
 from rankscope.private import Patch
 from rankscope.session.start import watch
+from rankscope.wrappers.surroundings import outside
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import rankscope
-from rankscope.capture.labels import IGNORED_LABEL
-from rankscope.capture.surroundings import outside
 from rankscope.errors import UnsupportedError, UsageError
+from rankscope.evidence.loss.labels import IGNORED_LABEL
 from rankscope.private import Patch
+from rankscope.wrappers.surroundings import outside
 
 if TYPE_CHECKING:
     from rankscope.session.scope import Scope

@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rankscope.capture.labels import count_label_tokens
-from rankscope.capture.loss import shifts_labels
-from rankscope.capture.loss_form import LossForm, read_form
-from rankscope.capture.surroundings import outside
 from rankscope.errors import MissingExtraError, UnsupportedError
+from rankscope.evidence.loss.form import LossForm, read_form
+from rankscope.evidence.loss.labels import count_label_tokens
+from rankscope.evidence.loss.meter import shifts_labels
 from rankscope.integrations.rollouts import TrainerRollouts
 from rankscope.private import Patch, callers
 from rankscope.session import start
+from rankscope.wrappers.surroundings import outside
 
 if TYPE_CHECKING:
     from rankscope.session.scope import Scope

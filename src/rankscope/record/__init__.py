@@ -22,8 +22,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rankscope.files import RunTakenError as RunTakenError
     from rankscope.record.begin import SCHEMA_VERSION as SCHEMA_VERSION
-    from rankscope.record.files import RunTakenError as RunTakenError
     from rankscope.record.reader import Run as Run
     from rankscope.record.rollups import Coverage as Coverage
     from rankscope.record.rollups import Overview as Overview

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import rankscope
-from rankscope.record.files import claim, create_directory, is_file, replace, staged, to_plain
+from rankscope.files import claim, create_directory, is_file, replace, staged, to_plain
 from rankscope.record.states import START_FILE
 
 SCHEMA_VERSION = 1

@@ -10,15 +10,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope.bus.columns import DType, Table
-from rankscope.core.arrays import Floats, Ints
-from rankscope.core.direction import from_upper_triangle
-from rankscope.core.finding import MAX_WORKERS, Finding
-from rankscope.core.share import DistinctSamples
-from rankscope.core.step import StepReport
+from rankscope.bus.finding import MAX_WORKERS, Finding
+from rankscope.bus.step import StepReport
 from rankscope.errors import RunError, UsageError
 from rankscope.evidence import columns_of, find_column
+from rankscope.files import is_directory, parse, read_file, unreadable
 from rankscope.record.begin import INFO_FILE, SCHEMA_VERSION, is_run
-from rankscope.record.files import is_directory, parse, read_file, unreadable
 from rankscope.record.lock import writer_is_gone
 from rankscope.record.replay import read_reports
 from rankscope.record.rollups import (
@@ -45,6 +42,9 @@ from rankscope.record.tables import (
     thinned_rows,
     to_columns,
 )
+from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.direction import from_upper_triangle
+from rankscope.stats.share import DistinctSamples
 
 MAX_STEPS = 2**21
 """Steps whose means are formed of each; of more, of an even choice."""
@@ -343,7 +343,7 @@ class Run:
         """Yield the recorded steps as detectors saw them live: every number has the same bits.
 
         What no table holds (sketches, inner products) is missing in them, see
-        :func:`rankscope.core.step.as_recorded`. Holds about one file of each table in memory
+        :func:`rankscope.bus.step.as_recorded`. Holds about one file of each table in memory
         at a time. Steps that are written meanwhile are left out.
 
         Args:

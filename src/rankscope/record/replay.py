@@ -7,14 +7,14 @@ import numpy as np
 import pyarrow as pa
 
 from rankscope.bus.columns import DType, Source, Table
-from rankscope.core.arrays import Floats, Ints
-from rankscope.core.direction import from_upper_triangle
-from rankscope.core.replicas import StateDifference, StateKind
-from rankscope.core.step import MISSING_INT, GatheredStep, StepReport
+from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
 from rankscope.record.schema import arrow_schema, to_numpy
 from rankscope.record.tables import Columns, from_step, parts_in, read_part, read_pieces
+from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.direction import from_upper_triangle
 
 _LOCAL = tuple(s.name for s in columns_of(Table.WORKERS, Source.LOCAL))
 _DERIVED = tuple(s.name for s in columns_of(Table.WORKERS, Source.DERIVED))
@@ -32,7 +32,7 @@ Rows = Mapping[Table, Columns | None]
 def read_reports(run: Path, first_step: int) -> Iterator[StepReport]:
     """Yield the recorded steps in order, each with all that its rows hold.
 
-    Equal, bit for bit, to what :func:`rankscope.core.step.as_recorded` made of them when they
+    Equal, bit for bit, to what :func:`rankscope.bus.step.as_recorded` made of them when they
     were live. Holds about one file of each table in memory at a time; steps that are written
     meanwhile are left out.
 

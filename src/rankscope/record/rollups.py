@@ -22,8 +22,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope.bus.columns import Column, DType, Table
-from rankscope.core.arrays import Floats, Ints
-from rankscope.core.rollup import (
+from rankscope.bus.step import MISSING_INT
+from rankscope.record.rollup_values import (
     LEVELS,
     Bins,
     Rollups,
@@ -35,11 +35,11 @@ from rankscope.core.rollup import (
     quantities,
     rollup_signals,
 )
-from rankscope.core.share import DistinctSamples
-from rankscope.core.step import MISSING_INT
 from rankscope.record.rows import Rows
 from rankscope.record.schema import Array, schema_of, schema_with, to_numpy
 from rankscope.record.tables import num_rows, parts_in, read_rows, read_tail, step_range
+from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.share import DistinctSamples
 
 SAMPLES = "samples"
 """The directory of the roll-up of samples."""

@@ -5,10 +5,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rankscope.bus.columns import Source, Table
-from rankscope.core.arrays import Floats
-from rankscope.core.direction import upper_triangle
-from rankscope.core.replicas import Trace
-from rankscope.core.step import (
+from rankscope.bus.replicas import Trace
+from rankscope.bus.step import (
     MAX_PAIRED_WORKERS,
     GatheredStep,
     StepReport,
@@ -17,6 +15,8 @@ from rankscope.core.step import (
 )
 from rankscope.evidence import columns_of
 from rankscope.record.schema import Array
+from rankscope.stats.arrays import Floats
+from rankscope.stats.direction import upper_triangle
 
 Rows = Mapping[str, Array | list[Array]]
 """Rows by column: an array, or for a column of lists one array per row."""

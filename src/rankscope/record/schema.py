@@ -12,7 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from rankscope.bus.columns import Column, DType, Source, Table
-from rankscope.core.step import MISSING_INT
+from rankscope.bus.step import MISSING_INT
 from rankscope.evidence import columns_of, find_column
 from rankscope.record.begin import SCHEMA_VERSION
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.core.state import State, StateError
 from rankscope.evidence import schema_hash
-from rankscope.record.files import DAMAGES, archive_of, parse, read_file
+from rankscope.files import DAMAGES, archive_of, parse, read_file
+from rankscope.stats.state import State, StateError
 
 STATE_FILE = "detectors.npz"
 """What the detectors remembered when the tables were last written, or at the end."""

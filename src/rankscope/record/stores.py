@@ -25,10 +25,10 @@ from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
-from rankscope.core.pace import PACE
+from rankscope.bus.pace import PACE
 from rankscope.errors import RunError, UsageError
+from rankscope.files import cache_root
 from rankscope.record.begin import INFO_FILE
-from rankscope.record.files import cache_root
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileInfo, FileSystem

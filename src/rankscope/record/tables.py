@@ -20,12 +20,12 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rankscope.bus.columns import DType, Table
-from rankscope.core.arrays import Ints
-from rankscope.core.finding import MAX_WORKERS
+from rankscope.bus.finding import MAX_WORKERS
 from rankscope.errors import RunError
 from rankscope.evidence import find_column
-from rankscope.record.files import open_file, unreadable
+from rankscope.files import open_file, unreadable
 from rankscope.record.schema import Array, arrow_schema, to_numpy
+from rankscope.stats.arrays import Ints
 
 Columns = dict[str, Array]
 

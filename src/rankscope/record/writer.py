@@ -21,15 +21,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rankscope.bus.columns import Column, DType, Table
-from rankscope.core.finding import Finding
-from rankscope.core.pace import PACE
-from rankscope.core.replicas import TRACE_WIDTH
-from rankscope.core.state import State
-from rankscope.core.step import StepReport
+from rankscope.bus.finding import Finding
+from rankscope.bus.pace import PACE
+from rankscope.bus.replicas import TRACE_WIDTH
+from rankscope.bus.step import StepReport
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
+from rankscope.files import append, extend, is_file, replace, to_plain, write_error
 from rankscope.record.begin import INFO_FILE, begin_run, now, text_of
-from rankscope.record.files import append, extend, is_file, replace, to_plain, write_error
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
 from rankscope.record.rows import Rows, rows_of
 from rankscope.record.schema import (
@@ -40,6 +39,7 @@ from rankscope.record.schema import (
     to_arrow_lists,
 )
 from rankscope.record.states import STATE_FILE, pack_state
+from rankscope.stats.state import State
 
 _MAGIC = b"PAR1"
 _MERGE = 4

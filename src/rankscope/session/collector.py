@@ -17,19 +17,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rankscope.bus.governor import Intervals
 from rankscope.bus.probe import Channel, Evaluated, Probe, StepEnd, overriding
-from rankscope.capture.accumulation import Accumulation
-from rankscope.capture.guard import Guard
-from rankscope.capture.host import begin_copies
-from rankscope.capture.passes import ForwardPasses, tensors_in
-from rankscope.capture.surroundings import traced
-from rankscope.capture.taps.tap import ObserverGroup
-from rankscope.capture.transfer import GradientTransfer
-from rankscope.core.governor import Intervals
 from rankscope.evidence import EVIDENCE
+from rankscope.evidence.gradient.transfer import GradientTransfer
+from rankscope.gradients.host import begin_copies
 from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
-from rankscope.session.wrapping import is_compiled, is_training
+from rankscope.wrappers.accumulation import Accumulation
+from rankscope.wrappers.find import is_compiled, is_training
+from rankscope.wrappers.guard import Guard
+from rankscope.wrappers.passes import ForwardPasses, tensors_in
+from rankscope.wrappers.surroundings import traced
+from rankscope.wrappers.tap import ObserverGroup
 
 _log = logging.getLogger("rankscope")
 

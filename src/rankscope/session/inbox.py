@@ -10,8 +10,8 @@ from rankscope.agent.link import AgentEndedError, Link
 from rankscope.agent.message import untag
 from rankscope.agent.processes import permit_inspection
 from rankscope.agent.reports import unpack_report
-from rankscope.core.finding import Finding
-from rankscope.core.step import StepReport
+from rankscope.bus.finding import Finding
+from rankscope.bus.step import StepReport
 from rankscope.session.announcement import announce
 from rankscope.session.collector import StepCollector
 from rankscope.session.opening import Opened

@@ -7,26 +7,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankscope.bus.layout import Layout
-from rankscope.bus.probe import Channel, Job
-from rankscope.capture.sketch import NormMeter, Sketcher
-from rankscope.capture.taps.reduced_types import reduced_types
-from rankscope.capture.taps.tap import GradientObserver, GradientTap, Guarded, ReadReduced
-from rankscope.core.audit import AUDIT_WIDTH
-from rankscope.core.groups import (
+from rankscope.bus.groups import (
     SECTION_ELEMENTS,
     Groups,
     Sections,
     cut_sections,
     group_parameters,
 )
-from rankscope.core.pace import PACE
-from rankscope.core.plan import Tier
-from rankscope.core.step import MAX_PAIRED_WORKERS as MAX_PAIRED
+from rankscope.bus.layout import Layout
+from rankscope.bus.pace import PACE
+from rankscope.bus.plan import Tier
+from rankscope.bus.probe import Channel, Job
+from rankscope.bus.step import MAX_PAIRED_WORKERS as MAX_PAIRED
 from rankscope.errors import UnsupportedError, UsageError
-from rankscope.session.kinds import LOOP
+from rankscope.gradients.sketch import NormMeter, Sketcher
 from rankscope.session.options import WatchOptions
-from rankscope.session.wrapping import Wrapped
+from rankscope.stats.audit import AUDIT_WIDTH
+from rankscope.wrappers.find import Wrapped
+from rankscope.wrappers.kinds import LOOP
+from rankscope.wrappers.reduced_types import reduced_types
+from rankscope.wrappers.tap import GradientObserver, GradientTap, Guarded, ReadReduced
 
 GROUP_WIDTH = 251
 """Numbers in the sketch of a group: its cosines err by 0.06 at most."""

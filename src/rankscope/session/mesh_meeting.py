@@ -19,9 +19,9 @@ from rankscope.agent.frames import GUESTS, Kind, pack
 from rankscope.agent.link import Link
 from rankscope.agent.message import tag
 from rankscope.bus.probe import Content
-from rankscope.capture.taps.fsdp2_mesh import MeshPlace
-from rankscope.session.rendezvous import LateError, Rendezvous
-from rankscope.session.wrapping import Wrapped
+from rankscope.wrappers.find import Wrapped
+from rankscope.wrappers.fsdp2_mesh import MeshPlace
+from rankscope.wrappers.rendezvous import LateError, Rendezvous
 
 _log = logging.getLogger("rankscope")
 

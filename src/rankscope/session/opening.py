@@ -30,16 +30,16 @@ from rankscope.agent.launch import Started
 from rankscope.agent.link import Link
 from rankscope.agent.progress import ProgressMark
 from rankscope.bus.layout import Layout
-from rankscope.core.pace import EAGER, PACE, VARIABLE
-from rankscope.core.secrets import without_secrets
+from rankscope.bus.pace import EAGER, PACE, VARIABLE
+from rankscope.bus.secrets import without_secrets
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.evidence import schema_hash
+from rankscope.files import RunTakenError, parse, read_file, to_plain
 from rankscope.record.begin import begin_run, end_lost_run, is_run
-from rankscope.record.files import RunTakenError, parse, read_file, to_plain
 from rankscope.record.states import pack_state
 from rankscope.record.stores import Store, begin_copy
-from rankscope.session.rendezvous import LateError, Rendezvous
 from rankscope.sinks import PlannedSink, plan_sinks
+from rankscope.wrappers.rendezvous import LateError, Rendezvous
 
 _log = logging.getLogger("rankscope")
 
@@ -296,7 +296,7 @@ def _begin(
 def _state_after(previous: Path | None, info: Mapping[str, Any]) -> Any:
     if previous is None:
         return None
-    from rankscope.diagnose.diagnosis import state_after  # detectors: only where a run goes on
+    from rankscope.verdict.diagnosis import state_after  # detectors: only where a run goes on
 
     _wait_for_agent(previous)
     hosts = [str(rank["host"]) for rank in info["ranks"]]

@@ -8,10 +8,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rankscope.capture.taps.tap import ReadReduced
-from rankscope.core.groups import GroupsOption
-from rankscope.core.plan import Tier
+from rankscope.bus.groups import GroupsOption
+from rankscope.bus.plan import Tier
 from rankscope.errors import UsageError
+from rankscope.wrappers.tap import ReadReduced
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
 

@@ -27,16 +27,13 @@ from rankscope.agent.frames import Kind
 from rankscope.agent.link import AgentEndedError, Traffic
 from rankscope.agent.message import tag
 from rankscope.agent.progress import ProgressMark
+from rankscope.bus.finding import Finding
+from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Content
-from rankscope.capture.device_clock import clock_of
-from rankscope.capture.guard import ForeignHook, Guard
-from rankscope.capture.optimizer import all_of
-from rankscope.capture.passes import in_backward
-from rankscope.capture.surroundings import traced
-from rankscope.core.finding import Finding
-from rankscope.core.pace import PACE
-from rankscope.core.step import StepReport
+from rankscope.bus.step import StepReport
 from rankscope.errors import RankscopeError
+from rankscope.evidence.environment.optimizer import all_of
+from rankscope.gradients.device_clock import clock_of
 from rankscope.session.announcement import announce, where_recorded
 from rankscope.session.collector import StepCollector
 from rankscope.session.inbox import Inbox, OnFinding
@@ -45,8 +42,11 @@ from rankscope.session.local_step import LocalStep
 from rankscope.session.mesh_meeting import JoinedMesh
 from rankscope.session.opening import Opened
 from rankscope.session.outbox import Outbox
-from rankscope.session.wrapping import has_closure, is_compiled, is_training, tell_if_wrapped_anew
 from rankscope.sinks import Sinks
+from rankscope.wrappers.find import has_closure, is_compiled, is_training, tell_if_wrapped_anew
+from rankscope.wrappers.guard import ForeignHook, Guard
+from rankscope.wrappers.passes import in_backward
+from rankscope.wrappers.surroundings import traced
 
 _log = logging.getLogger("rankscope")
 

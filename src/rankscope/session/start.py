@@ -14,26 +14,26 @@ import torch
 import torch.distributed as dist
 
 from rankscope.agent.launch import IN_THREAD
-from rankscope.capture.optimizer import JointOptimizer
-from rankscope.capture.state.environment import environment_facts, vocabulary_digest
-from rankscope.capture.state.training_facts import (
+from rankscope.bus.plan import Plan, Tier
+from rankscope.errors import UsageError
+from rankscope.evidence.canary.check import check_canary
+from rankscope.evidence.environment.facts import environment_facts, vocabulary_digest
+from rankscope.evidence.environment.optimizer import JointOptimizer
+from rankscope.evidence.environment.training import (
     draws_with_replacement,
     sampler_seed,
     training_facts,
 )
-from rankscope.core.plan import Plan, Tier
-from rankscope.errors import UsageError
 from rankscope.record.stores import Store
-from rankscope.session.canary_check import check_canary
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
-from rankscope.session.kinds import LOOP
 from rankscope.session.mesh_meeting import join_mesh, meet_mesh
 from rankscope.session.opening import Intent, Opened, host_name, open_run
 from rankscope.session.options import WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
-from rankscope.session.wrapping import find_wrapper, plain_optimizers
 from rankscope.sinks import RunInfo, SinkOption, Sinks
+from rankscope.wrappers.find import find_wrapper, plain_optimizers
+from rankscope.wrappers.kinds import LOOP
 
 _log = logging.getLogger("rankscope")
 
@@ -79,7 +79,7 @@ def watch(
             keeps running statistics of its own), ``seed`` (of every rank's sampler),
             ``local_steps`` (optimizer steps from one average of the workers' parameters to the
             next) and ``replicated`` (True: all parameters are equal, also those that DDP ignores).
-            See :class:`rankscope.core.plan.Plan`.
+            See :class:`rankscope.bus.plan.Plan`.
         on_finding: Called with each finding when it opens, gets worse or closes: in the training's
             thread, at the beginning of the same step on every rank, so that it may write a
             checkpoint. What it raises is logged; ``SystemExit`` and the like end the training.

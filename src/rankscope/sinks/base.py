@@ -23,12 +23,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from rankscope.bus.columns import Column, DType, Source, Table, Tail
-from rankscope.core.arrays import Floats
-from rankscope.core.finding import Finding, Severity
-from rankscope.core.finding_events import FindingEvent, FindingEvents
-from rankscope.core.step import MISSING_INT, StepReport
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.finding_events import FindingEvent, FindingEvents
+from rankscope.bus.step import MISSING_INT, StepReport
 from rankscope.errors import RankscopeError
 from rankscope.evidence import columns_of
+from rankscope.stats.arrays import Floats
 
 _NUMBERS = (DType.INT, DType.FLOAT, DType.BOOL)
 

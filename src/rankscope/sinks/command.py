@@ -11,8 +11,8 @@ import tempfile
 import weakref
 from typing import IO
 
-from rankscope.core.finding import Finding, Severity
-from rankscope.core.finding_events import FindingEvent
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.finding_events import FindingEvent
 from rankscope.sinks.base import NewsSink, plain_finding
 
 _log = logging.getLogger("rankscope")

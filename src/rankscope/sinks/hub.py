@@ -11,8 +11,8 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
-from rankscope.core.finding import Finding
-from rankscope.core.step import StepReport
+from rankscope.bus.finding import Finding
+from rankscope.bus.step import StepReport
 from rankscope.errors import RankscopeError
 from rankscope.sinks.base import MAX_NAMED, RunInfo, Sink, StepValues, step_values
 from rankscope.sinks.specs import PlannedSink

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TextIO
 
-from rankscope.core.finding import Finding
+from rankscope.bus.finding import Finding
 from rankscope.sinks.base import RunInfo, StepValues, plain_finding
 
 

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 
 from rankscope.bus.columns import Column
-from rankscope.core.finding import Finding, Severity
+from rankscope.bus.finding import Finding, Severity
 from rankscope.sinks.base import SPREAD, STEP_SIGNALS, WORKER_SIGNALS, RunInfo, StepValues
 
 _log = logging.getLogger("rankscope")

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from typing import Any
 from urllib.parse import SplitResult, parse_qsl, urlencode, urlsplit
 
-from rankscope.core.finding import Severity
+from rankscope.bus.finding import Severity
 from rankscope.errors import MissingExtraError, UsageError
 from rankscope.sinks.base import Sink
 

@@ -13,9 +13,9 @@ from typing import Any
 
 from rankscope.agent.summarize import summarize
 from rankscope.bus.run import RunFacts
-from rankscope.diagnose.diagnosis import Diagnosis
 from rankscope.record import RunWriter
-from rankscope.web.live import live_server
+from rankscope.report.live import live_server
+from rankscope.verdict.diagnosis import Diagnosis
 from web.recorded_runs import gathered, sampler
 
 SECONDS_PER_STEP = 0.4

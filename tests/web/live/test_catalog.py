@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from rankscope.errors import RunError
-from rankscope.web.live import board, catalog
-from rankscope.web.live.board import Board
-from rankscope.web.live.catalog import MAX_DEPTH, Place, id_of, places, stamp
+from rankscope.report.live import board, catalog
+from rankscope.report.live.board import Board
+from rankscope.report.live.catalog import MAX_DEPTH, Place, id_of, places, stamp
 from web.live.serving import Training
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankscope.errors import MissingExtraError, install_command
-from rankscope.web.live import live_server
+from rankscope.report.live import live_server
 from web.live.serving import serving
 
 SERVE = [sys.executable, "-m", "rankscope", "serve"]
@@ -58,9 +58,9 @@ def test_a_port_that_is_taken_is_one_line(tmp_path: Path):
 @pytest.mark.parametrize("package", ["starlette", "uvicorn", "jinja2"])
 def test_the_extra_is_named(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in [
-        name for name in sys.modules if name.startswith(("rankscope.web.", f"{package}."))
+        name for name in sys.modules if name.startswith(("rankscope.report.", f"{package}."))
     ]:
-        if name != "rankscope.web.live":
+        if name != "rankscope.report.live":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtraError, match=re.escape(install_command("serve"))):

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-import rankscope.web.live.server as server_module
+import rankscope.report.live.server as server_module
 from rankscope import Run
 from rankscope.errors import UsageError
-from rankscope.web.live import board, live_server
-from rankscope.web.live.catalog import id_of
-from rankscope.web.live.sheets import addresses
+from rankscope.report.live import board, live_server
+from rankscope.report.live.catalog import id_of
+from rankscope.report.live.sheets import addresses
 from web.html_reader import Page, data_names
 from web.live.serving import Training, events, get, serving
 

@@ -1,10 +1,10 @@
 """What judges canaries."""
 
 from rankscope.bus.checks import Check, CheckedRun
+from rankscope.bus.detector import Detector
+from rankscope.bus.governor import LAG
 from rankscope.bus.run import RunFacts
-from rankscope.core.governor import LAG
-from rankscope.diagnose.canary import CanaryVerdicts
-from rankscope.diagnose.evidence import Detector
+from rankscope.evidence.canary.verdicts import CanaryVerdicts
 
 CANARY_STEPS = 3 * LAG
 """Steps in which the first canary is planned, has run and is judged."""

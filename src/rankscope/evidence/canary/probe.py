@@ -13,15 +13,15 @@ from typing import Any
 
 import torch
 
+from rankscope.bus.batches import PlainBatch, pack_batch
 from rankscope.bus.probe import Job, Probe, StepEnd
-from rankscope.capture.canary.batch import CanaryDeclined, CapturedBatch, capture_batch
-from rankscope.capture.canary.cost import BroadcastBuffers, StepMemory, Stopwatch
-from rankscope.capture.canary.replay import PendingCanary, run_batch
-from rankscope.capture.surroundings import why_wait
-from rankscope.core.batches import PlainBatch, pack_batch
-from rankscope.core.canary_messages import RUN, Answer, unpack_plan, unpack_run
-from rankscope.core.canary_plan import Planned, first_by_default
-from rankscope.session.wrapping import Wrapped
+from rankscope.evidence.canary.batch import CanaryDeclined, CapturedBatch, capture_batch
+from rankscope.evidence.canary.cost import BroadcastBuffers, StepMemory, Stopwatch
+from rankscope.evidence.canary.messages import RUN, Answer, unpack_plan, unpack_run
+from rankscope.evidence.canary.replay import PendingCanary, run_batch
+from rankscope.evidence.canary.schedule import Planned, first_by_default
+from rankscope.wrappers.find import Wrapped
+from rankscope.wrappers.surroundings import why_wait
 
 _log = logging.getLogger("rankscope")
 
@@ -50,7 +50,7 @@ class CanaryProbe(Probe):
         wrapped: The model.
         rank: This worker's rank in its data-parallel group.
         send: Takes a message for the root, see
-            :class:`rankscope.core.canary_messages.Answer`; must not block.
+            :class:`rankscope.evidence.canary.messages.Answer`; must not block.
         first: A canary that needs no announcement.
         leave_out: Takes the seconds that canaries take, which are no part of the budget.
     """

@@ -12,11 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
+from rankscope.bus.batches import unpack_batch
 from rankscope.bus.director import DirectedRun, Director, Request
-from rankscope.core.batches import unpack_batch
-from rankscope.core.canary import CanaryResults, Verdict, judge, results_of
-from rankscope.core.canary_messages import Answer, pack_plan, pack_run
-from rankscope.core.canary_plan import (
+from rankscope.bus.finding import Finding
+from rankscope.bus.packing import PackedError
+from rankscope.bus.step import GatheredStep
+from rankscope.errors import RunError
+from rankscope.evidence.canary.bundle import ReplayBundle, save_bundle
+from rankscope.evidence.canary.messages import Answer, pack_plan, pack_run
+from rankscope.evidence.canary.schedule import (
     SCHEDULED,
     CanaryPlan,
     Planned,
@@ -24,11 +28,7 @@ from rankscope.core.canary_plan import (
     all_asked,
     comes_and_goes,
 )
-from rankscope.core.finding import Finding
-from rankscope.core.packing import PackedError
-from rankscope.core.step import GatheredStep
-from rankscope.errors import RunError
-from rankscope.record.bundle import ReplayBundle, save_bundle
+from rankscope.evidence.canary.verdict import CanaryResults, Verdict, judge, results_of
 
 Log = Callable[[int, str], None]
 """Takes a level of :mod:`logging` and a line for the log of the training."""
@@ -45,7 +45,7 @@ class CanaryDirector(Director):
     Args:
         num_workers: W.
         every: Steps from one scheduled canary to the next; None for one at the beginning, and
-            more of them within :data:`~rankscope.core.canary_plan.SHARE` of the time.
+            more of them within :data:`~rankscope.evidence.canary.schedule.SHARE` of the time.
         first_step: Number of the run's first step.
         run_dir: Where replay bundles are saved; None for nowhere.
         log: Takes lines for the log of the training.

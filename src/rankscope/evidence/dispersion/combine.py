@@ -5,9 +5,10 @@ import math
 import numpy as np
 
 from rankscope.bus.judge import Derived
-from rankscope.core.arrays import Floats
-from rankscope.core.consensus import step_values
-from rankscope.core.direction import (
+from rankscope.bus.step import GatheredStep, reduced_norm
+from rankscope.stats.arrays import Floats
+from rankscope.stats.consensus import step_values
+from rankscope.stats.direction import (
     cosines_from_gram,
     gram,
     has_direction,
@@ -17,8 +18,7 @@ from rankscope.core.direction import (
     norm_weighted_cosine,
     norm_weighted_cosine_from_mean,
 )
-from rankscope.core.dispersion import expected_std, mean_and_std, value_range
-from rankscope.core.step import GatheredStep, reduced_norm
+from rankscope.stats.spread import expected_std, mean_and_std, value_range
 
 
 def derive(gathered: GatheredStep) -> Derived:

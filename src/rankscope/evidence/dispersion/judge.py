@@ -1,8 +1,8 @@
 """What judges the spread of all workers against what sampling explains."""
 
+from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.diagnose.evidence import Detector
-from rankscope.diagnose.sampling import Sampling
+from rankscope.evidence.dispersion.sampling import Sampling
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

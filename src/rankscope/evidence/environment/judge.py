@@ -1,9 +1,9 @@
 """What judges environments and the optimizer's settings."""
 
+from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.diagnose.environment import EnvironmentMismatch
-from rankscope.diagnose.evidence import Detector
-from rankscope.diagnose.settings import DifferentSettings, PlannedSeed
+from rankscope.evidence.environment.mismatch import EnvironmentMismatch
+from rankscope.evidence.environment.settings import DifferentSettings, PlannedSeed
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

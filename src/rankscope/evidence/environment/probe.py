@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from rankscope.bus.probe import Job, Part, Probe, Ready, StepEnd
-from rankscope.capture.optimizer import OptimizerMeter
-from rankscope.capture.state.environment import PrecisionMeter
+from rankscope.evidence.environment.facts import PrecisionMeter
+from rankscope.evidence.environment.optimizer import OptimizerMeter
 
 
 class EnvironmentProbe(Probe):

@@ -12,11 +12,11 @@ import numpy as np
 
 from rankscope.bus.judge import Columns, Combiner, Message, fill
 from rankscope.bus.layout import Layout
-from rankscope.core.arrays import Floats
-from rankscope.core.audit import residuals_of_all
-from rankscope.core.measured import Measured, measured_of
-from rankscope.core.own_reduction import reduced_between, undo_factor
-from rankscope.core.step import MISSING_INT, MeasuredGradient
+from rankscope.bus.measured import Measured, measured_of
+from rankscope.bus.step import MISSING_INT, MeasuredGradient
+from rankscope.evidence.gradient.own_reduction import reduced_between, undo_factor
+from rankscope.stats.arrays import Floats
+from rankscope.stats.audit import residuals_of_all
 
 
 class MeasuredGradients(Combiner):

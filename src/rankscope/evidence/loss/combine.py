@@ -7,10 +7,10 @@ import numpy as np
 
 from rankscope.bus.judge import Columns, Combiner, Derived, Message, fill
 from rankscope.bus.layout import Layout
-from rankscope.core.arrays import Floats
-from rankscope.core.dispersion import mean_and_std, weighted_mean_and_sem
-from rankscope.core.step import GatheredStep
-from rankscope.core.weighting import follow_tokens, undo_common_scale
+from rankscope.bus.step import GatheredStep
+from rankscope.bus.weighting import follow_tokens, undo_common_scale
+from rankscope.stats.arrays import Floats
+from rankscope.stats.spread import mean_and_std, weighted_mean_and_sem
 
 
 class Losses(Combiner):

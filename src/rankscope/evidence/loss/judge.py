@@ -1,11 +1,11 @@
 """What judges losses: weighting, scale, values that are not finite, no gradient."""
 
 from rankscope.bus.checks import Check, CheckedRun
+from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.diagnose.evidence import Detector
-from rankscope.diagnose.loss_scale import LossScale
-from rankscope.diagnose.nonfinite import NoGradient, NonFinite
-from rankscope.diagnose.weighting import LEAST_STEPS, TokenWeighting
+from rankscope.evidence.loss.nonfinite import NoGradient, NonFinite
+from rankscope.evidence.loss.scale import LossScale
+from rankscope.evidence.loss.weighting import LEAST_STEPS, TokenWeighting
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.probe import Content, Evaluated, Job, Part, Probe, StepEnd
-from rankscope.capture.host import Numbers
-from rankscope.capture.loss import LossMeter, MicroBatchLoss, shifts_labels
+from rankscope.evidence.loss.meter import LossMeter, MicroBatchLoss, shifts_labels
+from rankscope.gradients.host import Numbers
 
 _DOUBLE = 8  # bytes
 _LEAST_SCALER = 1024.0

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from rankscope.bus.probe import Channel, Job, Probe, StepEnd
-from rankscope.capture.state.replicas import PendingPart, ReplicaMeter
 from rankscope.errors import RankscopeError
+from rankscope.evidence.mesh.meter import PendingPart, ReplicaMeter
 
 _log = logging.getLogger("rankscope")
 

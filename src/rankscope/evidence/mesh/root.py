@@ -8,10 +8,10 @@ import logging
 from collections.abc import Callable
 
 from rankscope.bus.director import DirectedRun, Director
-from rankscope.core.finding import Finding
-from rankscope.core.mesh_axes import AxisPart, compare_along
-from rankscope.core.packing import PackedError
-from rankscope.diagnose.mesh_axes import AxisVerdict
+from rankscope.bus.finding import Finding
+from rankscope.bus.packing import PackedError
+from rankscope.evidence.mesh.compare import AxisVerdict
+from rankscope.evidence.mesh.part import AxisPart, compare_along
 
 _log = logging.getLogger("rankscope")
 

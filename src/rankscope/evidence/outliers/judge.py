@@ -5,14 +5,14 @@ from functools import cache
 import numpy as np
 
 from rankscope.bus.checks import Check, CheckedRun
+from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.core.budget import OUTLIERS, alarm_level
-from rankscope.core.step import MAX_PAIRED_WORKERS
-from rankscope.diagnose.alike import AlikePairs
-from rankscope.diagnose.amounts import UnequalAmounts
-from rankscope.diagnose.evidence import Detector
-from rankscope.diagnose.outlier_parts import Part, total_signals
-from rankscope.diagnose.outliers import WorkerOutliers
+from rankscope.bus.step import MAX_PAIRED_WORKERS
+from rankscope.evidence.outliers.alike import AlikePairs
+from rankscope.evidence.outliers.amounts import UnequalAmounts
+from rankscope.evidence.outliers.outliers import WorkerOutliers
+from rankscope.evidence.outliers.parts import Part, total_signals
+from rankscope.stats.budget import OUTLIERS, alarm_level
 
 MOST_STEPS = 64
 """Steps that are tried at most to see how many the search for outliers needs."""

@@ -1,8 +1,8 @@
 """What judges random generators."""
 
+from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.diagnose.evidence import Detector
-from rankscope.diagnose.random import EqualRandom
+from rankscope.evidence.randomness.equal import EqualRandom
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

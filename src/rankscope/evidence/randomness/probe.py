@@ -1,8 +1,8 @@
 """Which random generators move in a step, and from which states."""
 
 from rankscope.bus.probe import Job, Part, Probe, Ready, StepEnd
-from rankscope.capture.state.private_rng import PrivateRandomMeter
-from rankscope.capture.state.rng import LoaderMeter, RandomMeter
+from rankscope.evidence.randomness.meter import LoaderMeter, RandomMeter
+from rankscope.evidence.randomness.private import PrivateRandomMeter
 
 
 class RandomnessProbe(Probe):

@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from rankscope.bus.judge import Derived
-from rankscope.core.step import GatheredStep, reduced_norm
+from rankscope.bus.step import GatheredStep, reduced_norm
 
 
 def derive(gathered: GatheredStep) -> Derived:

@@ -1,12 +1,12 @@
 """What judges reductions: their norms, their sketches, and accumulation before them."""
 
 from rankscope.bus.checks import Check, CheckedRun
+from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.diagnose import reduction
-from rankscope.diagnose.accumulation import AccumulationAudit, ChangedLater
-from rankscope.diagnose.audit import ReductionAudit
-from rankscope.diagnose.evidence import Detector
-from rankscope.diagnose.reduction import ReductionChecks
+from rankscope.evidence.reduction import checks as reduction
+from rankscope.evidence.reduction.accumulation import AccumulationAudit, ChangedLater
+from rankscope.evidence.reduction.audit import ReductionAudit
+from rankscope.evidence.reduction.checks import ReductionChecks
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

@@ -13,19 +13,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rankscope.bus.probe import Job, Probe, StepEnd
-from rankscope.capture.canary.batch import CanaryDeclined
-from rankscope.capture.canary.cost import is_out_of_memory
-from rankscope.capture.canary.engine import EngineModel
-from rankscope.capture.canary.micro_batch import MicroBatch
-from rankscope.capture.canary.reference import Held, ReferenceStep, WholeModel
-from rankscope.capture.canary.replay import in_short
-from rankscope.capture.canary.unsharded import ReplicatedModel, ShardedModel
-from rankscope.capture.taps.deepspeed import before_engine_step
-from rankscope.core.reference import Part
-from rankscope.core.step import MAX_PAIRED_WORKERS
+from rankscope.bus.step import MAX_PAIRED_WORKERS
+from rankscope.evidence.canary.batch import CanaryDeclined
+from rankscope.evidence.canary.cost import is_out_of_memory
+from rankscope.evidence.canary.replay import in_short
+from rankscope.evidence.reference.engine import EngineModel
+from rankscope.evidence.reference.micro_batch import MicroBatch
+from rankscope.evidence.reference.reference import Held, ReferenceStep, WholeModel
+from rankscope.evidence.reference.share import Part
+from rankscope.evidence.reference.unsharded import ReplicatedModel, ShardedModel
 from rankscope.private import lacking
-from rankscope.session.kinds import DEEPSPEED, FSDP2, REPLICATE
-from rankscope.session.wrapping import Wrapped, is_compiled
+from rankscope.wrappers.deepspeed import before_engine_step
+from rankscope.wrappers.find import Wrapped, is_compiled
+from rankscope.wrappers.kinds import DEEPSPEED, FSDP2, REPLICATE
 
 AGREE_SECONDS = 30.0
 """How long a rank waits for the others before they gather whole parameters together."""

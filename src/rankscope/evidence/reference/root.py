@@ -6,14 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import numpy as np
 
 from rankscope.bus.director import DirectedRun, Director, Request
-from rankscope.core.finding import Finding
-from rankscope.core.pace import PACE
-from rankscope.core.packing import PackedError
-from rankscope.core.plan import Plan
-from rankscope.core.reference import Part
-from rankscope.core.step import GatheredStep
-from rankscope.core.verification import Answer, verify
-from rankscope.diagnose.verification import declined, verified
+from rankscope.bus.finding import Finding
+from rankscope.bus.pace import PACE
+from rankscope.bus.packing import PackedError
+from rankscope.bus.plan import Plan
+from rankscope.bus.step import GatheredStep
+from rankscope.evidence.reference.share import Part
+from rankscope.evidence.reference.verify import Answer, verify
+from rankscope.evidence.reference.words import declined, verified
 
 _log = logging.getLogger("rankscope")
 

@@ -1,8 +1,8 @@
 """What judges rollouts: engines that differ, or are far from the trainer."""
 
+from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.diagnose.evidence import Detector
-from rankscope.diagnose.rollouts import DifferentRollouts, GrossRollouts
+from rankscope.evidence.rollouts.gaps import DifferentRollouts, GrossRollouts
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

@@ -1,7 +1,7 @@
 """The gap between trainer and rollout log-probabilities, as the training gives them."""
 
 from rankscope.bus.probe import Job, Pending, Probe, StepEnd
-from rankscope.capture.rollouts import RolloutMeter
+from rankscope.evidence.rollouts.meter import RolloutMeter
 
 
 class RolloutProbe(Probe):

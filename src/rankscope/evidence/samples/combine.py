@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 from rankscope.bus.judge import Columns, Combiner, Derived, Message
 from rankscope.bus.layout import Layout
-from rankscope.core.arrays import Ints
-from rankscope.core.step import MISSING_INT, GatheredStep
+from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.stats.arrays import Ints
 
 
 class Samples(Combiner):

@@ -1,14 +1,14 @@
 """What judges samples: duplicates, overlaps, order, resumption."""
 
 from rankscope.bus.checks import Check, CheckedRun
+from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.diagnose.duplicates import DuplicateBatches
-from rankscope.diagnose.epochs import RepeatedOrder
-from rankscope.diagnose.evidence import Detector
-from rankscope.diagnose.micro_batches import MicroBatches
-from rankscope.diagnose.overlap import OverlappingShards
-from rankscope.diagnose.repeats import FilledBatches, RepeatedBatches
-from rankscope.diagnose.resume import ResumeMismatch
+from rankscope.evidence.samples.duplicates import DuplicateBatches
+from rankscope.evidence.samples.epochs import RepeatedOrder
+from rankscope.evidence.samples.micro_batches import MicroBatches
+from rankscope.evidence.samples.overlap import OverlappingShards
+from rankscope.evidence.samples.repeats import FilledBatches, RepeatedBatches
+from rankscope.evidence.samples.resume import ResumeMismatch
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.probe import Job, Part, Probe, StepEnd
-from rankscope.capture.host import Numbers
-from rankscope.capture.lengths import LengthMeter, Lengths
-from rankscope.capture.samples import SampleMeter
-from rankscope.core.arrays import Ints
+from rankscope.evidence.samples.lengths import LengthMeter, Lengths
+from rankscope.evidence.samples.meter import SampleMeter
+from rankscope.gradients.host import Numbers
+from rankscope.stats.arrays import Ints
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ import numpy as np
 
 from rankscope.bus.judge import Columns, Combiner, Message
 from rankscope.bus.layout import Layout
-from rankscope.core.arrays import Ints
-from rankscope.core.replicas import (
+from rankscope.bus.replicas import (
     TRACE_WIDTH,
     StateDifference,
     StateDigests,
@@ -18,7 +17,8 @@ from rankscope.core.replicas import (
     Trace,
     differences,
 )
-from rankscope.core.roles import Stillness, changed_gradients, resting, role_differences
+from rankscope.evidence.state.roles import Stillness, changed_gradients, resting, role_differences
+from rankscope.stats.arrays import Ints
 
 _Kinds = tuple[StateKind, ...]
 _Named = tuple[_Kinds, tuple[str, ...]]

@@ -1,10 +1,10 @@
 """What judges state: digests that should agree, and parameters that never change."""
 
 from rankscope.bus.checks import Check, CheckedRun
+from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.diagnose.evidence import Detector
-from rankscope.diagnose.learning import NotUpdated
-from rankscope.diagnose.unequal import UnequalState
+from rankscope.evidence.state.learning import NotUpdated
+from rankscope.evidence.state.unequal import UnequalState
 
 STATE_STEPS = 64
 """Steps in which the digests have gone through parameters, buffers and optimizer state."""

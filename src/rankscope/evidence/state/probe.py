@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rankscope.bus.probe import Job, Part, Pending, Probe, StepEnd
-from rankscope.capture.state.meter import StateMeter
-from rankscope.capture.state.trace import PendingTrace, TraceMeter
-from rankscope.capture.state.turn import PendingState
-from rankscope.capture.taps.fsdp2_lasting import LastingParameters
-from rankscope.core.replicas import Trace
-from rankscope.session.kinds import FSDP2, MEGATRON
+from rankscope.bus.replicas import Trace
+from rankscope.evidence.state.meter import StateMeter
+from rankscope.evidence.state.trace import PendingTrace, TraceMeter
+from rankscope.evidence.state.turn import PendingState
+from rankscope.wrappers.fsdp2_lasting import LastingParameters
+from rankscope.wrappers.kinds import FSDP2, MEGATRON
 
 
 class KnownNames:

@@ -1,9 +1,9 @@
 """What judges times: who keeps the others waiting."""
 
 from rankscope.bus.checks import Check, CheckedRun
+from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.diagnose.evidence import Detector
-from rankscope.diagnose.stragglers import WARM_UP, WINDOW, Stragglers
+from rankscope.evidence.timing.stragglers import WARM_UP, WINDOW, Stragglers
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

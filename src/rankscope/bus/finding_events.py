@@ -1,0 +1,103 @@
+"""What an update of a finding means to whoever reads it: the one place that decides what is news.
+
+Detectors update a finding often. The record takes every update that is an event at all; the log,
+the user's function and the sinks only those that are news.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rankscope.bus.finding import Finding, Severity
+
+
+class FindingEvent(StrEnum):
+    """What an update changes about a finding."""
+
+    OPENED = "opened"
+    """It is there, for the first time or again."""
+    WORSE = "got worse"
+    """It is more severe than ever since it opened."""
+    CLOSED = "closed"
+    """It has healed."""
+    CHANGED = "changed"
+    """Its cause, ranks or groups are others, or it is less severe."""
+    GREW = "grew"
+    """Its evidence has doubled since the last event."""
+
+    @property
+    def is_news(self) -> bool:
+        """Whether its reader is told at once."""
+        return self in (FindingEvent.OPENED, FindingEvent.WORSE, FindingEvent.CLOSED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reported:
+    """A finding at its last event, the worst since it opened, and how much of it there was."""
+
+    finding: Finding
+    worst: Severity
+    count: int
+
+
+class FindingEvents:
+    """Follows findings from event to event.
+
+    Args:
+        known: Findings that were reported before, in an earlier run that this one continues.
+        severity: Findings that never were this bad do not open.
+
+    Example:
+        >>> copies = Finding("copies", "data", Severity.WARNING, (0, 2), 5, 8, "So.", "Look.")
+        >>> events = FindingEvents()
+        >>> events.of(copies, count=3), events.of(copies, count=5), events.of(copies, count=6)
+        (<FindingEvent.OPENED: 'opened'>, None, <FindingEvent.GREW: 'grew'>)
+    """
+
+    def __init__(self, known: Iterable[Finding] = (), severity: Severity = Severity.NOTE) -> None:
+        self._severity = severity
+        self._reported = {f.id: _Reported(f, f.severity, 0) for f in known}
+
+    @property
+    def reported(self) -> list[tuple[Finding, int]]:
+        """All findings as they were at their last event, and how much of each there was."""
+        return [(each.finding, each.count) for each in self._reported.values()]
+
+    def of(self, finding: Finding, count: int = 0) -> FindingEvent | None:
+        """Take an update; return what it changes, None for nothing but numbers.
+
+        Args:
+            finding: The finding as it is now.
+            count: How much of it there is; 0 where that is unknown.
+        """
+        before = self._reported.get(finding.id)
+        event = self._event(finding, before, count)
+        if event is not None:
+            was_open = before is not None and before.finding.status == "open"
+            worst = max(finding.severity, before.worst if before and was_open else finding.severity)
+            self._reported[finding.id] = _Reported(finding, worst, count)
+        return event
+
+    def note(self, finding: Finding, count: int) -> None:
+        """Take a finding as reported, whatever has changed about it."""
+        self._reported[finding.id] = _Reported(finding, finding.severity, count)
+
+    def _event(self, finding: Finding, before: _Reported | None, count: int) -> FindingEvent | None:
+        was_open = before is not None and before.finding.status == "open"
+        was_bad = was_open and before is not None and before.worst >= self._severity
+        if finding.status != "open":
+            if was_bad:
+                return FindingEvent.CLOSED
+        elif finding.severity >= self._severity:
+            if not was_bad:
+                return FindingEvent.OPENED
+            if before is not None and finding.severity > before.worst:
+                return FindingEvent.WORSE
+        if before is None or _character(finding) != _character(before.finding):
+            return FindingEvent.CHANGED
+        return FindingEvent.GREW if count and count >= 2 * before.count else None
+
+
+def _character(finding: Finding) -> tuple[object, ...]:
+    """Return what no update changes without an event."""
+    return finding.status, finding.cause, finding.severity, finding.ranks, finding.groups

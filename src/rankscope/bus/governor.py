@@ -1,0 +1,292 @@
+"""The overhead governor: measure gradients as often as a budget allows, all workers alike.
+
+Cost model, per step, of the slowest worker: a step that is not observed costs b seconds, an
+observed one c; a step without the monitor takes T. With gradients measured every m-th step the
+monitor adds (b + (c − b)/m)/T to the training. The governor wants the smallest m that keeps this
+within the budget, among ``every``, 2·``every``, 4·``every``, … up to 1,024. When b alone exceeds
+the budget, it keeps (c − b)/m within it: gradients are not given up for a budget that this would
+not meet.
+
+The first ``always`` steps of a run are measured as the user wants, whatever that costs: what is
+wrong from the start is found in them.
+
+It is a pure function of the steps that it is shown: no clock, no randomness. It runs at the root
+alone; each decision travels to the workers with the step that it holds from, and waits there in
+:class:`Intervals`. Overhead is what the workers' training threads felt, and nothing else.
+"""
+
+import statistics
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rankscope.bus.pace import PACE
+from rankscope.stats.arrays import Floats
+
+LAG = PACE.lag
+"""Steps from the newest step known to the root to the first one that a decision holds for.
+
+Steps are gathered beside the training: when one is known, training is some steps further on, and a
+little further on one worker than on another. Had a decision effect at once, some workers would
+measure a step and others not. A worker that learns of it more than 16 steps late merely makes for
+steps that do not count as observed.
+"""
+
+ALWAYS = PACE.governed_after
+"""Steps at the beginning of a run that no budget thins out."""
+
+MAX_INTERVAL = PACE.widest_interval
+
+_FIRST_IGNORED = 3  # of each kind: they compile kernels and allocate memory
+_FAST, _SLOW = 8, 32  # samples that a decision to widen, or to narrow, rests on
+_FEWEST = 4
+_PATIENCE, _MOST_PATIENCE = (
+    PACE.governor_patience,
+    128,
+)  # observed steps between a decision and narrowing
+_ROOM = 0.8  # of the budget: what a narrower interval may be expected to cost
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A change of the sampling interval.
+
+    Attributes:
+        decided_at: The step that it rests on.
+        first_step: The first step that it holds for.
+        interval_before: Interval until then.
+        interval: Interval from then on.
+        overhead_before: What the monitor cost until then, as a share of the step's own time.
+        overhead_expected: What it will cost.
+        budget: What it may cost.
+    """
+
+    decided_at: int
+    first_step: int
+    interval_before: int
+    interval: int
+    overhead_before: float
+    overhead_expected: float
+    budget: float
+
+    def __str__(self) -> str:
+        text = (
+            f"from step {self.first_step} on gradients are measured every {self.interval} steps "
+            f"instead of every {self.interval_before}: so far the monitor took "
+            f"{self.overhead_before:.2%} of the training's time, now {self.overhead_expected:.2%} "
+            f"are expected; the budget is {self.budget:.2%}"
+        )
+        if self.overhead_expected > self.budget:
+            text += ", which measuring gradients less often cannot meet"
+        return text
+
+
+@dataclass(frozen=True, slots=True)
+class _Cost:
+    """Typical seconds per step: observed or not, and without the monitor."""
+
+    observed: float
+    unobserved: float
+    plain: float
+
+    def share(self, interval: int) -> float:
+        """Return what the monitor adds to the training's time with this interval."""
+        unobserved = min(self.unobserved, self.observed)
+        return (unobserved + (self.observed - unobserved) / interval) / self.plain
+
+    def governed_share(self, interval: int, budget: float) -> float:
+        """Return the share to hold against the budget: what measuring less often can change.
+
+        That is the whole, unless steps that are not observed cost more than the budget by
+        themselves. Then it is what gradients add to them: to give these up as well would save
+        next to nothing.
+        """
+        floor = min(self.unobserved, self.observed) / self.plain
+        return self.share(interval) - (floor if floor > budget else 0.0)
+
+
+class Intervals:
+    """Which steps are measured: what a worker knows of the governor's decisions.
+
+    Args:
+        every: The interval until the first decision.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._changes: list[tuple[int, int]] = [(0, every)]
+
+    def interval_at(self, step: int) -> int:
+        """Return the interval in force: a step is observed when it is a multiple of it."""
+        for first_step, interval in reversed(self._changes):
+            if first_step <= step:
+                return interval
+        return self._changes[0][1]
+
+    def add(self, first_step: int, interval: int) -> None:
+        """Take a decision, in the order in which they were made.
+
+        Args:
+            first_step: The first step that it holds for.
+            interval: The interval from then on.
+        """
+        self._changes = [*self._changes[-1:], (first_step, interval)]
+
+
+class Governor:
+    """Decides in which steps gradients are measured.
+
+    Args:
+        budget: Largest share of the training's own time that the monitor may add, say 0.01; None
+            to leave the interval alone.
+        every: The user's interval; the governor only widens it.
+        always: It does not widen it in the steps before this one.
+    """
+
+    def __init__(self, budget: float | None, every: int, always: int = ALWAYS) -> None:
+        self._budget = budget
+        self._every = every
+        self._always = always
+        self._observed: deque[float] = deque(maxlen=_SLOW)
+        self._unobserved: deque[float] = deque(maxlen=_SLOW)
+        self._plain: deque[float] = deque(maxlen=_SLOW)
+        self._num_seen = {True: 0, False: 0}
+        self._since_decision = 0
+        self._patience = _PATIENCE
+        self._decisions: list[Decision] = []
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """All changes so far, in order."""
+        return tuple(self._decisions)
+
+    def interval_at(self, step: int) -> int:
+        """Return the interval in force: a step is observed when it is a multiple of it.
+
+        The answer for a step is final once the step ``LAG`` before it has been shown.
+        """
+        for decision in reversed(self._decisions):
+            if decision.first_step <= step:
+                return decision.interval
+        return self._every
+
+    def observe(
+        self,
+        step: int,
+        observed: bool,
+        overhead_seconds_W: Floats,
+        step_seconds_W: Floats,
+        newest: int | None = None,
+    ) -> Decision | None:
+        """Take note of a step; all steps are shown, in order.
+
+        Args:
+            step: Its number.
+            observed: Whether gradients were measured in it.
+            overhead_seconds_W: Time that the monitor took from each worker's training thread;
+                one number will do, their maximum. Values that are not finite are left out.
+            step_seconds_W: Wall time of the step on each worker, or their maximum.
+            newest: The newest step that any worker is known to have ended; None if it is this one.
+
+        Returns:
+            The decision that this step led to, if any.
+        """
+        overhead, seconds = _largest(overhead_seconds_W), _largest(step_seconds_W)
+        self._num_seen[observed] += 1
+        if overhead is None or self._num_seen[observed] <= _FIRST_IGNORED:
+            return None
+        (self._observed if observed else self._unobserved).append(overhead)
+        if seconds is not None and seconds > overhead:
+            self._plain.append(seconds - overhead)
+        self._since_decision += observed
+        newest = step if newest is None else max(step, newest)
+        ready = observed and newest + LAG >= self._always
+        return self._decide(step, newest) if ready else None
+
+    def summary(self) -> dict[str, Any]:
+        """Return what it did and why, for the record: JSON, with None for what is not known."""
+        cost = self._cost(_SLOW)
+        interval = self._decisions[-1].interval if self._decisions else self._every
+        overhead = None if cost is None else cost.share(interval)
+        return {
+            "budget": self._budget,
+            "every": self._every,
+            "interval": interval,
+            "overhead": overhead,
+            "overhead_without_governor": None if cost is None else cost.share(self._every),
+            "observed_step_seconds": None if cost is None else cost.observed,
+            "unobserved_step_seconds": None if cost is None else cost.unobserved,
+            "plain_step_seconds": None if cost is None else cost.plain,
+            "within_budget": None
+            if overhead is None or self._budget is None
+            else overhead <= self._budget,
+            "changes": [
+                {
+                    "first_step": decision.first_step,
+                    "interval": decision.interval,
+                    "overhead_before": decision.overhead_before,
+                    "overhead_expected": decision.overhead_expected,
+                }
+                for decision in self._decisions
+            ],
+        }
+
+    def _decide(self, step: int, newest: int) -> Decision | None:
+        last = self._decisions[-1] if self._decisions else None
+        pending = last is not None and step < last.first_step
+        recent = None if self._budget is None or pending else self._cost(_FAST)
+        if self._budget is None or recent is None:
+            return None
+        now = self.interval_at(step)
+        if recent.governed_share(now, self._budget) > self._budget:
+            return self._change(step, newest, self._smallest(recent, self._budget), recent)
+        if self._since_decision < self._patience or now == self._every:
+            return None
+        lasting = self._cost(_SLOW)
+        if lasting is None:
+            return None
+        shares = [cost.governed_share(now // 2, self._budget) for cost in (lasting, recent)]
+        if max(shares) <= _ROOM * self._budget:
+            return self._change(step, newest, now // 2, lasting)
+        return None
+
+    def _change(self, step: int, newest: int, interval: int, cost: _Cost) -> Decision | None:
+        """Note a decision; one to widen that undoes one to narrow makes for more patience."""
+        assert self._budget is not None
+        now = self.interval_at(step)
+        if interval == now:
+            return None  # the widest already
+        last = self._decisions[-1] if self._decisions else None
+        if interval > now and last is not None and last.interval < last.interval_before:
+            self._patience = min(2 * self._patience, _MOST_PATIENCE)
+        self._since_decision = 0
+        before, expected = cost.share(now), cost.share(interval)
+        first = newest + LAG
+        decision = Decision(step, first, now, interval, before, expected, self._budget)
+        self._decisions.append(decision)
+        return decision
+
+    def _smallest(self, cost: _Cost, budget: float) -> int:
+        interval = self._every
+        while cost.governed_share(interval, budget) > budget and 2 * interval <= MAX_INTERVAL:
+            interval *= 2
+        return interval
+
+    def _cost(self, num_samples: int) -> _Cost | None:
+        if len(self._observed) < _FEWEST or len(self._plain) < _FEWEST:
+            return None
+        return _Cost(
+            _typical(self._observed, num_samples),
+            _typical(self._unobserved, num_samples) if self._unobserved else 0.0,
+            _typical(self._plain, _SLOW),
+        )
+
+
+def _typical(samples: deque[float], num_samples: int) -> float:
+    return statistics.median(list(samples)[-num_samples:])
+
+
+def _largest(values: Floats) -> float | None:
+    finite = values[np.isfinite(values)]
+    return float(finite.max()) if finite.size else None

@@ -1,0 +1,232 @@
+"""Named groups of parameters: by default one per transformer block, the embedding and the head.
+
+A group is cut into sections, which are audited one by one, because a changed element drowns in a
+long vector: the error of a reduction is told relative to the norm of what is compared, and grows
+with its size. So a section has at most 10 M elements; a parameter that is larger than what is left
+of a section is split by element ranges.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from rankscope.errors import UsageError
+from rankscope.stats.arrays import Ints
+
+MAX_GROUPS = 128
+"""More groups than these are merged with their neighbours: each costs 1 kB a step and worker."""
+
+GroupsOption = Literal["blocks", "none"] | Callable[[str], str] | Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Which parameter belongs to which group.
+
+    Attributes:
+        names: Name of each group ``[G]``, in the order in which the model declares them.
+        index_of: Group index by parameter name.
+    """
+
+    names: tuple[str, ...]
+    index_of: Mapping[str, int]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+def group_parameters(parameters: Iterable[str], option: GroupsOption = "blocks") -> Groups:
+    """Assign parameters to groups.
+
+    Args:
+        parameters: Parameter names, in the model's order.
+        option: ``"blocks"``: the name up to and including its first number, so
+            ``model.layers.3.mlp.up.weight`` belongs to ``model.layers.3``; without a number, the
+            module that holds the parameter. ``"none"``: all in one group. Or a function from
+            parameter name to group name, or a mapping from name prefixes to group names (the
+            longest prefix wins; parameters without one form the group ``other``).
+
+    Returns:
+        At most ``MAX_GROUPS`` groups; beyond, neighbours are merged and named after their first
+        and last.
+
+    Raises:
+        UsageError: ``option`` is none of these.
+
+    Example:
+        >>> group_parameters(["embed.weight", "layers.0.up", "layers.0.down", "layers.1.up"]).names
+        ('embed', 'layers.0', 'layers.1')
+    """
+    name_of = _naming(option)
+    group_of = {parameter: name_of(parameter) for parameter in parameters}
+    names = tuple(dict.fromkeys(group_of.values()))
+    size = -(-len(names) // MAX_GROUPS)
+    merged = tuple(_span(names[first : first + size]) for first in range(0, len(names), size or 1))
+    position = {name: index // max(size, 1) for index, name in enumerate(names)}
+    return Groups(merged, {parameter: position[name] for parameter, name in group_of.items()})
+
+
+def block_of(parameter: str) -> str:
+    """Return the default group of a parameter name."""
+    parts = parameter.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return ".".join(parts[:-1]) or parameter
+
+
+def _naming(option: GroupsOption) -> Callable[[str], str]:
+    if option == "blocks":
+        return block_of
+    if option == "none":
+        return lambda parameter: "all"
+    if isinstance(option, Mapping):
+        prefixes = sorted(option, key=len, reverse=True)
+        return lambda parameter: next(
+            (option[prefix] for prefix in prefixes if parameter.startswith(prefix)), "other"
+        )
+    if callable(option):
+        return lambda parameter: str(option(parameter))
+    raise UsageError(
+        f"groups must be 'blocks', 'none', a function or a mapping of prefixes, got {option!r}"
+    )
+
+
+def _span(names: tuple[str, ...]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
+
+
+SECTION_ELEMENTS = 10_000_000
+"""Elements in a section, at most."""
+
+MAX_SECTIONS = 1024
+"""More sections than these would cost too much to send: then each is larger than it should be."""
+
+_ALIGNED = 64  # a range begins at a multiple of this, where sections are long enough
+
+
+class Range(NamedTuple):
+    """Consecutive elements of a parameter, all in one section."""
+
+    section: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """Which elements belong to which section.
+
+    Attributes:
+        groups: Names of the groups ``[G]``.
+        group_of: Index of the group of each section ``[S]``; ascending, and every group has one.
+        sizes: Elements in each section ``[S]``.
+        ranges: By parameter, the ranges that make it up, in order.
+    """
+
+    groups: tuple[str, ...]
+    group_of: tuple[int, ...]
+    sizes: tuple[int, ...]
+    ranges: Mapping[str, tuple[Range, ...]]
+
+    def __len__(self) -> int:
+        return len(self.group_of)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Name of each section ``[S]``: that of its group, and which part of it."""
+        counts = self.counts
+        return tuple(
+            self.groups[group] + (f" ({part + 1} of {counts[group]})" if counts[group] > 1 else "")
+            for group, sections in groupby(self.group_of)
+            for part, _ in enumerate(sections)
+        )
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many sections each group has ``[G]``."""
+        return tuple(len(list(sections)) for _, sections in groupby(self.group_of))
+
+    @property
+    def firsts(self) -> Ints:
+        """The first section of each group, by index ``[G]``."""
+        return np.searchsorted(self.group_of, np.arange(len(self.groups))).astype(np.int64)
+
+
+def cut_sections(
+    sizes: Mapping[str, int],
+    groups: Groups,
+    *,
+    section_elements: int = SECTION_ELEMENTS,
+    max_sections: int = MAX_SECTIONS,
+) -> Sections:
+    """Cut each group into as few sections as possible, of nearly equal sizes.
+
+    Args:
+        sizes: Elements of each parameter, in the model's order.
+        groups: Which parameter belongs to which group.
+        section_elements: Elements in a section, at most. Where that makes more than
+            ``max_sections`` sections, it is doubled until it does not (a single section for each
+            group is always allowed).
+        max_sections: Sections of the whole model, at most.
+
+    Example:
+        >>> groups = Groups(("a", "b"), {"a.x": 0, "a.y": 0, "b.z": 1})
+        >>> cut = cut_sections({"a.x": 3, "a.y": 5, "b.z": 2}, groups, section_elements=4)
+        >>> cut.names, cut.ranges["a.y"]
+        (('a (1 of 2)', 'a (2 of 2)', 'b'), (Range(section=0, start=0, stop=1), \
+Range(section=1, start=1, stop=5)))
+    """
+    totals = [0] * len(groups)
+    for name, size in sizes.items():
+        totals[groups.index_of[name]] += size
+    aligned = _ALIGNED if section_elements >= _ALIGNED**2 else 1
+    largest = section_elements - (aligned - 1)  # what is cut off at the end goes to the next one
+    while True:
+        counts = [max(1, -(-total // largest)) for total in totals]
+        if sum(counts) <= max(max_sections, len(groups)):
+            break
+        largest *= 2
+    first, group_of = 0, list[int]()
+    ranges: dict[str, tuple[Range, ...]] = {}
+    for group, (total, count) in enumerate(zip(totals, counts, strict=True)):
+        members = {n: s for n, s in sizes.items() if groups.index_of[n] == group}
+        ends = [(part + 1) * total // count for part in range(count)]
+        ranges |= _cut(members, ends, first, aligned)
+        group_of += [group] * count
+        first += count
+    lengths = [0] * first
+    for name in sizes:
+        for piece in ranges[name]:
+            lengths[piece.section] += piece.stop - piece.start
+    return Sections(groups.names, tuple(group_of), tuple(lengths), ranges)
+
+
+def _cut(
+    sizes: Mapping[str, int], ends: list[int], first: int, aligned: int
+) -> dict[str, tuple[Range, ...]]:
+    """Cut the parameters of one group where its sections end.
+
+    Args:
+        sizes: Elements of each parameter of the group.
+        ends: Where each section ends, in elements of the group.
+        first: Number of the group's first section.
+        aligned: Parameters are cut at multiples of this, below where sections end.
+    """
+    begin, part = 0, 0
+    ranges = {}
+    for name, size in sizes.items():
+        pieces, at = [], 0
+        while ends[part] < begin + size and part + 1 < len(ends):
+            cut = max(at, (ends[part] - begin) // aligned * aligned)
+            if cut > at:
+                pieces.append(Range(first + part, at, cut))
+            at, part = cut, part + 1
+        if at < size or not pieces:
+            pieces.append(Range(first + part, at, size))
+        ranges[name] = tuple(pieces)
+        begin += size
+    return ranges

@@ -1,0 +1,85 @@
+"""How late in a run what it does by itself comes due.
+
+``RANKSCOPE_EAGER=1`` brings all of it into the first thirty steps, and canaries and reference steps
+into the first four, for tests: what goes wrong only later would otherwise be met by users alone.
+Numbers of steps that a statistic needs to be certain stay as they are. So do times that something
+is waited for.
+"""
+
+import os
+from dataclasses import dataclass
+
+VARIABLE = "RANKSCOPE_EAGER"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """Steps and seconds, each explained where it is used.
+
+    Attributes:
+        lag: :data:`rankscope.bus.governor.LAG`.
+        first_kept: Steps until the batches of a run's first canary are kept.
+        lead: Steps that a training may be ahead of what the root has judged; None for any.
+        governed_after: :data:`rankscope.bus.governor.ALWAYS`.
+        widest_interval: :data:`rankscope.bus.governor.MAX_INTERVAL`.
+        governor_patience: Observed steps between a decision and a narrower interval.
+        canary_spacing: :data:`rankscope.evidence.canary.schedule.SPACING`.
+        canary_retry: :data:`rankscope.evidence.canary.schedule.RETRY_AFTER`.
+        canary_share: :data:`rankscope.evidence.canary.schedule.SHARE`.
+        references: Steps of a session whose gradient is computed again, though nobody asks.
+        state_in_turn: Steps that have a turn of the state each.
+        state_spacing: :data:`rankscope.session.instruments.STATE_SPACING`.
+        later_look: The second of :data:`rankscope.evidence.state.roles.FIRST_LOOKS`.
+        look_every: :data:`rankscope.evidence.state.roles.LOOK_EVERY`.
+        flags_every: :data:`rankscope.evidence.environment.facts.FLAGS_EVERY`.
+        rolled_up: :data:`rankscope.record.rollup_values.LEVELS`.
+        part_bytes: :data:`rankscope.record.writer.PART_BYTES`.
+        most_flush_seconds: What is left of a longer ``flush_seconds``.
+        sent_seconds: From one look for changed files to the next, for an object store.
+    """
+
+    lag: int = 16
+    first_kept: int = 16
+    lead: int | None = None
+    governed_after: int = 300
+    widest_interval: int = 1024
+    governor_patience: int = 16
+    canary_spacing: int = 200
+    canary_retry: int = 64
+    canary_share: float = 0.002
+    references: tuple[int, ...] = ()
+    state_in_turn: int = 32
+    state_spacing: int = 8
+    later_look: int = 32
+    look_every: int = 1024
+    flags_every: int = 16
+    rolled_up: tuple[int, int] = (64, 512)
+    part_bytes: int = 16 * 2**20
+    most_flush_seconds: float = float("inf")
+    sent_seconds: float = 30.0
+
+
+EAGER = Pace(
+    lag=2,
+    first_kept=1,
+    lead=2,
+    governed_after=12,
+    widest_interval=2,
+    governor_patience=4,
+    canary_spacing=8,
+    canary_retry=8,
+    canary_share=1e6,
+    references=(2, 3, 20),
+    state_in_turn=8,
+    state_spacing=2,
+    later_look=3,
+    look_every=16,
+    flags_every=4,
+    rolled_up=(8, 24),
+    part_bytes=2**14,
+    most_flush_seconds=0.0,
+    sent_seconds=0.5,
+)
+
+PACE = EAGER if os.environ.get(VARIABLE, "0") not in ("", "0") else Pace()
+"""The pace of this process; all ranks of a run have the same, see ``session/opening.py``."""

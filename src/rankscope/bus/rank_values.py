@@ -1,0 +1,41 @@
+"""Who has which value: the words for values that should agree."""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.replicas import majority
+from rankscope.bus.words import name_ranks
+
+_T = TypeVar("_T", bound=Hashable)
+
+_MOST_GROUPS = 4
+
+
+def known_values(values_W: NDArray[Any], known_W: NDArray[np.bool_]) -> list[Any]:
+    """Return values of the workers as a list, None where one is unknown."""
+    return [v if known else None for v, known in zip(values_W.tolist(), known_W, strict=True)]
+
+
+def name_values(values: Sequence[_T | None], word: Callable[[_T], str] = str) -> str:
+    """Return who has what: ``0.3 on rank 3, 0.1 on the others``.
+
+    Args:
+        values: One per rank; None where it is unknown.
+        word: Turns a value into words.
+    """
+    ranks: dict[_T, list[int]] = {}
+    for rank, value in enumerate(values):
+        if value is not None:
+            ranks.setdefault(value, []).append(rank)
+    common = majority(Counter({value: len(own) for value, own in ranks.items()}))
+    rest = [value for value in ranks if value != common]
+    parts = [f"{word(value)} on {name_ranks(ranks[value])}" for value in rest[:_MOST_GROUPS]]
+    if len(rest) > _MOST_GROUPS:
+        parts.append(f"other values on {len(rest) - _MOST_GROUPS} more")
+    if common is not None:
+        parts.append(f"{word(common)} on the others")
+    return ", ".join(parts)

@@ -1,0 +1,228 @@
+"""What should be equal on several workers, compared by digests.
+
+Under DDP every worker holds all parameters, buffers and optimizer state; with HSDP, the workers of
+equal shards do. Their bits stay equal for as long as all apply the same gradients. So a single
+difference is exact evidence, and its place in the model tells where to look.
+"""
+
+import functools
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.stats.arrays import Ints, digest_of
+
+if TYPE_CHECKING:
+    from array import array
+
+Bools = NDArray[np.bool_]
+_T = TypeVar("_T")
+
+RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+"""What torch calls the buffers of a normalisation over batches."""
+
+MAX_TOLD = 4
+"""Differences of one kind that are told of a step: one is enough to prove the fault."""
+
+
+class StateKind(StrEnum):
+    """What is compared."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    OPTIMIZER = "optimizer"
+    """All state that the optimizer keeps for a parameter."""
+    REDUCED = "reduced"
+    """The gradient right after the reduction."""
+    APPLIED = "applied"
+    """The gradient when ``optimizer.step`` was called."""
+    STATISTICS = "statistics"
+    """Running statistics after a step, until DDP broadcasts rank 0's before the next one."""
+    BROADCAST = "broadcast"
+    """The same right after it has."""
+    ROLE = "role"
+    """How a parameter takes part in the training, see :mod:`rankscope.evidence.state.roles`."""
+    LEFT_OUT = "left-out"
+    """A parameter that is trained, and whose gradient is not reduced."""
+    CHANGED = "changed"
+    """A gradient that was scaled otherwise than most between the reduction and the optimizer."""
+    RESTING = "resting"
+    """A parameter that has a gradient and does not change, while others do."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateDigests:
+    """One worker's digests of what was to be compared in one step. D items.
+
+    Attributes:
+        kinds: What each item is.
+        names: Its name in the model.
+        digests_D: Digest of its bits, int64 ``[D]``.
+        unchanged_D: For reduced gradients: whether the reduction left the bits of the local
+            gradient as they were.
+    """
+
+    kinds: tuple[StateKind, ...] = ()
+    names: tuple[str, ...] = ()
+    digests_D: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    unchanged_D: Bools = field(default_factory=lambda: np.empty(0, bool))
+
+    @property
+    def items(self) -> int:
+        """A 63-bit digest of kinds and names, equal on workers whose items are the same."""
+        return _digest_of_items(self.kinds, self.names)
+
+    def of_kind(self, kind: StateKind) -> int | None:
+        """Return one digest of all items of a kind, None without any."""
+        chosen = [digest for k, digest in zip(self.kinds, self.digests_D, strict=True) if k is kind]
+        return digest_of_digests(np.array(chosen, np.int64)) if chosen else None
+
+
+@dataclass(frozen=True, slots=True)
+class StateDifference:
+    """Something that is not equal on workers that should hold the same.
+
+    Attributes:
+        kind: What it is.
+        name: Its name in the model.
+        digests_W: Digest of its bits on every worker, int64 ``[W]``.
+        unchanged_W: For a reduced gradient: whether the reduction left the local gradient's bits
+            as they were, bool ``[W]``.
+    """
+
+    kind: StateKind
+    name: str
+    digests_W: Ints
+    unchanged_W: Bools
+
+    def odd_ones_out(self, replicas_W: Ints) -> tuple[int, ...]:
+        """Return the workers that differ from most of those that should hold the same.
+
+        Args:
+            replicas_W: Workers with equal numbers should hold the same.
+
+        Returns:
+            Ranks in order; all workers concerned where no majority agrees.
+        """
+        odd = [
+            ranks[index]
+            for ranks in _classes(self.kind, replicas_W)
+            for index in odd_ranks(self.digests_W[ranks].tolist())
+        ]
+        return tuple(sorted(odd))
+
+
+def odd_ranks(values: Sequence[Hashable | None]) -> tuple[int, ...]:
+    """Return the ranks whose value is not that of most; all known ones where no majority agrees.
+
+    Args:
+        values: One per rank; None where it is unknown, which is no difference.
+
+    Returns:
+        Ranks in order; nothing when all known values agree.
+
+    Example:
+        >>> odd_ranks([7, 7, 9, None]), odd_ranks([7, 7, 9, 9]), odd_ranks([7, 7])
+        ((2,), (0, 1, 2, 3), ())
+    """
+    known = [rank for rank, value in enumerate(values) if value is not None]
+    counts = Counter(values[rank] for rank in known)
+    if len(counts) < 2:
+        return ()
+    common = majority(counts)
+    return tuple(rank for rank in known if common is None or values[rank] != common)
+
+
+def majority(counts: "Counter[_T]") -> _T | None:
+    """Return the value that more than half of all have, None without one."""
+    if not counts:
+        return None
+    value, most = counts.most_common(1)[0]
+    return value if 2 * most > counts.total() else None
+
+
+def digest_of_digests(digests_D: "Ints | NDArray[np.uint64] | array[int]") -> int:
+    """Return one 63-bit digest of several digests of 64 bits, in order."""
+    return digest_of(digests_D.tobytes())
+
+
+def differences(
+    own: StateDigests, digests_WD: Ints, unchanged_WD: Bools, replicas_W: Ints
+) -> tuple[StateDifference, ...]:
+    """Return what differs between workers that should hold the same.
+
+    Args:
+        own: One worker's items, which name those of all.
+        digests_WD: Everybody's digests.
+        unchanged_WD: Everybody's ``unchanged_D``.
+        replicas_W: Workers with equal numbers should hold the same parameters, optimizer state
+            and gradients; buffers are compared between all.
+
+    Returns:
+        At most ``MAX_TOLD`` of each kind, in order of the items.
+    """
+    among_all_D = (digests_WD != digests_WD[:1]).any(axis=0)
+    if not among_all_D.any():
+        return ()
+    among_replicas_D = np.zeros_like(among_all_D)
+    for ranks in _replicas(replicas_W):
+        among_replicas_D |= (digests_WD[ranks] != digests_WD[ranks[0]]).any(axis=0)
+    items = list(zip(own.kinds, own.names, strict=True))
+    told: list[StateDifference] = []
+    for kind in StateKind:
+        differs_D = among_all_D if kind is StateKind.BUFFER else among_replicas_D
+        told += [
+            StateDifference(kind, name, digests_WD[:, d].copy(), unchanged_WD[:, d].copy())
+            for d, (item, name) in enumerate(items)
+            if item is kind and differs_D[d]
+        ][:MAX_TOLD]
+    return tuple(told)
+
+
+@functools.lru_cache(maxsize=256)
+def _digest_of_items(kinds: tuple[StateKind, ...], names: tuple[str, ...]) -> int:
+    text = "\n".join(f"{kind} {name}" for kind, name in zip(kinds, names, strict=True))
+    return digest_of(text.encode())
+
+
+def _classes(kind: StateKind, replicas_W: Ints) -> list[list[int]]:
+    """Return groups of ranks that should hold the same, those of a single one aside."""
+    return [list(range(len(replicas_W)))] if kind is StateKind.BUFFER else _replicas(replicas_W)
+
+
+def _replicas(replicas_W: Ints) -> list[list[int]]:
+    """Return groups of two or more ranks with equal numbers, in order of these."""
+    ranks: dict[int, list[int]] = defaultdict(list)
+    for rank, replica in enumerate(replicas_W.tolist()):
+        ranks[replica].append(rank)
+    return [ranks[replica] for replica in sorted(ranks) if len(ranks[replica]) > 1]
+
+
+TRACE_WIDTH = 61
+"""Numbers in the sketch of a tensor: the distance of two of them is known to about 9 %."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Tensors of one worker in one step. N tensors, k numbers a sketch.
+
+    Attributes:
+        kinds: What each is of ``[N]``: a parameter after the step, a reduced gradient, …
+        names: Its canonical name in the model ``[N]``.
+        digests_N: Digest of its bits.
+        norms_N: Its L2 norm.
+        sketches_NK: Its linear sketch: that of a difference is the difference of sketches.
+        initial: What the model held before this step, in the first one that is traced.
+    """
+
+    kinds: tuple[StateKind, ...]
+    names: tuple[str, ...]
+    digests_N: NDArray[np.int64]
+    norms_N: NDArray[np.float64]
+    sketches_NK: NDArray[np.float32]
+    initial: "Trace | None" = None

@@ -1,0 +1,235 @@
+"""What is known about one step once all workers have reported: inputs, and the derived report."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.replicas import StateDifference, Trace
+from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.audit import AuditPart
+from rankscope.stats.consensus import Consensus
+from rankscope.stats.direction import from_upper_triangle, upper_triangle
+
+MISSING_INT = np.iinfo(np.int64).min
+"""Stands for "no value" in an int64 array, as NaN does in a float64 one; null in the record."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredGradient:
+    """What one worker says about its gradient in one step. G groups, K numbers a sketch.
+
+    Attributes:
+        group_norms_G: L2 norm of each group's local gradient.
+        sketch_K: Sketch of the local gradient; empty in the tier without sketches.
+        group_sketches_GK: Narrow sketch of each group's local gradient, or ``[G, 0]``.
+        audit: What it contributes to the audit of the reduction; None without.
+        residuals: What came of the audit ``[1 + G]``: how far the reduced gradient that this worker
+            holds is from the mean, in all and by group; empty before, or without.
+        reduced_product: Inner product of the local gradient with the reduced one; NaN if unknown.
+    """
+
+    group_norms_G: Floats
+    sketch_K: NDArray[np.float32]
+    group_sketches_GK: NDArray[np.float32]
+    audit: AuditPart | None = None
+    residuals: Floats = field(default_factory=lambda: np.empty(0))
+    reduced_product: float = float("nan")
+
+
+@dataclass(frozen=True, slots=True)
+class GatheredStep:
+    """The raw values of one step from all W workers.
+
+    Attributes:
+        step: Step number.
+        time: Unix time in seconds.
+        observed: Whether gradients were measured.
+        workers: One array ``[W]`` per LOCAL signal of the workers table, of its declared type
+            (float64, int64 or bool); NaN or ``MISSING_INT`` where a worker had no value.
+        sketches_WK: Linear sketches of the local gradients, or None when not observed.
+        samples: One int64 array per worker: ids or content digests of its samples.
+        micro_losses: One array per worker: the loss of each of its micro-batches.
+        micro_weights: One array per worker, beside ``micro_losses``.
+        micro_norms: One array per worker: gradient norm of each micro-batch; empty when unknown.
+        micro_scales: One array per worker, beside ``micro_losses``: what each loss was multiplied
+            by before backward.
+        groups: Names of the parameter groups ``[G]``; empty when the step was not observed.
+        group_norms_WG: Gradient norm by worker and group.
+        group_sketches_WGK: Narrow sketches by worker and group.
+        reduced_copies: How many workers hold each element of the reduced gradient.
+        differences: What differs between workers that should hold the same.
+        interval: Sampling interval in force: gradients are measured in multiples of it.
+        consensus: Beyond 64 workers, where each stands against all others.
+        groups_in_turn: Beyond 64 workers, the groups whose directions were compared, by index.
+        residuals_WG: By worker and group, the relative distance of the reduced gradient that this
+            worker holds from the mean of the workers' gradients; None where it was not audited.
+        total_residuals_W: The same of the whole gradient.
+        trace: Rank 0's tensors, where they are traced; None on other ranks.
+        reduced_products_W: Inner product of each worker's gradient with the reduced one, NaN where
+            it is unknown; None in the tiers that have no use for it.
+        accumulator_changes_WG: By worker and group, the relative change of the accumulated gradient
+            between two micro-batches, the largest of the step; None where nothing has changed, or
+            nothing is known.
+    """
+
+    step: int
+    time: float
+    observed: bool
+    workers: Mapping[str, NDArray[Any]]
+    sketches_WK: NDArray[np.float32] | None
+    samples: tuple[Ints, ...]
+    micro_losses: tuple[Floats, ...] = ()
+    micro_weights: tuple[Floats, ...] = ()
+    micro_norms: tuple[Floats, ...] = ()
+    micro_scales: tuple[Floats, ...] = ()
+    groups: tuple[str, ...] = ()
+    group_norms_WG: Floats | None = None
+    group_sketches_WGK: NDArray[np.float32] | None = None
+    reduced_copies: int = 1
+    differences: tuple[StateDifference, ...] = ()
+    interval: int = 1
+    consensus: Consensus | None = None
+    groups_in_turn: Ints | None = None
+    residuals_WG: Floats | None = None
+    total_residuals_W: Floats | None = None
+    trace: Trace | None = None
+    reduced_products_W: Floats | None = None
+    accumulator_changes_WG: Floats | None = None
+
+    @property
+    def num_workers(self) -> int:
+        """W, the number of workers."""
+        return len(self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """One step as the run records it: a row of ``steps``, W rows of ``workers``, and the pairs.
+
+    The columns of the steps table are attributes too: ``report.cosine_mean``. A value that is
+    undefined (say, a cosine with one worker) is NaN here and null in the record.
+
+    Attributes:
+        gathered: The values as the workers sent them.
+        values: The steps table's columns by name.
+        derived: The workers table's DERIVED columns by name, one float64 array ``[W]`` each.
+        cosines_WW: Pairwise cosines, NaN where one gradient has no direction; None when the step
+            was not observed.
+        group_cosine_rest_WG: ``cosine_rest`` of each group; None when groups have no directions.
+    """
+
+    gathered: GatheredStep
+    values: Mapping[str, float]
+    derived: Mapping[str, Floats] = field(default_factory=dict)
+    cosines_WW: Floats | None = None
+    group_cosine_rest_WG: Floats | None = None
+
+    @property
+    def step(self) -> int:
+        """Step number."""
+        return self.gathered.step
+
+    @property
+    def time(self) -> float:
+        """Unix time in seconds at which the step was gathered."""
+        return self.gathered.time
+
+    @property
+    def observed(self) -> bool:
+        """Whether gradients were measured."""
+        return self.gathered.observed
+
+    def __getattr__(self, name: str) -> float:
+        if name.startswith("_") or name == "values" or name not in self.values:
+            known = "" if name == "values" else f"; it has {', '.join(self.values)}"
+            raise AttributeError(f"a step has no value {name!r}{known}")
+        return self.values[name]
+
+
+def reduced_norm(gathered: GatheredStep) -> float:
+    """Return the norm of the reduced gradient, from the parts that the workers hold."""
+    parts_W = gathered.workers["reduced_norm"]
+    return math.sqrt(parts_W @ parts_W) / math.sqrt(gathered.reduced_copies)
+
+
+MAX_PAIRED_WORKERS = 64
+"""Workers up to which the cosines of all pairs are recorded: 2,016 pairs, 8 kB a step."""
+
+
+def as_recorded(report: StepReport) -> StepReport:
+    """Return a step with the bits that come back from its record; without effect on such a step.
+
+    A live step holds more than its record does: sketches, cosines in double precision, the one
+    micro-batch of a step without accumulation. A detector that used those could not be asked again
+    later. So every detector, live or offline, sees a step reduced to its record.
+
+    Without sketches; cosines rounded to float32, up to 64 workers; micro-batches
+    only where some worker had two or more, and their norms only if some were measured; groups only
+    if there are two or more.
+    """
+    gathered = report.gathered
+    groups, micro = _has_groups(gathered), has_micro_batches(gathered)
+    return replace(
+        report,
+        gathered=_gathered(gathered, groups=groups, micro=micro),
+        cosines_WW=_rounded(report.cosines_WW),
+        group_cosine_rest_WG=_unless_unknown(report.group_cosine_rest_WG) if groups else None,
+    )
+
+
+def has_micro_batches(step: GatheredStep) -> bool:
+    """Return whether some worker had two or more micro-batches."""
+    return max(map(len, step.micro_losses), default=0) >= 2
+
+
+def _gathered(step: GatheredStep, *, groups: bool, micro: bool) -> GatheredStep:
+    return replace(
+        step,
+        sketches_WK=None,
+        group_sketches_WGK=None,
+        reduced_copies=1,
+        consensus=None,
+        groups_in_turn=None,
+        trace=None,
+        groups=step.groups if groups else (),
+        group_norms_WG=step.group_norms_WG if groups else None,
+        residuals_WG=_unless_unknown(step.residuals_WG) if groups else None,
+        accumulator_changes_WG=step.accumulator_changes_WG if groups else None,
+        total_residuals_W=None,
+        reduced_products_W=None,
+        micro_losses=step.micro_losses if micro else (),
+        micro_weights=step.micro_weights if micro else (),
+        micro_norms=known_micro_norms(step) if micro else (),
+        micro_scales=_unless_all_unknown(step.micro_scales) if micro else (),
+    )
+
+
+def _has_groups(step: GatheredStep) -> bool:
+    return step.group_norms_WG is not None and len(step.groups) >= 2
+
+
+def known_micro_norms(step: GatheredStep) -> tuple[Floats, ...]:
+    """Return the norms beside the micro-batches' losses; empty when none is known."""
+    if not has_micro_batches(step):
+        return ()
+    norms = step.micro_norms
+    beside = [len(worker) for worker in norms] == [len(worker) for worker in step.micro_losses]
+    return _unless_all_unknown(norms) if beside else ()
+
+
+def _unless_all_unknown(values: tuple[Floats, ...]) -> tuple[Floats, ...]:
+    return values if values and not np.isnan(np.concatenate(values)).all() else ()
+
+
+def _rounded(cosines_WW: Floats | None) -> Floats | None:
+    if cosines_WW is None or not 2 <= len(cosines_WW) <= MAX_PAIRED_WORKERS:
+        return None
+    return from_upper_triangle(upper_triangle(cosines_WW).astype(np.float32), len(cosines_WW))
+
+
+def _unless_unknown(values: Floats | None) -> Floats | None:
+    return None if values is None or np.isnan(values).all() else values

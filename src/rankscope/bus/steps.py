@@ -1,0 +1,207 @@
+"""Consecutive steps as detectors are given them, and what is asked of them.
+
+Legend of shapes: S steps, C columns of one type, W workers.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.columns import DType
+from rankscope.bus.recent_batches import RecentBatches, Recurrence
+from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
+from rankscope.bus.weighting import log_spread, token_products
+from rankscope.stats.draws import DrawnSamples
+from rankscope.stats.samples import identical_groups
+
+_KINDS = {DType.INT: "i", DType.FLOAT: "f", DType.BOOL: "b"}
+
+
+@cache
+def _places(kinds: tuple[tuple[str, str], ...]) -> dict[str, tuple[DType, int]]:
+    """Return type and place of each column, given names and kinds of their arrays."""
+    names = {
+        dtype: [name for name, kind in kinds if kind == wanted] for dtype, wanted in _KINDS.items()
+    }
+    return {name: (dtype, at) for dtype, each in names.items() for at, name in enumerate(each)}
+
+
+_SUMMARIES: Mapping[str, Callable[[NDArray[Any]], Any]] = {
+    "alike": lambda values: (values == values[..., :1]).all(axis=2),
+    "some_true": lambda values: values.any(axis=2),
+    "all_true": lambda values: values.all(axis=2),
+    "some_known": lambda values: (values != MISSING_INT).any(axis=2),
+    "all_known": lambda values: (values != MISSING_INT).all(axis=2),
+    "smallest": lambda values: values.min(axis=2),
+    "largest": lambda values: values.max(axis=2),
+}
+"""What is asked of the workers' columns, from ``[S, C, W]`` to ``[S, C]``."""
+
+Groups = Sequence[tuple[int, ...]]
+"""Groups of ranks whose batches are identical."""
+
+
+class Columns:
+    """What the workers of consecutive steps sent; what is asked of it is computed once for all.
+
+    Args:
+        reports: The steps, at least one, of as many workers.
+        batches: Remembers the workers' batches.
+
+    Attributes:
+        reports: The steps.
+        numbers: Their numbers.
+        recurrences: Whether the batches of each step came before.
+    """
+
+    def __init__(self, reports: Sequence[StepReport], batches: RecentBatches) -> None:
+        self.reports = reports
+        self.numbers = [report.gathered.step for report in reports]
+        workers = reports[0].gathered.workers
+        self._places = _places(tuple((name, one.dtype.kind) for name, one in workers.items()))
+        self._values: dict[DType, NDArray[Any]] = {}
+        self._summaries: dict[tuple[str, DType], list[list[Any]]] = {}
+        self.recurrences = batches.observe(self.column("batch_digest"), self.numbers)
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Return a column of the workers table ``[S, W]``.
+
+        Raises:
+            KeyError: It has no such LOCAL column.
+        """
+        dtype, at = self._places[name]
+        column: NDArray[Any] = self._of_type(dtype)[:, at]
+        return column
+
+    def summary(self, what: str, name: str, index: int) -> Any:
+        """Return what a step's workers have in a column; ``what`` is one of ``_SUMMARIES``."""
+        dtype, at = self._places[name]
+        if (what, dtype) not in self._summaries:
+            self._summaries[what, dtype] = _SUMMARIES[what](self._of_type(dtype)).tolist()
+        return self._summaries[what, dtype][index][at]
+
+    def _of_type(self, dtype: DType) -> NDArray[Any]:
+        """Return the columns of one type ``[S, C, W]``."""
+        if dtype not in self._values:
+            names, gathered = (
+                [name for name, (kind, _) in self._places.items() if kind is dtype],
+                [report.gathered for report in self.reports],
+            )
+            flat = np.concatenate([step.workers[name] for step in gathered for name in names])
+            self._values[dtype] = flat.reshape(len(gathered), len(names), -1)
+        return self._values[dtype]
+
+    @cached_property
+    def samples(self) -> DrawnSamples:
+        """What the workers draw."""
+        return DrawnSamples([report.gathered.samples for report in self.reports])
+
+    @cached_property
+    def token_products(self) -> list[list[float]]:
+        """How the workers' losses go with their tokens in each step, for :class:`TokenSums`."""
+        products_S2 = token_products(self.column("loss"), self.column("loss_weight"))
+        return list(products_S2.tolist())
+
+    @cached_property
+    def token_spreads(self) -> list[float]:
+        """How far the weights of tokens lie apart in each step, see :func:`log_spread`."""
+        spreads_S = log_spread(self.column("grad_scale"), self.column("loss_weight"))
+        return [float(spread) for spread in spreads_S]
+
+
+@dataclass
+class Step:
+    """One step of a batch.
+
+    Attributes:
+        report: The step.
+        columns: What the workers sent in all steps of the batch.
+        index: Its place among them.
+    """
+
+    report: StepReport
+    columns: Columns
+    index: int
+
+    @property
+    def gathered(self) -> GatheredStep:
+        """What the workers sent."""
+        return self.report.gathered
+
+    @property
+    def recurrence(self) -> Recurrence:
+        """Whether its batches came before."""
+        return self.columns.recurrences[self.index]
+
+    @cached_property
+    def identical(self) -> Groups:
+        """Groups of workers whose batches hold the same samples."""
+        if self.columns.samples.all_differ(self.index):
+            return ()
+        return identical_groups(self.gathered.samples)
+
+    def alike(self, name: str) -> bool:
+        """Return whether all workers have the same value of a column; NaN is equal to nothing."""
+        return bool(self.columns.summary("alike", name, self.index))
+
+    def some_true(self, name: str) -> bool:
+        """Return whether a flag is set on some worker."""
+        return bool(self.columns.summary("some_true", name, self.index))
+
+    def all_true(self, name: str) -> bool:
+        """Return whether a flag is set on all workers."""
+        return bool(self.columns.summary("all_true", name, self.index))
+
+    def some_known(self, name: str) -> bool:
+        """Return whether some worker has a value of an integer column."""
+        return bool(self.columns.summary("some_known", name, self.index))
+
+    def all_known(self, name: str) -> bool:
+        """Return whether all workers have a value of an integer column."""
+        return bool(self.columns.summary("all_known", name, self.index))
+
+    def ends(self, name: str) -> tuple[float, float]:
+        """Return the smallest and the largest value of a float column; NaN if one is missing."""
+        smallest, largest = (
+            float(self.columns.summary(end, name, self.index)) for end in ("smallest", "largest")
+        )
+        return smallest, largest
+
+
+class StepBatch:
+    """One or more consecutive steps of as many workers.
+
+    Args:
+        reports: The steps.
+        batches: Remembers the workers' batches; one that remembers none, if left out.
+
+    Attributes:
+        columns: What the workers sent.
+        numbers: The numbers of the steps.
+    """
+
+    def __init__(self, reports: Sequence[StepReport], batches: RecentBatches | None = None) -> None:
+        batches = batches or RecentBatches(reports[0].gathered.num_workers)
+        self.columns = Columns(reports, batches)
+        self.numbers = self.columns.numbers
+        self._steps = [Step(report, self.columns, at) for at, report in enumerate(reports)]
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self._steps)
+
+    def __getitem__(self, index: int) -> Step:
+        return self._steps[index]
+
+
+def batches_of(reports: Sequence[StepReport], batches: RecentBatches) -> Iterator[StepBatch]:
+    """Yield consecutive steps, those of as many workers together."""
+    for _, together in groupby(reports, lambda report: report.gathered.num_workers):
+        yield StepBatch(list(together), batches)

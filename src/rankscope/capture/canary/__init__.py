@@ -1,1 +1,0 @@
-"""The same batches run on every worker: kept, repeated, compared, and all put back."""

@@ -1,1 +1,0 @@
-"""What should be equal on all workers, read exactly: model state, random generators, settings."""

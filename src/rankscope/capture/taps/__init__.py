@@ -1,1 +1,0 @@
-"""Where DDP, FSDP2, DeepSpeed and Megatron-core show their gradients."""

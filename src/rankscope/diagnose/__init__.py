@@ -1,1 +1,0 @@
-"""From evidence to findings, causes and verdicts; no torch and no communication."""

@@ -1,6 +1,0 @@
-"""The preflight: what can be checked in seconds, under the launcher, before a training starts."""
-
-from rankscope.doctor.preflight import run_preflight
-from rankscope.doctor.stage import CheckResult, Options, Status, worst
-
-__all__ = ["CheckResult", "Options", "Status", "run_preflight", "worst"]

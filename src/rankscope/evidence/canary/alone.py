@@ -1,0 +1,207 @@
+"""What surrounds a canary's run: as in training, but with no other worker and no ``.grad``."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankscope.evidence.canary.batch import CanaryDeclined
+from rankscope.private import Patch, find
+from rankscope.wrappers.surroundings import around_model, why_wait
+
+_NAMESPACES = ("c10d", "_c10d_functional", "c10d_functional", "_c10d_functional_autograd")
+_modes: Any = find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
+_UNANNOUNCED = ("running_mean", "running_var")  # of batch norm, which its schema calls read-only
+
+ACCUMULATES = (
+    "a canary leaves all gradients alone, and the model adds to them by itself, in a backward pass "
+    "inside its forward or backward pass (offloaded or reentrant checkpointing, reversible layers)"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The autocast of a device in which a forward pass runs.
+
+    Attributes:
+        dtype: Its type.
+        enabled: Whether it is on.
+        cached: Whether it casts each weight once, so that the gradients of its uses add up in
+            ``dtype``.
+    """
+
+    dtype: torch.dtype
+    enabled: bool
+    cached: bool = False
+
+    @classmethod
+    def in_force(cls, device: torch.device) -> "Autocast":
+        """Return the one that is in force now."""
+        kind = device.type
+        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+        return cls(dtype, enabled, enabled and torch.is_autocast_cache_enabled())
+
+    def again(self, device: torch.device, *, cached: bool = False) -> torch.autocast:
+        """Return what brings it into force once more, with a cache or without."""
+        return torch.autocast(
+            device.type, dtype=self.dtype, enabled=self.enabled, cache_enabled=cached
+        )
+
+
+class Notices(Protocol):
+    """What is told of the operations of a run, before each."""
+
+    @property
+    def before_write(self) -> Callable[[Tensor], None]:
+        """Takes each tensor that an operation is about to write into."""
+
+    @property
+    def before_draw(self) -> Callable[[torch.Generator], None]:
+        """Takes each generator that was handed to an operation, which may draw from it."""
+
+
+@contextmanager
+def alone(device: torch.device, notices: Notices, given: Autocast | None = None) -> Iterator[None]:
+    """Keep the autocast in force without its cache, run eagerly, and forbid what reaches out.
+
+    cuDNN does not try which of its algorithms is fastest here: each worker would choose its own,
+    and healthy ones would not agree in their bits.
+
+    Inside, operations that communicate raise :class:`CanaryDeclined`, and so do backward passes
+    that accumulate into ``.grad``. Where no model may be run now, it is raised at once.
+
+    Args:
+        device: The device of the parameters.
+        notices: What is told of writes and draws.
+        given: The autocast to run in; None for the one in force. Its cache is left out inside
+            another one, which would keep what it has cast.
+    """
+    why_not = why_wait()
+    if why_not:
+        raise CanaryDeclined(why_not)
+    outer = Autocast.in_force(device)
+    cached = given is not None and given.cached and not outer.enabled
+    autocast = (given or outer).again(device, cached=cached)
+    mode = _Alone(notices)
+    surroundings = ExitStack()
+    try:
+        try:
+            for one in (autocast, _eagerly(), _without_benchmark(), around_model()):
+                surroundings.enter_context(one)
+            surroundings.enter_context(_without_accumulation(mode))
+            surroundings.enter_context(mode)
+            yield
+        finally:
+            surroundings.close()
+    finally:
+        surroundings.close()  # what is left of them where Ctrl-C came before the first call
+
+
+def _eagerly() -> AbstractContextManager[Any]:
+    """Leave compiled code alone: another shape could make it compile anew, for later steps too."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()  # nothing is compiled, and to load the compiler would take seconds
+    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
+    return stance
+
+
+@contextmanager
+def _without_benchmark() -> Iterator[None]:
+    before = torch.backends.cudnn.benchmark
+    try:
+        torch.backends.cudnn.benchmark = False
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations that talk to other workers, which may not be there; sees the others."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, notices: Notices) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._notices = notices
+        self._touched: dict[Any, list[tuple[int, str]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Pass an operation on, unless it communicates."""
+        kwargs = kwargs or {}
+        if getattr(func, "namespace", "") in _NAMESPACES:
+            raise CanaryDeclined(
+                "a canary runs on each worker alone, and the model's forward pass talks to the "
+                f"others ({func})"
+            )
+        if func not in self._touched:
+            self._touched[func] = _touched_arguments(func)
+        for place, name in self._touched[func]:
+            value = args[place] if place < len(args) else kwargs.get(name)
+            for one in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(one, Tensor):
+                    self._notices.before_write(one)
+                elif isinstance(one, torch.Generator):
+                    self._notices.before_draw(one)
+        return func(*args, **kwargs)
+
+
+def _touched_arguments(func: Any) -> list[tuple[int, str]]:
+    """Return place and name of what an operation writes into, and of its generator."""
+    schema = getattr(func, "_schema", None)
+    return [
+        (sys.maxsize if argument.kwarg_only else place, argument.name)
+        for place, argument in enumerate(() if schema is None else schema.arguments)
+        if argument.name in _UNANNOUNCED
+        or (argument.alias_info is not None and argument.alias_info.is_write)
+        or "Generator" in str(argument.type)
+    ]
+
+
+def _without_accumulation(mode: TorchDispatchMode) -> AbstractContextManager[object]:
+    """Refuse backward passes that accumulate gradients, before they begin.
+
+    ``backward`` of tensors and of :mod:`torch.autograd` meet in the engine, which all threads of
+    the process share. Those of this run have its mode: autograd hands it on to the threads that it
+    works in.
+    """
+    return Patch(Variable, "_execution_engine", lambda engine: _Engine(engine, mode))
+
+
+class _Engine:
+    """Autograd's engine, but for what a canary must not do."""
+
+    def __init__(self, engine: Any, mode: TorchDispatchMode) -> None:
+        self._engine, self._mode = engine, mode
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any,
+        keep_graph: bool,
+        create_graph: bool,
+        inputs: Any = (),
+        allow_unreachable: bool = False,
+        accumulate_grad: bool = False,
+    ) -> Any:
+        """Run a backward pass, unless it is one inside the canary's that accumulates."""
+        inside = any(mode is self._mode for mode in _modes())
+        if inside and accumulate_grad:
+            raise CanaryDeclined(ACCUMULATES)
+        return self._engine.run_backward(
+            tensors,
+            grad_tensors,
+            keep_graph,
+            create_graph,
+            inputs,
+            allow_unreachable=allow_unreachable,
+            accumulate_grad=accumulate_grad,
+        )

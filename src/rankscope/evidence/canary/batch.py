@@ -1,0 +1,284 @@
+"""What entered a model, kept for a replay: out of the forward pass and back into one.
+
+Tensors start their way to the host at once and are read when they are there. What else a batch may
+hold are numbers, text, None, and lists, tuples and mappings of all these. Anything more would
+need pickle to travel or to be stored, which is never used.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from rankscope.bus.batches import PlainBatch
+from rankscope.errors import RankscopeError
+from rankscope.evidence.samples.meter import digest_inputs
+from rankscope.gradients.host import HostCopy
+
+MAX_BATCH_BYTES = 64 * 2**20
+"""Larger batches are not kept: every worker would have to receive them."""
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMPY_KNOWS = frozenset(
+    {
+        torch.bool,
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.float16,
+        torch.float32,
+        torch.float64,
+        torch.complex64,
+        torch.complex128,
+    }
+)
+
+
+class CanaryDeclined(RankscopeError):  # noqa: N818 - an answer, not a failure
+    """A canary cannot be run; the message says why in one sentence.
+
+    Args:
+        reason: The sentence.
+        out_of_memory: Whether it has found no memory, and is not to be tried again.
+    """
+
+    def __init__(self, reason: str, *, out_of_memory: bool = False) -> None:
+        super().__init__(reason)
+        self.out_of_memory = out_of_memory
+
+
+class CapturedBatch:
+    """A batch on its way to the host.
+
+    Args:
+        structure: Its structure, as plain JSON.
+        arrays: Its tensors, those that numpy lacks as integers of the same bits.
+        samples: Digest of each sample, where a batch was recognised.
+    """
+
+    def __init__(
+        self,
+        structure: Any,
+        arrays: Sequence[HostCopy | NDArray[Any]],
+        samples: HostCopy | None = None,
+    ) -> None:
+        self._structure = structure
+        self._arrays = arrays
+        self._samples = samples
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        copies = [a for a in (*self._arrays, self._samples) if isinstance(a, HostCopy)]
+        return all(copy.ready for copy in copies)
+
+    def plain(self) -> PlainBatch:
+        """Wait for the device and return the batch."""
+        arrays = tuple(a.numpy() if isinstance(a, HostCopy) else a for a in self._arrays)
+        if self._samples is None:
+            return PlainBatch(self._structure, arrays)
+        return PlainBatch(self._structure, arrays, self._samples.numpy().astype(np.int64))
+
+
+@torch.no_grad()
+def capture_batch(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    moves_inputs: bool = False,
+    most_bytes: int = MAX_BATCH_BYTES,
+) -> CapturedBatch:
+    """Return a copy of what enters a model's forward pass.
+
+    Args:
+        args: Arguments by position.
+        kwargs: Arguments by name.
+        moves_inputs: Whether the wrapper moves all tensors to the model's device, as DDP does when
+            it was given ``device_ids``.
+        most_bytes: Larger batches are declined.
+
+    Raises:
+        CanaryDeclined: It holds something that cannot be kept, or is too large.
+    """
+    keeper = _Keeper(moves_inputs, most_bytes)
+    try:
+        structure = keeper.keep((tuple(args), dict(kwargs)))
+    except CanaryDeclined:
+        raise
+    except RecursionError:
+        raise CanaryDeclined("the batch contains itself and cannot be kept for a replay") from None
+    except Exception as error:
+        raise CanaryDeclined(f"the batch cannot be kept for a replay ({error!r})") from error
+    return CapturedBatch(structure, keeper.arrays, _digests(args, kwargs))
+
+
+def restore_batch(
+    batch: PlainBatch, device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a forward pass, tensors anew.
+
+    Args:
+        batch: The batch.
+        device: Where tensors go that were not on the host on purpose.
+
+    Raises:
+        CanaryDeclined: The structure is none.
+    """
+    tensors: dict[int, Tensor] = {}
+    try:
+        args, kwargs = _restore(batch.structure, batch.arrays, device, tensors)
+        if not isinstance(args, tuple) or not isinstance(kwargs, dict):
+            raise TypeError("its arguments are no tuple and no dict")
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise CanaryDeclined(f"a kept batch cannot be brought back ({error})") from error
+    return args, kwargs
+
+
+def samples_of(batch: PlainBatch) -> list[PlainBatch]:
+    """Return the samples of a batch as batches of one.
+
+    Tensors whose first axis has as many entries as there are samples are cut; all others are given
+    to every sample as they are. Returns nothing where no samples were recognised, or no tensor has
+    as many entries.
+    """
+    count = len(batch.samples)
+    if not any(a.ndim and len(a) == count for a in batch.arrays):
+        return []
+    return [
+        PlainBatch(
+            batch.structure,
+            tuple(a[i : i + 1] if a.ndim and len(a) == count else a for a in batch.arrays),
+            batch.samples[i : i + 1],
+        )
+        for i in range(count)
+    ]
+
+
+class _Keeper:
+    """Turns nested arguments into JSON, and collects their tensors."""
+
+    def __init__(self, moves_inputs: bool, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self.arrays: list[HostCopy | NDArray[Any]] = []
+        self._moves_inputs = moves_inputs
+        # A tensor given twice stays one tensor; each is held, so that no other gets its id.
+        self._places: dict[int, tuple[Any, Any]] = {}
+        self._num_bytes = 0
+
+    def keep(self, value: Any) -> Any:
+        """Return the JSON of a value.
+
+        Raises:
+            CanaryDeclined: It cannot be kept.
+        """
+        if value is None or isinstance(value, bool):
+            return value
+        if isinstance(value, np.ndarray | np.generic):  # before text and floats: some are these
+            return self._keep_once(value, self._keep_array)
+        if isinstance(value, str):
+            return str.__str__(value)  # not what an enumeration shows of itself
+        if isinstance(value, int):
+            return int.__int__(value)
+        if isinstance(value, float):
+            return {"float": float.hex(value)}
+        if isinstance(value, Tensor):
+            _check_tensor(value)
+            return self._keep_once(value, self._keep_tensor)
+        if isinstance(value, Mapping):
+            return {"dict": [[self.keep(key), self.keep(item)] for key, item in value.items()]}
+        if type(value) is list:
+            return {"list": [self.keep(item) for item in value]}
+        if type(value) in (tuple, torch.Size):
+            return {"tuple": [self.keep(item) for item in value]}
+        raise _unknown(type(value).__name__)
+
+    def _keep_once(self, value: Any, keep: Any) -> Any:
+        if id(value) not in self._places:
+            self._num_bytes += value.nbytes
+            if self._num_bytes > self._most_bytes:
+                raise CanaryDeclined(
+                    f"the batch is larger than {self._most_bytes // 2**20} MiB and is not kept "
+                    "for a replay"
+                )
+            self._places[id(value)] = value, keep(value)
+        return self._places[id(value)][1]
+
+    def _keep_tensor(self, tensor: Tensor) -> Any:
+        bits = tensor.detach()
+        if bits.dtype not in _NUMPY_KNOWS:
+            bits = bits.contiguous().view(_INTEGERS[bits.element_size()])
+        self.arrays.append(HostCopy(bits.resolve_conj().resolve_neg()))
+        return {
+            "tensor": len(self.arrays) - 1,
+            "dtype": str(tensor.dtype).removeprefix("torch."),
+            "host": tensor.device.type == "cpu" and not self._moves_inputs,
+        }
+
+    def _keep_array(self, array: Any) -> Any:
+        kept = np.array(array)
+        if kept.dtype.kind not in "biufcSU":
+            raise _unknown(f"numpy array of {kept.dtype}")
+        self.arrays.append(kept)
+        return {"array": len(self.arrays) - 1, "scalar": isinstance(array, np.generic)}
+
+
+def _check_tensor(tensor: Tensor) -> None:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    if not plain or tensor.is_nested or tensor.is_quantized or tensor.is_meta:
+        raise _unknown(f"tensor of the kind {type(tensor).__name__}, {tensor.layout}")
+
+
+def _digests(args: Sequence[Any], kwargs: Mapping[str, Any]) -> HostCopy | None:
+    try:
+        digests = digest_inputs(args, kwargs)
+    except (RuntimeError, TypeError):  # a batch of a kind that has no digests can be kept as well
+        return None
+    return None if digests is None else HostCopy(digests)
+
+
+def _unknown(what: str) -> CanaryDeclined:
+    return CanaryDeclined(
+        f"the batch holds a {what}, which cannot be kept for a replay; tensors, numbers, text, and "
+        "lists, tuples and dicts of these can"
+    )
+
+
+def _restore(
+    value: Any, arrays: Sequence[NDArray[Any]], device: torch.device, made: dict[int, Tensor]
+) -> Any:
+    if not isinstance(value, dict):
+        return value
+    [tag] = value.keys() & {"float", "tensor", "array", "dict", "list", "tuple"}
+    content = value[tag]
+    if tag in ("tensor", "array") and (type(content) is not int or content < 0):
+        raise IndexError(f"it has no tensor {content!r:.40}")
+    if tag == "float":
+        return float.fromhex(content)
+    if tag == "tensor":
+        if content not in made:
+            made[content] = _tensor(arrays[content], value, device)
+        return made[content]
+    if tag == "array":
+        return arrays[content][()] if value["scalar"] else arrays[content].copy()
+    if tag == "dict":
+        pairs = [[_restore(part, arrays, device, made) for part in pair] for pair in content]
+        return {key: item for key, item in pairs}  # noqa: C416 - the pairs are lists
+    items = [_restore(item, arrays, device, made) for item in content]
+    return items if tag == "list" else tuple(items)
+
+
+def _tensor(array: NDArray[Any], place: Mapping[str, Any], device: torch.device) -> Tensor:
+    dtype = getattr(torch, place["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{place['dtype']} is no type of tensors")
+    tensor = torch.from_numpy(array.copy())
+    if tensor.dtype is not dtype:
+        if dtype in _NUMPY_KNOWS or tensor.dtype is not _INTEGERS.get(dtype.itemsize):
+            raise TypeError(f"{tensor.dtype} is stored where {dtype} is expected")
+        tensor = tensor.view(dtype)
+    return tensor if place["host"] else tensor.to(device)

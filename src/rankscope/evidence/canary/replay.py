@@ -1,0 +1,302 @@
+"""A canary on one worker: a given batch, forward and backward, that leaves nothing behind.
+
+It runs the model that is inside the data-parallel wrapper, so that no worker talks to another, and
+asks for gradients with ``torch.autograd.grad``: nothing is added to any ``.grad``, and neither
+hooks that wait for accumulated gradients nor those of the wrapper fire. A model that accumulates by
+itself is declined, see :mod:`rankscope.evidence.canary.alone`. All random generators are seeded
+alike on every worker. Afterwards all is as it was, see :mod:`rankscope.evidence.canary.state`.
+"""
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from rankscope.bus.batches import PlainBatch
+from rankscope.bus.probe import Part
+from rankscope.evidence.canary.alone import ACCUMULATES, alone
+from rankscope.evidence.canary.batch import CanaryDeclined, restore_batch
+from rankscope.evidence.canary.cost import Stopwatch, check_gradient_room, is_out_of_memory
+from rankscope.evidence.canary.state import NotPutBackError, kept
+from rankscope.gradients.digest import digest_tensor
+from rankscope.gradients.fold import fold_signs
+from rankscope.gradients.host import HostCopy
+from rankscope.wrappers.passes import tensors_in
+
+_PERIOD = 8191  # of the signs that project outputs
+_TALKATIVE = ("SyncBatchNorm", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine")
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryResult:
+    """What one worker computed on a batch.
+
+    Attributes:
+        loss: Its loss, or a projection of the outputs where the model returns no loss.
+        grad_norm: L2 norm of its gradient.
+        digest: 64-bit digest of all bits of both.
+    """
+
+    loss: float
+    grad_norm: float
+    digest: int
+
+
+class PendingResult:
+    """A result that may still be on the device.
+
+    Args:
+        loss: Scalar.
+        grad_norm: Scalar.
+        digest: int64 scalar.
+    """
+
+    def __init__(self, loss: Tensor, grad_norm: Tensor, digest: Tensor) -> None:
+        self._loss, self._norm = HostCopy(loss.double()), HostCopy(grad_norm.double())
+        self._digest = HostCopy(digest)
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        return self._loss.ready and self._norm.ready and self._digest.ready
+
+    def read(self) -> CanaryResult:
+        """Wait for the device and return the result."""
+        loss, norm = float(self._loss.numpy()), float(self._norm.numpy())
+        return CanaryResult(loss, norm, int(self._digest.numpy()))
+
+
+class PendingCanary:
+    """What one worker computed in a canary; may still be on the device.
+
+    Args:
+        suspect: The rank whose batch was run twice.
+        peer: The rank whose batch was run once.
+        results: Of the suspect's batch, of its second run, and of the peer's batch; none where a
+            canary is only asked for.
+        took: What has measured its time, with that of what came before it.
+    """
+
+    def __init__(
+        self,
+        suspect: int,
+        peer: int,
+        results: tuple[PendingResult, PendingResult, PendingResult] | None = None,
+        took: Stopwatch | None = None,
+    ) -> None:
+        self._suspect, self._peer, self._results = suspect, peer, results
+        self._took = took
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        timed = self._took is None or self._took.ready
+        return timed and (self._results is None or all(result.ready for result in self._results))
+
+    def read(self) -> Part:
+        """Wait for the device and return LOCAL columns."""
+        if self._results is None:
+            return Part({"canary_of": self._suspect})
+        first, again, against = (result.read() for result in self._results)
+        values = {
+            "canary_of": self._suspect,
+            "canary_loss": first.loss,
+            "canary_norm": first.grad_norm,
+            "canary_digest": first.digest,
+            "canary_again": again.digest,
+            "canary_against": self._peer,
+            "canary_against_loss": against.loss,
+            "canary_against_norm": against.grad_norm,
+            "canary_against_digest": against.digest,
+            "canary_seconds": math.nan if self._took is None else self._took.seconds,
+        }
+        return Part(values)
+
+
+def run_batch(
+    module: nn.Module,
+    batch: PlainBatch,
+    device: torch.device,
+    *,
+    seed: int,
+    backward_seed: int | None = None,
+) -> PendingResult:
+    """Run a batch through a model, forward and backward, and put everything back.
+
+    It runs under the autocast that is in force, and with each module in the mode (training or
+    evaluation) in which it is.
+
+    Args:
+        module: The model itself, not its data-parallel wrapper.
+        batch: What enters its forward pass.
+        device: The device of its parameters.
+        seed: Seed of all random generators during the run.
+        backward_seed: Another seed from the backward pass on, which changes nothing unless that
+            pass draws random numbers of its own, as a careless recomputation does.
+
+    Raises:
+        CanaryDeclined: It cannot be run, or failed; all is as it was then, too.
+        NotPutBackError: Something is not.
+    """
+    try:
+        check_module(module)
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        check_gradient_room(parameters, device)
+        args, kwargs = restore_batch(batch, device)
+        with kept(module, device, seed=seed) as run, alone(device, run):
+            loss = loss_of(module(*args, **kwargs))
+            check_graph(loss, run.nodes)
+            if backward_seed is not None:
+                run.seed(backward_seed)
+            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            if any(parameter.grad is not None for parameter in parameters):
+                raise CanaryDeclined(ACCUMULATES)
+        with torch.no_grad():
+            return _result(loss.detach(), gradients)
+    except (CanaryDeclined, NotPutBackError):
+        raise
+    except Exception as error:
+        full = is_out_of_memory(error)
+        why = f"the canary could not be run ({in_short(error)})"
+        raise CanaryDeclined(why, out_of_memory=full) from (None if full else error)
+
+
+def loss_without_gradient(
+    module: nn.Module, batch: PlainBatch, device: torch.device, *, seed: int
+) -> float:
+    """Return the loss of a batch, forward only; waits for the device.
+
+    Raises:
+        CanaryDeclined: It cannot be run, or failed.
+        NotPutBackError: Not all is as it was.
+    """
+    try:
+        args, kwargs = restore_batch(batch, device)
+        with (
+            kept(module, device, seed=seed) as run,
+            alone(device, run),
+            torch.no_grad(),
+        ):
+            return float(loss_of(module(*args, **kwargs)))
+    except (CanaryDeclined, NotPutBackError):
+        raise
+    except Exception as error:
+        raise CanaryDeclined(f"the batch could not be run ({in_short(error)})") from error
+
+
+def state_digest(module: nn.Module) -> int:
+    """Return a digest of all parameters and buffers; waits for the device."""
+    tensors = [*module.parameters(), *module.buffers()]
+    total = 0
+    for place, tensor in enumerate(tensors):
+        total = (total * 31 + int(digest_tensor(tensor)) + place) % 2**63
+    return total
+
+
+def check_module(module: nn.Module) -> None:
+    """Check that a model can run on one worker alone.
+
+    Raises:
+        CanaryDeclined: Its forward pass needs the other workers.
+    """
+    for part in module.modules():
+        for kind in type(part).__mro__:
+            if kind.__name__ in _TALKATIVE:
+                raise CanaryDeclined(
+                    f"a canary runs on each worker alone, and the model has a {kind.__name__}, "
+                    "which needs the others in every forward pass"
+                )
+    if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
+        raise CanaryDeclined(
+            "a canary runs on each worker alone, and the model's parameters are spread over "
+            "several (tensor parallel or sharded)"
+        )
+
+
+def _result(loss: Tensor, gradients: Sequence[Tensor | None]) -> PendingResult:
+    present = [gradient for gradient in gradients if gradient is not None]
+    squares = [_dense(g).to(loss.device, torch.float32).square().sum() for g in present]
+    norm = torch.stack(squares).sum().sqrt() if squares else loss.new_zeros(())
+    digest = digest_tensor(loss)
+    for gradient in gradients:
+        own = 0 if gradient is None else digest_tensor(gradient).to(digest.device)
+        digest = digest * _MIX + own
+    return PendingResult(loss.reshape(()), norm, digest)
+
+
+_MIX = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as a signed number
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.layout is not torch.strided else gradient
+
+
+def check_graph(loss: Tensor, foreign: Set[Any]) -> None:
+    """Check that all gradients can be asked for one by one, and in a graph of the run's own.
+
+    Reentrant checkpointing only knows how to accumulate them, and hides its parameters. A backward
+    pass through a graph that the training still needs, behind a hidden state, would release it.
+
+    Args:
+        loss: What is to be derived.
+        foreign: Nodes of the training's graphs.
+    """
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if node in foreign:
+            raise CanaryDeclined(
+                "a canary runs a batch by itself, and the model's state goes on with a graph of "
+                "the steps before, which its backward pass would release"
+            )
+        if "CheckpointFunction" in node.name():
+            raise CanaryDeclined(
+                "a canary leaves all gradients alone, which reentrant checkpointing does not "
+                "allow; torch.utils.checkpoint with use_reentrant=False does"
+            )
+        nodes += [following for following, _ in node.next_functions]
+
+
+def in_short(error: Exception) -> str:
+    """Return an error in one line."""
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:200]}" if words else type(error).__name__
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss that a model's output holds, or else a projection of all outputs.
+
+    The projection is the sum of each floating-point output times a fixed pattern of signs, in
+    float32: it has a gradient, and it notices changes of any element.
+
+    Raises:
+        CanaryDeclined: There is no floating-point output.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.is_floating_point():
+        return loss if loss.numel() == 1 else loss.float().mean()
+    if isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point():
+        return output.float()
+    floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+    if not floating:
+        raise CanaryDeclined("the model returns no loss and no floating-point tensor")
+    device = floating[0].device
+    with torch.autocast(device.type, enabled=False):
+        return torch.stack([project(tensor).to(device) for tensor in floating]).sum()
+
+
+def project(output: Tensor) -> Tensor:
+    """Return the sum of a tensor times a fixed pattern of signs, over the root of its size."""
+    flat = output.reshape(-1).float()
+    rows, signs = flat.numel() // _PERIOD, fold_signs(_PERIOD, 1, flat.device)
+    body, tail = flat[: rows * _PERIOD], flat[rows * _PERIOD :]
+    row_signs = fold_signs(rows, 2, flat.device)
+    total = ((body.reshape(rows, _PERIOD) * signs).sum(1) * row_signs).sum()
+    return (total + (tail * signs[: len(tail)]).sum()) / math.sqrt(max(flat.numel(), 1))

@@ -1,0 +1,293 @@
+"""When a canary runs, and of whose batch; decided at the root alone.
+
+A canary that is decided when step n is the newest known has its batches kept in the forward passes
+of step n + 16 or later, and is run before the first forward pass of a step that is again 16 steps
+or more ahead when both batches have come. A worker that learns of it too late leaves its result
+out; then it is tried once more, further ahead. All know of the first one by default without a word:
+the root may still be starting.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding
+from rankscope.bus.governor import LAG
+from rankscope.bus.pace import PACE
+from rankscope.bus.step import MISSING_INT, GatheredStep
+
+SPACING = PACE.canary_spacing
+"""Steps between two canaries of findings, or of a schedule within a share, at least."""
+
+RETRY_AFTER = PACE.canary_retry
+"""Steps until a canary that some worker missed is tried again."""
+
+SHARE = PACE.canary_share
+"""Of the training's time: what canaries that nobody asked for may cost."""
+
+_MOST_BACKING_OFF = 4  # of the wait, by factors of four
+
+
+class Schedule:
+    """When canaries run that no finding led to: every so many steps, or within a share of time.
+
+    Within a share there is one canary at the beginning, and after one of c seconds the next is due
+    when c/share seconds have passed. One that came to nothing is tried again later and later: what
+    a model cannot do it will not do in the next step.
+
+    Args:
+        every: Steps from one canary to the next; None: nobody asked for a schedule.
+        share: Of the training's time, without ``every``.
+
+    Attributes:
+        by_default: Whether nobody asked for it.
+    """
+
+    def __init__(self, every: int | None = None, *, share: float = SHARE) -> None:
+        self._every = every
+        self.by_default = every is None
+        self._share = share
+        self._cost = self._since = 0.0
+        self._not_before = self._failures = 0
+
+    def see(self, seconds: float) -> None:
+        """Take the time of a step."""
+        self._since += seconds
+
+    def due(self, step: int) -> bool:
+        """Return whether one is to be decided now."""
+        if self._every is not None:
+            return step % self._every == 0
+        return step >= self._not_before and self._share * self._since >= self._cost
+
+    def ended(self, step: int, cost: float, *, failed: bool) -> None:
+        """Take the end of one, and the seconds that it took."""
+        self._since, self._cost = 0.0, cost
+        self._failures = self._failures + 1 if failed else 0
+        backing_off = min(self._failures, _MOST_BACKING_OFF)
+        self._not_before = step + (RETRY_AFTER << 2 * (backing_off - 1) if failed else SPACING)
+
+
+TRIGGERS = frozenset({"data.worker_outlier", "compute.worker_outlier", "inconclusive"})
+"""Causes of statistical findings that a canary can explain."""
+
+
+SCHEDULED = "scheduled"
+ASKED_FOR = "asked-for"
+_NEED_NONE = ("canary-", "amount")  # how findings begin: the canary's own, and those of data alone
+_MOST_DOUBLINGS = 3  # of the lead, after canaries that were missed
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A canary to come.
+
+    Attributes:
+        reason: Id of the finding behind it, ``scheduled`` or ``asked-for``.
+        suspect: The rank whose batch every worker runs twice.
+        peer: The rank whose batch every worker runs once.
+        capture_at: The step whose first batch these two keep.
+        run_at: The step before whose first forward pass every worker runs them.
+        attempt: 1, or 2 when a worker missed the first.
+        by_default: Whether nobody asked for it: then it may take nothing but its time.
+    """
+
+    reason: str
+    suspect: int
+    peer: int
+    capture_at: int
+    run_at: int
+    attempt: int = 1
+    by_default: bool = False
+
+    @property
+    def of_finding(self) -> bool:
+        """Whether a finding led to it."""
+        return self.reason not in (SCHEDULED, ASKED_FOR)
+
+    @property
+    def seed(self) -> int:
+        """Seed of all random generators in it, equal on all workers."""
+        return 0x5EED + self.capture_at
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as plain JSON."""
+        return asdict(self)
+
+
+def first_by_default(first_step: int) -> Planned:
+    """Return the canary that begins a run, if nobody wants another schedule.
+
+    Args:
+        first_step: Number of the run's first step.
+    """
+    capture_at = first_step + PACE.first_kept
+    return Planned(SCHEDULED, 0, 1, capture_at, capture_at + LAG, by_default=True)
+
+
+class CanaryPlan:
+    """Decides on canaries; shown every step, in order.
+
+    Args:
+        num_workers: W; with one worker there is nobody to compare with.
+        schedule: When canaries run that no finding led to; None for never.
+        first_step: Number of the run's first step.
+    """
+
+    def __init__(
+        self, num_workers: int, schedule: Schedule | None = None, first_step: int = 0
+    ) -> None:
+        self._num_workers = num_workers
+        self._schedule = schedule
+        self._num_scheduled = self._num_missed = 0
+        self._waiting: list[tuple[int, Planned]] = []  # not before this step
+        self._known: set[str] = set()
+        self._last = -SPACING
+        self._step = 0
+        self.current: Planned | None = None
+        if schedule is not None and schedule.by_default and num_workers > 1:
+            self._num_scheduled, self.current = 1, first_by_default(first_step)
+
+    def observe(
+        self,
+        step: int,
+        findings: Sequence[Finding] = (),
+        *,
+        asked: bool = False,
+        newest: int | None = None,
+        seconds: float = math.nan,
+    ) -> Planned | None:
+        """Take a step.
+
+        Args:
+            step: Its number.
+            findings: Those that opened or changed with it, and those that came again in it.
+            asked: Whether all workers asked for a canary in it.
+            newest: The newest step that any worker is known to have ended; None if it is this one.
+            seconds: Its wall time; NaN if unknown.
+
+        Returns:
+            The canary that it led to, if any; also :attr:`current` from now on.
+        """
+        self._step = step
+        if self._num_workers < 2:
+            return None
+        for finding in findings:
+            if _can_be_explained(finding) and finding.id not in self._known:
+                self._known.add(finding.id)
+                self._waiting.append((step, self._of(finding.id, finding.ranks)))
+        if self._schedule is not None and math.isfinite(seconds):
+            self._schedule.see(seconds)
+        if asked:
+            self._waiting.append((step, self._of(ASKED_FOR, (0,))))
+        elif self.current is None and self._schedule is not None and self._schedule.due(step):
+            self._add_scheduled(step, by_default=self._schedule.by_default)
+        return self._begin(step, step if newest is None else max(step, newest))
+
+    def run_at(self, newest: int) -> Planned:
+        """Settle when the present canary runs, whose batches have come.
+
+        Args:
+            newest: The newest step that any worker is known to have ended.
+
+        Returns:
+            The present canary, :attr:`current` from now on.
+        """
+        assert self.current is not None
+        at_least = newest + self._lead
+        self.current = replace(self.current, run_at=max(self.current.run_at, at_least))
+        return self.current
+
+    def give_up(self, cost: float = 0.0) -> bool:
+        """End the present canary without results; return whether it is tried once more.
+
+        Args:
+            cost: Seconds that it took all the same.
+        """
+        planned, self.current = self.current, None
+        if planned is None:
+            return False
+        self._num_missed += 1
+        if planned.reason == SCHEDULED:
+            self._end_scheduled(cost, failed=True)
+        if planned.attempt > 1 or planned.reason == SCHEDULED:
+            return False
+        again = replace(planned, attempt=planned.attempt + 1)
+        self._waiting.append((planned.run_at + RETRY_AFTER, again))
+        return True
+
+    def finish(self, cost: float = 0.0) -> None:
+        """End the present canary, whose results are known.
+
+        Args:
+            cost: Seconds that it took.
+        """
+        planned, self.current = self.current, None
+        self._num_missed = 0
+        if planned is not None and planned.reason == SCHEDULED:
+            self._end_scheduled(cost, failed=False)
+
+    @property
+    def _lead(self) -> int:
+        """Steps ahead of the newest one; more when workers have learned of canaries too late."""
+        return LAG << min(self._num_missed, _MOST_DOUBLINGS)
+
+    def _end_scheduled(self, cost: float, *, failed: bool) -> None:
+        assert self._schedule is not None
+        self._schedule.ended(self._step, cost, failed=failed)
+
+    def _add_scheduled(self, step: int, *, by_default: bool) -> None:
+        """Add a canary on schedule; whose batch it is takes turns."""
+        if any(planned.reason == SCHEDULED for _, planned in self._waiting):
+            return
+        planned = self._of(SCHEDULED, (self._num_scheduled % self._num_workers,))
+        self._num_scheduled += 1
+        self._waiting.append((step, replace(planned, by_default=by_default)))
+
+    def _begin(self, step: int, newest: int) -> Planned | None:
+        if self.current is not None:
+            return None
+        for index, (not_before, planned) in enumerate(self._waiting):
+            spaced = not planned.of_finding or step >= self._last + SPACING
+            if step < not_before or not (spaced or planned.attempt > 1):
+                continue
+            del self._waiting[index]
+            if planned.of_finding:
+                self._last = step
+            first = newest + self._lead
+            self.current = replace(planned, capture_at=first, run_at=first + self._lead)
+            return self.current
+        return None
+
+    def _of(self, reason: str, ranks: Sequence[int]) -> Planned:
+        suspect = ranks[0]
+        others = [(suspect + i) % self._num_workers for i in range(1, self._num_workers)]
+        peer = next((rank for rank in others if rank not in ranks), others[0])
+        return Planned(reason, suspect, peer, -1, -1)
+
+
+def all_asked(step: GatheredStep) -> bool | None:
+    """Return whether all workers asked for a canary in a step; None if some did, but not all.
+
+    Who asks names a rank and has no results.
+    """
+    columns = step.workers
+    asks_W = (columns["canary_of"] != MISSING_INT) & (columns["canary_digest"] == MISSING_INT)
+    if np.all(asks_W):
+        return True
+    return None if np.any(asks_W) else False
+
+
+def comes_and_goes(finding: Finding) -> bool:
+    """Return whether its evidence says how often it came lately."""
+    return TIMES_LATELY in finding.evidence
+
+
+def _can_be_explained(finding: Finding) -> bool:
+    if finding.id.startswith(_NEED_NONE) or finding.cause not in TRIGGERS:
+        return False
+    times = finding.evidence.get(TIMES_LATELY, OFTEN)
+    return finding.status == "open" and bool(finding.ranks) and times >= OFTEN

@@ -1,0 +1,201 @@
+"""The verdict of a canary and swap test: data, state, hardware or non-determinism.
+
+In a canary every worker runs the same two batches, forward and backward, with random generators
+that are seeded alike: the batch of a suspect twice, that of a peer once. Healthy workers that hold
+the same parameters must agree in every bit. So what follows the batch to all workers is data, what
+stays with a worker is its state or its hardware, and a worker that disagrees with itself computes
+at random.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.replicas import RUNNING_STATISTICS, StateKind, odd_ranks
+from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.stats.arrays import Floats, Ints
+
+ROUNDING = 1e-4
+"""Relative difference of losses and gradient norms up to which rounding explains it."""
+
+Bools = NDArray[np.bool_]
+
+
+class Verdict(StrEnum):
+    """What a canary proves."""
+
+    DATA = "data"
+    """All workers agree on both batches: what differs in training is what they are given."""
+    STATE = "state"
+    """Workers disagree whose parameters or buffers are known to differ."""
+    HARDWARE = "hardware"
+    """Workers disagree, and nothing is known to differ in what they hold."""
+    NONDETERMINISTIC = "nondeterministic"
+    """A worker disagrees with itself."""
+    INCONCLUSIVE = "inconclusive"
+    """Results are missing, or nothing tells which of the workers is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryResults:
+    """What W workers computed on the same two batches.
+
+    Attributes:
+        suspect: The rank whose batch was run twice.
+        peer: The rank whose batch was run once.
+        losses_W: Loss of the suspect's batch on each worker, or a projection of the outputs.
+        norms_W: Norm of its gradient.
+        digests_W: Digest of all bits of both; ``MISSING_INT`` where a worker has no result.
+        again_W: The same of the second run.
+        peer_losses_W: Loss of the peer's batch.
+        peer_norms_W: Norm of its gradient.
+        peer_digests_W: Digest of all bits of both.
+    """
+
+    suspect: int
+    peer: int
+    losses_W: Floats
+    norms_W: Floats
+    digests_W: Ints
+    again_W: Ints
+    peer_losses_W: Floats
+    peer_norms_W: Floats
+    peer_digests_W: Ints
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Workers without a result."""
+        columns = np.stack([self.digests_W, self.again_W, self.peer_digests_W])
+        return _ranks((columns == MISSING_INT).any(axis=0))
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryVerdict:
+    """What a canary proves, and of whom.
+
+    Attributes:
+        verdict: The verdict.
+        ranks: The workers that it concerns: those that differ, or lack a result; for data, the
+            one whose batch it was.
+        distance: Largest relative difference of a loss or a gradient norm from the median over
+            workers; NaN when results are missing.
+        exact: Whether all workers agree in every bit.
+    """
+
+    verdict: Verdict
+    ranks: tuple[int, ...]
+    distance: float
+    exact: bool = False
+
+    @property
+    def within_rounding(self) -> bool:
+        """Whether workers differ by no more than another order of summation would explain."""
+        return self.distance <= ROUNDING
+
+
+def results_of(step: GatheredStep) -> CanaryResults | None:
+    """Return the results of the canary that all workers ran in a step; None without one."""
+    columns = step.workers
+    of_W, against_W = columns["canary_of"], columns["canary_against"]
+    ran = columns["canary_digest"] != MISSING_INT
+    if not ran.all() or np.ptp(of_W) or np.ptp(against_W):
+        return None
+    return CanaryResults(
+        suspect=int(of_W[0]),
+        peer=int(against_W[0]),
+        losses_W=columns["canary_loss"],
+        norms_W=columns["canary_norm"],
+        digests_W=columns["canary_digest"],
+        again_W=columns["canary_again"],
+        peer_losses_W=columns["canary_against_loss"],
+        peer_norms_W=columns["canary_against_norm"],
+        peer_digests_W=columns["canary_against_digest"],
+    )
+
+
+def differing_state(step: GatheredStep) -> tuple[int, ...]:
+    """Return the workers whose parameters or buffers differ in a step from the others'.
+
+    Running statistics do not count: a forward pass in training does not read them.
+    """
+    odd: set[int] = set()
+    for difference in step.differences:
+        counts = difference.name.rpartition(".")[2] not in RUNNING_STATISTICS
+        if difference.kind in (StateKind.PARAMETER, StateKind.BUFFER) and counts:
+            odd.update(difference.odd_ones_out(step.workers["replica"]))
+    return tuple(sorted(odd))
+
+
+def judge(results: CanaryResults, *, differing: tuple[int, ...] = ()) -> CanaryVerdict:
+    """Return the verdict of a canary.
+
+    Args:
+        results: What the workers computed.
+        differing: Workers whose parameters or buffers are known to differ from the others'.
+    """
+    if results.missing:
+        return CanaryVerdict(Verdict.INCONCLUSIVE, results.missing, np.nan)
+    distances_W = _distances(results)
+    distance = float(distances_W.max())
+    keys_WD = np.stack([results.digests_W, results.peer_digests_W], axis=1)
+    agreed = bool((keys_WD == keys_WD[0]).all())
+    unsteady = results.digests_W != results.again_W
+    if unsteady.all() and agreed and not np.ptp(results.again_W):
+        # only the random numbers of the second run's backward pass were others
+        return CanaryVerdict(Verdict.NONDETERMINISTIC, _ranks(unsteady), distance)
+    if unsteady.any():
+        return _judge_unsteady(results, distances_W, unsteady, differing)
+    if agreed:
+        return CanaryVerdict(Verdict.DATA, (results.suspect,), distance, exact=True)
+    odd = odd_ranks(list(map(tuple, keys_WD.tolist())))
+    return _blame(odd, len(odd) < len(keys_WD), distance, differing)
+
+
+def _judge_unsteady(
+    results: CanaryResults, distances_W: Floats, unsteady: Bools, differing: tuple[int, ...]
+) -> CanaryVerdict:
+    """Judge where some workers do not repeat their own bits."""
+    distance, most = float(distances_W.max()), 2 * unsteady.sum() > len(unsteady)
+    if not most or len(unsteady) == 1:  # alone, nothing tells rounding from chance
+        return CanaryVerdict(Verdict.NONDETERMINISTIC, _ranks(unsteady), distance)
+    if distance <= ROUNDING:  # kernels that add in any order, as many do on accelerators
+        return CanaryVerdict(Verdict.DATA, (results.suspect,), distance)
+    far = ~(distances_W <= ROUNDING)
+    if 2 * far.sum() < len(far):
+        return _blame(_ranks(far), True, distance, differing)
+    return CanaryVerdict(Verdict.NONDETERMINISTIC, _ranks(unsteady), distance)
+
+
+def _blame(
+    odd: tuple[int, ...], settled: bool, distance: float, differing: tuple[int, ...]
+) -> CanaryVerdict:
+    """Return the verdict on workers that repeat themselves, and differ from the others."""
+    if set(odd) & set(differing):
+        ranks = odd if settled else tuple(sorted(set(odd) & set(differing)))
+        return CanaryVerdict(Verdict.STATE, ranks, distance)
+    verdict = Verdict.HARDWARE if settled else Verdict.INCONCLUSIVE
+    return CanaryVerdict(verdict, odd, distance)
+
+
+def _distances(results: CanaryResults) -> Floats:
+    """Return each worker's largest relative distance from the median, float64 ``[W]``."""
+    columns = (results.losses_W, results.norms_W, results.peer_losses_W, results.peer_norms_W)
+    distances_W: Floats = np.max([_relative(column.astype(np.float64)) for column in columns], 0)
+    return distances_W
+
+
+def _relative(values_W: Floats) -> Floats:
+    """Return relative distances from the median; equal values, infinite ones too, are at 0."""
+    finite = values_W[np.isfinite(values_W)]
+    middle = float(np.median(finite)) if len(finite) else 0.0
+    scale = max(abs(middle), np.finfo(np.float64).tiny)
+    with np.errstate(invalid="ignore", over="ignore"):
+        distances = np.abs(values_W - middle) / scale
+    distances[~np.isfinite(values_W)] = 0.0 if not len(finite) else np.inf
+    return distances
+
+
+def _ranks(flags_W: Bools) -> tuple[int, ...]:
+    return tuple(np.flatnonzero(flags_W).tolist())

@@ -1,0 +1,173 @@
+"""Noise of gradients from norms alone: within workers, between workers, and the noise scale.
+
+A gradient over n units (micro-batches, or workers) is the true gradient G plus noise, whose
+expected square falls as 1/n. From the mean square of single units, ``a``, and the square ``b`` of
+the mean of all n of them follow, without bias,
+
+    noise of a unit  tr Σ = (n·a − n·b) / (n − 1),     |G|² = (n·b − a) / (n − 1),
+
+which is appendix A.1 of McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch
+Training", 2018 (arXiv 1812.06162) with batches of 1 and n units. Their *simple noise scale*
+``tr Σ / |G|²`` is the batch, in units, at which noise and gradient are equally long.
+
+With one gradient per worker, ``a`` and ``b`` are all that the norm-weighted mean cosine knows:
+with equal norms, cosine c and noise scale are ``(1 − c)/c`` of each other, and shared data give
+noise 0. Only the micro-batches inside a worker tell what the noise should be.
+
+Noise and signal count all units alike. The noise within workers knows the shares ``w_j`` that
+micro-batches have in their worker's gradient, which are their multipliers over the sum of these.
+Where every worker has the same sum (each divides by its own label tokens), ``h_j = w_j g_j`` and
+``s = Σ w_j²`` give the noise of a worker's gradient ``g = Σ h_j`` without bias,
+
+    tr Σ of a worker = (Σ ‖h_j‖² − s ‖g‖²) / (1 − s),
+
+whatever the noise of each micro-batch; ``s`` is 1/M for equal shares. Squares and ``s`` are
+averaged over workers first. Where the sums differ (all divide by the tokens of all workers), a
+worker's gradient is as long as its tokens are many, *within* and *between* grow alike, and their
+ratio is right when shares are taken for equal.
+
+Legend of shapes: T steps, W workers, M micro-batches of each.
+"""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.block_ratio import Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class NoiseOfSteps:
+    """What the norms of T steps say about the noise of gradients; NaN where unknown.
+
+    Attributes:
+        between_T: Variance of the workers' gradients around their mean (trace, unbiased).
+        within_T: The same as their micro-batches predict it, whatever the workers share.
+        noise_T: tr Σ of one unit: of a micro-batch where these are known, else of a worker.
+        signal_T: |G|², without bias, so possibly negative in a single step.
+        units_T: How many units the reduced gradient averages.
+    """
+
+    between_T: Floats
+    within_T: Floats
+    noise_T: Floats
+    signal_T: Floats
+    units_T: Ints
+
+    def at(self, chosen_T: NDArray[np.bool_]) -> "NoiseOfSteps":
+        """Return the chosen steps."""
+        return NoiseOfSteps(
+            self.between_T[chosen_T],
+            self.within_T[chosen_T],
+            self.noise_T[chosen_T],
+            self.signal_T[chosen_T],
+            self.units_T[chosen_T],
+        )
+
+
+def noise_of_steps(
+    squares_T: Floats,
+    reduced_norms_T: Floats,
+    micro_squares_T: Floats,
+    num_micro_T: Ints,
+    shares_T: Floats,
+    width: int,
+) -> NoiseOfSteps:
+    """Return the noise of many steps.
+
+    Args:
+        squares_T: Mean over workers of the squared norm of their gradient.
+        reduced_norms_T: Norm of the mean of the workers' gradients.
+        micro_squares_T: Mean over workers of the sum of the squared norms of their micro-batches.
+        num_micro_T: M; 1 where it is unknown, and where workers differ in it.
+        shares_T: s from :func:`micro_shares`; NaN where unknown.
+        width: W.
+
+    Example:
+        >>> unknown, one = np.array([math.nan]), np.array([1])
+        >>> of = noise_of_steps(np.array([5.0]), np.sqrt([3.0]), unknown, one, unknown, width=2)
+        >>> of.noise_T.round(6).tolist(), of.signal_T.round(6).tolist()  # 2(5 − 3) and 2·3 − 5
+        ([4.0], [1.0])
+    """
+    with np.errstate(all="ignore"):
+        reduced_T = reduced_norms_T * reduced_norms_T
+        unknown_T = np.full(len(squares_T), math.nan)
+        between_T, signal_T = unknown_T, unknown_T
+        if width > 1:
+            between_T, signal_T = _split(squares_T, reduced_T, width)
+        mean_squares_T = micro_squares_T / num_micro_T
+        within_T = (mean_squares_T / num_micro_T - shares_T * squares_T) / (1 - shares_T)
+        finer_T = (num_micro_T >= 2) & ~np.isnan(mean_squares_T)
+        units_T = np.where(finer_T, width * num_micro_T, width)
+        fine_T, fine_signal_T = _split(mean_squares_T, reduced_T, units_T)
+        return NoiseOfSteps(
+            between_T,
+            np.where(finer_T, within_T, math.nan),
+            np.where(finer_T, fine_T, between_T),
+            np.where(finer_T, fine_signal_T, signal_T),
+            units_T,
+        )
+
+
+def micro_shares(sums_TW: Floats, squares_TW: Floats, num_micro_T: Ints) -> Floats:
+    """Return s: the sum of the squared shares that micro-batches have in a worker's gradient.
+
+    Args:
+        sums_TW: Sum of the multipliers of each worker's micro-batches; NaN where one is unknown.
+        squares_TW: Sum of their squares.
+        num_micro_T: M; 1 where workers differ in it.
+
+    Returns:
+        ``[T]``, from 1/M to below 1, a mean over workers; 1/M where the workers' sums differ. NaN
+        where a multiplier is unknown, where a worker's are 0 in all, and without accumulation.
+
+    Example:
+        >>> scales_WM = np.array([[0.5, 0.5], [0.9, 0.1]])
+        >>> sums, squares = scales_WM.sum(axis=1), np.square(scales_WM).sum(axis=1)
+        >>> micro_shares(sums[None], squares[None], np.array([2])).round(6).tolist()
+        [0.66]
+    """
+    with np.errstate(all="ignore"):
+        own_TW = squares_TW / np.square(sums_TW)
+        sizes_TW = np.abs(sums_TW)
+        largest_T = sizes_TW.max(axis=1)
+        alike_T = largest_T - sizes_TW.min(axis=1) <= _EQUAL * largest_T
+        shares_T = np.where(alike_T, own_TW.mean(axis=1), 1 / num_micro_T)
+        known_T = np.isfinite(own_TW).all(axis=1) & (num_micro_T >= 2) & (shares_T < 1)
+    return np.where(known_T, shares_T, math.nan)
+
+
+def noise_scale(inverse: Estimate) -> Estimate:
+    """Return noise over signal, given signal over noise.
+
+    The signal may be hidden in noise; its inverse would then have no finite interval. So the
+    interval is that of signal over noise, turned round: without an upper end when the signal may
+    be 0.
+
+    Example:
+        >>> noise_scale(Estimate(0.25, low=0.125, high=0.5))
+        Estimate(value=4.0, low=2.0, high=8.0)
+    """
+    low, high = inverse.low, inverse.high
+    return Estimate(
+        value=1 / inverse.value if inverse.value > 0 else math.inf,
+        low=_turned(high),
+        high=math.inf if low <= 0 else _turned(low),
+    )
+
+
+_EQUAL = 1e-3
+"""Multipliers whose sums differ by less, relative to the largest, are the same but for rounding."""
+
+
+def _split(one: Floats, mean_of_all: Floats, count: Ints | int) -> tuple[Floats, Floats]:
+    """Return noise and signal from the mean square of a unit and the square of the mean."""
+    noise = count * (one - mean_of_all) / (count - 1)
+    return noise, (count * mean_of_all - one) / (count - 1)
+
+
+def _turned(value: float) -> float:
+    return 1 / value if value > 0 else value if math.isnan(value) else math.inf

@@ -1,0 +1,270 @@
+"""What a worker runs on: versions, device, precision, environment variables, source revision."""
+
+import contextlib
+import functools
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankscope.bus.environment_names import PACKAGES
+from rankscope.bus.pace import PACE
+from rankscope.bus.secrets import VARIABLES, without_addresses
+from rankscope.errors import UsageError
+from rankscope.gradients.fingerprint import digest_of
+
+Fact = str | int | bool
+
+_LONGEST_VALUE = 200
+_GIT_SECONDS = 2.0
+
+FLAGS_EVERY = PACE.flags_every
+"""Steps from one look at torch's global settings to the next."""
+
+
+def environment_facts(device: torch.device) -> dict[str, Fact]:
+    """Return what this worker runs on, by name; for ``run.json`` and to compare workers.
+
+    Versions, device, torch's flags, and the source revision have names in lower case; environment
+    variables have their own names. What is not there or cannot be told is left out. Only variables
+    that are known to decide how a job computes are read, so that no secret is.
+
+    Args:
+        device: Where the model computes.
+    """
+    facts: dict[str, Fact] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": np.__version__,
+    }
+    for collect in (
+        lambda: _versions_of(PACKAGES),
+        precision_flags,
+        _device_libraries,
+        lambda: _device(device),
+        lambda: _variables(os.environ),
+        lambda: source_revision(_script_directory()),
+    ):
+        facts |= quietly(collect)
+    return facts
+
+
+@functools.cache
+def _versions_of(packages: tuple[str, ...]) -> Mapping[str, Fact]:
+    """Return the versions of installed packages, read once: it takes long, and does not change."""
+    versions: dict[str, Fact] = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+def vocabulary_digest(tokenizer: Any) -> int:
+    """Return a 63-bit digest of a vocabulary: which token has which number.
+
+    Args:
+        tokenizer: An object with ``get_vocab()``, or a mapping from token to number.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    get_vocab = getattr(tokenizer, "get_vocab", None)
+    vocabulary = get_vocab() if callable(get_vocab) else tokenizer
+    if not isinstance(vocabulary, Mapping):
+        raise UsageError(
+            "expected a tokenizer with get_vocab(), or a mapping from token to number, got "
+            f"{type(tokenizer).__name__}; pass tokenizer.get_vocab() or such a mapping"
+        )
+    lines = sorted(f"{number} {token!r}" for token, number in vocabulary.items())
+    return digest_of("\n".join(lines).encode("utf-8", "surrogatepass"))
+
+
+def source_revision(directory: Path | None, seconds: float = _GIT_SECONDS) -> dict[str, Fact]:
+    """Return the commit that a directory is at, and whether files differ from it.
+
+    Args:
+        directory: Some directory in a git repository; None when there is none.
+        seconds: Longest time that git may take.
+
+    Returns:
+        ``revision`` and ``revision_changed``; what git does not tell in time is left out.
+    """
+    if directory is None:
+        return {}
+    end = time.monotonic() + seconds
+    commit = _git(directory, end, "rev-parse", "--verify", "HEAD")
+    if not commit:
+        return {}
+    changes = _git(directory, end, "status", "--porcelain", "--untracked-files=no")
+    changed = {} if changes is None else {"revision_changed": bool(changes)}
+    return {"revision": commit, **changed}
+
+
+def _git(directory: Path, end: float, *command: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", *command],
+            cwd=directory,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=max(0.0, end - time.monotonic()),
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
+            check=False,
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _script_directory() -> Path | None:
+    """Return the directory of the script that runs; None in a notebook or an interpreter."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(file).resolve().parent if file else None
+
+
+def _variables(environment: Mapping[str, str]) -> dict[str, Fact]:
+    """Return the environment variables that decide how a job computes."""
+    return {
+        name: without_addresses(environment[name])[:_LONGEST_VALUE]
+        for name in sorted(VARIABLES & environment.keys())
+    }
+
+
+def _device_libraries() -> dict[str, Fact]:
+    cudnn: Any = torch.backends.cudnn
+    nccl: Any = torch.cuda.nccl
+    versions = {
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        "cudnn": cudnn.version(),
+        "nccl": ".".join(map(str, nccl.version())) if torch.cuda.is_available() else None,
+    }
+    facts: dict[str, Fact] = {name: str(version) for name, version in versions.items() if version}
+    with contextlib.suppress(OSError, AttributeError):
+        text = Path("/proc/driver/nvidia/version").read_text("utf-8", "replace")
+        found = re.search(r"\b\d{3,}(\.\d+)+\b", text)
+        if found:
+            facts["driver"] = found.group()
+    return facts
+
+
+def _device(device: torch.device) -> dict[str, Fact]:
+    if device.type == "cpu":
+        return {"device": platform.processor() or platform.machine() or "cpu"}
+    module: Any = torch.get_device_module(device)
+    facts: dict[str, Fact] = {"device": str(module.get_device_name(device))}
+    properties = quietly(lambda: {"of": module.get_device_properties(device)}).get("of")
+    memory = getattr(properties, "total_memory", None)
+    return facts if memory is None else {**facts, "device_memory": int(memory)}
+
+
+def quietly(collect: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return facts, or none where they cannot be had: a job must not fail to start for them."""
+    try:
+        return collect()
+    except Exception:
+        return {}
+
+
+class PrecisionMeter:
+    """Tells the precision of each step's first forward pass.
+
+    Autocast is looked at in every step, torch's global settings in steps that are multiples of
+    ``FLAGS_EVERY``, on all workers alike: scripts set them once, and they take long to read.
+
+    Args:
+        module: The model.
+        device: Where it computes.
+    """
+
+    def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
+        self._module, self._device = module, device
+        self._flags: dict[str, str | bool] | None = None
+        self._codes: dict[str, int] = {}
+
+    def code(self, step: int) -> int:
+        """Return a 63-bit digest of :func:`precision_words`; equal on workers that compute alike.
+
+        Called inside a forward pass, where autocast is active. It costs some microseconds.
+        """
+        if self._flags is None or step % FLAGS_EVERY == 0:
+            flags = precision_flags()
+            if flags != self._flags:
+                self._flags = flags
+                self._codes.clear()
+        autocast = _autocast(self._device.type)
+        code = self._codes.get(autocast)
+        if code is None:
+            words = tuple(precision_words(self._module, self._device).values())
+            code = self._codes[autocast] = digest_of(repr(words).encode())
+        return code
+
+
+def precision_words(module: torch.nn.Module, device: torch.device) -> dict[str, str | bool]:
+    """Return what decides the precision of a forward pass, by name.
+
+    Args:
+        module: The model.
+        device: Where it computes.
+    """
+    types = {str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()}
+    return {
+        "parameter_types": ", ".join(sorted(types)) or "none",
+        "autocast": _autocast(device.type),
+        **precision_flags(),
+    }
+
+
+def precision_flags() -> dict[str, str | bool]:
+    """Return torch's global settings of precision and determinism, by name."""
+    matmul: Any = torch.backends.cuda.matmul
+    cudnn: Any = torch.backends.cudnn
+    return {
+        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "float32_matmul": _float32_matmul(),
+        "tf32_matmul": _fp32(matmul),
+        "tf32_convolutions": _fp32(cudnn.conv),
+        "reduced_fp16_sums": bool(matmul.allow_fp16_reduced_precision_reduction),
+        "reduced_bf16_sums": bool(matmul.allow_bf16_reduced_precision_reduction),
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
+        "cudnn_deterministic": bool(cudnn.deterministic),
+        "cudnn_benchmark": bool(cudnn.benchmark),
+    }
+
+
+def _float32_matmul() -> str:
+    """Return the setting of all backends; ``mixed`` where one of them was set by itself.
+
+    torch raises there: as soon as a script sets ``fp32_precision`` alone, for example.
+    """
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "mixed"
+
+
+def _fp32(operations: Any) -> str:
+    """Return ``tf32``, or ``ieee`` where float32 is what it says; ``allow_tf32`` may raise."""
+    precision = str(operations.fp32_precision)
+    return "ieee" if precision == "none" else precision
+
+
+def _autocast(device_type: str) -> str:
+    try:
+        if torch.is_autocast_enabled(device_type):
+            return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+    except RuntimeError:  # a kind of device that has no autocast
+        pass
+    return "off"

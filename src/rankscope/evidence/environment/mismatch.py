@@ -1,0 +1,153 @@
+"""The detector of workers that run on something else than the others."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.environment_names import DECIDES_BITS, HARMLESS, PACKAGES, is_compared
+from rankscope.bus.finding import Severity
+from rankscope.bus.persistent_fault import PersistentFault
+from rankscope.bus.rank_values import known_values, name_values
+from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.step import MISSING_INT
+from rankscope.bus.steps import Step
+from rankscope.bus.words import count, name_ranks
+
+CAUSE = "env.mismatch"
+
+STEPS_IN_A_ROW = 3
+"""Steps in which a worker computes in another precision before it is told."""
+
+_TITLES = {"revision": "source revision", "revision_changed": "source files"}
+_MOST_TOLD = 6
+
+
+class EnvironmentMismatch(Detector):
+    """Workers whose versions, device, flags, vocabulary or source differ, or their precision.
+
+    What each rank said when it started is compared once; it is told with the first step. The
+    precision of the forward pass is compared in every step.
+
+    Args:
+        facts: What each rank runs on, by name, in rank order; empty when unknown. Names in capital
+            letters are environment variables.
+    """
+
+    SETTINGS = ("_words", "_odd", "_severity", "_at_start")
+
+    def __init__(self, facts: Sequence[Mapping[str, Any]] = ()) -> None:
+        self._odd, self._words, self._severity = compare_facts(facts)
+        self._at_start = True
+        self._first = self._last = -1
+        self._ranks: set[int] = set()
+        self._differed = self._serious = False
+        self._precision = PersistentFault(STEPS_IN_A_ROW, in_a_row=True)
+
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
+        """Take one step; speaks with the first one, and while the precision differs."""
+        number = step.gathered.step
+        changed = self._at_start and self._start(number)
+        if step.alike("precision"):
+            if step.gathered.num_workers > 1 and step.some_known("precision"):
+                changed |= self._precision.observe(number, ())
+            return (self._evidence(),) if changed else ()
+        codes_W = step.gathered.workers["precision"]
+        known_W = codes_W != MISSING_INT
+        if np.count_nonzero(known_W) > 1:
+            odd = odd_ranks(known_values(codes_W, known_W))
+            changed |= self._precision.observe(number, odd)
+        return (self._evidence(),) if changed else ()
+
+    def _start(self, step: int) -> bool:
+        """Begin a run, or go on with one; return whether what is known has changed."""
+        self._at_start = False
+        changed = self._differed or bool(self._odd)
+        self._differed = bool(self._odd)
+        if self._odd:
+            self._ranks = set(self._odd)
+            self._serious = self._severity is Severity.WARNING
+            self._first = step if self._first < 0 else self._first
+            self._last = step
+        return changed
+
+    def _evidence(self) -> Evidence:
+        seen = self._precision
+        words, ranks = list(self._words[:_MOST_TOLD]), self._ranks | seen.ranks
+        more = len(self._words) - len(words)
+        if more:
+            words.append(f"and {count(more, 'other difference')}")
+        if seen.count:
+            until = "" if seen.open else f" until step {seen.last:,}"
+            who = name_ranks(seen.ranks)
+            words.insert(0, f"another precision in the forward pass of {who}{until}")
+        steps = [number for number in (self._first, seen.first) if number >= 0]
+        return Evidence(
+            cause=CAUSE,
+            severity=Severity.WARNING if self._serious or seen.count else Severity.NOTE,
+            ranks=tuple(sorted(ranks)),
+            first_step=min(steps, default=0),
+            last_step=max(self._last, seen.last, 0),
+            count=max(1, seen.count),
+            fields={
+                "what": "; ".join(words) or "no difference any more",
+            },
+            numbers={"differences": words, "steps_in_another_precision": seen.count},
+            status="open" if self._odd or seen.open else "closed",
+        )
+
+
+def compare_facts(
+    facts: Sequence[Mapping[str, Any]],
+) -> tuple[tuple[int, ...], tuple[str, ...], Severity]:
+    """Compare what the ranks run on.
+
+    Args:
+        facts: By name, in rank order; an empty one is unknown.
+
+    Returns:
+        The odd ranks, each difference in words, the serious ones first, and how bad it is.
+    """
+    names = sorted(filter(is_compared, {name for own in facts for name in own}))
+    serious: list[str] = []
+    harmless: list[str] = []
+    ranks: set[int] = set()
+    for name in names:
+        values = [_value(own, name) for own in facts]
+        odd = odd_ranks(values)
+        if not odd:
+            continue
+        ranks.update(odd)
+        note = name in HARMLESS or (name.isupper() and name not in DECIDES_BITS)
+        (harmless if note else serious).append(_difference(name, values, odd))
+    severity = Severity.WARNING if serious else Severity.NOTE
+    return tuple(sorted(ranks)), (*serious, *harmless), severity
+
+
+def _value(facts: Mapping[str, Any], name: str) -> str | int | bool | None:
+    """Return a fact; None where it is unknown, so that it is not compared."""
+    if not facts:
+        return None
+    value = facts.get(name)
+    if isinstance(value, str | int):
+        return value
+    if name.isupper():
+        return "not set"
+    return "not installed" if name in PACKAGES else None
+
+
+def _difference(name: str, values: Sequence[str | int | bool | None], odd: Sequence[int]) -> str:
+    if name == "vocabulary":
+        return f"another vocabulary on {name_ranks(odd)}"
+    words = [None if value is None else _word(name, value) for value in values]
+    title = _TITLES.get(name, name.replace("_", " ") if name.islower() else name)
+    return f"{title} {name_values(words)}"
+
+
+def _word(name: str, value: str | int | bool) -> str:
+    if name == "revision_changed":
+        return "changed since the commit" if value else "unchanged"
+    if name == "revision":
+        return str(value)[:10]
+    return ("off", "on")[value] if isinstance(value, bool) else str(value)

@@ -1,0 +1,201 @@
+"""What the optimizer does between two steps: how often it was called, and with which settings."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankscope.gradients.fingerprint import digest_of
+
+_NO_SETTINGS = frozenset(
+    {"params", "param_names", "lr", "initial_lr", "max_lr", "min_lr", "base_lr"}
+)
+_PARAMETERS = frozenset({"params", "param_names"})
+_FIXED = (bool, int, float, str, type(None))
+
+
+class JointOptimizer:
+    """Several optimizers of one model, looked at as one.
+
+    Args:
+        optimizers: In the order in which their settings are told.
+    """
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        self.state = _JointState(self.optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all."""
+        return [group for each in self.optimizers for group in each.param_groups]
+
+
+class _JointState(dict[Any, Any]):
+    """What some optimizers keep, by parameter: looked up there, and never copied."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__()
+        self._optimizers = optimizers
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """Return what the optimizer that has the parameter keeps for it."""
+        states = (each.state for each in self._optimizers)
+        return next((state.get(key) for state in states if key in state), default)
+
+
+def all_of(optimizer: Any) -> tuple[Any, ...]:
+    """Return an optimizer, or all that are looked at as one; nothing where there is none."""
+    if isinstance(optimizer, JointOptimizer):
+        return optimizer.optimizers
+    return () if optimizer is None else (optimizer,)
+
+
+class OptimizerMeter:
+    """Counts calls of ``optimizer.step`` and takes the settings of the last one.
+
+    A gradient scaler skips some calls. The settings are the learning rate and the weight decay of
+    the first parameter group, a digest of the other groups' rates, and one of all other settings.
+    Bounds that a scheduler keeps in the groups (``max_lr``) are not counted. What cannot be read
+    (tensors on an accelerator, an optimizer without parameter groups) is left out.
+
+    Of several optimizers, the settings of all are taken, and the calls of the one that was called
+    most.
+
+    Args:
+        optimizer: The optimizer; None when it is not known.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | JointOptimizer | None) -> None:
+        self._known = optimizer is not None
+        self._joint = optimizer if isinstance(optimizer, JointOptimizer) else None
+        self._calls: Counter[int] = Counter()
+        self._lr = float("nan")
+        self._weight_decay = float("nan")
+        self._groups: dict[int, _GroupSettings] = {}
+        self._texts: dict[str, str] = {}
+        self._values: list[object] = []  # of all groups: while they live, their ids are theirs
+        self._seen: list[int] = []
+        self._digests: dict[str, int] = {}
+        self._taken = False
+
+    def begin(self, optimizer: Any) -> None:
+        """Take the settings with which ``optimizer.step`` is called; some change theirs in it."""
+        self._take(optimizer)
+        self._taken = True
+
+    def count(self, optimizer: Any) -> None:
+        """Take one call of ``optimizer.step`` that has ended.
+
+        Its settings are those at this moment, unless :meth:`begin` has taken them before.
+        """
+        self._calls[id(optimizer)] += 1
+        if not self._taken:
+            self._take(self._joint or optimizer)
+        self._taken = False
+
+    def collect(self) -> dict[str, float]:
+        """Return the settings and the count, and count from 0 again.
+
+        Returns:
+            ``lr``, ``weight_decay`` and ``optimizer_steps`` (NaN when unknown), and
+            ``rates_digest`` and ``settings_digest`` where there are any.
+        """
+        steps = max(self._calls.values(), default=0)
+        self._calls.clear()
+        values: dict[str, float] = {
+            "lr": self._lr,
+            "weight_decay": self._weight_decay,
+            "optimizer_steps": steps if self._known else float("nan"),
+        }
+        return {**values, **self._digests}
+
+    def _take(self, optimizer: Any) -> None:
+        groups = getattr(optimizer, "param_groups", None)
+        if isinstance(groups, list) and self._is_known(groups):
+            return
+        groups = groups if isinstance(groups, Sequence) else ()
+        groups = [group for group in groups if isinstance(group, Mapping)]
+        first = groups[0] if groups else {}
+        self._lr = _number(first.get("lr"))
+        self._weight_decay = _number(first.get("weight_decay"))
+        rates = [_plain(group.get("lr")) for group in groups[1:]]  # the first has a column
+        texts = {"rates_digest": repr(rates)} if rates else {}
+        if groups:
+            texts["settings_digest"] = repr(list(map(self._text_of, range(len(groups)), groups)))
+        if texts != self._texts:
+            self._texts = texts
+            self._digests = {name: digest_of(text.encode()) for name, text in texts.items()}
+        named = [(name, value) for group in groups for name, value in group.items()]
+        self._values = [value for name, value in named if name not in _PARAMETERS]
+        known = bool(groups) and all(map(_is_fixed, self._values))
+        self._seen = [id(value) for _, value in named] if known else []
+
+    def _is_known(self, groups: list[Any]) -> bool:
+        """Return whether all settings are the very objects of the last call, and cannot change."""
+        try:
+            return self._seen == [id(value) for group in groups for value in group.values()] != []
+        except AttributeError:  # no mapping
+            return False
+
+    def _text_of(self, number: int, group: Mapping[str, Any]) -> str:
+        """Return the settings of one parameter group; written anew only when some have changed."""
+        told = _NO_SETTINGS if number else _NO_SETTINGS | {"weight_decay"}
+        others = {name: value for name, value in group.items() if name not in told}
+        known = self._groups.get(number)
+        if known is None or not known.holds(list(others.values())):
+            known = self._groups[number] = _GroupSettings(others)
+        return known.text
+
+
+class _GroupSettings:
+    """Settings of one parameter group in plain form.
+
+    Args:
+        settings: Those that have no column of their own.
+    """
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        plain = [(name, _plain(settings.get(name))) for name in sorted(map(str, settings))]
+        self.text = repr([(name, value) for name, value in plain if value is not None])
+        self._values = list(settings.values())
+        self._ids = list(map(id, self._values))
+        self._fixed = all(map(_is_fixed, self._values))
+
+    def holds(self, values: list[Any]) -> bool:
+        """Return whether these are the same objects, and none of them can have changed inside."""
+        return self._fixed and self._ids == list(map(id, values))
+
+
+def _is_fixed(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_fixed, value))
+    return isinstance(value, _FIXED)
+
+
+def _plain(value: object) -> object:
+    """Return numbers as float, text, and sequences of these; None for anything else.
+
+    So 0, 0.0 and False are the same setting.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (tuple, list)):
+        parts = [_plain(part) for part in value]
+        return None if None in parts else tuple(parts)
+    number = _number(value)
+    return None if number != number else number
+
+
+def _number(value: object) -> float:
+    """Return a number, or one in a tensor on the host; NaN for anything else."""
+    if isinstance(value, Tensor):
+        readable = value.device.type == "cpu" and value.numel() == 1  # elsewhere it would wait
+        return float(value.detach()) if readable else float("nan")
+    try:
+        return float(value) if isinstance(value, Real) else float("nan")
+    except (OverflowError, TypeError, ValueError):
+        return float("nan")

@@ -1,0 +1,313 @@
+"""The detectors of settings that differ between workers, or from the plan."""
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.finding import Severity
+from rankscope.bus.persistent_fault import PersistentFault
+from rankscope.bus.plan import Plan
+from rankscope.bus.rank_values import known_values, name_values
+from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.steps import Step
+from rankscope.bus.words import name_ranks
+from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.state import State
+
+STEPS_NEEDED = 3
+"""Optimizer steps in which the learning rate departs from the plan before it is told."""
+
+CALLS = "optimizer-steps-differ"
+
+_NOBODY = np.empty(0, bool)
+_RELATIVE = 1e-6
+_OF_PEAK = 1e-9
+_NAMES = {"lr": "the learning rate", "weight_decay": "the weight decay"}
+_DIGESTS = {
+    "rates_digest": "the learning rates of other parameter groups",
+    "settings_digest": "other settings (such as momentum, betas or eps, or the weight decay of "
+    "other parameter groups)",
+}
+
+
+class DifferentSettings(Detector):
+    """Settings and calls of the optimizer that differ between workers, or from the plan.
+
+    - Learning rate, weight decay or any other setting differs between workers in a step.
+    - Some workers call ``optimizer.step`` more often than others in a step. The last step of a run
+      is not judged: it may end anywhere.
+    - All workers' learning rate departs from the plan.
+
+    A worker that does not call the optimizer in a step, or takes no part in it, is not compared.
+
+    Args:
+        num_workers: W.
+        plan: The learning rate that is intended, if any.
+    """
+
+    SETTINGS = ("_num_workers", "_planned_N", "_peak", "_anchored")
+
+    def __init__(self, num_workers: int, plan: Plan | None = None) -> None:
+        self._num_workers = num_workers
+        planned = (plan or Plan()).learning_rate
+        self._planned_N = np.atleast_1d(np.array(() if planned is None else planned, np.float64))
+        self._peak = float(self._planned_N.max(initial=0))
+        self._anchored = True
+        self._settings = PersistentFault()
+        self._what = ""
+        self._calls = PersistentFault()
+        self._waiting = -1
+        self._waiting_calls = np.empty(0, np.int64)
+        self._called = ""
+        self._schedule = PersistentFault(STEPS_NEEDED)
+        self._num_calls = 0
+        self._departure: tuple[int, float, float] = (-1, 0.0, 0.0)
+
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
+        """Take one step; speaks of what differs in it or in the step before, and of what ends."""
+        gathered = step.gathered
+        calls_W = _calls(step)
+        told: list[Evidence] = []
+        if self._num_workers > 1:
+            told += self._compare_calls(gathered.step, calls_W)
+            told += self._compare_settings(step)
+        told += self._follow_plan(gathered, calls_W)
+        return told
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run; what its last step shows is not judged."""
+        self._waiting = -1
+        return ()
+
+    def restore(self, state: State) -> None:
+        """Remember what a detector of as many workers remembered.
+
+        Raises:
+            StateError: The state does not fit.
+        """
+        super().restore(state)
+        self._anchored = False
+
+    # Between workers -----------------------------------------------------------------------
+
+    def _compare_settings(self, step: Step) -> Iterable[Evidence]:
+        gathered = step.gathered
+        active_W = gathered.workers["optimizer_steps"] != 0
+        several = int(np.count_nonzero(active_W)) > 1
+        ranks: set[int] = set()
+        known, parts = False, []
+        for name, words in _NAMES.items():
+            if step.alike(name):  # so none is NaN
+                known |= several
+                continue
+            values_W = gathered.workers[name]
+            known_W = active_W & ~np.isnan(values_W)
+            known |= int(np.count_nonzero(known_W)) > 1
+            if _alike(values_W, known_W):
+                continue
+            values = known_values(values_W, known_W)
+            ranks.update(self._odd(values))
+            parts.append(f"{words} is {name_values(values, _speller(values))}")
+        for name, words in _DIGESTS.items():
+            if step.alike(name):
+                known |= several and step.some_known(name)
+                continue
+            digests_W = gathered.workers[name]
+            known_W = active_W & (digests_W != MISSING_INT)
+            known |= int(np.count_nonzero(known_W)) > 1
+            if not _alike(digests_W, known_W):
+                odd = self._odd(known_values(digests_W, known_W))
+                ranks.update(odd)
+                parts.append(f"{words} differ on {name_ranks(odd)}")
+        self._what = "; ".join(parts) or self._what
+        if known and self._settings.observe(gathered.step, ranks):
+            yield self._settings_evidence()
+
+    def _odd(self, values: Sequence[float | int | None]) -> Sequence[int]:
+        """Return the odd ranks; where no majority tells, those that were odd before, if any.
+
+        So a step in which some do not call the optimizer accuses nobody new.
+        """
+        odd = odd_ranks(values)
+        before = sorted(self._settings.ranks.intersection(odd))
+        undecided = len(odd) == sum(value is not None for value in values)
+        return before if undecided and before else odd
+
+    def _compare_calls(self, step: int, calls_W: Ints) -> Iterable[Evidence]:
+        """Judge the step before, which was not the last one."""
+        before_W, number = self._waiting_calls, self._waiting
+        self._waiting, self._waiting_calls = step, calls_W
+        if number < 0:
+            return
+        known_W = before_W != MISSING_INT
+        if np.count_nonzero(known_W) < 2:
+            return
+        ranks: tuple[int, ...] = ()
+        if not _alike(before_W, known_W):
+            values = known_values(before_W, known_W)
+            ranks = odd_ranks(values)
+            self._called = name_values(values, _times)
+        if self._calls.observe(number, ranks):
+            yield self._calls_evidence()
+
+    def _settings_evidence(self) -> Evidence:
+        seen, what = self._settings, {"what": self._what}
+        numbers = {"steps": seen.count, **what}
+        cause = "state.hyperparameters_differ"
+        return seen.evidence(cause, Severity.ERROR, seen.ranks, what, numbers)
+
+    def _calls_evidence(self) -> Evidence:
+        called = {"called": self._called}
+        return self._calls.evidence(
+            "state.parameters_differ",
+            Severity.ERROR,
+            self._calls.ranks,
+            called,
+            {"steps": self._calls.count, **called, "other_causes": ["state.optimizer_differs"]},
+            key=CALLS,
+        )
+
+    # Against the plan ----------------------------------------------------------------------
+
+    def _follow_plan(self, gathered: GatheredStep, calls_W: Ints) -> Iterable[Evidence]:
+        calls = int(calls_W.max())
+        rates_W = gathered.workers["lr"]
+        known_W = (calls_W > 0) & ~np.isnan(rates_W) if len(self._planned_N) else _NOBODY
+        if not known_W.any():
+            self._num_calls += max(calls, 0)
+            return
+        rates = rates_W[known_W]
+        if not self._anchored:
+            self._anchor(rates, calls)
+        at = self._num_calls + calls - 1
+        self._num_calls += calls
+        departs = self._departs(rates, at)
+        if departs:
+            self._departure = at, float(rates[0]), self._planned_at(at)
+        if self._schedule.observe(gathered.step, (0,) if departs else ()):
+            yield self._schedule_evidence()
+
+    def _anchor(self, rates: Floats, calls: int) -> None:
+        """Count on after a restart: from where it was, or from an earlier checkpoint.
+
+        Which one tells the learning rate of the first step: the latest call of the plan that has
+        it, and is not after the last one that was seen.
+        """
+        self._anchored = True
+        last = self._num_calls + calls - 1
+        if self._departs(rates, last):
+            fits = np.flatnonzero(~self._depart(rates, self._planned_N[calls - 1 : last + 1]))
+            if len(fits):
+                self._num_calls = int(fits[-1])
+
+    def _departs(self, rates: Floats, at: int) -> bool:
+        """Return whether all these learning rates are not what the plan has for a call."""
+        return bool(self._depart(rates, np.array([self._planned_at(at)]))[0])
+
+    def _depart(self, rates: Floats, planned_N: Floats) -> NDArray[np.bool_]:
+        """Return for each of these entries of the plan ``[N]`` whether all rates depart from it."""
+        tolerance_N = _RELATIVE * planned_N + _OF_PEAK * self._peak
+        return np.asarray((np.abs(rates[:, None] - planned_N) > tolerance_N).all(axis=0))
+
+    def _planned_at(self, at: int) -> float:
+        return float(self._planned_N[min(at, len(self._planned_N) - 1)])
+
+    def _schedule_evidence(self) -> Evidence:
+        at, rate, planned = self._departure
+        spell = _speller([rate, planned])
+        words = {"at": f"{at:,}", "rate": spell(rate), "planned": spell(planned)}
+        return self._schedule.evidence(
+            "state.schedule",
+            Severity.WARNING,
+            (),
+            words,
+            {
+                "steps": self._schedule.count,
+                **words,
+                "optimizer_step": at,
+                "learning_rate": rate,
+                "planned": planned,
+            },
+        )
+
+
+def _calls(step: Step) -> Ints:
+    """Return each worker's calls of the optimizer; unknown for one that takes no part in a step.
+
+    In ``join()``, a worker without data only helps the others to reduce.
+    """
+    gathered = step.gathered
+    calls_W: Ints = gathered.workers["optimizer_steps"].copy()
+    if calls_W.all():
+        return calls_W
+    samples_W = gathered.workers["num_samples"]
+    idle_W = (samples_W <= 0) & (calls_W == 0)
+    if (samples_W > 0).any() and idle_W.any():
+        calls_W[idle_W] = MISSING_INT
+    return calls_W
+
+
+def _alike(values_W: NDArray[np.float64 | np.int64], known_W: NDArray[np.bool_]) -> bool:
+    known = values_W[known_W]
+    return len(known) < 2 or bool((known == known[0]).all())
+
+
+def _speller(values: Iterable[float | None]) -> Callable[[float], str]:
+    """Return what writes numbers in six digits, or in as many as tell these apart."""
+    different = {value for value in values if value is not None}
+    short = {f"{value:.6g}" for value in different}
+    return (lambda value: f"{value:.6g}") if len(short) == len(different) else repr
+
+
+def _times(calls: float) -> str:
+    return ("never", "once", "twice")[int(calls)] if calls < 3 else f"{calls:,} times"
+
+
+KEY = "seed-not-planned"
+
+
+class PlannedSeed(Detector):
+    """Compares the seed of each rank's sampler, as it was at the start, with the plan's.
+
+    Args:
+        planned: The seed that is intended; None if the plan does not say.
+        seeds: Each rank's, None where it is not known; empty when nothing is known.
+    """
+
+    SETTINGS = ("_planned", "_wrong")
+
+    def __init__(self, planned: int | None, seeds: Sequence[int | None] = ()) -> None:
+        self._planned = planned
+        self._wrong = {
+            rank: seed
+            for rank, seed in enumerate(seeds)
+            if None not in (planned, seed) and seed != planned
+        }
+        self._told = False
+
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
+        """Take one step; speaks with the first one after a start."""
+        if self._told or not self._wrong:
+            return ()
+        self._told = True
+        number = step.gathered.step
+        ranks = tuple(self._wrong)
+        return (
+            Evidence(
+                cause="state.schedule",
+                key=KEY,
+                severity=Severity.WARNING,
+                ranks=ranks,
+                first_step=number,
+                last_step=number,
+                count=1,
+                fields={
+                    "planned": self._planned,
+                    "seeds": ", ".join(map(str, dict.fromkeys(self._wrong.values()))),
+                },
+                numbers={"planned": self._planned, "seeds": list(self._wrong.values())},
+            ),
+        )

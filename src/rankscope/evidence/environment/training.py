@@ -1,0 +1,264 @@
+"""What a training is made of, in plain values: so that two runs can be told apart by name.
+
+And what a data loader says of itself: its seed, and whether it draws with replacement.
+
+Taken once, when the watch begins, on rank 0. Nothing here may keep a job from starting: what cannot
+be told is left out.
+"""
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope.evidence.environment.facts import quietly
+from rankscope.evidence.environment.optimizer import all_of
+from rankscope.gradients.digest import known_shape
+from rankscope.gradients.fingerprint import digest_of
+from rankscope.gradients.names import canonical_name
+
+Facts = dict[str, Any]
+
+_UNSAID = frozenset({"params", "param_names"})
+_DDP_SETTINGS = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+_MEGATRON_SETTINGS = (
+    "grad_reduce_in_fp32", "overlap_grad_reduce", "use_distributed_optimizer",
+    "average_in_collective", "bucket_size",
+)  # fmt: skip
+_SAMPLER_SETTINGS = ("shuffle", "seed", "drop_last", "replacement")
+_LOADER_SETTINGS = ("batch_size", "num_workers", "drop_last", "prefetch_factor", "pin_memory")
+_MAX_GROUPS = 64  # parameter groups that are written out
+_PARTS = (
+    "base_dataloader",  # accelerate's wrapper
+    "batch_sampler",
+    "sampler",
+    "dataset",
+    "source",
+)
+_LISTS_OF_PARTS = (
+    "datasets",  # torch's ConcatDataset and ChainDataset
+    "pipeline",  # webdataset's stages, its loader's included
+)
+_MAX_VISITED = 64
+
+
+def training_facts(
+    wrapper: nn.Module,
+    module: nn.Module,
+    optimizer: Any,
+    loader: Any,
+    group: dist.ProcessGroup,
+) -> Facts:
+    """Return what a training is made of, by stable names.
+
+    Args:
+        wrapper: What makes the model data parallel.
+        module: The model inside it.
+        optimizer: Its optimizer; None if it is not known.
+        loader: Its data loader; None if it was not given.
+        group: The workers.
+
+    Returns:
+        ``seed``, and ``model``, ``parameters``, ``reduction``, ``optimizer`` and ``loader``, each a
+        mapping; ``optimizer`` and ``loader`` are None where they are not known.
+    """
+    return {
+        "seed": torch.initial_seed(),
+        "model": quietly(lambda: {"class": _class_of(module)}),
+        "parameters": quietly(lambda: _parameters(module)),
+        "reduction": quietly(lambda: _reduction(wrapper, group)),
+        "optimizer": None if optimizer is None else quietly(lambda: _optimizer(optimizer)),
+        "loader": None if loader is None else quietly(lambda: _loader(loader)),
+    }
+
+
+def _parameters(module: nn.Module) -> Facts:
+    """Return how many there are, of which types, and a digest of names, shapes and types."""
+    named = [(canonical_name(name), p) for name, p in module.named_parameters()]
+    trained = [parameter for _, parameter in named if parameter.requires_grad]
+    lines = [f"{name} {_shape(p)} {_type(p)} {p.requires_grad}" for name, p in named]
+    buffers = [f"{name} {_shape(b)} {_type(b)}" for name, b in module.named_buffers()]
+    return {
+        "tensors": len(named),
+        "elements": sum(math.prod(_shape(p)) for _, p in named),
+        "trained_tensors": len(trained),
+        "trained_elements": sum(math.prod(_shape(p)) for p in trained),
+        "types": dict(sorted(Counter(_type(p) for _, p in named).items())),
+        "layout": digest_of("\n".join([*lines, "", *buffers]).encode()),
+    }
+
+
+def _reduction(wrapper: nn.Module, group: dist.ProcessGroup) -> Facts:
+    facts: Facts = {"class": type(wrapper).__name__, "backend": str(dist.get_backend(group))}
+    if isinstance(wrapper, DistributedDataParallel):
+        facts |= {name: bool(getattr(wrapper, name)) for name in _DDP_SETTINGS}
+        facts["bucket_bytes"] = int(wrapper.bucket_bytes_cap)
+        facts["hook"] = _hook(wrapper)
+    elif isinstance(wrapper, FSDPModule):
+        facts |= _fsdp2(wrapper)
+    elif hasattr(wrapper, "zero_optimization_stage"):
+        facts |= _deepspeed(wrapper)
+    elif hasattr(wrapper, "ddp_config"):
+        facts |= {name: _plain(getattr(wrapper.ddp_config, name)) for name in _MEGATRON_SETTINGS}
+    return facts
+
+
+def _hook(wrapper: DistributedDataParallel) -> str | None:
+    """Return the name of DDP's communication hook; None without one."""
+    names = [_name_of(hook) for hook, _ in getattr(wrapper, "_comm_hooks", ())]
+    log: Mapping[str, Any] = getattr(wrapper, "_get_ddp_logging_data", dict)()
+    return ", ".join(names) or str(log.get("comm_hook") or "") or None
+
+
+def _fsdp2(wrapper: FSDPModule) -> Facts:
+    policy = getattr(wrapper._get_fsdp_state(), "_mp_policy", None)
+    names = ("param_dtype", "reduce_dtype", "output_dtype")
+    return {name: _plain(getattr(policy, name, None)) for name in names}
+
+
+def _deepspeed(engine: Any) -> Facts:
+    return {
+        "stage": int(engine.zero_optimization_stage()),
+        "micro_batches": int(engine.gradient_accumulation_steps()),
+        "communication_dtype": _plain(engine.communication_data_type),
+    }
+
+
+def _optimizer(optimizer: Any) -> Facts:
+    groups = list(optimizer.param_groups)
+    return {
+        "class": ", ".join(map(_class_of, all_of(optimizer))),
+        "groups": [_group(group) for group in groups[:_MAX_GROUPS]],
+        "num_groups": len(groups),
+    }
+
+
+def _group(group: Mapping[str, Any]) -> Facts:
+    settings = {str(name): _plain(value) for name, value in group.items() if name not in _UNSAID}
+    return {**settings, "tensors": len(group["params"])}
+
+
+def _loader(loader: Any) -> Facts:
+    facts: Facts = {"class": _class_of(loader), **_settings(loader, _LOADER_SETTINGS)}
+    for name in ("sampler", "batch_sampler"):
+        sampler = _quietly_of(loader, name)
+        if sampler is not None:
+            facts[name] = {"class": _class_of(sampler), **_settings(sampler, _SAMPLER_SETTINGS)}
+    data: Any = _quietly_of(loader, "dataset")
+    if data is not None:
+        facts["dataset"] = {"class": _class_of(data), **quietly(lambda: {"length": len(data)})}
+    generator = _quietly_of(loader, "generator")
+    if isinstance(generator, torch.Generator):
+        facts["seed"] = generator.initial_seed()
+    return facts
+
+
+def sampler_seed(loader: Any) -> int | None:
+    """Return the seed with which a data loader's samples are shuffled; None if it is not known.
+
+    That of a sampler with a ``seed`` (``DistributedSampler``) or ``initial_seed`` (accelerate's),
+    unless it does not shuffle, or of the generator that torch's own samplers draw from.
+    """
+    if loader is None or _quietly_of(loader, "synchronized_generator") is not None:
+        return None  # accelerate gives all ranks the generator of rank 0 with each pass
+    batches = _quietly_of(loader, "batch_sampler")
+    batches = _quietly_of(batches, "batch_sampler") or batches  # inside accelerate's share of it
+    for sampler in (_quietly_of(loader, "sampler"), _quietly_of(batches, "sampler"), batches):
+        if sampler is None or _quietly_of(sampler, "shuffle") is False:
+            continue
+        for name in ("seed", "initial_seed"):
+            seed = _quietly_of(sampler, name)
+            if isinstance(seed, int) and not isinstance(seed, bool):
+                return seed
+        generator = _quietly_of(sampler, "generator")
+        if isinstance(generator, torch.Generator):
+            return generator.initial_seed()
+    return None
+
+
+def _settings(owner: object, names: Iterable[str]) -> Facts:
+    found = {name: _quietly_of(owner, name) for name in names}
+    return {name: v for name, v in found.items() if isinstance(v, bool | int | float | str)}
+
+
+def _quietly_of(owner: object, name: str) -> Any:
+    try:
+        return getattr(owner, name, None)
+    except Exception:  # a property may do anything
+        return None
+
+
+def _class_of(thing: object) -> str:
+    kind = type(thing)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _name_of(function: Any) -> str:
+    name = getattr(function, "__qualname__", None)
+    return _class_of(function) if name is None else f"{function.__module__}.{name}"
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    shape = getattr(tensor, "ds_shape", None) or known_shape(tensor)  # the former: of ZeRO 3
+    return tuple(shape)
+
+
+def _type(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _plain(value: object) -> object:
+    """Return a value as JSON can hold it; of what it cannot, the class."""
+    if isinstance(value, Tensor):  # elsewhere it would wait
+        value = value.item() if value.device.type == "cpu" and value.numel() == 1 else _type(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return _class_of(value)
+
+
+def draws_with_replacement(loader: Any) -> bool:
+    """Return whether a data loader says that it draws samples, or whole shards, with replacement.
+
+    So say torch's samplers with ``replacement=True``, and webdataset's ``ResampledShards``
+    (``WebDataset(resampled=True)``) or a class of that name. Nothing is read or called.
+
+    Args:
+        loader: A data loader, or whatever the training reads its batches from; None if unknown.
+    """
+    waiting, visited = deque([loader]), 0
+    while waiting and visited < _MAX_VISITED:
+        part = waiting.popleft()
+        visited += 1
+        if _replaces(part):
+            return True
+        waiting.extend(_parts_of(part))
+    return False
+
+
+def _replaces(part: Any) -> bool:
+    if any(kind.__name__.startswith("ResampledShards") for kind in type(part).__mro__):
+        return True
+    return _quietly_of(part, "replacement") is True
+
+
+def _parts_of(part: Any) -> Iterator[Any]:
+    for name in _PARTS:
+        value = _quietly_of(part, name)
+        if value is not None:  # a list is the data themselves, and has no parts
+            yield value
+    for name in _LISTS_OF_PARTS:
+        value = _quietly_of(part, name)
+        if isinstance(value, list | tuple):
+            yield from value

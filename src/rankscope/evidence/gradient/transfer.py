@@ -1,0 +1,287 @@
+"""A measured gradient on its way from the device to the host."""
+
+import functools
+import struct
+from array import array
+from collections.abc import Callable, Mapping
+from ctypes import byref, c_char
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankscope.bus.measured import NUMBERS, sizes_of
+from rankscope.bus.probe import Content, Part
+from rankscope.gradients.fold import Folding, fold_plain, fold_signs
+from rankscope.gradients.host import HostCopy, Share
+from rankscope.gradients.kernels.fallback import Launching
+from rankscope.gradients.kernels.library import NoLibraryError, compiled
+from rankscope.wrappers.tap import LocalGradient
+
+_DOUBLE = struct.Struct("=d")
+_gathering = Launching("what is measured is gathered")
+
+
+class GradientTransfer:
+    """Starts the copy of what was measured; two vectors, small whatever the model's size.
+
+    On the CPU they are there at once, by one call of a compiled function. On an accelerator with a
+    kernel of its own, it takes one launch, besides one for each of what is known of some steps
+    alone: norms of micro-batches, whether something was carried over, the product with the reduced
+    gradient. They are copied with all else that the step measures there.
+
+    Args:
+        measured: The gradient's totals, on their device.
+        sketch_width: Numbers to send of the total's sketch, at most its width; or 0.
+        group_width: Numbers to send of each group's sketch.
+        section_counts: How many rows of the totals each group has, where the reduction is audited;
+            empty: one.
+        audit_width: Numbers in each section's sketch for the audit; 0 without.
+    """
+
+    def __init__(
+        self,
+        measured: LocalGradient,
+        *,
+        sketch_width: int,
+        group_width: int,
+        section_counts: tuple[int, ...] = (),
+        audit_width: int = 0,
+    ) -> None:
+        totals, micro = measured.totals, measured.micro_squared_norms
+        self._form = _form(
+            totals.sketches.shape,
+            section_counts,
+            (sketch_width, group_width, audit_width),
+            0 if micro is None else len(micro),
+            reduced=measured.reduced is not None,
+            carried=measured.carried_over is not None,
+            product=measured.reduced_product is not None,
+            norm_estimated=measured.norm_estimated,
+            kept=0 if measured.kept is None else len(measured.kept),
+        )
+        self._copies: list[HostCopy | Share] = []
+        self._content: bytearray | None = None
+        if totals.memory.is_cpu and _is_compiled():
+            self._content = self._form.gather(measured)
+        else:
+            self._copies = _copies(measured, self._form.folding)
+
+    @property
+    def ready(self) -> bool:
+        """Whether everything is on the host."""
+        return all(copy.ready for copy in self._copies)
+
+    def read(self) -> Part:
+        """Wait for the copy; return the arrays of a step's message that hold the gradient."""
+        numbers, sketches = self._read()
+        arrays = {"numbers": numbers, "sizes": self._form.sizes, "sketches": sketches}
+        return Part(arrays=arrays)
+
+    def _read(self) -> tuple[Content, Content]:
+        form = self._form
+        if self._content is not None:
+            whole = memoryview(self._content)
+        else:
+            first, *more = (copy.numpy().tobytes() for copy in self._copies)
+            if more:
+                return first, more[0]
+            whole = memoryview(first)
+        return whole[: form.num_bytes], whole[form.num_bytes : form.end]
+
+
+class _Form:
+    """What is handed over of gradients that are alike.
+
+    Args:
+        folding: Which sketches.
+        lengths: How many numbers each part has, by its name in ``NUMBERS``.
+        norm_estimated: Whether the norm is an estimate.
+
+    Attributes:
+        folding: The same.
+        sizes: How numbers and sketches are made up, int64.
+        num_bytes: Bytes of the numbers.
+        end: The same, and those of the sketches.
+    """
+
+    def __init__(
+        self, folding: Folding, lengths: Mapping[str, int], *, norm_estimated: bool
+    ) -> None:
+        self.folding = folding
+        sizes = sizes_of(lengths, folding.lengths, norm_estimated=norm_estimated)
+        self.sizes = array("q", sizes).tobytes()
+        *firsts, self.num_bytes = accumulate((8 * lengths[name] for name in NUMBERS), initial=0)
+        self._firsts = dict(zip(NUMBERS, firsts, strict=True))
+        self.end = self.num_bytes + 4 * sum(folding.lengths.values())
+        self._native: tuple[Any, ...] | None = None
+        self._micro = lengths["micro"]
+
+    def gather(self, measured: LocalGradient) -> bytearray:
+        """Return numbers and sketches of totals in the host's memory, one behind the other.
+
+        Raises:
+            NoLibraryError: There is no library.
+        """
+        if self._native is None:
+            self._native = self._prepare()
+        function, form, folds, _ = self._native
+        into = bytearray(self.end)
+        reduced = measured.reduced
+        function(
+            form,
+            folds,
+            measured.totals.memory.data_ptr(),
+            None if reduced is None else reduced.memory.data_ptr(),
+            byref(c_char.from_buffer(into)),
+        )
+        firsts = self._firsts
+        if measured.carried_over is not None:
+            _DOUBLE.pack_into(into, firsts["carried"], measured.carried_over)
+        if measured.reduced_product is not None:
+            _DOUBLE.pack_into(into, firsts["product"], measured.reduced_product)
+        vectors = {"micro": measured.micro_squared_norms, "kept": measured.kept}
+        for name, vector in vectors.items():
+            if vector is not None:
+                content = vector.numpy().tobytes()
+                into[firsts[name] : firsts[name] + len(content)] = content
+        return into
+
+    def _prepare(self) -> tuple[Any, ...]:
+        """Return the compiled function, the addresses of what it takes, and what lies there."""
+        folding = self.folding
+        signs = fold_signs(folding.wide, 0, torch.device("cpu"))
+        folds = array("q", (number for fold in folding.by_row for number in fold))
+        form = array(
+            "q",
+            (folding.num_rows, folding.wide, self._micro, self.num_bytes, self.end,
+             len(folds) // 4, signs.data_ptr()),
+        )  # fmt: skip
+        addresses = (each.buffer_info()[0] for each in (form, folds))
+        return compiled("hand_over"), *addresses, (form, folds, signs)
+
+
+@functools.lru_cache(maxsize=64)
+def _form(
+    shape: tuple[int, int],
+    section_counts: tuple[int, ...],
+    widths: tuple[int, int, int],
+    micro: int,
+    *,
+    reduced: bool,
+    carried: bool,
+    product: bool,
+    norm_estimated: bool,
+    kept: int,
+) -> _Form:
+    """Return what is handed over.
+
+    Where each group has one section, the sketch for the audit is that of the group as well.
+
+    Args:
+        shape: Rows of the totals, and numbers in the sketch of each.
+        section_counts: How many rows each group has; empty: one.
+        widths: Numbers in the sketch of the total, of each group, and of each section.
+        micro: How many micro-batches have norms.
+        reduced: Whether there is a reduced gradient.
+        carried: Whether it is known if something was carried over.
+        product: Whether there is a product with the reduced gradient.
+        norm_estimated: Whether the norm is an estimate.
+        kept: How many numbers tell what happened between micro-batches.
+    """
+    num_rows, wide = shape
+    counts = section_counts or (1,) * num_rows
+    sketch, group, audit = widths
+    if group == audit and len(counts) == num_rows:
+        group = 0
+    lengths = {
+        "squares": num_rows,
+        "reduced_squares": num_rows * reduced,
+        "micro": micro,
+        "largest": 1,
+        "nonfinite": 1,
+        "carried": int(carried),
+        "product": int(product),
+        "kept": kept,
+    }
+    folding = Folding(counts, wide, sketch, group, audit, reduced)
+    return _Form(folding, lengths, norm_estimated=norm_estimated)
+
+
+def _copies(measured: LocalGradient, folding: Folding) -> list[HostCopy | Share]:
+    """Start the copies from a device: of numbers and sketches together, or of each."""
+    if _gathering.possible and _launches_on(measured.totals.sketches):
+        try:
+            share = Share(measured.totals.sketches.device)
+            launch(measured, folding, share.take)
+            return [share]
+        except Exception as error:
+            _gathering.give_up(error)
+    numbers = torch.cat(list(_numbers(measured).values()))
+    sketches = fold_plain(measured.totals, measured.reduced, folding)
+    return [HostCopy(numbers, own=True), HostCopy(sketches, own=True)]
+
+
+def _launches_on(tensor: Tensor) -> bool:
+    """Return whether there is a kernel for a tensor's device."""
+    return tensor.is_cuda and torch.version.hip is None
+
+
+def launch(
+    measured: LocalGradient, folding: Folding, take: Callable[[int], Tensor] | None = None
+) -> Tensor:
+    """Gather numbers and sketches with one launch.
+
+    Args:
+        measured: The gradient.
+        folding: Which sketches are wanted.
+        take: Returns so many words of 64 bits on the device; None for new ones.
+
+    Returns:
+        float64 ``[n]``: the numbers, and behind them the float32 sketches.
+    """
+    from rankscope.gradients.kernels.fused import hand_over
+
+    given = _given(measured)
+    if measured.micro_squared_norms is not None:
+        given["micro"] = measured.micro_squared_norms
+    take = measured.totals.squared_norms.new_empty if take is None else take
+    return hand_over(measured.totals, measured.reduced, folding, given, take)
+
+
+@functools.cache
+def _is_compiled() -> bool:
+    try:
+        compiled("hand_over")
+    except NoLibraryError:
+        return False
+    return True
+
+
+def _given(measured: LocalGradient) -> dict[str, Tensor]:
+    """Return what is known of some steps alone, as float64 vectors."""
+    given: dict[str, Tensor] = {}
+    if measured.carried_over is not None:
+        given["carried"] = measured.carried_over.reshape(1).double()
+    if measured.reduced_product is not None:
+        given["product"] = measured.reduced_product.reshape(1)
+    if measured.kept is not None:
+        given["kept"] = measured.kept
+    return given
+
+
+def _numbers(measured: LocalGradient) -> dict[str, Tensor]:
+    """Return what is known, in float64, in the order of ``NUMBERS``."""
+    totals = measured.totals
+    numbers = {
+        "squares": totals.squared_norms,
+        "largest": totals.largest.amax(0, keepdim=True).double(),
+        "nonfinite": totals.nonfinite.sum(0, keepdim=True).double(),
+        **_given(measured),
+    }
+    if measured.reduced is not None:
+        numbers["reduced_squares"] = measured.reduced.squared_norms
+    if measured.micro_squared_norms is not None:
+        numbers["micro"] = measured.micro_squared_norms
+    return {name: numbers[name] for name in NUMBERS if name in numbers}

@@ -1,0 +1,398 @@
+"""The local loss of a worker, before anything averages it.
+
+A loss arrives in units: one scalar per micro-batch, or one value per sample. Each unit carries a
+weight, the number of its label tokens. The spread between units is what later tells how much
+dispersion *between* workers sampling alone would give.
+
+A DTensor counts if each rank holds all of it. Of any other, reading the loss would communicate: it
+is declined with one line in the log.
+"""
+
+import logging
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rankscope.errors import UsageError
+from rankscope.evidence.loss.form import is_mean, read_form
+from rankscope.evidence.loss.labels import (
+    IGNORED_LABEL,
+    count_label_tokens,
+    is_spread,
+    labels_in,
+    own,
+)
+from rankscope.gradients.host import Numbers, OnHost, copy_numbers
+from rankscope.gradients.kernels.inputs import count_labels
+from rankscope.wrappers.passes import hook_gradient
+from rankscope.wrappers.surroundings import outside
+
+_log = logging.getLogger("rankscope")
+
+
+class TokenSum(NamedTuple):
+    """What a loss is if it is a sum over label tokens that was divided by a number.
+
+    Attributes:
+        tokens: How many ``[1]``.
+        divisor: What their sum was divided by ``[1]``: the number of all workers' tokens, perhaps.
+    """
+
+    tokens: Numbers
+    divisor: Numbers
+
+
+class MicroBatchLoss(NamedTuple):
+    """Losses of one micro-batch.
+
+    Attributes:
+        values: One or more ``[U]``.
+        weights: Label tokens behind each ``[U]``, None if unknown.
+        multiplier: Sees what they are multiplied by before backward.
+        forward: Number of the forward pass.
+        constant: None where they are known to be means, or the user's own. Else the constant in
+            the multiplier of which only one over the number of micro-batches can be told from the
+            loss itself; NaN: all of the multiplier.
+        summed: What a loss is that is a sum over label tokens; None of others.
+    """
+
+    values: Numbers
+    weights: Numbers | None
+    multiplier: "_Multiplier | None" = None
+    forward: int = 0
+    constant: float | None = None
+    summed: TokenSum | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether all of it can be read without waiting for the device."""
+        numbers = (self.values, self.weights, *(self.summed or ()))
+        return all(each is None or each.ready for each in numbers)
+
+
+class _Multiplier:
+    """The factor between a loss and what ``backward`` was called on.
+
+    It is the gradient that arrives at the loss: scaler, accumulation divisor and any other factor
+    together. The hook returns nothing, so the gradient stays as it is.
+
+    Args:
+        loss: The loss, not reduced any further.
+        unit: What the loss was divided by to get the recorded one.
+    """
+
+    def __init__(self, loss: Tensor, unit: Tensor | None = None) -> None:
+        self.value: Tensor | float | None = None
+        self._unit = unit
+        if loss.grad_fn is None:
+            loss.register_hook(self._see)  # type: ignore[no-untyped-call]
+        else:
+            hook_gradient(loss, self._see)
+
+    def _see(self, gradient: Tensor | None) -> None:
+        try:
+            outside(self._take, gradient)
+        except Exception:  # the backward pass goes on, and the factor is unknown
+            _log.debug("what a loss was multiplied by could not be read", exc_info=True)
+
+    def _take(self, gradient: Tensor | None) -> None:
+        self.value = self._factor(gradient)
+
+    def _factor(self, gradient: Tensor | None) -> Tensor | float | None:
+        if self._unit is None and _is_number_on_host(gradient):
+            return gradient.item()
+        if gradient is None or is_spread(gradient):
+            return self.value  # it is None where nothing that follows the loss depends on it
+        gradient = own(gradient)
+        value = gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32))
+        return value if self._unit is None else value * _moved(self._unit, value.device)
+
+
+class LossMeter:
+    """Collects the losses of one step; losses that are given win over those that are seen.
+
+    Args:
+        shifted: Whether the model predicts the next token, so that the first label of each
+            sequence is not a target.
+    """
+
+    def __init__(self, *, shifted: bool) -> None:
+        self._shifted = shifted
+        self._given: list[MicroBatchLoss] = []
+        self._seen: list[MicroBatchLoss] = []
+        self._spare: list[MicroBatchLoss] = []
+        self._declined = False
+        self._own_mean: bool | None = None  # the model's loss, whatever number it is given
+
+    def give(
+        self,
+        value: Tensor | float,
+        weight: Tensor | float | None = None,
+        forward: int = 0,
+        *,
+        factor: Tensor | float | None = None,
+        constant: float | None = None,
+        summed: tuple[Tensor, Tensor | float] | None = None,
+        spare: bool = False,
+    ) -> None:
+        """Take the loss of a micro-batch.
+
+        Args:
+            value: A scalar, or one loss per sample ``[B]``.
+            weight: Number of label tokens, a scalar or ``[B]`` like ``value``.
+            forward: Number of the forward pass that it comes from.
+            factor: What ``value`` was multiplied by already, a scalar; it is taken out of what is
+                recorded, and counts as a part of what the loss was multiplied by.
+            constant: See :class:`MicroBatchLoss`.
+            summed: Number of label tokens that ``value`` sums over, and what the sum was divided
+                by, scalars; None where it is no such sum.
+            spare: Whether it only counts when backward did not pass through the losses that were
+                seen in the model's outputs.
+
+        Raises:
+            UsageError: Shapes other than these.
+        """
+        if any(map(is_spread, (value, weight, factor))):
+            self._decline()
+            return
+        unit = None if factor is None else _in_double(factor)
+        multiplier = _multiplier(value, unit)
+        values = _in_double(value)
+        if values.dim() > 1:
+            raise UsageError(
+                "loss() expected a scalar or one loss per sample, got shape "
+                f"{tuple(values.shape)}; reduce it over tokens first"
+            )
+        values = values.reshape(-1)
+        if unit is not None:
+            values = _taken_out(unit, values)
+        weights = None
+        if weight is not None:
+            weights = _in_double(weight).reshape(-1)
+            if weights.shape != values.shape:
+                raise UsageError(
+                    f"loss() expected one weight per loss, got {weights.numel()} weights for "
+                    f"{values.numel()} losses"
+                )
+        copy = None if weights is None else _copy(weights)
+        whole = None if summed is None else TokenSum(*(_copy(_in_double(n)) for n in summed))
+        taken = MicroBatchLoss(_copy(values), copy, multiplier, forward, constant, whole)
+        (self._spare if spare else self._given).append(taken)
+
+    def see(self, output: Any, kwargs: Mapping[str, Any], forward: int = 0) -> None:
+        """Pick the loss up from a model's output, and its label tokens from the inputs.
+
+        A model that is given ``num_items_in_batch`` (by Trainer) divides the sum over its tokens
+        by that number, which counts those of other micro-batches and workers as well. What is
+        recorded is the mean over its own tokens. Some models ignore it and return that mean: the
+        first loss tells, if autograd shows how it came about, and waits for the device.
+        """
+        mapped = isinstance(output, (dict, Mapping))
+        loss = output.get("loss") if mapped else getattr(output, "loss", None)
+        if _is_number_on_host(loss) and "num_items_in_batch" not in kwargs:
+            self._see_on_host(loss, kwargs, forward)
+            return
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            return
+        if is_spread(loss):
+            self._decline()
+            return
+        weights = count_label_tokens(kwargs, shifted=self._shifted)
+        values = own(loss).reshape(1)
+        unit = _unit(kwargs.get("num_items_in_batch"), weights)
+        constant = None if unit is not None else _constant_of(loss)
+        if unit is not None and self._is_own_mean(loss, weights, kwargs["num_items_in_batch"]):
+            unit = None
+        if unit is not None:
+            values = _taken_out(unit, values)
+        copy = None if weights is None else _copy(weights)
+        multiplier = _multiplier(loss, unit)
+        self._seen.append(MicroBatchLoss(_copy(values), copy, multiplier, forward, constant))
+
+    def _see_on_host(self, loss: Tensor, kwargs: Mapping[str, Any], forward: int) -> None:
+        """Take a loss that can be read at once."""
+        labels, first = labels_in(kwargs, shifted=self._shifted)
+        count = None if labels is None else count_labels(labels, IGNORED_LABEL, first=first)
+        weights: Numbers | None
+        if count is not None:
+            weights = OnHost(np.array([count], np.float64))
+        else:
+            counted = count_label_tokens(kwargs, shifted=self._shifted)
+            weights = None if counted is None else _copy(counted)
+        values, multiplier = OnHost(np.array([loss.item()])), _multiplier(loss)
+        constant = _constant_of(loss)
+        self._seen.append(MicroBatchLoss(values, weights, multiplier, forward, constant))
+
+    @property
+    def num_given(self) -> tuple[int, int]:
+        """How many losses were given in this step: to count, and to spare."""
+        return len(self._given), len(self._spare)
+
+    def move(self, num_given: tuple[int, int], to: "LossMeter") -> None:
+        """Move what was given since ``num_given`` to another meter."""
+        given, spare = num_given
+        to._given += self._given[given:]
+        to._spare += self._spare[spare:]
+        del self._given[given:], self._spare[spare:]
+
+    def absorb(self, other: "LossMeter", forward: int) -> None:
+        """Take over what another meter has collected in one forward pass, which is ``forward``."""
+        for mine, others in (
+            (self._given, other._given),
+            (self._seen, other._seen),
+            (self._spare, other._spare),
+        ):
+            mine += [micro._replace(forward=forward) for micro in others]
+
+    def _is_own_mean(self, loss: Tensor, own: Any, num_items: Any) -> bool:
+        """Return whether the model is known to average over its own tokens; looks once."""
+        if self._own_mean is None:
+            self._own_mean = False
+            try:
+                form = read_form(loss, own, num_items, 1)
+                self._own_mean = form is not None and not form.divided_by_all
+            except Exception:
+                _log.debug("how a loss came about could not be read", exc_info=True)
+        return self._own_mean
+
+    def _decline(self) -> None:
+        if not self._declined:
+            self._declined = True
+            _log.warning(
+                "a loss is not recorded: each rank holds a part of it (a DTensor that is not "
+                "replicated); give scope.loss() the local loss. The rest is measured as before"
+            )
+
+    def collect(self, idle: Collection[int] = ()) -> tuple[list[MicroBatchLoss], Numbers | None]:
+        """Return what was collected since the last call, and start again.
+
+        Args:
+            idle: Numbers of forward passes that do not count.
+
+        Returns:
+            The losses, and what each was multiplied by before backward (float64 ``[M]``); None
+            when one of these factors is unknown.
+        """
+        given, seen, spare = self._given, self._seen, self._spare
+        self._given, self._seen, self._spare = [], [], []
+        if idle:
+            given, seen, spare = (
+                [micro for micro in micros if micro.forward not in idle]
+                for micros in (given, seen, spare)
+            )
+        multipliers = _multipliers(given) or _multipliers(seen)
+        if multipliers is None and not given:
+            multipliers = _multipliers(spare)
+            return seen if multipliers is None and seen else spare, multipliers
+        return given or seen, multipliers
+
+
+def shifts_labels(module: torch.nn.Module) -> bool:
+    """Return whether a model predicts the next token, and shifts its labels by one itself.
+
+    Known of transformers' models, by their names and, where one name stands for two kinds, by
+    whether they have an encoder. What PEFT or ``torch.compile`` has put around a model counts only
+    where the model inside has no name of these.
+    """
+    known = (_shifts(layer) for layer in reversed(_layers(module)))
+    return next((shifts for shifts in known if shifts is not None), False)
+
+
+def _shifts(module: torch.nn.Module) -> bool | None:
+    name = type(module).__name__
+    if "ForConditionalGeneration" in name:
+        encodes = getattr(getattr(module, "config", None), "is_encoder_decoder", None)
+        return encodes is False and getattr(module, "loss_type", None) == "ForConditionalGeneration"
+    return True if "CausalLM" in name or name.endswith("LMHeadModel") else None
+
+
+def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return a model and what it is wrapped around, from the outside to the inside."""
+    layers = [module]
+    while (inner := _inside(layers[-1])) is not None and inner not in layers:
+        layers.append(inner)
+    return layers
+
+
+def _inside(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the model in a compiled one or in an adapter's, None where there is none."""
+    inner = getattr(module, "_orig_mod", None)
+    get_base_model = getattr(module, "get_base_model", None)
+    if inner is None and callable(get_base_model):
+        try:
+            inner = get_base_model()
+        except Exception:
+            _log.debug("the model in %s is unknown", type(module).__name__, exc_info=True)
+    return inner if isinstance(inner, torch.nn.Module) else None
+
+
+def _is_number_on_host(tensor: Any) -> TypeGuard[Tensor]:
+    """Return whether a tensor is a real number in the host's memory, which is soon read."""
+    return (
+        type(tensor) is Tensor
+        and tensor.is_cpu
+        and tensor.numel() == 1
+        and tensor.layout is torch.strided
+        and tensor.is_floating_point()
+    )
+
+
+def _constant_of(loss: Tensor) -> float | None:
+    return None if is_mean(loss) else math.nan
+
+
+def _multiplier(loss: Any, unit: Tensor | None = None) -> _Multiplier | None:
+    watched = isinstance(loss, Tensor) and loss.requires_grad
+    return _Multiplier(loss, None if unit is None else unit.sum()) if watched else None
+
+
+def _copy(numbers: Tensor) -> Numbers:
+    return copy_numbers(numbers, torch.float64)
+
+
+def _in_double(value: Any) -> Tensor:
+    """Return a tensor in float64 where it lives, and any other number on the host."""
+    if isinstance(value, Tensor):
+        return own(value).to(torch.float64)
+    return torch.as_tensor(value, dtype=torch.float64, device="cpu")
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Bring a few numbers to a device; what lies on the host goes there without waiting for it."""
+    return tensor.to(device, non_blocking=tensor.device.type == "cpu")
+
+
+def _unit(num_items: Any, weights: Tensor | None) -> Tensor | None:
+    """Return own label tokens per token that the loss was divided by ``[1]``, None if all."""
+    if weights is None or not isinstance(num_items, (int, float, Tensor)) or is_spread(num_items):
+        return None
+    items = _moved(_in_double(num_items), weights.device)
+    return weights / items if items.numel() == 1 else None
+
+
+def _taken_out(unit: Tensor, values: Tensor) -> Tensor:
+    """Return values over their unit; those without a token stay what they are, which is 0."""
+    unit, values = _moved(unit, values.device), values.to(torch.float64)
+    return torch.where(unit == 0, values, values / unit)
+
+
+def _multipliers(collected: Sequence[MicroBatchLoss]) -> Numbers | None:
+    factors: list[Tensor | float] = []
+    for micro in collected:
+        if micro.multiplier is None or micro.multiplier.value is None:
+            return None
+        factors.append(micro.multiplier.value)
+    if not factors:
+        return None
+    tensors = [factor for factor in factors if isinstance(factor, Tensor)]
+    if not tensors:
+        return OnHost(np.array(factors))
+    device = tensors[0].device
+    if len(factors) == 1:
+        return _copy(tensors[0].reshape(1))
+    together = [_moved(_in_double(factor).reshape(()), device) for factor in factors]
+    return _copy(torch.stack(together))

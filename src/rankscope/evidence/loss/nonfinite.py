@@ -1,0 +1,104 @@
+"""Losses and gradients that are not finite, and gradients that are zero."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.finding import Severity
+from rankscope.bus.persistent_fault import PersistentFault
+from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.steps import Step
+from rankscope.stats.arrays import Ints
+
+_SKIPS_IN_A_ROW = 20
+_ZERO_IN_A_ROW = 8
+
+
+class NonFinite(Detector):
+    """Infinities and NaN in local losses and gradients.
+
+    A gradient scaler overflows now and then on purpose, and the optimizer skips that step: a
+    gradient alone is an error only if the optimizer was called all the same, or is unknown, or if
+    it skips ever so many steps.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, str] = {}
+        self._span = PersistentFault()
+        self._severity = Severity.NOTE
+        self._applied = False
+        self._skips_in_a_row = 0
+
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
+        """Take one step; speaks of values that are not finite in it."""
+        gathered = step.gathered
+        if not step.some_true("nonfinite"):
+            self._skips_in_a_row = 0
+            return ()
+        ranks = np.flatnonzero(gathered.workers["nonfinite"])
+        self._span.see(gathered.step)
+        in_loss = _has_bad_loss(gathered, ranks)
+        for rank in ranks.tolist():
+            self._seen[rank] = "loss" if in_loss else self._seen.get(rank, "gradient")
+        skipped = _was_skipped(gathered)
+        self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
+        self._applied = self._applied or (skipped is False and not in_loss)
+        if in_loss or not skipped or self._skips_in_a_row >= _SKIPS_IN_A_ROW:
+            self._severity = Severity.ERROR
+        return (self._evidence(),)
+
+    def _evidence(self) -> Evidence:
+        what = "loss" if "loss" in self._seen.values() else "gradient"
+        applied = ", and the optimizer went on" if self._applied else ""
+        return self._span.evidence(
+            "numerics.nonfinite",
+            self._severity,
+            self._seen,
+            {"what": what, "applied": applied},
+            {"steps": self._span.count, "in": what},
+        )
+
+
+class NoGradient(Detector):
+    """Local gradients that are zero in every element, on all workers, in eight steps in a row.
+
+    Args:
+        num_workers: W.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._zero = PersistentFault(_ZERO_IN_A_ROW, in_a_row=True)
+
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
+        """Take one step; speaks of one without a gradient, and when there is one again."""
+        ends = step.ends("grad_norm")
+        if np.isnan(ends).any():
+            return ()
+        ranks = range(self._num_workers) if ends == (0, 0) else ()
+        return (self._evidence(),) if self._zero.observe(step.gathered.step, ranks) else ()
+
+    def _evidence(self) -> Evidence:
+        over = "" if self._zero.open else " It is over now."
+        zero, numbers = self._zero, {"steps": self._zero.count}
+        return zero.evidence(
+            "loss.no_gradient", Severity.WARNING, zero.ranks, {"over": over}, numbers
+        )
+
+
+def _was_skipped(gathered: GatheredStep) -> bool | None:
+    """Return whether no worker called the optimizer in this step; None if unknown."""
+    calls_W = gathered.workers["optimizer_steps"]
+    if (calls_W == MISSING_INT).any():
+        return None
+    return not calls_W.any()
+
+
+def _has_bad_loss(gathered: GatheredStep, ranks: Ints) -> bool:
+    """Return whether these ranks' losses are not finite, in a run that measures losses."""
+    losses_W = gathered.workers["loss"]
+    measured = np.isfinite(losses_W).any() or np.isinf(losses_W).any()
+    return bool(measured and not np.isfinite(losses_W[ranks]).all())

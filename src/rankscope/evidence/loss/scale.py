@@ -1,0 +1,225 @@
+"""The detector of losses that are multiplied by what they should not be.
+
+The multiplier of a loss is read where backward begins: accumulation divisor, gradient scaler and
+any other factor together.
+"""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.finding import Severity
+from rankscope.bus.persistent_fault import PersistentFault
+from rankscope.bus.step import GatheredStep
+from rankscope.bus.steps import Step
+from rankscope.bus.weighting import TokenSums, are_alike, follow_tokens
+from rankscope.bus.words import count, name_ranks
+from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.state import Stateful
+
+ONE_WORKER = "loss-scale-one-worker"
+"""Key of the finding of a worker whose multiplier differs from the others'."""
+
+_UNKNOWN = (
+    " Nothing is wrong if the loss that rankscope sees is divided already, for instance by all "
+    "workers' tokens."
+)
+_DIVIDED = (
+    " The workers' tokens show that the loss is divided by their number already: this factor comes "
+    "on top."
+)
+
+_CLOSE = 1e-3
+_STEPS, _STEPS_OF_ONE = 8, 3
+_POWERS = 3
+_LARGEST = 1e300  # of as many workers as there can be, the sum is finite
+
+
+class LossScale(Detector):
+    """Multipliers that do not average to 1, and workers whose multiplier differs.
+
+    Summed over a step's micro-batches and averaged over workers, the multipliers of a mean loss
+    are 1, whether workers or tokens count alike. A sum of W, 1/W, M or 1/M (M micro-batches) in
+    8 steps in a row means that a factor is missing or there twice.
+
+    A gradient scaler multiplies, too, by a number that changes while it runs; what hides behind
+    it cannot be told. A multiplier beyond 4·max(W, M), or three powers of two, count as one. And
+    losses that are sums over tokens, divided by the number on all workers, need the factor W.
+
+    Where the optimizer is not known, and each micro-batch's backward pass synchronises, one with
+    1/W may be one of W, and nothing is said of it.
+
+    Args:
+        num_workers: W.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._sums = TokenSums()
+        self._scaler = False
+        self._powers: set[int] = set()
+        self._most_micro = 1
+        self._streak = ("", 0)
+        self._streak_first = -1
+        self._called = False  # the optimizer, in some step
+        self._divided = False  # by all workers' tokens, which is proven
+        self._span = PersistentFault()
+        self._factor = ""
+        self._value = math.nan
+        self._odd = _OddWorkers()
+
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
+        """Take the multipliers of one step; speaks of wrong ones."""
+        gathered = step.gathered
+        workers = gathered.workers
+        self._sums.take(step.columns.token_products[step.index])
+        scales_W = np.abs(workers["grad_scale"])
+        known = scales_W.min() > 0 and scales_W.max() < _LARGEST  # false with NaN
+        sizes = {len(micro) for micro in gathered.micro_losses}
+        alike = known and (
+            step.alike("grad_scale")
+            or are_alike(scales_W)
+            or follow_tokens(scales_W, workers["loss_weight"])
+        )
+        scale = _mean(step, scales_W) if alike and len(sizes) < 2 else math.nan
+        self._notice_calls(step)
+        self._divided = bool(workers["loss_divided"].all())
+        if not known or len(sizes) > 1:
+            return ()
+        if not alike:
+            return self._odd.observe(gathered.step, scales_W)
+        micro = max(sizes, default=1)
+        self._notice_scaler(scale, micro)
+        return () if math.isnan(scale) else self._observe_mean(gathered, scale, micro)
+
+    def _notice_calls(self, step: Step) -> None:
+        calls_W: Ints = step.gathered.workers["optimizer_steps"]
+        self._called = self._called or bool((calls_W > 0).all())
+
+    def _notice_scaler(self, scale: float, micro: int) -> None:
+        if micro > self._most_micro:
+            self._most_micro = micro
+            self._powers.clear()
+        power = math.log2(scale)
+        if micro == self._most_micro and abs(power - round(power)) < 1e-6:
+            self._powers.add(round(power))
+        beyond = scale > 4 * max(self._num_workers, micro)
+        self._scaler = self._scaler or beyond or len(self._powers) >= _POWERS
+
+    def _observe_mean(self, gathered: GatheredStep, scale: float, micro: int) -> Iterable[Evidence]:
+        silent = self._scaler or self._sums.found or math.isclose(scale, 1, rel_tol=_CLOSE)
+        factor = "" if silent else self._name(scale, micro)
+        before, steps = self._streak
+        self._streak = factor, (steps + 1 if factor == before else 1)
+        if self._streak[1] == 1:
+            self._streak_first = gathered.step
+        if not factor or self._streak[1] < _STEPS:
+            return ()
+        if factor != self._factor:
+            self._span = PersistentFault()
+        self._span.see(gathered.step, first=self._streak_first, before=_STEPS - 1)
+        self._factor, self._value = factor, scale
+        return (self._evidence(micro),)
+
+    def _name(self, scale: float, micro: int) -> str:
+        """Return which wrong factor a multiplier is, or nothing."""
+        if micro == 1 and scale < 1 and not self._called:
+            return ""
+        factors = {
+            "the number of workers": self._num_workers,
+            "the number of micro-batches": micro,
+            "one over the number of workers": 1 / self._num_workers,
+            "one over the number of micro-batches": 1 / micro,
+        }
+        names = [
+            name
+            for name, factor in factors.items()
+            if factor != 1 and math.isclose(scale, factor, rel_tol=_CLOSE)
+        ]
+        return " or ".join(names)
+
+    def _evidence(self, micro: int) -> Evidence:
+        return self._span.evidence(
+            "loss.scale",
+            Severity.WARNING,
+            range(self._num_workers),
+            {
+                "value": f"{self._value:.4g}",
+                "factor": self._factor,
+                "divided": _DIVIDED if self._divided else _UNKNOWN,
+                "workers": self._num_workers,
+                "micro": count(micro, "micro-batch", "micro-batches"),
+            },
+            {"multiplier": self._value, "micro_batches": micro, "steps": self._span.count},
+        )
+
+
+def _mean(step: Step, scales_W: Floats) -> float:
+    if step.alike("grad_scale") and math.frexp(scales_W[0])[0] == 0.5:
+        return float(scales_W[0])  # sums of a power of two are exact
+    return float(scales_W.mean())
+
+
+class _OddWorkers(Stateful):
+    """Workers whose multiplier is a constant times the others'."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, int, int]] = {}
+        self._ranks: set[int] = set()
+        self._span = PersistentFault()
+
+    def observe(self, step: int, scales_W: Floats) -> Iterable[Evidence]:
+        """Take the multipliers of a step in which they differ."""
+        ratio_W = _against_most(scales_W)
+        if ratio_W is None:
+            return ()
+        odd = np.flatnonzero(np.abs(ratio_W - 1) > _CLOSE).tolist()
+        for rank in odd:
+            ratio, steps, first = self._seen.get(rank, (0.0, 0, step))
+            same = math.isclose(ratio, ratio_W[rank], rel_tol=_CLOSE)
+            self._seen[rank] = (
+                (ratio, steps + 1, first) if same else (float(ratio_W[rank]), 1, step)
+            )
+        certain = {rank for rank in odd if self._seen[rank][1] >= _STEPS_OF_ONE}
+        if not certain:
+            return ()
+        first = min(self._seen[rank][2] for rank in certain)
+        self._span.see(step, first=first, before=_STEPS_OF_ONE - 1)
+        self._ranks |= certain
+        return (self._evidence(len(scales_W)),)
+
+    def _evidence(self, num_workers: int) -> Evidence:
+        odd = sorted(self._ranks)
+        ranks = tuple(odd) if num_workers > 2 else (0, 1)
+        ratios = sorted({round(self._seen[rank][0], 6) for rank in odd})
+        listed = " and ".join(f"{ratio:.4g}" for ratio in ratios[:3])
+        return self._span.evidence(
+            "loss.scale",
+            Severity.WARNING,
+            ranks,
+            {
+                "who": name_ranks(odd),
+                "others": "the others'" if num_workers > 2 else "rank 0's",
+                "ratio": listed,
+            },
+            {
+                "ratios": {str(rank): self._seen[rank][0] for rank in odd[:16]},
+                "steps": self._span.count,
+            },
+            key=ONE_WORKER,
+        )
+
+
+def _against_most(scales_W: Floats) -> Floats | None:
+    """Return multipliers against that of most workers ``[W]``, of two against rank 0's.
+
+    None when no majority has the same.
+    """
+    reference = float(np.median(scales_W)) if len(scales_W) > 2 else float(scales_W[0])
+    ratio_W: Floats = scales_W / reference
+    most = 2 * int(np.sum(np.abs(ratio_W - 1) <= _CLOSE)) > len(scales_W)
+    return ratio_W if most or len(scales_W) == 2 else None

@@ -1,0 +1,238 @@
+"""Parameters that ranks hold alike along an axis of a device mesh over which nothing is averaged.
+
+Along a tensor-, context- or expert-parallel axis, some parameters are cut, others are replicated.
+Nothing keeps replicas equal but equal gradients: where each rank computes a part of the gradient,
+somebody has to add the parts up. A part that is taken for the whole raises no error, and averaging
+over the data-parallel axis leaves it as it is.
+
+Legend of shapes: N parameters, k numbers in a sketch, T ranks along an axis.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.packing import PackedError, pack_arrays, unpack_arrays
+from rankscope.bus.replicas import odd_ranks
+from rankscope.stats.arrays import Floats, Floats32, Ints
+from rankscope.stats.rounding import UNIT_ROUNDOFF
+
+_ARRAYS: Mapping[str, type[np.generic]] = {
+    "over_NA": np.uint8,
+    "digests_2N": np.int64,
+    "norms_2N": np.float64,
+    "sketches_2NK": np.float32,
+}
+_HELD, _PLACED = 1, 2
+_COARSEST = UNIT_ROUNDOFF["bfloat16"]
+
+
+@dataclass(frozen=True, slots=True)
+class AxisPart:
+    """What one rank knows, in one step, of parameters that other ranks hold as well. A axes.
+
+    Attributes:
+        rank: Its rank in the job.
+        axes: By the axis's name, the ranks of the job along it that this rank is one of.
+        layout: Digest of the names, shapes and placements of all of its parameters.
+        cut: The axes over which some of them are cut.
+        names: Names of the parameters ``[N]``.
+        types: The coarsest type in which each one's gradient is computed ``[N]``.
+        over_NA: 0 where a parameter is cut over an axis, 1 where each rank has it all, 2 where its
+            placement says so.
+        digests_2N: Digests of the parameters before the step, and of the gradients that the
+            optimizer is given; of this rank's share where the data-parallel axis cuts them.
+        norms_2N: L2 norms of the same; NaN where there is none.
+        sketches_2NK: Linear sketches of the same.
+    """
+
+    rank: int
+    axes: Mapping[str, tuple[int, ...]]
+    layout: int
+    cut: tuple[str, ...]
+    names: tuple[str, ...]
+    types: tuple[str, ...]
+    over_NA: NDArray[np.uint8]
+    digests_2N: Ints
+    norms_2N: Floats
+    sketches_2NK: Floats32
+
+    def pack(self) -> bytes:
+        """Return its bytes: JSON, and arrays behind it."""
+        header = {
+            "rank": self.rank,
+            "axes": {name: list(ranks) for name, ranks in self.axes.items()},
+            "layout": self.layout,
+            "cut": list(self.cut),
+            "names": list(self.names),
+            "types": list(self.types),
+        }
+        arrays = [np.asarray(getattr(self, name), dtype) for name, dtype in _ARRAYS.items()]
+        return pack_arrays(header, arrays)
+
+    @classmethod
+    def unpack(cls, content: bytes | memoryview) -> "AxisPart":
+        """Read one; its arrays look into ``content``.
+
+        Raises:
+            PackedError: These bytes hold none.
+        """
+        header, arrays = unpack_arrays(content)
+        if [array.dtype for array in arrays] != [np.dtype(dtype) for dtype in _ARRAYS.values()]:
+            raise PackedError("expected the arrays of a part of a mesh")
+        try:
+            found = dict(zip(_ARRAYS, arrays, strict=True))
+            part = cls(
+                int(header["rank"]),
+                {str(name): tuple(map(int, ranks)) for name, ranks in header["axes"].items()},
+                int(header["layout"]),
+                tuple(map(str, header["cut"])),
+                tuple(map(str, header["names"])),
+                tuple(map(str, header["types"])),
+                **found,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PackedError(f"these bytes hold no part of a mesh ({error})") from error
+        count = len(part.names)
+        fits = (
+            len(part.types) == count
+            and part.over_NA.shape == (count, len(part.axes))
+            and part.digests_2N.shape == part.norms_2N.shape == (2, count)
+            and part.sketches_2NK.ndim == 3
+            and part.sketches_2NK.shape[:2] == (2, count)
+        )
+        if not fits:
+            raise PackedError("these bytes hold a part of a mesh whose arrays do not fit together")
+        return part
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """One parameter on the ranks along an axis.
+
+    Attributes:
+        name: Its name.
+        ranks: The ranks of the job along the axis ``[T]``.
+        placed: Whether its placement says that it is replicated; else it is a plain tensor.
+        cuts: Whether the axis cuts other parameters of the model, so that it is one model along it.
+        parameter: How far the ranks' values of it lie apart before the step, relative to its norm.
+        gradient: The same of the gradient that the optimizer is given; NaN if it is unknown.
+        odd: The ranks that differ from most; all where no majority agrees.
+        tolerance: What rounding may explain.
+        held: Whether the ranks hold something of it: where the data-parallel axis cuts a small one,
+            some have an empty share.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    placed: bool
+    cuts: bool
+    parameter: float
+    gradient: float
+    odd: tuple[int, ...]
+    tolerance: float
+    held: bool = True
+
+    @property
+    def parameter_differs(self) -> bool:
+        """Whether rounding does not explain how far its values lie apart."""
+        return self.parameter > self.tolerance
+
+    @property
+    def gradient_differs(self) -> bool:
+        """Whether rounding does not explain how far its gradients lie apart."""
+        return self.gradient > self.tolerance
+
+
+def tolerance_of(dtype: str) -> float:
+    """Return by how much rounding may drive replicas apart, relative to their norm.
+
+    Replicas that compute by themselves, in another order, agree in half of the digits of a type at
+    least: the square root of its unit roundoff. Parts of a gradient do not agree in the first one.
+
+    Example:
+        >>> round(tolerance_of("float32"), 5), round(tolerance_of("bfloat16"), 3)
+        (0.00024, 0.062)
+    """
+    return math.sqrt(UNIT_ROUNDOFF.get(dtype, _COARSEST))
+
+
+def compare_along(axis: str, parts_T: Sequence[AxisPart]) -> list[Replicated]:
+    """Return what the ranks along an axis hold of the parameters that are replicated over it.
+
+    Args:
+        axis: Its name.
+        parts_T: What each rank knows, in the order of the axis.
+
+    Returns:
+        One entry per parameter that none of them has cut over the axis; nothing where their models
+        are not the same, as those of pipeline stages.
+    """
+    first = parts_T[0]
+    if any(part.layout != first.layout or part.names != first.names for part in parts_T):
+        return []
+    column, cuts = list(first.axes).index(axis), axis in first.cut
+    return [
+        _compare(name, number, parts_T, placed=first.over_NA[number, column] == _PLACED, cuts=cuts)
+        for number, name in enumerate(first.names)
+        if first.over_NA[number, column]
+    ]
+
+
+def _compare(
+    name: str, number: int, parts_T: Sequence[AxisPart], *, placed: bool, cuts: bool
+) -> Replicated:
+    apart: list[float] = []
+    differing: tuple[int, ...] = ()
+    held = False
+    for what in (0, 1):
+        norms_T = np.array([part.norms_2N[what, number] for part in parts_T])
+        digests_T = [int(part.digests_2N[what, number]) for part in parts_T]
+        sketches_TK = np.array([part.sketches_2NK[what, number] for part in parts_T], np.float64)
+        apart.append(_apart(digests_T, norms_T, sketches_TK))
+        held |= bool((norms_T != 0).any())
+        differing = odd_ranks(digests_T) or differing  # of the gradient, where it differs
+    tolerance = max(tolerance_of(part.types[number]) for part in parts_T)
+    return Replicated(
+        name=name,
+        ranks=tuple(part.rank for part in parts_T),
+        placed=placed,
+        cuts=cuts,
+        parameter=apart[0],
+        gradient=apart[1],
+        odd=tuple(parts_T[at].rank for at in differing),
+        tolerance=tolerance,
+        held=held,
+    )
+
+
+def _apart(digests_T: Sequence[int], norms_T: Floats, sketches_TK: Floats) -> float:
+    """Return the largest distance from the first rank's, relative to the largest norm.
+
+    Infinite where some rank has none; NaN where no rank has one, or some are not finite.
+    """
+    missing_T = np.isnan(norms_T)
+    if missing_T.any() or not np.isfinite(norms_T).all():
+        return math.inf if 0 < missing_T.sum() < len(norms_T) else math.nan
+    if len(set(digests_T)) == 1 or not norms_T.max():
+        return 0.0
+    distances_T = np.linalg.norm(sketches_TK - sketches_TK[0], axis=1)
+    return float(distances_T.max() / norms_T.max())
+
+
+def over_axes(placements: Mapping[str, bool], axes: Sequence[str]) -> list[int]:
+    """Return a parameter's row of ``over_NA``.
+
+    Args:
+        placements: By axis that its placement names, whether it is replicated over it.
+        axes: Names of the axes ``[A]``.
+
+    Example:
+        >>> over_axes({"tp": False, "cp": True}, ["tp", "cp", "ep"])
+        [0, 2, 1]
+    """
+    words = {True: _PLACED, False: 0, None: _HELD}
+    return [words[placements.get(axis)] for axis in axes]

@@ -1,0 +1,274 @@
+"""Gross values: single ones far beyond the other workers', or beyond anything shown before.
+
+No alarm within one step can be free of assumptions: an e-value of one step is at most W. So these
+are notes, outside of the false-alarm budget.
+
+A gross outlier is measured by the run's past, and is rare: each must be twice as far out as the
+last, on any worker.
+
+Gross outliers that come again and again are another note, on the worker to which most of them
+belong: were all alike, k or more of n would fall on one worker with a probability of at most
+``W·P(Binomial(n, 1/W) >= k)``. Of four workers, eight on one are enough, long before the evidence
+within the budget, which grows by a factor W a step at most, has reached its level.
+
+A gross value needs no past: it is so many times the largest of its peers' (:class:`GrossValues`).
+Only how often it is told depends on those before.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.detector import Evidence
+from rankscope.bus.finding import LATELY, OFTEN, TIMES_LATELY, Severity
+from rankscope.bus.persistent_fault import PersistentFault
+from rankscope.bus.step import GatheredStep
+from rankscope.bus.words import name_ranks
+from rankscope.stats.arrays import Floats
+from rankscope.stats.state import Stateful
+
+KEY = "gross-outlier"
+KEY_AGAIN = "gross-outliers"
+KEY_AT_ONCE = "gross-value"
+
+
+class Gross(NamedTuple):
+    """A column in which a value can be gross.
+
+    Attributes:
+        name: Its name.
+        label: Its name in findings.
+        times: How many times the largest of its peers a value is that is gross.
+    """
+
+    name: str
+    label: str
+    times: float
+
+
+GROSS = (
+    Gross("loss", "loss", 8.0),
+    Gross("grad_norm", "gradient norm", 8.0),
+    Gross("grad_max", "largest gradient element", 12.0),
+)
+"""In order of precedence; the largest element shows a corrupted one, which a norm may hide."""
+
+FROM = 30.0
+"""Robust standard deviations from which a value can be a gross outlier."""
+
+AGAIN_FROM = 10.0
+"""The same for those that come again and again on one worker."""
+
+CHANCE = 1e-4
+"""What chance has to be less than to tell of these."""
+
+_MOST_COUNTED = 64
+_FIRST_SCALES = 3  # steps until the robust scale means something
+_WARM_UP = 50
+_FEWEST_WORKERS = 4
+_STEPS_TOLD = 8
+_FREELY = 8  # steps with gross values that are all told
+
+
+class GrossOutliers(Stateful):
+    """Keeps the record of how far out a value has been, and tells when it is broken by far.
+
+    Args:
+        labels: Names of the signals in words ``[S]``.
+        num_workers: W.
+    """
+
+    SETTINGS = ("_labels", "_num_workers")
+
+    def __init__(self, labels: Sequence[str], num_workers: int) -> None:
+        self._labels = tuple(labels)
+        self._num_workers = num_workers
+        self._record = FROM / 2
+        self._steps = 0
+        self._ranks: set[int] = set()
+        self._seen: list[int] = []
+        self._recent: list[tuple[int, int]] = []  # step and worker
+        self._told = 0
+
+    def observe(self, z_SW: NDArray[np.float32], step: int) -> list[Evidence]:
+        """Take one step.
+
+        Args:
+            z_SW: Distances from the median, in robust standard deviations.
+            step: Step number.
+        """
+        self._steps += 1
+        if self._num_workers < _FEWEST_WORKERS:
+            return []
+        found = (self._see_largest(z_SW, step), self._see_again(z_SW, step))
+        return [evidence for evidence in found if evidence is not None]
+
+    def _see_largest(self, z_SW: NDArray[np.float32], step: int) -> Evidence | None:
+        largest = float(z_SW.max())
+        broken = largest >= 2 * self._record
+        self._record = max(self._record, largest)
+        if not broken or self._steps <= _WARM_UP:
+            return None
+        signal, worker = np.unravel_index(int(z_SW.argmax()), z_SW.shape)
+        self._ranks.add(int(worker))
+        self._seen.append(step)
+        return self._evidence(int(signal), int(worker), largest)
+
+    def _see_again(self, z_SW: NDArray[np.float32], step: int) -> Evidence | None:
+        """Count whose values are far out; speaks when chance does not explain it, then rarely."""
+        signal, worker = np.unravel_index(int(z_SW.argmax()), z_SW.shape)
+        z = float(z_SW[signal, worker])
+        if z < AGAIN_FROM or self._steps <= _FIRST_SCALES:
+            return None
+        self._recent = [*self._recent, (step, int(worker))][-_MOST_COUNTED:]
+        own = [at for at, whose in self._recent if whose == worker]
+        count, total = len(own), len(self._recent)
+        chance = self._num_workers * _at_least(count, total, 1 / self._num_workers)
+        if chance > CHANCE or count < 2 * self._told:
+            return None
+        self._told = count
+        return Evidence(
+            cause="inconclusive",
+            severity=Severity.NOTE,
+            ranks=(int(worker),),
+            first_step=own[0],
+            last_step=step,
+            count=count,
+            fields={
+                "count": f"{count:,}",
+                "total": f"{total:,}",
+                "what": self._labels[int(signal)],
+                "step": f"{step:,}",
+                "z": f"{z:,.0f}",
+                "chance": f"{chance:.0e}",
+            },
+            numbers={"steps": own[-_STEPS_TOLD:], "of_steps": total, "chance": chance},
+            key=KEY_AGAIN,
+        )
+
+    def _evidence(self, signal: int, worker: int, z: float) -> Evidence:
+        return Evidence(
+            cause="inconclusive",
+            severity=Severity.NOTE,
+            ranks=tuple(sorted(self._ranks)),
+            first_step=self._seen[0],
+            last_step=self._seen[-1],
+            count=len(self._seen),
+            fields={
+                "step": f"{self._seen[-1]:,}",
+                "ranks": name_ranks([worker]),
+                "what": self._labels[signal],
+                "z": f"{z:,.0f}",
+            },
+            numbers={
+                "steps": self._seen[-_STEPS_TOLD:],
+                "robust_standard_deviations": z,
+                "signal": self._labels[signal],
+            },
+            key=KEY,
+        )
+
+
+class GrossValues(Stateful):
+    """Tells of a value that is many times the largest of its peers, at once.
+
+    It is a note in the very step, whatever came before, and once per episode: until no step has
+    shown any for a while. Of two workers both are named. How many there were in the last 50 steps
+    stands in the evidence: three are worth a canary.
+
+    What it assumes of a healthy run is that logarithms of the workers' values in a step spread like
+    normal ones with a standard deviation of at most 0.4 for losses and norms, more than is usual
+    even early in training with small batches. Then the largest of W is 8 times the second one with
+    a probability of 1e-6 a step for W = 4 or 8, 7e-6 for W = 3 and 2e-4 for W = 2. At 0.5 it is
+    1e-4 for W = 4. Largest elements spread by 0.3 to 0.4 in the healthy jobs of the fault bench;
+    at 0.5, one is 12 times the second one with a probability of 6e-6 for W = 4, 4e-4 for W = 2.
+    With a tail like that of x to the power −a it is 8 to the power −a, whatever W is. So heavy
+    tails show now and then: that is no fault, one finding for the whole run, and never more than a
+    note. After 8 such steps another one is counted, but told only if it is twice as far out as any
+    before, or the third within 50 steps. Of a signal that has been negative, as losses in
+    reinforcement learning are, ratios say nothing. A worker whose values are ten times the others'
+    is seen through their spread: hence 8, not 10.
+
+    Args:
+        num_workers: W.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._seen = PersistentFault()
+        self._lately: list[int] = []
+        self._signed: set[str] = set()
+        self._excess = self._record = 0.0  # over what is gross: of this step, and of all before
+        self._said = ""
+        self._numbers: dict[str, object] = {}
+
+    def observe(self, gathered: GatheredStep, left_out: Sequence[int]) -> list[Evidence]:
+        """Take one step.
+
+        Args:
+            gathered: The step; values that are not positive and finite are not compared.
+            left_out: Workers that are not compared.
+        """
+        step, ranks = gathered.step, set[int]()
+        self._excess = 0.0
+        for column in reversed(GROSS):
+            ranks |= self._compare(column, gathered.workers[column.name], left_out, step)
+        self._lately = [at for at in self._lately if at > step - LATELY]
+        if ranks:
+            self._lately.append(step)
+        seen, said = self._seen, {"what": self._said}
+        quiet = bool(ranks) and not self._speaks()
+        self._record = max(self._record, self._excess)
+        seen.count += quiet
+        if not seen.observe(step, () if quiet else ranks):
+            return []
+        numbers = {"steps": seen.count, TIMES_LATELY: len(self._lately), **self._numbers}
+        return [
+            seen.evidence("inconclusive", Severity.NOTE, seen.ranks, said, numbers, key=KEY_AT_ONCE)
+        ]
+
+    def _speaks(self) -> bool:
+        """Return whether a step with gross values is told, after those that came before."""
+        broken = self._excess >= 2 * self._record
+        return self._seen.count < _FREELY or broken or len(self._lately) >= OFTEN
+
+    def _compare(
+        self, column: Gross, values_W: Floats, left_out: Sequence[int], step: int
+    ) -> set[int]:
+        label = column.label
+        if (values_W < 0).any():
+            self._signed.add(label)
+        known_W = np.isfinite(values_W) & (values_W > 0)
+        known_W[list(left_out)] = False
+        if label in self._signed or np.count_nonzero(known_W) < 2:
+            return set()
+        ranks = np.flatnonzero(known_W)
+        second, first = ranks[np.argsort(values_W[ranks])[-2:]].tolist()
+        value, peer = float(values_W[first]), float(values_W[second])
+        if value < column.times * peer:
+            return set()
+        self._excess = max(self._excess, value / peer / column.times)
+        self._numbers = {"signal": label, "times": value / peer, "value": value, "next": peer}
+        if self._num_workers == 2:
+            self._said = (
+                f"At step {step:,} ranks 0 and 1 differed in their {label} by a factor of "
+                f"{value / peer:,.1f}: {values_W[0]:.3g} and {values_W[1]:.3g}"
+            )
+            return {0, 1}
+        self._said = (
+            f"At step {step:,} the {label} of {name_ranks([first])} was {value / peer:,.1f} times "
+            f"the largest of the other workers': {value:.3g} against {peer:.3g}"
+        )
+        return {first}
+
+
+def _at_least(count: int, total: int, share: float) -> float:
+    """Return the probability of ``count`` or more among ``total``."""
+    return math.fsum(
+        math.comb(total, k) * share**k * (1 - share) ** (total - k) for k in range(count, total + 1)
+    )

@@ -1,0 +1,197 @@
+"""Workers that differ from the others: which, since when, in what, and by how much.
+
+Each step compares the workers in loss, gradient norm and direction, and in norm and direction of
+every group of parameters (:mod:`rankscope.stats.exchangeability`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.detector import Evidence
+from rankscope.bus.step import GatheredStep
+from rankscope.bus.steps import Step, StepBatch
+from rankscope.evidence.canary.verdict import Verdict, judge, results_of
+from rankscope.evidence.outliers.blame import OutlierSearch
+from rankscope.evidence.outliers.gross import GrossOutliers, GrossValues
+from rankscope.evidence.outliers.parts import (
+    Part,
+    compared_groups,
+    group_signals,
+    groups_of,
+    log_sizes,
+    of_usual_size,
+    total_signals,
+    totals_of,
+)
+from rankscope.stats.arrays import Floats
+from rankscope.stats.bets import AT_ONCE
+from rankscope.stats.budget import OUTLIERS
+from rankscope.stats.state import State, StateError
+
+
+class WorkerOutliers(OutlierSearch):
+    """Finds workers that differ from the others.
+
+    Args:
+        num_workers: W.
+        hosts: Host of each rank; empty when unknown.
+    """
+
+    FAMILY, SHARE = OUTLIERS, 0.5
+    KEY, TIE = "outlier", "workers-differ"
+
+    def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
+        super().__init__(num_workers, Part(num_workers, total_signals()), hosts)
+        signals = self._totals.signals
+        self._gross = GrossOutliers([signal.how.label for signal in signals], num_workers)
+        self._values = GrossValues(num_workers)
+        self._left_out: list[int] = []
+
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
+        """Take consecutive steps; yields faults that begin, change, grow or heal."""
+        if self._num_workers < 2:
+            yield from ([] for _ in steps)
+            return
+        usable_TW = _usable(steps)
+        sizes_TW = log_sizes(steps.columns.column("loss_weight"))
+        at = 0
+        while at < len(steps):
+            piece = self._next_piece(steps, at)
+            rows = slice(at, at + len(piece))
+            yield from self._observe_piece(piece, usable_TW[rows], sizes_TW[rows])
+            at += len(piece)
+
+    def _next_piece(self, steps: StepBatch, start: int) -> list[Step]:
+        """Return the steps from one on that have the same groups, as many as are best compared."""
+        self._compare_groups(compared_groups(steps[start].report))
+        piece, num_values = [steps[start]], self._num_values(steps[start])
+        for at in range(start + 1, len(steps)):
+            names = compared_groups(steps[at].report)
+            num_values += self._num_values(steps[at])
+            if num_values > AT_ONCE or (names and names != self._group_names):
+                break
+            piece.append(steps[at])
+        return piece
+
+    @property
+    def _group_names(self) -> list[str]:
+        return [] if self._groups is None else self._groups.group_names
+
+    def _compare_groups(self, names: list[str]) -> None:
+        """Compare the workers in these groups from now on; without any, in those as before."""
+        if names and names != self._group_names:
+            self._groups = Part(self._num_workers, group_signals(names))
+            for worker in self.set_apart:
+                self._groups.test.set_unit_apart(worker)
+
+    def _num_values(self, step: Step) -> int:
+        parts = self._parts if compared_groups(step.report) else (self._totals,)
+        return sum(len(part.signals) for part in parts) * self._num_workers
+
+    def _observe_piece(
+        self, piece: Sequence[Step], usable_TW: NDArray[np.bool_], sizes_TW: Floats
+    ) -> Iterator[Iterable[Evidence]]:
+        numbers = [step.gathered.step for step in piece]
+        signals = self._totals.signals
+        values_TSW = np.array([totals_of(step, signals) for step in piece])
+        values_TSW = np.where(usable_TW[:, None], values_TSW, np.nan)
+        totals = self._totals.observe(values_TSW, sizes_TW, numbers)
+        in_groups = [bool(compared_groups(step.report)) for step in piece]
+        groups = self._observe_groups(piece, in_groups, usable_TW, sizes_TW)
+        for step, usable_W, has_groups in zip(piece, usable_TW, in_groups, strict=True):
+            self._steps += 1
+            next(totals)
+            if has_groups:
+                next(groups)
+            self._left_out = (~usable_W).nonzero()[0].tolist()
+            yield self._judge_step(step)
+
+    def _observe_groups(
+        self,
+        piece: Sequence[Step],
+        in_groups: Sequence[bool],
+        usable_TW: NDArray[np.bool_],
+        sizes_TW: Floats,
+    ) -> Iterator[int]:
+        """Take the groups of the steps that measure them, one with each iteration."""
+        if self._groups is None or not any(in_groups):
+            return iter(())
+        measured = [step for step, has_groups in zip(piece, in_groups, strict=True) if has_groups]
+        values_TSW = np.array([groups_of(step, len(self._groups.signals)) for step in measured])
+        values_TSW = np.where(usable_TW[in_groups][:, None], values_TSW, np.nan)
+        numbers = [step.gathered.step for step in measured]
+        return self._groups.observe(values_TSW, sizes_TW[in_groups], numbers)
+
+    def _judge_step(self, step: Step) -> list[Evidence]:
+        self._see_canary(step.gathered)
+        found = self._find(step.gathered)
+        gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
+        values = self._values.observe(step.gathered, self.not_compared)
+        return [*values, *gross, *found]
+
+    @property
+    def not_compared(self) -> tuple[int, ...]:
+        """Workers that differ, or could not be compared in the last step."""
+        return tuple(sorted({*self.set_apart, *self._left_out}))
+
+    def _see_canary(self, gathered: GatheredStep) -> None:
+        """Learn from a canary that a worker which differs in most steps has other data."""
+        results = results_of(gathered) if self.set_apart else None
+        if results is None or judge(results).verdict is not Verdict.DATA:
+            return
+        suspect = results.suspect
+        for fault in self._faults:
+            if fault.active == fault.ranks == [suspect] and suspect in self.steadily_apart:
+                fault.agreed, fault.told = gathered.step, 0  # it is told again
+
+    def _z_of_unsuspected(self) -> NDArray[np.float32]:
+        z_SW, apart = self._totals.test.z_SU, list(self.set_apart)
+        if apart:
+            z_SW = z_SW.copy()
+            z_SW[:, apart] = 0
+        return z_SW
+
+    def state(self) -> State:
+        """Return a copy of all that it remembers."""
+        groups = self._groups
+        return {
+            **super().state(),
+            "groups": None if groups is None else groups.state(),
+            "group_names": self._group_names,
+            "gross": self._gross.state(),
+            "values": self._values.state(),
+        }
+
+    def restore(self, state: State) -> None:
+        """Remember what a detector of as many workers remembered.
+
+        Raises:
+            StateError: The state does not fit.
+        """
+        super().restore(state)
+        try:
+            if state["groups"] is not None:
+                names = state["group_names"]
+                self._groups = Part(self._num_workers, group_signals(names))
+                self._groups.restore(state["groups"])
+            self._gross.restore(state["gross"])
+            self._values.restore(state["values"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"this is not the state of a search for outliers: {error}") from error
+
+
+def _usable(steps: StepBatch) -> NDArray[np.bool_]:
+    """Return who can be compared in each step ``[T, W]``.
+
+    Who knows a batch by heart, or has one of another size (at the end of an epoch), is unlike the
+    others for no fault. And of workers with the same batch one stands for all.
+    """
+    usable_TW = np.array([step.recurrence.ages_W == 0 for step in steps])
+    for at, step in enumerate(steps):
+        if not step.alike("num_samples"):
+            usable_TW[at] &= of_usual_size(step.gathered.workers["num_samples"])
+        for group in step.identical:
+            usable_TW[at, list(group[1:])] = False
+    return usable_TW

@@ -1,0 +1,166 @@
+"""The detector of random numbers that workers share, or do not share though they should."""
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.finding import Severity
+from rankscope.bus.persistent_fault import PersistentFault
+from rankscope.bus.plan import Plan
+from rankscope.bus.rank_values import known_values
+from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.step import MISSING_INT
+from rankscope.bus.steps import Step
+from rankscope.bus.words import listed, name_ranks
+from rankscope.stats.arrays import Ints
+
+STEPS_NEEDED = 3
+
+IDENTICAL, DIFFERS = "rng.identical", "rng.differs"
+BETWEEN, DIFFERS_BETWEEN = "rng-identical-between", "rng-differs-between"
+LOADERS, PRIVATE = "loader-rng-identical", "private-rng-identical"
+
+_GENERATORS = {1: "Python's", 2: "numpy's", 4: "torch's on the CPU", 8: "the accelerator's"}
+_DIGESTS = {"rng_digest": 4 | 8, "rng_digest_python": 1, "rng_digest_numpy": 2}
+_SHIFT = 4  # of generators that moved between the forward passes of two steps
+_OF_LOADERS = {
+    "loader_rng_python": (1, "Python's"),
+    "loader_rng_numpy": (2, "numpy's"),
+    "loader_rng_torch": (4, "torch's"),
+}
+
+
+class EqualRandom(Detector):
+    """Workers that draw the same random numbers; by plan, those that draw different ones.
+
+    - Forward passes of several workers that start from equal states of a generator that they move.
+      That is a note: equal dropout masks on different data cost little, and many scripts seed all
+      ranks alike. Generators that never move are of no concern.
+    - The same of generators that move between the forward passes of two steps, a warning:
+      augmentation and sampling draw there.
+    - Generators that modules and data sets hold for themselves, and that move. A note: a data set
+      may shuffle alike on all ranks before it gives each its part.
+    - Processes of data loaders that start from equal states of a generator that they use, in one
+      rank or in several.
+
+    Args:
+        num_workers: W.
+        plan: What is intended: the same random numbers, or (unless said) different ones.
+    """
+
+    SETTINGS = ("_num_workers", "_same")
+
+    def __init__(self, num_workers: int, plan: Plan | None = None) -> None:
+        self._num_workers = num_workers
+        self._same = plan is not None and plan.random == "same"
+        self._forward = PersistentFault(STEPS_NEEDED)
+        self._between = PersistentFault(STEPS_NEEDED, in_a_row=True)
+        self._used = self._used_between = 0
+        self._loaders, self._private = PersistentFault(STEPS_NEEDED), PersistentFault(STEPS_NEEDED)
+        self._shared = 0
+        self._inside: set[int] = set()
+        self._across: set[int] = set()
+
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
+        """Take one step; speaks while workers share random numbers, and when that ends."""
+        workers, number = step.gathered.workers, step.gathered.step
+        told: list[Evidence] = []
+        if self._num_workers > 1 and step.some_known("rng_used"):
+            told += self._see_generators(number, workers)
+        if self._num_workers > 1 and step.some_known("rng_private") and not self._same:
+            told += self._see_private(number, workers["rng_private"])
+        if step.some_known("loader_rng_repeats") and self._see_loaders(number, workers):
+            told.append(self._loader_evidence())
+        return told
+
+    def _see_generators(self, step: int, workers: Mapping[str, Ints]) -> Iterable[Evidence]:
+        used_W = np.maximum(workers["rng_used"], 0)
+        forward: set[int] = set()
+        between: set[int] = set()
+        for name, bits in _DIGESTS.items():
+            digests_W = workers[name]
+            moved_W = (used_W & (bits | bits << _SHIFT)) != 0
+            if not moved_W.any():
+                continue
+            moved_W &= digests_W != MISSING_INT
+            if self._same:
+                ranks = odd_ranks(known_values(digests_W, moved_W))
+            else:
+                ranks = _sharing(digests_W, moved_W)
+            forward.update(rank for rank in ranks if used_W[rank] & bits)
+            between.update(rank for rank in ranks if used_W[rank] & bits << _SHIFT)
+            for rank in ranks:
+                self._used |= int(used_W[rank]) & bits
+                self._used_between |= int(used_W[rank]) >> _SHIFT & bits
+        if self._forward.observe(step, forward):
+            severity = Severity.WARNING if self._same else Severity.NOTE
+            yield self._evidence(self._forward, self._used, "", severity)
+        if self._between.observe(step, between):
+            key = DIFFERS_BETWEEN if self._same else BETWEEN
+            yield self._evidence(self._between, self._used_between, key)
+
+    def _see_private(self, step: int, digests_W: Ints) -> Iterable[Evidence]:
+        seen = self._private
+        if seen.observe(step, _sharing(digests_W, digests_W != MISSING_INT)):
+            numbers = {"steps": seen.count}
+            yield seen.evidence(IDENTICAL, Severity.NOTE, seen.ranks, {}, numbers, key=PRIVATE)
+
+    def _see_loaders(self, step: int, workers: Mapping[str, Ints]) -> bool:
+        repeats_W = workers["loader_rng_repeats"]
+        inside = np.flatnonzero(repeats_W > 0).tolist()
+        for rank in inside:
+            self._shared |= int(repeats_W[rank])
+        ranks = set(inside)
+        for name, (bit, _) in _OF_LOADERS.items():
+            digests_W = workers[name]
+            across = _sharing(digests_W, digests_W != MISSING_INT)
+            if across and not self._same:
+                self._shared |= bit
+                self._across.update(across)
+                ranks.update(across)
+        self._inside.update(inside)
+        return self._loaders.observe(step, ranks)
+
+    def _evidence(
+        self, seen: PersistentFault, used: int, key: str, severity: Severity = Severity.WARNING
+    ) -> Evidence:
+        generators = [name for bit, name in _GENERATORS.items() if used & bit]
+        return seen.evidence(
+            DIFFERS if self._same else IDENTICAL,
+            severity,
+            seen.ranks,
+            {"generators": listed(generators)},
+            {"steps": seen.count, "generators": generators},
+            key=key,
+        )
+
+    def _loader_evidence(self) -> Evidence:
+        generators = [name for bit, name in _OF_LOADERS.values() if self._shared & bit]
+        where = [f"several processes of {name_ranks(self._inside)}"] if self._inside else []
+        if self._across:
+            where.append(f"{name_ranks(self._across)} among each other")
+        return self._loaders.evidence(
+            IDENTICAL,
+            Severity.WARNING,
+            self._loaders.ranks,
+            {"generators": listed(generators), "where": " and ".join(where)},
+            {
+                "steps": self._loaders.count,
+                "generators": generators,
+                "alike_inside": sorted(self._inside),
+                "alike_across": sorted(self._across),
+            },
+            key=LOADERS,
+        )
+
+
+def _sharing(values_W: Ints, known_W: NDArray[np.bool_]) -> tuple[int, ...]:
+    """Return the workers whose value another worker has as well."""
+    ranks = np.flatnonzero(known_W)
+    ordered = np.sort(values_W[ranks])
+    if not (ordered[1:] == ordered[:-1]).any():
+        return ()
+    _, inverse, counts = np.unique(values_W[ranks], return_inverse=True, return_counts=True)
+    return tuple(ranks[counts[inverse] > 1].tolist())

@@ -1,0 +1,244 @@
+"""Fingerprints of the random generators that a worker and its data loader's processes use.
+
+Two workers whose generators stand at the same place draw the same dropout masks and the same
+noise. That matters only where a generator moves: equal seeds without randomness are usual and
+harmless. So a generator counts as used when a forward pass has moved it (dropout), and when it has
+moved from one step's passes to the next one's (noise and augmentation outside the model).
+
+A data loader gives each of its worker processes its own seed. A ``worker_init_fn`` that seeds
+numpy with a constant undoes that, and then all of them draw the same augmentations.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from multiprocessing.util import Finalize
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rankscope.gradients.fingerprint import (
+    Snapshot,
+    digest_of,
+    numpy_state,
+    python_bytes,
+    python_snapshot,
+    python_state,
+    torch_state,
+)
+from rankscope.private import Patch
+
+PYTHON, NUMPY, TORCH, ACCELERATOR = 1, 2, 4, 8
+"""The generators, as bits of the column ``rng_used``."""
+
+BETWEEN = 4
+"""The same bits, shifted by so many, are generators that moved between two steps' passes."""
+
+_DIGESTS = {
+    "rng_digest": TORCH | ACCELERATOR,
+    "rng_digest_python": PYTHON,
+    "rng_digest_numpy": NUMPY,
+}
+
+
+class RandomMeter:
+    """Tells which random generators a step moves, and where they started.
+
+    It reads states and never draws: Python's ``random``, numpy's global generator, torch's on the
+    CPU, and that of the device. A state of an accelerator's generator is a seed and an offset on
+    the host; reading it does not wait for the device.
+
+    Args:
+        device: Where the model computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._readers: dict[int, Callable[[], Snapshot]] = {
+            PYTHON: python_snapshot,
+            NUMPY: numpy_state,
+            TORCH: torch_state,
+        }
+        if device.type != "cpu":
+            self._readers[ACCELERATOR] = _reader_of(device)
+        self._first: dict[int, Snapshot] = {}
+        self._last: dict[int, Snapshot] = {}  # where the passes of the step before left them
+        self._after: dict[int, Snapshot] = {}  # of those that this step's passes have moved
+        self._before: dict[int, Snapshot] | None = None
+        self._used: int | None = None
+        self._between = 0
+
+    def before_forward(self) -> None:
+        """Take the states before a forward pass; those before the first one of a step are kept.
+
+        Only passes that are announced here are compared, so it is enough to announce the first.
+        A generator that has moved in this step already is not read again.
+        """
+        used = self._used or 0
+        states = {bit: read() for bit, read in self._readers.items() if not used & bit}
+        if not self._first:
+            self._first = states
+            self._between = sum(bit for bit in self._last if self._last[bit] != states[bit])
+            self._after = {}
+        self._before = states
+
+    def after_forward(self) -> None:
+        """Take the end of a forward pass, announced or not: where it leaves what the step moves."""
+        before, self._before = self._before or {}, None
+        if not (before or self._used):
+            return
+        used = self._used or 0
+        after = {bit: self._readers[bit]() for bit in (*before, *self._after)}
+        moved = {bit for bit, state in before.items() if after[bit] != state}
+        self._used = used | sum(moved)
+        self._after = {bit: after[bit] for bit in (*moved, *self._after)}
+
+    def collect(self) -> dict[str, int]:
+        """Return which generators have moved and where they stood, and begin a new step.
+
+        Returns:
+            ``rng_used``, and digests of the states before the first forward pass of those that
+            have moved: ``rng_digest`` of torch's, ``rng_digest_python`` and ``rng_digest_numpy``.
+            Nothing when no forward pass was seen from beginning to end.
+        """
+        used, between, first = self._used, self._between, self._first
+        self._used, self._between, self._first, self._before = None, 0, {}, None
+        if used is None:
+            self._last = {}
+            return {}
+        self._last = {**first, **self._after}
+        values = {"rng_used": used | between << BETWEEN}
+        for name, bits in _DIGESTS.items() if used | between else ():
+            moved = bits & (used | between)
+            states = [
+                bytes([bit]) + python_bytes(state) for bit, state in first.items() if moved & bit
+            ]
+            if states:
+                values[name] = digest_of(b"".join(states))
+        return values
+
+
+def _reader_of(device: torch.device) -> Callable[[], bytes]:
+    module: Any = torch.get_device_module(device)
+
+    def read() -> bytes:
+        try:
+            state = module.get_rng_state(device)
+        except (RuntimeError, NotImplementedError, AttributeError):
+            return b""  # cannot be told, as while a graph is being captured: then it never moves
+        return state.numpy().tobytes() if state.device.type == "cpu" else b""
+
+    return read
+
+
+_READERS: Mapping[str, Callable[[], bytes]] = {
+    "loader_rng_python": python_state,
+    "loader_rng_numpy": numpy_state,
+    "loader_rng_torch": torch_state,
+}
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 10.0
+
+
+class LoaderMeter:
+    """Learns from each worker process of a data loader in which states its generators start.
+
+    It wraps the loader's ``worker_init_fn``, which is called first as before. Each process then
+    writes digests into memory that it shares with this one, and later whether a generator has
+    moved. Batches and random numbers stay as they are. Iterators that exist already are not
+    touched; a loader without worker processes is left alone.
+
+    Args:
+        loader: A ``torch.utils.data.DataLoader``, or anything with its ``worker_init_fn`` and
+            ``num_workers``; or accelerate's wrapper of one.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        loader = getattr(loader, "base_dataloader", loader)
+        self._starts: _Starts | None = None
+        num_workers = getattr(loader, "num_workers", 0)
+        if not isinstance(num_workers, int) or num_workers < 1:
+            return
+        if not hasattr(loader, "worker_init_fn"):
+            return
+        table = torch.zeros(num_workers, 2 * len(_READERS), dtype=torch.int64, device="cpu")
+        table.share_memory_()  # type: ignore[no-untyped-call]
+        self._starts = _Starts(loader.worker_init_fn, table)
+        self._patch = Patch(loader, "worker_init_fn", lambda _: self._starts)
+
+    def collect(self) -> dict[str, int]:
+        """Return what the processes have written so far.
+
+        Returns:
+            A digest of the starting states of each generator that some process has used
+            (``loader_rng_python`` and so on), and ``loader_rng_repeats``: which of these start
+            in equal states in two or more processes, a sum of 1 Python, 2 numpy, 4 torch.
+            Nothing before all have started, or while none has used a generator.
+        """
+        if self._starts is None:
+            return {}
+        table = self._starts.table.numpy().copy()
+        states, moved = table[:, 0::2], np.asarray(table[:, 1::2].any(axis=0))
+        if not states.all() or not moved.any():
+            return {}
+        values = {"loader_rng_repeats": 0}
+        for number, name in enumerate(_READERS):
+            if moved[number]:
+                starts = states[:, number]
+                values[name] = digest_of(starts.tobytes())
+                values["loader_rng_repeats"] |= (len(np.unique(starts)) < len(starts)) << number
+        return values
+
+    def remove(self) -> None:
+        """Give the loader its own ``worker_init_fn`` back, unless somebody replaced it since."""
+        if self._starts is not None:
+            self._patch.remove()
+
+
+class _Starts:
+    """A ``worker_init_fn`` that writes down where the generators start, after the loader's own.
+
+    Args:
+        original: The loader's ``worker_init_fn``, or None.
+        table: int64 ``[num_workers, 2 per generator]`` in shared memory: the digest of its state
+            at the start, and 1 once it has moved.
+    """
+
+    def __init__(self, original: Callable[[int], Any] | None, table: Tensor) -> None:
+        self.original = original
+        self.table = table
+
+    def __call__(self, worker_id: int) -> None:
+        if self.original is not None:
+            self.original(worker_id)
+        with contextlib.suppress(Exception):  # nothing of this may end a process of the training
+            _Witness(self.table[worker_id])
+
+
+class _Witness:
+    """Notices when a generator of this process moves: now and then, and when the process ends.
+
+    Args:
+        row: The row of the table that belongs to this process.
+    """
+
+    def __init__(self, row: Tensor) -> None:
+        self._row = row.numpy()
+        self._starts = [read() for read in _READERS.values()]
+        self._row[1::2] = 0
+        self._row[0::2] = [max(1, digest_of(start)) for start in self._starts]
+        Finalize(None, self._look, exitpriority=0)
+        threading.Thread(target=self._watch, name="rankscope-loader", daemon=True).start()
+
+    def _watch(self) -> None:
+        pause, never = _FIRST_PAUSE, threading.Event()
+        while not self._look():
+            never.wait(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _look(self) -> bool:
+        """Write down which generators have moved; return whether all have."""
+        for number, read in enumerate(_READERS.values()):
+            if not self._row[2 * number + 1] and read() != self._starts[number]:
+                self._row[2 * number + 1] = 1
+        return bool(self._row[1::2].all())

@@ -1,0 +1,249 @@
+"""The detectors of gradients that are not what the micro-batches, or the reduction, have made them.
+
+What a backward pass has left is compared with what the next one finds, on each worker
+(:mod:`rankscope.wrappers.accumulator`), so a single difference is proof. A training may do it
+on purpose all the same, once in a while: it is an error from the third step on, if the kind is one
+of the known mistakes.
+
+Legend of shapes: W workers, G groups.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.finding import Severity
+from rankscope.bus.persistent_fault import PersistentFault
+from rankscope.bus.replicas import StateKind
+from rankscope.bus.step import GatheredStep
+from rankscope.bus.steps import Step
+from rankscope.bus.words import count, listed
+from rankscope.stats.state import Stateful
+
+CAUSE = "sync.accumulation"
+LEFT_OVER = "gradient-left-over"
+CHANGED_LATER = "sync.changed_later"
+
+CHANGED = 1e-4
+"""Relative change of a norm above which a gradient was changed: two readings differ by 1e-7."""
+
+ERROR_FROM = 3
+"""Steps of one kind from which it is an error."""
+
+_FEWEST_PASSES = 2
+"""With no more of them, the first may have trained another model through this one, as in a GAN."""
+
+_SAME_FACTOR = 0.01
+_NAMED = 4
+_MOST_NAMES = 64
+_RESET, _DOUBLED, _DIVIDED, _MULTIPLIED = "reset", "doubled", "divided", "multiplied"
+_IN_PART, _UNSTEADY = "changed in part", "changed"
+_MISTAKES = (_RESET, _DOUBLED, _DIVIDED, _MULTIPLIED)
+
+
+class AccumulationAudit(Detector):
+    """Gradients that change between micro-batches, or are left over from the step before.
+
+    - Between the end of a micro-batch's backward pass and the beginning of the next, the
+      accumulated gradient was reset, multiplied, or changed otherwise.
+    - A step's backward pass added to what the optimizer had applied, and it applied that again.
+    """
+
+    def __init__(self) -> None:
+        self._changed = PersistentFault()
+        self._last = _Change()
+        self._left_over = PersistentFault()
+
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
+        """Take one step; speaks of one that shows it, and of what has healed."""
+        told = []
+        if self._follow(step.gathered):
+            told.append(self._evidence())
+        if self._follow_left_over(step):
+            told.append(self._left_over_evidence())
+        return told
+
+    # Between micro-batches -----------------------------------------------------------------
+
+    def _follow(self, gathered: GatheredStep) -> bool:
+        changes_W = gathered.workers["accumulator_change"]
+        if not gathered.observed or np.isnan(changes_W).all():
+            return False
+        ranks = np.flatnonzero(changes_W > CHANGED).tolist()
+        if ranks:
+            worst = int(np.nanargmax(changes_W))
+            self._last.take(
+                passes=int(np.nan_to_num(gathered.workers["micro_batches"][worst])),
+                scale=float(gathered.workers["accumulator_scale"][worst]),
+                micro=int(gathered.workers["accumulator_micro"][worst]),
+                groups=_changed_groups(gathered, ranks),
+            )
+        return self._changed.observe(gathered.step, ranks)
+
+    def _evidence(self) -> Evidence:
+        change, seen = self._last, self._changed
+        severity = Severity.WARNING
+        if change.kind in _MISTAKES and seen.count >= ERROR_FROM:
+            severity = Severity.ERROR
+        if change.kind == _RESET and change.passes <= _FEWEST_PASSES:
+            severity = Severity.NOTE
+        numbers = {
+            "steps": seen.count,
+            "kind": change.kind,
+            "factor": change.scale,
+            "micro_batch": change.micro,
+        }
+        return Evidence(
+            cause=CAUSE,
+            severity=severity,
+            ranks=tuple(sorted(seen.ranks)),
+            first_step=seen.first,
+            last_step=seen.last,
+            count=seen.count,
+            fields={
+                "what": change.words,
+                "where": change.where,
+                "micro": f"{change.micro + 1:,}",
+                "over": "" if seen.open else " It is over now.",
+            },
+            numbers=numbers,
+            groups=change.groups,
+            status="open" if seen.open else "closed",
+        )
+
+    # From step to step ---------------------------------------------------------------------
+
+    def _follow_left_over(self, step: Step) -> bool:
+        workers = step.gathered.workers
+        applied_W = workers["optimizer_steps"] > 0  # else it may be thrown away
+        if not applied_W.any():
+            return False
+        ranks = np.flatnonzero(workers["grad_left_over"] & applied_W).tolist()
+        return self._left_over.observe(step.gathered.step, ranks)
+
+    def _left_over_evidence(self) -> Evidence:
+        seen = self._left_over
+        severity = Severity.ERROR if seen.count >= ERROR_FROM else Severity.WARNING
+        over = "" if seen.open else " It is over now."
+        numbers = {"steps": seen.count, "kind": "left over"}
+        return seen.evidence(CAUSE, severity, seen.ranks, {"over": over}, numbers, key=LEFT_OVER)
+
+
+class ChangedLater(Detector):
+    """Gradients of some parameters that change between the reduction and the optimizer.
+
+    Clipping by norm and unscaling have one factor for all parameters of a step. Others are told: as
+    a note, since clipping by value or by layer does that, and as a warning where the factor is the
+    same in three turns, above 1, or 0.
+    """
+
+    def __init__(self) -> None:
+        self._seen = PersistentFault()
+        self._names: list[str] = []
+        self._factors: list[float] = []
+
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
+        """Take one step; speaks of one that shows it, and when it has healed."""
+        factors_W = step.gathered.workers["applied_odd"]
+        known_W = np.isfinite(factors_W)
+        if not known_W.any():
+            return ()
+        ranks = np.flatnonzero(known_W & (factors_W != 1)).tolist()
+        if ranks:
+            self._factors = [*self._factors, float(factors_W[ranks[0]])][-ERROR_FROM:]
+            found = [d.name for d in step.gathered.differences if d.kind is StateKind.CHANGED]
+            new = [name for name in found if name not in self._names]
+            self._names += new[: _MOST_NAMES - len(self._names)]
+        return (self._evidence(),) if self._seen.observe(step.gathered.step, ranks) else ()
+
+    def _evidence(self) -> Evidence:
+        seen, last = self._seen, self._factors[-1]
+        apart = max(self._factors) - min(self._factors)
+        steady = len(self._factors) == ERROR_FROM and apart <= _SAME_FACTOR * abs(last)
+        serious = steady or last > 1 + _SAME_FACTOR or last == 0
+        shown, rest = self._names[:_NAMED], len(self._names) - _NAMED
+        return seen.evidence(
+            CHANGED_LATER,
+            Severity.WARNING if serious else Severity.NOTE,
+            seen.ranks,
+            {
+                "names": listed([*shown, count(rest, "other")] if rest > 0 else shown),
+                "factor": f"{last:.4g}",
+                "over": "" if seen.open else " It is over now.",
+            },
+            {"steps": seen.count, "names": list(self._names), "factor": last},
+        )
+
+
+class _Change(Stateful):
+    """What was done to the accumulated gradient, as far as the steps agree.
+
+    Attributes:
+        kind: Of change.
+        scale: The factor, as it was last.
+        micro: The micro-batch before which it was, from 0.
+        groups: Groups of parameters, where not all have changed.
+        passes: Backward passes of the step, as many as any step had.
+    """
+
+    def __init__(self) -> None:
+        self.passes = 0
+        self.kind = ""
+        self.scale = 1.0
+        self.micro = 0
+        self.groups: tuple[str, ...] = ()
+
+    def take(self, *, passes: int, scale: float, micro: int, groups: tuple[str, ...]) -> None:
+        """Take one step's."""
+        self.passes = max(self.passes, passes, micro + 1)
+        kind = _IN_PART if groups else _kind_of(scale)
+        steady = abs(scale - self.scale) <= _SAME_FACTOR * max(abs(scale), abs(self.scale))
+        if self.kind in ("", kind) and (steady or kind in (_RESET, _IN_PART) or not self.kind):
+            self.kind = kind
+        elif self.kind != _IN_PART:
+            self.kind = _UNSTEADY
+        self.scale, self.micro, self.groups = scale, micro, groups
+
+    @property
+    def where(self) -> str:
+        """The groups, in words; empty for all."""
+        if not self.groups:
+            return ""
+        shown, rest = self.groups[:_NAMED], len(self.groups) - _NAMED
+        return " of " + listed([*shown, count(rest, "other group")] if rest > 0 else list(shown))
+
+    @property
+    def words(self) -> str:
+        """What was done, in words."""
+        if self.kind == _RESET:
+            return "set to zero"
+        if self.kind == _DOUBLED:
+            return "doubled"
+        if self.kind in (_DIVIDED, _MULTIPLIED):
+            return f"{self.kind} (its norm is {self.scale:.4g} times what it was)"
+        return f"changed (its norm is {self.scale:.4g} times what it was)"
+
+
+def _kind_of(scale: float) -> str:
+    if scale <= CHANGED:
+        return _RESET
+    if abs(scale - 2) <= 2 * _SAME_FACTOR:
+        return _DOUBLED
+    return _DIVIDED if scale < 1 else _MULTIPLIED
+
+
+def _changed_groups(gathered: GatheredStep, ranks: Sequence[int]) -> tuple[str, ...]:
+    """Return the groups whose gradient has changed on these workers; empty if those of all have.
+
+    Of a small group, a worker may hold no shard.
+    """
+    changes_WG = gathered.accumulator_changes_WG
+    norms_WG = gathered.group_norms_WG
+    if changes_WG is None or norms_WG is None:
+        return ()
+    changed_G = np.asarray((changes_WG[ranks] > CHANGED).any(0))
+    empty_WG = np.isnan(changes_WG[ranks]) | (norms_WG[ranks] == 0)
+    if (changed_G | empty_WG.all(0)).all():
+        return ()
+    return tuple(name for name, changed in zip(gathered.groups, changed_G, strict=True) if changed)

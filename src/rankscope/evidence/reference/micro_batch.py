@@ -1,0 +1,308 @@
+"""One micro-batch of a reference step: what is kept of its forward and backward pass, to run again.
+
+What entered the model, the random generators, small buffers and the autocast are kept as the
+forward pass begins, and the gradients that the training's own backward pass brings to what the
+model has returned. So its gradient is computed once more without the loss function, which may be
+anywhere.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankscope.evidence.canary.alone import ACCUMULATES, Autocast, alone
+from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch, restore_batch
+from rankscope.evidence.canary.layout import Layout, layout_of, local_of, part_in, whole_of
+from rankscope.evidence.canary.replay import check_graph, in_short, project
+from rankscope.evidence.canary.state import generators_of, kept
+from rankscope.evidence.canary.tensors import AT_ONCE_BYTES
+from rankscope.wrappers.passes import hook_gradient, tensors_in
+from rankscope.wrappers.surroundings import outside
+
+MOST_BATCH_BYTES = 2**30
+"""Larger micro-batches are not kept; they stay in this process."""
+
+_EXACT, _COARSE = 4e-6, 0.25
+"""How far what a forward pass returns may lie from what it has returned in the training: relative
+in float32, and in roundings of 16 bits."""
+
+_SLACK = 32.0
+"""How many times as far it may, where layers round otherwise than in the training."""
+
+_NOT_REPEATED = (
+    "the forward pass does not repeat itself {}: it draws random numbers from generators of its "
+    "own, counts its calls, or reads something that has changed"
+)
+_NOT_WHOLE = (
+    "the forward pass returns something else with whole parameters than it has in the training {}: "
+    "dropout draws other numbers on a part, something was divided by hand, or it does not repeat "
+    "itself"
+)
+
+Gradients = Sequence[Tensor | None]
+
+
+class MicroBatch:
+    """One forward pass of a training, and what its backward pass brought to what it returned.
+
+    Args:
+        module: The model itself, not its data-parallel wrapper.
+        device: The device of its parameters.
+        args: What enters it by position.
+        kwargs: What enters it by name.
+        inner: Whether what others were computed from, such as logits, is compared as well when it
+            runs once more: the loss alone may hide what rounding does not explain.
+
+    Raises:
+        CanaryDeclined: It cannot be kept.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        inner: bool = False,
+    ) -> None:
+        self._inner = inner
+        self._batch = capture_batch(args, kwargs, most_bytes=MOST_BATCH_BYTES)
+        self._generators = generators_of(module, device)
+        self._autocast = Autocast.in_force(device)
+        self._buffers = {
+            name: (buffer, buffer._version, local_of(buffer.detach()).clone())
+            for name, buffer in module.named_buffers()
+            if buffer.layout is torch.strided and buffer.nbytes <= AT_ONCE_BYTES
+        }
+        self._device = device
+        self._returned: list[_Returned] = []
+
+    @property
+    def trained(self) -> bool:
+        """Whether some gradient has come back."""
+        return any(one.arrived for one in self._returned)
+
+    @property
+    def num_spread(self) -> int:
+        """How many of the gradients that have come back are spread over ranks."""
+        back = [one.gradient for one in self._returned if one.gradient is not None]
+        return sum(layout_of(gradient) is not None for gradient in back)
+
+    @property
+    def computed_in(self) -> torch.dtype:
+        """The type of its autocast; float32 without."""
+        return self._autocast.dtype if self._autocast.enabled else torch.float32
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Make gradients whole that are spread over ranks, which gather them together."""
+        for one in self._returned:
+            if one.gradient is not None:
+                one.gradient = whole_of(one.gradient)
+
+    @torch.no_grad()
+    def see_output(self, output: object) -> None:
+        """Take what the forward pass has returned; hooks in its graph see what comes back."""
+        tensors = _differentiable(output)
+        above = _behind(tensors)
+        self._returned = [
+            _Returned(tensor, compared=self._inner or not numbers)
+            for tensor, numbers in zip(tensors, above, strict=True)
+        ]
+        for one, numbers in zip(self._returned, above, strict=True):
+            one.above = [self._returned[number] for number in numbers]
+        for one, tensor in zip(self._returned, tensors, strict=True):
+            hook_gradient(tensor, one.take)
+
+    def gradients(
+        self,
+        module: nn.Module,
+        parameters: Sequence[Tensor],
+        *,
+        rounds_in: torch.dtype | None = None,
+        compared: bool = True,
+    ) -> Gradients:
+        """Compute the gradients of what the training's backward pass was called on, once more.
+
+        Args:
+            module: The model, or a plain copy, with the parameters of the forward pass.
+            parameters: Whose gradients are asked for.
+            rounds_in: The type in which layers round, if otherwise than in the training; None:
+                they do as they did.
+            compared: Whether the forward pass is to return what it has returned in the training.
+
+        Returns:
+            One for each; None where it has no part in the loss.
+
+        Raises:
+            CanaryDeclined: It cannot be computed, or the forward pass does not repeat itself.
+            NotPutBackError: Something that it has changed could not be put back.
+        """
+        lost = next((one.lost for one in self._returned if one.lost), "")
+        if lost:
+            raise CanaryDeclined(f"what a backward pass brought could not be kept ({lost})")
+        args, kwargs = restore_batch(self._batch.plain(), self._device)
+        with (
+            kept(module, self._device, seed=None) as run,
+            alone(self._device, run, self._autocast),
+        ):
+            self._generators.put_back()
+            self._fill_buffers(module)
+            tensors = _differentiable(module(*args, **kwargs))
+            self._compare(tensors, rounds_in, values=compared)
+            tops, rest = self._used(tensors)
+            for tensor, _ in tops:
+                check_graph(tensor, run.nodes)
+            with tops[0][1].backward.again(self._device):
+                found = torch.autograd.grad(
+                    [tensor for tensor, _ in tops],
+                    [*parameters, *(tensor for tensor, _ in rest)],
+                    [one.gradient for _, one in tops],
+                    allow_unused=True,
+                )
+            if any(parameter.grad is not None for parameter in parameters):
+                raise CanaryDeclined(ACCUMULATES)
+            for (_, one), inside in zip(rest, found[len(parameters) :], strict=True):
+                one.check_inside(inside)
+            return found[: len(parameters)]
+
+    @torch.no_grad()
+    def _fill_buffers(self, module: nn.Module) -> None:
+        """Put into small buffers what they held in the training, but where they hold it still."""
+        for name, buffer in module.named_buffers():
+            if name in self._buffers:
+                known, version, before = self._buffers[name]
+                if buffer is not known or buffer._version != version:
+                    buffer.copy_(before)
+
+    def _used(self, tensors: Sequence[Tensor]) -> "tuple[_Pairs, _Pairs]":
+        """Return what was returned with the gradients that start here, and what lies behind it."""
+        pairs = list(zip(tensors, self._returned, strict=True))
+        tops = [(tensor, one) for tensor, one in pairs if one.gradient is not None]
+        return tops, [(tensor, one) for tensor, one in pairs if one.norm is not None]
+
+    @torch.no_grad()
+    def _compare(
+        self, tensors: Sequence[Tensor], rounds_in: torch.dtype | None, *, values: bool
+    ) -> None:
+        """Check that the forward pass has returned the same again."""
+        if [tensor.shape for tensor in tensors] != [one.shape for one in self._returned]:
+            raise CanaryDeclined("the model returns other tensors when a batch is run once more")
+        coarsest = coarser(self.computed_in, rounds_in or torch.float32)
+        slack = _SLACK if rounds_in is not None else 1.0
+        for tensor, one in zip(tensors, self._returned, strict=True) if values else ():
+            if one.projection is None or (one.above and not one.projection.isfinite()):
+                continue
+            eps = torch.finfo(coarser(tensor.dtype, coarsest)).eps
+            far = float((project(part_in(one.layout, tensor)) - one.projection).abs())
+            size = float(one.projection.abs() + one.spread)
+            if not far <= slack * (_EXACT if eps < 1e-6 else _COARSE * eps) * size:
+                why = _NOT_WHOLE if rounds_in is not None else _NOT_REPEATED
+                raise CanaryDeclined(why.format(f"(relative difference {far / size:.1e})"))
+
+
+class _Returned:
+    """A tensor that the training's forward pass has returned.
+
+    Args:
+        tensor: The tensor.
+        compared: Whether it is to be compared when it was computed once more.
+
+    Attributes:
+        layout: How ranks share it; None of a plain tensor.
+        above: What the model returned that was computed from it, such as the loss from logits.
+        gradient: What came back to it, where that does not come through those.
+        norm: The norm of what came back, where it may come through those; of this rank's part.
+        arrived: Whether anything came back.
+        backward: The autocast in which it did.
+        lost: What went wrong when it came; empty if nothing did.
+    """
+
+    def __init__(self, tensor: Tensor, *, compared: bool) -> None:
+        self.shape = tensor.shape
+        self.layout = layout_of(tensor)
+        local = local_of(tensor)
+        self.projection = project(local) if compared else None
+        self.spread = _norm(local) / max(local.numel(), 1) ** 0.5
+        self.above: list[_Returned] = []
+        self.gradient: Tensor | None = None
+        self.norm: Tensor | None = None
+        self._inner: Layout | None = None
+        self.lost = ""
+        self.arrived = False
+        self.backward = Autocast.in_force(tensor.device)
+
+    def take(self, gradient: Tensor) -> None:
+        """Take what a backward pass brings, into which nothing is raised."""
+        try:
+            outside(self._take, gradient)
+        except Exception as error:
+            self.lost = in_short(error)
+
+    def _take(self, gradient: Tensor) -> None:
+        self.arrived, self.backward = True, Autocast.in_force(gradient.device)
+        with torch.no_grad():
+            if any(one.arrived for one in self.above):
+                self.norm, self._inner = _norm(local_of(gradient)), layout_of(gradient)
+            elif self.gradient is None:
+                self.gradient = gradient.detach().clone()
+            else:
+                self.gradient = self.gradient + gradient
+
+    def check_inside(self, inside: Tensor | None) -> None:
+        """Check that what came back came through what was computed from it, all of it.
+
+        Raises:
+            CanaryDeclined: It did not: the loss takes several of the model's tensors.
+        """
+        norm = 0.0 if inside is None else float(_norm(part_in(self._inner, inside)))
+        seen = float(self.norm) if self.norm is not None else 0.0
+        if not abs(norm - seen) <= 0.01 * seen:
+            raise CanaryDeclined(
+                "the loss takes what the model returns from several places, one of which was "
+                "computed from another, and what came back to each by itself is not known"
+            )
+
+
+_Pairs = list[tuple[Tensor, _Returned]]
+
+
+def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the one of two floating-point types that rounds more."""
+    return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    """Return the norm of a tensor, which may be large, without a copy in another type."""
+    norm: Tensor = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)
+    return norm
+
+
+def _differentiable(output: object) -> list[Tensor]:
+    """Return the tensors of an output that have a graph, each once, in order."""
+    found = {id(tensor): tensor for tensor in tensors_in(output) if tensor.grad_fn is not None}
+    return list(found.values())
+
+
+def _behind(tensors: Sequence[Tensor]) -> list[set[int]]:
+    """Return for each tensor the numbers of those that were computed from it."""
+    places: dict[Any, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        places.setdefault((tensor.grad_fn, tensor.output_nr), []).append(number)
+    above: list[set[int]] = [set() for _ in tensors]
+    for number, tensor in enumerate(tensors):
+        seen: set[Any] = set()
+        waiting = [tensor.grad_fn]
+        while waiting:
+            node = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+            for edge in node.next_functions:
+                for other in places.get(edge, ()):
+                    above[other].add(number)
+    return above

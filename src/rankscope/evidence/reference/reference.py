@@ -1,0 +1,262 @@
+"""The reference step on one worker: each micro-batch's gradient, computed again by itself.
+
+From what was kept of each micro-batch (:mod:`rankscope.evidence.reference.micro_batch`), the plain
+module computes its gradient once more, before the optimizer changes the parameters: without the
+wrapper and without adding up in ``.grad``.
+
+What is kept of a gradient are its norm and a sketch of each parameter. Sketches are linear, so
+micro-batches and workers are added up elsewhere, in float64 and in a fixed order. A sketch holds
+each element of a parameter that is no longer than it, and of any other tells the norm of a
+difference to within ``sqrt(2/k)`` of itself.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import reduce
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rankscope.bus.groups import Groups
+from rankscope.evidence.canary.batch import CanaryDeclined
+from rankscope.evidence.canary.cost import check_gradient_room
+from rankscope.evidence.canary.replay import check_module, in_short
+from rankscope.evidence.canary.state import NotPutBackError
+from rankscope.evidence.reference.micro_batch import Gradients, MicroBatch, coarser
+from rankscope.evidence.reference.share import Part, width_for
+from rankscope.evidence.reference.tensor_parallel import TensorParallel
+from rankscope.gradients.names import canonical_name
+from rankscope.gradients.sketch import Sketcher
+from rankscope.gradients.totals import GradientTotals
+
+
+class Held(Protocol):
+    """A model as a reference step takes it."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the trained parameters ``[P]``."""
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """The coarser type of those in which each gradient is added up and kept ``[P]``."""
+
+    @property
+    def copies(self) -> int:
+        """How many workers hold each element of the reduced gradient."""
+
+    @property
+    def summed_workers(self) -> float:
+        """How many workers' gradients make a reduced one: 1 for their mean, W for their sum."""
+
+    @property
+    def tensor_parallel(self) -> TensorParallel | None:
+        """The axis along which ranks share its parameters; None if each worker is one rank."""
+
+    def check(self) -> None:
+        """Check that a worker can run the model alone.
+
+        Raises:
+            CanaryDeclined: It cannot.
+        """
+
+    def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
+        """Measure what this worker holds of ``.grad``."""
+
+    def plain(self) -> AbstractContextManager[tuple[nn.Module, Sequence[Tensor]]]:
+        """Give what runs alone, and its trained parameters in the order of ``names``."""
+
+
+class WholeModel:
+    """A model that each worker holds, as under DDP.
+
+    Args:
+        module: The model itself.
+        num_workers: W.
+    """
+
+    summed_workers = 1.0
+    tensor_parallel = None
+
+    def __init__(self, module: nn.Module, num_workers: int) -> None:
+        named = [(canonical_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
+        self.names = tuple(name for name, _ in named)
+        self.types = tuple(str(p.dtype).removeprefix("torch.") for _, p in named)
+        self.copies = num_workers
+        self._module, self._parameters = module, [parameter for _, parameter in named]
+
+    def check(self) -> None:
+        """Check that a worker can run it alone: see :func:`check_module`."""
+        check_module(self._module)
+        check_gradient_room(self._parameters, self._parameters[0].device)
+
+    def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
+        """Measure ``.grad``."""
+        _measure(sketcher, self.names, [p.grad for p in self._parameters], into)
+
+    @contextmanager
+    def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
+        """Give the model itself."""
+        yield self._module, self._parameters
+
+
+class ReferenceStep:
+    """Measures what one worker knows of a step whose gradient is computed again.
+
+    Args:
+        held: The model.
+        device: The device of its gradients.
+        num_workers: W, which together send so much.
+        seed: Seed of all signs; equal on all workers.
+    """
+
+    def __init__(self, held: Held, device: torch.device, num_workers: int, seed: int) -> None:
+        self._held, self._device = held, device
+        self._num_workers, self._seed = num_workers, seed
+        self._sketcher: Sketcher | None = None
+        self._reduced: GradientTotals | None = None
+
+    @property
+    def inner(self) -> bool:
+        """Whether micro-batches are to compare more than the loss: see :class:`MicroBatch`."""
+        return self._held.tensor_parallel is not None
+
+    def see_reduced(self, num_micro: int) -> None:
+        """Measure ``.grad`` as the reduction has left it; the last call counts.
+
+        Args:
+            num_micro: Micro-batches of the step so far.
+
+        Raises:
+            CanaryDeclined: What would be sent of it is too much.
+        """
+        sketcher = self._prepare(num_micro)
+        self._reduced = self._measure_grad(sketcher)
+
+    def check(self, num_micro: int) -> None:
+        """Check that the gradient can be computed again, as far as is known before.
+
+        Raises:
+            CanaryDeclined: It cannot.
+        """
+        self._held.check()
+        self._prepare(num_micro)
+
+    def compute(self, micro_batches: Sequence[MicroBatch]) -> Part:
+        """Measure ``.grad``, compute every micro-batch's gradient again, and wait for the device.
+
+        The last one is computed twice: operations that add in any order show there. All that ranks
+        do together comes first.
+
+        Raises:
+            CanaryDeclined: It cannot be computed.
+            NotPutBackError: Something that was changed could not be put back.
+        """
+        sketcher = self._prepare(len(micro_batches))
+        given = self._measure_grad(sketcher)
+        none, shared = given.sketches.new_zeros(0, sketcher.width), self._held.tensor_parallel
+        replicas = none if shared is None else shared.sum_replicas(self._held.names, given.sketches)
+        for micro in micro_batches:
+            micro.gather()
+        with self._held.plain() as (module, parameters):
+            last = micro_batches[-1]
+            rounds_in = self._type_in(module.parameters(), last)
+            terms = [
+                self._gradient_of(micro, module, parameters, sketcher, rounds_in)
+                for micro in micro_batches
+            ]
+            if shared is not None and rounds_in is not None:
+                shared.disturb(module.parameters(), rounds_in)
+            again = self._gradient_of(last, module, parameters, sketcher, rounds_in)
+        again.subtract(terms[-1])
+        reduced = none if self._reduced is None else self._reduced.sketches
+        part = Part(
+            names=self._held.names,
+            types=self._types(rounds_in),
+            copies=self._held.copies,
+            summed_workers=self._held.summed_workers,
+            terms_MPK=torch.stack([term.sketches for term in terms]).cpu().numpy(),
+            norms_MP=torch.stack([term.squared_norms for term in terms]).sqrt().cpu().numpy(),
+            given_PK=given.sketches.cpu().numpy(),
+            reduced_PK=reduced.cpu().numpy(),
+            replicas_PK=replicas.cpu().numpy(),
+            axis="" if shared is None else shared.name,
+            unsteady_P=again.sketches.double().norm(dim=1).cpu().numpy(),
+        )
+        self.end()
+        return part
+
+    def _type_in(self, parameters: Iterable[Tensor], micro: MicroBatch) -> torch.dtype | None:
+        """Return the type in which layers round otherwise than in the training; None if in none."""
+        if self._held.tensor_parallel is None:
+            return None
+        kinds = {p.dtype for p in parameters if p.is_floating_point()}
+        return reduce(coarser, kinds, micro.computed_in)
+
+    def _types(self, rounds_in: torch.dtype | None) -> tuple[str, ...]:
+        """Return the coarsest types in which each gradient was rounded ``[P]``."""
+        if rounds_in is None:
+            return self._held.types
+        kinds = [coarser(getattr(torch, name), rounds_in) for name in self._held.types]
+        return tuple(str(kind).removeprefix("torch.") for kind in kinds)
+
+    def end(self) -> None:
+        """Let go of what the step has left."""
+        self._sketcher = self._reduced = None
+
+    def _prepare(self, num_micro: int) -> Sketcher:
+        """Return what measures so many gradients, in sketches as wide as they may be."""
+        names = self._held.names
+        width = width_for(len(names), num_micro, self._num_workers)
+        if not width:
+            raise CanaryDeclined(
+                f"{len(names)} parameters, {num_micro} micro-batches and "
+                f"{self._num_workers} workers would be too much to send"
+            )
+        if self._sketcher is None or self._sketcher.width != width:
+            groups = Groups(names, {name: at for at, name in enumerate(names)})
+            self._sketcher = Sketcher(self._device, groups, width, self._seed)
+            self._reduced = None
+        return self._sketcher
+
+    @torch.no_grad()
+    def _measure_grad(self, sketcher: Sketcher) -> GradientTotals:
+        totals = sketcher.new_totals()
+        self._held.measure(sketcher, totals)
+        return totals
+
+    def _gradient_of(
+        self,
+        micro: MicroBatch,
+        module: nn.Module,
+        parameters: Sequence[Tensor],
+        sketcher: Sketcher,
+        rounds_in: torch.dtype | None,
+    ) -> GradientTotals:
+        shared = self._held.tensor_parallel
+        apart = shared is not None and shared.replicas  # the training's outputs are no model's
+        try:
+            found = micro.gradients(module, parameters, rounds_in=rounds_in, compared=not apart)
+            found = found if shared is None else shared.parts(self._held.names, found)
+            totals = sketcher.new_totals()
+            _measure(sketcher, self._held.names, found, totals)
+        except (CanaryDeclined, NotPutBackError):
+            raise
+        except Exception as error:
+            why = f"a micro-batch could not be run once more ({in_short(error)})"
+            if shared is not None:
+                why += (
+                    f" with whole parameters: what was divided over {shared.name} by hand, such as "
+                    "a number of heads, is not undone"
+                )
+            raise CanaryDeclined(why) from error
+        return totals
+
+
+@torch.no_grad()
+def _measure(
+    sketcher: Sketcher, names: Sequence[str], gradients: Gradients, into: GradientTotals
+) -> None:
+    here = [(n, g) for n, g in zip(names, gradients, strict=True) if g is not None]
+    sketcher.measure_many([(name, gradient.detach(), 0) for name, gradient in here], into)

@@ -1,0 +1,128 @@
+"""What one worker knows of a step whose gradient was computed again, and the bytes it travels in.
+
+Legend of shapes: W workers, M micro-batches of one worker, P parameters, k numbers in a sketch.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rankscope.bus.packing import PackedError, pack_arrays, unpack_arrays
+from rankscope.stats.arrays import Floats, Floats32
+
+WIDTHS = (251, 127, 61, 31)
+"""Widths of sketches, primes; the first whose sketches are not too much to send."""
+
+MOST_BYTES, MOST_BYTES_OF_ALL = 12 << 20, 256 << 20
+"""What one worker may send of a step, and all of them together."""
+
+_FIELDS = ("terms_MPK", "norms_MP", "given_PK", "reduced_PK", "unsteady_P", "replicas_PK")
+
+
+def width_for(num_parameters: int, num_micro: int, num_workers: int) -> int:
+    """Return how wide the sketches of a step may be; 0 if none may be sent.
+
+    Example:
+        >>> width_for(num_parameters=200, num_micro=4, num_workers=8)
+        251
+        >>> width_for(num_parameters=1000, num_micro=64, num_workers=8)
+        31
+    """
+    rows = max(num_parameters * (num_micro + 2), 1)
+    most = min(MOST_BYTES, MOST_BYTES_OF_ALL // num_workers)
+    return next((width for width in WIDTHS if 4 * width * rows <= most), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One worker's part of a reference step.
+
+    Attributes:
+        names: Names of the parameters ``[P]``.
+        types: Their types ``[P]``, such as ``float32``.
+        terms_MPK: Sketches of the gradient of what the backward pass was called on, of each
+            micro-batch that took part, computed by itself.
+        norms_MP: Norms of the same, not estimated.
+        given_PK: Sketches of ``.grad`` as the optimizer's call finds it.
+        reduced_PK: Those of ``.grad`` as the reduction has left it; ``[0, k]`` if unknown.
+        unsteady_P: Norm of the difference between two computations of the last micro-batch; of
+            which one rounds otherwise where ranks along another axis share the parameters.
+        replicas_PK: Where they do, the sums over these ranks of ``given_PK`` for parameters of
+            which each holds all, 0 for the rest; ``[0, k]`` without such an axis.
+        copies: How many workers hold each element of ``.grad``; W: each has it all. Fewer: each
+            has a shard, and the sketches of the shards add up to the whole one's.
+        summed_workers: How many workers' gradients the reduction is told to make one of: 1 for
+            their mean, W for their sum.
+        axis: What that axis is called.
+        declined: Why none of this is known; empty if it is.
+    """
+
+    names: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()
+    terms_MPK: Floats32 = field(default_factory=lambda: np.empty((0, 0, 1), np.float32))
+    norms_MP: Floats = field(default_factory=lambda: np.empty((0, 0)))
+    given_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
+    reduced_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
+    unsteady_P: Floats = field(default_factory=lambda: np.empty(0))
+    replicas_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
+    copies: int = 1
+    summed_workers: float = 1.0
+    axis: str = ""
+    declined: str = ""
+
+    def pack(self) -> bytes:
+        """Return its bytes: JSON, and arrays behind it."""
+        header = {
+            "names": list(self.names),
+            "types": list(self.types),
+            "copies": self.copies,
+            "summed_workers": self.summed_workers,
+            "axis": self.axis,
+            "declined": self.declined,
+        }
+        return pack_arrays(header, [np.asarray(getattr(self, name)) for name in _FIELDS])
+
+    @classmethod
+    def unpack(cls, content: bytes | memoryview) -> "Part":
+        """Read one; its arrays look into ``content``.
+
+        Raises:
+            PackedError: These bytes hold none.
+        """
+        header, arrays = unpack_arrays(content)
+        if any(array.dtype.kind != "f" for array in arrays):
+            raise PackedError("expected floats in a part of a reference step")
+        try:
+            found = dict(zip(_FIELDS, arrays, strict=True))
+            names, types = (tuple(map(str, header[name])) for name in ("names", "types"))
+            part = cls(
+                names,
+                types,
+                copies=int(header["copies"]),
+                summed_workers=float(header["summed_workers"]),
+                axis=str(header["axis"]),
+                declined=str(header["declined"]),
+                **found,
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PackedError(f"these bytes hold no part of a reference step ({error})") from error
+        if not part._fits:
+            raise PackedError("these bytes hold a reference step whose arrays do not fit together")
+        return part
+
+    @property
+    def _fits(self) -> bool:
+        """Whether all shapes go together."""
+        if self.declined:
+            return True
+        if self.terms_MPK.ndim != 3 or not len(self.terms_MPK):
+            return False
+        count, num_parameters, width = self.terms_MPK.shape
+        return (
+            self.copies >= 1
+            and num_parameters == len(self.names) == len(self.types) == len(self.unsteady_P)
+            and self.norms_MP.shape == (count, num_parameters)
+            and self.given_PK.shape == (num_parameters, width)
+            and self.reduced_PK.shape in ((num_parameters, width), (0, width))
+            and self.replicas_PK.shape in ((num_parameters, width), (0, width))
+        )

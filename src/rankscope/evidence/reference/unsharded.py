@@ -1,0 +1,220 @@
+"""A plain copy of a model that FSDP2 shards, with whole parameters, to run on one worker alone.
+
+Its modules are of the classes that they had before ``fully_shard``, without the hooks of FSDP2 and
+of tensor parallelism: nothing of FSDP2's own state is touched, and nothing communicates. What they
+hold is copied where it can be; the rest, random generators too, is shared. Where FSDP2 casts
+parameters, inputs and outputs, so does the copy.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from rankscope.evidence.canary.batch import CanaryDeclined
+from rankscope.evidence.canary.cost import check_room
+from rankscope.evidence.canary.layout import layout_of, whole_of
+from rankscope.evidence.randomness.private import KINDS
+from rankscope.evidence.reference.micro_batch import coarser
+from rankscope.evidence.reference.reference import WholeModel
+from rankscope.evidence.reference.tensor_parallel import find_tensor_parallel
+from rankscope.gradients.sketch import Sketcher
+from rankscope.gradients.totals import GradientTotals
+from rankscope.wrappers.fsdp2_model import (
+    ManagedParameter,
+    casting_policy,
+    managed_parameters,
+    parameters_by_mesh,
+)
+from rankscope.wrappers.fsdp2_shard import measure_shards
+from rankscope.wrappers.guard import ForeignHook
+
+_SHARDERS = ("torch.distributed.", "deepspeed.")
+"""Where hooks are made that no copy has."""
+
+_MADE_BY = ("torch.distributed.fsdp", "torch.distributed._composable")
+"""Where the bases are of classes that take the place of a module's own."""
+
+
+class ShardedModel:
+    """A model under FSDP2, as a reference step takes it.
+
+    Args:
+        model: The model, to which or to parts of which ``fully_shard`` was applied.
+
+    Attributes:
+        names: Names of the trained parameters.
+        types: The coarser type of each, of those in which its gradient is added up and kept.
+        copies: How many workers hold each element.
+        tensor_parallel: The axis along which ranks share its parameters; None if each worker is one
+            rank.
+
+    Raises:
+        CanaryDeclined: They share them in a way that cannot be undone.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        managed = {p.name: p for p in managed_parameters(model)}
+        self._trained = [p for p in managed.values() if p.tensor.requires_grad]
+        self.names = tuple(p.name for p in self._trained)
+        self.types = tuple(_type_of(p) for p in self._trained)
+        self.copies = self._trained[0].group.num_copies
+        self.tensor_parallel = find_tensor_parallel(managed)
+        self._managed = managed
+
+    @property
+    def summed_workers(self) -> float:
+        """How many workers' gradients make a reduced one: 1 for their mean, W for their sum."""
+        return 1 / self._trained[0].group.reduced_scale
+
+    def check(self) -> None:
+        """Check that a whole copy can be made and run.
+
+        Raises:
+            CanaryDeclined: It cannot.
+        """
+        if len(parameters_by_mesh(self._model)) > 1:
+            raise CanaryDeclined("experts lie on another mesh: no worker can run the model alone")
+        if any(p.tensor.device != p.group.device for p in self._managed.values()):
+            raise CanaryDeclined("parameters are offloaded, and no worker holds the whole model")
+        if any(p.group.half_reduced for p in self._trained):
+            raise CanaryDeclined("a part of the gradients waits for its all-reduce")
+        every = [p.tensor for p in self._managed.values()]
+        needed = 3 * sum(tensor.numel() * tensor.element_size() for tensor in every)
+        check_room(needed, self._trained[0].group.device, "the whole model and its gradient")
+
+    def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
+        """Measure this worker's shards of ``.grad``."""
+        shards = [(p.name, p.reduced, p.place) for p in self._trained]
+        measure_shards(sketcher, [(n, g, at) for n, g, at in shards if g is not None], into)
+
+    @contextmanager
+    def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
+        """Give a plain copy with whole parameters; all workers gather them together.
+
+        Yields:
+            The copy, and its trained parameters in the order of ``names``.
+        """
+        shared, whole = self.tensor_parallel, dict[str, nn.Parameter]()
+        memo: dict[int, Any] = {}  # what takes the place of what
+        for name, managed in self._managed.items():
+            sharded = managed.tensor
+            own, dtype = whole_of(sharded.detach()), managed.computed_in
+            full = own if shared is None else shared.middle_of(name, own)
+            whole[name] = nn.Parameter(full.to(dtype), requires_grad=sharded.requires_grad)
+            memo[id(sharded)] = whole[name]
+            if shared is not None and not torch.equal(full, own):
+                shared.replicas[whole[name]] = own.to(dtype)
+        memo |= {id(b): whole_of(b.detach()).clone() for b in self._model.buffers() if layout_of(b)}
+        try:
+            yield plain_copy(self._model, memo), [whole[name] for name in self.names]
+        finally:
+            if shared is not None:
+                shared.replicas.clear()
+
+
+class ReplicatedModel(WholeModel):
+    """A model under ``replicate``, whose own hooks reduce gradients."""
+
+    @contextmanager
+    def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
+        """Give a plain copy with the same parameters."""
+        memo: dict[int, Any] = {id(p): p for p in self._module.parameters()}
+        yield plain_copy(self._module, memo), self._parameters
+
+
+def _type_of(managed: ManagedParameter) -> str:
+    """Return the coarser type of those in which a gradient is added up and kept, by name."""
+    return str(coarser(managed.summed_in, managed.tensor.dtype)).removeprefix("torch.")
+
+
+def plain_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of a module tree without the hooks of what shards it.
+
+    Args:
+        model: The tree.
+        memo: What takes the place of its parameters, by their ids; modules are added.
+    """
+    copies = {module: _shell(module) for module in model.modules()}
+    memo |= {id(module): shell for module, shell in copies.items()}
+    for module, shell in copies.items():
+        for name, value in vars(module).items():
+            hooks = isinstance(value, OrderedDict) and name.endswith("hooks")
+            vars(shell)[name] = _own_hooks(value) if hooks else _copied(value, memo)
+        _cast_as(module, shell)
+    return copies[model]
+
+
+def _shell(module: nn.Module) -> nn.Module:
+    """Return an empty object of the class that a module had before it was sharded."""
+    kind: Any = next(each for each in type(module).__mro__ if not _is_made(each))
+    shell: nn.Module = object.__new__(kind)
+    return shell
+
+
+def _is_made(kind: type) -> bool:
+    """Return whether a class is one that takes the place of a module's own, or a part of it."""
+    return any(base.__module__.startswith(_MADE_BY) for base in kind.__mro__)
+
+
+def _own_hooks(hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
+    """Return the hooks that are the user's own."""
+    return OrderedDict((key, hook) for key, hook in hooks.items() if not _is_foreign(hook))
+
+
+def _is_foreign(hook: Any) -> bool:
+    owner = getattr(hook, "__self__", hook)
+    places = (getattr(hook, "__module__", ""), type(owner).__module__)
+    return isinstance(hook, ForeignHook) or any(str(p).startswith(_SHARDERS) for p in places)
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of what a module holds; what cannot be copied is shared."""
+    theirs = type(value).__module__.startswith("deepspeed.")
+    if type(value) is dict or (theirs and isinstance(value, dict)):  # parameters, buffers, modules
+        return {key: _copied(part, memo) for key, part in value.items()}
+    if isinstance(value, KINDS):
+        return value
+    try:
+        return copy.deepcopy(value, memo)
+    except Exception:
+        return value
+
+
+def _cast_as(module: nn.Module, shell: nn.Module) -> None:
+    """Let a copy cast what enters and leaves it as FSDP2 does in the module."""
+    if not isinstance(module, FSDPModule):
+        return
+    policy = casting_policy(module)
+    if policy.cast_forward_inputs and policy.param_dtype is not None:
+        into = policy.param_dtype
+        shell.register_forward_pre_hook(
+            lambda _, args, kwargs: (_cast(args, into), _cast(kwargs, into)),
+            prepend=True,
+            with_kwargs=True,
+        )
+    if policy.output_dtype is not None:
+        out = policy.output_dtype
+        shell.register_forward_hook(lambda _, args, output: _cast(output, out))
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Return nested values with their floating-point tensors cast."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        found = copy.copy(value)
+        for key, part in value.items():
+            found[key] = _cast(part, dtype)
+        return found
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_cast(part, dtype) for part in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_cast(part, dtype) for part in value)
+    return value

@@ -1,0 +1,513 @@
+"""The reference step: is a step's gradient what one process would have computed?
+
+Each worker has computed the gradient ``h_im`` of each of its micro-batches once more, by itself,
+as its own backward pass had multiplied it by ``s_im``. The gradient of the micro-batch's own mean
+loss is ``h_im / s_im``, and what one process would have computed is
+
+    r = sum_i sum_m  e_im h_im / s_im,
+
+with the weights e that are meant: ``1/(W M_i)`` where each worker's mean loss counts alike,
+``n_im / N`` where each label token does. It is compared with what the optimizer was given, for each
+parameter by the norm of the difference, within what rounding explains:
+
+    u (M + W + 4) sum_im |e_im / s_im| |h_im|,
+
+the first-order bound of a sum, with the unit roundoff u of the parameter's type. All of it is known
+as linear sketches (:mod:`rankscope.gradients.sketch`), which are added up in float64, one after the
+other. A sketch holds each element of a parameter that is no longer than it; of a longer one it
+tells the norm of a difference to within 9 % (k = 251), which is all that the comparison needs. One
+element that is wrong in a large parameter stays below the bound if its error is.
+
+Where the two differ, the least-squares weights of the micro-batches in what was given say how.
+
+Legend of shapes: W workers, M micro-batches of one worker, N all micro-batches, worker by worker,
+P parameters, k numbers in a sketch.
+
+Source of the bound: Higham, "Accuracy and Stability of Numerical Algorithms" (2002), chapter 4.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.evidence.reference.share import Part
+from rankscope.stats.arrays import Floats, Floats32, median
+from rankscope.stats.rounding import UNIT_ROUNDOFF
+
+Bools = NDArray[np.bool_]
+
+_LEAST_SCALER = 1024.0  # a gradient scaler's factor; anything smaller may be a loss's
+_CLEAR = 100.0  # a gradient so many times its bound has a direction that rounding leaves alone
+_VISIBLE = 2.0  # the same, where rounding leaves none so clear
+_EQUAL = 0.02  # relative: weights this close are the same
+_UNCLEAR = 0.25  # standard errors of a weight beyond which it says nothing
+
+
+class Answer(StrEnum):
+    """How what was given goes with what one process would have computed."""
+
+    AGREES = "agrees"
+    """It is the same, within rounding; or a multiple by clipping, after the reduction."""
+    SCALE = "scale"
+    """All of it has one factor."""
+    MICRO_BATCHES = "micro_batches"
+    """Some micro-batches are missing."""
+    WEIGHTING = "weighting"
+    """Micro-batches have other weights than are meant."""
+    PARAMETERS = "parameters"
+    """A few parameters differ."""
+    GRADIENT = "gradient"
+    """It differs, and none of these says how."""
+
+
+class Oddity(StrEnum):
+    """How a parameter's gradient differs."""
+
+    NOT_REDUCED = "not_reduced"
+    """Every worker holds its own."""
+    MISSING = "missing"
+    """It is zero."""
+    SCALE = "scale"
+    """It has a factor of its own."""
+    PARTIAL = "partial"
+    """Each rank along another axis of the mesh holds a part of it, which were not summed."""
+    CHANGED = "changed"
+    """It differs, and none of these says how."""
+
+
+@dataclass(frozen=True, slots=True)
+class OddParameter:
+    """A parameter whose gradient differs, where most agree.
+
+    Attributes:
+        name: Its name.
+        how: How it differs.
+        factor: What it is of the reference; NaN if it is no multiple.
+        error: Relative norm of the difference.
+        afterwards: Whether it was changed after the reduction.
+        axis: The axis over which it was not summed; empty if that is not how it differs.
+    """
+
+    name: str
+    how: Oddity
+    factor: float
+    error: float
+    afterwards: bool
+    axis: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What a reference step has shown.
+
+    Attributes:
+        answer: In a word.
+        weighting: The weights that are meant, or fit best: a key of :func:`_weightings`.
+        error: Largest relative norm of a difference over the parameters that agree; over all, where
+            too few do.
+        bound: What rounding explains of it there.
+        parameter: Where that is.
+        dtype: Its type.
+        factor: What was given over the reference.
+        clipped: What all of it was multiplied by after the reduction, if that is how they differ.
+        in_loss: Whether the factor, or the weights, were there when backward was called.
+        changed: What most parameters' gradients were multiplied by after the reduction; NaN if
+            that is not known.
+        ratios: For each worker and micro-batch its weight over the one that is meant; empty where
+            it was not looked for.
+        odd: The parameters that differ, where most agree, or where nothing was reduced.
+        num_parameters: P.
+        blur: What rounding explains over the norm, of most parameters.
+    """
+
+    answer: Answer
+    weighting: str
+    error: float = 0.0
+    bound: float = 0.0
+    parameter: str = ""
+    dtype: str = "float32"
+    factor: float = 1.0
+    clipped: float = 1.0
+    in_loss: bool = False
+    changed: float = float("nan")
+    ratios: tuple[tuple[float, ...], ...] = ()
+    odd: tuple[OddParameter, ...] = ()
+    num_parameters: int = 0
+    blur: float = 0.0
+
+    @property
+    def ulps(self) -> float:
+        """The error in units in the last place of the parameter's type."""
+        return self.error / (2 * UNIT_ROUNDOFF.get(self.dtype, UNIT_ROUNDOFF["float32"]))
+
+
+def verify(
+    parts_W: Sequence[Part],
+    scales_W: Sequence[Floats],
+    tokens_W: Sequence[Floats],
+    meant: str | None = None,
+) -> Verification:
+    """Return whether a step's gradient is what one process would have computed.
+
+    Args:
+        parts_W: What each worker knows, all of them of the same parameters.
+        scales_W: What each micro-batch's mean loss was multiplied by before backward, by worker;
+            NaN if unknown. Then only the weights at which backward passes arrived are compared.
+        tokens_W: Label tokens of each micro-batch; NaN if unknown.
+        meant: ``"token"`` or ``"worker"``: what is meant to count alike. None: either may.
+    """
+    step = _Step(parts_W, scales_W)
+    references = [
+        _Reference(step, name, weights_N)
+        for name, weights_N in _weightings(step, tokens_W, meant).items()
+    ]
+    for find in (_find_agreement, _find_factor, _find_odd, _find_unreduced, _find_weights):
+        found = [one for one in map(find, references) if one is not None]
+        if found:
+            return min(found, key=_simplicity)
+    return references[0].describe(Answer.GRADIENT, factor=1.0)
+
+
+class _Step:
+    """The workers' parts, put together."""
+
+    def __init__(self, parts_W: Sequence[Part], scales_W: Sequence[Floats]) -> None:
+        first = parts_W[0]
+        self.names, self.types = first.names, first.types
+        self.num_workers, self.parts_W = len(parts_W), parts_W
+        self.counts_W = [len(part.terms_MPK) for part in parts_W]
+        self.worker_N = np.repeat(np.arange(len(parts_W)), self.counts_W)
+        self.terms = [term_PK for part in parts_W for term_PK in part.terms_MPK]
+        self.norms_NP = np.concatenate([part.norms_MP for part in parts_W])
+        known = all(
+            len(scales) == count and np.isfinite(scales).all() and scales.all()
+            for scales, count in zip(scales_W, self.counts_W, strict=True)
+        )
+        self.knows_scales = known
+        self.scales_N = np.concatenate(scales_W) if known else np.ones(len(self.terms))
+        self.given_W = _held([part.given_PK for part in parts_W], first.copies)
+        self.given = _distinct(self.given_W)
+        self.axis, replicas_W = first.axis, [part.replicas_PK for part in parts_W]
+        self.replicas_PK = _held(replicas_W, first.copies)[0] if self.axis else None
+        self.roundoff_P = np.array(
+            [UNIT_ROUNDOFF.get(t, UNIT_ROUNDOFF["float32"]) for t in self.types]
+        )
+
+    def sum_of(self, factors_N: Floats) -> Floats:
+        """Return the weighted sum of all micro-batches' gradients, float64 ``[P, k]``."""
+        total: Floats = np.zeros(self.terms[0].shape)
+        for factor, term_PK in zip(factors_N, self.terms, strict=True):
+            if factor:
+                total += factor * term_PK
+        return total
+
+    def bound_of(self, factors_N: Floats) -> Floats:
+        """Return what rounding explains of such a sum ``[P]``."""
+        roundings = max(self.counts_W) + self.num_workers + 4
+        sizes_P = np.abs(factors_N) @ self.norms_NP
+        unsteady_NP = np.stack([part.unsteady_P for part in self.parts_W])[self.worker_N]
+        sketched = 4 * UNIT_ROUNDOFF["float32"]
+        bound_P: Floats = (roundings * self.roundoff_P + sketched) * sizes_P
+        unsteady_P: Floats = 4 * np.abs(factors_N) @ unsteady_NP
+        return bound_P + unsteady_P
+
+    @cached_property
+    def changes(self) -> tuple[float, Bools] | None:
+        """What happened to the gradient after the reduction; None if it is not known.
+
+        Returns:
+            By which factor it was multiplied, and which parameters changed otherwise ``[P]``.
+        """
+        first = self.parts_W[0]
+        if not all(len(part.reduced_PK) for part in self.parts_W):
+            return None
+        reduced_PK = _held([part.reduced_PK for part in self.parts_W], first.copies)[0]
+        ratios_P = _ratios(self.given_W[0], reduced_PK)
+        known_P = np.isfinite(ratios_P)
+        factor = float(median(ratios_P[known_P])) if known_P.any() else 1.0
+        far_P = _norms(self.given_W[0] - factor * reduced_PK)
+        size_P = abs(factor) * _norms(reduced_PK)
+        return factor, far_P > 8 * (self.roundoff_P + UNIT_ROUNDOFF["float32"]) * size_P
+
+
+class _Reference:
+    """What one process would have computed, with one kind of weights."""
+
+    def __init__(self, step: _Step, weighting: str, weights_N: Floats) -> None:
+        self.step, self.weighting, self.weights_N = step, weighting, weights_N
+        factors_N = weights_N / step.scales_N
+        self.sum_PK = step.sum_of(factors_N)
+        self.bound_P = step.bound_of(factors_N)
+        self.norm_P = _norms(self.sum_PK)
+
+    @cached_property
+    def clear(self) -> Bools:
+        """Which parameters' gradients have a direction that rounding leaves alone ``[P]``."""
+        clear_P: Bools = self.norm_P > _CLEAR * self.bound_P
+        return clear_P if clear_P.any() else self.norm_P > _VISIBLE * self.bound_P
+
+    @cached_property
+    def factor(self) -> float:
+        """What was given over the reference, for most parameters."""
+        ratios_P = _ratios(self.step.given[0], self.sum_PK)
+        clear_P = np.isfinite(ratios_P) & self.clear
+        return float(median(ratios_P[clear_P])) if clear_P.any() else 1.0
+
+    def distances(self, factor: float) -> Floats:
+        """Return how far what was given is from a multiple, on the worker where it is most."""
+        far = [_norms(given_PK - factor * self.sum_PK) for given_PK in self.step.given]
+        farthest_P: Floats = np.max(far, axis=0)
+        return farthest_P
+
+    def agreeing(self, factor: float) -> Bools:
+        """Return which parameters agree with a multiple, within rounding ``[P]``."""
+        agree_P: Bools = self.distances(factor) <= abs(factor) * self.bound_P
+        return agree_P
+
+    def describe(self, answer: Answer, *, factor: float, **more: object) -> Verification:
+        """Return an answer with the largest difference from a multiple of the reference."""
+        far_P, agree_P = self.distances(factor), self.agreeing(factor)
+        relative_P = _over(far_P, abs(factor) * self.norm_P)
+        among_P = agree_P if answer is Answer.PARAMETERS or agree_P.all() else ~agree_P
+        clear_P = among_P & (self.norm_P > self.bound_P)
+        at = int(np.argmax(np.where(clear_P if clear_P.any() else among_P, relative_P, -1.0)))
+        return Verification(
+            answer=answer,
+            weighting=self.weighting,
+            error=float(relative_P[at]),
+            bound=float(_over(self.bound_P, self.norm_P)[at]),
+            parameter=self.step.names[at],
+            dtype=self.step.types[at],
+            factor=factor,
+            blur=float(median(_over(self.bound_P, self.norm_P))),
+            num_parameters=len(self.step.names),
+            changed=float("nan") if self.step.changes is None else self.step.changes[0],
+            **more,  # type: ignore[arg-type]
+        )
+
+
+def _weightings(step: _Step, tokens_W: Sequence[Floats], meant: str | None) -> Mapping[str, Floats]:
+    """Return the weights that may be meant, by name, each ``[N]`` with the sum 1.
+
+    ``backward``: those at which the backward passes arrived, where the loss is not known.
+    ``worker``: each micro-batch of a worker counts alike, and each worker. ``tokens_of_worker``:
+    each label token of a worker, and each worker. ``token``: each label token.
+    """
+    each_N = 1.0 / np.array(step.counts_W, np.float64)[step.worker_N]
+    if not step.knows_scales:
+        summed = step.parts_W[0].summed_workers
+        return {"backward": np.full(len(step.terms), summed / step.num_workers)}
+    found = {"worker": each_N / step.num_workers}
+    tokens_N = np.concatenate(tokens_W) if len(tokens_W) else np.empty(0)
+    if len(tokens_N) == len(step.terms) and np.isfinite(tokens_N).all() and tokens_N.all():
+        own_W = np.bincount(step.worker_N, tokens_N)
+        found["tokens_of_worker"] = tokens_N / own_W[step.worker_N] / step.num_workers
+        found["token"] = tokens_N / tokens_N.sum()
+    if meant == "token" and "token" in found:
+        return {"token": found["token"]}
+    if meant == "worker":
+        found.pop("token", None)
+    return found
+
+
+def _find_agreement(reference: _Reference) -> Verification | None:
+    if not reference.agreeing(1.0).all():
+        return None
+    return reference.describe(Answer.AGREES, factor=1.0)
+
+
+def _find_factor(reference: _Reference) -> Verification | None:
+    """Return an answer where all parameters have one factor."""
+    factor = reference.factor
+    if not factor or not reference.agreeing(factor).all():
+        return None
+    if _is_clipped(reference, factor):
+        return reference.describe(Answer.AGREES, factor=factor, clipped=factor)
+    return reference.describe(Answer.SCALE, factor=factor, in_loss=_is_in_loss(reference.step))
+
+
+def _is_clipped(reference: _Reference, factor: float) -> bool:
+    """Return whether only what came after a sound reduction has made the gradient smaller."""
+    step = reference.step
+    if step.changes is None or not 0 < factor < 1:
+        return False
+    changed, _ = step.changes
+    reduced = factor / changed  # over the reference
+    scaler = float(median(np.bincount(step.worker_N, np.abs(step.scales_N)).astype(np.float64)))
+    sound = [1.0, scaler] if scaler >= _LEAST_SCALER else [1.0]
+    return abs(changed - 1) > 1e-6 and any(np.isclose(reduced, one, rtol=1e-3) for one in sound)
+
+
+def _is_in_loss(step: _Step) -> bool:
+    """Return whether the reduction gave the mean of what backward passes have brought to it."""
+    alike_N = step.scales_N * step.parts_W[0].summed_workers / step.num_workers
+    return bool(_Reference(step, "backward", alike_N).agreeing(1.0).all())
+
+
+def _find_odd(reference: _Reference) -> Verification | None:
+    """Return an answer where at least half of the parameters agree."""
+    for factor in dict.fromkeys((1.0, reference.factor)):
+        agree_P, clear_P = reference.agreeing(factor), reference.clear
+        if factor and 2 * (agree_P & clear_P).sum() >= max(clear_P.sum(), 1):
+            places = np.flatnonzero(~agree_P).tolist()
+            odd = tuple(_oddity(reference, at, factor) for at in places)
+            return reference.describe(Answer.PARAMETERS, factor=factor, odd=odd)
+    return None
+
+
+def _find_unreduced(reference: _Reference) -> Verification | None:
+    """Return an answer where every worker holds its own gradient."""
+    step = reference.step
+    if len(step.given) == 1:
+        return None
+    odd = tuple(_oddity(reference, at, 1.0) for at in range(len(step.names)))
+    if any(one.how is not Oddity.NOT_REDUCED for one in odd):
+        return None
+    return reference.describe(Answer.PARAMETERS, factor=1.0, odd=odd)
+
+
+def _oddity(reference: _Reference, at: int, factor: float) -> OddParameter:
+    step, bound = reference.step, abs(factor) * float(reference.bound_P[at])
+    whole_K = factor * reference.sum_PK[at]
+    given_WK = [given_PK[at] for given_PK in step.given_W]
+    afterwards = step.changes is not None and bool(step.changes[1][at])
+    ratio = float(_ratios(given_WK[0][None], whole_K[None])[0])
+    far = max(float(np.linalg.norm(given_K - whole_K)) for given_K in given_WK)
+    error = float(_over(np.array([far]), np.array([np.linalg.norm(whole_K)]))[0])
+
+    def fits(expected_WK: Sequence[Floats]) -> bool:
+        pairs = zip(given_WK, expected_WK, strict=True)
+        return all(np.linalg.norm(given_K - own_K) <= 2 * step.num_workers * bound
+                   for given_K, own_K in pairs)  # fmt: skip
+
+    how, ratio_told, axis = Oddity.CHANGED, float("nan"), ""
+    if not any(given_K.any() for given_K in given_WK):
+        how = Oddity.MISSING
+    elif len(given_WK) > 1 and fits(_own_gradients(reference, at, factor)):
+        how = Oddity.NOT_REDUCED
+    elif _is_partial(reference, at, whole_K, ratio):
+        how, axis = Oddity.PARTIAL, step.axis
+    elif np.isfinite(ratio) and fits([ratio * whole_K] * len(given_WK)):
+        how, ratio_told = Oddity.SCALE, ratio
+    return OddParameter(step.names[at], how, ratio_told, error, afterwards, axis)
+
+
+def _is_partial(reference: _Reference, at: int, whole_K: Floats, ratio: float) -> bool:
+    """Return whether ranks along another axis hold what makes a parameter's gradient together.
+
+    What is a multiple of the whole gradient on each of them may make it by chance.
+    """
+    step = reference.step
+    if step.replicas_PK is None:
+        return False
+    far = np.linalg.norm(step.replicas_PK[at] - whole_K)
+    from_multiple = np.linalg.norm(step.given_W[0][at] - ratio * whole_K)
+    bound = 2 * step.num_workers * np.linalg.norm(whole_K) * reference.bound_P[at]
+    return bool(far * reference.norm_P[at] <= bound and 2 * far < from_multiple)
+
+
+def _own_gradients(reference: _Reference, at: int, factor: float) -> list[Floats]:
+    """Return each worker's own gradient of a parameter, which it would hold without a reduction."""
+    step = reference.step
+    factors_N = factor * step.num_workers * reference.weights_N / step.scales_N
+    own_WK = [np.zeros(len(reference.sum_PK[at])) for _ in step.parts_W]
+    for rank, each, term_PK in zip(step.worker_N, factors_N, step.terms, strict=True):
+        own_WK[rank] += each * term_PK[at]
+    return own_WK
+
+
+def _find_weights(reference: _Reference) -> Verification | None:
+    """Return an answer where other weights of the micro-batches explain what was given."""
+    step = reference.step
+    factors_N, errors_N = _fit(step)
+    fitted = _Reference(step, reference.weighting, factors_N * step.scales_N)
+    if not np.all(fitted.distances(1.0) <= 2 * fitted.bound_P + reference.bound_P):
+        return None
+    to_ratios_N = step.scales_N / reference.weights_N
+    ratios_N, unsure_N = factors_N * to_ratios_N, errors_N * np.abs(to_ratios_N)
+    if not np.all(unsure_N < _UNCLEAR):
+        return None
+    absent_N = np.abs(ratios_N) <= np.maximum(_EQUAL, 4 * unsure_N)
+    ratios_N = np.where(absent_N, 0.0, ratios_N)
+    present_N = ratios_N[~absent_N]
+    alike = len(present_N) and np.ptp(present_N) <= _EQUAL * abs(median(present_N))
+    missing = bool(absent_N.any() and alike)
+    ends = np.cumsum(step.counts_W)[:-1]
+    return reference.describe(
+        Answer.MICRO_BATCHES if missing else Answer.WEIGHTING,
+        factor=float(median(present_N)) if missing else 1.0,
+        in_loss=_is_in_loss(step),
+        ratios=tuple(tuple(map(float, worker)) for worker in np.split(ratios_N, ends)),
+    )
+
+
+def _fit(step: _Step) -> tuple[Floats, Floats]:
+    """Return the least-squares factors of all terms in what was given, and their errors ``[N]``."""
+    given_PK = step.given[0]
+    products_NN, towards_N = np.zeros((len(step.terms),) * 2), np.zeros(len(step.terms))
+    for at, given_K in enumerate(given_PK):
+        terms_NK = np.stack([term_PK[at] for term_PK in step.terms]).astype(np.float64)
+        products_NN += terms_NK @ terms_NK.T
+        towards_N += terms_NK @ given_K
+    size_N = np.sqrt(np.maximum(np.diag(products_NN), np.finfo(np.float64).tiny))
+    inverse_NN = np.linalg.pinv(products_NN / np.outer(size_N, size_N), rcond=1e-13)
+    factors_N: Floats = inverse_NN @ (towards_N / size_N) / size_N
+    rest = float(np.square(given_PK - step.sum_of(factors_N)).sum())
+    per_number = rest / max(given_PK.size - len(factors_N), 1)
+    errors_N: Floats = np.sqrt(np.maximum(np.diag(inverse_NN), 0.0) * per_number) / size_N
+    return factors_N, errors_N
+
+
+def _simplicity(found: Verification) -> tuple[bool, int, float]:
+    """Return what makes one answer a better one than another: fewer different weights."""
+    kinds = {round(ratio / _EQUAL) for ratios in found.ratios for ratio in ratios}
+    return found.answer is Answer.WEIGHTING, len(kinds) + len(found.odd), found.error
+
+
+def _held(held_W: Sequence[Floats32], copies: int) -> list[Floats]:
+    """Return the gradient that each worker holds; where they hold shards, the one of all."""
+    wide_W = [held_PK.astype(np.float64) for held_PK in held_W]
+    if copies >= len(held_W):
+        return wide_W
+    return [sum(wide_W, start=np.zeros(wide_W[0].shape)) / copies]
+
+
+def _distinct(given_W: Sequence[Floats]) -> list[Floats]:
+    """Return the gradients that differ in some bit; one, where all workers hold the same."""
+    return list({given_PK.tobytes(): given_PK for given_PK in given_W}.values())
+
+
+def _norms(values_PK: NDArray[np.floating]) -> Floats:
+    norms_P: Floats = np.sqrt(np.square(values_PK, dtype=np.float64).sum(axis=1))
+    return norms_P
+
+
+def _ratios(given_PK: NDArray[np.floating], reference_PK: NDArray[np.floating]) -> Floats:
+    """Return the factor of each parameter's reference that comes nearest; NaN of nothing."""
+    reference_PK = reference_PK.astype(np.float64)
+    squares_P = np.square(reference_PK).sum(axis=1)
+    products_P = (given_PK * reference_PK).sum(axis=1)
+    return np.where(squares_P > 0, products_P / np.where(squares_P > 0, squares_P, 1.0), np.nan)
+
+
+def _over(values: Floats, sizes: Floats) -> Floats:
+    """Return ratios; 0 of nothing and nothing, infinity where there should be nothing."""
+    safe = np.where(sizes > 0, sizes, 1.0)
+    return np.where(sizes > 0, values / safe, np.where(values > 0, np.inf, 0.0))
+
+
+def missing_by_worker(ratios: Sequence[Sequence[float]]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield each worker that lacks micro-batches, and which.
+
+    Example:
+        >>> list(missing_by_worker([[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]]))
+        [(0, (0, 1))]
+    """
+    for rank, of_worker in enumerate(ratios):
+        absent = tuple(micro for micro, ratio in enumerate(of_worker) if not ratio)
+        if absent:
+            yield rank, absent

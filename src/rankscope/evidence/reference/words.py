@@ -1,0 +1,286 @@
+"""What a reference step has shown, in words."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rankscope.bus.detector import Evidence
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.rules import describe
+from rankscope.bus.words import count, listed, name_ranks
+from rankscope.evidence.reference.verify import (
+    Answer,
+    Oddity,
+    OddParameter,
+    Verification,
+    missing_by_worker,
+)
+from rankscope.stats.arrays import Floats, median
+
+_MOST_NAMED = 3
+_SAME = 0.02
+
+_WEIGHTED = {
+    "backward": "each backward pass counts as it was called, since the loss is not known",
+    "worker": "each worker's mean loss counts alike",
+    "tokens_of_worker": "each label token of a worker counts alike, and so does each worker",
+    "token": "each label token counts alike",
+}
+
+_BY_OPTIMIZER = (
+    "the optimizer was given each worker's own gradient: it reduces by itself, or nobody does"
+)
+
+_MOST_CHANGED = 1e-6  # relative, by which rounding changes what is multiplied by 1
+
+
+def verified(
+    found: Verification, step: int, num_workers: int, num_micro: int, *, by_loop: bool = False
+) -> Finding:
+    """Return a finding that tells what a reference step has shown.
+
+    A loop that reduces by itself may clip before its gradient is seen, may mean a sum, and may
+    leave the reduction to its optimizer.
+
+    Args:
+        found: What it has shown.
+        step: The step.
+        num_workers: W.
+        num_micro: The most micro-batches of a worker.
+        by_loop: Whether the training's own loop reduces.
+    """
+    if by_loop and any(odd.how is Oddity.NOT_REDUCED for odd in found.odd):
+        return declined(_BY_OPTIMIZER, (), step)
+    if by_loop and found.answer is Answer.SCALE and 0 < found.factor < 1:
+        clips = not _guess(found.factor, num_workers, num_micro)
+        found = replace(found, answer=Answer.AGREES, clipped=found.factor) if clips else found
+    fields = {
+        "step": f"{step:,}",
+        "computed": f"{count(num_workers, 'worker')}, each with {_micro_batches(num_micro)}",
+        "weighted": _WEIGHTED[found.weighting],
+        **_fields(found, num_workers, num_micro),
+    }
+    severity = _severity(found, num_workers, num_micro)
+    if by_loop and found.answer is Answer.SCALE:
+        severity = min(severity, Severity.WARNING)
+    ranks = _ranks(found)
+    return _finding(f"verify.{found.answer}", severity, ranks, step, fields, _numbers(found))
+
+
+def _severity(found: Verification, num_workers: int, num_micro: int) -> Severity:
+    """Return how bad it is: a loss may have a factor, and micro-batches weights, on purpose."""
+    if found.answer is Answer.AGREES:
+        return Severity.NOTE
+    meant = False
+    if found.answer is Answer.SCALE:
+        meant = not _guess(found.factor, num_workers, num_micro)
+    elif found.answer is Answer.WEIGHTING:
+        meant = any(max(own) - min(own) > _SAME * max(own) for own in found.ratios)
+    unknown = found.weighting == "backward" and found.answer in (Answer.SCALE, Answer.WEIGHTING)
+    return Severity.WARNING if unknown or (meant and found.in_loss) else Severity.ERROR
+
+
+def declined(why: str, ranks: Sequence[int], step: int) -> Finding:
+    """Return a finding that tells why a step's gradient was not computed again.
+
+    Args:
+        why: The reason, without a full stop.
+        ranks: The workers that have said so.
+        step: The step.
+    """
+    named = f" ({name_ranks(ranks)})" if ranks else ""
+    fields = {"step": f"{step:,}", "why": why, "who": named}
+    return _finding("verify.declined", Severity.NOTE, tuple(ranks), step, fields, {"why": why})
+
+
+def _finding(
+    cause: str,
+    severity: Severity,
+    ranks: tuple[int, ...],
+    step: int,
+    fields: Mapping[str, object],
+    numbers: Mapping[str, object],
+) -> Finding:
+    evidence = Evidence(cause, severity, ranks, step, step, 1, fields, numbers)
+    explanation, next_check = describe(cause, severity, evidence.fields)
+    return Finding(
+        id=f"{cause}:step-{step}",
+        cause=cause,
+        severity=severity,
+        ranks=ranks,
+        first_step=step,
+        last_step=step,
+        explanation=explanation,
+        next_check=next_check,
+        evidence=numbers,
+        step=step,
+    )
+
+
+def _fields(found: Verification, num_workers: int, num_micro: int) -> dict[str, object]:
+    clipped = ""
+    if found.clipped != 1:
+        clipped = f", times {found.clipped:.3g} after the reduction, as clipping does"
+    return {
+        "error": f"{found.error:.1e}",
+        "bound": f"{found.bound:.1e}",
+        "ulps": f"{found.ulps:.2g} ulp of {found.dtype}",
+        "parameter": found.parameter,
+        "clipped": clipped,
+        "factor": f"{found.factor:.3g}",
+        "guess": _guess(found.factor, num_workers, num_micro),
+        "place": _place(found),
+        "basis": ", if each backward pass counts as it was called (the loss is not known)"
+        if found.weighting == "backward"
+        else "",
+        "others": _others(found.factor),
+        "missing": _missing(found),
+        "how": _weights(found) if found.answer is Answer.WEIGHTING else _odd(found),
+    }
+
+
+def _guess(factor: float, num_workers: int, num_micro: int) -> str:
+    """Return what a factor looks like."""
+    known = [
+        (num_workers, "summed over the workers and not averaged"),
+        (1 / num_workers, "averaged over the workers twice"),
+        (num_micro, "summed over micro-batches and not averaged"),
+        (1 / num_micro, "averaged over micro-batches twice"),
+    ]
+    fitting = [words for value, words in known if value != 1 and abs(factor / value - 1) < _SAME]
+    return f", as if {' or '.join(fitting)}" if fitting else ""
+
+
+def _place(found: Verification) -> str:
+    """Return where a factor or weights have come in."""
+    if found.in_loss:
+        return "it was so when backward was called"
+    if abs(found.changed - 1) > _MOST_CHANGED:
+        return "it became so after the reduction"
+    return "it became so in the reduction, or after it"
+
+
+def _others(factor: float) -> str:
+    """Return what is said of the micro-batches that are there."""
+    if abs(factor - 1) <= _SAME:
+        return ""
+    return f"; the others count {factor:.3g} times what is meant"
+
+
+def _micro_batches(number: int) -> str:
+    return count(number, "micro-batch", "micro-batches")
+
+
+def _missing(found: Verification) -> str:
+    """Return which micro-batches are missing: ``micro-batches 1 to 3 of every worker``."""
+    absent = dict(missing_by_worker(found.ratios))
+    if not absent:
+        return ""
+    by_which: dict[tuple[int, ...], list[int]] = {}
+    for rank, which in absent.items():
+        by_which.setdefault(which, []).append(rank)
+    parts = []
+    for which, ranks in by_which.items():
+        everyone = len(ranks) == len(found.ratios) > 1
+        whole = all(len(which) == len(found.ratios[rank]) for rank in ranks)
+        what = "all micro-batches" if whole else _numbered(which)
+        parts.append(f"{what} of {'every worker' if everyone else name_ranks(ranks)}")
+    return listed(parts)
+
+
+def _numbered(which: Sequence[int]) -> str:
+    """Return micro-batches by their numbers, from 1 on."""
+    first, last = which[0] + 1, which[-1] + 1
+    if len(which) == 1:
+        return f"micro-batch {first}"
+    if len(which) > 2 and last - first == len(which) - 1:
+        return f"micro-batches {first} to {last}"
+    return f"micro-batches {listed([str(micro + 1) for micro in which])}"
+
+
+def _weights(found: Verification) -> str:
+    """Return whose micro-batches have other weights."""
+    common = _common(found)
+    parts = []
+    for rank in _ranks(found):
+        own = [ratio / common for ratio in found.ratios[rank]]
+        least, most = min(own), max(own)
+        if most - least <= _SAME * most:
+            parts.append(f"{name_ranks([rank])} {most:.3g} times")
+        else:
+            parts.append(f"{name_ranks([rank])} {least:.3g} to {most:.3g} times")
+    named = parts[:_MOST_NAMED]
+    if len(parts) > _MOST_NAMED:
+        named = [*named, count(len(parts) - _MOST_NAMED, "other")]
+    return listed(named)
+
+
+def _common(found: Verification) -> float:
+    """Return the ratio that counts as right: 1 where some have it, else the middle one."""
+    ratios = [ratio for of_worker in found.ratios for ratio in of_worker]
+    if any(abs(ratio - 1) <= _SAME for ratio in ratios):
+        return 1.0
+    values: Floats = np.array(ratios)
+    return float(median(values)) or 1.0
+
+
+def _ranks(found: Verification) -> tuple[int, ...]:
+    """Return the workers that an answer is about; none where all are alike."""
+    if found.answer is Answer.MICRO_BATCHES:
+        ranks = tuple(rank for rank, _ in missing_by_worker(found.ratios))
+        return () if len(ranks) == len(found.ratios) else ranks
+    if found.answer is not Answer.WEIGHTING:
+        return ()
+    common = _common(found)
+    return tuple(
+        rank
+        for rank, own in enumerate(found.ratios)
+        if any(abs(ratio / common - 1) > _SAME for ratio in own)
+    )
+
+
+def _odd(found: Verification) -> str:
+    """Return which parameters differ, and how: ``in norm.weight alone: not reduced``."""
+    by_how: dict[str, list[str]] = {}
+    for one in found.odd:
+        by_how.setdefault(_how(one), []).append(one.name)
+    parts = []
+    for how, names in by_how.items():
+        more = len(names) - _MOST_NAMED
+        told = [*names[:_MOST_NAMED], *([count(more, "other")] if more > 0 else [])]
+        everywhere = len(names) == found.num_parameters
+        parts.append((f"in {'every parameter' if everywhere else listed(told)}", how))
+    if len(parts) == 1:
+        ((where, how),) = parts
+        return f"{where}{'' if len(found.odd) == found.num_parameters else ' alone'}: {how}"
+    return "; ".join(f"{where}: {how}" for where, how in parts)
+
+
+def _how(one: OddParameter) -> str:
+    said = {
+        Oddity.NOT_REDUCED: "not reduced, every worker holds its own",
+        Oddity.MISSING: "there is none",
+        Oddity.SCALE: f"{one.factor:.3g} of it",
+        Oddity.PARTIAL: f"not reduced over {one.axis}",
+        Oddity.CHANGED: f"by {one.error:.2g} of its norm",
+    }[one.how]
+    return f"{said}, since something after the reduction" if one.afterwards else said
+
+
+def _numbers(found: Verification) -> dict[str, object]:
+    numbers: dict[str, object] = {
+        "weighting": found.weighting,
+        "error": found.error,
+        "bound": found.bound,
+        "parameter": found.parameter,
+        "ulps": found.ulps,
+        "factor": found.factor,
+    }
+    if found.clipped != 1:
+        numbers["clipped"] = found.clipped
+    if found.ratios:
+        numbers["ratios"] = [list(of_worker) for of_worker in found.ratios[:16]]
+    if found.odd:
+        numbers["parameters"] = [[one.name, str(one.how)] for one in found.odd[:64]]
+    return numbers

@@ -1,0 +1,361 @@
+"""The detector of overlapping shards: different workers draw the same samples in an epoch.
+
+Equality of samples is exact evidence, but it also has innocent readings. Their probability decides
+how severe the finding is.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.finding import Severity
+from rankscope.bus.steps import Groups, Step, StepBatch
+from rankscope.bus.words import count
+from rankscope.evidence.samples.epochs import Padding
+from rankscope.stats.arrays import Ints
+from rankscope.stats.draws import DrawnSamples
+from rankscope.stats.samples import SampleCounts
+from rankscope.stats.sorted_map import count_common
+from rankscope.stats.state import Stateful
+from rankscope.stats.thinning import Followed, ThinningLedger
+
+SURE = 1e-6
+LIKELY = 1e-4
+"""Probabilities of the innocent reading below which a finding is an error, or a warning."""
+
+_STEPS_OF_OVERLAP = 3
+_NONE = np.empty(0, np.int64)
+
+
+class OverlappingShards(Detector):
+    """Different workers that draw the same samples within an epoch.
+
+    The length of an epoch is unknown here. But in a healthy job, the first repeats come when every
+    sample has been drawn once, and after them at most the few samples that an epoch's end left
+    out are new: fewer than one global batch. More new samples than that prove an overlap within
+    an epoch.
+
+    Sampling with replacement overlaps too, on purpose; so does content that occurs several times
+    in the data. Both hit a worker's own samples in a share of at least 1/W of all repeats
+    (:class:`_ShareTest`), and neither prefers one worker (``chance_of_one_worker``). These two
+    tests may be read after every step, and together are wrong with at most the probability that
+    is stated. It holds as long as repeats come one by one. Whole shards that are drawn with
+    replacement come in hundreds: such a job needs ``repeats``.
+
+    Workers with identical batches count as one worker here: :class:`DuplicateBatches` speaks of
+    them. Beyond ``capacity`` different samples, only a random share of them is followed: the same
+    holds in it, and the evidence says so.
+
+    The few samples that a sampler adds at an epoch's end, so that all workers have as many, are a
+    note of their own.
+
+    Args:
+        num_workers: W.
+        capacity: Different samples to remember.
+        repeats: Whether workers are meant to repeat each other's samples.
+        seeds: Seed of each rank's sampler, None where it is not known; empty when nothing is.
+    """
+
+    SETTINGS = ("_num_workers", "_repeats", "_where", "_drawn", "_remembered")
+
+    def __init__(
+        self,
+        num_workers: int,
+        capacity: int = 1 << 20,
+        *,
+        repeats: bool = False,
+        seeds: Sequence[int | None] = (),
+    ) -> None:
+        self._num_workers = num_workers
+        self._where = _where_to_look(seeds)
+        self._repeats = repeats
+        self._drawn = self._remembered = 0  # samples up to the present step
+        self._named = True
+        self._ledger = ThinningLedger(capacity)
+        self._padding = Padding(num_workers)
+        self._global_batch = 0
+        self._new_since = 0
+        self._first: int | None = None
+        self._known = _Account(num_workers)
+        self._pending = _Account(num_workers)
+        self._error = False
+        self._previous = _NONE
+
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
+        """Take consecutive steps; yields overlaps that are proven, and more of them.
+
+        Digests of content, which stand for samples that the training does not name, also agree
+        when the data hold the same content twice.
+        """
+        drawn = steps.columns.samples
+        if any(step.identical for step in steps):
+            drawn = DrawnSamples([_of_different_workers(step) for step in steps])
+        one_in = self._ledger.one_in
+        for step, now in zip(steps, self._ledger.observe(drawn), strict=True):
+            self._new_since = self._new_since * one_in // self._ledger.one_in
+            one_in = self._ledger.one_in
+            self._drawn, self._remembered = now.drawn, now.remembered
+            yield self._observe(step, drawn[step.index], now)
+
+    def _observe(self, step: Step, drawn_W: Sequence[Ints], now: Followed) -> list[Evidence]:
+        self._named = self._named and step.all_true("samples_named")
+        if not self._ledger.complete:
+            return []
+        number, exact = step.gathered.step, self._ledger.one_in == 1
+        padding = self._padding.observe(number, now.counts, now.samples) if exact else ()
+        return [*padding, *self._follow(number, drawn_W, now.samples, step.identical, now.counts)]
+
+    def _follow(
+        self,
+        step: int,
+        drawn_W: Sequence[Ints],
+        followed: Ints,
+        groups: Groups,
+        counts: SampleCounts,
+    ) -> Iterable[Evidence]:
+        """Add what a step shows; ``followed`` are those of the samples drawn that count."""
+        lengths = [len(batch) for batch in drawn_W if len(batch)]
+        self._global_batch = max(self._global_batch, sum(lengths))
+        self._new_since += counts.new if self._first is not None else 0
+        near = self._near(followed, counts.repeated_cross)
+        if not counts.repeats and self._pending.is_empty:
+            return ()
+        if self._first is None and counts.repeated_cross + counts.shared:
+            self._first = step
+        self._pending.add(step, counts, lengths, groups, near)
+        if not counts.new:  # repeats without new samples may be the next epoch: wait
+            return ()
+        news = self._pending.steps > 0
+        self._known.merge(self._pending)
+        self._pending = _Account(self._num_workers)
+        proven = self._new_since > self._global_batch and self._known.steps >= _STEPS_OF_OVERLAP
+        return (self._evidence(),) if proven and news else ()
+
+    def _near(self, followed: Ints, cross: int) -> int:
+        """Return how many of the cross repeats may have the content of a draw in the step before.
+
+        In a file that is not shuffled, equal contents may stand beside each other.
+        """
+        if self._named:
+            return 0
+        previous, self._previous = self._previous, followed
+        if not cross:
+            return 0
+        return min(count_common(self._previous, previous), cross)
+
+    def _severity(self) -> tuple[Severity, float]:
+        """Return severity and a bound on the probability of the innocent readings."""
+        known = self._known
+        far, close = known.far_apart.log_ratio, known.close_by.log_ratio
+        one_worker = known.chance_of_one_worker()
+        chance = _either(_chance(far, close, far + close), one_worker)
+        # Equal contents beside each other in a file share a step or follow closely, without fault.
+        sure = chance if self._named else _either(_chance(far), one_worker)
+        self._error = self._error or sure < SURE
+        if self._error:
+            return Severity.ERROR, min(chance, SURE)
+        return (Severity.WARNING if chance < LIKELY else Severity.NOTE), chance
+
+    def _evidence(self) -> Evidence:
+        severity, chance = self._severity()
+        severity = Severity.NOTE if self._repeats else severity
+        known = self._known
+        ranks = known.ranks()
+        overlaps = known.cross + known.shared
+        one_in, (distinct, error) = self._ledger.one_in, self._ledger.scale_up(self._remembered)
+        of = f" among the one in {one_in:,} samples that are followed" if one_in > 1 else ""
+        return Evidence(
+            cause="data.overlapping_shards",
+            severity=severity,
+            ranks=ranks,
+            first_step=known.first,
+            last_step=known.last,
+            count=overlaps,
+            fields={
+                "overlaps": count(overlaps, "draw") + of,
+                "chance": f"{max(chance, 1e-12):.2g}",
+                "own": count(known.own, "draw"),
+                "Where": self._where,
+            },
+            numbers={
+                "drawn_from_others": known.cross,
+                "drawn_from_own": known.own,
+                "shared_inside_steps": known.shared,
+                "steps": known.steps,
+                "innocent_probability": chance,
+                "samples_drawn": self._drawn,
+                "samples_distinct": round(distinct),
+                "samples_distinct_error": round(error),
+                "follows_one_sample_in": one_in,
+            },
+        )
+
+
+class _Account(Stateful):
+    """Sums of overlaps over steps, and which worker takes part in how many of them."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.cross = 0
+        self.own = 0
+        self.shared = 0
+        self.steps = 0
+        self.first = -1
+        self.last = -1
+        self.far_apart = _ShareTest()
+        self.close_by = _ShareTest()
+        self._links = 0
+        self._log_odds = 0.0
+        self._links_W = np.zeros(num_workers, np.int64)
+        self._alike: set[int] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no step added anything."""
+        return not (self.steps or self.own)
+
+    def add(
+        self, step: int, counts: SampleCounts, lengths: Sequence[int], groups: Groups, near: int
+    ) -> None:
+        """Add one step.
+
+        Args:
+            step: Its number.
+            counts: What it drew, of what is followed.
+            lengths: Samples drawn by each worker that drew any.
+            groups: Workers with identical batches.
+            near: Cross repeats that follow so closely that a file's order explains them.
+        """
+        cross, own, workers = counts.repeated_cross, counts.repeated_own, len(lengths)
+        self.own += own + counts.repeated_in_batch
+        if workers > 1:
+            inside = (sum(lengths) / workers - 1) / (sum(lengths) - 1)
+            self.far_apart.add(cross - near, own, 1 / workers)
+            self.close_by.add(counts.shared, counts.repeated_in_batch, inside)
+        if not cross + counts.shared:
+            return
+        self.cross += cross
+        self.shared += counts.shared
+        self.steps += 1
+        self.first = step if self.first < 0 else self.first
+        self.last = step
+        pairs = counts.shared_between
+        links = sum(counts.crossing_by_rank) // 2 + sum(number for _, _, number in pairs)
+        self._links += links
+        self._log_odds += links * math.log(max(workers, 2) / 2)
+        self._links_W += np.array(counts.crossing_by_rank, np.int64)
+        for i, j, number in pairs:
+            self._links_W[[i, j]] += number
+        for group in groups:
+            if self._links_W[group[0]]:
+                self._alike.update(group)
+
+    def merge(self, later: "_Account") -> None:
+        """Add the sums of later steps."""
+        self.cross += later.cross
+        self.own += later.own
+        self.shared += later.shared
+        self.steps += later.steps
+        self.first = later.first if self.first < 0 else self.first
+        self.last = max(self.last, later.last)
+        self.far_apart.merge(later.far_apart)
+        self.close_by.merge(later.close_by)
+        self._links += later._links
+        self._log_odds += later._log_odds
+        self._links_W += later._links_W
+        self._alike |= later._alike
+
+    def ranks(self) -> tuple[int, ...]:
+        """Return the one worker that takes part in every overlap, or else all that do in some."""
+        in_all = self._in_all()
+        if len(in_all) == 1 and not self._alike:
+            return in_all
+        return tuple(sorted({*np.flatnonzero(self._links_W).tolist(), *self._alike}))
+
+    def chance_of_one_worker(self) -> float:
+        """Bound the probability that by chance one worker takes part in every overlap.
+
+        Each overlap concerns two workers; if any two were equally likely, a given worker would be
+        one of them with probability 2/W.
+        """
+        if not self._in_all():
+            return 1.0
+        return min(1.0, len(self._links_W) * math.exp(-self._log_odds))
+
+    def _in_all(self) -> tuple[int, ...]:
+        return tuple(np.flatnonzero(self._links_W == self._links).tolist()) if self._links else ()
+
+
+class _ShareTest(Stateful):
+    """Tests whether repeats hit a worker's own samples less often than an innocent job would.
+
+    Under the null, each repeat is an own one with probability p or more. Then the product of
+    likelihood ratios against "never", and the one against "half as often", are supermartingales
+    of mean 1, and so is their average: the chance that it ever exceeds 1/a is at most a, whenever
+    one looks.
+    """
+
+    def __init__(self) -> None:
+        self._log_never = 0.0
+        self._log_half = 0.0
+
+    def add(self, others: int, own: int, p: float) -> None:
+        """Take repeats of others' and of own samples, and the null's share p of own ones."""
+        if p > 0:
+            self._log_never += -math.inf if own else -others * math.log1p(-p)
+            self._log_half += others * math.log((1 - p / 2) / (1 - p)) - own * math.log(2)
+
+    def merge(self, later: "_ShareTest") -> None:
+        """Take what a test of later steps has taken."""
+        self._log_never += later._log_never
+        self._log_half += later._log_half
+
+    @property
+    def log_ratio(self) -> float:
+        """Logarithm of that average."""
+        return float(np.logaddexp(self._log_never, self._log_half)) - math.log(2)
+
+
+def _of_different_workers(step: Step) -> Sequence[Ints]:
+    """Return what the workers draw, without those that draw the same as another."""
+    doubles = {rank for group in step.identical for rank in group[1:]}
+    samples = step.gathered.samples
+    return [batch[:0] if rank in doubles else batch for rank, batch in enumerate(samples)]
+
+
+def _where_to_look(seeds: Sequence[int | None]) -> str:
+    """Return what may make shards overlap, as far as the samplers' seeds leave it open."""
+    if not seeds or None in seeds:
+        return (
+            "Check that all ranks split and shuffle the data with the same seed and the same "
+            "set_epoch (random_split needs a generator with that seed), and that each takes the "
+            "share of its own rank."
+        )
+    if len(set(seeds)) > 1:
+        return (
+            f"The samplers shuffle with seeds {', '.join(map(str, dict.fromkeys(seeds)))}: give "
+            "all ranks one seed, so that their shards are disjoint."
+        )
+    return (
+        f"All samplers shuffle with seed {seeds[0]}, so look elsewhere: a split before them that "
+        "differs between ranks (random_split needs a generator that is seeded alike), num_replicas "
+        "and rank of the samplers, and the epoch in set_epoch."
+    )
+
+
+def _either(one: float, other: float) -> float:
+    """Bound the probability that the smaller of two bounds is wrong."""
+    return min(1.0, 2 * min(one, other))
+
+
+def _chance(*log_ratios: float) -> float:
+    """Bound the probability that the null ever looks like this, in [0, 1].
+
+    The average of supermartingales of mean 1 is one, too.
+
+    Args:
+        log_ratios: Their logarithms.
+    """
+    log_average = float(np.logaddexp.reduce(log_ratios)) - math.log(len(log_ratios))
+    return math.exp(-max(log_average, 0.0))

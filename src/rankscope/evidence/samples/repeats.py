@@ -1,0 +1,139 @@
+"""Batches that came before, and batches of one sample."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.finding import Severity
+from rankscope.bus.persistent_fault import PersistentFault
+from rankscope.bus.recent_batches import Recurrence
+from rankscope.bus.step import MISSING_INT
+from rankscope.bus.steps import Step
+from rankscope.bus.words import count
+from rankscope.stats.arrays import Ints
+
+FEW = 16
+"""Batches that are so few that a worker that meets no others knows them by heart."""
+
+_STEPS_NEEDED = 24
+_SMALLEST = 4  # samples: fewer are soon the same by chance
+_ORDINARY = 9  # batches to one that is filled; where more are, the training's inputs are made so
+_MOST_FILLERS = 64
+
+
+class RepeatedBatches(Detector):
+    """Workers that meet the same few batches again and again, while others go on to new ones.
+
+    In 24 steps in a row each batch of the worker is one of its last 16, and at least half of the
+    workers have new ones. Where all repeat their batches, it is a test whether they can be learnt
+    by heart, or a small data set; and a worker that meets a batch of the epoch before by chance
+    does not do so 24 times in a row.
+
+    Args:
+        num_workers: W.
+        repeats: Whether the training means to repeat its batches.
+    """
+
+    SETTINGS = ("_num_workers", "_intended")
+
+    def __init__(self, num_workers: int, *, repeats: bool = False) -> None:
+        self._num_workers, self._intended = num_workers, repeats
+        self._seen = PersistentFault(_STEPS_NEEDED, in_a_row=True)
+
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
+        """Take the batches of one step; speaks while a worker repeats its own, and at the end."""
+        if self._num_workers < 2 or not step.some_known("batch_digest"):
+            return ()
+        digests_W = step.gathered.workers["batch_digest"]
+        ages_W = step.recurrence.ages_W
+        again_W = (ages_W > 0) & (ages_W <= FEW)
+        new_W = (digests_W != MISSING_INT) & ~again_W
+        others_go_on = 2 * np.count_nonzero(new_W) >= self._num_workers
+        ranks = np.flatnonzero(again_W).tolist() if others_go_on else ()
+        told = self._seen.observe(step.gathered.step, ranks)
+        return (self._evidence(step.recurrence),) if told else ()
+
+    def _evidence(self, recurrence: Recurrence) -> Evidence:
+        seen = self._seen
+        few = max(recurrence.num_distinct(worker, FEW) for worker in seen.ranks)
+        return seen.evidence(
+            "data.repeated_batches",
+            Severity.NOTE if self._intended else Severity.WARNING,
+            seen.ranks,
+            {"batches": count(few, "batch", "batches")},
+            {"steps": seen.count, "batches": few},
+        )
+
+
+class FilledBatches(Detector):
+    """Batches of four samples or more, all of which are the same one, among ordinary batches.
+
+    That is what is left of data that were lost on their way: zeros, or a sample that stands for
+    those that could not be read. A batch of which no label counts keeps workers in step, and is
+    passed over. Where a step has several micro-batches, a batch is one of them.
+
+    Args:
+        repeats: Whether the training means to repeat its samples.
+    """
+
+    SETTINGS = ("_intended",)
+
+    def __init__(self, *, repeats: bool = False) -> None:
+        self._intended = repeats
+        self._ordinary = self._filled = self._size = 0
+        self._times: dict[int, int] = {}  # that a sample has filled a batch
+        self._ranks: set[int] = set()
+        self._span = PersistentFault()
+
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
+        """Take the samples of one step; speaks of batches that are filled with one of them."""
+        samples = step.gathered.samples
+        if step.columns.samples.all_differ(step.index):
+            self._ordinary += sum(len(batch) >= _SMALLEST for batch in samples)
+            return ()
+        columns, found = step.gathered.workers, False
+        for rank, batch in enumerate(samples):
+            size = len(batch) // max(1, int(columns["micro_batches"][rank]))
+            if size < _SMALLEST or columns["loss_weight"][rank] == 0:
+                continue
+            filler = _filler(batch, size)
+            if filler is None:
+                self._ordinary += 1
+            else:
+                self._take(rank, filler, size)
+                found = True
+        if not found or self._filled * _ORDINARY > self._ordinary:
+            return ()
+        self._span.see(step.gathered.step)
+        return (self._evidence(),)
+
+    def _take(self, rank: int, filler: int, size: int) -> None:
+        self._filled += 1
+        self._size = size
+        self._ranks.add(rank)
+        if filler in self._times or len(self._times) < _MOST_FILLERS:
+            self._times[filler] = self._times.get(filler, 0) + 1
+
+    def _evidence(self) -> Evidence:
+        most = max(self._times.values())
+        sure = most > 1 and not self._intended
+        return self._span.evidence(
+            "data.filled_batches",
+            Severity.WARNING if sure else Severity.NOTE,
+            self._ranks,
+            {"batches": count(self._filled, "batch", "batches")},
+            {
+                "batches": self._filled,
+                "samples_of_a_batch": self._size,
+                "filled_by_one_sample": most,
+                "steps": self._span.count,
+            },
+        )
+
+
+def _filler(samples: Ints, size: int) -> int | None:
+    """Return the sample that is drawn at least ``size`` times; None if there is none."""
+    ordered = np.sort(samples)
+    again = ordered[size - 1 :] == ordered[: len(ordered) - size + 1]
+    return int(ordered[again.argmax()]) if again.any() else None

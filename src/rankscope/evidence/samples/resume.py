@@ -1,0 +1,362 @@
+"""The detector of restarts that do not go on with the data where the job was interrupted.
+
+Every sample is kept with the last step that drew it. So the samples of the interrupted epoch fall
+into those that it had drawn, and its rest. Legend: U different samples in a step.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.finding import Severity
+from rankscope.bus.step import GatheredStep
+from rankscope.bus.steps import Step, StepBatch
+from rankscope.bus.words import count, name_ranks
+from rankscope.stats.arrays import Ints
+from rankscope.stats.draws import DrawnSamples, Draws, differs_from_previous
+from rankscope.stats.share import SampleShare
+from rankscope.stats.sorted_map import SortedMap
+from rankscope.stats.state import Stateful
+
+Bools = NDArray[np.bool_]
+
+_CHUNK = 8  # draws that decide together whether a new epoch has begun
+_EARLY_STEPS, _EARLY_DRAWS, _EARLY_SHARE = 4, 64, 0.02
+_LEAST, _BY_CHANCE = 16, 5
+_WIDEST = 8  # steps of the old job in one of the new
+
+
+class Resumption(StrEnum):
+    """How a restarted job went on."""
+
+    MIXED = "mixed"
+    """Samples that the epoch had drawn came again among those of its rest."""
+    FROM_START = "from start"
+    """All steps of the epoch came again in order, and then its rest."""
+    FROM_CHECKPOINT = "from checkpoint"
+    """Some of its last steps came again in order, and then its rest."""
+
+
+class RestartWatch(Stateful):
+    """Follows epochs, and after a restart the rest of the one that was interrupted.
+
+    A healthy job draws that rest first. When it draws samples again that the epoch had drawn
+    before, the rest is used up, but for fewer than one global batch that an epoch's end leaves
+    out. So what proves a fault is a rest that still arrives after many samples have come again:
+    more of them than sampling with replacement would repeat, too.
+
+    Beyond ``capacity`` different samples, only a random share of them is followed.
+
+    Args:
+        num_workers: W.
+        capacity: Different samples to remember, 12 bytes each.
+    """
+
+    SETTINGS = ("_capacity",)
+
+    def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:
+        self._capacity = capacity
+        self._share = SampleShare()
+        self._last = SortedMap(np.int32)
+        self._most_drawn = 0
+        self.epoch = -1
+        self._num_epochs = 0
+        self._drawn = self._repeated = 0
+        self._chunk_start, self._chunk_drawn, self._chunk_again = -1, 0, 0
+        self.boundary = -1
+        self.interrupted = -1
+        self._watching = False
+        self._before = (0, 0)
+        self.again = 0
+        self.again_W = np.zeros(num_workers, np.int64)
+        self._taken = self._steps = self._rest = self._since = 0
+        self._replaying = False
+        self.replayed_from = -1
+        self._replayed_to = -1
+        self._mixed = False
+        self._in_first_epoch = True
+        self._end = self._last_step = -1
+
+    @property
+    def one_in(self) -> int:
+        """How many samples stand behind one that is followed; 1 as long as it is exact."""
+        return self._share.one_in
+
+    def restart(self, step: int) -> None:
+        """Take ``step`` as the first one of a restarted job."""
+        self._end_chunk()
+        drawn, repeated = self._drawn, self._repeated
+        overlaps = repeated >= _CHUNK and repeated > _EARLY_SHARE * drawn
+        self._watching = drawn > 0 and not overlaps
+        self.boundary, self.interrupted = step, self.epoch
+        self._before = drawn, repeated
+        self.again, self.again_W = 0, np.zeros_like(self.again_W)
+        self._taken = self._steps = self._rest = self._since = 0
+        self._replaying, self.replayed_from, self._replayed_to = True, -1, -1
+        self._mixed = False
+        self._in_first_epoch = self._num_epochs <= 1
+        self._end = self._last_step
+
+    def observe(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
+        """Take the samples of consecutive steps, one with each iteration.
+
+        Yields:
+            How the restarted job went on, in the step that shows it, and for MIXED in later steps
+            that show more of it.
+        """
+        begin = 0
+        for piece in drawn.pieces():
+            some = int(np.count_nonzero(self._share.admits(piece.flat)))
+            together = len(piece) < 2 or len(self._last) + some <= self._capacity
+            for few in (piece,) if together else piece.single_steps():
+                yield from self._take(steps[begin : begin + len(few)], few)
+                begin += len(few)
+
+    def _take(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
+        """Take steps that share no sample: a single one, or several for which there is room."""
+        draws = drawn.sorted(self._share.admits(drawn.flat))
+        different = draws.where(differs_from_previous(draws.samples))
+        numbers_U = np.array(steps, np.int32)[different.steps]
+        known_U, latest_U = self._last.put(different.samples, numbers_U)
+        last_U = np.where(known_U, latest_U, np.int64(-1))
+        lasts, samples = different.of_steps(last_U), different.of_steps(different.samples)
+        for index, step in enumerate(steps):
+            self._most_drawn = max(self._most_drawn, int(drawn.lengths[index]))
+            verdict = None
+            if self._watching and len(samples[index]):
+                own = draws if len(drawn) == 1 else draws.where(draws.steps == index)
+                verdict = self._look(own, samples[index], lasts[index])
+            self._follow_epoch(step, lasts[index])
+            self._last_step = step if len(samples[index]) else self._last_step
+            while len(self._last) > self._capacity and self._share.can_halve:
+                self._halve()
+            yield verdict
+
+    def _look(self, draws: Draws, samples_U: Ints, last_U: Ints) -> Resumption | None:
+        """Judge a step after a restart, by the last steps that drew its samples before."""
+        again_U = (last_U >= self.interrupted) & (last_U < self.boundary)
+        again_D = again_U[samples_U.searchsorted(draws.samples)]
+        again_W = np.bincount(draws.ranks[again_D], minlength=draws.shape[1])
+        return self._judge(last_U, again_U, again_W)
+
+    def _judge(self, last_U: Ints, again_U: Bools, again_W: Ints) -> Resumption | None:
+        rest = self._num_of_rest(last_U)
+        decided_before = self._is_decided()
+        self._steps += 1
+        self._taken += len(last_U)
+        self._since += int(np.sum(last_U >= self.boundary))
+        self.again += int(again_U.sum())
+        self.again_W += again_W
+        if self._replaying:
+            self._replaying = self._goes_on_replaying(last_U, again_U, rest)
+            if self._replaying:
+                return None
+        self._rest += rest if decided_before else 0
+        if self._rest > self._tolerance() and not self._mixed:
+            return self._decide()
+        self._watching = not self._is_over()
+        return Resumption.MIXED if self._mixed and again_U.any() else None
+
+    def _num_of_rest(self, last_U: Ints) -> int:
+        """Count samples of the epoch's rest; in the first epoch, those never seen before."""
+        if self._in_first_epoch:
+            return int(np.sum(last_U < 0))
+        return int(np.sum((last_U >= 0) & (last_U < self.interrupted)))
+
+    def _decide(self) -> Resumption:
+        if not self._has_replayed():
+            self._mixed = True
+            return Resumption.MIXED
+        self._watching = False
+        self.epoch, (self._drawn, self._repeated) = self.interrupted, self._before
+        self._num_epochs = 1 if self._in_first_epoch else self._num_epochs
+        whole = self.replayed_from == self.interrupted
+        return Resumption.FROM_START if whole else Resumption.FROM_CHECKPOINT
+
+    def _goes_on_replaying(self, last_U: Ints, again_U: Bools, rest: int) -> bool:
+        """Return whether this step repeats what followed on the one before, up to the restart."""
+        if not again_U.any():
+            return False
+        low, high = int(last_U[again_U].min()), int(last_U[again_U].max())
+        gap = low - self._replayed_to
+        furthest = 1 if self.one_in == 1 else 2 * _WIDEST
+        follows = self.replayed_from >= 0 and 0 <= gap <= furthest
+        reached = high == self._end
+        alone = bool(again_U.all())
+        begins = self.replayed_from < 0 and alone and high - low <= _WIDEST
+        ends = reached and int(again_U.sum()) + rest == len(last_U)
+        if not (begins or (follows and (alone or ends))):
+            self._replayed_to = -1
+            return False
+        self.replayed_from = low if self.replayed_from < 0 else self.replayed_from
+        self._replayed_to = high
+        return not reached
+
+    def _is_decided(self) -> bool:
+        """Return whether so many samples came again that a rest after them proves a fault."""
+        if self._has_replayed():
+            return True
+        drawn, repeated = self._before
+        by_chance = 3 * (self._taken / drawn) * (repeated + _BY_CHANCE)
+        return not self._replaying and self.again > _LEAST + by_chance
+
+    def _has_replayed(self) -> bool:
+        """Return whether all steps from some step to the restart came again in order."""
+        return self.replayed_from >= 0 and self._replayed_to == self._end
+
+    def _is_over(self) -> bool:
+        """Return whether the job has proved to go on, or whole epochs have passed."""
+        begun = self._steps >= _EARLY_STEPS and self._taken >= _EARLY_DRAWS
+        goes_on = begun and self.again < _EARLY_SHARE * self._taken
+        return (goes_on and not self._has_replayed()) or 2 * self._since > self._taken
+
+    def _tolerance(self) -> float:
+        """Samples that an epoch's end may leave out, and the step that crosses its border."""
+        expected = 2 * self._most_drawn / self.one_in
+        return expected + (4 * math.sqrt(expected) if self.one_in > 1 else 0)
+
+    def _follow_epoch(self, step: int, last_U: Ints) -> None:
+        if self.epoch < 0:
+            self.epoch, self._num_epochs = step, 1
+        if self._chunk_drawn == 0:
+            self._chunk_start = step
+        self._chunk_drawn += len(last_U)
+        self._chunk_again += int(np.count_nonzero(last_U >= self.epoch))
+        if self._chunk_drawn >= _CHUNK:
+            self._end_chunk()
+
+    def _end_chunk(self) -> None:
+        if 2 * self._chunk_again > self._chunk_drawn:  # most of it came before: the next epoch
+            self.epoch, self._num_epochs = self._chunk_start, self._num_epochs + 1
+            self._drawn, self._repeated = self._chunk_drawn, 0
+        else:
+            self._drawn += self._chunk_drawn
+            self._repeated += self._chunk_again
+        self._chunk_drawn = self._chunk_again = 0
+
+    def _halve(self) -> None:
+        self._share.halve()
+        self._last.keep(self._share.admits)
+        self._drawn, self._repeated = self._drawn // 2, self._repeated // 2
+        self._before = max(self._before[0] // 2, 1), self._before[1] // 2
+        for name in ("again", "_taken", "_rest", "_since"):
+            setattr(self, name, getattr(self, name) // 2)
+        self.again_W //= 2
+
+
+FROM_START, DONE_TWICE = "epoch-begun-again", "steps-done-twice"
+"""Keys of the findings whose words differ from those of ``data.resume_mismatch``."""
+
+
+class ResumeMismatch(Detector):
+    """After a restart, samples that the interrupted epoch had drawn come again before its rest.
+
+    A restart is known from ``close``: a step after it belongs to a job that continues this one,
+    whether this object goes on or another that was restored from its state.
+
+    - In another order, it is an error: the loader shuffled again.
+    - All steps of the epoch in the same order: the loader was not advanced, or the whole job went
+      back to a checkpoint from the epoch's start. The learning rate tells, where it changes.
+    - The last few steps in the same order: the checkpoint was a little older than the last step.
+      That is a note.
+
+    Args:
+        num_workers: W.
+        capacity: Different samples to remember; beyond it, a random share of them is followed.
+    """
+
+    def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:
+        self._watch = RestartWatch(num_workers, capacity)
+        self._ended = False
+        self._lr_by_step: dict[int, float] = {}
+        self._lr_before = self._lr_after = self._lr_at_start = math.nan
+        self._lr_last = math.nan
+
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
+        """Take consecutive steps; yields how a restarted job went on, where that shows."""
+        if self._ended:
+            self.restarted(steps.numbers[0])
+        verdicts = self._watch.observe(steps.numbers, steps.columns.samples)
+        for step in steps:
+            lr = _largest(step)
+            if step.gathered.step == self._watch.boundary:
+                self._lr_after = lr
+            verdict = next(verdicts)
+            self._remember(step.gathered.step, lr)
+            yield () if verdict is None else (self._evidence(verdict, step.gathered),)
+
+    def close(self) -> Iterable[Evidence]:
+        """End the run; a step after this is one of a restarted job."""
+        self._ended = True
+        return ()
+
+    def restarted(self, step: int) -> None:
+        """Take ``step`` as the first one of a restarted job."""
+        self._ended = False
+        self._watch.restart(step)
+        self._lr_at_start = self._lr_by_step.get(self._watch.interrupted, math.nan)
+        self._lr_before = self._lr_last
+
+    def _remember(self, step: int, lr: float) -> None:
+        """Keep the learning rate of the epoch's first step, which is known a little later."""
+        self._lr_last = lr
+        self._lr_by_step[step] = lr
+        epoch = self._watch.epoch
+        for old in [s for s in self._lr_by_step if s != epoch and not step - 8 <= s <= step]:
+            del self._lr_by_step[old]
+
+    def _severity(self, verdict: Resumption) -> Severity:
+        if verdict is Resumption.MIXED:
+            return Severity.ERROR
+        if verdict is Resumption.FROM_CHECKPOINT:
+            return Severity.NOTE
+        back = abs(self._lr_after - self._lr_at_start)
+        on = abs(self._lr_after - self._lr_before)
+        if not math.isfinite(back + on) or math.isclose(self._lr_at_start, self._lr_before):
+            return Severity.WARNING
+        return Severity.NOTE if back < on else Severity.ERROR
+
+    def _evidence(self, verdict: Resumption, gathered: GatheredStep) -> Evidence:
+        watch, severity = self._watch, self._severity(verdict)
+        many_W = 4 * watch.again_W >= max(1, int(watch.again_W.max()))
+        ranks = tuple(np.flatnonzero(many_W).tolist())
+        one_in = watch.one_in
+        of = f" among the one in {one_in:,} that are followed" if one_in > 1 else ""
+        mixed = verdict is Resumption.MIXED
+        twice = not mixed and severity is Severity.NOTE
+        return Evidence(
+            cause="data.resume_mismatch",
+            severity=severity,
+            ranks=ranks if severity is not Severity.NOTE else (),
+            first_step=watch.boundary,
+            last_step=gathered.step,
+            count=watch.again if mixed else 1,
+            fields={
+                "ranks": name_ranks(ranks),
+                "restart": f"{watch.boundary:,}",
+                "epoch": f"{watch.interrupted:,}",
+                "again": count(watch.again, "sample") + of,
+                "from": f"{watch.replayed_from:,}",
+                "to": f"{watch.boundary - 1:,}",
+            },
+            numbers={
+                "restart_at": watch.boundary,
+                "epoch_began_at": watch.interrupted,
+                "drawn_again": watch.again,
+                "follows_one_sample_in": one_in,
+                **({} if mixed else {"repeats_steps_from": watch.replayed_from}),
+            },
+            key="" if mixed else DONE_TWICE if twice else FROM_START,
+        )
+
+
+def _largest(step: Step) -> float:
+    """Return the largest learning rate that is known; minus infinity without any."""
+    highest = step.ends("lr")[1]
+    if not math.isnan(highest):
+        return max(highest, -math.inf)
+    return float(np.fmax.reduce(step.gathered.workers["lr"], initial=-np.inf))  # leaves out NaN

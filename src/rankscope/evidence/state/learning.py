@@ -1,0 +1,115 @@
+"""The detector of parameters that do not learn though they are trained, or are updated twice.
+
+Whether a parameter rests is found by :class:`rankscope.evidence.state.roles.Stillness`, from digests of its
+bits and of its gradient.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.finding import Severity
+from rankscope.bus.persistent_fault import PersistentFault
+from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.steps import Step
+from rankscope.bus.words import count, listed, name_ranks
+from rankscope.evidence.state.roles import Role, tie_of
+from rankscope.stats.arrays import Ints
+
+ALONE = "state.not_updated"
+HELD = "not-updated-though-held"
+NOTHING = "nothing-updated"
+TWICE = "state.updated_twice"
+
+_ROLE_WORDS = (
+    (Role.TRAINED, "trained", "frozen"),
+    (Role.OWNED, "in the optimizer's parameter groups", "in no parameter group"),
+    (Role.LEFT_OUT, "left out of the reduction", "reduced"),
+)
+_MOST_NAMES = 64
+_NAMED = 4
+
+
+class NotUpdated(Detector):
+    """Parameters that have a gradient and keep their bits, while the optimizer changes others.
+
+    A warning where the optimizer that ``watch`` knows does not hold them; a note where it does: a
+    learning rate of 0, or an update that rounding loses, explains it. A warning where no parameter
+    changes at all, and for parameters that the optimizer holds more than once.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, dict[str, bool]] = {}  # whether it is so still, by key
+        self._spans: dict[str, PersistentFault] = {}
+
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
+        """Take one step; speaks of what rests, moves again, or is held twice."""
+        told: dict[str, None] = {}
+        for found in step.gathered.differences:
+            if found.kind is StateKind.RESTING:
+                so = bool(found.unchanged_W[0])
+                keys: tuple[str, ...] = (ALONE, HELD, NOTHING)
+                if so:  # when it moves again, the optimizer may hold it by now
+                    keys = (_key_of(int(found.digests_W[0])),)
+            elif found.kind is StateKind.ROLE and np.all(found.digests_W & Role.TWICE):
+                so, keys = True, (TWICE,)
+            else:
+                continue
+            for key in keys:
+                if self._take(key, found.name, step.gathered.step, so=so):
+                    told[key] = None
+        return [self._evidence(key) for key in told]
+
+    def _take(self, key: str, name: str, step: int, *, so: bool) -> bool:
+        """Take what is known of one parameter; return whether there is something to tell."""
+        names = self._names.setdefault(key, {})
+        if name not in names and (not so or len(names) >= _MOST_NAMES):
+            return False
+        names[name] = so
+        if so:
+            span = self._spans.setdefault(key, PersistentFault())
+            if span.last != step:
+                span.see(step)
+        self._spans[key].open = any(names.values())
+        return True
+
+    def _evidence(self, key: str) -> Evidence:
+        names = [name for name, so in self._names[key].items() if so] or list(self._names[key])
+        span = self._spans[key]
+        over = "" if span.open else " They change again."
+        shown, rest = names[:_NAMED], len(names) - _NAMED
+        words = listed([*shown, count(rest, "other")] if rest > 0 else shown)
+        fields = {"names": words, "over": over}
+        cause = key if key == TWICE else ALONE
+        severity = Severity.NOTE if key == HELD else Severity.WARNING
+        return span.evidence(cause, severity, (), fields, {"names": names}, key=key)
+
+
+def _key_of(word: int) -> str:
+    if word & Role.ALL_REST:
+        return NOTHING
+    return HELD if word & Role.OWNED else ALONE
+
+
+def role_words(differ: Sequence[StateDifference]) -> str:
+    """Return in what the roles of parameters differ between workers."""
+    return "; ".join(dict.fromkeys(word for d in differ for word in _role_words(d.digests_W)))
+
+
+def _role_words(words_W: Ints) -> Iterable[str]:
+    """Yield in what a parameter's roles differ."""
+    for role, with_it, without in _ROLE_WORDS:
+        yield from _on_some((words_W & role).astype(bool), with_it, without)
+    ties_W = np.array([tie_of(int(word)) for word in words_W])
+    if (ties_W != ties_W[0]).any():
+        yield from _on_some(ties_W != 0, "tied", "untied")
+
+
+def _on_some(flags_W: NDArray[np.bool_], with_it: str, without: str) -> Iterable[str]:
+    count_with = int(flags_W.sum())
+    if 0 < count_with < len(flags_W):
+        few = 2 * count_with < len(flags_W)
+        ranks = np.flatnonzero(flags_W if few else ~flags_W).tolist()
+        yield f"{with_it if few else without} on {name_ranks(ranks)} alone"

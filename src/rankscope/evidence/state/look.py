@@ -1,0 +1,68 @@
+"""A look at how each parameter of a model takes part in the training."""
+
+from collections import Counter
+from collections.abc import Container
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rankscope.evidence.state.plan import Lasting, Place, is_sharded, known_size
+from rankscope.evidence.state.roles import MOST_NAMED, Role, Roles, role_word
+
+
+class Look(NamedTuple):
+    """What a worker sees when it looks at its parameters.
+
+    Attributes:
+        roles: Of all of them.
+        left_out: Those that are trained and not reduced, by name and shape.
+    """
+
+    roles: Roles
+    left_out: dict[str, Tensor]
+
+
+def look_at(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    left_out: Container[str] = (),
+    lasting: Lasting | None = None,
+) -> Look:
+    """Look at a model's parameters; one that hangs in several places is named for each.
+
+    Args:
+        module: The model.
+        optimizer: The optimizer; None if it is not known.
+        left_out: Names of parameters that the wrapper does not reduce.
+        lasting: Tells what lasts of a parameter; None if all that hangs in the model does.
+    """
+    groups = () if is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
+    counts = Counter(id(parameter) for group in groups for parameter in group["params"])
+    words: dict[str, int] = {}
+    first_names: dict[int, str] = {}
+    alone: dict[str, Tensor] = {}
+    for prefix, holder in module.named_modules():
+        for key in holder._parameters:
+            place = Place(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer=False)
+            tensor = place.current(lasting)
+            if tensor is None:
+                continue
+            first = first_names.setdefault(id(tensor), place.name)
+            role = _role(tensor, counts[id(tensor)], apart=place.name in left_out)
+            words[place.name] = role_word(role, "" if first == place.name else first)
+            if {Role.TRAINED, Role.LEFT_OUT} <= set(role) and len(alone) < MOST_NAMED:
+                alone[f"{place.name} {known_size(tensor)[0]}"] = tensor
+    return Look(Roles(tuple(words), tuple(words.values())), alone)
+
+
+def _role(tensor: Tensor, count: int, *, apart: bool) -> Role:
+    role = Role(0)
+    for flag, holds in (
+        (Role.TRAINED, tensor.requires_grad),
+        (Role.OWNED, count > 0),
+        (Role.TWICE, count > 1),
+        (Role.LEFT_OUT, apart),
+    ):
+        role |= flag if holds else Role(0)
+    return role

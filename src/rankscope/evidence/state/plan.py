@@ -1,0 +1,350 @@
+"""Whose turn it is: a rotation through all parameters and buffers of a model.
+
+A plan follows from names, shapes and types alone, and the place in it from the turn's number. So
+workers with equal models choose the same items, whatever else happened to them.
+"""
+
+import math
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from rankscope.bus.replicas import RUNNING_STATISTICS, StateKind
+from rankscope.gradients.digest import known_shape, word_of
+from rankscope.gradients.names import canonical_name
+from rankscope.private import find
+
+Kinds = tuple[StateKind, ...]
+_NORMS: type[nn.Module] = find("torch.nn.modules.batchnorm._NormBase") or nn.Module
+_BROADCAST = (StateKind.STATISTICS, StateKind.BROADCAST)
+_SHARD = (StateKind.REDUCED, StateKind.APPLIED)
+Lasting = Callable[[nn.Module, str], Tensor | None]
+"""Returns what lasts of a module's parameter, where it is replaced while the model computes; None
+for a parameter that each worker may have for itself."""
+
+_SHARDED = frozenset(
+    {
+        "DeepSpeedZeroOptimizer",
+        "DeepSpeedZeroOptimizer_Stage3",
+        "DistributedFusedAdam",
+        "DistributedOptimizer",
+        "OSS",
+        "ZeroRedundancyOptimizer",
+    }
+)
+_LEAST_BYTES = 1 << 18  # of a turn, so that small models are done in a few turns
+_GROWTH = (1.0, 1.15, 1.4, 1.8, 2.5, 4.0, 8.0, 16.0)  # of a turn's share, until all turns suffice
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor hangs in a model; what hangs there may be replaced.
+
+    Attributes:
+        name: The canonical name.
+        holder: The module that it belongs to.
+        key: What the module calls it.
+        is_buffer: Whether it is a buffer.
+    """
+
+    name: str
+    holder: nn.Module
+    key: str
+    is_buffer: bool
+
+    def current(self, lasting: Lasting | None = None) -> Tensor | None:
+        """Return the tensor that hangs there now, or what lasts of it."""
+        found = self.holder._buffers if self.is_buffer else self.holder._parameters
+        tensor = found.get(self.key)
+        if tensor is None or self.is_buffer or lasting is None:
+            return tensor
+        return lasting(self.holder, self.key)
+
+
+class Found(NamedTuple):
+    """What a plan goes by; but for the module, equal on workers with equal models.
+
+    Attributes:
+        holder: The module that it belongs to.
+        prefix: The module's name.
+        key: What the module calls it.
+        is_buffer: Whether it is a buffer.
+        shape: Its shape; of a DTensor, that of the whole.
+        length: Elements on a worker; of a DTensor, about a shard's.
+        dtype: Its dtype.
+        trained: Whether it requires a gradient.
+        owned: Whether the optimizer updates it, and keeps all its state on every worker.
+        broadcast: Whether it is a running statistic that DDP broadcasts before each step.
+    """
+
+    holder: nn.Module
+    prefix: str
+    key: str
+    is_buffer: bool
+    shape: tuple[int, ...]
+    length: int
+    dtype: torch.dtype
+    trained: bool
+    owned: bool
+    broadcast: bool = False
+
+    @property
+    def name(self) -> str:
+        """The canonical name."""
+        return canonical_name(f"{self.prefix}.{self.key}" if self.prefix else self.key)
+
+    @property
+    def bytes(self) -> int:
+        """Size on a worker."""
+        return self.length * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements ``[start, stop)`` of a tensor of ``length`` elements; None for its end."""
+
+    place: Place
+    length: int
+    start: int = 0
+    stop: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """What shares a digest of each of its kinds: a tensor, a range of it, or several small ones.
+
+    Attributes:
+        name: What it is called.
+        kinds: What is digested of it.
+        bytes: Its size, the optimizer's state not counted in.
+        slices: What it is made of.
+    """
+
+    name: str
+    kinds: Kinds
+    bytes: int
+    slices: tuple[Slice, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing of it lies in another item."""
+        return self.slices[0].start == 0 and self.slices[0].stop is None
+
+
+class Plan:
+    """One rotation through a model.
+
+    Args:
+        found: What the model has.
+        replicated: Whether workers hold the same parameters; if not, only buffers have turns.
+        shards: Whether the gradients of parameters that are not replicated have turns as well.
+        called: Whether it can be seen when the optimizer is called.
+        turns: Turns that a rotation may take.
+        max_items: Digests of a turn, at most.
+    """
+
+    def __init__(
+        self,
+        found: Sequence[Found],
+        *,
+        replicated: bool,
+        shards: bool = False,
+        called: bool,
+        turns: int,
+        max_items: int,
+    ) -> None:
+        self.found = found
+        asked = 9 if replicated else 7  # who trains what may differ between owners
+        words = [f"{each.name} {each[3:5]} {each[6:asked]}" for each in found]
+        self.layout = word_of(f"{replicated} {called} " + "\n".join(words)) >> 1
+        kinds = (_kinds(each, called) if replicated else _SHARD for each in found)
+        parameters = [
+            _item(each, of)
+            for each, of in zip(found, kinds, strict=True)
+            if not each.is_buffer and (replicated or (shards and called and each.trained))
+        ]
+        buffers = [
+            _item(each, _BROADCAST if each.broadcast else (StateKind.BUFFER,))
+            for each in found
+            if each.is_buffer
+        ]
+        share = max(1, max_items // 8) if parameters else max_items
+        rest = max_items - share if buffers else max_items
+        self._rotations = (_rounds(parameters, turns, rest), _rounds(buffers, turns, share))
+
+        self._lengths = tuple(len(rounds) for rounds in self._rotations)
+        self.length = max(self._lengths)
+        """Turns of a rotation."""
+
+    def place(self, turn: int) -> tuple[int, ...]:
+        """Return where a turn stands in the rotation; turns of equal places have equal items."""
+        return tuple([turn % length for length in self._lengths])
+
+    def chosen(self, turn: int) -> list[Item]:
+        """Return the items of a turn: parameters, then buffers."""
+        return [item for rounds in self._rotations for item in rounds[turn % len(rounds)]]
+
+
+def survey(
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    left_out: Container[str] = (),
+    lasting: Lasting | None = None,
+    *,
+    broadcast: bool = False,
+) -> list[Found]:
+    """Return what a model holds now, each tensor once, in the order of its modules.
+
+    Args:
+        module: The model.
+        optimizer: The optimizer; None if it is not known.
+        left_out: Names of parameters and buffers that each worker may have for itself.
+        lasting: Tells what lasts of a parameter; None if all that hangs in the model does.
+        broadcast: Whether DDP broadcasts buffers.
+    """
+    groups = () if is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
+    owned = {id(parameter) for group in groups for parameter in group["params"]}
+    found: list[Found] = []
+    seen: set[int] = set()
+    for prefix, holder in module.named_modules():
+        for is_buffer, tensors in ((False, holder._parameters), (True, holder._buffers)):
+            for key in tensors:
+                place = Place(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer)
+                tensor = place.current(lasting)
+                if tensor is None or id(tensor) in seen or place.name in left_out:
+                    continue
+                seen.add(id(tensor))
+                shape, length = known_size(tensor)
+                asked = (tensor.requires_grad, id(tensor) in owned)
+                apart = broadcast and is_buffer and _drifts_apart(holder, key)
+                each = Found(holder, prefix, key, is_buffer, shape, length, tensor.dtype, *asked)
+                found.append(each._replace(broadcast=apart))
+    return found
+
+
+def _drifts_apart(holder: nn.Module, key: str) -> bool:
+    """Return whether a forward pass in training changes a buffer on each worker for itself."""
+    return (
+        key in RUNNING_STATISTICS
+        and isinstance(holder, _NORMS)
+        and not isinstance(holder, nn.SyncBatchNorm)
+    )
+
+
+def is_sharded(optimizer: object) -> bool:
+    """Return whether an optimizer, or one that it wraps, is known to keep its state in shares."""
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    inner = getattr(optimizer, "optimizer", None)
+    return bool(names & _SHARDED) or (inner is not None and is_sharded(inner))
+
+
+def known_size(tensor: Tensor) -> tuple[tuple[int, ...], int]:
+    """Return a tensor's shape and its elements on a worker."""
+    shape = getattr(tensor, "ds_shape", None) or known_shape(tensor)  # the former: of ZeRO 3
+    if not shape and is_lazy(tensor):
+        return (), 0
+    if -1 in shape:
+        return tuple(shape), 0
+    length = math.prod(shape)
+    if isinstance(tensor, DTensor):
+        for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+            length = -(-length // size) if placement.is_shard() else length
+    return tuple(shape), length
+
+
+def _kinds(each: Found, called: bool) -> Kinds:
+    if not each.trained:
+        return (StateKind.PARAMETER,)
+    kinds = [StateKind.PARAMETER]
+    if each.owned:
+        kinds.append(StateKind.OPTIMIZER)
+    kinds.append(StateKind.REDUCED)
+    if called:
+        kinds.append(StateKind.APPLIED)
+    return tuple(kinds)
+
+
+def _item(each: Found, kinds: Kinds) -> Item:
+    place = Place(each.name, each.holder, each.key, each.is_buffer)
+    return Item(place.name, kinds, each.bytes, (Slice(place, each.length),))
+
+
+def _rounds(whole: list[Item], turns: int, slots: int) -> list[list[Item]]:
+    """Deal items out to turns: at most ``slots`` digests in each, and about as many bytes."""
+    if not whole:
+        return [[]]
+    total = sum(item.bytes for item in whole)
+    crowd = sum(len(item.kinds) for item in whole) / (slots * turns)
+    rounds: list[list[Item]] = [[]]
+    for growth in _GROWTH:
+        budget = max(_LEAST_BYTES, math.ceil(growth * total / turns))
+        cut = [part for item in whole for part in _cut(item, budget)]
+        rounds = _dealt(_joined(cut, budget, math.ceil(growth * crowd)), budget, slots)
+        if len(rounds) <= turns:
+            break
+    return rounds
+
+
+def _dealt(items: Iterable[Item], budget: int, slots: int) -> list[list[Item]]:
+    rounds: list[list[Item]] = [[]]
+    size = count = 0
+    for item in items:
+        size, count = size + item.bytes, count + len(item.kinds)
+        if rounds[-1] and (size > budget or count > slots):
+            rounds.append([])
+            size, count = item.bytes, len(item.kinds)
+        rounds[-1].append(item)
+    return rounds
+
+
+def _cut(item: Item, budget: int) -> Iterator[Item]:
+    """Yield ranges of one tensor; the last runs to its end, however long a shard is."""
+    (whole,) = item.slices
+    parts = min(-(-item.bytes // budget), whole.length)
+    if parts < 2:
+        yield item
+        return
+    cuts = [whole.length * part // parts for part in range(parts + 1)]
+    for first, last in pairwise(cuts):
+        stop = None if last == whole.length else last
+        yield Item(
+            f"{item.name}[{first}:{last}]",
+            item.kinds,
+            (last - first) * (item.bytes // whole.length),
+            (replace(whole, start=first, stop=stop),),
+        )
+
+
+def _joined(items: Iterable[Item], budget: int, together: int) -> Iterator[Item]:
+    """Yield items that hold up to ``together`` neighbours each, of limited size in all."""
+    group: list[Item] = []
+    for item in items:
+        if group and not (
+            len(group) < together
+            and item.kinds == group[0].kinds
+            and item.whole
+            and group[0].whole
+            and sum(other.bytes for other in group) + item.bytes <= budget
+        ):
+            yield _one_of(group)
+            group = []
+        group.append(item)
+    if group:
+        yield _one_of(group)
+
+
+def _one_of(group: list[Item]) -> Item:
+    if len(group) == 1:
+        return group[0]
+    return Item(
+        f"{group[0].name} … {group[-1].name} ({len(group)} tensors)",
+        group[0].kinds,
+        sum(item.bytes for item in group),
+        tuple(part for item in group for part in item.slices),
+    )

@@ -1,0 +1,331 @@
+"""Reads many parts of tensors at one moment of a step: their digests, and squared norms of some.
+
+What lies in the host's memory is read by one call, what lies on an accelerator by one launch,
+however many parts there are. Anything else (sparse, not contiguous, of a subclass) is read by
+itself.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from operator import add, attrgetter, is_, sub
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rankscope.gradients.digest import (
+    ORDINARY,
+    PendingDigest,
+    digest_bits,
+    flat_pieces,
+    lies_in_memory,
+    word_of,
+)
+from rankscope.gradients.host import HostCopy
+from rankscope.gradients.kernels.bits import NUMBERS, Parts, native_sum
+from rankscope.gradients.kernels.flat import check_memory
+from rankscope.gradients.kernels.many import DeviceParts, Launched, device_reader
+
+_MASK = (1 << 64) - 1
+_bytes_of, _dtype_of, _is_on_host = map(attrgetter, ("nbytes", "dtype", "is_cpu"))
+
+_kinds: dict[tuple[torch.dtype, int], tuple[int, int, int]] = {}
+
+
+class Reading:
+    """Parts of tensors that are to be read at one moment, each with a number of its own, from 0."""
+
+    __slots__ = ("_devices", "_kept", "_known", "_lying", "_native", "_odd", "_parts", "_squares")
+
+    def __init__(self) -> None:
+        self._native = native_sum()
+        self._known: list[int] = []
+        self._kept: list[Tensor] = []  # until they are read; some are made when they are asked for
+        self._lying: list[int] = []  # numbers of those that are kept
+        self._parts: list[int] = []  # on the host: address, bytes, and what they hold
+        self._devices: dict[torch.device, DeviceParts] = {}
+        self._odd: list[tuple[int, PendingDigest]] = []
+        self._squares: list[tuple[int, float | Tensor]] = []
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(
+        self, tensor: Tensor, start: int = 0, stop: int | None = None, *, norm: bool = False
+    ) -> None:
+        """Add elements ``[start, stop)`` of a tensor, clipped to it; see ``digest_tensor``.
+
+        Nothing is added when it raises, as it may with tensors of unknown kinds.
+
+        Args:
+            tensor: Any; what it holds when :meth:`begin` is called counts.
+            start: First element.
+            stop: The element after the last; None for all.
+            norm: Whether to add up its squares; of a sparse tensor, those of all its values.
+        """
+        if type(tensor) is not Tensor and isinstance(tensor, DTensor):
+            tensor = tensor.to_local()
+        if not lies_in_memory(tensor):
+            self._add_odd(tensor, start, stop, norm=norm)
+            return
+        length, dtype, address = tensor.numel(), tensor.dtype, tensor.data_ptr()
+        if start or stop is not None:
+            stop = length if stop is None else min(stop, length)
+            start = min(start, stop)
+            length, address = stop - start, address + start * dtype.itemsize
+        known, size, numbers = _kinds.get((dtype, length)) or _learn(dtype, length)
+        if tensor.is_cpu and self._native is not None:
+            self._parts += (address, size, numbers if norm else 0)
+        else:
+            device = tensor.device
+            reader = device_reader(device)
+            if reader is None or (norm and not numbers):
+                self._add_odd(tensor, start, stop, norm=norm)
+                return
+            parts = self._devices.setdefault(device, DeviceParts(reader))
+            parts.add(len(self._known), address, size, numbers, norm=norm)
+            self._parts += (0, 0, 0)
+        self._kept.append(tensor)
+        self._lying.append(len(self._known))
+        self._known.append(known)
+
+    def add_digest(self, digest: PendingDigest) -> None:
+        """Add a digest that is known, or computed already."""
+        if digest.pending:
+            self._odd.append((len(self._known), digest))
+        self.add_word(digest.known & _MASK)
+
+    def add_word(self, word: int) -> None:
+        """Add a digest that is known."""
+        self._known.append(word)
+        self._parts += (0, 0, 0)
+
+    def add_unreadable(self, word: int) -> None:
+        """Add a digest that stands for what cannot be read; its sum of squares is unknown."""
+        self._squares.append((len(self._known), math.nan))
+        self.add_word(word)
+
+    def forget(self, length: int) -> None:
+        """Forget what was added after the first so many; only words may be added afterwards."""
+        del self._known[length:], self._parts[3 * length :]
+        while self._lying and self._lying[-1] >= length:
+            del self._lying[-1], self._kept[-1]
+        for parts in self._devices.values():
+            parts.forget(length)
+        self._odd = [odd for odd in self._odd if odd[0] < length]
+        self._squares = [square for square in self._squares if square[0] < length]
+
+    def begin(self) -> "PendingReading":
+        """Read; nothing waits for a device."""
+        host = self._on_host()
+        return self._begin(None if host is None else host.read())
+
+    def _on_host(self) -> Parts | None:
+        """Return what lies in the host's memory, if something does."""
+        if self._native is None or not any(self._parts[1::3]):
+            return None
+        return Parts(self._native, self._parts, self._known)
+
+    def _begin(self, of_host: tuple[list[int], list[float]] | None) -> "PendingReading":
+        if of_host is None:
+            of_host = list(self._known), [0.0] * len(self._known)
+        launched = [parts.launch() for parts in self._devices.values()] if self._devices else ()
+        return PendingReading(*of_host, launched, self._odd, self._squares)
+
+    def _add_odd(self, tensor: Tensor, start: int, stop: int | None, *, norm: bool) -> None:
+        digest = digest_bits(tensor, start, stop)
+        number = len(self._known)
+        if norm:
+            squares = list(_squares(tensor, start, stop))
+            self._squares += [(number, square) for square in squares]
+        self.add_digest(digest)
+
+
+class Recurring:
+    """A reading that is begun anew in one step after another, of tensors that are made anew.
+
+    As long as they are alike, only their addresses are looked up. It holds none of them.
+    """
+
+    __slots__ = ("_form", "_host", "_offsets", "_pointers", "_reading", "_types")
+
+    def __init__(self) -> None:
+        self._reading: Reading | None = None
+        self._host: Parts | None = None
+        self._form: tuple[list[int], list[bool]] = ([], [])
+        self._types: list[torch.dtype] = []
+        self._pointers: list[int] = []
+        self._offsets: list[int] | None = None
+
+    def learn(self, reading: Reading, tensors: Sequence[Tensor | None]) -> None:
+        """Take a reading that is about to begin for one that recurs, if all of it lies in memory.
+
+        Args:
+            reading: It is kept.
+            tensors: What was added to it, but for words, in the same order.
+        """
+        self._reading = None
+        kept = reading._kept
+        lies = len(kept) == len(tensors) and all(map(is_, kept, tensors))
+        if not lies or reading._odd or reading._squares or any(map(Tensor.is_complex, kept)):
+            return
+        reading._kept = []
+        self._form, self._types = _form_of(kept), list(map(_dtype_of, kept))
+        self._pointers = list(map(Tensor.data_ptr, kept))
+        self._reading, self._host = reading, reading._on_host()
+        if reading._lying == list(range(len(reading))) and not reading._devices:
+            self._offsets = list(map(sub, reading._parts[::3], self._pointers))
+        else:
+            self._offsets = None
+
+    def begin(
+        self, tensors: Sequence[Any], before: "Recurring | None" = None
+    ) -> "PendingReading | None":
+        """Read tensors like those of the reading that was learnt, None if these are others.
+
+        Args:
+            tensors: What is to be read.
+            before: Has just read the same tensors, as far as they are still where they were.
+        """
+        if self._reading is None or not ORDINARY.issuperset(map(type, tensors)):
+            return None
+        pointers = list(map(Tensor.data_ptr, tensors))
+        found = before is not None and before._has_read(pointers, self._form)
+        if not found and _form_of(tensors) != self._form:
+            return None
+        if pointers != self._pointers:
+            if self._host is None or self._offsets is None:
+                return None
+            if not found and not self._have_memory(tensors):
+                return None
+            self._pointers = pointers
+            self._host.move(map(add, pointers, self._offsets))
+        return self._reading._begin(None if self._host is None else self._host.read())
+
+    def _has_read(self, pointers: list[int], form: tuple[list[int], list[bool]]) -> bool:
+        return self._pointers == pointers and self._form == form and self._reading is not None
+
+    def _have_memory(self, tensors: Sequence[Tensor]) -> bool:
+        """Return whether tensors like those that were learnt lie on the host, all of them there."""
+        if not all(map(_is_on_host, tensors)) or self._types != list(map(_dtype_of, tensors)):
+            return False
+        sizes, rooms = self._form[0], [each.untyped_storage().nbytes() for each in tensors]
+        if rooms == sizes:
+            return True
+        offsets = map(Tensor.storage_offset, tensors)
+        each = zip(rooms, offsets, self._types, sizes, strict=True)
+        return all(room >= offset * dtype.itemsize + size for room, offset, dtype, size in each)
+
+
+class PendingReading:
+    """What was read, part of which may still be computed on devices. N parts.
+
+    Args:
+        digests: What the host knows of the digests, below 2^64.
+        squares: What it knows of the sums of squares.
+        launched: What devices compute of whole sets of parts.
+        odd: What they compute of single digests, with the part's number.
+        odd_squares: More sums of squares of single parts, with its number.
+    """
+
+    __slots__ = ("_arrived", "_digests", "_launched", "_squares", "_terms")
+
+    def __init__(
+        self,
+        digests: list[int],
+        squares: list[float],
+        launched: Sequence[Launched] = (),
+        odd: Sequence[tuple[int, PendingDigest]] = (),
+        odd_squares: Sequence[tuple[int, float | Tensor]] = (),
+    ) -> None:
+        self._digests, self._squares, self._launched = digests, squares, launched
+        self._terms: dict[torch.device, list[tuple[int, int | None]]] = {}
+        self._arrived: dict[torch.device, HostCopy] = {}
+        if odd or odd_squares:
+            self._begin_to_copy(odd, odd_squares)
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`read` would not wait."""
+        launched = all(each.ready for each in self._launched)
+        return launched and all(copy.ready for copy in self._arrived.values())
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Wait for the devices; return N digests below 2^64, and N sums of squares."""
+        if self._launched or self._terms:
+            self._add_up()
+        return self._digests, self._squares
+
+    def _add_up(self) -> None:
+        digests, squares = self._digests, self._squares
+        for each in self._launched:
+            each.add_to(digests, squares)
+        for device, terms in self._terms.items():
+            arrived = self._arrived[device].numpy()
+            for (i, factor), value in zip(terms, arrived, strict=True):
+                if factor is None:
+                    squares[i] += float(value.view(np.float64))
+                else:
+                    digests[i] = digests[i] + factor * int(value) & _MASK
+        self._launched, self._terms = (), {}
+
+    def _begin_to_copy(
+        self,
+        odd: Sequence[tuple[int, PendingDigest]],
+        squares: Sequence[tuple[int, float | Tensor]],
+    ) -> None:
+        tensors: dict[torch.device, list[Tensor]] = defaultdict(list)
+        terms: dict[torch.device, list[tuple[int, int | None]]] = defaultdict(list)
+        for number, digest in odd:
+            for factor, tensor in digest.pending:
+                tensors[tensor.device].append(tensor)
+                terms[tensor.device].append((number, factor))
+        for number, square in squares:
+            if isinstance(square, Tensor):
+                tensors[square.device].append(square.double().view(torch.int64))
+                terms[square.device].append((number, None))
+            else:
+                self._squares[number] += square
+        self._terms = dict(terms)
+        self._arrived = {d: HostCopy(torch.stack(each), own=True) for d, each in tensors.items()}
+
+
+def prepare(device: torch.device) -> None:
+    """Compile now what reads on a device; later, a backward pass would have to wait for it."""
+    native_sum()
+    if device.type != "cpu":
+        device_reader(device)
+
+
+def _learn(dtype: torch.dtype, length: int) -> tuple[int, int, int]:
+    """Return the constant part of a digest, the bytes, and what they are called in C."""
+    known = (word_of(f"{dtype} {length}"), length * dtype.itemsize, NUMBERS.get(dtype, 0))
+    if len(_kinds) > 1 << 14:
+        _kinds.clear()
+    _kinds[dtype, length] = known
+    return known
+
+
+def _form_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[bool]]:
+    """Return what decides how much of their memory is read."""
+    return list(map(_bytes_of, tensors)), list(map(Tensor.is_contiguous, tensors))
+
+
+def _squares(tensor: Tensor, start: int, stop: int | None) -> Iterator[float | Tensor]:
+    """Yield sums of squares that together are those of a part of a gradient."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided:
+        tensor = tensor._values() if tensor.is_sparse else tensor.values()
+        start, stop = 0, None
+    stop = tensor.numel() if stop is None else min(stop, tensor.numel())
+    if start >= stop:
+        return
+    check_memory(tensor)
+    for piece in flat_pieces(tensor, start, stop):
+        flat = torch.view_as_real(piece).view(-1) if piece.is_complex() else piece
+        norm = torch.linalg.vector_norm(flat, dtype=torch.promote_types(flat.dtype, torch.float32))
+        square = norm.double().square()
+        yield float(square) if square.is_cpu else square

@@ -1,0 +1,357 @@
+"""A trace of a training: every parameter after each step, every gradient after its reduction.
+
+``rankscope diff`` compares the traces of two runs tensor by tensor: digest, norm and sketch. So
+each depends on a tensor's bits and name alone, not on the seed of a run, its groups or its other
+tensors. A tensor is cut into pieces; the sketch of each is taken at full width in float32 and
+folded in float64, so that rounding stays near 1e-7 of the tensor's norm, however large it is.
+Nothing waits for the device.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from rankscope.bus.replicas import TRACE_WIDTH, StateKind, Trace
+from rankscope.evidence.state.leaves import digest_optimizer
+from rankscope.evidence.state.plan import Place, Slice
+from rankscope.evidence.state.readings import PendingReading, Reading
+from rankscope.gradients.digest import PendingDigest, word_of
+from rankscope.gradients.fold import fold
+from rankscope.gradients.host import HostCopy
+from rankscope.gradients.kernels import ParameterSigns, choose_kernel, period_signs
+from rankscope.gradients.kernels.flat import flat_parts, has_memory
+from rankscope.gradients.names import canonical_name
+from rankscope.gradients.sketch import DEFAULT_WIDTH
+from rankscope.gradients.totals import GradientTotals
+
+UNREADABLE = PendingDigest(word_of("cannot be read"))
+
+DigestRow = tuple[StateKind, str, PendingDigest]
+"""What a tensor is, its name, and its digest, which may still be computed."""
+
+_SEED = 0  # of the signs, whatever the seed of the run
+_ROWS = 64  # pieces that are folded at once
+_PIECE = {"cpu": 1 << 18}  # elements: 64 sums for each number of the wide sketch
+_PIECE_ACCELERATOR = 1 << 26  # its kernel adds up in many short sums, and starts slowly
+_ORDINARY = (Tensor, nn.Parameter, nn.Buffer)
+
+_log = logging.getLogger("rankscope")
+
+
+class TraceReader:
+    """Reads tensors without waiting for their device, in scratch space of a fixed size.
+
+    Calls on one accelerator must follow one another on its stream.
+
+    Args:
+        device: Where the tensors live.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._kernel = choose_kernel(device, DEFAULT_WIDTH, period_signs(_SEED))
+        self._signs: dict[str, ParameterSigns] = {}
+        self._scratch = GradientTotals.zeros(_ROWS, DEFAULT_WIDTH, device)
+        self._piece = _PIECE.get(device.type, _PIECE_ACCELERATOR)
+        self._told = False
+
+    @torch.no_grad()
+    def read(
+        self, tensors: Iterable[tuple[StateKind, str, Tensor]], digests: Iterable[DigestRow] = ()
+    ) -> "PendingRows":
+        """Start to read tensors; whatever happens to them later is not seen.
+
+        Args:
+            tensors: What each is, its canonical name, and the tensor: any shape, layout and dtype.
+            digests: Further rows, of which only a digest is known.
+
+        Returns:
+            One row per tensor, in order, then those of ``digests``.
+        """
+        rows: list[tuple[StateKind, str]] = []
+        reading = Reading()
+        owners: list[int] = []
+        folded: list[Tensor] = []
+        squares: list[Tensor] = []
+        self._scratch.reset()
+        used = 0
+        for kind, name, tensor in tensors:
+            number = len(rows)
+            rows.append((kind, name))
+            self._add_digest(tensor, reading)
+            for position, piece in self._pieces(tensor):
+                if used == _ROWS:
+                    self._empty(used, folded, squares)
+                    used = 0
+                self._measure(name, piece, position, used)
+                owners.append(number)
+                used += 1
+        self._empty(used, folded, squares)
+        num_read = len(rows)
+        for kind, name, digest in digests:
+            rows.append((kind, name))
+            reading.add_digest(digest)
+        return PendingRows(
+            rows,
+            num_read,
+            reading.begin(),
+            np.array(owners, np.int64),
+            HostCopy(torch.cat(folded)),
+            HostCopy(torch.cat(squares)),
+        )
+
+    def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor | None]]:
+        """Yield position and elements of a tensor's pieces; None for what cannot be read."""
+        try:
+            if isinstance(tensor, DTensor):
+                tensor = tensor.to_local()
+            if not _lies_in_memory(tensor, self._device):
+                yield 0, None
+                return
+            for position, flat in flat_parts(tensor):
+                for start in range(0, len(flat), self._piece):
+                    yield position + start, flat[start : start + self._piece].contiguous()
+        except Exception as error:  # whatever kind of tensor it is
+            self._tell(error)
+            yield 0, None
+
+    def _measure(self, name: str, piece: Tensor | None, position: int, row: int) -> None:
+        signs = self._signs.get(name)
+        if signs is None:
+            signs = self._signs[name] = ParameterSigns(name, _SEED, self._device)
+        try:
+            if piece is not None:
+                first = signs.first % DEFAULT_WIDTH + position
+                self._kernel.measure(piece, signs, first, self._scratch, row)
+                return
+        except Exception as error:  # whatever dtype it has
+            self._tell(error)
+        self._scratch.squared_norms[row] = math.nan
+
+    def _add_digest(self, tensor: Tensor, reading: Reading) -> None:
+        try:
+            reading.add(tensor)
+        except Exception as error:  # whatever kind of tensor it is
+            self._tell(error)
+            reading.add_digest(UNREADABLE)
+
+    def _empty(self, used: int, folded: list[Tensor], squares: list[Tensor]) -> None:
+        """Fold what lies in the first rows of the scratch space, and clear it."""
+        folded.append(fold(self._scratch.sketches[:used].double(), TRACE_WIDTH, _SEED))
+        squares.append(self._scratch.squared_norms[:used].clone())
+        self._scratch.reset()
+
+    def _tell(self, error: Exception) -> None:
+        if not self._told:
+            self._told = True
+            _log.debug("some tensors cannot be traced: %s", error)
+
+
+class PendingRows:
+    """Rows of a trace on their way to the host. P pieces of the tensors.
+
+    Args:
+        rows: What each tensor is, and its name.
+        num_read: How many of them were read in pieces; of the others only a digest is known.
+        digests: Of all.
+        owners_P: The row to which each piece belongs.
+        sketches: float64 ``[P, k]``.
+        squared_norms: float64 ``[P]``.
+    """
+
+    def __init__(
+        self,
+        rows: list[tuple[StateKind, str]],
+        num_read: int,
+        digests: PendingReading,
+        owners_P: NDArray[np.int64],
+        sketches: HostCopy,
+        squared_norms: HostCopy,
+    ) -> None:
+        self._rows = rows
+        self._num_read = num_read
+        self._digests = digests
+        self._owners_P = owners_P
+        self._sketches, self._squared_norms = sketches, squared_norms
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`read` would not wait."""
+        return self._sketches.ready and self._squared_norms.ready and self._digests.ready
+
+    def read(self) -> Trace:
+        """Wait for the device."""
+        sketches_NK = np.zeros((len(self._rows), TRACE_WIDTH))
+        squares_N = np.zeros(len(self._rows))
+        np.add.at(sketches_NK, self._owners_P, self._sketches.numpy())
+        np.add.at(squares_N, self._owners_P, self._squared_norms.numpy())
+        squares_N[self._num_read :] = math.nan
+        digests, _ = self._digests.read()
+        with np.errstate(over="ignore", invalid="ignore"):  # of a gradient that has overflown
+            narrow_NK = sketches_NK.astype(np.float32)
+        return Trace(
+            tuple(kind for kind, _ in self._rows),
+            tuple(name for _, name in self._rows),
+            np.array(digests, np.uint64).view(np.int64),
+            np.sqrt(squares_N),
+            narrow_NK,
+        )
+
+
+def _lies_in_memory(tensor: Tensor, device: torch.device) -> bool:
+    """Return whether the elements of a tensor can be read at its address on a device."""
+    if type(tensor) not in _ORDINARY or tensor.device != device or is_lazy(tensor):
+        return False
+    return tensor.layout != torch.strided or has_memory(tensor)  # else its parts are copied
+
+
+@dataclass(frozen=True, slots=True)
+class PendingTrace:
+    """A step's trace on its way to the host.
+
+    Attributes:
+        rows: In the order in which they were read.
+        initial: What the model held before the step, in the first one.
+    """
+
+    rows: tuple[PendingRows, ...]
+    initial: PendingRows | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`read` would not wait."""
+        initial = self.initial is None or self.initial.ready
+        return initial and all(rows.ready for rows in self.rows)
+
+    def read(self) -> Trace:
+        """Wait for the device."""
+        initial = None if self.initial is None else self.initial.read()
+        return replace(_joined([rows.read() for rows in self.rows]), initial=initial)
+
+
+class TraceMeter:
+    """Traces a training on one rank; all calls come on the training thread, none waits.
+
+    Args:
+        module: The model, without what wraps it for data parallelism.
+        parameters: The parameters that are trained, by canonical name, whole on this rank.
+        device: Where they live.
+        optimizer: The optimizer, if known: what it remembers at the start is digested.
+        every: Steps that are multiples of this are traced.
+        leave_out: Takes the seconds that were spent, for they are no part of the budget.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, Tensor],
+        device: torch.device,
+        optimizer: torch.optim.Optimizer | None,
+        *,
+        every: int,
+        leave_out: Callable[[float], None],
+    ) -> None:
+        self._module = module
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._every = every
+        self._leave_out = leave_out
+        self._reader = TraceReader(device)
+        self._step = -1
+        self._due = False
+        self._begun = False  # the model as it was at the start has been read
+        self._initial: PendingRows | None = None
+        self._reduced: PendingRows | None = None
+        self._since_reduced = 0.0
+        self.busy_seconds = 0.0
+        """What tracing took between the last two reductions: it kept this rank, and no other."""
+
+    def begin_step(self, step: int, *, paused: bool) -> None:
+        """Begin a step, unless it has begun already; before its first forward pass."""
+        if self._step == step:
+            return
+        self._step = step
+        self._due = step % self._every == 0 and not paused
+        if not self._begun:
+            self._begun = True
+            start = time.perf_counter()
+            self._initial = self._reader.read(self._state(), self._remembered())
+            self._leave_out(self._spent(start))
+
+    def see_reduced(self) -> None:
+        """Read the gradients right after the reduction; the last call in a step counts."""
+        self.busy_seconds, self._since_reduced = self._since_reduced, 0.0
+        if not self._due:
+            return
+        start = time.perf_counter()
+        gradients = (
+            (StateKind.REDUCED, name, parameter.grad)
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None
+        )
+        self._reduced = self._reader.read(gradients)
+        self._leave_out(self._spent(start))
+
+    def collect(self) -> tuple[PendingTrace | None, float]:
+        """Read the parameters after the step.
+
+        Returns:
+            The step's trace, None of one that is not traced, and the seconds that reading took.
+        """
+        start = time.perf_counter()
+        rows = []
+        if self._due and self._reduced is not None:
+            trained = ((StateKind.PARAMETER, *each) for each in self._parameters.items())
+            rows = [self._reduced, self._reader.read(trained)]
+        trace = PendingTrace(tuple(rows), self._initial) if rows or self._initial else None
+        self._initial = None
+        self.abort()
+        return trace, self._spent(start)
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        self._reduced = None
+        self._step, self._due = -1, False
+
+    def _spent(self, start: float) -> float:
+        seconds = time.perf_counter() - start
+        self._since_reduced += seconds
+        return seconds
+
+    def _state(self) -> Iterator[tuple[StateKind, str, Tensor]]:
+        for name, parameter in self._module.named_parameters():
+            yield StateKind.PARAMETER, canonical_name(name), parameter
+        for name, buffer in self._module.named_buffers():
+            yield StateKind.BUFFER, canonical_name(name), buffer
+
+    def _remembered(self) -> Iterator[DigestRow]:
+        """Yield digests of what the optimizer knows of each parameter, where it knows anything."""
+        for name, parameter in self._parameters.items():
+            whole = Slice(Place(name, self._module, "", is_buffer=False), parameter.numel())
+            try:
+                digest = digest_optimizer(self._optimizer, parameter, whole)
+            except Exception:  # whatever an optimizer keeps
+                digest = UNREADABLE
+            if digest.known or digest.pending:
+                yield StateKind.OPTIMIZER, name, digest
+
+
+def _joined(traces: list[Trace]) -> Trace:
+    if not traces:
+        return Trace((), (), np.empty(0, np.int64), np.empty(0), np.empty((0, TRACE_WIDTH), "f4"))
+    return Trace(
+        tuple(kind for trace in traces for kind in trace.kinds),
+        tuple(name for trace in traces for name in trace.names),
+        np.concatenate([trace.digests_N for trace in traces]),
+        np.concatenate([trace.norms_N for trace in traces]),
+        np.concatenate([trace.sketches_NK for trace in traces]),
+    )

@@ -1,0 +1,415 @@
+"""The detector of state that should be equal on several workers and is not.
+
+It reads digests, so a single difference is proof. Which worker is wrong is told by majority; among
+two workers, or where no two agree, all are named.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.finding import Severity
+from rankscope.bus.persistent_fault import PersistentFault
+from rankscope.bus.rank_values import known_values
+from rankscope.bus.replicas import StateDifference, StateKind, odd_ranks
+from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.steps import Step
+from rankscope.bus.words import count
+from rankscope.evidence.state.learning import role_words
+from rankscope.evidence.state.roles import LOOK_EVERY
+from rankscope.stats.arrays import Ints
+from rankscope.stats.state import Stateful
+
+HEALED_AFTER = 128
+"""Steps without a difference, after which a fault is over: twice the turn of all tensors."""
+
+AVERAGES = "averages-differ"
+
+_SCALED = 1e-3
+_SAME_NORM = 1e-4
+_NORM_DIFFERS = 1e-6
+_MAX_NAMES = 64
+
+_CAUSES = {
+    StateKind.PARAMETER: "state.parameters_differ",
+    StateKind.BUFFER: "state.buffers_differ",
+    StateKind.BROADCAST: "state.buffers_differ",
+    StateKind.STATISTICS: "state.buffers_differ",
+    StateKind.OPTIMIZER: "state.optimizer_differs",
+}
+_DRIFTING = "running-statistics"
+_ROLES, _LEFT_OUT = "roles-differ", "left-out-drifts"
+_LOOKED_AT = (_ROLES, _LEFT_OUT)
+
+
+class UnequalState(Detector):
+    """Parameters, buffers, optimizer state and reduced gradients that differ between workers.
+
+    - A parameter, buffer or optimizer state whose digests differ. Running statistics that DDP
+      broadcasts before each step are buffers right after that; until then, they may differ.
+    - A reduced gradient that differs: not reduced, if the reduction left the local bits as they
+      were, or if the norms of what should be reduced are those of the local gradients.
+    - A gradient that was equal after the reduction and differs when the optimizer is called:
+      scaled on one worker alone, or changed otherwise.
+    - ``optimizer.step`` called with gradients that no reduction has seen.
+    - Models of other names, shapes or types.
+    - A parameter that some workers train, update or tie otherwise than others.
+    - A parameter that is left out of the reduction, and differs.
+
+    A loop that reduces by itself may leave that to its optimizer, which may keep its state in
+    shares: gradients at its call and its state are told only of parameters that differ after it.
+
+    Args:
+        num_workers: W.
+        local_buffers: Whether workers are meant to keep buffers of their own.
+        replicated: Whether all parameters are meant to be equal, those too that are left out of
+            the reduction.
+        local_steps: Steps from one average of the workers' parameters to the next; 0 where every
+            step's gradients are reduced. With local steps, gradients and optimizer state are not
+            compared, and parameters have to agree after one step in each so many.
+        by_loop: Whether the training's own loop reduces, or its optimizer.
+    """
+
+    SETTINGS = ("_num_workers", "_local_buffers", "_local_steps", "_replicated", "_by_loop")
+
+    def __init__(
+        self,
+        num_workers: int,
+        *,
+        local_buffers: bool = False,
+        local_steps: int = 0,
+        replicated: bool = False,
+        by_loop: bool = False,
+    ) -> None:
+        self._num_workers = num_workers
+        self._by_loop = by_loop
+        self._replicated = replicated
+        self._local_buffers = local_buffers or local_steps > 0
+        self._local_steps = local_steps
+        self._between = _Between(-1)
+        self._faults: dict[str, _Difference] = {}
+        self._applied_alike = (
+            False  # in the last step with gradients that nothing was seen to reduce
+        )
+
+    def observe_step(self, step: Step) -> Iterable[Evidence]:
+        """Take one step; speaks of what differs in it, and of what has healed."""
+        if self._num_workers < 2:
+            return ()
+        gathered = step.gathered
+        told: list[Evidence] = []
+        for seen in self._differences(step):
+            fault = self._faults.setdefault(seen.key, _Difference(seen.cause))
+            fault.add(gathered.step, seen)
+            told.append(self._evidence(seen.key, fault))
+        for key, fault in self._faults.items():
+            healed_after = HEALED_AFTER if key not in _LOOKED_AT else 2 * LOOK_EVERY
+            if gathered.step - fault.last >= healed_after and fault.close():
+                told.append(self._evidence(key, fault))
+        return told
+
+    def _evidence(self, key: str, fault: "_Difference") -> Evidence:
+        meant = key == _DRIFTING or (self._local_buffers and key == "state.buffers_differ")
+        meant |= key == _LEFT_OUT and not self._replicated
+        severity = Severity.NOTE if meant else Severity.ERROR
+        return fault.describe(key, severity, self._num_workers)
+
+    def _differences(self, step: Step) -> Iterable["_Seen"]:
+        """Yield all that differs in a step."""
+        gathered, workers = step.gathered, step.gathered.workers
+        if self._by_loop:
+            gathered = replace(gathered, differences=_where_parameters_differ(gathered))
+        replicas_W = workers["replica"]
+        alone = self._local_steps > 0 and step.all_true("unreduced")
+        reduced_elsewhere = self._reduced_elsewhere(workers["applied_digest"])
+        by_optimizer = self._by_loop and not _parameters_differ(gathered)
+        if step.some_true("unreduced") and not (alone or reduced_elsewhere or by_optimizer):
+            unreduced = np.flatnonzero(workers["unreduced"]).tolist()
+            words = "the optimizer was called with gradients that no reduction had seen"
+            yield _Seen("sync.not_reduced", unreduced, words=words)
+        layout_W = workers["state_layout"]
+        if not step.alike("state_layout") and (
+            odd := odd_ranks(known_values(layout_W, layout_W != MISSING_INT))
+        ):
+            words = "names, shapes or types"
+            yield _Seen("state.parameters_differ", odd, words=words, own_key="state-layout")
+        roles = [d for d in gathered.differences if d.kind is StateKind.ROLE]
+        differ = [d for d in roles if (d.digests_W != d.digests_W[0]).any()]
+        if differ:
+            ranks, words = sorted({r for d in differ for r in _odd_of(d)}), role_words(differ)
+            yield _Seen("state.parameters_differ", ranks, _names(differ), words, _ROLES)
+        if self._local_steps:
+            yield from self._after_averages(step)
+            return
+        if not gathered.differences and (not gathered.observed or step.alike("reduced_norm")):
+            return
+        left_out = [d for d in gathered.differences if d.kind is StateKind.LEFT_OUT]
+        if left_out:
+            ranks = sorted({r for d in left_out for r in _odd_of(d)})
+            yield _Seen("state.parameters_differ", ranks, _names(left_out), own_key=_LEFT_OUT)
+        yield from self._gradients(gathered, replicas_W)
+        for kind, cause in _CAUSES.items():
+            found = [d for d in gathered.differences if d.kind is kind]
+            if found:
+                own_key = _DRIFTING if kind is StateKind.STATISTICS else ""
+                ranks = _odd(found, replicas_W)
+                yield _Seen(cause, ranks, _names(found), own_key=own_key)
+
+    def _after_averages(self, step: Step) -> Iterable["_Seen"]:
+        """Yield what differs after the average that a number of local steps has to contain."""
+        gathered, replicas_W = step.gathered, step.gathered.workers["replica"]
+        number, local_steps = gathered.step, self._local_steps
+        buffers = [d for d in gathered.differences if d.kind is StateKind.BUFFER]
+        if buffers:
+            cause = _CAUSES[StateKind.BUFFER]
+            yield _Seen(cause, _odd(buffers, replicas_W), _names(buffers))
+        if self._between.number != number // local_steps:
+            self._between = _Between(number // local_steps)
+        if not step.all_known("param_digest"):
+            return
+        found = [d for d in gathered.differences if d.kind is StateKind.PARAMETER]
+        between = self._between
+        between.add(_odd(found, replicas_W), _names(found))
+        if between.steps == local_steps and between.ranks:
+            words = f"the plan has an average every {count(local_steps, 'step')}"
+            cause = _CAUSES[StateKind.PARAMETER]
+            yield _Seen(cause, between.ranks, between.names, words, own_key=AVERAGES)
+
+    def _reduced_elsewhere(self, applied_W: Ints) -> bool:
+        """Return whether all optimizers get the same bits: then the training itself reduces them.
+
+        Where a step does not tell, the last one that told counts.
+        """
+        known_W = applied_W != MISSING_INT
+        if known_W.any():
+            self._applied_alike = bool(known_W.all() and (applied_W == applied_W[0]).all())
+        return self._applied_alike
+
+    def _gradients(self, gathered: GatheredStep, replicas_W: Ints) -> Iterable["_Seen"]:
+        reduced = [d for d in gathered.differences if d.kind is StateKind.REDUCED]
+        alone = [d for d in reduced if d.unchanged_W.any()]
+        rest = [d for d in reduced if not d.unchanged_W.any()]
+        if alone:
+            ranks = np.flatnonzero(np.any([d.unchanged_W for d in alone], axis=0)).tolist()
+            words = "the reduction left their bits as they were"
+            if self._by_loop:
+                words = "the optimizer is called with each worker's own, and its parameters differ"
+            yield _Seen("sync.not_reduced", ranks, _names(alone), words)
+        norms = _unequal_norms(gathered, replicas_W)
+        if norms is not None and not alone:
+            ranks, local = norms
+            if local:
+                words = "their norm after the reduction is that of the local gradient"
+                yield _Seen("sync.not_reduced", ranks, words=words)
+            else:
+                words = "its norm after the reduction differs"
+                yield _Seen("sync.gradients_differ", ranks, words=words)
+        if rest:
+            words = "its bits after the reduction differ"
+            yield _Seen("sync.gradients_differ", _odd(rest, replicas_W), _names(rest), words)
+        calls_W = gathered.workers["optimizer_steps"]
+        if not gathered.differences or (calls_W != calls_W[0]).any():
+            return  # some called no optimizer: another detector speaks of it
+        known = {d.name for d in reduced}
+        applied = [
+            d for d in gathered.differences if d.kind is StateKind.APPLIED and d.name not in known
+        ]
+        if applied and norms is None:
+            yield _changed_later(gathered, applied, _odd(applied, replicas_W))
+
+
+class _Between(Stateful):
+    """As many steps in a row as lie between two averages: one of them has the workers agree.
+
+    Args:
+        number: Which of these rows of steps it is.
+
+    Attributes:
+        steps: How many of them have been compared.
+        ranks: The workers that differ in the step in which fewest do.
+        names: What differs there, by its name in the model.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.steps = 0
+        self.ranks: list[int] = []
+        self.names: list[str] = []
+
+    def add(self, ranks: list[int], names: list[str]) -> None:
+        """Take one step in which parameters were compared."""
+        if not self.steps or len(ranks) < len(self.ranks):
+            self.ranks, self.names = ranks, names
+        self.steps += 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What differs in one step.
+
+    Attributes:
+        cause: Name of the cause.
+        ranks: The workers concerned.
+        names: What differs, by its name in the model.
+        words: What the finding says of it.
+        own_key: Names the fault, where the cause does not.
+    """
+
+    cause: str
+    ranks: Sequence[int]
+    names: Sequence[str] = ()
+    words: str = ""
+    own_key: str = ""
+
+    @property
+    def key(self) -> str:
+        return self.own_key or self.cause
+
+
+class _Difference(PersistentFault):
+    """One kind of difference over the run.
+
+    Args:
+        cause: Name of the cause.
+    """
+
+    def __init__(self, cause: str = "") -> None:
+        super().__init__()
+        self.cause = cause
+        self._names: list[str] = []
+        self._more = False
+        self._words = ""
+
+    def add(self, step: int, seen: _Seen) -> None:
+        """Take what one step shows."""
+        self.see(step, seen.ranks)
+        self._words = self._words or seen.words
+        for name in seen.names:
+            if name not in self._names:
+                if len(self._names) >= _MAX_NAMES:
+                    self._more = True
+                    break
+                self._names.append(name)
+
+    def describe(self, key: str, severity: Severity, num_workers: int) -> Evidence:
+        """Return what is known of it."""
+        fields = {
+            "differ": "differs" if len(self.ranks) == 1 else "differ",
+            "names": self._name_words(),
+            "words": self._words,
+            **_apart(len(self.ranks) < num_workers),
+            "over": " It is over now." if not self.open else "",
+        }
+        return self.evidence(self.cause, severity, self.ranks, fields, self._numbers(), key=key)
+
+    def _numbers(self) -> dict[str, Any]:
+        numbers: dict[str, Any] = {"steps": self.count, "names": list(self._names)}
+        if self.cause == "sync.gradients_differ":
+            numbers["other_causes"] = ["numerics.reduction_error"]
+        return numbers
+
+    def _name_words(self) -> str:
+        if not self._names:
+            return ""
+        shown = ", ".join(self._names[:3])
+        rest = len(self._names) - 3
+        if rest <= 0 and not self._more:
+            return f" ({shown})"
+        return f" ({shown} and {max(rest, 1)}{' or more' if self._more else ''} more)"
+
+
+def _parameters_differ(gathered: GatheredStep) -> bool:
+    return any(d.kind is StateKind.PARAMETER for d in gathered.differences)
+
+
+def _where_parameters_differ(gathered: GatheredStep) -> tuple[StateDifference, ...]:
+    """Return what differs in a step of a loop that reduces by itself, or lets its optimizer do it.
+
+    An optimizer that reduces gets gradients that differ; its state differs where it keeps shares.
+    """
+    names = {d.name for d in gathered.differences if d.kind is StateKind.PARAMETER}
+    gradients = (StateKind.REDUCED, StateKind.APPLIED)
+    by_optimizer = any(d.kind in gradients and d.name not in names for d in gathered.differences)
+    return tuple(
+        d
+        for d in gathered.differences
+        if d.name in names
+        or not (d.kind in gradients or (d.kind is StateKind.OPTIMIZER and by_optimizer))
+    )
+
+
+def _changed_later(
+    gathered: GatheredStep, applied: Sequence[StateDifference], ranks: Sequence[int]
+) -> _Seen:
+    """Return what happened to gradients between the reduction and ``optimizer.step``."""
+    names, scales_W = _names(applied), gathered.workers["applied_scale"]
+    scale = _own_scale(scales_W, ranks)
+    if scale is None:
+        words = "its bits were changed between the reduction and optimizer.step"
+        return _Seen("sync.gradients_differ", ranks, names, words)
+    words = f"multiplied by {scale:.3g}, the others' by {_typical(scales_W):.3g}"
+    return _Seen("state.parameters_differ", ranks, names, words, own_key="applied-scale")
+
+
+def _apart(some: bool) -> dict[str, str]:
+    if some:
+        return {"apart": "are not the other workers'", "is_apart": "is not the other workers'"}
+    return {"apart": "differ from worker to worker", "is_apart": "differs from worker to worker"}
+
+
+def _odd(found: Sequence[StateDifference], replicas_W: Ints) -> list[int]:
+    return sorted({rank for difference in found for rank in difference.odd_ones_out(replicas_W)})
+
+
+def _odd_of(difference: StateDifference) -> tuple[int, ...]:
+    """Return the workers that differ from most, of all of them."""
+    return odd_ranks(difference.digests_W.tolist())
+
+
+def _names(found: Sequence[StateDifference]) -> list[str]:
+    return [difference.name for difference in found]
+
+
+def _unequal_norms(gathered: GatheredStep, replicas_W: Ints) -> tuple[list[int], bool] | None:
+    """Return the workers whose reduced gradient has another norm, and whether it is the local one.
+
+    None when the norms agree, or are not those of the same gradient: where only shards of it are
+    in reach, as with ZeRO, no digest of it is taken.
+    """
+    norms_W, local_W = gathered.workers["reduced_norm"], gathered.workers["grad_norm"]
+    if not gathered.observed:
+        return None
+    lowest, highest = float(norms_W.min()), float(norms_W.max())
+    scale = max(abs(lowest), abs(highest))
+    if not math.isfinite(scale) or highest - lowest <= _NORM_DIFFERS * scale:
+        return None
+    together = replicas_W[0] != MISSING_INT and bool((replicas_W == replicas_W[0]).all())
+    if not together or (gathered.workers["reduced_digest"] == MISSING_INT).any():
+        return None
+    own_W = np.abs(norms_W - local_W) <= _SAME_NORM * scale
+    if own_W.all():
+        return list(range(len(norms_W))), True
+    typical = float(np.median(norms_W))
+    odd = np.flatnonzero(np.abs(norms_W - typical) > _NORM_DIFFERS * scale).tolist()
+    if len(norms_W) == 2 or 2 * len(odd) >= len(norms_W):
+        odd = list(range(len(norms_W)))
+    return odd, False
+
+
+def _own_scale(scales_W: NDArray[np.float64], ranks: Sequence[int]) -> float | None:
+    """Return by what the gradients of these ranks were scaled, if not as the others' were."""
+    own = scales_W[list(ranks)]
+    if not len(own) or not np.isfinite(scales_W).all() or len(ranks) == len(scales_W):
+        return None
+    typical = _typical(np.delete(scales_W, list(ranks)))
+    apart = np.abs(own - typical) > _SCALED * max(abs(typical), 1e-30)
+    return float(np.median(own)) if apart.all() else None
+
+
+def _typical(scales_W: NDArray[np.float64]) -> float:
+    return float(np.median(scales_W))

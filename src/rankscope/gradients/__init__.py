@@ -1,0 +1,1 @@
+"""One read of a gradient: kernels, sketches, norms, digests."""

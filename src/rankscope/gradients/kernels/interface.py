@@ -1,0 +1,141 @@
+"""What a kernel does, and what it is told: the random signs of the sketch, pieces of gradients."""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from rankscope.gradients.totals import GradientTotals
+
+PERIOD = 8191
+_FIRST_DRAW = 64
+
+
+class ParameterSigns:
+    """Where one parameter lies in the sketch, and the signs of its rows, drawn as needed.
+
+    Args:
+        name: The parameter's name.
+        seed: Seed of all signs.
+        device: Where the row signs are needed.
+
+    Attributes:
+        first: Position of the parameter's first element, to be taken modulo the sketch's width.
+            Small parameters would otherwise all lie in the same few buckets.
+        shift: Where the signs of prime period begin.
+    """
+
+    def __init__(self, name: str, seed: int, device: torch.device) -> None:
+        digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=16).digest()
+        self.first = int.from_bytes(digest[8:], "little")
+        self._generator = _generator(int.from_bytes(digest[:8], "little") >> 1)
+        self._device = device
+        self.shift = int(torch.randint(PERIOD, (), generator=self._generator, device="cpu"))
+        self._rows = torch.empty(0, device=device, dtype=torch.float32)
+
+    def rows(self, count: int) -> Tensor:
+        """Return the signs of at least the first ``count`` rows; a longer draw begins alike."""
+        missing = count - len(self._rows)
+        if missing > 0:
+            more = _random_signs(max(missing, _FIRST_DRAW), self._generator)
+            self._rows = torch.cat([self._rows, more.to(self._device)])
+        return self._rows
+
+
+def period_signs(seed: int) -> Tensor:
+    """Return the signs of prime period ``[PERIOD]``, float32, on the CPU."""
+    return _random_signs(PERIOD, _generator(seed))
+
+
+def extend(signs: Tensor, length: int) -> Tensor:
+    """Return periodic signs repeated up to ``length``."""
+    return signs.repeat(-(-length // len(signs)))[:length].contiguous()
+
+
+def _random_signs(count: int, generator: torch.Generator) -> Tensor:
+    bits = torch.randint(2, (count,), generator=generator, dtype=torch.float32, device="cpu")
+    return bits.mul_(2).sub_(1)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator(device="cpu").manual_seed(seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Consecutive elements of a gradient, all of which count to one row of the totals.
+
+    Attributes:
+        source: Which of the gradients.
+        offset: Position of the piece's first element in it.
+        count: Number of elements, at least one.
+        dtype: Of the gradient: float32, bfloat16 or float16; any floating one of a single piece.
+        row: Of the totals.
+        signs: The parameter's signs; None where norms alone are measured.
+        start: Position of the first element in the whole flat parameter, as a kernel counts.
+    """
+
+    source: int
+    offset: int
+    count: int
+    dtype: torch.dtype
+    row: int
+    signs: ParameterSigns | None
+    start: int
+
+
+class Prepared(Protocol):
+    """Measures gradients of which nothing but their memory changes from call to call."""
+
+    def measure(
+        self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
+    ) -> None:
+        """Add gradients to totals.
+
+        Args:
+            gradients: Contiguous; as long, and of the types, that the pieces say.
+            pointers: Address of each one's first element.
+            into: The totals to add to.
+        """
+
+
+class Kernel(ABC):
+    """Measures flat parts of gradients on one device; its calls must follow one another there."""
+
+    name: str
+    """One of ``torch``, ``native`` and ``triton``."""
+
+    @abstractmethod
+    def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
+        """Prepare to measure several gradients at once, in a number of calls that is always small.
+
+        Args:
+            pieces: What the gradients consist of; at least one.
+            sketching: Whether to sketch, or to measure norms alone.
+        """
+
+    def measure(
+        self,
+        flat: Tensor,
+        signs: ParameterSigns | None,
+        start: int,
+        into: GradientTotals,
+        group: int,
+    ) -> None:
+        """Add a flat part of a gradient to one group's totals.
+
+        Args:
+            flat: ``[n]``, n > 0, contiguous, any floating dtype.
+            signs: The parameter's signs; None to add the squared norm, largest magnitude and
+                non-finite count alone.
+            start: Position of the first element in the whole flat parameter.
+            into: The totals to add to.
+            group: Which row of them.
+        """
+        piece = Piece(0, 0, len(flat), flat.dtype, group, signs, start)
+        prepared = self.prepare([piece], sketching=signs is not None)
+        prepared.measure([flat], [flat.data_ptr()], into)

@@ -1,0 +1,1 @@
+"""The laboratory: the paper's study, numerics, reproducible reductions."""

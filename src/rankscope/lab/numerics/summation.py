@@ -1,0 +1,308 @@
+"""Sums over workers as reductions compute them: in a given order, type and scheme.
+
+Shapes: W workers, N elements, B buckets. A sum has three types. The gradients are rounded to the
+type of the buffer (``inputs``), partial sums are rounded to ``sums`` after each addition, and the
+mean comes back in ``result``. Values are float32 arrays throughout, which hold numbers of the
+16-bit types exactly. An addition of two bfloat16 or float16 numbers in float32, rounded to 16 bits
+afterwards, is the correctly rounded one, because float32 has more than twice as many digits
+(Figueroa, "When is double rounding innocuous?", 1995).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.errors import UsageError
+from rankscope.stats.rounding import (
+    UNIT_ROUNDOFF,
+    Algorithm,
+    round_to_bfloat16,
+    ulp_distance,
+    worst_error,
+)
+
+BUCKET_ELEMENTS = 262_144
+"""Elements of a bucket whose arrival order is its own: 1 MiB of float32, as DDP's first bucket."""
+
+MAX_EXACT = 4096
+"""Elements whose sums float64 is held against."""
+
+TYPES = ("float32", "bfloat16", "float16")
+
+Array = NDArray[np.float32]
+
+
+class Scheme(StrEnum):
+    """In which order a reduction adds up the workers' values; each takes them permuted as well."""
+
+    SEQUENTIAL = "sequential"
+    """One after the other."""
+    RING = "ring"
+    """One after the other, beginning one worker further on for each next W-th of the buffer."""
+    TREE = "tree"
+    """Neighbours in pairs, then pairs of pairs."""
+    HALVING = "halving"
+    """Recursive halving: with the worker half the ring away, then a quarter, and so on."""
+    ARRIVAL = "arrival"
+    """One after the other, in an order of its own for each bucket."""
+
+    @property
+    def algorithm(self) -> Algorithm:
+        """The scheme with the same partial sums, for which errors are predicted."""
+        if self in (Scheme.TREE, Scheme.HALVING):
+            return Algorithm.TREE
+        return Algorithm.RING if self is Scheme.RING else Algorithm.SEQUENTIAL
+
+
+class Divide(StrEnum):
+    """When the sum is divided by W."""
+
+    BEFORE = "before"
+    """Each gradient is, before the sum, as DDP does."""
+    AFTER = "after"
+    """The sum is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """The types of a reduction, and when it divides.
+
+    Attributes:
+        inputs: Type of the buffer: ``float32``, ``bfloat16`` or ``float16``.
+        sums: Type of partial sums.
+        divide: When the sum is divided by W.
+
+    Raises:
+        UsageError: A type is not one of these.
+    """
+
+    inputs: str = "float32"
+    sums: str = "float32"
+    divide: Divide = Divide.BEFORE
+
+    def __post_init__(self) -> None:
+        for name in (self.inputs, self.sums):
+            if name not in TYPES:
+                raise UsageError(f"expected one of the types {', '.join(TYPES)}, got {name!r}")
+
+    @property
+    def result(self) -> str:
+        """Type of the mean that comes back: that of the buffer."""
+        return self.inputs
+
+
+def round_to(values: Array, dtype: str) -> Array:
+    """Round float32 values to a type of :data:`TYPES`; too large ones become infinite."""
+    if dtype == "float32":
+        return values
+    if dtype == "bfloat16":
+        return round_to_bfloat16(values)
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16).astype(np.float32)
+
+
+def to_buffers(gradients_WN: Array, arithmetic: Arithmetic) -> Array:
+    """Return what the workers put into their buffers ``[W, N]``: rounded, and perhaps divided."""
+    rounded = round_to(gradients_WN, arithmetic.inputs)
+    if arithmetic.divide is Divide.BEFORE:
+        rounded = round_to(rounded / np.float32(len(gradients_WN)), arithmetic.inputs)
+    return rounded
+
+
+def reduce_buffers(
+    buffers_WN: Array,
+    scheme: Scheme,
+    arithmetic: Arithmetic,
+    order: NDArray[np.int64] | None = None,
+    *,
+    positions_N: NDArray[np.int64] | None = None,
+    num_total: int | None = None,
+    bucket_elements: int = BUCKET_ELEMENTS,
+) -> Array:
+    """Add up the workers' buffers and return their mean.
+
+    Args:
+        buffers_WN: What :func:`to_buffers` returned.
+        scheme: How they are added.
+        arithmetic: Types, and when to divide.
+        order: Permutation of the workers ``[W]``; for ``ARRIVAL`` one for each bucket ``[B, W]``.
+            In rank order when None.
+        positions_N: Where in the buffer each element stands, when these are a sample of it.
+        num_total: Elements of the whole buffer, when these are a sample of it.
+        bucket_elements: Elements of a bucket.
+
+    Returns:
+        The mean ``[N]``, in numbers of the type ``arithmetic.result``.
+
+    Raises:
+        UsageError: The order does not fit.
+
+    Example:
+        >>> arithmetic = Arithmetic(divide=Divide.AFTER)
+        >>> buffers = to_buffers(np.float32([[1.0], [2.0**-24], [2.0**-24], [-1.0]]), arithmetic)
+        >>> reduce_buffers(buffers, Scheme.SEQUENTIAL, arithmetic).tolist()
+        [0.0]
+        >>> reduce_buffers(buffers, Scheme.SEQUENTIAL, arithmetic, np.array([1, 2, 0, 3])).tolist()
+        [2.9802322387695312e-08]
+    """
+    num_workers, num_elements = buffers_WN.shape
+    if positions_N is None:
+        positions_N = np.arange(num_elements)
+    num_total = num_total or num_elements
+    buckets = num_buckets(num_total, bucket_elements) if scheme is Scheme.ARRIVAL else None
+    order = _checked(order, num_workers, buckets)
+    with np.errstate(over="ignore", invalid="ignore"):
+        if scheme is Scheme.TREE:
+            total = _add_tree([buffers_WN[worker] for worker in order], arithmetic.sums)
+        elif scheme is Scheme.HALVING:
+            total = _add_halving([buffers_WN[worker] for worker in order], arithmetic.sums)
+        elif scheme is Scheme.SEQUENTIAL:
+            total = _add_chain(iter(buffers_WN[worker] for worker in order), arithmetic.sums)
+        else:
+            if scheme is Scheme.RING:
+                first_N = (positions_N * num_workers) // num_total
+                rows = (order[(first_N + place) % num_workers] for place in range(num_workers))
+            else:
+                bucket_N = positions_N // bucket_elements
+                rows = (order[bucket_N, place] for place in range(num_workers))
+            column = np.arange(num_elements)
+            total = _add_chain((buffers_WN[row, column] for row in rows), arithmetic.sums)
+        if arithmetic.divide is Divide.AFTER:
+            total = round_to(total / np.float32(num_workers), arithmetic.sums)
+        return round_to(total, arithmetic.result)
+
+
+def num_buckets(num_elements: int, bucket_elements: int = BUCKET_ELEMENTS) -> int:
+    """Return how many buckets a buffer has."""
+    return max(-(-num_elements // bucket_elements), 1)
+
+
+def worst_factor(num_workers: int, scheme: Scheme, arithmetic: Arithmetic) -> float:
+    """Return c such that the mean's error is at most ``c · mean |x|``, element by element.
+
+    Roundings of inputs, partial sums, division and result are multiplied out. For partial sums it
+    is ``(W - 1) u``, or ``ceil(log2 W) u`` for trees, which needs no term of higher order (Rump,
+    "Error estimation of floating-point summation and dot product", 2012). Underflow comes on top:
+    :func:`worst_underflow`.
+    """
+    factor = 1 + worst_error(num_workers, arithmetic.sums, scheme.algorithm)
+    unit_in, unit_sums = UNIT_ROUNDOFF[arithmetic.inputs], UNIT_ROUNDOFF[arithmetic.sums]
+    if arithmetic.inputs != "float32":
+        factor *= 1 + unit_in
+    if not _power_of_two(num_workers):
+        factor *= 1 + (unit_in if arithmetic.divide is Divide.BEFORE else unit_sums)
+    if arithmetic.result != arithmetic.sums:
+        factor *= 1 + unit_in
+    return factor - 1
+
+
+def worst_underflow(num_workers: int, arithmetic: Arithmetic) -> float:
+    """Return what rounding to the smallest numbers of the types adds to an element's error.
+
+    It matters for float16, whose smallest positive number is 6 · 10⁻⁸.
+    """
+    half = {"float32": 2.0**-150, "bfloat16": 2.0**-134, "float16": 2.0**-25}
+    least_in, least_sums = half[arithmetic.inputs], half[arithmetic.sums]
+    divided = num_workers * least_in if arithmetic.divide is Divide.BEFORE else least_sums
+    # Later roundings can enlarge these errors by their own factor, which is below 2.
+    return 2 * (least_in + divided + least_in)
+
+
+def sums_in_float64(gradients_WN: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the sums over workers ``[N]``, added one after the other in float64."""
+    return np.asarray(gradients_WN.sum(axis=0, dtype=np.float64))
+
+
+def exact_sums(gradients_WN: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the correctly rounded sums over workers ``[N]``: as if added without any error.
+
+    Source: Shewchuk, "Adaptive precision floating-point arithmetic and fast robust geometric
+    predicates" (1997), which :func:`math.fsum` implements.
+    """
+    columns = gradients_WN.T.astype(np.float64).tolist()
+    return np.array([math.fsum(column) for column in columns], dtype=np.float64)
+
+
+def check_reference(
+    gradients_WN: NDArray[np.float32], max_exact: int = MAX_EXACT
+) -> dict[str, float]:
+    """Compare float64 with exact sums on elements spread evenly over the buffer.
+
+    Args:
+        gradients_WN: Finite gradients.
+        max_exact: Elements to sum exactly, at most.
+
+    Returns:
+        ``num_exact``, the elements that were summed exactly; ``relative``, the error of float64 in
+        Euclidean norm over them, relative to the sums; ``ulp``, its largest error in units in the
+        last place of float64.
+    """
+    num_elements = gradients_WN.shape[1]
+    chosen = np.unique(np.linspace(0, num_elements - 1, min(max_exact, num_elements)).astype(int))
+    sample = gradients_WN[:, chosen]
+    exact, approximate = exact_sums(sample), sums_in_float64(sample)
+    size = float(np.linalg.norm(exact))
+    error = float(np.linalg.norm(approximate - exact))
+    return {
+        "num_exact": len(chosen),
+        "relative": error / size if size else (0.0 if error == 0 else math.inf),
+        "ulp": float(ulp_distance(exact, approximate, "float64").max(initial=0.0)),
+    }
+
+
+def _power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0
+
+
+def _checked(
+    order: NDArray[np.int64] | None, num_workers: int, buckets: int | None
+) -> NDArray[np.int64]:
+    """Return the order, or rank order; each row must name every worker once."""
+    shape = (num_workers,) if buckets is None else (buckets, num_workers)
+    if order is None:
+        return np.broadcast_to(np.arange(num_workers), shape)
+    order = np.asarray(order)
+    if order.shape != shape or not np.array_equal(
+        np.sort(order, axis=-1), np.broadcast_to(np.arange(num_workers), shape)
+    ):
+        raise UsageError(
+            f"expected an order that names each of {num_workers} workers once, in an array of "
+            f"shape {shape}, got one of shape {order.shape}: pass permutations of "
+            f"0 … {num_workers - 1}"
+        )
+    return order
+
+
+def _add(first: Array, second: Array, dtype: str) -> Array:
+    return round_to(first + second, dtype)
+
+
+def _add_chain(terms: Iterator[Array], dtype: str) -> Array:
+    total = next(terms)
+    for term in terms:
+        total = _add(total, term, dtype)
+    return total
+
+
+def _add_tree(terms: list[Array], dtype: str) -> Array:
+    """Add neighbours; one that is left over waits for the next round."""
+    while len(terms) > 1:
+        pairs = zip(terms[::2], terms[1::2], strict=False)
+        left_over = terms[-1:] if len(terms) % 2 else []
+        terms = [_add(first, second, dtype) for first, second in pairs] + left_over
+    return terms[0]
+
+
+def _add_halving(terms: list[Array], dtype: str) -> Array:
+    """Add the upper half to the lower half; those beyond a power of two are added first."""
+    width = 1 << int(math.log2(len(terms)))
+    for extra in range(width, len(terms)):
+        terms[extra - width] = _add(terms[extra - width], terms[extra], dtype)
+    while width > 1:
+        width //= 2
+        terms = [_add(terms[i], terms[i + width], dtype) for i in range(width)]
+    return terms[0]

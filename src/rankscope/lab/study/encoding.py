@@ -1,0 +1,229 @@
+"""Samples as token ids: what the model reads, where its loss counts, and which a worker draws."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, TensorDataset
+
+from rankscope.errors import DataError, UsageError
+from rankscope.evidence.loss.labels import IGNORED_LABEL
+from rankscope.lab.study.config import Combination, Reading
+from rankscope.lab.study.data import Record, prompt
+
+IGNORED = IGNORED_LABEL
+"""Label of tokens that do not count in the loss: the prompt and the padding."""
+
+_CHUNK = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSample:
+    """One sample.
+
+    Attributes:
+        index: Its record's index in the file.
+        input_ids: Prompt, response and end token, int32 ``[length]``.
+        prompt_length: Tokens of the prompt; the labels begin behind them.
+    """
+
+    index: int
+    input_ids: NDArray[np.int32]
+    prompt_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSet:
+    """Encoded samples in flat arrays, so that tens of thousands stay small; a map-style data set.
+
+    Attributes:
+        tokens: All samples' token ids one after another, int32.
+        starts: Where each sample begins, and the end of the last, int64 ``[N + 1]``.
+        prompt_lengths: Tokens of each prompt, int32 ``[N]``.
+        indices: Each sample's index in the file, int64 ``[N]``.
+        pad_token_id: What shorter samples of a batch are filled up with.
+        truncated: Samples whose response is cut off in part by the maximum length; kept.
+        skipped_truncated: Samples whose response is cut off entirely; left out.
+    """
+
+    tokens: NDArray[np.int32]
+    starts: NDArray[np.int64]
+    prompt_lengths: NDArray[np.int32]
+    indices: NDArray[np.int64]
+    pad_token_id: int
+    truncated: int
+    skipped_truncated: int
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, position: int) -> EncodedSample:
+        if not -len(self) <= position < len(self):
+            raise IndexError(f"position {position} in a set of {len(self)} samples")
+        position %= len(self)
+        tokens = self.tokens[self.starts[position] : self.starts[position + 1]]
+        return EncodedSample(
+            int(self.indices[position]), tokens, int(self.prompt_lengths[position])
+        )
+
+    def __iter__(self) -> Iterator[EncodedSample]:
+        return (self[position] for position in range(len(self)))
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each sample, ``[N]``."""
+        return np.diff(self.starts)
+
+    def collate(self, positions: Sequence[int]) -> tuple[dict[str, Tensor], list[int]]:
+        """Make a batch of the samples at some positions, padded on the right to the longest.
+
+        Returns:
+            The model's arguments ``input_ids``, ``attention_mask`` and ``labels``, int64
+            ``[len(positions), longest]``, and the samples' indices in the file.
+
+        Raises:
+            UsageError: No position is given.
+            IndexError: There is no such position.
+        """
+        if not positions:
+            raise UsageError("expected a batch of at least one sample, got none")
+        batch = [self[position] for position in positions]
+        shape = (len(batch), max(len(sample.input_ids) for sample in batch))
+        input_ids = np.full(shape, self.pad_token_id, dtype=np.int64)
+        attention_mask = np.zeros(shape, dtype=np.int64)
+        labels = np.full(shape, IGNORED, dtype=np.int64)
+        for row, sample in enumerate(batch):
+            length, head = len(sample.input_ids), sample.prompt_length
+            input_ids[row, :length] = sample.input_ids
+            attention_mask[row, :length] = 1
+            labels[row, head:length] = sample.input_ids[head:]
+        arrays = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return tensors, [sample.index for sample in batch]
+
+
+def encode(records: Sequence[Record], tokenizer: Any, max_length: int) -> EncodedSet:
+    """Turn records into prompt, response and end token, with labels on the response only.
+
+    Prompt and response are encoded apart, so that the labels begin exactly at the response. A
+    begin token is put in front where the tokenizer itself would.
+
+    Args:
+        records: What to encode.
+        tokenizer: A transformers tokenizer with an end token.
+        max_length: Longest sample in tokens; what is longer is cut at the end.
+
+    Raises:
+        UsageError: ``max_length`` is less than 2, or the tokenizer has no end token.
+        DataError: No sample keeps a label token.
+    """
+    if max_length < 2:
+        raise UsageError(f"the maximum length must be at least 2 tokens, got {max_length}")
+    eos = tokenizer.eos_token_id
+    if eos is None:
+        raise UsageError("the model's tokenizer has no end token: choose a model that has one")
+    prefix = _prefix(tokenizer)
+    pieces: list[NDArray[np.int32]] = []
+    prompt_lengths: list[int] = []
+    indices: list[int] = []
+    truncated = 0
+    for record, head, tail in _encoded(records, tokenizer):
+        prompt_length = len(prefix) + len(head)
+        if prompt_length >= max_length:
+            continue
+        ids = [*prefix, *head, *tail, eos]
+        truncated += len(ids) > max_length
+        pieces.append(np.array(ids[:max_length], dtype=np.int32))
+        prompt_lengths.append(prompt_length)
+        indices.append(record.index)
+    if not pieces:
+        raise DataError(
+            f"no sample keeps a token of its response within {max_length} tokens: "
+            "raise the maximum length"
+        )
+    return EncodedSet(
+        tokens=np.concatenate(pieces),
+        starts=np.cumsum([0, *map(len, pieces)], dtype=np.int64),
+        prompt_lengths=np.array(prompt_lengths, dtype=np.int32),
+        indices=np.array(indices, dtype=np.int64),
+        pad_token_id=eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id,
+        truncated=truncated,
+        skipped_truncated=len(records) - len(pieces),
+    )
+
+
+def _prefix(tokenizer: Any) -> list[int]:
+    """Return the begin token if the tokenizer puts one in front of a text, else nothing."""
+    bos = tokenizer.bos_token_id
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    full = tokenizer("a")["input_ids"]
+    return [bos] if bos is not None and full[:1] == [bos] and plain[:1] != [bos] else []
+
+
+def _encoded(
+    records: Sequence[Record], tokenizer: Any
+) -> Iterator[tuple[Record, list[int], list[int]]]:
+    for start in range(0, len(records), _CHUNK):
+        chunk = records[start : start + _CHUNK]
+        heads = _ids(tokenizer, [prompt(record) for record in chunk])
+        tails = _ids(tokenizer, [record.output for record in chunk])
+        yield from zip(chunk, heads, tails, strict=True)
+
+
+def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+    ids: list[list[int]] = encoded["input_ids"]
+    return ids
+
+
+def draw_batches(
+    combination: Combination,
+    *,
+    num_samples: int,
+    batch_size: int,
+    rank: int,
+    num_workers: int,
+    seed: int,
+) -> Iterator[list[int]]:
+    """Yield batches of positions ``0 … num_samples − 1`` for one worker, epoch after epoch.
+
+    Both readings use torch's own samplers, as training scripts do. Incomplete batches at the end
+    of an epoch are dropped.
+
+    Raises:
+        UsageError: A worker's share is smaller than one batch.
+    """
+    own_seed = combination.setting.seed_of(rank, seed)
+    positions = TensorDataset(torch.arange(num_samples))
+    sharded: DistributedSampler[Any] = DistributedSampler(
+        positions, num_workers, rank, shuffle=True, seed=own_seed
+    )
+    replicated = RandomSampler(positions, generator=torch.Generator().manual_seed(own_seed))
+    sampler = sharded if combination.reading is Reading.SHARDED else replicated
+    check_enough_samples(combination.reading, num_samples, batch_size, num_workers)
+    epoch = 0
+    while True:
+        sharded.set_epoch(epoch)
+        yield from BatchSampler(sampler, batch_size, drop_last=True)
+        epoch += 1
+
+
+def check_enough_samples(
+    reading: Reading, num_samples: int, batch_size: int, num_workers: int
+) -> None:
+    """Raise a UsageError when a worker's share cannot fill one batch."""
+    if num_workers > num_samples:
+        raise UsageError(
+            f"expected at least one sample per worker, got {num_samples} samples for "
+            f"{num_workers} workers; use fewer --workers or more data"
+        )
+    share = num_samples if reading is Reading.REPLICATED else num_samples // num_workers
+    if share < batch_size:
+        raise UsageError(
+            f"expected at least one batch of {batch_size} per worker, got {share} samples each; "
+            "use a smaller --batch-size, fewer --workers or more data"
+        )

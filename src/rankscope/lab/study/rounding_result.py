@@ -1,0 +1,351 @@
+"""Pairs of trainings that differ in rounding: what is asked of them, and what is kept.
+
+Kept are series, fits, and plain words.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.errors import UsageError
+from rankscope.files import to_plain
+from rankscope.lab.study.config import StudyConfig
+
+MIN_POINTS = 4
+"""A law of growth is fitted to at least so many steps."""
+
+MIN_FACTOR = 3.0
+"""Below it, what the first step has left hides how the rest grows: no law is said."""
+
+PREFERENCE = 0.75
+"""A power law is preferred unless an exponential misses by less than this part of its misses."""
+
+MAX_RESIDUAL = 0.2
+"""A law that misses by more decades on average is not said to describe the growth."""
+
+CONTROL, ORDER, BFLOAT16, FLOAT16 = "control", "order", "bfloat16", "float16"
+FLOAT16_SCALED, WORKERS, DATA = "float16-scaled", "workers", "data"
+TITLES = {
+    CONTROL: "the same again",
+    ORDER: "arrival order",
+    BFLOAT16: "bfloat16 buffers",
+    FLOAT16: "float16 buffers",
+    FLOAT16_SCALED: "float16 buffers, scaled loss",
+    WORKERS: "twice the workers",
+    DATA: "other data order",
+}
+"""What the second training of each pair does in another way, by the pair's name."""
+
+MODEL = "small"
+SGD_LEARNING_RATE = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthOptions:
+    """What to train, and which pairs to compare.
+
+    Attributes:
+        steps: Optimizer steps.
+        workers: W of the first training; a global batch has 2 W micro-batches of one sample.
+        seed: Decides data, initial weights, order of the data and orders of arrival.
+        learning_rate: 0 for the study's own (AdamW), or 0.05 (SGD).
+        pairs: What to compare with the first training: keys of ``TITLES``.
+        optimizer: ``adamw`` or ``sgd``.
+        evaluations: How often the held-out loss is taken, evenly over the steps.
+        base_steps: Steps of the base training; 0 leaves the model's weights random.
+        loss_scale: Where the scaler of ``float16-scaled`` begins: a power of two.
+    """
+
+    steps: int = 60
+    workers: int = 8
+    seed: int = 0
+    learning_rate: float = 0.0
+    pairs: tuple[str, ...] = tuple(TITLES)
+    optimizer: str = "adamw"
+    evaluations: int = 10
+    base_steps: int = 120
+    loss_scale: float = 1024.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("steps", 1), ("workers", 2), ("evaluations", 1), ("base_steps", 0)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 <= self.learning_rate < float("inf"):
+            raise UsageError(f"the learning rate must be 0 or positive, got {self.learning_rate}")
+        if not (self.loss_scale > 0 and math.frexp(self.loss_scale)[0] == 0.5):
+            raise UsageError(f"the loss scale must be a power of two, got {self.loss_scale}")
+        unknown = [name for name in self.pairs if name not in TITLES]
+        if unknown:
+            raise UsageError(f"expected pairs among {', '.join(TITLES)}, got {unknown[0]!r}")
+        if self.optimizer not in {"adamw", "sgd"}:
+            raise UsageError(f"expected the optimizer adamw or sgd, got {self.optimizer!r}")
+
+    @property
+    def num_micro(self) -> int:
+        """M, the micro-batches of a global batch."""
+        return 2 * self.workers
+
+    @property
+    def effective_learning_rate(self) -> float:
+        """The learning rate that is used."""
+        default = StudyConfig().effective_learning_rate
+        return self.learning_rate or (default if self.optimizer == "adamw" else SGD_LEARNING_RATE)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the options as plain JSON values."""
+        rate = self.effective_learning_rate
+        return {**asdict(self), "pairs": list(self.pairs), "learning_rate": rate, "model": MODEL}
+
+
+@dataclass(frozen=True, slots=True)
+class Law:
+    """A law of growth, fitted by least squares to the logarithm of a distance.
+
+    Attributes:
+        name: ``power`` (``distance ~ n^exponent``, n the number of steps since the two parted) or
+            ``exponential`` (``distance ~ 2^(n / doubling_steps)``).
+        rate: The exponent, or doublings per step.
+        residual: Root mean square of the fit's error, in decades.
+    """
+
+    name: str
+    rate: float
+    residual: float
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How fast a distance grows from the first step that has one to its largest value.
+
+    Attributes:
+        first_step: Where the growing part begins, from 1.
+        last_step: Where it ends.
+        factor: How many times as large it is then.
+        laws: The fitted laws, the one that describes it first; empty with too few points.
+    """
+
+    first_step: int
+    last_step: int
+    factor: float
+    laws: tuple[Law, ...]
+
+    @property
+    def words(self) -> str:
+        """How it grows, as the end of a sentence; empty with too few points to tell."""
+        if self.factor < MIN_FACTOR:
+            return "grows less than threefold from there"
+        if not self.laws:
+            return ""
+        law = self.laws[0]
+        if law.residual > MAX_RESIDUAL or law.rate <= 0:
+            return "grows in jumps"
+        if law.name == "power":
+            return f"grows as steps^{law.rate:.1f}"
+        return f"doubles about every {1 / law.rate:.0f} steps"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return {**asdict(self), "laws": [asdict(law) for law in self.laws], "words": self.words}
+
+
+def fit_growth(distances_T: Sequence[float]) -> Growth | None:
+    """Fit a power law and an exponential to the growing part of a distance.
+
+    The growing part goes from the first positive value to the largest one. Values of 0 and
+    values that are not finite are left out of it.
+
+    Args:
+        distances_T: The distance after steps 1 … T.
+
+    Returns:
+        None when no value is positive.
+    """
+    values_T = np.asarray(distances_T, dtype=float)
+    positive_T = np.isfinite(values_T) & (values_T > 0)
+    if not positive_T.any():
+        return None
+    first = int(np.argmax(positive_T))
+    last = int(np.argmax(np.where(positive_T, values_T, 0.0)))
+    at = np.flatnonzero(positive_T[first : last + 1])
+    laws: list[Law] = []
+    if len(at) >= MIN_POINTS:
+        logs = np.log10(values_T[first + at])
+        elapsed = at + 1.0
+        rate, residual = _line(np.log10(elapsed), logs)
+        laws.append(Law("power", rate, residual))
+        slope, residual = _line(elapsed, logs)
+        laws.append(Law("exponential", slope / math.log10(2), residual))
+    laws.sort(key=lambda law: law.residual * (PREFERENCE if law.name == "power" else 1.0))
+    factor = float(values_T[last] / values_T[first])
+    return Growth(first + 1, last + 1, factor, tuple(laws))
+
+
+def _line(x: NDArray[np.floating[Any]], y: NDArray[np.floating[Any]]) -> tuple[float, float]:
+    """Return slope and root mean square error of the least-squares line."""
+    slope, offset = np.polyfit(x, y, 1)
+    return float(slope), float(np.sqrt(np.mean((y - slope * x - offset) ** 2)))
+
+
+@dataclass(frozen=True, slots=True)
+class PairResult:
+    """Two trainings, step by step; every list has one entry per step.
+
+    Attributes:
+        name: The pair: a key of :data:`TITLES`.
+        distance: ``|a - b| / |a|`` of all parameters after the step, Euclidean.
+        gradient_distance: The same of the reduced gradients of the step.
+        max_ulp: Largest distance of two parameters in units in the last place. It is huge where a
+            parameter near 0 has changed its sign.
+        median_ulp: Median of that distance over the parameters whose bits differ; 0: none do.
+        differing: Share of the parameters whose bits differ.
+        loss_difference: Second training's loss on the step's global batch minus the first's.
+        evaluation: Second training's loss minus the first's on held-out samples, at the steps of
+            the result's ``evaluated``.
+        layers: ``{group, first_step, distance}`` of each group of parameters: when its bits first
+            differed (None: never), and its relative distance in the end.
+        growth: How ``distance`` grows; None when it is 0 throughout.
+        skipped: Steps that the scaler of the loss left out.
+    """
+
+    name: str
+    distance: list[float] = field(default_factory=list)
+    gradient_distance: list[float] = field(default_factory=list)
+    max_ulp: list[float] = field(default_factory=list)
+    median_ulp: list[float] = field(default_factory=list)
+    differing: list[float] = field(default_factory=list)
+    loss_difference: list[float] = field(default_factory=list)
+    evaluation: list[float] = field(default_factory=list)
+    layers: list[dict[str, Any]] = field(default_factory=list)
+    growth: Growth | None = None
+    skipped: int = 0
+
+    @property
+    def identical(self) -> bool:
+        """Whether parameters, gradients and losses had the same bits throughout."""
+        columns = (self.max_ulp, self.differing, self.gradient_distance, self.loss_difference)
+        return all(value == 0 for column in columns for value in column)
+
+    @property
+    def first_step(self) -> int | None:
+        """First step after which the parameters differ, from 1; None: never."""
+        apart = (step for step, share in enumerate(self.differing, start=1) if share > 0)
+        return next(apart, None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values; numbers that are not finite become None."""
+        values: dict[str, Any] = to_plain(
+            {
+                **asdict(self),
+                "title": TITLES[self.name],
+                "identical": self.identical,
+                "first_step": self.first_step,
+                "growth": self.growth and self.growth.to_json(),
+            }
+        )
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class GrowthResult:
+    """Trainings beside a first one that they differ from in one thing each.
+
+    Attributes:
+        options: The options as plain values.
+        facts: Model, data, parameters, tokens per step: what a reader wants to know.
+        evaluated: Steps after which the held-out loss was taken.
+        loss: The first training's loss on each step's global batch, nats per token.
+        evaluation: Its loss on held-out samples at ``evaluated``.
+        pairs: The comparisons.
+    """
+
+    options: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    evaluated: list[int]
+    loss: list[float]
+    evaluation: list[float]
+    pairs: tuple[PairResult, ...] = field(default=())
+
+    def pair(self, name: str) -> PairResult | None:
+        """Return a pair by name; None when it was not run."""
+        return next((pair for pair in self.pairs if pair.name == name), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain JSON values, sentences and summary included."""
+        values: dict[str, Any] = to_plain(
+            {
+                **asdict(replace(self, pairs=())),
+                "pairs": [pair.to_json() for pair in self.pairs],
+                "sentences": self.sentences(),
+                "summary": self.summary(),
+            }
+        )
+        return values
+
+    def sentences(self) -> list[str]:
+        """Return what was seen, in plain words, from the measured numbers."""
+        lines = [words for pair in self.pairs if (words := self._words(pair))]
+        beside = self.summary()
+        return [*lines, beside] if beside else lines
+
+    def _words(self, pair: PairResult) -> str:
+        title, steps = TITLES[pair.name].capitalize(), len(pair.distance)
+        if pair.name == CONTROL:
+            if pair.identical:
+                return (
+                    f"{title}: all {steps} steps gave the same bits. What differs below comes from "
+                    "the reduction alone."
+                )
+            return (
+                f"{title}: the bits differ, although nothing was changed. This machine does not "
+                "repeat its own computations; the differences below are not rounding of the "
+                "reduction alone."
+            )
+        if pair.identical:
+            return f"{title}: the bits are the same in all {steps} steps."
+        if pair.first_step is None:
+            return f"{title}: gradients or losses differ, but no parameter did in {steps} steps."
+        first = pair.distance[pair.first_step - 1]
+        return (
+            f"{title}: parts at step {pair.first_step} by {first:.1e} of the parameters' norm, "
+            f"and is {pair.distance[-1]:.1e} apart after {steps} steps, with "
+            f"{pair.differing[-1]:.0%} of the parameters different in their bits"
+            f"{_law_in_words(pair.growth)}.{_skips_in_words(pair.skipped)}"
+        )
+
+    def summary(self) -> str:
+        """Return how rounding's effect compares with that of another order of the data.
+
+        Empty when one of these two pairs was not run, or its numbers are not finite.
+        """
+        data, order = self.pair(DATA), self.pair(ORDER)
+        if data is None or order is None or not data.distance[-1] > 0:
+            return ""
+        share = order.distance[-1] / data.distance[-1]
+        moved, sampled = (largest(pair.evaluation) for pair in (order, data))
+        if not all(map(math.isfinite, (share, moved, sampled))):
+            return ""
+        return (
+            f"Adding in arrival order moves the parameters {share:.0e} times as far as another "
+            f"order of the data does. The held-out loss, {self.evaluation[-1]:.4f} nats per token, "
+            f"changes by at most {moved:.0e} from rounding and {sampled:.0e} from the data's order."
+        )
+
+
+def largest(differences: Sequence[float]) -> float:
+    """Return the largest size of some differences; NaN when one of them is."""
+    return float(np.abs(np.asarray(differences, dtype=float)).max(initial=0.0))
+
+
+def _law_in_words(growth: Growth | None) -> str:
+    return f"; it {growth.words}" if growth is not None and growth.words else ""
+
+
+def _skips_in_words(skipped: int) -> str:
+    if not skipped:
+        return ""
+    steps = "1 step" if skipped == 1 else f"{skipped} steps"
+    return f" The scaler left out {steps} that overflowed, until its scale fitted."

@@ -1,0 +1,338 @@
+"""A worker of a study: joins the process group and trains under every combination in turn."""
+
+import contextlib
+import logging
+import os
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from logging.handlers import BufferingHandler
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from rankscope.bus.step import StepReport
+from rankscope.lab.study.config import Combination, Precision, StudyConfig
+from rankscope.lab.study.encoding import IGNORED, EncodedSet, draw_batches
+from rankscope.lab.study.launch import is_echo
+from rankscope.lab.study.models import LoadedModel, Prepared, load
+from rankscope.lab.study.quiet import quiet_transformers, save_checkpoint
+
+_ECHO_SECONDS = 1.0
+"""How long a worker that lost another one waits, so that the launcher notices that one first."""
+
+FLUSH_SECONDS = 2.0
+
+
+def main(
+    config: StudyConfig, output: Path, prepared: Prepared, todo: Sequence[Combination]
+) -> None:
+    """Train in a process that the launcher started."""
+    device = join_process_group()
+    try:
+        run_combinations(config, output, prepared, todo, device)
+    except Exception as error:
+        if is_echo(str(error)):
+            time.sleep(_ECHO_SECONDS)
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def run_combinations(
+    config: StudyConfig,
+    output: Path,
+    prepared: Prepared,
+    todo: Sequence[Combination],
+    device: torch.device,
+) -> None:
+    """Train under each combination in turn; every worker calls it."""
+    job = Job(
+        config=config,
+        output=output,
+        samples=prepared.samples,
+        load=partial(load, config, prepared.held_out, torch.device("cpu")),
+        device=device,
+        facts=prepared.facts,
+    )
+    with StudyProgress(config, enabled=dist.get_rank() == 0) as progress:
+        progress.say_left_out(prepared.facts)
+        for combination in todo:
+            with _warnings_held_back(progress.say):
+                train(job, combination, progress.start(combination))
+
+
+@contextlib.contextmanager
+def _warnings_held_back(say: Callable[[str], None]) -> Iterator[None]:
+    """Say the monitor's warnings when a training has ended, and nothing when it has failed.
+
+    The monitor notices as well that a worker has died; one line about that is enough.
+    """
+    log, held = logging.getLogger("rankscope"), BufferingHandler(capacity=1000)
+    propagated, log.propagate = log.propagate, False
+    log.addHandler(held)
+    try:
+        yield
+        for warning in held.buffer:
+            say(warning.getMessage())
+    finally:
+        log.removeHandler(held)
+        log.propagate = propagated
+
+
+def join_process_group() -> torch.device:
+    """Join the launcher's process group and return this worker's device.
+
+    One worker per accelerator uses the accelerator's own backend. More workers than accelerators
+    share them over gloo.
+    """
+    local_rank = int(os.environ["LOCAL_RANK"])
+    local_workers = int(os.environ["LOCAL_WORLD_SIZE"])
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    devices = torch.accelerator.device_count()
+    device = torch.device(accelerator.type, local_rank % devices)
+    torch.accelerator.set_device_index(device.index)
+    own = dist.get_default_backend_for_device(device)
+    dist.init_process_group(own if local_workers <= devices else "gloo")
+    return device
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What every training of a study shares on one worker.
+
+    Attributes:
+        config: The study's options.
+        output: The study's directory.
+        samples: Encoded samples.
+        load: Loads a fresh copy of the base model, and its tokenizer.
+        device: Where this worker computes.
+        facts: What ``run.json`` says of model and data.
+    """
+
+    config: StudyConfig
+    output: Path
+    samples: EncodedSet
+    load: Callable[[], LoadedModel]
+    device: torch.device
+    facts: dict[str, Any]
+
+
+def train(job: Job, combination: Combination, on_step: Callable[[StepReport | None], None]) -> None:
+    """Fine-tune under one combination, watched, and save the model.
+
+    Args:
+        job: What all trainings share.
+        combination: The reading and setting to train under.
+        on_step: Called after each step, on every worker, with the last gathered report.
+    """
+    config, rank = job.config, dist.get_rank()
+    _seed_everything(combination.setting.seed_of(rank, config.seed))
+    loaded = job.load()
+    model = loaded.model.to(job.device)
+    _seed_everything(combination.setting.seed_of(rank, config.seed))
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(
+        ddp.parameters(), lr=config.effective_learning_rate, weight_decay=0.0
+    )
+    batches = draw_batches(
+        combination,
+        num_samples=len(job.samples),
+        batch_size=config.batch_size,
+        rank=rank,
+        num_workers=dist.get_world_size(),
+        seed=config.seed,
+    )
+    run_dir = job.output / "runs" / combination.name
+    run_facts = {
+        "reading": combination.reading,
+        "setting": combination.setting,
+        "study": config.to_json(),
+        **job.facts,
+    }
+    with rankscope.watch(
+        ddp,
+        optimizer,
+        run_dir=run_dir,
+        overhead_budget=None,  # a study wants every step, whatever it costs
+        seed=config.seed,
+        config=run_facts,
+        plan={"loss_weighting": "worker"},  # each worker's mean counts alike, as in the paper
+        flush_seconds=FLUSH_SECONDS,
+        announce=False,  # the table of all configurations follows
+    ) as scope:
+        for _ in range(config.steps):
+            _train_step(job, ddp, optimizer, batches, scope)
+            on_step(scope.latest)
+        if config.saves(combination):
+            _save(loaded, job.output / "models" / combination.name)
+
+
+def _train_step(
+    job: Job,
+    ddp: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[list[int]],
+    scope: rankscope.Scope,
+) -> None:
+    accumulation = job.config.accumulation
+    for micro in range(accumulation):
+        batch, record_ids = job.samples.collate(next(batches))
+        scope.batch(record_ids)
+        last = micro == accumulation - 1
+        with contextlib.nullcontext() if last else ddp.no_sync():
+            losses, tokens = _losses_per_sample(job, ddp, batch)
+            scope.loss(losses, weight=tokens)
+            loss = (losses * tokens).sum() / tokens.sum()
+            (loss / accumulation).backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _losses_per_sample(
+    job: Job, ddp: DistributedDataParallel, batch: dict[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Return the mean loss per label token of each sample ``[B]``, and its label tokens ``[B]``."""
+    batch = {name: tensor.to(job.device, non_blocking=True) for name, tensor in batch.items()}
+    with autocast(job.config.precision, job.device):
+        logits = ddp(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    targets = batch["labels"][:, 1:]
+    present = targets != IGNORED
+    token_losses = F.cross_entropy(
+        logits[:, :-1][present].float(), targets[present], reduction="none"
+    )
+    spread = torch.zeros(present.shape, device=job.device).masked_scatter(present, token_losses)
+    tokens = present.sum(1)
+    return spread.sum(1) / tokens, tokens
+
+
+def autocast(precision: Precision, device: torch.device) -> torch.autocast:
+    """Return the mixed-precision context of a precision on a device."""
+    on = precision is Precision.BF16 or (precision is Precision.AUTO and device.type != "cpu")
+    return torch.autocast(device.type, torch.bfloat16, enabled=on)
+
+
+def _seed_everything(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - what training scripts use
+    torch.manual_seed(seed)
+
+
+def _save(loaded: LoadedModel, path: Path) -> None:
+    """Save a Hugging Face checkpoint on rank 0, whole or not at all."""
+    if dist.get_rank() == 0:
+        partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
+        with quiet_transformers():
+            save_checkpoint(loaded.model, loaded.tokenizer, partial)
+        shutil.rmtree(path, ignore_errors=True)
+        partial.rename(path)
+    dist.barrier()
+
+
+class _Console(Console):
+    """A console whose reader may go; rich would end the process, which trains."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
+class StudyProgress:
+    """Shows how far a study is; on a terminal as bars, elsewhere as one line per training.
+
+    Args:
+        config: The study's options.
+        enabled: Whether this worker shows anything.
+    """
+
+    def __init__(self, config: StudyConfig, *, enabled: bool) -> None:
+        self._enabled = enabled
+        self._steps = config.steps
+        self._console = _Console(stderr=True)
+        self._bars = Progress(
+            TextColumn("{task.description:<17}"),
+            BarColumn(bar_width=16),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[metrics]}"),
+            TimeRemainingColumn(compact=True),
+            console=self._console,
+            disable=not (enabled and self._console.is_terminal),
+        )
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """Print a line above the bars, if it can be; every worker may."""
+        with contextlib.suppress(OSError):  # of a full disk, say
+            self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def say_left_out(self, facts: Mapping[str, Any]) -> None:
+        """Say how many records the study cannot use, where there are any."""
+        counts = {
+            "with an empty output": facts["skipped_empty"],
+            "whose response is cut off by --max-length": facts["skipped_truncated"],
+        }
+        parts = [f"{count:,} {what}" for what, count in counts.items() if count]
+        if self._enabled and parts:
+            self.say(f"Records left out: {', '.join(parts)}")
+
+    def start(self, combination: Combination) -> Callable[[StepReport | None], None]:
+        """Begin a training; the returned function is called after each of its steps."""
+        task = self._bars.add_task(combination.name, total=self._steps, metrics="")
+        done = 0
+
+        def on_step(report: StepReport | None) -> None:
+            nonlocal done
+            done += 1
+            self._advance(combination, task, done, report)
+
+        return on_step
+
+    def _advance(
+        self, combination: Combination, task: TaskID, done: int, report: StepReport | None
+    ) -> None:
+        metrics = "" if report is None else describe(report)
+        self._bars.update(task, completed=done, metrics=metrics)
+        if self._enabled and not self._console.is_terminal and done == self._steps:
+            line = ", ".join(filter(None, [f"{combination.name}: {done} steps", metrics]))
+            self.say(line)
+
+
+def describe(report: StepReport) -> str:
+    """Return the averaged loss and the paper's three metrics of a step in one short line."""
+    return (
+        f"loss {report.loss_mean:.3f} ± {report.loss_std:.3f}  "
+        f"norm ± {report.grad_norm_std:.3f}  cos {report.cosine_mean:+.3f}"
+    )

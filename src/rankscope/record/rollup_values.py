@@ -1,0 +1,283 @@
+"""Many steps in few numbers: bins of steps that keep each worker's mean and extremes.
+
+A step is a bin of one. Bins merge exactly: counts and sums add up, the smallest and the largest
+value stay. Values that are not finite count as missing.
+
+Shapes: T steps, B bins, W workers, S signals.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.columns import Column, DType, Source, Table
+from rankscope.bus.pace import PACE
+from rankscope.evidence import columns_of
+from rankscope.stats.arrays import Floats, Ints
+
+LEVELS = PACE.rolled_up
+"""Steps in a bin of each level, each a multiple of the one before."""
+
+
+@cache
+def quantities() -> tuple[Column, ...]:
+    """Return the columns of the workers table that are rolled up: its amounts."""
+    return tuple(signal for signal in columns_of(Table.WORKERS) if signal.is_quantity)
+
+
+@cache
+def rollup_signals() -> tuple[Column, ...]:
+    """Return the columns of a roll-up, which follow from those of the workers table.
+
+    A row is a bin and a worker. For each quantity ``x`` it has ``x_count``, ``x_mean``, ``x_low``
+    and ``x_high``.
+    """
+    keys = (
+        ("step", "first step of the bin"),
+        ("last_step", "last step of the bin"),
+        ("rank", "as in workers"),
+    )
+    declared = [
+        Column(name, Table.WORKERS, DType.INT, "", meaning, Source.KEY) for name, meaning in keys
+    ]
+    for signal in quantities():
+        words = (
+            ("count", DType.INT, "steps", "steps of the bin with a finite value of"),
+            ("mean", DType.FLOAT, signal.unit, "mean over these steps of"),
+            ("low", DType.FLOAT, signal.unit, "smallest in these steps of"),
+            ("high", DType.FLOAT, signal.unit, "largest in these steps of"),
+        )
+        declared += [
+            Column(f"{signal.name}_{end}", Table.WORKERS, dtype, unit, f"{text} {signal.name}",
+                   Source.DERIVED)
+            for end, dtype, unit, text in words
+        ]  # fmt: skip
+    return tuple(declared)
+
+
+@cache
+def coverage_signals() -> tuple[Column, ...]:
+    """Return the columns of the roll-up of samples: a row every ``LEVELS[0]`` steps."""
+    rows = (
+        ("step", DType.INT, "", Source.KEY, "step up to which is counted"),
+        ("drawn", DType.INT, "samples", Source.DERIVED, "samples drawn since the run began"),
+        ("distinct", DType.INT, "samples", Source.DERIVED, "different ones among them"),
+        ("exact", DType.BOOL, "", Source.DERIVED, "whether that is exact, not an estimate"),
+    )
+    return tuple(
+        Column(name, Table.SAMPLES, dtype, unit, meaning, source)
+        for name, dtype, unit, source, meaning in rows
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """One signal in bins of steps, in increasing order.
+
+    Attributes:
+        first_B: First step of each bin that has a row.
+        last_B: Last such step.
+        count_BW: How many steps of the bin have a value, by worker.
+        mean_BW: Their mean, NaN without any.
+        low_BW: The smallest, NaN without any.
+        high_BW: The largest, NaN without any.
+    """
+
+    first_B: Ints
+    last_B: Ints
+    count_BW: Ints
+    mean_BW: Floats
+    low_BW: Floats
+    high_BW: Floats
+
+    def merged(self, width: int) -> "Bins":
+        """Return bins whose first steps have the same multiple of ``width`` below them."""
+        keys_B = self.first_B // width
+        starts = np.flatnonzero(np.diff(keys_B, prepend=keys_B[:1] - 1))
+        if len(starts) == len(keys_B):
+            return self
+        counts = np.add.reduceat(self.count_BW, starts, axis=0)
+        known_BW = np.where(self.count_BW > 0, self.mean_BW * self.count_BW, 0.0)
+        sums = np.add.reduceat(known_BW, starts, axis=0)
+        return Bins(
+            first_B=self.first_B[starts],
+            last_B=np.maximum.reduceat(self.last_B, starts),
+            count_BW=counts,
+            mean_BW=_mean(sums, counts),
+            low_BW=np.fmin.reduceat(self.low_BW, starts, axis=0),
+            high_BW=np.fmax.reduceat(self.high_BW, starts, axis=0),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class WholeBin:
+    """A bin of one level that no later step joins, of all quantities.
+
+    Attributes:
+        level: Steps in a bin of its level; itself it has fewer where the run began inside it.
+        first: First step of the bin that was added.
+        last: Last such step.
+        count_SW: Finite values, by quantity and worker.
+        sum_SW: Their sum; the terms ``[T, S, W]`` while the T steps of a part join a bin.
+        low_SW: The smallest, NaN without any.
+        high_SW: The largest, NaN without any.
+    """
+
+    level: int
+    first: int
+    last: int
+    count_SW: Ints
+    sum_SW: Floats
+    low_SW: Floats
+    high_SW: Floats
+
+    def mean(self) -> Floats:
+        """Return the mean of the finite values ``[S, W]``, NaN without any."""
+        return _mean(self.sum_SW, self.count_SW)
+
+
+class Rollups:
+    """Collects steps, in increasing order, into bins of all levels."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, WholeBin] = {}
+
+    def add(self, steps_T: Ints, values_TSW: Floats) -> list[WholeBin]:
+        """Take steps of one bin of the narrowest level, and return the bins that they complete.
+
+        A bin is complete with its last step, or when the next step belongs to another bin or has
+        other workers.
+
+        Args:
+            steps_T: The steps.
+            values_TSW: The values of all quantities in them, in the order of :func:`quantities`.
+        """
+        finite_TSW = np.isfinite(values_TSW)
+        known_TSW = np.where(finite_TSW, values_TSW, np.nan)
+        sum_TSW = np.where(finite_TSW, values_TSW, 0.0)
+        arrived = [
+            WholeBin(
+                1,
+                int(steps_T[0]),
+                int(steps_T[-1]),
+                np.count_nonzero(finite_TSW, axis=0),
+                sum_TSW,
+                np.fmin.reduce(known_TSW, axis=0),
+                np.fmax.reduce(known_TSW, axis=0),
+            )
+        ]
+        completed: list[WholeBin] = []
+        for level in LEVELS:
+            arrived = [whole for part in arrived for whole in self._join(level, part)]
+            completed += arrived
+        return completed
+
+    def _join(self, level: int, part: WholeBin) -> list[WholeBin]:
+        completed = []
+        before = self._open.pop(level, None)
+        if before is not None and not _fit(level, before, part):
+            completed.append(before)
+            before = None
+        grown = _begun(level, part) if before is None else _grown(before, part)
+        if (grown.last + 1) % level == 0:
+            completed.append(grown)
+        else:
+            self._open[level] = grown
+        return completed
+
+
+def _fit(level: int, one: WholeBin, other: WholeBin) -> bool:
+    same_workers = one.count_SW.shape == other.count_SW.shape
+    return same_workers and one.first // level == other.first // level
+
+
+def _begun(level: int, part: WholeBin) -> WholeBin:
+    """Return a bin that has one part so far, with arrays of its own."""
+    return WholeBin(
+        level,
+        part.first,
+        part.last,
+        part.count_SW.copy(),
+        _total(part.sum_SW),
+        part.low_SW.copy(),
+        part.high_SW.copy(),
+    )
+
+
+def _grown(before: WholeBin, part: WholeBin) -> WholeBin:
+    """Return a bin with a part more; its arrays are those of the bin, changed in place."""
+    np.add(before.count_SW, part.count_SW, out=before.count_SW)
+    before.sum_SW[...] = _total(part.sum_SW, before.sum_SW)
+    np.fmin(before.low_SW, part.low_SW, out=before.low_SW)
+    np.fmax(before.high_SW, part.high_SW, out=before.high_SW)
+    return replace(before, last=part.last)
+
+
+def _total(sums: Floats, before: Floats | None = None) -> Floats:
+    """Return the sum ``[S, W]`` of a part, of one step after the other where it has their values.
+
+    Args:
+        sums: ``[S, W]`` or, of several steps, ``[T, S, W]``.
+        before: What is added to first.
+    """
+    parts = [*sums] if sums.ndim == 3 else [sums]
+    total = parts.pop(0).copy() if before is None else before
+    with np.errstate(over="ignore"):
+        for part in parts:
+            total = total + part
+    return total
+
+
+def bins_of_steps(steps_T: Ints, values_TW: Floats) -> Bins:
+    """Return each step as a bin of its own."""
+    finite_TW = np.isfinite(values_TW)
+    known_TW = np.where(finite_TW, values_TW, np.nan)
+    return Bins(steps_T, steps_T, finite_TW.astype(np.int64), known_TW, known_TW, known_TW)
+
+
+def joined(parts: Sequence[Bins]) -> Bins:
+    """Return the bins of all parts, one part after the other.
+
+    Args:
+        parts: At least one. A worker that a part lacks has no value there.
+    """
+    width = max(part.count_BW.shape[1] for part in parts)
+    return Bins(
+        np.concatenate([part.first_B for part in parts]),
+        np.concatenate([part.last_B for part in parts]),
+        np.concatenate([_widened(part.count_BW, width, 0) for part in parts]),
+        np.concatenate([_widened(part.mean_BW, width, np.nan) for part in parts]),
+        np.concatenate([_widened(part.low_BW, width, np.nan) for part in parts]),
+        np.concatenate([_widened(part.high_BW, width, np.nan) for part in parts]),
+    )
+
+
+def bin_width(first_step: int, last_step: int, max_bins: int) -> int:
+    """Return the smallest power of two that cuts a range of steps into few enough bins.
+
+    Args:
+        first_step: First step of the range.
+        last_step: Last step, included.
+        max_bins: Bins at most; bins begin at multiples of their width.
+    """
+    width = 1
+    while last_step // width - first_step // width + 1 > max(max_bins, 1):
+        width *= 2
+    return width
+
+
+def _widened(values_BW: NDArray[Any], width: int, missing: float) -> NDArray[Any]:
+    more = width - values_BW.shape[1]
+    if not more:
+        return values_BW
+    padded: NDArray[Any] = np.pad(values_BW, ((0, 0), (0, more)), constant_values=missing)
+    return padded
+
+
+def _mean(sums: Floats, counts: Ints) -> Floats:
+    means: Floats = np.divide(sums, counts, out=np.full(sums.shape, np.nan), where=counts > 0)
+    return means

@@ -1,0 +1,415 @@
+"""The addresses of the live page, what each answers, and the hub that tells of what is new.
+
+========================  ====================================================================
+``/``                     all runs
+``/run/ID``               one run
+``/compare?a=ID&b=ID``    two runs side by side
+``/overlay?run=ID&run=…`` any number of runs over each other
+``/api/…``                the same as JSON: what a page lacks that has the version ``?since=``
+``/events?topic=&have=``  tells a page that there is something new (server-sent events)
+``/assets/…``             scripts and style
+========================  ====================================================================
+"""
+
+import asyncio
+import functools
+import hashlib
+import hmac
+import ipaddress
+import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from html import escape
+from typing import Any, TypeVar
+from urllib.parse import parse_qsl, quote, urlencode
+
+import anyio.to_thread
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.responses import (
+    HTMLResponse,
+    PlainTextResponse,
+    RedirectResponse,
+    Response,
+    StreamingResponse,
+)
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rankscope.report.live.board import RUNS, Board, compare_topic, overlay_topic, run_topic
+from rankscope.report.live.sheets import (
+    GZIP_LEVEL,
+    asset,
+    news_of,
+    packed,
+    page_of,
+    start_of,
+    words_sheet,
+)
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self' 'unsafe-eval'",
+        "style-src 'self' 'unsafe-inline'",
+        "img-src 'self' data: blob:",
+        "connect-src 'self'",
+        "form-action 'self'",
+        "base-uri 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+"""As strict as the report's: figures compile their expressions and set styles of their own."""
+
+HEADERS = {
+    "content-security-policy": POLICY,
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "permissions-policy": "camera=(), geolocation=(), microphone=()",
+}
+
+_NO_TOKEN = (
+    "<!doctype html><html lang=en><title>rankscope</title>"
+    "<p>This page needs the token that <code>rankscope serve</code> printed when it was started. "
+    "Open the address that it printed, which ends in <code>?token=…</code>."
+)
+
+_GO_ON = (
+    "<!doctype html><html lang=en><title>rankscope</title>"
+    '<meta http-equiv=refresh content="0;url={address}">'
+    '<p><a href="{address}">Go on to the page.</a>'
+)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address to listen on, or the name in a ``Host`` header, is this machine.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("[::1]"), is_loopback("0.0.0.0")
+    (True, True, False)
+    """
+    name = host.strip("[]").lower()
+    if name == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+class Guard:
+    """Answers what must not reach the pages, and adds the headers that bind a browser.
+
+    On the loopback address the name in the ``Host`` header must be one of this machine's own: a
+    page of another site that lets its name point to 127.0.0.1 gets nothing. Elsewhere a token is
+    needed; it comes once in the address and then in a cookie that scripts cannot read, and that a
+    browser sends only when a page of this server asks. Of a link on another site, a redirect would
+    still be that site's question; so the token is answered by a small page that goes on by itself.
+
+    Args:
+        app: The pages.
+        token: What a viewer must know; None when it is not needed.
+        own_names_only: Whether the ``Host`` header must name the loopback address.
+    """
+
+    def __init__(self, app: ASGIApp, *, token: str | None, own_names_only: bool) -> None:
+        self._app = app
+        self._token = token
+        self._own_names_only = own_names_only
+        digest = hashlib.sha256(b"rankscope live page " + (token or "").encode()).hexdigest()
+        self._cookie = f"rankscope_{digest[:8]}"
+        self._cookie_value = digest[8:]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        answer = self._refusal(scope) or self._entry(scope)
+        await (answer or self._app)(scope, receive, _with_headers(send))
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        headers = Headers(scope=scope)
+        if scope["method"] not in ("GET", "HEAD"):
+            return PlainTextResponse("This page is only to be read.", 405, {"allow": "GET, HEAD"})
+        if self._own_names_only and not is_loopback(_name_of(headers.get("host", ""))):
+            return PlainTextResponse(
+                "This page answers to localhost only: open it as http://localhost and its port, "
+                "also through a forwarded port.",
+                421,
+            )
+        return None
+
+    def _entry(self, scope: Scope) -> Response | None:
+        """Return the answer to a viewer who lacks the token, or just brought it; None to go on."""
+        if self._token is None:
+            return None
+        query = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+        brought = [value for name, value in query if name == "token"]
+        if brought:
+            if not _equal(brought[-1], self._token):
+                return HTMLResponse(_NO_TOKEN, 401)
+            rest = urlencode([pair for pair in query if pair[0] != "token"])
+            address = quote("/" + scope["path"].lstrip("/")) + (f"?{rest}" if rest else "")
+            answer = HTMLResponse(_GO_ON.format(address=escape(address)))
+            answer.set_cookie(
+                self._cookie, self._cookie_value, httponly=True, samesite="strict", path="/"
+            )
+            return answer
+        return None if self._has_cookie(scope) else HTMLResponse(_NO_TOKEN, 401)
+
+    def _has_cookie(self, scope: Scope) -> bool:
+        """Return whether the cookie is among those sent, whatever other programs have set there."""
+        sent = ";".join(Headers(scope=scope).getlist("cookie")).split(";")
+        pairs = (pair.strip().partition("=")[::2] for pair in sent)
+        return any(n == self._cookie and _equal(v, self._cookie_value) for n, v in pairs)
+
+
+def _equal(one: str, other: str) -> bool:
+    return hmac.compare_digest(one.encode(errors="replace"), other.encode())
+
+
+def _name_of(host: str) -> str:
+    """Return the name in a ``Host`` header without its port.
+
+    >>> _name_of("localhost:8321"), _name_of("[::1]:80")
+    ('localhost', '[::1]')
+    """
+    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+
+
+def _with_headers(send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = MutableHeaders(scope=message)
+            for name, value in HEADERS.items():
+                headers[name] = value
+            headers.setdefault("cache-control", "no-store")
+        await send(message)
+
+    return sending
+
+
+_T = TypeVar("_T")
+
+POLL_SECONDS = 1.0
+"""Seconds between two looks at what pages listen to."""
+_COST = 5.0
+"""The same as a multiple of what a look took: a slow disk is not kept busy."""
+
+_PING_SECONDS = 15
+_FOR_GOOD = "public, max-age=31536000, immutable"
+_HTML = "text/html; charset=utf-8"
+_COMPRESSED = {"content-encoding": "gzip"}
+_GZIP_FORMAT = 31
+"""The format's number in zlib."""
+
+
+class Hub:
+    """Listeners by topic, and the one task that looks for news.
+
+    Args:
+        version_of: Returns the version of a topic's page now, None if there is none. It may take
+            its time: it runs in another thread.
+        poll_seconds: Seconds between two looks.
+    """
+
+    def __init__(
+        self, version_of: Callable[[str], str | None], poll_seconds: float = POLL_SECONDS
+    ) -> None:
+        self._version_of = version_of
+        self._poll_seconds = poll_seconds
+        self._listeners: Counter[str] = Counter()
+        self._versions: dict[str, str | None] = {}
+        self._looked = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def follow(self, topic: str, have: str) -> AsyncIterator[dict[str, str]]:
+        """Yield an event whenever a page's version is not the one that it has.
+
+        The first is ``hello``. After the first look comes ``news``, or ``current`` if there is
+        none, and then ``news`` only.
+
+        Args:
+            topic: What the page shows.
+            have: The version that it shows.
+        """
+        told = False
+        self._listeners[topic] += 1
+        try:
+            yield {"event": "hello", "data": topic}
+            while not self._closed:
+                self._start()
+                await self._looked.wait()
+                version = self._versions.get(topic)
+                if version is None or self._closed or (told and version == have):
+                    continue
+                event = "current" if version == have else "news"
+                have, told = version, True
+                yield {"event": event, "data": version}
+        finally:
+            self._listeners[topic] -= 1
+            if not self._listeners[topic]:
+                del self._listeners[topic]
+                self._versions.pop(topic, None)
+
+    def close(self) -> None:
+        """End all streams; call it in the event loop."""
+        self._closed = True
+        self._looked.set()
+
+    def _start(self) -> None:
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._look())
+
+    async def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._listeners and not self._closed:
+            began = loop.time()
+            topics = list(self._listeners)
+            found = await asyncio.gather(
+                *(anyio.to_thread.run_sync(self._version_of, topic) for topic in topics),
+                return_exceptions=True,
+            )
+            for topic, version in zip(topics, found, strict=True):
+                if not isinstance(version, BaseException):
+                    self._versions[topic] = version
+            looked, self._looked = self._looked, asyncio.Event()
+            looked.set()
+            await asyncio.sleep(max(self._poll_seconds, _COST * (loop.time() - began)))
+
+
+def make_app(
+    board: Board, hub: Hub, *, token: str | None = None, own_names_only: bool = True
+) -> ASGIApp:
+    """Return the pages of a served directory as an ASGI application.
+
+    Args:
+        board: Makes what they show.
+        hub: Tells them what is new.
+        token: What a viewer must know; None when it is not needed.
+        own_names_only: Whether the ``Host`` header must name the loopback address.
+    """
+    pages = _Pages(board, hub)
+    routes = [
+        Route("/", pages.runs),
+        Route("/run/{id:path}", pages.page),
+        Route("/compare", pages.page),
+        Route("/overlay", pages.page),
+        Route("/api/runs", pages.news),
+        Route("/api/run/{id:path}", pages.news),
+        Route("/api/compare", pages.news),
+        Route("/api/overlay", pages.news),
+        Route("/events", pages.events),
+        Route("/assets/{tag}/{name}", pages.asset),
+    ]
+    handlers: Any = {404: _nothing_here, 500: _broken}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    return Guard(app, token=token, own_names_only=own_names_only)
+
+
+class _Pages:
+    """Answers requests; everything that takes time runs in another thread."""
+
+    def __init__(self, board: Board, hub: Hub) -> None:
+        self._board = board
+        self._hub = hub
+
+    async def runs(self, request: Request) -> Response:
+        only = await _elsewhere(self._board.only_run)
+        if only is not None:
+            return RedirectResponse(f"/run/{quote(only)}", 307)
+        return await self.page(request)
+
+    async def page(self, request: Request) -> Response:
+        topic = _topic_of(request)
+        if not await _elsewhere(functools.partial(self._board.has, topic)):
+            return await _nothing_here(request)
+        return StreamingResponse(self._page(topic), headers=_COMPRESSED, media_type=_HTML)
+
+    async def _page(self, topic: str) -> AsyncIterator[bytes]:
+        """Yield a page: how it begins at once, so that scripts are loaded while a run is read."""
+        packing = zlib.compressobj(GZIP_LEVEL, wbits=_GZIP_FORMAT)
+        start = await _elsewhere(functools.partial(start_of, topic))
+        yield packing.compress(start.encode()) + packing.flush(zlib.Z_SYNC_FLUSH)
+
+        def rest() -> bytes:
+            page = page_of(self._board.sheet(topic) or _NO_RUN, topic)
+            return packing.compress(page.removeprefix(start).encode()) + packing.flush()
+
+        yield await _elsewhere(rest)
+
+    async def news(self, request: Request) -> Response:
+        topic, since = _topic_of(request), request.query_params.get("since", "")
+
+        def make() -> tuple[int, bytes]:
+            sheet = self._board.sheet(topic)
+            if sheet is None:
+                return 404, packed("{}")
+            return 200, packed(news_of(sheet, self._board.figures_of(since)))
+
+        status, content = await _elsewhere(make)
+        return _compressed(content, "application/json", status)
+
+    async def events(self, request: Request) -> Response:
+        topic = request.query_params.get("topic", "")
+        if await _elsewhere(lambda: self._board.sheet(topic) if topic else None) is None:
+            return Response(status_code=404)
+        stream = self._hub.follow(topic, request.query_params.get("have", ""))
+        return EventSourceResponse(stream, ping=_PING_SECONDS, ping_message_factory=_ping)
+
+    async def asset(self, request: Request) -> Response:
+        tag, name = request.path_params["tag"], request.path_params["name"]
+        found = await _elsewhere(functools.partial(asset, tag, name))
+        if found is None:
+            return Response(status_code=404)
+        headers = {"cache-control": _FOR_GOOD}
+        return _compressed(found.content, f"{found.kind}; charset=utf-8", 200, headers)
+
+
+_NO_RUN = words_sheet(
+    "There is no such page",
+    "The run may have been renamed or removed. The first page lists all runs that are here.",
+)
+
+
+def _ping() -> ServerSentEvent:
+    """Return what tells a page that the stream is alive; a comment would not reach its script."""
+    return ServerSentEvent("ping", event="ping")
+
+
+async def _elsewhere(work: Callable[[], _T]) -> _T:
+    return await anyio.to_thread.run_sync(work)
+
+
+def _topic_of(request: Request) -> str:
+    path = request.url.path.removeprefix("/api")
+    if path.startswith("/run/"):
+        return run_topic(request.path_params["id"])
+    if path == "/compare":
+        return compare_topic(request.query_params.get("a", ""), request.query_params.get("b", ""))
+    if path == "/overlay":
+        return overlay_topic(request.query_params.getlist("run"))
+    return RUNS
+
+
+def _compressed(
+    content: bytes, kind: str, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
+    return Response(content, status, {**_COMPRESSED, **(headers or {})}, media_type=kind)
+
+
+async def _nothing_here(request: Request, error: Exception | None = None) -> Response:
+    page = await _elsewhere(lambda: packed(page_of(_NO_RUN, "")))
+    return _compressed(page, _HTML, 404)
+
+
+async def _broken(request: Request, error: Exception) -> Response:
+    return Response("This page cannot be shown; see the terminal of rankscope serve.", 500)

@@ -1,0 +1,352 @@
+"""What all viewers see, made once: the content of each page, kept until its run changes."""
+
+import contextlib
+import math
+import sys
+import threading
+import time
+import traceback
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rankscope.errors import RunError
+from rankscope.record import Run
+from rankscope.report.compare import MOST_RUNS
+from rankscope.report.live.catalog import (
+    MAX_DIRECTORIES,
+    Glance,
+    Place,
+    Stamp,
+    glance,
+    in_order,
+    places,
+    stamp,
+    unreadable,
+)
+from rankscope.report.live.sheets import (
+    Sheet,
+    compared_content,
+    compared_sheet,
+    overlaid_content,
+    run_content,
+    run_sheet,
+    runs_sheet,
+    words_sheet,
+)
+
+REFRESH_SECONDS = 3.0
+"""Seconds between two readings of a changed run, at least."""
+REFRESH_COST = 4.0
+"""The same as a multiple of what the last reading took."""
+SCAN_SECONDS = 5.0
+"""Seconds after which the directory is looked through again for pages that only offer runs."""
+READ_AHEAD = 4
+"""Runs that are read when the server starts, before somebody asks for them."""
+MAX_CONTENTS = 24
+"""Pages whose content is kept, the latest used."""
+MAX_VERSIONS = 200
+"""Versions of pages for which it is known which figures they showed."""
+
+RUNS = "runs"
+
+
+def run_topic(run_id: str) -> str:
+    """Return the topic of a run's page."""
+    return f"run:{run_id}"
+
+
+def compare_topic(first: str, second: str) -> str:
+    """Return the topic of a page that compares two runs."""
+    return f"compare:{first}:{second}"
+
+
+def overlay_topic(run_ids: Iterable[str]) -> str:
+    """Return the topic of a page that lays runs over each other."""
+    return f"overlay:{':'.join(run_ids)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    token: str
+    content: Sheet
+    made: float
+    cost: float
+
+    def serves(self, token: str, now: float, refresh_seconds: float) -> bool:
+        """Return whether this content is the current one, or too young to be made again."""
+        pause = max(refresh_seconds, REFRESH_COST * self.cost) if refresh_seconds else 0.0
+        return self.token == token or now - self.made < pause
+
+
+class Board:
+    """The pages of a served directory; safe to use from several threads.
+
+    Args:
+        root: The served directory.
+        clock: Seconds since 1970.
+        refresh_seconds: Seconds between two readings of a changed run, at least; 0 for no pause.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        clock: Callable[[], float] = time.time,
+        refresh_seconds: float = REFRESH_SECONDS,
+    ) -> None:
+        self.root = root.resolve()
+        self._clock = clock
+        self._refresh_seconds = refresh_seconds
+        self._lock = threading.Lock()
+        self._making: dict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._places: dict[str, Place] = {}
+        self._here: dict[str, Place] = {}
+        self._cut = False
+        self._scanned = -math.inf
+        self._glances: dict[str, tuple[str, Glance]] = {}
+        self._gone: dict[str, float] = {}
+        self._failed: dict[str, tuple[str, RunError]] = {}
+        self._contents: OrderedDict[str, _Kept] = OrderedDict()
+        self._versions: OrderedDict[str, Mapping[str, str]] = OrderedDict()
+
+    def only_run(self) -> str | None:
+        """Return the id of the run that the served directory itself is, None if it is not one."""
+        found = self._scan()
+        return next((place.id for place in found.values() if place.path == self.root), None)
+
+    def read_ahead(self) -> None:
+        """Read the runs that stand first in the list."""
+        for row in self._rows()[:READ_AHEAD]:
+            self.sheet(run_topic(row.place.id))
+
+    def has(self, topic: str) -> bool:
+        """Return whether there is, or was, such a page: a run of any state, or one without runs."""
+        kind, _, rest = topic.partition(":")
+        if kind == "run":
+            return self._find(rest) is not None
+        return kind in (RUNS, "compare", "overlay")
+
+    def sheet(self, topic: str) -> Sheet | None:
+        """Return what a page shows now, None if there is no such page.
+
+        A run that changed less than a few seconds after it was read is not read again at once.
+        """
+        kind, _, rest = topic.partition(":")
+        if kind == RUNS:
+            sheet: Sheet | None = self._runs_sheet()
+        elif kind == "run":
+            sheet = self._run_sheet(rest)
+        elif kind == "compare":
+            sheet = self._compared_sheet(*rest.partition(":")[::2])
+        elif kind == "overlay":
+            sheet = self._overlaid_sheet(topic, rest.split(":"))
+        else:
+            sheet = None
+        if sheet is not None:
+            with self._lock:
+                self._versions[sheet.version] = sheet.figures.digests
+                self._versions.move_to_end(sheet.version)
+                while len(self._versions) > MAX_VERSIONS:
+                    self._versions.popitem(last=False)
+        return sheet
+
+    def figures_of(self, version: str) -> Mapping[str, str]:
+        """Return the digests of the figures that a version of a page showed; none if forgotten."""
+        return self._versions.get(version, {})
+
+    # Pages ------------------------------------------------------------------------------------
+
+    def _runs_sheet(self) -> Sheet:
+        rows, where = self._rows(), self.root.name or str(self.root)
+        return runs_sheet(rows, self._clock(), where, MAX_DIRECTORIES if self._cut else None)
+
+    def _rows(self) -> list[Glance]:
+        return in_order([self._row(place) for place in self._scan(0).values()])
+
+    def _run_sheet(self, run_id: str) -> Sheet | None:
+        place = self._find(run_id)
+        if place is None:
+            return None
+        try:
+            at = self._stamp(place)
+            if at is None:
+                return self._gone_sheet(place)
+            seen = self._glance(place, at)
+            content = self._content(
+                run_topic(run_id), at.token, lambda: run_content(Run.open(place.path))
+            )
+        except RunError as error:
+            return words_sheet(f"{place.name} cannot be read", self._words(error))
+        others = [other for other in self._scan().values() if other.id != run_id]
+        return run_sheet(seen, content, self._clock(), others, None)
+
+    def _gone_sheet(self, place: Place) -> Sheet:
+        kept, known = self._contents.get(run_topic(place.id)), self._glances.get(place.id)
+        if kept is None or known is None:
+            return words_sheet(
+                f"{place.name} is not there any more",
+                "Its directory was removed or renamed. Other runs are one click away.",
+            )
+        return run_sheet(known[1], kept.content, self._clock(), (), self._gone[place.id])
+
+    def _compared_sheet(self, first: str, second: str) -> Sheet:
+        runs = list(self._scan().values())
+        chosen = [self._find(run_id) for run_id in (first, second)]
+        ids = (first, second)
+        if chosen[0] is None or chosen[1] is None:
+            missing = any(run_id and not place for run_id, place in zip(ids, chosen, strict=True))
+            words = "One of these runs is not here (any more): choose another." if missing else ""
+            return compared_sheet(None, runs, ids, words)
+        one, other = chosen[0], chosen[1]
+        try:
+            stamps = [self._stamp(place) for place in (one, other)]
+            if stamps[0] is None or stamps[1] is None:
+                raise RunError("one of these runs is not there any more: choose another")
+            content = self._content(
+                compare_topic(first, second),
+                f"{stamps[0].token} {stamps[1].token}",
+                lambda: compared_content(Run.open(one.path), Run.open(other.path)),
+            )
+        except RunError as error:
+            return compared_sheet(None, runs, ids, self._words(error))
+        return compared_sheet(content, runs, ids)
+
+    def _overlaid_sheet(self, topic: str, run_ids: Sequence[str]) -> Sheet:
+        """Return a page of those runs that can be read; what cannot is left out."""
+        chosen: dict[str, Place] = {}
+        tokens = []
+        for run_id in dict.fromkeys(run_ids):
+            place = self._find(run_id)
+            with contextlib.suppress(RunError):
+                at = None if place is None else self._stamp(place)
+                if place is not None and at is not None and len(chosen) < MOST_RUNS:
+                    chosen[run_id] = place
+                    tokens.append(at.token)
+        if not chosen:
+            return words_sheet("None of these runs is here", "Choose runs from the list of all.")
+        try:
+            return self._content(topic, " ".join(tokens), lambda: overlaid_content(_opened(chosen)))
+        except RunError as error:
+            return words_sheet("These runs cannot be shown over each other", self._words(error))
+
+    # What pages are made from -----------------------------------------------------------------
+
+    def _content(self, topic: str, token: str, make: Callable[[], Sheet]) -> Sheet:
+        """Return a page's content, made again if its run has changed.
+
+        Raises:
+            RunError: It cannot be made, and none was made before.
+        """
+        with self._making[topic]:
+            kept, failed = self._contents.get(topic), self._failed.get(topic)
+            began = time.monotonic()
+            if kept is not None and kept.serves(token, began, self._refresh_seconds):
+                content, cost, made = kept.content, kept.cost, kept.made
+                token = kept.token
+            elif kept is None and failed is not None and failed[0] == token:
+                raise failed[1]
+            else:
+                content = self._made(topic, token, make)
+                made = time.monotonic()
+                cost = made - began
+            with self._lock:
+                self._contents[topic] = _Kept(token, content, made, cost)
+                self._contents.move_to_end(topic)
+                while len(self._contents) > MAX_CONTENTS:
+                    self._contents.popitem(last=False)
+            return content
+
+    def _made(self, topic: str, token: str, make: Callable[[], Sheet]) -> Sheet:
+        """Return content made now, or what was made before while it cannot be.
+
+        Raises:
+            RunError: It cannot be made, and none was made before.
+        """
+        try:
+            with _in_words():
+                content = make()
+        except RunError as error:
+            kept = self._contents.get(topic)
+            if kept is None:
+                self._failed[topic] = token, error
+                raise
+            return kept.content
+        self._failed.pop(topic, None)
+        return content
+
+    def _stamp(self, place: Place) -> Stamp | None:
+        """Return the state of a run's files, None if it is gone.
+
+        Raises:
+            RunError: A file of it must not be read.
+        """
+        at = stamp(place, self.root)
+        if at is None:
+            self._gone.setdefault(place.id, self._clock())
+        else:
+            self._gone.pop(place.id, None)
+        return at
+
+    def _glance(self, place: Place, at: Stamp) -> Glance:
+        """Return a run's row, made again if its files have changed."""
+        known = self._glances.get(place.id)
+        if known is None or known[0] != at.token:
+            try:
+                with _in_words():
+                    known = at.token, glance(place, at)
+            except RunError as error:
+                known = at.token, unreadable(place, self._words(error), at.changed)
+            self._glances[place.id] = known
+        return known[1]
+
+    def _row(self, place: Place) -> Glance:
+        try:
+            at = self._stamp(place)
+            return (
+                unreadable(place, "not there any more") if at is None else self._glance(place, at)
+            )
+        except RunError as error:
+            return unreadable(place, self._words(error))
+
+    def _words(self, error: RunError) -> str:
+        """Return an error as viewers read it: with paths below the served directory."""
+        return str(error).replace(f"{self.root}/", "")
+
+    def _find(self, run_id: str) -> Place | None:
+        known = self._places.get(run_id)
+        return known or self._scan(0).get(run_id)
+
+    def _scan(self, max_age: float = SCAN_SECONDS) -> dict[str, Place]:
+        """Return the runs that are there; those that were there before can still be found."""
+        now = time.monotonic()
+        if now - self._scanned > max_age:
+            found, cut = places(self.root)
+            with self._lock:
+                self._places |= found
+                self._here, self._cut, self._scanned = found, cut, now
+        return self._here
+
+
+def _opened(chosen: Mapping[str, Place]) -> dict[str, Run]:
+    """Return those runs that can be opened, by id."""
+    runs = {}
+    for run_id, place in chosen.items():
+        with contextlib.suppress(RunError):
+            runs[run_id] = Run.open(place.path)
+    return runs
+
+
+@contextlib.contextmanager
+def _in_words() -> Iterator[None]:
+    """Turn an error that nobody foresaw into words for the viewer; its trace goes to stderr."""
+    try:
+        yield
+    except RunError:
+        raise
+    except Exception as error:
+        print(traceback.format_exc(), file=sys.stderr)
+        raise RunError(
+            f"this run cannot be shown at the moment ({type(error).__name__}); what went wrong is "
+            "in the terminal of rankscope serve"
+        ) from error

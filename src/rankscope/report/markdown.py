@@ -1,0 +1,144 @@
+"""The verdict as Markdown, to paste into a pull request or a chat. Needs no extra package.
+
+Text from records is escaped: a name can neither make markup nor call anyone.
+"""
+
+import html
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rankscope.record import Run
+from rankscope.report.study_words import (
+    Entry,
+    Study,
+    alike,
+    cells_of,
+    headline_of,
+    why_heading,
+    why_they_differ,
+)
+from rankscope.verdict.assessment import Assessment
+from rankscope.verdict.words import SIGNS, verdict_of
+
+_SPECIAL = frozenset("\\`*_[]|~#$")
+_ALT = {
+    "overview": "Findings, averaged loss and the three metrics over the steps",
+    "workers": "Every worker in every step",
+    "model": "Gradients by group of parameters",
+    "averaged-loss": "Averaged loss over the losses of the workers, by setting",
+    "metrics": "The three metrics by setting",
+    "cosine-heatmap": "Cosines of all pairs of workers, by setting",
+}
+
+
+def escaped(words: object) -> str:
+    """Return words as Markdown shows them, in one line, whatever they contain."""
+    line = " ".join("".join(c if c.isprintable() else " " for c in str(words)).split())
+    marked = "".join(f"\\{c}" if c in _SPECIAL else c for c in html.escape(line, quote=False))
+    return marked.replace("@", "&#64;").replace("://", ":&#47;&#47;")
+
+
+def code(name: object) -> str:
+    """Return a name as inline code; whatever is more than a name, as words."""
+    return f"`{name}`" if re.fullmatch(r"[\w.:-]+", str(name), re.ASCII) else escaped(name)
+
+
+def run_markdown(run: Run, assessment: Assessment, pictures: Sequence[str] = ()) -> str:
+    """Return the verdict of a run as Markdown.
+
+    Args:
+        run: The run.
+        assessment: Its assessment.
+        pictures: Paths of PNG files to show, as seen from the Markdown file.
+    """
+    verdict = verdict_of(run, assessment)
+    tiles = [[escaped(tile[part]) for part in ("label", "value", "note")] for tile in verdict.tiles]
+    parts = [
+        _heading(verdict.severity, assessment.headline),
+        f"**{escaped(verdict.title)}** · {escaped(verdict.line)}",
+        f"**What to do.** {escaped(assessment.recommendation)}",
+        _table(("", "Finding", "Where", "When", "Cause"), map(_finding_row, verdict.findings))
+        if verdict.findings
+        else "No findings.",
+        *map(_finding, verdict.findings),
+        "### Key numbers",
+        _table(("", "", ""), [(label, f"**{value}**", note) for label, value, note in tiles]),
+        *_listed("### What the measurements say", assessment.statements),
+        *_shown(pictures),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def study_markdown(study: Study, pictures: Sequence[str] = ()) -> str:
+    """Return the verdict of a study as Markdown: its configurations side by side, and each one's.
+
+    Args:
+        study: The study.
+        pictures: Paths of PNG files to show, as seen from the Markdown file.
+    """
+    severity, headline = headline_of(study.entries)
+    cells = [cells_of(entry) for entry in study.entries]
+    parts = [
+        _heading(severity, headline),
+        f"**{escaped(study.name)}** · {escaped(study.caption)}",
+        _table(list(cells[0]), [[escaped(cell) for cell in row.values()] for row in cells]),
+        "### Configuration assessment",
+        *(_entry(entries) for entries in alike(study.entries)),
+        f"### {why_heading(study.entries)}",
+        *(
+            f"**{escaped(name)}.** {escaped(words)}"
+            for name, words in why_they_differ(study.entries)
+        ),
+        *_shown(pictures),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _heading(severity: str, headline: str) -> str:
+    said = headline.lower().startswith(severity) or severity == "early"
+    word = "" if said else f"{severity.capitalize()}: "
+    return f"## {SIGNS[severity]} {word}{escaped(headline)}"
+
+
+def _finding_row(finding: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        f"{SIGNS[finding['severity']]} {finding['severity']}",
+        *(escaped(finding[part]) for part in ("title", "ranks", "steps")),
+        code(finding["cause"]),
+    )
+
+
+def _finding(finding: Mapping[str, Any]) -> str:
+    return (
+        f"**{escaped(finding['title'])}.** {escaped(finding['explanation'])} "
+        f"*Check next:* {escaped(finding['next_check'])}"
+    )
+
+
+def _entry(entries: Sequence[Entry]) -> str:
+    names = escaped("; ".join(entry.name for entry in entries))
+    return (
+        f"{SIGNS[entries[0].severity]} **{names}**: {escaped(entries[0].text('headline'))} "
+        f"*What to do:* {escaped(entries[0].text('recommendation'))}"
+    )
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _listed(heading: str, sentences: Sequence[str]) -> list[str]:
+    if not sentences:
+        return []
+    return [heading, "\n".join(f"- {escaped(sentence)}" for sentence in sentences)]
+
+
+def _shown(pictures: Sequence[str]) -> list[str]:
+    shown = []
+    for path in pictures:
+        words = _ALT.get(Path(path).stem, Path(path).stem)
+        shown.append(f"![{words}](<{path.replace('<', '%3C').replace('>', '%3E')}>)")
+    return shown

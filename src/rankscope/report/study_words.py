@@ -1,0 +1,282 @@
+"""A study's directory read and put into words, for the page and the terminal alike."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rankscope.bus.finding import Severity
+from rankscope.bus.words import count
+from rankscope.errors import RunError
+from rankscope.files import is_directory, is_file, parse, read_file, unreadable
+from rankscope.record import Run
+from rankscope.verdict.verdicts import TOO_EARLY
+from rankscope.verdict.words import SIGNS, UNKNOWN, missing, number, whole, writable
+
+_ORDER = ("sharded", "replicated")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One run of a study as ``summary.json`` lists it.
+
+    Attributes:
+        values: The entry's keys and values.
+    """
+
+    values: dict[str, Any]
+
+    def number(self, name: str) -> float | None:
+        """Return a value of the entry, None if it is undefined."""
+        value = self.values.get(name)
+        return None if missing(value) or not isinstance(value, int | float) else float(value)
+
+    def text(self, name: str) -> str:
+        """Return a text of the entry, empty if it has none."""
+        value = self.values.get(name)
+        return "" if value is None else str(value)
+
+    @property
+    def setting(self) -> str:
+        """Such as ``s1-1``."""
+        return self.text("setting")
+
+    @property
+    def reading(self) -> str:
+        """``sharded`` or ``replicated``."""
+        return self.text("reading")
+
+    @property
+    def severity(self) -> str:
+        """``healthy``, ``early``, ``note``, ``warning`` or ``error``."""
+        known = {str(severity) for severity in Severity}
+        if self.text("severity") in known:
+            return self.text("severity")
+        return "early" if self.text("headline").startswith(TOO_EARLY) else "healthy"
+
+    @property
+    def name(self) -> str:
+        """Setting and reading as they are shown: ``S1-1, sharded``."""
+        return f"{self.setting.upper()}, {self.reading}"
+
+    @property
+    def statements(self) -> list[str]:
+        """The sentences of the assessment."""
+        listed = self.values.get("statements")
+        return [str(item) for item in listed] if isinstance(listed, list) else []
+
+    @property
+    def batch(self) -> float | None:
+        """Samples in the global batch."""
+        drawn, steps = self.number("samples_drawn"), self.number("steps")
+        return None if drawn is None or not steps else drawn / steps
+
+    @property
+    def distinct_share(self) -> float | None:
+        """Different samples over drawn ones, between 0 and 1."""
+        distinct, drawn = self.number("distinct_samples"), self.number("samples_drawn")
+        return None if distinct is None or not drawn else distinct / drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """A study's directory.
+
+    Attributes:
+        path: The directory.
+        info: What ``study.json`` says; empty if there is none.
+        entries: The summary's entries, sharded first, in the order of the settings.
+    """
+
+    path: Path
+    info: dict[str, Any]
+    entries: tuple[Entry, ...]
+
+    @property
+    def name(self) -> str:
+        """The study's name: its directory's, if it was not given one."""
+        return writable(str(self.info.get("name") or self.path.resolve().name))
+
+    @property
+    def caption(self) -> str:
+        """Workers, steps, batch, model and data in one line."""
+        first = self.entries[0]
+        parts = [
+            _amount(first, "num_workers", "worker"),
+            _amount(first, "steps", "step"),
+            f"batch {number(first.values['batch_size'])} each"
+            if first.number("batch_size")
+            else "",
+            first.text("model"),
+            first.text("data"),
+        ]
+        return " · ".join(part for part in parts if part)
+
+    def pairs(self) -> Iterator[tuple[Entry, Run | None]]:
+        """Yield each entry with its run, None where the run's directory is not there.
+
+        Raises:
+            RunError: A run is there but cannot be read.
+        """
+        for entry in self.entries:
+            path = self.path / entry.text("run")
+            yield entry, Run.open(path) if entry.text("run") and is_directory(path) else None
+
+
+def is_study(path: Path) -> bool:
+    """Tell whether a directory looks like a study: it holds a ``summary.json``."""
+    return is_file(path / "summary.json")
+
+
+def open_study(path: Path | str) -> Study:
+    """Read a study's directory.
+
+    Raises:
+        RunError: It has no usable ``summary.json``.
+    """
+    path = Path(path)
+    if not is_study(path):
+        raise RunError(f"{path} is not a study: it has no summary.json; check the path")
+    listed = _read_json(path / "summary.json")
+    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+        raise RunError(f"{path / 'summary.json'} should be a list of runs: run the study again")
+    if not listed:
+        raise RunError(f"{path / 'summary.json'} lists no run: run the study again")
+    info = _read_json(path / "study.json") if is_file(path / "study.json") else {}
+    entries = sorted((Entry(item) for item in listed), key=_position)
+    return Study(path, info if isinstance(info, dict) else {}, tuple(entries))
+
+
+def _position(entry: Entry) -> tuple[int, str, str]:
+    known = entry.reading in _ORDER
+    return (_ORDER.index(entry.reading) if known else len(_ORDER), entry.reading, entry.setting)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return parse(read_file(path))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ValueError as error:
+        raise RunError(f"{path} cannot be read as JSON ({error}): run the study again") from error
+
+
+def _amount(entry: Entry, name: str, noun: str) -> str:
+    value = entry.number(name)
+    return "" if value is None else count(int(value), noun)
+
+
+def headline_of(entries: Sequence[Entry]) -> tuple[str, str]:
+    """Return the worst severity of a study, and one sentence that says what it shows."""
+    order = ["healthy", "early", *(str(severity) for severity in Severity)]
+    worst = max((entry.severity for entry in entries), key=order.index)
+    bad = [entry for entry in entries if order.index(entry.severity) >= order.index("warning")]
+    if not bad:
+        short = sum(entry.severity == "early" for entry in entries)
+        if short:
+            return worst, f"No fault found, in {short} of {len(entries)} too few steps to judge."
+        if len(entries) == 1:
+            return worst, "The one configuration of this study passes."
+        return worst, f"All {len(entries)} configurations of this study pass."
+    total = count(len(entries), "configuration")
+    verb = "needs" if len(bad) == 1 else "need"
+    return worst, f"{len(bad)} of {total} {verb} attention."
+
+
+def cells_of(entry: Entry) -> dict[str, str]:
+    """Return what a table of configurations says of one, by the heading of the column."""
+    first, last = entry.number("loss_first"), entry.number("loss_last")
+    batch = f" of {whole(entry.batch)}" if entry.batch else ""
+    drawn = entry.number("samples_drawn")
+    return {
+        "Setting": entry.name,
+        "Verdict": f"{SIGNS[entry.severity]} {entry.severity}",
+        "Loss std": number(entry.number("loss_std")),
+        "× sampling": number(entry.number("dispersion_ratio"), 2),
+        "Norm std": number(entry.number("grad_norm_std")),
+        "Cosine": number(entry.number("cosine_mean")),
+        "Different samples": f"{whole(entry.number('distinct_samples'))} of {whole(drawn)}"
+        if drawn
+        else UNKNOWN,
+        "Different per step": f"{number(entry.number('effective_batch'), 1)}{batch}",
+        "Averaged loss": f"{number(first, 2)} → {number(last, 2)}",
+    }
+
+
+def alike(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Group the entries that say the same, so that each thing is said once."""
+    groups: dict[tuple[str, ...], list[Entry]] = {}
+    for entry in entries:
+        said = (entry.severity, entry.text("headline"), entry.text("recommendation"))
+        groups.setdefault(said, []).append(entry)
+    return list(groups.values())
+
+
+def why_heading(entries: Sequence[Entry]) -> str:
+    """Return the heading of these words, which depends on the readings that the study has."""
+    both = {"sharded", "replicated"} <= {entry.reading for entry in entries}
+    return "Why the two readings differ" if both else "What the settings change"
+
+
+def why_they_differ(entries: Sequence[Entry]) -> list[tuple[str, str]]:
+    """Return why the two readings of the experiment differ, in words and with its numbers.
+
+    The settings differ in seeds only. What a seed does depends on how the data is read, which is
+    explained for the readings that the study has.
+
+    Returns:
+        Pairs of a heading and a paragraph.
+    """
+    sharded = _numbers_of(entries, "sharded")
+    replicated = _numbers_of(entries, "replicated")
+    paragraphs = []
+    if sharded:
+        paragraphs.append(("Sharded", f"{_SHARDED} {sharded}"))
+    if replicated:
+        paragraphs.append(("Replicated", f"{_REPLICATED} {replicated}"))
+    if replicated and sharded:
+        paragraphs.append(("What follows", _BOTH))
+    return paragraphs
+
+
+_SHARDED = (
+    "A distributed sampler shuffles once and deals the samples out. Workers see different samples "
+    "even when all seeds are equal, and disagree as much as different samples do. When seeds "
+    "differ, each worker takes its part of another shuffle: some samples are drawn more than once "
+    "and others never, and no loss, norm or cosine shows it."
+)
+_REPLICATED = (
+    "Every worker shuffles the whole data set with its own seed. Equal seeds give equal batches, "
+    "so the workers compute the same gradient several times, and its average is that gradient "
+    "again. Each seed that differs adds a worker that differs."
+)
+_BOTH = (
+    "The settings differ in nothing but seeds, and what a seed changes depends on how the data is "
+    "read. Low dispersion with a cosine near 1 is no sign of health but of copied work; high "
+    "dispersion is no sign of a fault until it exceeds what sampling alone gives. Which samples "
+    "were drawn settles what the three metrics leave open."
+)
+
+
+def _numbers_of(entries: Sequence[Entry], reading: str) -> str:
+    """Return cosines and different samples by setting in one sentence, empty without entries."""
+    members = [entry for entry in entries if entry.reading == reading]
+    if not members:
+        return ""
+    cosines = _listed([(entry, number(entry.number("cosine_mean"))) for entry in members])
+    samples = [
+        (entry, f"{number(int(entry.number('distinct_samples') or 0))}")
+        for entry in members
+        if entry.distinct_share is not None
+    ]
+    drawn = {int(entry.number("samples_drawn") or 0) for entry in members}
+    sentence = f"Here the mean cosine is {cosines}."
+    if samples:
+        of_drawn = f" of {number(drawn.pop())} drawn" if len(drawn) == 1 else ""
+        sentence += f" Different samples{of_drawn}: {_listed(samples)}."
+    return sentence
+
+
+def _listed(pairs: Sequence[tuple[Entry, str]]) -> str:
+    words = [f"{value} under {entry.setting.upper()}" for entry, value in pairs]
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -1,0 +1,1 @@
+"""Mathematics without a home in one kind of evidence; numpy alone."""

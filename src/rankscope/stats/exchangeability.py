@@ -1,0 +1,482 @@
+"""The test of exchangeability: is one unit unlike the others, in any signal, in any way?
+
+Units are workers, or pairs of workers. Every step gives one value per signal and unit; every bet
+(:mod:`rankscope.stats.bets`) turns them into e-values, and one e-detector per bet, signal and unit
+collects them. Their mean with fixed weights, M, is the evidence that *some* unit is unlike the
+others: in a healthy run of N steps it reaches c with a probability of at most N/c.
+
+A unit that was found unlike the others is set apart: the others are compared without it from the
+next step on (which their exchangeability allows, given the past), and the unit is compared with
+them, so that one sees when it heals.
+
+Legend of shapes: T steps, S signals, R signals that a step measures, U units, B bets.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.stats.arrays import Floats, Floats32, Ints
+from rankscope.stats.bets import (
+    Bet,
+    Betting,
+    Kind,
+    Ranked,
+    Rows,
+    Scales,
+    distances,
+    rank_units,
+    steady_scales,
+)
+from rankscope.stats.budget import ShiryaevRoberts
+from rankscope.stats.flagged import FlaggedUnit, compare_with_others
+from rankscope.stats.recent import RECENT, RecentSteps, friedman
+from rankscope.stats.state import State, StateError, Stateful
+
+MANY = 8
+LEVEL_OF_MANY, LEVEL_OF_FEW = 1e-2, 1e-3
+"""Levels of the test whether the others are alike. Of many, some may be left out and it is asked
+again, so that chance alone hardly ever makes the others differ."""
+
+_FEWEST_STEPS = 8
+_FAR_OUT = 3.5
+_NEAR_THE_STRONGEST = 0.6
+_NEARLY_AS_STRONG = 0.8
+_ONE_SIDED = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """One way in which a unit is unlike the others.
+
+    Attributes:
+        signal: Index of the signal.
+        kind: High, low, spread or rare.
+        log_evidence: Logarithm of the evidence in this signal alone.
+        age: How many steps ago it began, this one included.
+        deviation: Median deviation over the recent steps since then, in units of the signal; the
+            largest one for spread and rare errors.
+        relative: Whether it is a part of the others' median; an absolute difference otherwise.
+    """
+
+    signal: int
+    kind: Kind
+    log_evidence: float
+    age: float
+    deviation: float
+    relative: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Compared:
+    """Consecutive steps, compared as if no unit were set apart or taken back between them.
+
+    Attributes:
+        rows: The signals that they measure.
+        e_BTRU: The e-values of units among each other.
+        middle_TR: The medians.
+        deviations_TRU: Deviations from them.
+        z_TRU: Distances from them, in robust standard deviations.
+        scales: What is known of these after each step.
+        e_of_apart_BTR: The e-values of each unit that is set apart, among the others.
+    """
+
+    rows: Rows
+    e_BTRU: Floats32
+    middle_TR: Floats
+    deviations_TRU: Floats
+    z_TRU: Floats32
+    scales: Scales
+    e_of_apart_BTR: Mapping[int, Floats]
+
+
+class ExchangeabilityTest(Stateful):
+    """Compares units in several signals, step after step, in constant memory.
+
+    Args:
+        num_units: U.
+        weights_S: Share of each signal in the evidence; they sum to 1.
+        relative_S: Whether deviations from the median are told in parts of it, where all values
+            are positive.
+        bets: What to bet on; their weights sum to 1.
+
+    Attributes:
+        z_SU: Distances from the median in the last step, in robust standard deviations; 0 for
+            what that step did not measure.
+
+    Example:
+        >>> from rankscope.stats.bets import worker_bets
+        >>> test = ExchangeabilityTest(4, np.ones(1), np.ones(1, bool), worker_bets())
+        >>> values_TSW = np.random.default_rng(0).normal(size=(40, 1, 4)) + [0, 0, 0, 4]
+        >>> for step in test.observe(values_TSW, range(40)):
+        ...     evidence_W = test.evidence_of_units()  # after each of them
+        >>> int(evidence_W.argmax()), test.evidence > 1e6
+        (3, True)
+    """
+
+    def __init__(
+        self,
+        num_units: int,
+        weights_S: Floats,
+        relative_S: NDArray[np.bool_],
+        bets: Sequence[Bet],
+    ) -> None:
+        shape = len(bets), len(weights_S), num_units
+        self.num_units = num_units
+        self._relative_S = relative_S
+        self._bets = tuple(bets)
+        self._betting = Betting(bets)
+        self._patient_B = np.array([bet.kind is Kind.RARE for bet in bets])
+        shares_B = np.array([bet.weight for bet in bets])
+        self._weights_BS = (shares_B[:, None] * weights_S / max(1, num_units)).astype(np.float32)
+        self._scale_S = np.full(len(weights_S), np.nan)
+        self._scale_steps_S = np.zeros(len(weights_S))
+        self._detectors = ShiryaevRoberts(*shape)
+        self._recent = RecentSteps(*shape[1:])
+        self._apart: dict[int, FlaggedUnit] = {}
+        self.z_SU = np.zeros(shape[1:], np.float32)
+
+    @property
+    def set_apart(self) -> tuple[int, ...]:
+        """Units that are set apart, in the order in which that was done."""
+        return tuple(self._apart)
+
+    def observe(self, values_TSU: Floats, steps: Sequence[int]) -> Iterator[int]:
+        """Take consecutive steps, one with each iteration.
+
+        A unit may be set apart or taken back after any of them; those that follow are compared
+        accordingly.
+
+        Args:
+            values_TSU: Values of all signals, NaN where a unit has none. Units that are set apart
+                have theirs, too. A signal without any is not measured in that step.
+            steps: Their numbers.
+
+        Yields:
+            The number of each step, once it is taken.
+        """
+        finite_TSU = np.isfinite(values_TSU)
+        if np.count_nonzero(finite_TSU) < values_TSU.size:
+            values_TSU = np.where(finite_TSU, values_TSU, np.nan)
+        measured_TS: NDArray[np.bool_] = np.logical_or.reduce(finite_TSU, axis=2)
+        at = 0
+        while at < len(steps):
+            end = at + _length_of_first_run(measured_TS[at:])
+            rows = measured_TS[at].nonzero()[0]
+            compared = self._compare(values_TSU[at:end], rows) if len(rows) else None
+            apart = self.set_apart
+            for index in range(end - at):
+                self._take(compared, index, steps[at])
+                yield steps[at]
+                at += 1
+                if self.set_apart != apart:
+                    break
+
+    def _compare(self, values_TSU: Floats, rows: Ints) -> _Compared:
+        """Compare the units in steps that measure the same signals; nothing has changed yet."""
+        measured = as_slice(rows)
+        values = values_TSU[:, measured]
+        num_steps, num_rows, width = values.shape
+        together = values
+        if self._apart:
+            together = values.copy()
+            together[:, :, list(self._apart)] = np.nan
+        ranked = rank_units(together.reshape(-1, width))
+        middle, away, current = distances(ranked)
+        middle_TR = middle.reshape(num_steps, num_rows)
+        if ranked.count is None or ranked.count < 3:
+            current = np.where(ranked.counts_S >= 3, current, np.nan)
+        current_TR = current.reshape(num_steps, num_rows)
+        scales = steady_scales(self._scale_S[measured], self._scale_steps_S[measured], current_TR)
+        used_TR = scales.used_TR
+        e = np.empty((len(self._bets), num_steps * num_rows, width), np.float32)
+        self._betting.write_e_values(ranked, away, used_TR.reshape(-1), e)
+        away_TRU = values - middle_TR[:, :, None]
+        unit_TR = np.where(self._relative_S[measured] & (middle_TR > 0), middle_TR, 1.0)
+        scale_TR = np.where(used_TR > 0, used_TR, np.nan)
+        with np.errstate(invalid="ignore", over="ignore"):
+            deviations_TRU = away_TRU / unit_TR[:, :, None]
+            np.abs(away_TRU, out=away_TRU)
+            away_TRU /= scale_TR[:, :, None]
+            z_TRU = np.fmax(away_TRU, 0.0).astype(np.float32)  # 0 where it is not known
+        return _Compared(
+            measured,
+            e.reshape(-1, num_steps, num_rows, width),
+            middle_TR,
+            deviations_TRU,
+            z_TRU,
+            scales,
+            self._compare_apart(values, z_TRU, ranked),
+        )
+
+    def _compare_apart(
+        self, values_TRU: Floats, z_TRU: Floats32, ranked: Ranked
+    ) -> Mapping[int, Floats]:
+        """Return the e-values of each unit that is set apart among the others ``[B, T, R]``."""
+        shape = len(self._bets), *values_TRU.shape[:2]
+        return {
+            unit: compare_with_others(
+                values_TRU[:, :, unit].reshape(-1),
+                z_TRU[:, :, unit].reshape(-1),
+                ranked,
+                self._bets,
+            ).reshape(shape)
+            for unit in self._apart
+        }
+
+    def _take(self, compared: _Compared | None, at: int, step: int) -> None:
+        """Learn from one of the steps that were compared; None: it measures nothing."""
+        if compared is None:
+            self.z_SU[:] = 0
+            return
+        rows = compared.rows
+        self._scale_S[rows] = compared.scales.past_TR[at]
+        self._scale_steps_S[rows] = compared.scales.count_TR[at]
+        self._detectors.observe(compared.e_BTRU[:, at], (slice(None), rows))
+        self._recent.remember(compared.deviations_TRU[at], rows, step, compared.middle_TR[at])
+        if compared.z_TRU.shape[1] < len(self.z_SU):
+            self.z_SU[:] = 0
+        self.z_SU[rows] = compared.z_TRU[at]
+        for unit, e_BTR in compared.e_of_apart_BTR.items():
+            self._apart[unit].observe(e_BTR[:, at], rows)
+
+    @property
+    def most_evidence(self) -> float:
+        """What M is not above."""
+        return float(self._detectors.evidence.max(initial=0.0))
+
+    @property
+    def evidence(self) -> float:
+        """M: evidence that some unit is unlike the others, 0 at first."""
+        return float(self.evidence_of_units().sum())
+
+    def evidence_of_units(self) -> Floats:
+        """Return the share of each unit in M ``[U]``; 0 for units that are set apart."""
+        weighted = self._weights_BS[:, :, None] * self._detectors.evidence
+        evidence: Floats = weighted.reshape(-1, self.num_units).sum(axis=0).astype(np.float64)
+        if self._apart:
+            evidence[list(self._apart)] = 0
+        return evidence
+
+    def traces(self, unit: int, least: float = 0.0, since: float = RECENT) -> list[Trace]:
+        """Return in which signals and how a unit is unlike the others, the strongest first.
+
+        Args:
+            unit: The unit.
+            since: How many steps the deviations are taken from at most.
+            least: Signals with less logarithmic evidence are left out, and those with less than
+                0.6 of the strongest one's: what chance gives to some of many signals.
+        """
+        log_BS, ages_BS = self._log_evidence(unit)
+        best_S, log_S = log_BS.argmax(axis=0).tolist(), log_BS.max(axis=0)
+        least = max(least, _NEAR_THE_STRONGEST * float(log_S.max()))
+        traces = []
+        for signal in np.argsort(-log_S, kind="stable").tolist():
+            if log_S[signal] >= least > 0:
+                age = float(ages_BS[best_S[signal], signal])
+                kind = self._kind(signal, unit, min(age, since), log_BS[:, signal])
+                size = self._size(signal, unit, min(age, since), kind)
+                traces.append(Trace(signal, kind, float(log_S[signal]), age, *size))
+        return traces
+
+    def _log_evidence(self, unit: int) -> tuple[Floats, Floats32]:
+        """Return the logarithm of each bet's evidence, and its age, ``[B, S]`` each."""
+        apart = self._apart.get(unit)
+        if apart is not None:
+            return apart.log_BS, apart.ages_BS
+        evidence_BS = self._detectors.evidence[:, :, unit].astype(np.float64)
+        return np.log(np.maximum(evidence_BS, 1.0)), self._detectors.age[:, :, unit]
+
+    def steps_since(self, unit: int, signal: int, kind: Kind) -> float:
+        """Return how many steps ago a unit came to differ in a signal, this step included.
+
+        Where the mean over all beginnings lies within the steps that are remembered, the beginning
+        with the most evidence is taken (that of a CUSUM): it depends less on luck before. For rare
+        errors always, since all beginnings between two of them are as good.
+
+        Args:
+            unit: The unit.
+            signal: Index of the signal.
+            kind: How it differs, as its trace says.
+        """
+        log_BS, ages_BS = self._log_evidence(unit)
+        of_kind = np.array([bet.kind is kind for bet in self._bets])
+        best = int(np.where(of_kind, log_BS[:, signal], -1).argmax())
+        bet, age = self._bets[best], float(ages_BS[best, signal])
+        if age > RECENT and kind is not Kind.RARE:
+            return age
+        since_BT = _evidence_since(self._compared(unit, signal, RECENT), unit, (bet,))
+        return float(since_BT[0].argmax() + 1)
+
+    def onset(self, unit: int, signal: int, kind: Kind) -> int:
+        """Return the number of the step in which a unit came to differ, as :meth:`steps_since`."""
+        back = round(self.steps_since(unit, signal, kind) - 1)
+        return max(0, self._recent.step_of(signal, back))
+
+    def odd_ones_out(self, units: Sequence[int], signal: int, age: float) -> list[int] | None:
+        """Return who must be left out for the other units to be alike in a signal.
+
+        Friedman's test on the ranks of the recent steps; while it sees a difference, those whose
+        mean rank is farthest out are left out, too.
+
+        Args:
+            units: Who is left out to begin with, beside those who are set apart.
+            signal: Index of the signal.
+            age: Over how many recent steps, as far as they are remembered.
+
+        Returns:
+            Units, ascending; None when those who are alike are no majority.
+        """
+        recent_TU = self._recent.deviations(signal, max(age, _FEWEST_STEPS))
+        out = {*units, *self._apart}
+        level = LEVEL_OF_MANY if self.num_units >= MANY else LEVEL_OF_FEW
+        while 2 * len(out) < self.num_units:
+            rest = [unit for unit in range(self.num_units) if unit not in out]
+            z_R, alike = friedman(recent_TU[:, rest], level)
+            if alike:
+                return sorted(out)
+            limit = min(float(np.abs(z_R).max()), _FAR_OUT)
+            out.update(rest[index] for index in np.flatnonzero(np.abs(z_R) >= limit))
+        return None
+
+    def set_unit_apart(self, unit: int) -> None:
+        """Compare the others without this unit from the next step on."""
+        log_BS, ages_BS = self._log_evidence(unit)
+        self._apart[unit] = FlaggedUnit(log_BS, ages_BS.copy(), self._patient_B)
+
+    def certainty(self, unit: int) -> float:
+        """Return how sure it still is that a unit set apart is unlike the others, 1 to 0.
+
+        Raises:
+            KeyError: The unit is not set apart.
+        """
+        return self._apart[unit].certainty
+
+    def start_anew(self) -> None:
+        """Forget the evidence on all units. What it has spent of the budget stays spent."""
+        self._detectors.restart(...)
+
+    def take_back(self, unit: int) -> None:
+        """Let a unit count among the others again; its detectors start anew.
+
+        Raises:
+            KeyError: The unit is not set apart.
+        """
+        del self._apart[unit]
+        self._detectors.restart((slice(None), slice(None), unit))
+
+    def state(self) -> State:
+        """Return a copy of all that it remembers of the steps so far."""
+        return {
+            "scale": self._scale_S.copy(),
+            "scale_steps": self._scale_steps_S.copy(),
+            "detectors": self._detectors.state(),
+            "recent": self._recent.state(),
+            "apart": [[unit, apart.state()] for unit, apart in self._apart.items()],
+        }
+
+    def restore(self, state: State) -> None:
+        """Remember what a test of the same units, signals and bets remembered.
+
+        Raises:
+            StateError: The state is that of another test.
+        """
+        try:
+            shape = self._recent.shape
+            self._recent.restore(state["recent"])
+            if self._recent.shape != shape:
+                raise StateError("these are the states of other units or signals")
+            self._scale_S = np.array(state["scale"], np.float64).reshape(shape[0])
+            self._scale_steps_S = np.array(state["scale_steps"], np.float64).reshape(shape[0])
+            self._detectors.restore(state["detectors"])
+            self._apart = {}
+            for unit, apart in state["apart"]:
+                self._apart[int(unit)] = FlaggedUnit(
+                    *self._log_evidence(int(unit)), self._patient_B
+                )
+                self._apart[int(unit)].restore(apart)
+        except StateError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise StateError(f"this is not the state of a test: {error!r}") from error
+
+    def _kind(self, signal: int, unit: int, age: float, log_B: Floats) -> Kind:
+        """Return how a unit differs, by its recent deviations."""
+        recent = self._recent_deviations(signal, unit, age)
+        best = self._bets[int(log_B.argmax())].kind
+        if not len(recent):
+            return best
+        middle = float(np.median(recent))
+        if np.mean(np.sign(recent) == np.sign(middle)) >= _ONE_SIDED:
+            return Kind.UP if middle > 0 else Kind.DOWN
+        two_sided = [
+            (log, bet.kind)
+            for log, bet in zip(log_B.tolist(), self._bets, strict=True)
+            if bet.kind in (Kind.SPREAD, Kind.RARE)
+        ]
+        log, kind = max(two_sided, key=lambda pair: pair[0], default=(0.0, best))
+        return best if log < _NEARLY_AS_STRONG * log_B.max() else kind
+
+    def _size(self, signal: int, unit: int, age: float, kind: Kind) -> tuple[float, bool]:
+        """Return the typical or largest recent deviation, and whether it is a part of the median.
+
+        It is an absolute difference where a value of another unit was negative, or a median was
+        not positive: parts of such medians say nothing. Medians from before a restart are unknown.
+        """
+        recent_TU = self._recent.deviations(signal, age)
+        recent_T, medians_T = recent_TU[:, unit], self._recent.medians(signal, age)
+        relative = bool(self._relative_S[signal])
+        others_TV = np.delete(recent_TU, unit, axis=1)
+        if relative and ((others_TV < -1).any() or (medians_T <= 0).any()):
+            relative = False
+            with np.errstate(over="ignore"):
+                recent_T = recent_T * np.where(medians_T <= 0, np.float32(1), medians_T)
+        recent_T = recent_T[np.isfinite(recent_T)]
+        if not len(recent_T):
+            return float("nan"), relative
+        if kind in (Kind.SPREAD, Kind.RARE):
+            return float(recent_T[np.abs(recent_T).argmax()]), relative
+        typical = float(np.median(recent_T))
+        if not typical and recent_T.any():  # amounts near the median count as equal to it
+            typical = float(np.median(recent_T[recent_T != 0]))
+        return typical, relative
+
+    def _recent_deviations(self, signal: int, unit: int, age: float) -> Floats32:
+        recent = self._recent.deviations(signal, age)[:, unit]
+        return recent[np.isfinite(recent)]
+
+    def _compared(self, unit: int, signal: int, age: float) -> Floats:
+        """Return the recent deviations, without the other units that are set apart, ``[T, U]``."""
+        recent_TU = self._recent.deviations(signal, age).astype(np.float64)
+        recent_TU[:, [other for other in self._apart if other != unit]] = np.nan
+        return recent_TU
+
+
+def _evidence_since(recent_TU: Floats, unit: int, bets: Sequence[Bet]) -> Floats:
+    """Return the logarithm of each bet's evidence on a unit since each step ``[B, T]``."""
+    ranked = rank_units(recent_TU)
+    _, away, scales_T = distances(ranked)
+    scales_T = np.maximum(scales_T, np.nanmedian(scales_T))  # steadier, as in observe
+    e_BTU = np.ones((len(bets), *recent_TU.shape), np.float32)
+    Betting(bets).write_e_values(ranked, away, scales_T, e_BTU)
+    since_BT: Floats = np.log(e_BTU[:, :, unit].astype(np.float64)).cumsum(axis=1)
+    return since_BT
+
+
+def _length_of_first_run(measured_TS: NDArray[np.bool_]) -> int:
+    """Return how many steps from the first one on measure the same signals as it."""
+    other_T = (measured_TS != measured_TS[0]).any(axis=1)
+    return int(other_T.argmax()) if other_T.any() else len(other_T)
+
+
+def as_slice(rows: Ints) -> Rows:
+    """Return ascending indices as a slice where they are neighbours: it selects without a copy.
+
+    Example:
+        >>> as_slice(np.array([3, 4, 5])), as_slice(np.array([3, 5]))
+        (slice(3, 6, None), array([3, 5]))
+    """
+    neighbours = len(rows) > 0 and rows[-1] - rows[0] == len(rows) - 1
+    return slice(int(rows[0]), int(rows[-1]) + 1) if neighbours else rows

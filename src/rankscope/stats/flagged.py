@@ -1,0 +1,123 @@
+"""A unit that was found unlike the others: is it still?
+
+Legend of shapes: S signals, U units, B bets.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.stats.arrays import Floats, Floats32, Ints
+from rankscope.stats.bets import RARE_FROM, RARE_STAKE, Bet, Kind, Ranked, Rows, normal_scores
+from rankscope.stats.state import Stateful
+
+CERTAIN = float(np.log(1e8))
+"""Log evidence that a unit set apart keeps at most, so that it heals in bounded time."""
+
+HEALED = 0.25
+"""Certainty at and below which a unit set apart counts as being like the others again."""
+
+RARE_FADES = 0.95
+"""What remains of the evidence for rare errors after a step without one."""
+
+_STILL_CERTAIN = 0.9
+_SEEN_QUICKLY = 0.75
+
+
+class FlaggedUnit(Stateful):
+    """A unit that is set apart: a CUSUM for each bet and signal.
+
+    The one that was strongest at first is watched until it has lost nearly everything; if another
+    one is still certain then, it takes its place. Bets on rare errors lose slowly by nature, so
+    they are watched only where no other bet sees the fault as well.
+    """
+
+    SETTINGS = ("_patient_B",)
+
+    def __init__(self, log_BS: Floats, ages_BS: Floats32, patient_B: NDArray[np.bool_]) -> None:
+        self.log_BS = np.minimum(log_BS, CERTAIN)
+        self.ages_BS = ages_BS
+        self._patient_B = patient_B
+        quick_BS = np.where(patient_B[:, None], 0, log_BS)
+        seen = quick_BS.max() >= _SEEN_QUICKLY * log_BS.max()
+        self._bet, self._signal = _argmax(quick_BS if seen else log_BS)
+
+    @property
+    def certainty(self) -> float:
+        """How sure it still is that the unit is unlike the others, 1 to 0."""
+        return float(self.log_BS[self._bet, self._signal]) / CERTAIN
+
+    def observe(self, e_BS: Floats, rows: Rows) -> None:
+        """Take the e-values of one step, of the signals named by ``rows``."""
+        self.ages_BS[:, rows] += 1
+        self.log_BS[:, rows] = np.clip(self.log_BS[:, rows] + np.log(e_BS), 0, CERTAIN)
+        if self.certainty <= HEALED:
+            quick_BS = np.where(self._patient_B[:, None], 0, self.log_BS)
+            if quick_BS.max() >= _STILL_CERTAIN * CERTAIN:
+                self._bet, self._signal = _argmax(quick_BS)
+
+
+def _argmax(values_BS: Floats) -> tuple[int, int]:
+    row, column = divmod(int(values_BS.argmax()), values_BS.shape[1])
+    return row, column
+
+
+def compare_with_others(
+    values_S: Floats, z_S: Floats32, ranked: Ranked, bets: Sequence[Bet]
+) -> Floats:
+    """Return the e-values of one unit among the others, for each bet and signal ``[B, S]``.
+
+    Args:
+        values_S: The unit's values.
+        z_S: How far out they are, in robust standard deviations.
+        ranked: The others.
+        bets: The bets.
+    """
+    others_SU, unit_S1 = ranked.sorted_SU, values_S[:, None]
+    plain_S = _doubled(others_SU, unit_S1)
+    middle_S1 = _middle_with(others_SU, unit_S1, ranked.counts_S)[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        folded_S = _doubled(np.abs(others_SU - middle_S1), np.abs(unit_S1 - middle_S1))
+    e_BS = np.ones((len(bets), len(values_S)))
+    usable_S = np.isfinite(values_S) & (ranked.counts_S >= 2)
+    for others in set(ranked.counts_S[usable_S].tolist()):
+        rows, count = (usable_S & (ranked.counts_S == others)).nonzero()[0], others + 1
+        plain, folded = plain_S[rows], folded_S[rows]
+        for bet, e in zip(bets, e_BS, strict=True):
+            if bet.kind is Kind.RARE:
+                far = z_S[rows] > RARE_FROM
+                e[rows] = np.where(far, 1 - RARE_STAKE + RARE_STAKE * count, RARE_FADES)
+            else:
+                e_D = _by_rank(count, bet.strength, down=bet.kind is Kind.DOWN)
+                e[rows] = e_D.take(folded if bet.kind is Kind.SPREAD else plain)
+    return e_BS
+
+
+@lru_cache(maxsize=1024)
+def _by_rank(count: int, strength: float, *, down: bool) -> Floats:
+    """Return the e-value of each doubled mid-rank that a unit can have among ``count`` of them."""
+    scores = normal_scores(count)
+    mean = np.exp(strength * scores[::2]).mean()
+    e_D: Floats = np.exp(strength * (-scores if down else scores)) / mean
+    return e_D
+
+
+def _doubled(others_SU: Floats, unit_S1: Floats) -> Ints:
+    """Return twice the mid-rank from 0 that each row's unit has among the others."""
+    below, equal = others_SU < unit_S1, others_SU == unit_S1
+    doubled: Ints = 2 * np.count_nonzero(below, axis=1) + np.count_nonzero(equal, axis=1)
+    return doubled
+
+
+def _middle_with(sorted_SU: Floats, unit_S1: Floats, counts_S: Ints) -> Floats:
+    """Return the median of each row and its unit: that of n others and one more."""
+    rows, last = np.arange(len(counts_S)), sorted_SU.shape[1] - 1
+    at_S = np.count_nonzero(sorted_SU < unit_S1, axis=1)
+    middle_S = np.zeros(len(counts_S))
+    for index_S in (counts_S // 2, (counts_S + 1) // 2):
+        column_S = np.minimum(np.maximum(index_S - (index_S > at_S), 0), last)
+        from_others = sorted_SU[rows, column_S]
+        middle_S += np.where(index_S == at_S, unit_S1[:, 0], from_others) / 2
+    return middle_S

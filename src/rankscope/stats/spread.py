@@ -1,0 +1,168 @@
+"""How far workers are apart in one number, and how far sampling alone would set them apart.
+
+Values that are not finite are left out; without any finite value the result is NaN. Spreads are
+population standard deviations (ddof 0). Equal values have a spread of exactly 0, and values near
+the end of the float64 range do not overflow.
+
+A worker's loss is a mean over samples or micro-batches ("units"). The spread between the units
+of one worker tells how far means of such units would lie apart by chance. The ratio of observed
+to expected dispersion is then about 1 when the workers draw from the same distribution, near 0
+when they share data, and above 1 when their data differ in kind.
+"""
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.stats.arrays import Floats
+
+
+def finite_mean(values_W: NDArray[np.floating]) -> float:
+    """Return the mean of the finite values, in their unit.
+
+    Example:
+        >>> finite_mean(np.array([1.0, 3.0, np.nan]))
+        2.0
+    """
+    return mean_and_std(values_W)[0]
+
+
+def population_std(values_W: NDArray[np.floating]) -> float:
+    """Return ``sqrt(mean((x − mean(x))²))`` of the finite values, in their unit.
+
+    Example:
+        >>> population_std(np.array([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]))  # of eight workers
+        2.0
+    """
+    return mean_and_std(values_W)[1]
+
+
+def mean_and_std(values_W: NDArray[np.floating]) -> tuple[float, float]:
+    """Return :func:`finite_mean` and :func:`population_std` together.
+
+    Example:
+        >>> mean_and_std(np.array([2.0, 4.0, 4.0, 4.0, 5.0, 5.0, 7.0, 9.0]))
+        (5.0, 2.0)
+    """
+    scaled, exponent = _scaled(values_W)
+    count = len(scaled)
+    if not count:
+        return math.nan, math.nan
+    from_first = scaled - scaled[0]
+    mean = from_first.sum() / count
+    from_mean = from_first - mean
+    std = np.sqrt((from_mean * from_mean).sum() / count)
+    return float(np.ldexp(scaled[0] + mean, exponent)), float(np.ldexp(std, exponent))
+
+
+def value_range(values_W: NDArray[np.floating]) -> float:
+    """Return the largest minus the smallest finite value, in their unit; inf if it overflows.
+
+    Example:
+        >>> value_range(np.array([2.0, 5.0, np.inf]))
+        3.0
+    """
+    finite = _finite(values_W)
+    return float(finite.max()) - float(finite.min()) if finite.size else math.nan
+
+
+def _scaled(values: NDArray[np.floating]) -> tuple[Floats, int]:
+    """Return the finite values times a power of two that brings them into [-1, 1]."""
+    finite = _finite(values)
+    largest = float(np.abs(finite).max()) if finite.size else 0.0
+    exponent = math.frexp(largest)[1]
+    return np.ldexp(finite, -exponent), exponent
+
+
+def _finite(values: NDArray[np.floating]) -> Floats:
+    wide: Floats = np.asarray(values, np.float64)
+    return wide[np.isfinite(wide)]
+
+
+def weighted_mean_and_sem(
+    values_U: NDArray[np.floating], weights_U: NDArray[np.floating]
+) -> tuple[float, float]:
+    """Return the loss of one worker per label token, and its standard error.
+
+    With shares ``h = w / Σ w`` the mean is ``Σ h v`` and ``sem² = Σ h² (v − mean)² / (1 − h)``.
+    The factor ``1/(1 − h)`` undoes that each unit pulls the mean towards itself: the estimate is
+    unbiased when a unit's variance is inversely proportional to its tokens, and is the usual one,
+    ``s²/b``, when all weights are equal. (Dividing by ``(b−1)/b`` throughout is too small when
+    one long sample dominates a batch.)
+
+    Args:
+        values_U: Loss of each unit ``[U]``.
+        weights_U: Label tokens of each unit ``[U]``. Units of weight 0 are left out, whatever
+            their value. When any weight is NaN (unknown), all units count alike.
+
+    Returns:
+        Mean and standard error, in the unit of the values. The standard error is NaN with fewer
+        than two units of positive weight; both are NaN without any, or when a weight is negative
+        or infinite. A unit that is not finite makes the mean so too.
+
+    Raises:
+        ValueError: Different numbers of values and weights.
+
+    Example:
+        >>> weighted_mean_and_sem(np.array([1.0, 3.0]), np.array([1.0, 1.0]))
+        (2.0, 1.0)
+    """
+    values = np.asarray(values_U, np.float64)
+    weights = np.asarray(weights_U, np.float64)
+    if values.shape != weights.shape:
+        raise ValueError(f"expected one weight per value, got {weights.shape} for {values.shape}")
+    if np.isnan(weights).any():
+        weights = np.ones_like(values)
+    usable = bool(np.all(weights >= 0) and np.isfinite(weights).all())
+    values, weights = values[weights > 0], weights[weights > 0]
+    if not usable or not len(values):
+        return float("nan"), float("nan")
+    if not np.isfinite(values).all():
+        return _sum_non_finite(values), float("nan")
+    shares = weights / weights.sum()
+    mean = values[0] + float(np.sum(shares * (values - values[0])))
+    return float(mean), _sem(shares, values - mean)
+
+
+def expected_std(sems_W: NDArray[np.floating]) -> float:
+    """Return the loss std over workers (ddof 0) that sampling alone would give.
+
+    The expected population variance of W independent values with standard errors ``s_i`` and one
+    true mean is ``(W−1)/W · mean(s²)``.
+
+    Args:
+        sems_W: Standard error of each worker's loss ``[W]``; those not finite are left out.
+
+    Returns:
+        The root of it, in the unit of the losses; NaN with fewer than two finite values.
+
+    Example:
+        >>> round(expected_std(np.array([2.0, 2.0, 2.0, 2.0])), 6)  # √(3/4 · 2²)
+        1.732051
+    """
+    sems = np.asarray(sems_W, np.float64)
+    sems = sems[np.isfinite(sems)]
+    if len(sems) < 2:
+        return float("nan")
+    largest = float(sems.max()) or 1.0
+    mean_square = float(np.mean((sems / largest) ** 2))
+    return largest * float(np.sqrt((len(sems) - 1) / len(sems) * mean_square))
+
+
+def _sem(shares_U: Floats, deviations_U: Floats) -> float:
+    if len(shares_U) < 2:
+        return float("nan")
+    largest = float(np.max(np.abs(deviations_U)))
+    rest_U = 1 - shares_U
+    counts = rest_U > 0  # a unit with all the weight, to rounding, deviates from itself by nothing
+    if largest == 0.0 or not counts.any():
+        return 0.0
+    scaled_U = shares_U[counts] * (deviations_U[counts] / largest)
+    return largest * float(np.sqrt(np.sum(scaled_U**2 / rest_U[counts])))
+
+
+def _sum_non_finite(values: Floats) -> float:
+    """Return inf or -inf when only that occurs, else NaN, as their sum would."""
+    with np.errstate(invalid="ignore"):
+        return float(values[~np.isfinite(values)].sum())

@@ -1,0 +1,1 @@
+"""Products around the monitor: doctor, diff, replay."""

@@ -1,0 +1,349 @@
+"""From the first parting of two runs to its class."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rankscope.stats.rounding import UNIT_ROUNDOFF
+from rankscope.tools.diff.parting import (
+    most_apart,
+    predicted,
+    single_element,
+    spike,
+    tensors_at,
+)
+from rankscope.tools.diff.reading import Disagreement
+from rankscope.tools.diff.result import Change, DiffClass, Jump, Moment, Parting
+from rankscope.tools.diff.signals import Compared, Pair
+
+REDUCTION_ALLOWANCE = 30.0
+"""How many times the predicted distance a reduced gradient may have: parts of it may cancel."""
+
+COMPUTE_ALLOWANCE = {"float32": 1024.0, "float64": 1024.0, "float16": 64.0, "bfloat16": 32.0}
+"""Unit roundoffs that a forward and backward pass in another order may differ by."""
+
+OTHER_UPDATE = 0.1
+"""Share of an update by which two may differ whose gradients differ by rounding."""
+
+LATER = {Moment.DATA: DiffClass.DATA, Moment.SETTINGS: DiffClass.CONFIGURATION}
+"""What rounding does not explain, when it happens after the runs have parted by rounding."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """A class, what it rests on, and where a bug-like difference sits.
+
+    Attributes:
+        kind: The class.
+        reasons: Sentences.
+        tensor: The tensor that differs, where the first parting does not show it.
+        settings: The settings that are named as the cause.
+        at: Number of the pair of steps that decided, where that is not the first parting's.
+    """
+
+    kind: DiffClass
+    reasons: list[str] = field(default_factory=list)
+    tensor: str = ""
+    settings: tuple[Change, ...] = ()
+    at: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """All that a class is decided from.
+
+    Attributes:
+        pair: The two runs.
+        signals: What was compared.
+        parting: Where they first part.
+        at: Number of that pair of steps.
+        changes: Settings and facts that differ.
+        dtypes: The types in which A and B compute.
+    """
+
+    pair: Pair
+    signals: Sequence[Compared]
+    parting: Parting
+    at: int
+    changes: tuple[Change, ...]
+    dtypes: tuple[str, str]
+
+    def of_kind(self, *kinds: str) -> tuple[Change, ...]:
+        """Return the differences of these kinds."""
+        return tuple(change for change in self.changes if change.kind in kinds)
+
+    @property
+    def coarsest(self) -> str:
+        """The type with the largest rounding errors."""
+        return max(self.dtypes, key=UNIT_ROUNDOFF.__getitem__)
+
+    def differs(self, *moments: Moment, at: int | None = None) -> list[Compared]:
+        """Return the signals of these moments that differ in a pair, by default the first."""
+        row = self.at if at is None else at
+        return [s for s in self.signals if s.moment in moments and s.differs_PW[row].any()]
+
+
+def judge(case: Case, jump: Jump | None) -> Judgement:
+    """Return the class of a difference."""
+    found = _by_first_moment(case)
+    if found.kind is DiffClass.ROUNDING:
+        found = _other_update(case) or _later_event(case) or found
+    if found.kind is DiffClass.ROUNDING and jump is not None:
+        return _jumped(case, jump)
+    return found
+
+
+def _jumped(case: Case, jump: Jump) -> Judgement:
+    at = int(np.searchsorted(case.pair.alignment.steps_a, jump.step))
+    words = (
+        f"the relative distance of the {jump.curve} jumps to {jump.after:.2g}, from at most "
+        f"{jump.before:.2g} before."
+    )
+    settings: tuple[Change, ...] = ()
+    diverged = case.pair.divergence()
+    if jump.curve == "loss" and diverged is not None and diverged[0] == at:
+        words = f"the losses of run {diverged[1]} alone are infinite or not a number."
+        settings = case.of_kind("dtype")
+    reason = f"From step {case.parting.step} on the runs differ by rounding, but in step "
+    return Judgement(DiffClass.JUMP, [f"{reason}{jump.step} {words}"], jump.tensor, settings, at)
+
+
+def _other_update(case: Case) -> Judgement | None:
+    """Judge an optimizer that makes another step of gradients that agree up to rounding."""
+    if case.of_kind("dtype") or case.parting.moment is Moment.AFTER:
+        return None
+    before, after = (case.pair.distance(case.at, "parameter", back=back) for back in (1, 0))
+    taken = case.pair.update(case.at)
+    if before is not None and after is not None and taken > 0:
+        apart = float(np.sqrt((after.distance_N**2).sum()))
+        other = apart > OTHER_UPDATE * taken
+        words = f"the update of the parameters differs by {apart / taken:.2g} of its size"
+    else:
+        size = _next_size(case)
+        other = size > _allowance(case, Moment.LOSS)
+        words = f"the losses of the next step differ by {size:.2g}"
+    if not other:
+        return None
+    reason = f"The gradients differ by rounding only, but {words}."
+    if case.at == 0:
+        return Judgement(
+            DiffClass.STATE, [reason, "What the optimizer remembers differs from the start."]
+        )
+    return Judgement(DiffClass.JUMP, [reason], most_apart(after))
+
+
+def _by_first_moment(case: Case) -> Judgement:
+    moment = case.parting.moment
+    if moment is Moment.DATA:
+        return Judgement(DiffClass.DATA)
+    if moment is Moment.RANDOM:
+        return Judgement(DiffClass.STATE, ["The random generators stand at other places."])
+    if moment is Moment.BEFORE:
+        return _before(case)
+    if case.differs(Moment.SETTINGS):
+        settings = case.of_kind("training") or case.of_kind("dtype")
+        return Judgement(DiffClass.CONFIGURATION, settings=settings)
+    return _computed(case)
+
+
+def _before(case: Case) -> Judgement:
+    """Judge models that differ before their first common step."""
+    apart = tensors_at(case.pair, case.at, Moment.BEFORE)
+    only = single_element(apart)
+    if only:
+        return Judgement(
+            DiffClass.JUMP,
+            [f"One element of {only} differs before the first common step, and nothing else."],
+            only,
+        )
+    typed = case.of_kind("dtype")
+    if typed and case.parting.relative <= _allowance(case, Moment.BEFORE):
+        return _rounding(case, ["The parameters are the same ones, rounded to another type."])
+    return Judgement(
+        DiffClass.STATE, ["Parameters, buffers or optimizer state differ before any step."]
+    )
+
+
+def _computed(case: Case) -> Judgement:
+    """Judge what parts though data, generators, parameters and settings are equal."""
+    moment, size = case.parting.moment, size_of(case)
+    allowed = _allowance(case, moment)
+    fits = size <= allowed
+    shown = sign_of_bug(case)
+    if shown is not None:
+        return shown
+    if fits or (math.isnan(size) and _next_size(case) <= _allowance(case, Moment.LOSS)):
+        return _rounding(case, _sizes(size, allowed))
+    if moment is Moment.REDUCED and _like_16_bits(case, size):
+        return _rounding(case, ["The distance is that of a reduction in 16 bits."])
+    return _beyond_rounding(case, size, allowed)
+
+
+def _beyond_rounding(case: Case, size: float, allowed: float) -> Judgement:
+    reasons = _sizes(size, allowed)
+    named = case.of_kind("dtype", "training", "reduction")
+    if case.at == 0 or named:
+        named = named or (() if case.of_kind("seed") else case.of_kind("config"))
+        if named:
+            return Judgement(DiffClass.CONFIGURATION, reasons, settings=named)
+        unequal = _unequal_weights(case)
+        if unequal:
+            return Judgement(DiffClass.CONFIGURATION, [*reasons, unequal])
+    if case.at == 0 and case.parting.moment is not Moment.REDUCED:
+        where = "The optimizer's state" if case.parting.moment is Moment.AFTER else "What they hold"
+        return Judgement(
+            DiffClass.STATE,
+            [*reasons, f"{where} differs already in the first common step, with equal data."],
+        )
+    apart = case.pair.distance(case.at, "parameter")
+    tensor = case.parting.tensor or spike(apart) or most_apart(apart)
+    reason = "Data, state and configuration are equal."
+    return Judgement(DiffClass.JUMP, [*reasons, reason], tensor)
+
+
+def sign_of_bug(case: Case) -> Judgement | None:
+    """Return what no rounding does: one element, or some workers alone."""
+    moment, at = case.parting.moment, case.at
+    inside = _inside_one_run(case)
+    if moment in (Moment.REDUCED, Moment.AFTER):
+        only = single_element(tensors_at(case.pair, at, moment))
+        if only:
+            reason = f"A single element of {only} differs, and no other tensor does."
+            return Judgement(DiffClass.JUMP, [reason], only)
+    elif at > 0 or case.pair.distance(0, "parameter", back=1) is not None:
+        name = spike(case.pair.distance(at, "parameter"))
+        if name:
+            reason = f"Nearly all of the distance after the step is one element of {name}."
+            return Judgement(DiffClass.JUMP, [reason], name)
+    ranks = case.parting.ranks
+    if inside is not None:
+        who = " and ".join(map(str, inside.ranks)) or "some"
+        reason = (
+            f"From step {inside.step} on, in one of the runs, worker {who} holds another "
+            f"{inside.name} ({inside.kind}) than the others."
+        )
+        return Judgement(DiffClass.JUMP, [reason], inside.name)
+    if ranks and case.pair.alignment.same_width and len(ranks) < case.pair.a.num_workers:
+        if moment is Moment.GRADIENT and size_of(case) <= _allowance(case, moment):
+            return None  # kernels that add up in any order differ now and then
+        if at == 0 and size_of(case) > _allowance(case, moment) and moment is Moment.LOSS:
+            return None
+        words = ", ".join(map(str, ranks))
+        reason = f"Only worker {words} computes something else; the others agree to the last bit."
+        apart = case.pair.distance(at, "parameter")
+        return Judgement(DiffClass.JUMP, [reason], case.parting.tensor or most_apart(apart))
+    return None
+
+
+def size_of(case: Case) -> float:
+    """Return the relative distance where the runs first part; NaN where only digests differ."""
+    signals = case.differs(case.parting.moment)
+    sizes = [float(np.nanmax(s.relative_PW[case.at])) for s in signals if _known(s, case.at)]
+    if case.parting.num_tensors is not None:
+        return case.parting.relative if not math.isnan(case.parting.relative) else math.inf
+    return max(sizes, default=math.nan)
+
+
+def _known(signal: Compared, at: int) -> bool:
+    return not bool(np.isnan(signal.relative_PW[at]).all())
+
+
+def _allowance(case: Case, moment: Moment) -> float:
+    """Return the relative distance up to which rounding explains a parting."""
+    compute = COMPUTE_ALLOWANCE[case.coarsest] * UNIT_ROUNDOFF[case.coarsest]
+    if moment is not Moment.REDUCED:
+        return compute
+    typed = bool(case.of_kind("dtype"))
+    reduction = predicted(case.pair, case.at, case.dtypes, rounded=typed)
+    other_batches = not case.pair.alignment.same_width or typed
+    allowed = REDUCTION_ALLOWANCE * reduction
+    return max(allowed, compute) if other_batches else allowed
+
+
+def _like_16_bits(case: Case, size: float) -> bool:
+    """Return whether all tensors part by what a 16-bit reduction predicts, from the first step."""
+    apart = case.pair.distance(case.at, "reduced")
+    spread = apart is None or bool(apart.differs_N[apart.norms_N > 0].all())
+    if case.at > 0 or not spread:
+        return False
+    return any(
+        0.2 <= size / predicted(case.pair, case.at, (one, other), rounded=True) <= 5
+        for one in ("float32", "bfloat16", "float16")
+        for other in ("bfloat16", "float16")
+    )
+
+
+def _next_size(case: Case) -> float:
+    """Return the largest relative distance of losses in the next step; 0 without one."""
+    at = case.at + 1
+    losses = [s for s in case.signals if s.name == "loss"]
+    if at >= len(case.pair) or not losses or not _known(losses[0], at):
+        return 0.0
+    return float(np.nanmax(losses[0].relative_PW[at]))
+
+
+def _inside_one_run(case: Case) -> Disagreement | None:
+    """Return where workers of one run differ from each other, if the other run's do not."""
+    if not case.pair.alignment.same_width:
+        return None
+    one, other = case.pair.a.disagreement, case.pair.b.disagreement
+    if (one is None) == (other is None):
+        return None
+    found = one or other
+    if found is None:
+        return None
+    first = case.parting.step if one is not None else case.parting.step_b
+    return found if found.step >= first else None
+
+
+def _unequal_weights(case: Case) -> str:
+    """Say that means of workers' means depend on W, when their numbers of tokens differ."""
+    if case.pair.alignment.same_width:
+        return ""
+    for side in (case.pair.a, case.pair.b):
+        weights = side.column("loss_weight")
+        if np.isfinite(weights).all() and (weights.max(axis=1) > weights.min(axis=1)).any():
+            return (
+                "Workers have unequal numbers of label tokens: a mean of their means is another "
+                "number when the batch is dealt to other workers; weight the loss by tokens."
+            )
+    return ""
+
+
+def _later_event(case: Case) -> Judgement | None:
+    """Judge other data or settings after the parting; not what follows a divergence."""
+    diverged = case.pair.divergence()
+    for moment, kind in LATER.items():
+        rows = [
+            int(np.flatnonzero(s.differs_PW.any(axis=1))[0])
+            for s in case.signals
+            if s.moment is moment and s.differs_PW.any()
+        ]
+        if rows and (diverged is None or min(rows) <= diverged[0]):
+            step = int(case.pair.alignment.steps_a[min(rows)])
+            what = "data" if moment is Moment.DATA else "settings of the optimizer"
+            reason = (
+                f"The runs part by rounding in step {case.parting.step}, and have other {what} "
+                f"from step {step} on."
+            )
+            settings = case.of_kind("training") if kind is DiffClass.CONFIGURATION else ()
+            return Judgement(kind, [reason], settings=settings, at=min(rows))
+    return None
+
+
+def _rounding(case: Case, reasons: list[str]) -> Judgement:
+    return Judgement(DiffClass.ROUNDING, reasons, settings=case.of_kind("dtype"))
+
+
+def _sizes(size: float, allowed: float) -> list[str]:
+    if math.isnan(size):
+        return [
+            "Digests alone show where they part, so the size is not known there; the losses of the "
+            "next step are as near as rounding leaves them."
+        ]
+    if not math.isfinite(size):
+        return ["One of the two is infinite or not a number."]
+    word = "within" if size <= allowed else "beyond"
+    return [f"The relative distance is {size:.2g}, {word} what rounding explains ({allowed:.2g})."]

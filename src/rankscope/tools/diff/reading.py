@@ -1,0 +1,343 @@
+"""Two runs read for the comparison: each alone, and which steps and batches of them correspond.
+
+T steps, W workers, G groups, N tensors.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.bus.columns import DType, Table
+from rankscope.bus.step import MISSING_INT
+from rankscope.errors import RunError
+from rankscope.evidence import find_column
+from rankscope.record import Run
+from rankscope.record.rollups import Cells
+from rankscope.record.schema import to_numpy
+from rankscope.stats.arrays import Floats, Ints
+from rankscope.tools.diff.result import Alignment
+
+_TRACED = ("step", "kind", "name", "digest", "norm", "sketch")
+
+MIN_MATCHED = 0.9
+"""Share of the compared steps whose batches must agree before another offset is believed."""
+
+MAX_VOTES = 1 << 20
+"""Pairs of equal batches that are counted; batches that return most often are left out first."""
+
+SAME_LOSS = 1e-5
+"""Relative distance up to which two losses may be those of the same parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """The tensors of one kind in one step, by name.
+
+    Attributes:
+        names: Sorted ``[N]``.
+        digests_N: Digest of their bits.
+        norms_N: Their L2 norms.
+        sketches_NK: Their linear sketches.
+    """
+
+    names: tuple[str, ...]
+    digests_N: Ints
+    norms_N: Floats
+    sketches_NK: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Disagreement:
+    """The first time that a run's workers differ in what they should hold alike.
+
+    Attributes:
+        step: When.
+        kind: parameter, optimizer, reduced or applied.
+        name: What differs.
+        ranks: Those that differ from most.
+    """
+
+    step: int
+    kind: str
+    name: str
+    ranks: tuple[int, ...]
+
+
+class Side:
+    """One of the two runs.
+
+    Args:
+        run: An open run.
+
+    Raises:
+        RunError: A file is damaged, or the run has no step.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.info = run.info
+        self.name = str(run.path)
+        self._rows = run.table(Table.WORKERS)
+        steps, ranks = (to_numpy(self._rows[name], DType.INT) for name in ("step", "rank"))
+        if not len(steps):
+            raise RunError(
+                f"{run.path} has no recorded step: there is nothing to compare; wait until the "
+                "run has written its first steps, or check the path"
+            )
+        self.num_workers = max(run.num_workers, int(ranks.max()) + 1)
+        self._cells = Cells(steps, ranks, self.num_workers)
+        self.steps_T = self._cells.steps_B
+        self._columns: dict[str, NDArray[Any]] = {}
+
+    def column(self, name: str) -> NDArray[Any]:
+        """Return a column of the workers ``[T, W]``: NaN, MISSING_INT or False where null."""
+        if name not in self._columns:
+            dtype = find_column(Table.WORKERS, name).dtype
+            missing: dict[DType, np.generic] = {
+                DType.INT: np.int64(MISSING_INT),
+                DType.BOOL: np.bool_(False),
+                DType.FLOAT: np.float64("nan"),
+            }
+            values = to_numpy(self._rows[name], dtype)
+            self._columns[name] = self._cells.spread(values, missing[dtype])
+        return self._columns[name]
+
+    @cached_property
+    def samples(self) -> dict[int, dict[int, Ints]]:
+        """Samples by step and rank, as far as they are recorded."""
+        columns = self.run.columns(Table.SAMPLES, "step", "rank", "samples")
+        found: dict[int, dict[int, Ints]] = {}
+        for step, rank, ids in zip(*columns.values(), strict=True):
+            found.setdefault(int(step), {})[int(rank)] = ids
+        return found
+
+    @cached_property
+    def batches(self) -> dict[int, bytes]:
+        """The multiset of samples of each step's global batch, as one key."""
+        return {
+            step: np.sort(np.concatenate(list(ranks.values()))).tobytes()
+            for step, ranks in self.samples.items()
+        }
+
+    @cached_property
+    def groups(self) -> dict[str, Floats]:
+        """Local gradient norms of each group ``[T, W]``, NaN where not measured."""
+        columns = self.run.columns(Table.GROUPS, "step", "rank", "group", "grad_norm")
+        norms: dict[str, Floats] = {}
+        names, which = np.unique(columns["group"].astype(str), return_inverse=True)
+        known = np.isin(columns["step"], self.steps_T)
+        at = np.searchsorted(self.steps_T, columns["step"])
+        for index, name in enumerate(names):
+            rows = (which == index) & known
+            matrix = np.full((len(self.steps_T), self.num_workers), np.nan)
+            matrix[at[rows], columns["rank"][rows]] = columns["grad_norm"][rows]
+            norms[str(name)] = matrix
+        return norms
+
+    def per_step(self, name: str) -> Floats:
+        """Return a float column of the steps table ``[T]``, NaN where it has no row."""
+        columns = self.run.columns(Table.STEPS, "step", name)
+        values = dict(zip(columns["step"].tolist(), columns[name].tolist(), strict=True))
+        return np.array([values.get(int(step), np.nan) for step in self.steps_T])
+
+    @cached_property
+    def traces(self) -> dict[tuple[int, str], Tensors]:
+        """Traced tensors by step and kind; empty when the run has no traces."""
+        table = self.run.table(Table.TRACES)
+        if not len(table):
+            return {}
+        columns = {s: to_numpy(table[s], find_column(Table.TRACES, s).dtype) for s in _TRACED}
+        names, kinds = columns["name"].astype(str), columns["kind"].astype(str)
+        steps = columns["step"]
+        width = max(len(cell) for cell in columns["sketch"])
+        sketches_NK = np.full((len(table), width), np.nan)
+        for row, cell in enumerate(columns["sketch"]):
+            sketches_NK[row, : len(cell)] = cell
+        order = np.lexsort((names, kinds, steps))
+        changes = (np.diff(steps[order]) != 0) | (kinds[order][1:] != kinds[order][:-1])
+        found = {}
+        for rows in np.split(order, np.flatnonzero(changes) + 1):
+            found[int(steps[rows[0]]), str(kinds[rows[0]])] = Tensors(
+                tuple(names[rows].tolist()),
+                columns["digest"][rows],
+                columns["norm"][rows],
+                sketches_NK[rows],
+            )
+        return found
+
+    @cached_property
+    def disagreement(self) -> Disagreement | None:
+        """Where the run's own workers first differ in parameters, optimizer or gradients."""
+        columns = self.run.columns(Table.DIGESTS, "step", "rank", "kind", "name", "digest")
+        kinds = columns["kind"].astype(str)
+        rows = np.flatnonzero(np.isin(kinds, ("parameter", "optimizer", "reduced", "applied")))
+        if not len(rows):
+            return None
+        step = int(columns["step"][rows].min())
+        rows = rows[columns["step"][rows] == step]
+        order = ("reduced", "applied", "parameter", "optimizer")
+        first = min(rows, key=lambda row: (order.index(kinds[row]), str(columns["name"][row])))
+        kind, name = str(kinds[first]), str(columns["name"][first])
+        same = rows[(kinds[rows] == kind) & (columns["name"][rows].astype(str) == name)]
+        digests = columns["digest"][same]
+        values, counts = np.unique(digests, return_counts=True)
+        odd = digests != values[counts.argmax()]
+        ranks = tuple(int(rank) for rank in columns["rank"][same][odd])
+        return Disagreement(step, kind, name, ranks)
+
+    def weighted_loss(self) -> Floats:
+        """Return the global batch's loss ``[T]``: weighted by label tokens where these are known.
+
+        NaN in steps where a worker has no loss.
+        """
+        losses, weights = self.column("loss"), self.column("loss_weight")
+        known = (weights > 0).all(axis=1, keepdims=True)
+        weights = np.where(known, weights, 1.0)
+        return np.asarray((losses * weights).sum(axis=1) / weights.sum(axis=1), np.float64)
+
+
+def align(a: Side, b: Side, given: int | None = None) -> Alignment:
+    """Return which steps of two runs are compared.
+
+    Steps of equal number are, unless batches say otherwise: a run that continues another may count
+    on from another number, and one that starts in the middle of another counts from 0. Another
+    offset needs the same global batch in 90 % of the steps, and either a run that is known to
+    continue another, or equal losses where they begin.
+
+    Args:
+        a: Run A.
+        b: Run B.
+        given: Step of A minus step of B, if it is known.
+
+    Raises:
+        RunError: They have no step in common.
+    """
+    plain = _overlap(a, b, 0)
+    offset, by_samples = given or 0, False
+    matched = _matched(a, b, offset)
+    hits_plain = matched * len(plain)
+    if given is None and hits_plain < min(len(a.batches), len(b.batches)):
+        best = _best_offset(a.batches, b.batches)
+        hits = _matched(a, b, best) * len(_overlap(a, b, best))
+        if best and hits > hits_plain and _believed(a, b, best):
+            offset, by_samples = best, True
+    steps_a = _overlap(a, b, offset)
+    if not len(steps_a):
+        raise RunError(
+            f"{a.name} (steps {a.steps_T[0]} to {a.steps_T[-1]}) and {b.name} (steps "
+            f"{b.steps_T[0]} to {b.steps_T[-1]}) have no step in common: give two runs of the same "
+            "training, or say with --offset at which step of the first the second begins"
+        )
+    return Alignment(
+        steps_a,
+        steps_a - offset,
+        offset,
+        (a.num_workers, b.num_workers),
+        by_samples or (bool(a.batches) and bool(b.batches) and matched >= MIN_MATCHED),
+        _words(a, b, offset, len(steps_a)),
+    )
+
+
+def same_samples(a: Mapping[int, Any], b: Mapping[int, Any]) -> bool:
+    """Return whether two dicts of samples by rank hold the same global batch."""
+    return _all_of(a) == _all_of(b)
+
+
+def dealt_otherwise(a: Mapping[int, Any], b: Mapping[int, Any]) -> dict[int, int] | None:
+    """Return which worker of B has whose batch of A, where B's are A's in another order.
+
+    Returns:
+        By rank of B, the rank of A; only ranks that have another's. None when the batches are not
+        those of A as wholes.
+    """
+    keys_a = {rank: np.sort(ids).tobytes() for rank, ids in a.items()}
+    keys_b = {rank: np.sort(ids).tobytes() for rank, ids in b.items()}
+    if Counter(keys_a.values()) != Counter(keys_b.values()):
+        return None
+    free = {rank: key for rank, key in keys_a.items() if keys_b.get(rank) != key}
+    moved = {}
+    for rank, key in keys_b.items():
+        if keys_a.get(rank) != key:
+            owner = next(other for other, theirs in free.items() if theirs == key)
+            del free[owner]
+            moved[rank] = owner
+    return moved
+
+
+def _all_of(samples: Mapping[int, Any]) -> bytes:
+    return b"" if not samples else np.sort(np.concatenate(list(samples.values()))).tobytes()
+
+
+def _overlap(a: Side, b: Side, offset: int) -> Any:
+    return np.intersect1d(a.steps_T, b.steps_T + offset)
+
+
+def _matched(a: Side, b: Side, offset: int) -> float:
+    """Return the share of compared steps that have the same global batch."""
+    steps = _overlap(a, b, offset)
+    equal = [
+        a.batches[int(step)] == b.batches[int(step) - offset]
+        for step in steps
+        if int(step) in a.batches and int(step) - offset in b.batches
+    ]
+    return float(np.mean(equal)) if equal else 0.0
+
+
+def _best_offset(a: Mapping[int, bytes], b: Mapping[int, bytes]) -> int:
+    """Return the offset at which most steps have the same batch; the least if tied, 0 if none has.
+
+    Batches that return (later epochs) vote for several offsets; the common one wins. The rarest
+    vote first, as long as there are no more than ``MAX_VOTES``.
+    """
+    where_a, where_b = _steps_of(a), _steps_of(b)
+    pairs = sorted(
+        ((where_a[key], steps_b) for key, steps_b in where_b.items() if key in where_a),
+        key=lambda pair: len(pair[0]) * len(pair[1]),
+    )
+    votes: Counter[int] = Counter()
+    left = MAX_VOTES
+    for steps_a, steps_b in pairs:
+        left -= len(steps_a) * len(steps_b)
+        if left < 0:
+            break
+        votes.update(step_a - step_b for step_b in steps_b for step_a in steps_a)
+    return max(votes, key=lambda offset: (votes[offset], -abs(offset)), default=0)
+
+
+def _steps_of(batches: Mapping[int, bytes]) -> dict[bytes, list[int]]:
+    steps: dict[bytes, list[int]] = {}
+    for step, key in batches.items():
+        steps.setdefault(key, []).append(step)
+    return steps
+
+
+def _believed(a: Side, b: Side, offset: int) -> bool:
+    steps = _overlap(a, b, offset)
+    if _matched(a, b, offset) < MIN_MATCHED:
+        return False
+    if any("continues" in side.info for side in (a, b)):
+        return True
+    if not len(_overlap(a, b, 0)):
+        return True
+    first = int(steps[0])
+    one = a.weighted_loss()[np.searchsorted(a.steps_T, first)]
+    other = b.weighted_loss()[np.searchsorted(b.steps_T, first - offset)]
+    return bool(abs(one - other) <= SAME_LOSS * abs(one))
+
+
+def _words(a: Side, b: Side, offset: int, count: int) -> str:
+    words = f"{count:,} steps compared"
+    if offset:
+        words += f"; by their batches, step s of B is step s {offset:+d} of A"
+    for name, side in (("A", a), ("B", b)):
+        extra = len(side.steps_T) - count
+        if extra > 0:
+            words += f"; {extra:,} more in {name} only"
+    if a.num_workers != b.num_workers:
+        words += f"; {a.num_workers} workers in A, {b.num_workers} in B"
+    return words

@@ -1,0 +1,404 @@
+"""Goes through the stages on every worker; rank 0 judges, and tells who hangs or fails."""
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from rankscope.bus.words import name_ranks
+from rankscope.errors import RankscopeError, UsageError
+from rankscope.files import to_plain
+from rankscope.tools.doctor.functions import in_one_line, where_it_is
+from rankscope.tools.doctor.meeting import Meeting
+from rankscope.tools.doctor.stage import Bench, CheckResult, Stage, Status, ranks_by
+
+FINISHED = "finished"
+"""Announced by rank 0 when it has told what was found."""
+TOLD = "told"
+"""Posted by each worker that was told to end by a signal."""
+
+_PAUSE = 0.05
+
+
+class Watcher:
+    """Calls back when this worker hangs in a stage, or is told to end.
+
+    The signal is noticed even while the main thread is inside a library that does not return: it
+    is written into a pipe at once.
+
+    Args:
+        meeting: A connection to the other workers that only this thread uses.
+        seconds: How long a stage may take.
+        on_stuck: Called once with the stage, in the watcher's thread.
+        on_told: Called once, in the watcher's thread.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        seconds: float,
+        *,
+        on_stuck: Callable[[str], None],
+        on_told: Callable[[], None],
+    ) -> None:
+        self._meeting = meeting
+        self._seconds = seconds
+        self._on_stuck = on_stuck
+        self._on_told = on_told
+        self._main = threading.get_ident()
+        self._stage: tuple[str, float] | None = None
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="rankscope-doctor", daemon=True)
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._before: Any = None
+        self._fd_before = -1
+
+    def __enter__(self) -> "Watcher":
+        if threading.current_thread() is threading.main_thread():
+            self._fd_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+            self._before = signal.signal(signal.SIGTERM, _leave_it_to_the_watcher)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+        if self._before is not None:
+            signal.signal(signal.SIGTERM, self._before)
+            signal.set_wakeup_fd(self._fd_before)
+        os.close(self._reading)
+        os.close(self._writing)
+
+    @contextmanager
+    def watching(self, stage: str) -> Iterator[None]:
+        """Watch the main thread while it works on a stage."""
+        self._stage = (stage, time.monotonic())
+        try:
+            yield
+        finally:
+            self._stage = None
+
+    def _watch(self) -> None:
+        known = ""
+        while not self._over.is_set():
+            ready, _, _ = select.select([self._reading], [], [], _PAUSE)
+            if ready and signal.SIGTERM in os.read(self._reading, 64):
+                self._meeting.post(TOLD, True)
+                self._on_told()
+                return
+            stage = self._stage
+            if stage is None or time.monotonic() - stage[1] < self._seconds:
+                continue
+            if stage[0] != known:
+                known = stage[0]
+                where = where_it_is(sys._current_frames().get(self._main))
+                self._meeting.post(f"stuck/{known}", where)
+                self._on_stuck(known)
+            if self._is_finished():
+                os._exit(0)  # the main thread cannot be interrupted; rank 0 has said what it did
+
+    def _is_finished(self) -> bool:
+        try:
+            return bool(self._meeting.heard(FINISHED))
+        except RuntimeError:
+            return True  # rank 0 has ended, and the meeting place with it
+
+
+def _leave_it_to_the_watcher(number: int, frame: FrameType | None) -> None:
+    """Let the main thread go on: the watcher ends the process when it has told why."""
+
+
+Word = Mapping[str, Any]
+"""What one worker posted on a stage: ``facts``, ``error`` or ``usage``."""
+
+
+def skipped(stage: Stage, why: str) -> CheckResult:
+    """Return the result of a stage that was left out."""
+    return CheckResult(stage.topic, Status.SKIPPED, why)
+
+
+def failed_somewhere(stage: Stage, words: Sequence[Word]) -> tuple[CheckResult, str]:
+    """Return the result of a stage that raised on some workers, and why others are skipped.
+
+    Args:
+        stage: The stage.
+        words: What each worker posted, in rank order.
+    """
+    by_error = ranks_by([str(word.get("error") or word.get("usage") or "") for word in words])
+    by_error.pop("", None)
+    ranks = sorted(rank for group in by_error.values() for rank in group)
+    told = "; ".join(f"{name_ranks(group)}: {error}" for error, group in by_error.items())
+    advice = stage.advice or "See the exception; run this rank's function alone for its traceback."
+    if len(ranks) < len(words):
+        advice += f" The other {'rank' if len(words) - len(ranks) == 1 else 'ranks'} had no error."
+    numbers = {"errors": by_error}
+    result = CheckResult(stage.topic, Status.ERROR, told, advice, numbers, tuple(ranks))
+    return result, f"{stage.title} failed on {name_ranks(ranks)}"
+
+
+def unfinished(
+    stage: Stage, words: Mapping[int, Word], meeting: Meeting, seconds: float
+) -> CheckResult:
+    """Return the result of a stage that some workers did not finish in time.
+
+    Args:
+        stage: The stage.
+        words: What came in time, by rank.
+        meeting: Where the workers' other words are.
+        seconds: How long the stage was allowed to take.
+    """
+    missing = [rank for rank in range(meeting.num_ranks) if rank not in words]
+    places: dict[str, list[int]] = {}
+    for rank, where in meeting.said(f"stuck/{stage.topic}").items():
+        if rank in missing:
+            places.setdefault(str(where), []).append(rank)
+    errors = {rank: str(word["error"]) for rank, word in words.items() if "error" in word}
+    arrivals = {rank: meeting.store.add(f"here/{rank}", 0) for rank in range(meeting.num_ranks)}
+    never = [rank for rank in missing if not arrivals[rank]]
+    twice = [rank for rank, number in arrivals.items() if number > 1]
+    placed = {rank for group in places.values() for rank in group}
+    silent = [rank for rank in missing if rank not in placed and rank not in never]
+    told = [f"{name_ranks([rank])}: {error}" for rank, error in errors.items()]
+    if never:
+        came = meeting.num_ranks - len(never)
+        told.append(
+            f"{name_ranks(never)} did not start within {seconds:g} s; {came} of "
+            f"{meeting.num_ranks} came"
+        )
+    if twice:
+        told.append(f"{name_ranks(twice)} came more than once")
+    if silent:
+        does = "does" if len(silent) == 1 else "do"
+        told.append(f"{name_ranks(silent)} {does} not answer any more")
+    for where, ranks in sorted(places.items(), key=lambda item: len(item[1])):
+        verb = "is" if len(ranks) == 1 else "are"
+        told.append(
+            f"{name_ranks(ranks)} did not finish within {seconds:g} s and {verb} at {where}"
+        )
+    return CheckResult(
+        stage.topic,
+        Status.ERROR,
+        "; ".join(told),
+        _advice(never=never, errors=errors, places=places),
+        {"missing": missing, "errors": errors, "places": places},
+        ranks=tuple(sorted({*errors, *missing, *twice})),
+    )
+
+
+def gone_while_working(stage: Stage, gone: Sequence[int]) -> CheckResult:
+    """Return the result of a stage in which the launcher ended all workers.
+
+    Args:
+        stage: The stage.
+        gone: Ranks that had ended before that.
+    """
+    if not gone:
+        found = "the launcher or a scheduler asked all ranks to end"
+        return CheckResult(stage.topic, Status.ERROR, found, "Start the preflight again.")
+    found = f"{name_ranks(gone)} ended without a word, so the launcher ended the others"
+    advice = (
+        "A process that ends like this was killed (out of memory?) or crashed in a library: "
+        "look at its exit code in the launcher's lines below, and at its host's system log."
+    )
+    return CheckResult(stage.topic, Status.ERROR, found, advice, ranks=tuple(gone))
+
+
+def _advice(
+    *, never: Sequence[int], errors: Mapping[int, str], places: Mapping[str, Sequence[int]]
+) -> str:
+    if never:
+        return (
+            f"Look at the log and the host of {name_ranks(never)}: did the launcher start it, does "
+            "it reach the others? If it is only slow to start, raise --seconds."
+        )
+    if errors:
+        return f"Repair what failed on {name_ranks(list(errors))}; the others waited for it."
+    if len(places) > 1:
+        return (
+            "Look at the rank that is at another place than the rest: ranks wait for each other in "
+            "collectives. If the work takes that long, raise --seconds."
+        )
+    return "Look at that line. If the work does take that long, raise --seconds."
+
+
+GRACE = 1.5
+"""Seconds that rank 0 waits longer than a stage may take, for words on their way."""
+
+Report = Callable[[Sequence[CheckResult]], int]
+"""Prints what was found and returns the exit code; called once, on rank 0."""
+
+
+class Examination:
+    """One worker's part in the preflight.
+
+    Args:
+        stages: What to do, in order; the first needs no process group and counts the workers.
+        bench: What this worker's checks work with.
+        meetings: Two connections to the others: for the main thread, and for the watcher's.
+        report: Called on rank 0 with all results.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[Stage],
+        bench: Bench,
+        meetings: tuple[Meeting, Meeting],
+        report: Report,
+    ) -> None:
+        self._stages = stages
+        self._bench = bench
+        self._meeting, self._other_meeting = meetings
+        self._report = report
+        self._seconds = bench.options.seconds
+        self._results: list[CheckResult] = []
+        self._why_skipped: dict[str, str] = {}
+        self._at: Stage = stages[0]
+        self._began = time.monotonic()
+        self._concluding = threading.Lock()
+
+    def run(self) -> int:
+        """Go through all stages; return this process's exit code, which only rank 0's matters.
+
+        Raises:
+            UsageError: A function that the user named exists on no worker.
+        """
+        self._meeting.count_in(f"here/{self._meeting.rank}")
+        try:
+            with Watcher(
+                self._other_meeting, self._seconds, on_stuck=self._stuck, on_told=self._told
+            ) as watcher:
+                goes_on = all(self._go_through(stage, watcher) for stage in self._stages)
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+        if self._meeting.rank == 0:
+            return self._finish()
+        if goes_on:
+            self._wait_for_the_end()
+        return 0
+
+    def _go_through(self, stage: Stage, watcher: Watcher) -> bool:
+        """Do one stage; whether there is more to do."""
+        self._at, self._began = stage, time.monotonic()
+        first = self._meeting.rank == 0
+        if stage.topic in self._why_skipped:
+            if first:
+                self._results.append(skipped(stage, self._why_skipped[stage.topic]))
+            return True
+        with watcher.watching(stage.topic):
+            word = self._look(stage)
+        self._meeting.post(stage.topic, word)
+        if first:
+            self._judge(stage)
+            return True
+        return self._hear(stage)
+
+    def _look(self, stage: Stage) -> dict[str, Any]:
+        try:
+            return {"facts": to_plain(stage.look(self._bench))}
+        except (Exception, SystemExit) as error:
+            kind = "usage" if isinstance(error, UsageError) else "error"
+            return {kind: in_one_line(error), "ours": isinstance(error, RankscopeError)}
+
+    def _judge(self, stage: Stage) -> None:
+        until = self._began + self._seconds + GRACE
+        words = self._meeting.collect(stage.topic, until)
+        if len(words) < self._meeting.num_ranks:
+            self._conclude(unfinished(stage, words, self._meeting, self._seconds))
+        ordered = [words[rank] for rank in sorted(words)]
+        if all("usage" in word for word in ordered):
+            self._meeting.announce(FINISHED)
+            raise UsageError(ordered[0]["usage"])
+        if all("facts" in word for word in ordered):
+            self._results += stage.judge([word["facts"] for word in ordered])
+            skips: dict[str, str] = {}
+        else:
+            result, why = failed_somewhere(stage, ordered)
+            self._results.append(result)
+            skips = self._skips_after(stage, why)
+        self._why_skipped |= skips
+        self._meeting.announce(f"go/{stage.topic}", skips)
+
+    def _skips_after(self, stage: Stage, why: str) -> dict[str, str]:
+        """Return the stages that cannot follow a failed one, and why."""
+        return {
+            other.topic: why
+            for other in self._stages
+            if other.topic in stage.blocks or (stage.together and other.needs_group)
+        }
+
+    def _hear(self, stage: Stage) -> bool:
+        """Wait for rank 0's word on a stage; whether there is more to do."""
+        until = time.monotonic() + 2 * self._seconds + 10
+        topic = f"go/{stage.topic}"
+        try:
+            if not self._meeting.wait((topic, FINISHED), until):
+                self._rank_0_is_gone(stage)
+            skips = self._meeting.heard(topic)
+        except RuntimeError:
+            return False  # rank 0 has ended, and the meeting place with it
+        if skips is None:
+            return False
+        self._why_skipped |= skips
+        return True
+
+    def _rank_0_is_gone(self, stage: Stage) -> None:
+        """Say so, from one of the other ranks."""
+        if self._meeting.count_in("speaker") > 1:
+            raise SystemExit(1)
+        came = self._meeting.said(self._stages[0].topic)
+        missing = [rank for rank in range(self._meeting.num_ranks) if rank not in came]
+        raise RankscopeError(
+            f"{name_ranks(missing or [0])} did not {'answer' if came.get(0) else 'start'} while "
+            f"the others were at {stage.title.lower()!r}: look at its log and at its host"
+        )
+
+    def _stuck(self, topic: str) -> None:
+        """Rank 0 itself hangs: tell from the watcher's thread what is known."""
+        if self._meeting.rank != 0:
+            return
+        time.sleep(GRACE)
+        words = self._other_meeting.said(topic)
+        if 0 not in words:
+            self._conclude(unfinished(self._at, words, self._other_meeting, self._seconds))
+
+    def _told(self) -> None:
+        """A signal asked to end: a launcher sends it to all when one worker has died."""
+        if self._meeting.rank != 0:
+            os._exit(1)
+        alive = self._other_meeting.collect(TOLD, time.monotonic() + GRACE)
+        gone = sorted(set(range(self._meeting.num_ranks)) - set(alive))
+        self._conclude(gone_while_working(self._at, gone))
+
+    def _conclude(self, result: CheckResult) -> NoReturn:
+        """End early: what follows is skipped, and no thread is waited for."""
+        if not self._concluding.acquire(blocking=False):
+            threading.Event().wait()  # the other thread is concluding, and ends the process
+        later = self._stages[list(self._stages).index(self._at) + 1 :]
+        rest = [skipped(stage, "not reached") for stage in later if not stage.blocks]
+        code = 1
+        try:
+            code = self._report([*self._results, result, *rest])
+            self._other_meeting.announce(FINISHED)
+        finally:
+            os._exit(code)
+
+    def _finish(self) -> int:
+        code = self._report(self._results)
+        self._meeting.announce(FINISHED)
+        return code
+
+    def _wait_for_the_end(self) -> None:
+        try:
+            self._meeting.wait((FINISHED,), time.monotonic() + self._seconds)
+        except RuntimeError:
+            return  # rank 0 has ended, and the meeting place with it

@@ -1,0 +1,340 @@
+"""Whether ranks read different data, equally much of it, and in a new order each epoch."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.words import count, name_ranks
+from rankscope.evidence.samples.overlap import LIKELY, SURE
+from rankscope.tools.doctor.loader_facts import look
+from rankscope.tools.doctor.stage import CheckResult, Facts, Stage, Status
+
+SHARDS, COUNTS, WEIGHTING, ORDER = "shards", "batch_counts", "loss_weighting", "epoch_order"
+UNEVEN, VERY_UNEVEN, TILTED = 1.1, 4.0, 1.5
+"""Factors between label tokens: of a step for a note and a warning, of the whole for a warning."""
+SAME_SHARE = 0.5
+"""Share of steps in which two ranks have the same batch, from which they read the same data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What ranks drew together.
+
+    Attributes:
+        drawn: Samples drawn by all ranks.
+        distinct: Different ones among them.
+        repeats: Draws of a sample that had been drawn before, but for those of padding.
+        own: Those of them whose rank had drawn the sample before itself.
+        padding: Repeats at the epoch's end, fewer than ranks.
+        chance: Probability of so few own repeats if data only hold some content several times, or
+            ranks draw with replacement: each repeat then hits its own rank with 1/W at least.
+        same_batches: Groups of ranks that read the same batches.
+        ranks: Ranks that drew what another rank had drawn.
+    """
+
+    drawn: int
+    distinct: int
+    repeats: int
+    own: int
+    padding: int
+    chance: float
+    same_batches: tuple[tuple[int, ...], ...]
+    ranks: tuple[int, ...]
+
+
+def judge(facts: Sequence[Facts]) -> list[CheckResult]:
+    """Compare what the ranks have read."""
+    return [_shards(facts), _counts(facts), _weighting(facts), _order(facts)]
+
+
+def _shards(facts: Sequence[Facts]) -> CheckResult:
+    if len(facts) == 1:
+        return CheckResult(SHARDS, Status.SKIPPED, "one rank has nobody to compare with")
+    declared = _declared(facts)
+    if declared:
+        return declared
+    unread = [fact for fact in facts if not fact["recognised"]]
+    if unread:
+        return CheckResult(
+            SHARDS,
+            Status.SKIPPED,
+            f"the samples of a batch could not be told apart (it is a {unread[0]['kind']})",
+            "Batches of tensors, of text, or tuples and mappings of these are understood.",
+        )
+    if not any(fact["tokens"] for fact in facts):
+        found = "no rank got a batch"
+        return CheckResult(SHARDS, Status.ERROR, found, "Check what the loader reads.")
+    ended = all(fact["ended"] for fact in facts)
+    overlap = compare([fact["samples"] for fact in facts], ended=ended)
+    meant = all(fact["with_replacement"] for fact in facts)
+    return _judge_overlap(overlap, whole_epoch=ended, meant=meant)
+
+
+def _declared(facts: Sequence[Facts]) -> CheckResult | None:
+    """Return what is wrong with what the samplers themselves say, whatever was drawn."""
+    samplers = [fact["sampler"] for fact in facts]
+    ranks = [sampler.get("rank") for sampler in samplers]
+    replicas = [sampler.get("num_replicas") for sampler in samplers]
+    seeds = [str(sampler.get("seed")) for sampler in samplers]
+    numbers = {"samplers": samplers}
+    if None in ranks or None in replicas:
+        return None
+    found = ""
+    odd: tuple[int, ...] = ()
+    if set(replicas) != {len(facts)}:
+        odd = tuple(r for r, number in enumerate(replicas) if number != len(facts))
+        said = " and ".join(map(str, sorted({replicas[rank] for rank in odd})))
+        found = (
+            f"the sampler of {name_ranks(odd)} deals to {said} ranks, and there are {len(facts)}"
+        )
+    elif len(set(ranks)) < len(ranks):
+        odd = tuple(r for r, number in enumerate(ranks) if ranks.count(number) > 1)
+        found = f"the samplers of {name_ranks(odd)} take the same shard"
+    elif odd_ranks(seeds) and any(sampler.get("shuffle", True) for sampler in samplers):
+        odd = odd_ranks(seeds)
+        told = ", ".join(seeds[:8])
+        found = f"samplers shuffle with different seeds ({told}), so their shards overlap"
+    if not found:
+        return None
+    advice = (
+        "Give every rank's sampler the same seed, the number of ranks, and the rank's own number."
+    )
+    return CheckResult(SHARDS, Status.ERROR, found, advice, numbers, odd)
+
+
+def _judge_overlap(overlap: Overlap, *, whole_epoch: bool, meant: bool) -> CheckResult:
+    read = (
+        f"{overlap.distinct:,} different samples of {overlap.drawn:,} read"
+        f"{'' if whole_epoch else ', a part of the epoch'}"
+    )
+    numbers = {
+        "drawn": overlap.drawn,
+        "distinct": overlap.distinct,
+        "repeats": overlap.repeats,
+        "own_repeats": overlap.own,
+        "padding": overlap.padding,
+        "chance": overlap.chance,
+        "same_batches": [list(group) for group in overlap.same_batches],
+    }
+    if overlap.same_batches:
+        groups = ", and ".join(name_ranks(group) for group in overlap.same_batches)
+        return CheckResult(
+            SHARDS,
+            Status.ERROR,
+            f"{groups} read the same batches; {read}",
+            "Give each rank its own shard: a DistributedSampler in the data loader, or, for "
+            "an iterable data set, a split by rank inside it.",
+            numbers,
+            tuple(sorted({rank for group in overlap.same_batches for rank in group})),
+        )
+    if meant:
+        shared = f"{read}; the loaders draw with replacement, so ranks share samples on purpose"
+        return CheckResult(SHARDS, Status.OK, shared, numbers=numbers)
+    if overlap.chance < LIKELY:
+        sure = overlap.chance < SURE
+        return CheckResult(
+            SHARDS,
+            Status.ERROR if sure else Status.WARNING,
+            f"ranks draw each other's samples: {count(overlap.repeats - overlap.own, 'sample')} "
+            f"came on more than one rank; {read}",
+            "Shuffle with the same seed on all ranks and shard after the shuffle.",
+            numbers,
+            overlap.ranks,
+        )
+    if overlap.padding:
+        found = (
+            f"{read}; {count(overlap.padding, 'sample')} at the epoch's end drawn again, so that "
+            "all ranks have equally many"
+        )
+        advice = "Harmless; drop_last=True in the sampler avoids it."
+        return CheckResult(SHARDS, Status.NOTE, found, advice, numbers)
+    shared = (
+        f"{count(overlap.repeats, 'repeat')}, no more between ranks than within them"
+        if overlap.repeats
+        else "none on two ranks"
+    )
+    return CheckResult(SHARDS, Status.OK, f"{read}, {shared}", numbers=numbers)
+
+
+def _counts(facts: Sequence[Facts]) -> CheckResult:
+    lengths = [fact["length"] for fact in facts]
+    read = [len(fact["tokens"]) for fact in facts]
+    numbers = {"read": read, "lengths": lengths}
+    if None not in lengths and len(set(lengths)) > 1:
+        return _uneven(lengths, odd_ranks(lengths), numbers)
+    ends = [number for number, fact in zip(read, facts, strict=True) if fact["ended"]]
+    short = [r for r, fact in enumerate(facts) if fact["ended"] and read[r] < max(read)]
+    if ends and short:
+        return _uneven(read, tuple(short), numbers)
+    if ends:
+        found = f"{count(min(ends), 'batch', 'batches')} on each rank"
+    elif None not in lengths:
+        found = f"{count(lengths[0], 'batch', 'batches')} on each rank, {min(read):,} of them read"
+    else:
+        found = f"at least {count(min(read), 'batch', 'batches')} on each rank"
+    return CheckResult(COUNTS, Status.OK, found, numbers=numbers)
+
+
+def _uneven(numbers_W: Sequence[int], odd: tuple[int, ...], numbers: dict[str, Any]) -> CheckResult:
+    fewest, most = min(numbers_W), max(numbers_W)
+    least = [rank for rank, number in enumerate(numbers_W) if number == fewest]
+    return CheckResult(
+        COUNTS,
+        Status.ERROR,
+        f"{name_ranks(least)} {'has' if len(least) == 1 else 'have'} "
+        f"{count(fewest, 'batch', 'batches')}, others up to {most:,}",
+        "Under DDP the epoch's end hangs: some ranks wait for a gradient that never comes. Use a "
+        "sampler that deals evenly, stop after the same number of steps on all ranks, or train "
+        "inside torch's Join.",
+        numbers,
+        odd,
+    )
+
+
+def _weighting(facts: Sequence[Facts]) -> CheckResult:
+    steps = min(len(fact["tokens"]) for fact in facts)
+    tokens = [fact["tokens"][:steps] for fact in facts]
+    if len(facts) == 1:
+        return CheckResult(WEIGHTING, Status.SKIPPED, "one rank has nobody to compare with")
+    if not steps or any(number is None for rank in tokens for number in rank):
+        found = "no label tokens were recognised in the batches (whole numbers under 'labels')"
+        return CheckResult(WEIGHTING, Status.SKIPPED, found)
+    columns = list(zip(*tokens, strict=True))
+    factors = [max(column) / max(min(column), 1) for column in columns]
+    totals = [sum(rank) for rank in tokens]
+    tilt = max(totals) / max(min(totals), 1)
+    usual, largest = median(factors), max(factors)
+    numbers = {"median_factor": usual, "largest_factor": largest, "tokens": totals, "steps": steps}
+    empty = sum(min(column) == 0 < max(column) for column in columns)
+    if usual < UNEVEN and tilt < TILTED and not empty:
+        found = f"{count(min(totals), 'label token')} or more on each rank, alike in each step"
+        return CheckResult(WEIGHTING, Status.OK, found, numbers=numbers)
+    grave = usual >= VERY_UNEVEN or tilt >= TILTED
+    found = (
+        f"ranks differ in label tokens per step, × {usual:.2g} typically and × {largest:.2g} at "
+        "most: averaged over ranks, a token counts that much more on the rank with fewer"
+    )
+    if tilt >= TILTED:
+        least = totals.index(min(totals))
+        found += f"; rank {least} has {min(totals):,} in all, others up to {max(totals):,}"
+    if empty:
+        found += f"; in {count(empty, 'step')} a rank has none"
+    return CheckResult(
+        WEIGHTING,
+        Status.WARNING if grave else Status.NOTE,
+        found,
+        "If the loss is a mean over each rank's own tokens, multiply it by W × own tokens / tokens "
+        "of all ranks, so that each token counts the same.",
+        numbers,
+        (totals.index(min(totals)),) if tilt >= TILTED else (),
+    )
+
+
+def _order(facts: Sequence[Facts]) -> CheckResult:
+    if any(not fact["recognised"] or not fact["tokens"] for fact in facts):
+        return CheckResult(ORDER, Status.SKIPPED, "samples were not recognised")
+    if any(fact["one_pass"] for fact in facts):
+        found = "the loader can be read once only, so there is no second epoch"
+        return CheckResult(ORDER, Status.OK, found)
+    how = str(facts[0]["set_epoch"])
+    still = [rank for rank, fact in enumerate(facts) if not fact["changes_alone"]]
+    fixed = [rank for rank in still if not facts[rank]["changes_when_told"]]
+    sampler = str(facts[0]["sampler"]["class"])
+    numbers = {"set_epoch": how, "sampler": sampler, "same_order": still}
+    if not still:
+        return CheckResult(ORDER, Status.OK, "it changes by itself", numbers=numbers)
+    if not fixed:
+        found = f"it changes when {how}(epoch) is called, and not without"
+        advice = f"Make sure that the training calls {how}(epoch) before each epoch."
+        return CheckResult(ORDER, Status.NOTE, found, advice, numbers)
+    meant = facts[fixed[0]]["sampler"].get("shuffle") is False or sampler == "SequentialSampler"
+    told = f", also after {how}(1)" if how else ""
+    who = "" if len(fixed) == len(facts) else f" on {name_ranks(fixed)}"
+    return CheckResult(
+        ORDER,
+        Status.NOTE if meant else Status.WARNING,
+        f"two epochs begin with the same batches{who}{told}" + ("; shuffling is off" * meant),
+        "Shuffle anew in each epoch, unless the order is meant.",
+        numbers,
+        tuple(fixed),
+    )
+
+
+def compare(samples: Sequence[Sequence[Sequence[int]]], *, ended: bool) -> Overlap:
+    """Compare what ranks have drawn.
+
+    Args:
+        samples: Digests by rank, batch and sample.
+        ended: Whether all ranks have read to the epoch's end.
+    """
+    num_ranks = len(samples)
+    steps = max(map(len, samples), default=0)
+    seen: dict[int, set[int]] = {}
+    repeats = own = padding = 0
+    ranks: set[int] = set()
+    for step in range(steps):
+        again: list[tuple[int, int]] = []
+        for rank, batches in enumerate(samples):
+            for digest in batches[step] if step < len(batches) else ():
+                if digest in seen:
+                    again.append((rank, digest))
+                    own += rank in seen[digest]
+                seen.setdefault(digest, set()).add(rank)
+        if ended and step == steps - 1 and len(again) < num_ranks and not repeats:
+            padding, own = len(again), 0
+        else:
+            repeats += len(again)
+            ranks |= {member for _, digest in again for member in seen[digest]}
+    return Overlap(
+        drawn=sum(len(batch) for batches in samples for batch in batches),
+        distinct=len(seen),
+        repeats=repeats,
+        own=own,
+        padding=padding,
+        chance=chance_of_few(own, repeats, 1 / num_ranks),
+        same_batches=_same_batches(samples),
+        ranks=tuple(sorted(ranks)),
+    )
+
+
+def chance_of_few(hits: int, trials: int, probability: float) -> float:
+    """Return the probability of at most so many hits, of a binomial distribution."""
+    if not trials or probability >= 1:
+        return 1.0
+    terms = (
+        math.lgamma(trials + 1)
+        - math.lgamma(k + 1)
+        - math.lgamma(trials - k + 1)
+        + k * math.log(probability)
+        + (trials - k) * math.log1p(-probability)
+        for k in range(hits + 1)
+    )
+    return min(1.0, math.fsum(map(math.exp, terms)))
+
+
+def _same_batches(samples: Sequence[Sequence[Sequence[int]]]) -> tuple[tuple[int, ...], ...]:
+    """Return groups of ranks that have the same batch in most steps, whatever its inner order."""
+    keys = [[hash(tuple(sorted(batch))) for batch in batches] for batches in samples]
+    groups: list[list[int]] = []
+    for rank, mine in enumerate(keys):
+        for group in groups:
+            theirs = keys[group[0]]
+            shared = sum(a == b for a, b in zip(mine, theirs, strict=False))
+            if mine and shared >= SAME_SHARE * max(len(mine), len(theirs)):
+                group.append(rank)
+                break
+        else:
+            groups.append([rank])
+    return tuple(tuple(group) for group in groups if len(group) > 1)
+
+
+STAGE = Stage(
+    "loader",
+    look,
+    judge,
+    advice="The function must work on each rank as in the training. The process group exists "
+    "already: leave init_process_group out of it.",
+)

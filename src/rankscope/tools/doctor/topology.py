@@ -1,0 +1,231 @@
+"""Who is there, against what the launcher promised, and whether all join one process group."""
+
+import os
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.words import count, name_ranks
+from rankscope.tools.doctor.meeting import choose_backend
+from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, ranks_by
+
+NAME, GROUP = "topology", "process_group"
+
+Problem = tuple[Status, str, str, Sequence[int]]
+"""Status, what was found, what to do, and the ranks concerned."""
+
+
+def look(bench: Bench) -> Facts:
+    """Return what is known of this worker without asking anybody."""
+    place, device = bench.place, bench.device
+    accelerated = device.type != "cpu"
+    return {
+        "host": socket.gethostname(),
+        "launched": place.launched,
+        "world_size": place.num_ranks,
+        "num_local": place.num_local,
+        "device": str(device),
+        "device_kind": device.type,
+        "device_name": _device_name(device),
+        "device_id": _device_id(device),
+        "devices": torch.accelerator.device_count() if accelerated else 0,
+        "tasks": os.environ.get("SLURM_NTASKS"),
+    }
+
+
+def judge(facts: Sequence[Facts]) -> list[CheckResult]:
+    """Compare what the workers are with what their launcher promised."""
+    problems = [problem for find in _CHECKS for problem in find(facts)]
+    problems.sort(key=lambda problem: -problem[0].level)
+    hosts = _hosts(facts)
+    found = "; ".join([_in_words(facts), *(words for _, words, _, _ in problems)])
+    return [
+        CheckResult(
+            NAME,
+            problems[0][0] if problems else Status.OK,
+            found,
+            " ".join(advice for _, _, advice, _ in problems),
+            {
+                "ranks": len(facts),
+                "hosts": {host: len(ranks) for host, ranks in hosts.items()},
+                "devices": [fact["device"] for fact in facts],
+                "device_names": [fact["device_name"] for fact in facts],
+            },
+            ranks=tuple(sorted({rank for *_, ranks in problems for rank in ranks})),
+        )
+    ]
+
+
+def _in_words(facts: Sequence[Facts]) -> str:
+    hosts = _hosts(facts)
+    kinds = sorted({str(fact["device_name"]) for fact in facts})
+    where = next(iter(hosts)) if len(hosts) == 1 else count(len(hosts), "host")
+    sizes = sorted({len(ranks) for ranks in hosts.values()})
+    each = f", {' to '.join(map(str, {sizes[0], sizes[-1]}))} on each" if len(hosts) > 1 else ""
+    return f"{count(len(facts), 'rank')} on {where}{each}, {' and '.join(kinds)}"
+
+
+def _alone(facts: Sequence[Facts]) -> Iterator[Problem]:
+    fact = facts[0]
+    if fact["world_size"] > 1:
+        return
+    tasks = int(fact["tasks"] or 1) if str(fact["tasks"] or 1).isdigit() else 1
+    if tasks > 1:
+        yield (
+            Status.WARNING,
+            f"one rank, though the scheduler started {tasks} tasks: each would train alone",
+            "Start the job with torchrun, or set RANK and WORLD_SIZE from the scheduler's "
+            "variables.",
+            (),
+        )
+        return
+    how = "one rank was started" if fact["launched"] else "started without a launcher"
+    yield (
+        Status.NOTE,
+        f"{how}, so there is nothing to compare between ranks",
+        "Start it as the training is: torchrun --nproc-per-node N -m rankscope doctor.",
+        (),
+    )
+
+
+def _promises(facts: Sequence[Facts]) -> Iterator[Problem]:
+    sizes = [fact["world_size"] for fact in facts]
+    odd = odd_ranks(sizes)
+    if odd:
+        found = f"ranks disagree on WORLD_SIZE: {sorted(set(sizes))}"
+        yield Status.ERROR, found, "Start all ranks by one launcher.", odd
+        return
+    for host, ranks in _hosts(facts).items():
+        promised = {facts[rank]["num_local"] for rank in ranks}
+        if facts[0]["launched"] and promised != {len(ranks)}:
+            said = " and ".join(map(str, sorted(promised)))
+            yield (
+                Status.NOTE,
+                f"{count(len(ranks), 'rank')} on {host}, where LOCAL_WORLD_SIZE says {said}",
+                "Several containers with one host name look like this; else correct what the "
+                "launcher sets.",
+                ranks,
+            )
+
+
+def _uneven(facts: Sequence[Facts]) -> Iterator[Problem]:
+    hosts = _hosts(facts)
+    fewest = min(hosts, key=lambda host: len(hosts[host]))
+    if len(set(map(len, hosts.values()))) > 1:
+        found = f"hosts have different numbers of ranks, {fewest} only {len(hosts[fewest])}"
+        advice = "Start the same number on each host, unless this is meant."
+        yield Status.WARNING, found, advice, hosts[fewest]
+
+
+def _shared(facts: Sequence[Facts]) -> Iterator[Problem]:
+    users: dict[tuple[str, str], list[int]] = {}
+    for rank, fact in enumerate(facts):
+        if fact["device_id"]:
+            users.setdefault((fact["host"], fact["device_id"]), []).append(rank)
+    for (host, _), ranks in users.items():
+        if len(ranks) > 1:
+            yield (
+                Status.ERROR,
+                f"{name_ranks(ranks)} share one device ({facts[ranks[0]]['device']} of {host})",
+                "Give each rank a device of its own: start as many ranks as there are devices, "
+                "and choose by LOCAL_RANK.",
+                ranks,
+            )
+
+
+def _kinds(facts: Sequence[Facts]) -> Iterator[Problem]:
+    odd = odd_ranks([fact["device_kind"] for fact in facts])
+    if odd:
+        kinds = sorted({str(fact["device_kind"]) for fact in facts})
+        found = f"ranks have different kinds of device: {' and '.join(kinds)}"
+        advice = f"Check drivers and visible devices on the host of {name_ranks(odd)}."
+        yield Status.ERROR, found, advice, odd
+
+
+def _idle(facts: Sequence[Facts]) -> Iterator[Problem]:
+    idle = sum(max(facts[ranks[0]]["devices"] - len(ranks), 0) for ranks in _hosts(facts).values())
+    if idle:
+        found = f"{count(idle, 'device')} without a rank"
+        yield Status.NOTE, found, "Start more ranks, unless this is meant.", ()
+
+
+_CHECKS = (_alone, _promises, _uneven, _shared, _kinds, _idle)
+
+
+def _hosts(facts: Sequence[Facts]) -> dict[str, list[int]]:
+    return ranks_by([str(fact["host"]) for fact in facts])
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cpu":
+        return "CPU"
+    module: Any = torch.get_device_module(device)
+    return str(module.get_device_name(device))
+
+
+def _device_id(device: torch.device) -> str:
+    """Return what tells one accelerator of a host from another, even when each sees only its own.
+
+    Empty for a CPU, which ranks may share.
+    """
+    if device.type == "cpu":
+        return ""
+    module: Any = torch.get_device_module(device)
+    properties = module.get_device_properties(device)
+    return str(getattr(properties, "uuid", "") or device)
+
+
+def join(bench: Bench) -> Facts:
+    """Join the process group that the other checks use; count workers by a first all-reduce."""
+    began = time.perf_counter()
+    backend = choose_backend(bench.place, bench.device)
+    own = bench.device.type != "cpu" and backend != "gloo"
+    dist.init_process_group(
+        backend,
+        store=bench.store,
+        rank=bench.place.rank,
+        world_size=bench.place.num_ranks,
+        timeout=timedelta(seconds=3 * bench.options.seconds + 60),  # ours is shorter, and names who
+        device_id=bench.device if own else None,
+    )
+    ones = torch.ones(1, device=bench.device)
+    dist.all_reduce(ones)
+    counted = int(ones.item())
+    return {"backend": backend, "counted": counted, "seconds": time.perf_counter() - began}
+
+
+def judge_group(facts: Sequence[Facts]) -> list[CheckResult]:
+    """Compare the number of workers that were counted with those that are there."""
+    seconds = max(fact["seconds"] for fact in facts)
+    backends = [str(fact["backend"]) for fact in facts]
+    numbers = {"backend": backends[0], "seconds": seconds}
+    wrong = [rank for rank, fact in enumerate(facts) if fact["counted"] != len(facts)]
+    odd = odd_ranks(backends)
+    if odd or wrong:
+        found = (
+            f"ranks chose different backends: {' and '.join(sorted(set(backends)))}"
+            if odd
+            else f"a first all-reduce counted {facts[wrong[0]]['counted']} of {len(facts)} ranks"
+        )
+        advice = "Check that all ranks have the same kind of device, and one launcher."
+        ranks = odd or tuple(wrong)
+        return [CheckResult(GROUP, Status.ERROR, found, advice, numbers, ranks)]
+    found = f"{backends[0]}, joined within {seconds:.1f} s"
+    return [CheckResult(GROUP, Status.OK, found, numbers=numbers)]
+
+
+STAGE = Stage(NAME, look, judge, needs_group=False)
+GROUP_STAGE = Stage(
+    GROUP,
+    join,
+    judge_group,
+    together=True,
+    advice="Check that ranks reach each other over the network (interfaces, firewall), and that "
+    "the backend is built into torch.",
+)

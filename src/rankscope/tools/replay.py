@@ -1,0 +1,262 @@
+"""Runs the batches of a replay bundle on a model: in this process, or on all ranks of torchrun."""
+
+import importlib
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from rankscope.bus.batches import PlainBatch
+from rankscope.bus.step import MISSING_INT
+from rankscope.errors import RunError, UsageError
+from rankscope.evidence.canary.batch import CanaryDeclined, samples_of
+from rankscope.evidence.canary.bundle import ReplayBundle
+from rankscope.evidence.canary.replay import (
+    check_module,
+    loss_without_gradient,
+    run_batch,
+    state_digest,
+)
+from rankscope.evidence.canary.verdict import CanaryResults, CanaryVerdict, Verdict, judge
+from rankscope.files import open_file
+from rankscope.tools.doctor.functions import find_function
+
+WORST = 5
+"""Samples that are told, those whose loss is NaN and then those with the largest."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleLoss:
+    """The loss of one sample, run alone.
+
+    Attributes:
+        index: Its place in the batch.
+        digest: Digest of its content.
+        loss: Its loss, with the model in evaluation mode.
+    """
+
+    index: int
+    digest: int
+    loss: float
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What came of a replay.
+
+    Attributes:
+        results: What each rank computed.
+        verdict: What that proves.
+        worst: The suspect's samples with the largest loss, where the verdict is data; those whose
+            loss is NaN come first.
+        peer_median: Median loss of the peer's samples whose loss is a number; NaN when unknown.
+        note: Why there are no samples, if so.
+    """
+
+    results: CanaryResults
+    verdict: CanaryVerdict
+    worst: list[SampleLoss] = field(default_factory=list)
+    peer_median: float = np.nan
+    note: str = ""
+
+
+def load_model(name: str, checkpoint: Path | None) -> nn.Module:
+    """Return the model that a function makes, with the parameters of a checkpoint.
+
+    Args:
+        name: ``MODULE:FUNCTION``; the module may lie in the working directory.
+        checkpoint: A state dict, as safetensors or as ``torch.save`` writes it.
+
+    Raises:
+        UsageError: There is no such function, or it returns no model.
+        RunError: The checkpoint cannot be used.
+    """
+    try:
+        model = find_function("--model", name)()
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"--model expects a function without arguments that returns the model, and {name} "
+            f"raised {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"--model expects a function that returns a torch.nn.Module, and {name} returned a "
+            f"{type(model).__name__}"
+        )
+    if checkpoint is not None:
+        _load_checkpoint(model, checkpoint)
+    return model
+
+
+def replay(bundle: ReplayBundle, model: nn.Module) -> Replayed | None:
+    """Run the suspect's batch twice and the peer's once on every rank, and compare.
+
+    Under torchrun all ranks call it.
+
+    Args:
+        bundle: What to run.
+        model: The model; run in training mode.
+
+    Returns:
+        What came of it, on rank 0; None on all others.
+
+    Raises:
+        RunError: This rank cannot run the batches.
+    """
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    try:
+        check_module(model)
+        own = _run(bundle, model.train(), device)
+    except CanaryDeclined as error:
+        raise RunError(f"these batches cannot be replayed on this model: {error}") from error
+    rows_W = _gather(own)
+    if _rank() > 0:
+        return None
+    results = _results(bundle, rows_W)
+    states_W = np.array([int(row[3]) for row in rows_W])
+    verdict = judge(results, differing=_minority(states_W))
+    if verdict.verdict is not Verdict.DATA:
+        return Replayed(results, verdict)
+    return _with_samples(bundle, model.eval(), device, Replayed(results, verdict))
+
+
+def join_ranks() -> AbstractContextManager[Any]:
+    """Join the other ranks of a torchrun job, if this is one, until the block ends."""
+    return _Ranks() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else nullcontext()
+
+
+class _Ranks:
+    def __enter__(self) -> None:
+        dist.init_process_group("gloo")
+
+    def __exit__(self, *_: object) -> None:
+        dist.destroy_process_group()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _run(bundle: ReplayBundle, model: nn.Module, device: torch.device) -> list[float]:
+    """Return digests of suspect, suspect again, peer and state, then losses and norms."""
+    suspect, peer = bundle.batches
+    with _autocast(bundle, device):
+        first, again, against = (
+            run_batch(model, batch, device, seed=bundle.seed, backward_seed=other).read()
+            for batch, other in ((suspect, None), (suspect, bundle.seed + 1), (peer, None))
+        )
+    digests = [first.digest, again.digest, against.digest, state_digest(model)]
+    return [*digests, first.loss, first.grad_norm, against.loss, against.grad_norm]
+
+
+def _autocast(bundle: ReplayBundle, device: torch.device) -> AbstractContextManager[Any]:
+    if not bundle.autocast:
+        return nullcontext()
+    dtype = getattr(torch, bundle.autocast, None)
+    if not isinstance(dtype, torch.dtype):
+        raise RunError(f"the bundle names autocast to {bundle.autocast!r}, which is no type")
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def _gather(own: list[float]) -> list[list[float]]:
+    """Return everybody's row, in rank order."""
+    if not dist.is_initialized():
+        return [own]
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, own, group=dist.new_group(backend="gloo"))
+    return rows
+
+
+def _results(bundle: ReplayBundle, rows_W: list[list[float]]) -> CanaryResults:
+    columns = list(zip(*rows_W, strict=True))
+    digests, again, against, _ = (np.array(column, np.int64) for column in columns[:4])
+    losses, norms, peer_losses, peer_norms = (np.array(c, np.float64) for c in columns[4:])
+    return CanaryResults(
+        suspect=bundle.suspect,
+        peer=bundle.peer,
+        losses_W=losses,
+        norms_W=norms,
+        digests_W=digests,
+        again_W=again,
+        peer_losses_W=peer_losses,
+        peer_norms_W=peer_norms,
+        peer_digests_W=against,
+    )
+
+
+def _minority(digests_W: Any) -> tuple[int, ...]:
+    values, counts = np.unique(digests_W, return_counts=True)
+    if len(values) < 2:
+        return ()
+    most = int(counts.argmax())
+    settled = 2 * counts[most] > len(digests_W)
+    return tuple(r for r, d in enumerate(digests_W) if not settled or d != values[most])
+
+
+def _with_samples(
+    bundle: ReplayBundle, model: nn.Module, device: torch.device, replayed: Replayed
+) -> Replayed:
+    suspect, peer = bundle.batches
+
+    def losses(batch: PlainBatch) -> list[SampleLoss]:
+        with _autocast(bundle, device):
+            return [
+                SampleLoss(
+                    index,
+                    int(sample.samples[0]) if len(sample.samples) else MISSING_INT,
+                    loss_without_gradient(model, sample, device, seed=bundle.seed),
+                )
+                for index, sample in enumerate(samples_of(batch))
+            ]
+
+    try:
+        own, others = losses(suspect), losses(peer)
+    except CanaryDeclined as error:
+        note = f"the samples cannot be run one by one: {error}"
+        return Replayed(replayed.results, replayed.verdict, note=note)
+    if not own:
+        note = "no samples were recognised in the batch"
+        return Replayed(replayed.results, replayed.verdict, note=note)
+    worst = sorted(own, key=lambda sample: (not np.isnan(sample.loss), -sample.loss))[:WORST]
+    known = [sample.loss for sample in others if not np.isnan(sample.loss)]
+    median = float(np.median(known)) if known else np.nan
+    return Replayed(replayed.results, replayed.verdict, worst, median)
+
+
+def _load_checkpoint(model: nn.Module, file: Path) -> None:
+    read = _read_safetensors if file.suffix == ".safetensors" else _read_torch
+    try:
+        open_file(file).close()  # a pipe would be waited for
+        state = read(file)
+    except Exception as error:
+        raise RunError(f"cannot read the checkpoint {file} ({error})") from error
+    if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
+        raise RunError(
+            f"expected a state dict of tensors in {file}, as model.state_dict() returns it, got a "
+            f"{type(state).__name__} of other things"
+        )
+    prefix = "module."
+    if state and all(name.startswith(prefix) for name in state):
+        state = {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    try:
+        model.load_state_dict(state)
+    except RuntimeError as error:
+        raise RunError(f"the checkpoint {file} does not fit the model ({error})") from error
+
+
+def _read_torch(file: Path) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def _read_safetensors(file: Path) -> Any:
+    load: Callable[[Path], Any] = importlib.import_module("safetensors.torch").load_file
+    return load(file)

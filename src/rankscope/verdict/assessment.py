@@ -1,0 +1,319 @@
+"""The assessment of a run: one verdict in plain words, from the recorded tables and findings."""
+
+import math
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rankscope.bus.columns import Table
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.step import MISSING_INT
+from rankscope.bus.words import count, name_ranks
+from rankscope.evidence.canary.bundle import latest_bundle
+from rankscope.evidence.canary.verdicts import CANARIES
+from rankscope.record import Coverage, Run
+from rankscope.record.reader import MAX_STEPS
+from rankscope.record.states import START_FILE, read_number
+from rankscope.record.tables import step_range
+from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.spread import finite_mean
+from rankscope.verdict.checks import checks_of
+from rankscope.verdict.dispersion_words import Values
+from rankscope.verdict.noise_scale import dispersion_numbers, noise_numbers
+from rankscope.verdict.rules import settled_by
+from rankscope.verdict.verdicts import Course, Verdict, judge, statements
+
+_MEANS = (
+    "loss_std",
+    "loss_range",
+    "grad_norm_std",
+    "cosine_mean",
+    "cosine_weighted",
+    "loss_std_expected",
+)
+_ENDS = 5
+MAX_SAMPLES = 2**23
+"""Identities of samples that are counted exactly: 64 MB of them."""
+
+MAX_COSTS = 2**16
+"""Steps and workers whose costs a median is taken of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assessment:
+    """What a run's configuration does, and what to change.
+
+    Attributes:
+        severity: The worst that was found; None when the run is healthy.
+        headline: The verdict in one sentence; another one where the record ends early.
+        statements: What the metrics say and what they cannot say, one sentence or two each.
+        recommendation: What to change.
+        values: The numbers behind it; None where a number is undefined. Means are over steps.
+        early: Whether some check needs more steps than the run has.
+        command: What to run next, ready to be pasted; empty where there is nothing.
+    """
+
+    severity: Severity | None
+    headline: str
+    statements: tuple[str, ...]
+    recommendation: str
+    values: Mapping[str, float | int | None]
+    early: bool = False
+    command: str = ""
+
+    @property
+    def word(self) -> str:
+        """``healthy``, ``early``, ``note``, ``warning`` or ``error``."""
+        return str(self.severity or ("early" if self.early else "healthy"))
+
+
+def assess(run: Run) -> Assessment:
+    """Assess a recorded run, finished or not.
+
+    Args:
+        run: The run; its tables and its findings are read.
+
+    Returns:
+        The assessment. Dispersion is judged in words, against what sampling alone would give;
+        only findings, exact equality of all workers, and a record that ends early set a severity.
+
+    Raises:
+        RunError: A file of the run cannot be read.
+    """
+    values = measure(run)
+    findings, course = run.findings(), course_of(run)
+    known = values["samples_drawn"] is not None
+    checks = checks_of(run.num_workers, run.info.get("options"), samples=known)
+    course = replace(course, checks=checks)
+    verdict: Verdict = judge(values, findings, course)
+    return Assessment(
+        severity=_worst(findings, verdict.severity),
+        headline=verdict.headline,
+        statements=(*statements(values, findings, course), *_say_missing(run), *_say_long(run)),
+        recommendation=verdict.recommendation,
+        values=values,
+        early=verdict.early,
+        command="" if verdict.about is None else replay_command(run, verdict.about),
+    )
+
+
+def replay_command(run: Run, finding: Finding) -> str:
+    """Return the command that shows the batches of a finding again; empty where none are kept."""
+    answer = settled_by(finding, run.findings()) or finding
+    until = answer.last_step if answer.id in CANARIES else -1
+    bundle = latest_bundle(run.path, {finding.id, answer.id}, until)
+    return "" if bundle is None else f"rankscope replay {shlex.quote(str(bundle))}"
+
+
+def course_of(run: Run) -> Course:
+    """Return how far a recorded run came.
+
+    Raises:
+        RunError: The files of its steps cannot be listed.
+    """
+    steps = step_range(run.path, Table.STEPS)
+    return Course(run.status, -1 if steps is None else steps[1], _earlier_steps(run))
+
+
+def _earlier_steps(run: Run) -> int | None:
+    return read_number(run.path / START_FILE, "num_steps") if "continues" in run.info else 0
+
+
+def measure(run: Run) -> Values:
+    """Return the numbers of an assessment by name, from the recorded tables.
+
+    Raises:
+        RunError: A file of the run cannot be read.
+    """
+    names = ("loss_mean", "samples_drawn", "samples_distinct", *_MEANS)
+    columns = run.steps(*names)
+    drawn, distinct = (_known(columns[name]) for name in names[1:3])
+    losses = columns["loss_mean"]
+    measured = losses[np.isfinite(losses)]
+    return {
+        "num_workers": run.num_workers,
+        "steps": run.num_rows(Table.STEPS),
+        **{name: _defined(finite_mean(columns[name])) for name in _MEANS},
+        **dispersion_numbers(columns["loss_std"], columns["loss_std_expected"]),
+        **noise_numbers(run),
+        **_samples(run, round(_total(run, drawn))),
+        "effective_batch": _defined(finite_mean(distinct)),
+        "global_batch": _defined(finite_mean(drawn)),
+        **_cost(run),
+        "loss_first": _defined(finite_mean(measured[:_ENDS])),
+        "loss_last": _defined(finite_mean(measured[-_ENDS:])),
+        "loss_per_token": _has_tokens(run),
+    }
+
+
+def _total(run: Run, values_T: Floats) -> float:
+    """Return the sum over all steps, from those that were read."""
+    known_T = values_T[np.isfinite(values_T)]
+    return float(known_T.sum()) * run.num_rows(Table.STEPS) / max(len(values_T), 1)
+
+
+def _has_tokens(run: Run) -> bool:
+    """Return whether label tokens were counted: other numbers than those of the samples."""
+    seen = run.overviews("loss_weight", "num_samples")
+    weights_BW, samples_BW = seen["loss_weight"].mean_BW, seen["num_samples"].mean_BW
+    return bool((np.isfinite(weights_BW) & (weights_BW != samples_BW)).any())
+
+
+def _cost(run: Run) -> Values:
+    """Return the monitor's share of the training's time, and the widest sampling interval."""
+    columns = run.steps("step", "overhead_seconds", "interval")
+    longest = _longest_seconds(run, columns["step"])
+    overheads, intervals = columns["overhead_seconds"][1:], _known(columns["interval"])
+    known = np.isfinite(overheads) & (longest[1:] > 0) if len(overheads) else overheads > 0
+    time = float(np.sum(longest[1:][known] - overheads[known]))
+    widest = np.nanmax(intervals) if np.isfinite(intervals).any() else math.nan
+    return {
+        "overhead_share": _defined(
+            float(np.sum(overheads[known])) / time if time > 0 else math.nan
+        ),
+        "interval": _defined(float(widest)),
+        **_cost_of_a_step(run),
+    }
+
+
+def _cost_of_a_step(run: Run) -> Values:
+    """Return what the slowest worker pays in every step, and besides where gradients are read.
+
+    Both in seconds, medians over steps.
+    """
+    rows = run.sampled(
+        Table.WORKERS, "rank", "overhead_seconds", "read_seconds", max_rows=MAX_COSTS
+    )
+    reads_R, costs_R = rows["read_seconds"], rows["overhead_seconds"]
+    known_R = np.isfinite(reads_R) & np.isfinite(costs_R)
+    fixed, read = [], []
+    for rank in np.unique(rows["rank"][known_R]):
+        own_R = known_R & (rows["rank"] == rank)
+        fixed.append(np.median(costs_R[own_R] - reads_R[own_R]))
+        read.append(np.median(reads_R[own_R & (reads_R > 0)]) if reads_R[own_R].any() else 0.0)
+    return {
+        "overhead_fixed_seconds": _defined(float(max(fixed, default=math.nan))),
+        "overhead_read_seconds": _defined(float(max(read, default=math.nan))),
+        "overhead_budget": _budget(run),
+    }
+
+
+def _budget(run: Run) -> float | None:
+    """Return the budget of the overhead if it was not kept."""
+    said = run.info.get("overhead")
+    if not isinstance(said, dict) or said.get("within_budget") is not False:
+        return None
+    budget = said.get("budget")
+    return float(budget) if isinstance(budget, int | float) else None
+
+
+def _longest_seconds(run: Run, steps_T: Ints) -> Floats:
+    """Return the slowest worker's time of each step; in a long run, that of its bin of steps."""
+    if not run.is_long:
+        known_R, seconds_RW = run.per_worker("step_seconds")
+        longest_T = np.zeros(len(steps_T))  # a run that still grows may have got steps since
+        _, at_T, at_R = np.intersect1d(steps_T, known_R, return_indices=True)
+        longest_T[at_T] = _largest(seconds_RW)[at_R]
+        return longest_T
+    seconds = run.overview("step_seconds")
+    longest_B = _largest(seconds.mean_BW)
+    at_T = np.searchsorted(seconds.first_B, steps_T, side="right") - 1
+    return longest_B[np.clip(at_T, 0, None)]
+
+
+def _largest(values_TW: Floats) -> Floats:
+    largest_T: Floats = np.max(values_TW, axis=1, initial=0.0, where=np.isfinite(values_TW))
+    return largest_T
+
+
+def _samples(run: Run, drawn: int) -> Values:
+    """Return how many samples the whole run drew, and how many different ones."""
+    coverage = run.coverage() if drawn > MAX_SAMPLES else None
+    if coverage is not None:
+        return _estimated_samples(run, coverage, drawn)
+    if run.num_samples > MAX_SAMPLES:
+        counted = run.count_samples()
+        number, distinct = int(counted.drawn_B[-1]), int(counted.distinct_B[-1])
+    else:
+        samples = np.sort(run.sample_ids())
+        number = len(samples)
+        distinct = int(np.count_nonzero(np.diff(samples))) + 1 if number else 0
+    return {
+        "distinct_samples": distinct or None,
+        "samples_drawn": drawn or None,
+        "samples_exact": number == drawn,
+    }
+
+
+def _estimated_samples(run: Run, coverage: Coverage, drawn: int) -> Values:
+    """Return the same of a run with too many samples to count again, from its roll-ups."""
+    columns = run.steps("step", "samples_drawn")
+    counted_T = _known(columns["samples_drawn"])[columns["step"] <= coverage.step_B[-1]]
+    share = int(coverage.distinct_B[-1]) / int(coverage.drawn_B[-1])
+    return {
+        "distinct_samples": round(share * drawn),
+        "samples_drawn": drawn or None,
+        "samples_exact": len(columns["step"]) < run.num_rows(Table.STEPS)
+        or int(np.nansum(counted_T)) == int(coverage.drawn_B[-1]),
+    }
+
+
+def _known(column: np.ndarray) -> Floats:
+    """Return an integer column as floats, with NaN where it has no value."""
+    return np.where(column == MISSING_INT, np.nan, column.astype(np.float64))
+
+
+def _say_missing(run: Run) -> tuple[str, ...]:
+    """Return what the record itself says that it lacks, and of which ranks."""
+    said = []
+    lost, unwritten = run.info.get("lost_steps"), run.info.get("unwritten")
+    if lost:
+        ranks = [int(rank) for rank in run.info.get("lost_of", {})]
+        whose = name_ranks(ranks) if ranks else "a worker"
+        said.append(
+            f"{count(len(lost), 'step')} of this run {'is' if len(lost) == 1 else 'are'} not on "
+            f"record: what {whose} measured was lost between hosts."
+        )
+    if unwritten:
+        said.append(
+            f"The record ends before step {unwritten['first_step']:,}, and lacks "
+            f"{count(unwritten['steps'], 'step')}: its directory could not be written for too long."
+        )
+    for rank, steps in run.info.get("without_room", {}).items():
+        said.append(
+            f"The gradient of rank {rank} was left out in {count(steps, 'step')}, which count as "
+            "not observed: the monitor's agent did not keep up."
+        )
+    return tuple(said)
+
+
+def _say_long(run: Run) -> tuple[str, ...]:
+    said = []
+    if run.num_rows(Table.STEPS) > MAX_STEPS:
+        said.append(
+            f"Of the {run.num_rows(Table.STEPS):,} steps of this run, up to {MAX_STEPS:,} were "
+            "read, evenly chosen: means and sums over steps are estimates."
+        )
+    if run.is_long:
+        said.append(
+            "This run is too long to read every row again: the time that watching took, the number "
+            "of different samples and what is said of micro-batches are estimates, from roll-ups "
+            "and from an even choice of steps."
+        )
+    elif run.num_samples > MAX_SAMPLES:
+        said.append(
+            "This run drew too many samples to count each again: the number of different ones is "
+            "an estimate, with an error of about 0.5 %."
+        )
+    return tuple(said)
+
+
+def _defined(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _worst(findings: tuple[Finding, ...], own: Severity | None) -> Severity | None:
+    severities = [finding.severity for finding in findings] + ([own] if own is not None else [])
+    return max(severities, default=None)

@@ -1,0 +1,380 @@
+"""The diagnosis of a run: feeds steps to the detectors and turns evidence into findings.
+
+A run's directory holds what its detectors remembered when its tables were last written
+(``detectors.npz``). What came later is in the tables, and is diagnosed again from there. With what
+is known at its end, the run that continues it begins (``detectors-start.npz``), and its first step
+has the number after the last one that is known.
+"""
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.finding import Finding
+from rankscope.bus.finding_events import FindingEvents
+from rankscope.bus.plan import Plan
+from rankscope.bus.recent_batches import RecentBatches
+from rankscope.bus.rules import RULES, describe, go_back
+from rankscope.bus.run import RunFacts
+from rankscope.bus.step import StepReport, as_recorded
+from rankscope.bus.steps import StepBatch, batches_of
+from rankscope.errors import RunError
+from rankscope.evidence import EVIDENCE
+from rankscope.files import to_plain
+from rankscope.record import Run
+from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_state, unpack_state
+from rankscope.stats.state import State, StateError
+
+_log = logging.getLogger("rankscope")
+
+SEEN_LIVE = ("time.hang", "verify.", "sync.partial_gradient", "state.replicas_differ")
+"""How causes begin whose findings come from outside of the tables, and from no diagnosis."""
+
+_TOGETHER = 64  # steps of a record that are diagnosed at a time
+
+
+class Diagnosis:
+    """Watches a run step by step; equal records give equal findings, live or afterwards.
+
+    Each fault has one finding. It is recorded with each of its events, see
+    :class:`~rankscope.bus.finding_events.FindingEvent`.
+
+    Args:
+        run: The run.
+    """
+
+    def __init__(self, run: RunFacts) -> None:
+        self._detectors = judges_of(run)
+        self._num_workers = run.num_workers
+        self._batches = RecentBatches(run.num_workers)
+        self._num_steps = 0
+        self._latest: dict[str, Finding] = {}
+        self._events = FindingEvents()
+        self._step = -1
+        self._begun_at = 0
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All findings so far, each in its latest state, in order of appearance."""
+        return tuple(self._latest.values())
+
+    @property
+    def num_steps(self) -> int:
+        """Steps diagnosed so far, those of the runs that this one continues included."""
+        return self._num_steps
+
+    @property
+    def next_step(self) -> int:
+        """The number after the last step's: where a run that continues this one begins."""
+        return self._step + 1
+
+    def state(self) -> State:
+        """Return what is known so far, detectors and findings, as plain data."""
+        return {
+            "num_workers": self._num_workers,
+            "num_steps": self._num_steps,
+            "step": self._step,
+            "batches": self._batches.state(),
+            "detectors": {type(one).__name__: one.state() for one in self._detectors},
+            "findings": [to_plain(finding.to_json()) for finding in self._latest.values()],
+            "told": [[to_plain(f.to_json()), count] for f, count in self._events.reported],
+        }
+
+    def restore(self, state: State) -> None:
+        """Go on where another diagnosis stood: with its findings, and the budget that it spent.
+
+        Raises:
+            StateError: The state is not of such a diagnosis; this one is then of no use.
+        """
+        detectors = {type(one).__name__: one for one in self._detectors}
+        try:
+            if state["num_workers"] != self._num_workers:
+                raise StateError(f"it is of {state['num_workers']} workers")
+            if state["detectors"].keys() != detectors.keys():
+                raise StateError("it is of other detectors")
+            for name, detector in detectors.items():
+                detector.restore(state["detectors"][name])
+            self._batches.restore(state["batches"])
+            findings = [Finding.from_json(event) for event in state["findings"]]
+            told = [(Finding.from_json(event), int(count)) for event, count in state["told"]]
+            self._num_steps, self._step = int(state["num_steps"]), int(state["step"])
+        except StateError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise StateError(f"it is not the state of a diagnosis ({error!r})") from error
+        self._latest = {finding.id: finding for finding in findings}
+        self._events = FindingEvents()
+        for finding, count in told:
+            self._events.note(finding, count)
+
+    def observe(self, report: StepReport) -> list[Finding]:
+        """Take one step, in order. Detectors see of it what the record will hold.
+
+        Args:
+            report: The step.
+
+        Returns:
+            The events to record: findings that opened or changed.
+        """
+        (events,) = self.observe_many([report])
+        return events
+
+    def observe_many(self, reports: Sequence[StepReport]) -> list[list[Finding]]:
+        """Take consecutive steps; how many at a time makes no difference to the findings.
+
+        Args:
+            reports: The steps, in order.
+
+        Returns:
+            The events to record, for each step.
+        """
+        recorded = [as_recorded(report) for report in reports]
+        batches = batches_of(recorded, self._batches)
+        return [events for steps in batches for events in self._observe(steps)]
+
+    def _observe(self, steps: StepBatch) -> Iterator[list[Finding]]:
+        """Let all detectors take each step before any of them takes the next one."""
+        streams = [detector.observe(steps) for detector in self._detectors]
+        for number in steps.numbers:
+            self._step = number
+            if not self._num_steps:
+                self._begun_at = number
+            self._num_steps += 1
+            yield self._updates([next(stream) for stream in streams])
+
+    def close(self) -> list[Finding]:
+        """End the run.
+
+        Returns:
+            The last state of every finding that has changed since it was last told; nothing when
+            called again.
+        """
+        events = self._updates(detector.close() for detector in self._detectors)
+        for finding, count in self._events.reported:
+            latest = self._latest[finding.id]
+            if replace(latest, step=finding.step) != finding:
+                self._events.note(latest, count)
+                events.append(latest)
+        return events
+
+    def _updates(self, found: Iterable[Iterable[Evidence]]) -> list[Finding]:
+        return [
+            finding
+            for evidence in chain.from_iterable(found)
+            if (finding := self._update(evidence)) is not None
+        ]
+
+    def _update(self, evidence: Evidence) -> Finding | None:
+        """Keep the finding; return it when it is to be recorded."""
+        finding = self._latest[evidence.key or evidence.cause] = self._finding(evidence)
+        return None if self._events.of(finding, evidence.count) is None else finding
+
+    def _finding(self, evidence: Evidence) -> Finding:
+        rule = evidence.key if evidence.key in RULES else evidence.cause
+        back = go_back(evidence.first_step, self._begun_at)
+        explanation, next_check = describe(rule, evidence.severity, evidence.fields, back)
+        return Finding(
+            id=evidence.key or evidence.cause,
+            cause=evidence.cause,
+            severity=evidence.severity,
+            ranks=evidence.ranks,
+            first_step=evidence.first_step,
+            last_step=evidence.last_step,
+            explanation=explanation,
+            next_check=next_check,
+            evidence=evidence.numbers,
+            groups=evidence.groups,
+            status=evidence.status,
+            step=self._step,
+        )
+
+
+def judges_of(run: RunFacts) -> tuple[Detector, ...]:
+    """Return the judges of all evidence; later ones may leave out what earlier ones flag."""
+    made = (each.find("judge", "make_judges") for each in EVIDENCE)
+    return tuple(judge for make in made if make is not None for judge in make(run))
+
+
+def _by_rank(info: Mapping[str, Any], name: str) -> list[Any]:
+    """Return one entry of each rank, as ``run.json`` states it, None where a rank has none."""
+    entries = info.get("ranks")
+    entries = entries if isinstance(entries, list) else []
+    told = {e.get("rank"): e.get(name) for e in entries if isinstance(e, Mapping)}
+    return [told.get(rank) for rank in range(len(told))]
+
+
+def _option(info: Mapping[str, Any], name: str) -> Any:
+    options = info.get("options")
+    return options.get(name) if isinstance(options, Mapping) else None
+
+
+def hosts_of(info: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the host of each rank, as ``run.json`` states it; nothing unless it has them all."""
+    hosts = _by_rank(info, "host")
+    return tuple(map(str, hosts)) if all(hosts) else ()
+
+
+def facts_of(info: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Return the environment of each rank, as ``run.json`` states it; nothing unless of all."""
+    facts = _by_rank(info, "environment")
+    return tuple(facts) if all(facts) else ()
+
+
+def seeds_of(info: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Return the seed of each rank's sampler, as ``run.json`` states it."""
+    return tuple(_by_rank(info, "sampler_seed"))
+
+
+def plan_of(info: Mapping[str, Any]) -> Plan:
+    """Return what a run is meant to do, as ``run.json`` states it."""
+    return Plan.of(_option(info, "plan"))
+
+
+def reduced_in_of(info: Mapping[str, Any]) -> Mapping[str, str] | None:
+    """Return in which type each group is meant to be reduced, as ``run.json`` states it."""
+    types = _option(info, "reduced_in")
+    return types if isinstance(types, Mapping) else None
+
+
+def has_comm_hook(info: Mapping[str, Any]) -> bool:
+    """Return whether a communication hook reduces, not one of rankscope's, as ``run.json`` has it.
+
+    Args:
+        info: Of the run, or what one rank says of itself: hooks are the same on all of them.
+    """
+    training = info.get("training")
+    reduction = training.get("reduction") if isinstance(training, Mapping) else None
+    names = reduction.get("hook") if isinstance(reduction, Mapping) else None
+    return any(not name.startswith("rankscope.") for name in str(names or "").split(", ") if name)
+
+
+def has_replacement(info: Mapping[str, Any]) -> bool:
+    """Return whether all ranks' data loaders draw with replacement, as ``run.json`` states it."""
+    told = _by_rank(info, "with_replacement")
+    return bool(told) and all(one is True for one in told)
+
+
+def is_by_loop(info: Mapping[str, Any]) -> bool:
+    """Return whether the training's own loop reduces gradients, as ``run.json`` states it."""
+    return bool(_option(info, "parallel") == "loop")
+
+
+def diagnosis_of(run: Run) -> Diagnosis:
+    """Return a diagnosis as the live run had it when it began: of its hosts, facts and plan.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The diagnosis, which has seen no step.
+    """
+    info = run.info
+    return Diagnosis(
+        RunFacts(
+            run.num_workers,
+            hosts_of(info),
+            facts_of(info),
+            plan_of(info),
+            reduced_in=reduced_in_of(info),
+            comm_hook=has_comm_hook(info),
+            sampler_seeds=seeds_of(info),
+            with_replacement=has_replacement(info),
+            by_loop=is_by_loop(info),
+        )
+    )
+
+
+def diagnose_run(run: Run) -> tuple[Finding, ...]:
+    """Diagnose a recorded run again, from its tables alone.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The findings that the live run had when it ended.
+
+    Raises:
+        RunError: A file of the run cannot be read.
+    """
+    diagnosis = diagnosis_of(run)
+    if "continues" in run.info:
+        diagnosis.restore(_state_at_start(run))
+    reports = run.iter_reports()
+    while together := list(islice(reports, _TOGETHER)):
+        diagnosis.observe_many(together)
+    diagnosis.close()
+    return diagnosis.findings
+
+
+def _state_at_start(run: Run) -> State:
+    """Return what was known when a run began that continues another."""
+    file = run.path / START_FILE
+    try:
+        state = read_state(file)
+    except StateError as error:
+        raise RunError(f"cannot use {file}: {error}; its findings are in findings.jsonl") from error
+    if state is None:
+        raise RunError(
+            f"{file} is missing: without it, a run that continues another cannot be diagnosed "
+            "again; its findings are in findings.jsonl"
+        )
+    return state
+
+
+def state_after(
+    previous: Path, num_workers: int, hosts: Sequence[str], groups: Sequence[str]
+) -> State | None:
+    """Return what is known at the end of a run, for a restarted job to begin with.
+
+    Args:
+        previous: The directory of the run before; its process may have been killed.
+        num_workers: Workers of the restarted job.
+        hosts: Host of each rank of the restarted job.
+        groups: Its groups of parameters.
+
+    Returns:
+        The state of a diagnosis; None when the detectors have to start anew, which is logged.
+    """
+    try:
+        state = _diagnosis_after(previous, num_workers, groups).state()
+        Diagnosis(RunFacts(num_workers, hosts)).restore(
+            unpack_state(pack_state(state))
+        )  # as all ranks will
+        return state
+    except (StateError, RunError) as error:
+        reason = str(error)
+    except Exception as error:  # whatever it is, a job must not fail to start for it
+        _log.debug("cannot go on from %s", previous, exc_info=error)
+        reason = repr(error)
+    _log.warning("the detectors start anew, not from %s: %s", previous, reason)
+    return None
+
+
+def _diagnosis_after(previous: Path, num_workers: int, groups: Sequence[str]) -> Diagnosis:
+    run = Run.open(previous)
+    if run.num_workers != num_workers:
+        raise StateError(f"it had {run.num_workers} workers, this job has {num_workers}")
+    if list(run.info.get("options", {}).get("groups", groups)) != list(groups):
+        raise StateError("it had other groups of parameters")
+    diagnosis = diagnosis_of(run)  # what came later was meant to follow that run's plan
+    diagnosis.restore(_last_state(previous))
+    for report in run.iter_reports(diagnosis.next_step):
+        diagnosis.observe(report)
+    diagnosis.close()
+    return diagnosis
+
+
+def _last_state(previous: Path) -> State:
+    """Return the last state that a run wrote; the one it began with if it was killed before."""
+    for name in (STATE_FILE, START_FILE):
+        try:
+            state = read_state(previous / name)
+        except StateError as error:
+            raise StateError(f"{name} is of no use: {error}") from error
+        if state is not None:
+            return state
+    raise StateError(f"it has no {STATE_FILE}")

@@ -1,0 +1,109 @@
+"""What is said of findings while the training goes on: opened, worse, closed, and the verdict."""
+
+from collections.abc import Callable, Sequence
+
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.finding_events import FindingEvent
+from rankscope.bus.words import count, name_ranks
+from rankscope.verdict.checks import checks_of, missing_steps
+from rankscope.verdict.rules import explanations, first_sentence, ranked, settles
+
+MOST_LINES = 20
+"""Lines about single findings in one run: a log that scrolls is not read."""
+
+
+class Announcer:
+    """Says in one line each what changes about warnings and errors, and at the end the verdict.
+
+    Notes, and findings that another one explains, are only counted at the end; but for a note that
+    answers the question of a finding that was told.
+
+    Args:
+        say: Sends a line; whether it speaks of a fault.
+    """
+
+    def __init__(self, say: Callable[[str, bool], None]) -> None:
+        self._say = say
+        self._num_lines = 0
+        self._announced: set[str] = set()
+
+    def take(
+        self, changed: Sequence[tuple[Finding, FindingEvent]], known: Sequence[Finding]
+    ) -> None:
+        """Say what changes about findings.
+
+        Args:
+            changed: The findings, and what has changed about each.
+            known: All findings of the run.
+        """
+        told = [one for one in changed if self._is_told(*one, known)]
+        if not told:
+            return
+        causes = explanations(known)
+        for finding, event in told:
+            if event is not FindingEvent.CLOSED and causes.get(finding.id) is not None:
+                continue
+            self._num_lines += 1
+            if self._num_lines > MOST_LINES:
+                if self._num_lines == MOST_LINES + 1:
+                    self._say("Further findings are only recorded, not printed.", True)
+                return
+            self._announced.add(finding.id)
+            self._say(line_of(finding, event), event is not FindingEvent.CLOSED)
+
+    def _is_told(self, finding: Finding, event: FindingEvent, known: Sequence[Finding]) -> bool:
+        if event is FindingEvent.CLOSED:
+            return finding.id in self._announced
+        if finding.severity > Severity.NOTE:
+            return True
+        return any(settles(finding, one) for one in known if one.id in self._announced)
+
+    def conclude(
+        self, known: Sequence[Finding], *, num_steps: int, num_workers: int, options: object
+    ) -> None:
+        """Say what the whole run has shown.
+
+        Args:
+            known: All findings of the run, in their last state.
+            num_steps: Steps that were judged.
+            num_workers: Workers.
+            options: What ``run.json`` says of the options of ``watch``.
+        """
+        if not num_steps:
+            return
+        missing = missing_steps(checks_of(num_workers, options), num_steps)
+        seen = f"{count(num_steps, 'step')} of {count(num_workers, 'worker')}"
+        self._say(f"{seen}: {verdict_line(known, missing)}", False)
+
+
+def line_of(finding: Finding, event: FindingEvent) -> str:
+    """Return a change of a finding in one line."""
+    who = f" ({name_ranks(finding.ranks)})" if finding.ranks else ""
+    if event is FindingEvent.CLOSED:
+        return f"closed: {finding.cause}{who} has not been seen since step {finding.last_step:,}."
+    now = f"now {finding.severity}" if event is FindingEvent.WORSE else str(finding.severity)
+    said = first_sentence(finding)
+    return f"{now}: {said} [{finding.cause}, since step {finding.first_step:,}]"
+
+
+def verdict_line(findings: Sequence[Finding], missing: int = 0) -> str:
+    """Return all findings of a run in one line, the worst one in words.
+
+    Args:
+        findings: The findings.
+        missing: Steps that some check would need besides.
+    """
+    faults = [finding for finding in findings if finding.severity > Severity.NOTE]
+    notes = len(findings) - len(faults)
+    if not faults:
+        noted = f" ({count(notes, 'note')})" if notes else ""
+        more = f", but some checks need {count(missing, 'more step')}" if missing else ""
+        return f"no fault found{noted}{more}."
+    counted = [
+        count(sum(finding.severity is severity for finding in faults), str(severity))
+        for severity in (Severity.ERROR, Severity.WARNING)
+        if any(finding.severity is severity for finding in faults)
+    ]
+    closed = sum(finding.status == "closed" for finding in faults)
+    kept = f", {closed} of them closed" if closed else ""
+    return f"{' and '.join(counted)}{kept}. {first_sentence(ranked(faults)[0])}"

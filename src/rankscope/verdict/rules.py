@@ -1,0 +1,106 @@
+"""How findings of a run explain each other, and in which order they are shown.
+
+One fault leaves many traces: when a worker's gradients are not reduced, its parameters drift, and
+its loss follows. The rules also state what explains what (``explains``), and which finding answers
+the question that another one leaves open (``settles``), see :mod:`rankscope.bus.rules`.
+"""
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from operator import itemgetter
+
+from rankscope.bus.finding import Finding
+from rankscope.bus.rules import LATENESS, RULES
+
+
+def explanations(findings: Sequence[Finding]) -> dict[str, Finding | None]:
+    """Return for each finding, by id, the one of which it is a mere consequence, if any.
+
+    Args:
+        findings: All findings of a run.
+    """
+    causes: dict[str, list[tuple[int, Finding]]] = defaultdict(list)
+    for place, finding in enumerate(findings):
+        for name in _explained(finding):
+            if sum(_covers(cause, finding) for _, cause in causes[name]) < 2:  # one may ask itself
+                causes[name].append((place, finding))
+    return {effect.id: _cause_of(effect, causes) for effect in findings}
+
+
+def _cause_of(
+    effect: Finding, causes: Mapping[str, Sequence[tuple[int, Finding]]]
+) -> Finding | None:
+    """Return the first finding that explains another."""
+    named = [one for name in {effect.id, effect.cause} for one in causes.get(name, ())]
+    fitting = [one for one in named if one[1].id != effect.id and _explains(one[1], effect)]
+    return min(fitting, key=itemgetter(0))[1] if fitting else None
+
+
+def _explained(cause: Finding) -> Collection[str]:
+    rule = RULES.get(cause.id) or RULES.get(cause.cause)
+    return () if rule is None else (*rule.explains, *rule.explains_own)
+
+
+def _covers(earlier: Finding, later: Finding) -> bool:
+    """Return whether an earlier finding explains all that a later one of its kind does."""
+    return earlier.severity >= later.severity and earlier.first_step <= later.first_step
+
+
+def settled_by(finding: Finding, findings: Iterable[Finding]) -> Finding | None:
+    """Return the latest finding that answers the question that another one leaves open, if any.
+
+    A canary of the suspected workers does: it ran one of their batches on every worker.
+
+    Args:
+        finding: The one with an open question.
+        findings: All findings of the run.
+    """
+    answers = [one for one in findings if settles(one, finding)]
+    return max(answers, key=lambda answer: answer.last_step, default=None)
+
+
+def settles(answer: Finding, finding: Finding) -> bool:
+    """Return whether a finding answers the question that another one leaves open."""
+    rule = RULES.get(answer.id)
+    if rule is None or finding.cause not in rule.settles or answer.last_step < finding.first_step:
+        return False
+    asked, answered = set(finding.ranks), set(answer.ranks)
+    return bool(asked & answered if finding.cause == "inconclusive" else asked <= answered)
+
+
+def next_check_of(finding: Finding, findings: Iterable[Finding]) -> str:
+    """Return what to look at next, given what other findings of the run have settled."""
+    answer = settled_by(finding, findings)
+    if answer is None:
+        return finding.next_check
+    return f"{first_sentence(answer)} {answer.next_check}"
+
+
+def first_sentence(finding: Finding) -> str:
+    """Return the first sentence of what a finding says."""
+    return f"{finding.explanation.partition('. ')[0].rstrip('.')}."
+
+
+def ranked(findings: Sequence[Finding]) -> list[Finding]:
+    """Return findings with the most probable cause first, consequences of others last.
+
+    Args:
+        findings: All findings of a run.
+
+    Returns:
+        The same findings: those that nothing explains first; among them the most severe, open
+        before closed, then the earliest.
+    """
+    causes = explanations(findings)
+    return sorted(
+        findings,
+        key=lambda f: (causes[f.id] is not None, -f.severity, f.status != "open", f.first_step),
+    )
+
+
+def _explains(cause: Finding, effect: Finding) -> bool:
+    lasting = cause.first_step <= effect.first_step + LATENESS
+    rule = RULES.get(cause.id) or RULES.get(cause.cause)
+    own = rule is not None and {effect.id, effect.cause} & set(rule.explains_own)
+    concerned = not own or set(effect.ranks) <= set(cause.ranks)
+    return lasting and concerned and cause.severity >= effect.severity

@@ -1,0 +1,431 @@
+"""The words of an assessment: headline, recommendation and statements.
+
+Dispersion is put into words against its null only. A ratio far from 1 is a reason to look, never
+a finding: what is certain comes from findings, and from exact equality.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rankscope.bus.checks import Check
+from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
+from rankscope.bus.words import count, name_ranks
+from rankscope.stats.budget import bound_in_words
+from rankscope.verdict.checks import missing_steps, say_checks
+from rankscope.verdict.dispersion_words import (
+    Values,
+    say_dispersion,
+    say_gradients,
+    say_noise_scale,
+    short,
+    spread_in_words,
+)
+from rankscope.verdict.rules import first_sentence, next_check_of, ranked
+
+NOTHING_TO_CHANGE = "Nothing to change."
+TOO_EARLY = ("Too early to judge", "Too short to judge")
+"""How the headline of a run of too few steps begins: one that goes on, and one that has ended."""
+_ALIKE_LOSS = 1e-6
+_ALIKE_COSINE = 0.999
+_FEW_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is said of a run.
+
+    Attributes:
+        headline: What is wrong, or that nothing is.
+        recommendation: What to do.
+        severity: How bad it is, where no finding says so.
+        early: Whether some check needs more steps.
+        about: The finding that it is about, if any.
+    """
+
+    headline: str
+    recommendation: str
+    severity: Severity | None = None
+    early: bool = False
+    about: Finding | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How far a run came.
+
+    Attributes:
+        status: ``running``, ``complete``, ``incomplete`` or ``interrupted``.
+        last_step: The last step on record; -1 without any.
+        earlier_steps: Steps of the runs that it continues, as far as detectors remember them; None
+            where that is not known.
+        checks: What it is checked for.
+    """
+
+    status: str = "running"
+    last_step: int = -1
+    earlier_steps: int | None = 0
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more steps will come."""
+        return self.status != "running"
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether the record has steps and ends before it should."""
+        return self.status in ("incomplete", "interrupted") and self.last_step >= 0
+
+
+_BEGUN = Course()
+
+
+def judge(values: Values, findings: Sequence[Finding], course: Course = _BEGUN) -> Verdict:
+    """Return the verdict: the worst finding's, or else what the numbers allow to say.
+
+    Args:
+        values: The numbers of the assessment.
+        findings: What was found.
+        course: How far the run came. Where its record ends early, it is not called healthy.
+    """
+    if not values["steps"]:
+        return _NOTHING_RECORDED if course.ended else _NOTHING_YET
+    verdict = _judge(values, findings, course)
+    if _causes(findings):
+        return verdict
+    if course.cut_short:
+        return _cut_short(verdict, course)
+    missing = missing_steps(course.checks, _steps(values, course))
+    if verdict.severity or not missing:
+        return verdict
+    return _too_early(verdict, values, course, missing)
+
+
+def _steps(values: Values, course: Course) -> int:
+    return _number(values, "steps") + (course.earlier_steps or 0)
+
+
+def _judge(values: Values, findings: Sequence[Finding], course: Course) -> Verdict:
+    """Return the verdict. A single gross value is left out: data alone may bring one about.
+
+    Those that come again on one worker (``gross-outliers``) are not, for chance is ruled out, nor
+    those that came three times in 50 steps.
+    """
+    told = [f for f in findings if f.cause != "time.straggler" and not _is_single(f)]
+    if not told:
+        return _without_findings(values, course)
+    worst = ranked(told)[0]
+    if worst.id in _BY_CAUSE:
+        return replace(_BY_CAUSE[worst.id](values, worst), about=worst)
+    return Verdict(first_sentence(worst), next_check_of(worst, findings), about=worst)
+
+
+def _is_single(finding: Finding) -> bool:
+    often = finding.evidence.get(TIMES_LATELY, 0) >= OFTEN
+    return finding.id == "gross-outlier" or (finding.id == "gross-value" and not often)
+
+
+def statements(
+    values: Values, findings: Sequence[Finding], course: Course = _BEGUN
+) -> tuple[str, ...]:
+    """Return what the metrics and the samples say, and what they cannot say."""
+    if not values["steps"]:
+        return ()
+    causes = _causes(findings)
+    parts = (
+        _say_end(course) if course.cut_short and causes else "",
+        _say_loss(values),
+        _say_metrics(values),
+        say_dispersion(values),
+        say_gradients(values),
+        say_noise_scale(values, causes),
+        _say_samples(values, causes),
+        _say_limits(values, causes),
+        _say_budget(values, findings, course),
+        *say_checks(course.checks, _steps(values, course)),
+        _say_cost(values),
+    )
+    return tuple(part for part in parts if part)
+
+
+def _causes(findings: Sequence[Finding]) -> set[str]:
+    """Return the causes of what was found, notes aside."""
+    return {finding.cause for finding in findings if finding.severity > Severity.NOTE}
+
+
+# Headlines ---------------------------------------------------------------------------------
+
+
+def _nonfinite(values: Values, finding: Finding) -> Verdict:
+    ranks = name_ranks(finding.ranks)
+    if finding.severity is Severity.NOTE:
+        return Verdict(
+            f"No fault found; the optimizer skipped {count(_number(finding, 'steps'), 'step')} "
+            "whose gradient overflowed.",
+            NOTHING_TO_CHANGE,
+        )
+    return Verdict(
+        f"{ranks.capitalize()} produced infinities or NaN, first at step {finding.first_step}.",
+        finding.next_check,
+    )
+
+
+def _duplicates(values: Values, finding: Finding) -> Verdict:
+    num_workers, useful = values["num_workers"], _number(finding, "workers_with_own_batches")
+    whole = len(finding.ranks) == num_workers
+    every = "Both workers" if num_workers == 2 else f"All {num_workers} workers"
+    who = every if whole else name_ranks(finding.ranks).capitalize()
+    work = f"{useful} workers, not {num_workers}" if useful > 1 else "one worker"
+    return Verdict(
+        f"{who} train on the same batches: the job does the work of {work}.",
+        "Give every worker its own shard: a DistributedSampler with the same seed and the "
+        "worker's own rank in each data loader.",
+    )
+
+
+def _overlap(values: Values, finding: Finding) -> Verdict:
+    if finding.severity is Severity.NOTE:
+        return Verdict(
+            "Workers draw samples again within an epoch, as in sampling with replacement.",
+            "Nothing to change if that is intended. Otherwise: split and shuffle the data with the "
+            "same seeds on all ranks, so that their shards are disjoint.",
+        )
+    adverb = "" if finding.severity is Severity.ERROR else "probably "
+    if len(finding.ranks) == 1:
+        rank = finding.ranks[0]
+        who = f"Rank {rank} {adverb}draws samples that belong to other workers"
+    else:
+        who = f"The workers' shards {adverb}overlap"
+    draws = _number(finding, "drawn_from_others") + _number(finding, "shared_inside_steps")
+    return Verdict(
+        f"{who}: {count(draws, 'draw')} repeated a sample of another worker.", finding.next_check
+    )
+
+
+_NOTHING_YET = Verdict(
+    "Nothing is recorded yet.", "Let the run take its first steps.", Severity.NOTE
+)
+_NOTHING_RECORDED = Verdict(
+    "Nothing was recorded: the run ended before its first step had.",
+    "Let it take a few steps. A step ends with a backward pass that synchronises gradients, so not "
+    "inside no_sync, of the model that watch() got; see the log for what the monitor said.",
+    Severity.WARNING,
+)
+_BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
+    "numerics.nonfinite": _nonfinite,
+    "data.duplicate_batches": _duplicates,
+    "data.overlapping_shards": _overlap,
+}
+
+
+def _cut_short(verdict: Verdict, course: Course) -> Verdict:
+    """Return a verdict that claims nothing of steps that were not watched."""
+    own = "" if verdict.recommendation == NOTHING_TO_CHANGE else f"{verdict.recommendation} "
+    return replace(
+        verdict,
+        headline=f"{verdict.headline} {_say_end(course)}",
+        recommendation=f"{own}See the log: it says what ended the training, or why rankscope ended "
+        "before it.",
+        severity=verdict.severity or Severity.NOTE,
+        early=False,
+    )
+
+
+def _too_early(verdict: Verdict, values: Values, course: Course, missing: int) -> Verdict:
+    """Return a verdict that does not take the silence of checks for health that need more steps."""
+    headline, recommendation = verdict.headline, verdict.recommendation
+    steps, more = count(_steps(values, course), "step"), count(missing, "more step")
+    if headline.startswith("Healthy"):
+        headline = f"{TOO_EARLY[course.ended]}: no fault found in {steps}."
+    if recommendation == NOTHING_TO_CHANGE:
+        verb = "Train for" if course.ended else "Let it run for"
+        recommendation = f"{verb} {more}: then every check has had its chance."
+    return replace(verdict, headline=headline, recommendation=recommendation, early=True)
+
+
+def _say_end(course: Course) -> str:
+    return (
+        f"The record ends early, with step {course.last_step:,}: the training stopped there, or "
+        "went on unwatched."
+    )
+
+
+def _without_findings(values: Values, course: Course) -> Verdict:
+    healthy = "No fault found" if course.cut_short else "Healthy"
+    num_workers = values["num_workers"]
+    if num_workers == 1:
+        return Verdict("One worker: there is nothing to compare it with.", NOTHING_TO_CHANGE)
+    if values["samples_drawn"] is None:
+        return _without_samples(values)
+    who = f"the {num_workers} workers train on different samples"
+    spread = spread_in_words(values)
+    if values["effective_batch"] != values["global_batch"]:
+        return Verdict(
+            f"No fault proven: a global batch of {short(values['global_batch'])} samples holds "
+            f"{short(values['effective_batch'])} different ones on average.",
+            "Nothing to change if that is the padding at the end of an epoch.",
+        )
+    if spread is None:
+        return Verdict(f"{healthy}: {who}.", NOTHING_TO_CHANGE)
+    if spread == "about":
+        return Verdict(
+            f"{healthy}: {who}, and disagree about as much as sampling alone explains.",
+            NOTHING_TO_CHANGE,
+        )
+    return Verdict(
+        f"No fault found: {who}, but their losses lie {spread} apart than sampling alone explains.",
+        "Compare what kind of data the workers draw; nothing else here asks for a change.",
+    )
+
+
+def _without_samples(values: Values) -> Verdict:
+    if _all_alike(values):
+        return Verdict(
+            "All workers compute the same losses and gradients: they train on the same data.",
+            "Give every worker its own shard, and name the samples with scope.batch(ids).",
+            Severity.WARNING,
+        )
+    return Verdict(
+        "No fault found, but the samples are unknown: overlapping shards would not show.",
+        "Name the samples with scope.batch(ids), so that repeated ones can be seen.",
+    )
+
+
+# Statements --------------------------------------------------------------------------------
+
+
+def _say_loss(values: Values) -> str:
+    first, last = values["loss_first"], values["loss_last"]
+    if first is None or last is None:
+        return "No loss was measured."
+    return (
+        f"The averaged loss went from {short(first)} to {short(last)} over "
+        f"{count(int(_number(values, 'steps')), 'step')}. It would look as smooth whether the "
+        "workers agree or not."
+    )
+
+
+def _say_metrics(values: Values) -> str:
+    if values["num_workers"] == 1:
+        return "Dispersion and direction compare workers, so they are not defined for one."
+    parts = []
+    if values["loss_std"] is not None:
+        unit = " nats/token" if values.get("loss_per_token") else ""
+        parts.append(
+            f"losses differ by {short(values['loss_std'])}{unit} (std over workers, "
+            f"{short(values['loss_range'])} from lowest to highest)"
+        )
+    if values["grad_norm_std"] is not None:
+        parts.append(f"gradient norms by {short(values['grad_norm_std'])}")
+    if values["cosine_mean"] is not None:
+        parts.append(f"two workers' gradients have a mean cosine of {values['cosine_mean']:.3f}")
+    return f"On average over steps, {'; '.join(parts)}." if parts else ""
+
+
+def _say_samples(values: Values, causes: set[str]) -> str:
+    if values["samples_drawn"] is None:
+        return "The samples were not identified, so repeated ones cannot be seen."
+    text = f"In the whole run, {_coverage(values)}"
+    if values["effective_batch"] is not None:
+        text += (
+            f"; a global batch of {short(values['global_batch'])} held "
+            f"{short(values['effective_batch'])} different ones on average"
+        )
+        if not causes and values["distinct_samples"] != values["samples_drawn"]:
+            text += "; the others are repeats in later steps, as in later epochs"
+    if not values["samples_exact"]:
+        text += ". Some samples were not recorded, so the number of different ones is a lower bound"
+    return text + "."
+
+
+def _say_limits(values: Values, causes: set[str]) -> str:
+    if values["num_workers"] == 1:
+        return ""
+    if "data.duplicate_batches" in causes:
+        return (
+            "Low dispersion with a high cosine is the mark of shared data here, not of health: "
+            "workers that read the same batches agree because they repeat each other."
+        )
+    if "data.overlapping_shards" in causes:
+        return (
+            "None of the three metrics shows this: they look as they do with disjoint shards. "
+            "Only the identity of the samples tells."
+        )
+    if values["loss_std"] == 0 and _gradients_differ(values):
+        return (
+            "All workers report exactly the same loss although their gradients differ: the loss "
+            "was probably averaged before it was recorded."
+        )
+    return (
+        "The three metrics alone cannot tell disjoint shards from overlapping ones; the identity "
+        "of the samples can."
+    )
+
+
+def _say_budget(values: Values, findings: Sequence[Finding], course: Course) -> str:
+    """Return what silence about outliers is worth: less after the steps of earlier runs."""
+    steps, num_workers = int(values["steps"] or 0), values["num_workers"] or 0
+    found = any("false_alarm_probability" in finding.evidence for finding in findings)
+    if found or num_workers < 2:
+        return ""
+    text = "No worker stands out from the others in loss, gradient or amount of data."
+    if course.earlier_steps is None:
+        return text
+    whole = "run" if not course.earlier_steps else "training"
+    steps += course.earlier_steps
+    before = ", those before its restarts included," if course.earlier_steps else ""
+    return (
+        f"{text} A healthy {whole} of {count(steps, 'step')}{before} raises a finding of that kind "
+        f"with a probability of at most {bound_in_words(steps)}."
+    )
+
+
+def _say_cost(values: Values) -> str:
+    share, interval = values["overhead_share"], values["interval"]
+    if share is None:
+        return ""
+    text = f"Watching took {share:.1%} of the training's own time on the slowest worker"
+    if interval is not None and interval > 1:
+        text += f"; gradients were measured every {int(interval)} steps at the widest"
+    fixed, read = values["overhead_fixed_seconds"], values["overhead_read_seconds"]
+    if fixed is None or read is None:
+        return text + "."
+    shown = [f"{1e3 * seconds:.2g}" for seconds in (fixed, read)]
+    whole = sum(map(float, shown)) / 1e3
+    text += (
+        f": {shown[0]} ms in every step whatever its length, and {shown[1]} ms to "
+        f"read the gradient where it is measured. A step of 1 second would pay {whole:.2%}."
+    )
+    budget = values["overhead_budget"]
+    if budget is not None:
+        text += (
+            f" The budget of {budget:.2%} was not kept: measuring less often saves the read only. "
+            "Set overhead_budget to what these short steps may pay."
+        )
+    return text
+
+
+def _coverage(values: Values) -> str:
+    drawn, distinct = values["samples_drawn"], values["distinct_samples"]
+    if drawn is None or distinct is None:
+        return "the samples are not recorded"
+    return f"{distinct:,} of the {drawn:,} samples drawn are different"
+
+
+def _all_alike(values: Values) -> bool:
+    cosine, spread, loss = values["cosine_mean"], values["loss_range"], values["loss_last"]
+    if cosine is None or spread is None or loss is None or _number(values, "steps") < _FEW_STEPS:
+        return False
+    return cosine >= _ALIKE_COSINE and spread <= _ALIKE_LOSS * max(1.0, abs(loss))
+
+
+def _gradients_differ(values: Values) -> bool:
+    """Return whether norms or directions of the workers' gradients differ by more than rounding."""
+    spread, cosine = values["grad_norm_std"], values["cosine_mean"]
+    apart = cosine is not None and cosine < _ALIKE_COSINE
+    return apart or (spread is not None and spread > _ALIKE_LOSS)
+
+
+def _number(source: Values | Finding, name: str) -> int:
+    value = source.evidence.get(name) if isinstance(source, Finding) else source[name]
+    return int(value or 0)

@@ -1,0 +1,375 @@
+"""Numbers, titles and records in words, for page and terminal. Needs no extra package."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rankscope.bus.finding import Finding
+from rankscope.bus.rules import RULES
+from rankscope.bus.step import MISSING_INT
+from rankscope.bus.words import count, name_ranks
+from rankscope.record import Run
+from rankscope.verdict.assessment import Assessment
+from rankscope.verdict.causes import section_of
+from rankscope.verdict.dispersion_words import dispersion_figures, short
+from rankscope.verdict.rules import explanations, next_check_of, ranked
+
+UNKNOWN = "–"
+SIGNS = {"healthy": "●", "early": "◌", "note": "○", "warning": "▲", "error": "◆"}
+"""One sign for each verdict, beside its name."""
+Values = Mapping[str, Any]
+
+TOKENS = "nats per token"
+
+METRICS = ("loss_std", "grad_norm_std", "cosine_mean")
+"""Columns of the three metrics."""
+
+TITLES: dict[str, tuple[str, str]] = {
+    "timeline": ("Findings over the steps", ""),
+    "loss": ("Averaged loss over the range of the workers", TOKENS),
+    "loss_std": ("Loss dispersion", f"std over workers, {TOKENS}"),
+    "grad_norm_std": ("Gradient-norm dispersion", "std over workers"),
+    "cosine_mean": ("Gradient-direction consistency", "mean cosine over pairs"),
+    "map-loss": ("Local loss", TOKENS),
+    "map-grad_norm": ("Gradient norm", "L2, before the reduction"),
+    "map-cosine_rest": ("Direction", "cosine with the sum of all others"),
+    "map-rollout_gap": ("Gap to the rollouts", "nats, mean over tokens"),
+    "map-step_seconds": ("Step time", "seconds since the step before"),
+    "workers-loss": ("Local loss", TOKENS),
+    "workers-grad_norm": ("Gradient norm", "L2, before the reduction"),
+    "workers-cosine_rest": ("Direction", "cosine with the sum of all others"),
+    "workers-rollout_gap": ("Gap to the rollouts", "nats, mean over tokens"),
+    "apart-loss": ("Loss, apart from the mean", TOKENS),
+    "apart-grad_norm": ("Norm, apart from the mean", ""),
+    "apart-cosine_rest": ("Direction, apart from the mean", "cosine"),
+    "apart-rollout_gap": ("Gap, apart from the mean", "nats"),
+    "group-norm": ("Gradient norm of each group", ""),
+    "group-cosine": ("Direction of each group", ""),
+    "heatmap": ("Cosine of each pair of workers", "mean over the run"),
+    "coverage": ("Different samples so far", ""),
+    "residual": ("Reduction residual", "relative, logarithmic"),
+    "time": ("Time per step", "ms, slowest worker, logarithmic"),
+    "interval": ("Steps between measurements", "chosen to stay in the budget"),
+}
+TITLES |= {f"compare-{name}": TITLES[name] for name in ("loss", *METRICS)}
+"""Title and unit by the figure's name."""
+
+_TITLES_WITHOUT_TOKENS = {
+    name: (title, unit.replace(TOKENS, "").removesuffix(", "))
+    for name, (title, unit) in TITLES.items()
+}
+
+
+def titles_of(values: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
+    """Return titles and units of a run's figures, given the values of its assessment."""
+    return TITLES if values.get("loss_per_token") else _TITLES_WITHOUT_TOKENS
+
+
+def writable(text: str) -> str:
+    """Return a text that can be written: what in a name is no UTF-8 becomes a question mark."""
+    return text.encode(errors="replace").decode()
+
+
+def missing(value: Any) -> bool:
+    """Tell whether a value is undefined: None, NaN or ``MISSING_INT``."""
+    return value is None or value == MISSING_INT or bool(value != value)
+
+
+def number(value: Any, digits: int = 3) -> str:
+    """Return a number as it is read: ``0.253``, ``1,024``, ``2.1e-07``, or a dash if undefined.
+
+    Below 1e-9 it is zero: what rounding leaves of equal float64 values.
+    """
+    if missing(value):
+        return UNKNOWN
+    if isinstance(value, int | np.integer):
+        return f"{int(value):,}"
+    size = abs(float(value))
+    if size < 1e-9 or 1e-3 <= size < 1e3:
+        return f"{float(value):.{digits}f}"
+    return f"{float(value):,.0f}" if 1e3 <= size < 1e7 else f"{float(value):.1e}"
+
+
+def whole(value: Any) -> str:
+    """Return a value as a whole number: ``960``, or a dash if undefined."""
+    return UNKNOWN if missing(value) else f"{round(value):,}"
+
+
+def ranks_in_words(ranks: Sequence[int], num_workers: int) -> str:
+    """Return ranks as words: ``rank 3``, ``ranks 0 and 2–5``, ``all 8 workers``."""
+    if not ranks:
+        return "the whole run"
+    if len(set(ranks)) == num_workers > 1:
+        return "both workers" if num_workers == 2 else f"all {num_workers:,} workers"
+    return name_ranks(ranks)
+
+
+def steps_in_words(finding: Finding) -> str:
+    """Return when a finding showed: ``step 4`` or ``steps 4 to 119``, and whether it is over."""
+    over = ", over since" if finding.status == "closed" else ""
+    if finding.first_step == finding.last_step:
+        return f"step {finding.first_step:,}{over}"
+    return f"steps {finding.first_step:,} to {finding.last_step:,}{over}"
+
+
+def ratio_in_words(values: Values) -> str:
+    """Return the loss dispersion against its null: ``1.02 × what sampling explains``."""
+    figures = dispersion_figures(values)
+    if figures is None:
+        return "no reference: sampling's part is unknown"
+    _, ratio, expected = figures
+    return f"{ratio} × the {expected} that sampling explains"
+
+
+def coverage_in_words(values: Values) -> str:
+    """Return how many samples were drawn, and how often each."""
+    distinct: Any = values.get("distinct_samples")
+    drawn: Any = values.get("samples_drawn")
+    if missing(distinct) or missing(drawn) or not drawn:
+        return "samples were not identified"
+    about = "" if values.get("samples_exact", True) else "about "
+    return f"of {number(int(drawn))} drawn, {about}{drawn / distinct:.1f} times each"
+
+
+def tiles(values: Values) -> list[dict[str, str]]:
+    """Return the key numbers of a run: label, value, note, and the share of a full bar if any."""
+    first, last = values.get("loss_first"), values.get("loss_last")
+    unit = TOKENS if values.get("loss_per_token") else "mean over the workers"
+    batch: Any = values.get("effective_batch")
+    batch_note = "" if missing(batch) else f"{float(batch):.1f} different per step"
+    cells = (
+        ("Averaged loss", f"{_short(first)} → {_short(last)}", unit),
+        ("Loss dispersion", _short(values.get("loss_std")), ratio_in_words(values)),
+        (
+            "Gradient-norm dispersion",
+            _short(values.get("grad_norm_std")),
+            "std over workers, before the reduction",
+        ),
+        (
+            "Mean cosine",
+            number(values.get("cosine_mean")),
+            f"between workers' gradients; norm-weighted {number(values.get('cosine_weighted'))}",
+        ),
+        (
+            "Different samples",
+            number(values.get("distinct_samples")),
+            "; ".join(part for part in (coverage_in_words(values), batch_note) if part),
+        ),
+    )
+    return [{"label": label, "value": value, "note": note} for label, value, note in cells]
+
+
+def _short(value: Any) -> str:
+    """Return a number as the statements print it, or a dash if undefined."""
+    return UNKNOWN if missing(value) else short(value)
+
+
+def anchors(findings: Sequence[Finding], key: str = "") -> list[str]:
+    """Return the id that each finding's article has on a page, all different.
+
+    Args:
+        findings: The findings of one run.
+        key: Begins the ids, where a page shows several runs.
+    """
+    ids: list[str] = []
+    for finding in findings:
+        name = f"{key}finding-{re.sub('[^a-z0-9]+', '-', finding.id.lower()).strip('-')}"
+        ids.append(name if name not in ids else f"{name}-{len(ids)}")
+    return ids
+
+
+def finding_view(
+    finding: Finding,
+    num_workers: int,
+    cause: Finding | None = None,
+    *,
+    known: Iterable[Finding] = (),
+    anchor: str = "",
+) -> dict[str, Any]:
+    """Return what the page shows of a finding, and of the one that explains it, if there is one.
+
+    Args:
+        finding: The finding.
+        num_workers: W.
+        cause: The finding that explains it.
+        known: All findings of the run: one may have settled what this one leaves open.
+        anchor: The id of its article on the page.
+    """
+    return {
+        "anchor": anchor,
+        "first_step": finding.first_step,
+        "last_step": finding.last_step,
+        "severity": str(finding.severity),
+        "title": title_of_finding(finding),
+        "cause": finding.cause,
+        "named": finding.ranks,
+        "ranks": ranks_in_words(finding.ranks, num_workers),
+        "steps": steps_in_words(finding),
+        "explanation": finding.explanation,
+        "next_check": next_check_of(finding, known) if cause is None else consequence_of(cause),
+        "groups": ", ".join(finding.groups),
+        "about": section_of(finding.id, finding.cause),
+        "evidence": [
+            (_spaced(name), _shown(value))
+            for name, value in finding.evidence.items()
+            if not _records(value)
+        ],
+        "evidence_tables": [
+            (_spaced(name), _table_of(_records(value)))
+            for name, value in finding.evidence.items()
+            if _records(value)
+        ],
+    }
+
+
+def _records(value: Any) -> list[Mapping[str, Any]]:
+    """Return evidence that is a list of objects, or such lists by rank; empty for any other."""
+    if isinstance(value, Mapping):
+        parts = [(rank, _records(rows)) for rank, rows in value.items()]
+        whole = all(rows for _, rows in parts)
+        return [{"rank": rank, **row} for rank, rows in parts for row in rows] if whole else []
+    if not isinstance(value, list) or not all(isinstance(row, Mapping) for row in value):
+        return []
+    return value
+
+
+def _table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return the heads of a table, and its rows; the first dozen of them."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    shown = [[_shown(row.get(name)) for name in names] for row in rows[:12]]
+    return [_spaced(name) for name in names], shown
+
+
+def _spaced(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def consequence_of(cause: Finding) -> str:
+    """Return what to do about a finding that another one explains."""
+    return f"First the finding '{title_of_finding(cause)}': this one follows from it."
+
+
+def title_of_finding(finding: Finding) -> str:
+    """Return what a finding is about in a few words: its own rule's title, or its cause's.
+
+    A cause that this release does not know is shown by its name.
+    """
+    rule = RULES.get(finding.id) or RULES.get(finding.cause)
+    return finding.cause if rule is None else rule.title
+
+
+def title_of(info: Values, path: Path | str) -> str:
+    """Return the name of a run: the one it was given, or its directory's."""
+    return writable(str(info.get("name") or Path(path).resolve().name))
+
+
+def run_line(run: Run, assessment: Assessment) -> str:
+    """Return what a run is in one line: ``8 workers · 120 steps · tiny``."""
+    steps = assessment.values.get("steps")
+    parts = [
+        count(run.num_workers, "worker"),
+        count(int(steps), "step") if steps is not None else "",
+        str(run.info.get("model") or ""),
+        "" if run.status == "complete" else run.status,
+        f"continues {run.info['continues']}" if run.info.get("continues") else "",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What is said of a run, in words: the terminal, Markdown and pages lay it out.
+
+    Attributes:
+        title: The run's name.
+        severity: ``healthy``, ``early``, ``note``, ``warning`` or ``error``.
+        line: What the run is, in one line.
+        assessment: Headline, recommendation and statements.
+        tiles: The key numbers.
+        findings: What was found, worst first, as :func:`finding_view` shows it.
+    """
+
+    title: str
+    severity: str
+    line: str
+    assessment: Assessment
+    tiles: Sequence[Mapping[str, str]]
+    findings: Sequence[Mapping[str, Any]]
+
+
+def verdict_of(run: Run, assessment: Assessment, key: str = "") -> Verdict:
+    """Return a run's verdict; ``key`` begins the ids of its findings."""
+    found = ranked(run.findings())
+    causes = explanations(found)
+    return Verdict(
+        title=title_of(run.info, run.path),
+        severity=assessment.word,
+        line=run_line(run, assessment),
+        assessment=assessment,
+        tiles=tiles(assessment.values),
+        findings=[
+            finding_view(one, run.num_workers, causes[one.id], known=found, anchor=anchor)
+            for one, anchor in zip(found, anchors(found, key), strict=True)
+        ],
+    )
+
+
+def facts(
+    info: Values, status: str, timing: Mapping[str, float], num_workers: int, num_steps: int
+) -> list[tuple[str, str]]:
+    """Return what is known about a run besides its measurements, as label and words."""
+    versions = info.get("versions")
+    listed = versions if isinstance(versions, dict) else {}
+    rows = [
+        ("Workers", f"{num_workers:,}"),
+        ("Steps", f"{num_steps:,}"),
+        ("Status", status),
+        *((label, _shown(info.get(key))) for label, key in _FACTS),
+        ("Overhead", _overhead(timing)),
+        ("Versions", ", ".join(f"{name} {version}" for name, version in listed.items())),
+    ]
+    return [(label, words) for label, words in rows if words and words != UNKNOWN]
+
+
+_FACTS = (
+    ("Model", "model"),
+    ("Data", "data"),
+    ("Setting", "setting"),
+    ("Reading", "reading"),
+    ("Batch size per worker", "batch_size"),
+    ("Accumulation", "accumulation"),
+    ("Learning rate", "lr"),
+    ("Precision", "precision"),
+    ("Seed", "seed"),
+    ("Started", "started"),
+    ("Finished", "finished"),
+    ("Backend", "backend"),
+)
+
+
+def _overhead(timing: Mapping[str, float]) -> str:
+    """Return the median cost of a step; its share of the time is among the statements."""
+    overhead = timing.get("overhead")
+    return UNKNOWN if overhead is None else f"{1e3 * overhead:.2g} ms in the median step"
+
+
+def _shown(value: Any) -> str:
+    """Return any JSON value in one short line."""
+    if value is None:
+        return UNKNOWN
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list | tuple):
+        shown = ", ".join(_shown(item) for item in value[:12])
+        return f"{shown}, … ({len(value)} in all)" if len(value) > 12 else shown
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(item)}" for name, item in list(value.items())[:12])
+    return str(value)

@@ -1,0 +1,133 @@
+"""Whether a gradient is left alone from one micro-batch's backward pass to the next.
+
+What a backward pass adds to the accumulated gradient is the difference of two readings, after it
+and before it. A reading after each pass alone hides what happens in between: a ``zero_grad`` in the
+wrong place looks like a gradient. So where a step has more than one micro-batch, the squared norms
+of what a pass has left are compared with those that the next one finds: one more read of the
+gradient for each micro-batch after the first. If nothing has changed in between, and nothing was
+there before the first pass, what enters the reduction is the sum of what the passes have added.
+
+Legend of shapes: B pairs of consecutive passes, G groups of parameters.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+
+import torch
+from torch import Tensor
+
+from rankscope.gradients.sketch import Sketcher
+from rankscope.gradients.totals import GradientTotals
+
+_version_of = attrgetter("_version")
+
+ReadAgain = Callable[[GradientTotals], None]
+"""Adds the norms of the gradients that a pass has left, as they are now, to totals."""
+
+
+class AccumulatorAudit:
+    """Compares what each backward pass of a step finds with what the one before has left.
+
+    Nothing is said of two passes between which the parameters themselves have changed: they belong
+    to two gradients, as in sharpness-aware minimisation. Nor where a backward pass reaches
+    parameters before it reaches what the model returned: then they are not seen in time.
+
+    Args:
+        parameters: The parameters, by name.
+        sketcher: Measures.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], sketcher: Sketcher) -> None:
+        self._parameters, self._sketcher = parameters, sketcher
+        self._all, self._every = tuple(parameters), list(parameters.values())
+        self._totals: GradientTotals | None = None  # of the gradient that a pass finds
+        self._read_again: ReadAgain | None = None  # what the pass before has left
+        self._versions: list[int] = []
+        self._squares: list[Tensor] = []  # of each pair ``[2, G]``; NaN where it is not known
+        self._pair: Tensor | None = None  # of the pass that runs
+        self._passes = 0
+        self._open = False  # whether the pass that runs has been looked at
+        self._too_late = False
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self._read_again, self._pair, self._open, self._passes = None, None, False, 0
+        self._squares.clear()
+
+    def begin_pass(self, before: GradientTotals, *, measure: bool, begun: bool) -> None:
+        """Look at the gradient, as soon as a backward pass has reached what the model returned.
+
+        Args:
+            before: The totals of what the pass before has left.
+            measure: Whether the pass is measured.
+            begun: Whether it has reached a parameter already.
+        """
+        if self._open:
+            return
+        self._open = True
+        self._too_late |= begun
+        if self._read_again is None or not measure or self._too_late:
+            return
+        if self._versions != self._now():
+            return
+        if self._totals is None:
+            self._totals = self._sketcher.new_totals()
+        self._totals.reset()
+        self._read_again(self._totals)
+        by_group = self._sketcher.by_group
+        pair = by_group(before.squared_norms), by_group(self._totals.squared_norms)
+        self._pair = torch.stack(pair)
+
+    def drop_pass(self) -> None:
+        """Forget what the pass has found, as where the training asked for gradients alone."""
+        self._open, self._pair = False, None
+
+    def reading(self, names: Collection[str]) -> ReadAgain | None:
+        """Return what reads ``.grad`` of some parameters again."""
+        whole = len(names) == len(self._all)
+        left = self._all if whole else tuple(n for n in self._all if n in names)
+        return partial(self._read_gradients, left) if left else None
+
+    def end_pass(self, read_again: ReadAgain | None) -> None:
+        """Take note that a backward pass has ended.
+
+        Args:
+            read_again: Reads again what it has left, if that was measured as it is and waits for
+                more.
+        """
+        pair, self._pair, self._open = self._pair, None, False
+        if pair is not None:
+            skipped = self._passes - 1 - len(self._squares)
+            self._squares += [torch.full_like(pair, torch.nan)] * skipped
+            self._squares.append(pair)
+        self._passes += 1
+        self._read_again = None
+        if read_again is not None and not self._too_late:
+            self._read_again = read_again
+            self._versions = self._now()
+
+    def _read_gradients(self, names: Sequence[str], into: GradientTotals) -> None:
+        gradients = [(name, self._parameters[name].grad) for name in names]
+        there = [(name, gradient) for name, gradient in gradients if gradient is not None]
+        self._sketcher.measure_norms(there, into)
+
+    def _now(self) -> list[int]:
+        return list(map(_version_of, self._every))
+
+    def collect(self) -> Tensor | None:
+        """Return what is known of the step, None of one with a single micro-batch.
+
+        Returns:
+            float64 ``[2 B + G]``: squared norms that a pass has left, and that the next one has
+            found, of each pair up to the last that is known; then the largest relative change of
+            each group's norm, NaN where this worker holds nothing of it.
+        """
+        if not self._squares:
+            return None
+        squares_B2G = torch.stack(self._squares)
+        left_BG, found_BG = squares_B2G.sqrt().unbind(1)
+        change_BG = (found_BG - left_BG).abs() / torch.maximum(left_BG, found_BG)
+        changes_G = change_BG.nan_to_num(nan=-1.0).amax(0)
+        changes_G = changes_G.masked_fill(changes_G < 0, torch.nan)
+        return torch.cat([squares_B2G.sum(2).flatten(), changes_G])

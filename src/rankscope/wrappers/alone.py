@@ -1,0 +1,118 @@
+"""Gradients of single micro-batches, shown by a reduction that never lets them add up in ``.grad``.
+
+``rankscope.order_free`` takes each micro-batch's gradient away as soon as it exists. Whoever reads
+gradients in hooks of its own would find nothing there, or parts; it asks here instead.
+
+The accumulated gradient is never in ``.grad`` then. Sketches of micro-batches add up to its
+sketch, and their norms are exact; with more than one, the norm of the sum is an estimate
+(:class:`~rankscope.wrappers.parts.GradientParts`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from rankscope.gradients.sketch import Sketcher
+from rankscope.gradients.totals import GradientTotals
+from rankscope.wrappers.parts import GradientParts
+from rankscope.wrappers.tap import LocalGradient
+
+See = Callable[[Tensor, Tensor], None]
+"""Is shown a parameter and its gradient in one micro-batch, before that is taken away."""
+
+
+@dataclass(slots=True)
+class AloneGradients:
+    """A model's gradients as they come, one micro-batch at a time.
+
+    Attributes:
+        factor: The reduced gradient is the mean over workers times this: W where workers'
+            gradients are summed, else 1.
+        watchers: Who is shown the gradients; they must not raise.
+    """
+
+    factor: float
+    watchers: list[See] = field(default_factory=list)
+
+    def show(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Show a gradient to all who watch."""
+        for see in tuple(self.watchers):
+            see(parameter, gradient)
+
+
+_models: "WeakKeyDictionary[nn.Module, AloneGradients]" = WeakKeyDictionary()
+
+
+def announce_alone(model: nn.Module, gradients: AloneGradients) -> None:
+    """Say that a wrapped model's gradients are taken away one by one from now on."""
+    _models[model] = gradients
+
+
+def alone_gradients(model: nn.Module) -> AloneGradients | None:
+    """Return the gradients of a wrapped model if they are taken away one by one."""
+    return _models.get(model)
+
+
+class PartsAlone:
+    """Measures gradients that are shown one by one.
+
+    Args:
+        gradients: Where they are shown.
+        sketcher: Measures them.
+    """
+
+    def __init__(self, gradients: AloneGradients, sketcher: Sketcher) -> None:
+        self.parts = GradientParts(sketcher)
+        self._adds_up = sketcher.sketches
+        self._gradients = gradients
+        self._num_passes = 0
+        self._see: See | None = None
+
+    def watch(self, see: See) -> None:
+        """Be shown each gradient from now on."""
+        self._see = see
+        self._gradients.watchers.append(see)
+
+    def remove(self) -> None:
+        """Watch no more."""
+        if self._see in self._gradients.watchers:
+            self._gradients.watchers.remove(self._see)
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self.parts.reset()
+        self._num_passes = 0
+
+    def end_pass(self) -> None:
+        """Close a micro-batch."""
+        self.parts.close()
+        self._num_passes += 1
+
+    @property
+    def valid(self) -> bool:
+        """Whether the totals are those of the step: norms alone do not add up over parts."""
+        return self._adds_up or self.parts.count == 1
+
+    def gradient(
+        self, reduced: GradientTotals | None, carried_over: Tensor | None
+    ) -> LocalGradient:
+        """Return what was measured of the step.
+
+        Args:
+            reduced: The totals of the reduced gradient, which are changed into those of the mean
+                over workers, if it is their sum.
+            carried_over: See :class:`~rankscope.wrappers.tap.LocalGradient`.
+        """
+        count = self.parts.count
+        one_each = count > 1 and count == self._num_passes
+        if reduced is not None:
+            reduced.scale(1 / self._gradients.factor)
+        return LocalGradient(
+            self.parts.totals(),
+            reduced,
+            self.parts.part_squared_norms() if one_each else None,
+            carried_over,
+            norm_estimated=count > 1,
+        )

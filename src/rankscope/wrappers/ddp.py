@@ -1,0 +1,270 @@
+"""The local gradient under ``DistributedDataParallel``, read before the reduction replaces it.
+
+The tap is a post-accumulate hook per parameter, most of which only count: gradients are read
+together (:mod:`rankscope.wrappers.ddp_reading`), and once that is known to work, most hooks
+are taken out. Unlike a communication hook it leaves DDP's
+own path alone, which keeps every bit of the training as it was (a communication hook changes bits
+at W = 3: DDP then divides at another place). It sees the accumulated local gradient with bucket
+views, ``no_sync``, static graphs, unused parameters, compiled models, activation checkpointing and
+any communication hook.
+
+Where the training itself ends the reduction (``require_manual_backward_finalization``), the reduced
+gradient is not read: it may be there before the backward pass ends, or after.
+
+Without ``no_sync``, each micro-batch's backward pass reduces, and adds to what the one before has
+left. The sketch of a reduced gradient, taken out of the next local one, leaves what the worker has
+added; norms are estimates then.
+
+Under ``rankscope.order_free`` nothing accumulates: each micro-batch's gradient is shown before it
+is taken away (:mod:`rankscope.wrappers.alone`), and measured as a part of the whole.
+"""
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from rankscope.gradients.sketch import Sketcher
+from rankscope.gradients.totals import GradientTotals
+from rankscope.wrappers.alone import PartsAlone, alone_gradients
+from rankscope.wrappers.ddp_step import BusyClock, ShadowSteps, StepState
+from rankscope.wrappers.hooked import HookedTap
+from rankscope.wrappers.passes import in_backward
+from rankscope.wrappers.reduced_product import ReducedProduct, product_is_asked_for
+from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
+
+
+class DDPTap(HookedTap):
+    """A :class:`~rankscope.wrappers.tap.GradientTap` for DDP.
+
+    Args:
+        model: The wrapped model.
+        parameters: The parameters that require a gradient, by the names that the sketcher knows.
+        sketcher: Measures the gradients.
+        guarded: Keeps the monitor's exceptions out of the backward pass.
+        reduced: What to read of the reduced gradient.
+        observer: Is shown local gradients, and told when they have been reduced.
+        shadowed: Called after each synchronising step that this rank only shadows, since it has
+            run out of data inside ``model.join()``.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        parameters: dict[str, Tensor],
+        sketcher: Sketcher,
+        guarded: Guarded,
+        *,
+        reduced: ReadReduced,
+        observer: GradientObserver,
+        shadowed: Callable[[], None],
+    ) -> None:
+        in_buckets = model.gradient_as_bucket_view
+        super().__init__(
+            parameters, sketcher, guarded,
+            reduced=reduced, observer=observer, in_buckets=in_buckets,
+        )  # fmt: skip
+        self._model = model
+        self._product: ReducedProduct | None = None
+        if product_is_asked_for(model, sketcher, reduced):
+            self._product = ReducedProduct(parameters, sketcher.device, guarded)
+        self._subtracts = reduced is ReadReduced.SKETCH and sketcher.sketches
+        self._busy = BusyClock(model, sketcher.device)
+        self._step = StepState()
+        self._due = self._bypassed = self._unreduced = False
+        self._alone: PartsAlone | None = None
+        self._shadow = ShadowSteps(model, shadowed)
+
+    @property
+    def reduced_copies(self) -> int:
+        """Every rank holds the whole reduced gradient."""
+        return self._model.process_group.size()
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether the gradients hold something that no reduction has seen."""
+        return self._unreduced
+
+    def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
+        """Announce a forward pass in training. DDP decides here whether backward synchronises.
+
+        One that goes past DDP, to the module inside, makes a step of its own that nothing reduces;
+        unless the same step goes through DDP as well, which then reduces what both have left.
+        """
+        self._step.through_ddp |= not bypassed
+        self._bypassed = not self._step.through_ddp
+        self._find_alone()
+        self._choose_hooks()
+        self._begin_pass_anew()
+        self._fresh = True
+        self._step.synchronises = self._bypassed or self._model.require_backward_grad_sync
+        # Norms do not add up over micro-batches, so without sketches the last one says it all.
+        adds_up = self._sketcher.sketches or self._alone is not None
+        self._measure = measure and (self._step.synchronises or adds_up)
+        self._due = measure
+
+    @property
+    def complete(self) -> bool:
+        """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
+        return self._step.synchronises and not self._fresh and not self._backward.running
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long this worker was busy before it began to wait for the others, or NaN."""
+        return self._busy.seconds if self.complete else math.nan
+
+    def collect(self) -> LocalGradient | None:
+        """Return what was measured, and start again; None when nothing valid was measured."""
+        gradient = None
+        step = self._step
+        valid = self.complete and step.settled and not step.spoiled
+        valid = valid and (self._calls.whole if self._alone is None else self._alone.valid)
+        if valid and self._measure:
+            gradient = self._gradient(self._reduced if step.reduced_known else None)
+        self._start_again()
+        return gradient
+
+    def _gradient(self, reduced: GradientTotals | None) -> LocalGradient:
+        if self._alone is not None:
+            return self._alone.gradient(reduced, self._step.carried_over)
+        step, totals = self._step, self._reading.totals
+        if step.earlier is not None:
+            totals = totals.clone()
+            totals.add(step.earlier)
+            totals.estimate_norms()
+            return LocalGradient(totals, reduced, None, step.carried_over, norm_estimated=True)
+        return LocalGradient(
+            totals,
+            reduced,
+            self._micro.squared_norms(),
+            step.carried_over,
+            reduced_product=step.reduced_product,
+            kept=self._accumulator.collect(),
+        )
+
+    def _find_alone(self) -> None:
+        """See whether a reduction takes the gradients away one by one by now."""
+        found = alone_gradients(self._model)
+        if self._alone is None and found is not None:
+            self._alone = PartsAlone(found, self._sketcher)
+            names = {id(parameter): name for name, parameter in self._parameters.items()}
+
+            def see(parameter: Tensor, gradient: Tensor) -> None:
+                name = names.get(id(parameter))
+                if name is not None:
+                    self._guarded(partial(self._see, name, gradient))
+
+            self._alone.watch(see)
+
+    def remove(self) -> None:
+        """Take all hooks out of the model."""
+        if self._alone is not None:
+            self._alone.remove()
+        super().remove()
+        self._shadow.remove()
+        self._busy.remove()
+
+    def _choose_hooks(self) -> None:
+        """Have as few hooks as the next backward pass needs, unless one runs."""
+        if in_backward():
+            return
+        several = self._alone is None and self._noticed
+        reduces = self._model.require_backward_grad_sync
+        self._hooks.keep(self._reading.hooked(synchronises=reduces) if several else self._all)
+        self._noticed = False
+
+    @property
+    def _accumulates(self) -> bool:
+        return self._alone is None
+
+    def _start_again(self) -> None:
+        self._busy.begin_step(reduced=self.complete)
+        self._begin_step_anew()
+        if self._alone is not None:
+            self._alone.reset()
+        self._step = StepState()
+        self._bypassed = False
+
+    def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
+        self._busy.see_gradient()
+        if self._alone is None and last:
+            self._reading.take(name, gradient)
+        elif self._alone is not None and gradient is not None:
+            if name in self._observer.wanted_names:
+                self._observer.see_local(name, gradient)
+            if self._measure:
+                self._alone.parts.measure(name, gradient)
+
+    def _begin_pass(self, first: str) -> None:
+        step = self._step
+        if step.settled:
+            self._add_to_reduced()
+        self._fresh = False
+        step.spoiled |= not (self._hooks.all or self._noticed)  # it may be reduced by now
+        if self._alone is None:
+            synchronises = step.synchronises and not self._bypassed
+            self._reading.begin_pass(first, measure=self._measure, synchronises=synchronises)
+        if self._due and not step.begun:
+            step.begun = True
+            step.carried_over = self._carried_over(first)
+
+    def _add_to_reduced(self) -> None:
+        """Keep what this worker has added so far: the pass adds to a gradient that was reduced."""
+        step, reduced = self._step, self._reduced
+        known = self._fresh and self._measure and step.reduced_known and self._alone is None
+        if reduced is None or not (known and self._subtracts):
+            step.spoiled = True
+            return
+        added = self._reading.totals.clone()
+        added.subtract(reduced)
+        if step.earlier is not None:
+            added.add(step.earlier)
+        step.earlier, step.settled, step.reduced_known = added, False, False
+
+    def _on_ending(self) -> None:
+        """Read the local gradients, and see the reduced ones take their place."""
+        if self._first or self._alone is not None:
+            return
+        self._busy.see_gradient()
+        self._read_pass()
+        reduces = self._step.synchronises and not self._waits_by_hand
+        if self._product is not None and self._measure and reduces:
+            self._product.watch()
+
+    def _on_end(self) -> None:
+        """Close a backward pass, after the reduction if it has one."""
+        if not self._is_training():
+            return
+        step = self._step
+        step.settled = step.synchronises
+        self._unreduced = self._bypassed or not step.synchronises
+        reduced = step.synchronises and not self._waits_by_hand
+        if step.synchronises:
+            self._busy.see_reduced()
+        if reduced:
+            self._observer.see_reduced()
+        unexpected = self._calls.end_pass(self._reading.read_late)
+        step.spoiled |= (unexpected and self._alone is None) or self._reading.spoiled
+        together = self._reading.take_together()
+        goes_on = self._measure and not (step.synchronises or step.spoiled)
+        self._accumulator.end_pass(
+            self._accumulator.reading(self._calls.names) if goes_on else None
+        )
+        if not self._measure:
+            return
+        if self._alone is not None:
+            self._alone.end_pass()
+        else:
+            self._micro.add(self._reading.totals, last=step.synchronises)
+        if reduced and self._product is not None:
+            step.reduced_product = self._product.take(self._calls.names)
+        if reduced and self._reduced is not None:
+            step.reduced_known = self._measure_reduced(
+                self._calls.names, into=self._reduced, together=together
+            )
+
+    @property
+    def _waits_by_hand(self) -> bool:
+        return bool(vars(self._model).get("require_manual_backward_finalization", False))

@@ -1,0 +1,238 @@
+"""The local gradient under DeepSpeed, ZeRO stages 0 to 3.
+
+DeepSpeed's own hooks run before any that is added after ``initialize``, and move a gradient to a
+bucket, reduce or free it. Two places remain:
+
+- **Accumulated** (stage 0; stage 1 without ``overlap_comm``): the whole local gradient is in
+  memory when a backward pass has ended, until ``allreduce_gradients`` reduces it. It is read
+  there, and its norm is exact.
+- **In parts** (stage 1 with ``overlap_comm``; stages 2 and 3): only one micro-batch's gradient
+  exists at a time. A tensor hook, which runs before it is accumulated, reads each of them. With
+  more than one micro-batch, the norm of their sum is an estimate
+  (:class:`~rankscope.wrappers.parts.GradientParts`).
+
+The gradient is that of the loss divided by the accumulation steps, times the loss scale: what
+the reduction averages, before DeepSpeed unscales and clips it in ``step``.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from rankscope.errors import UnsupportedError
+from rankscope.gradients.sketch import Sketcher
+from rankscope.wrappers.calls import Relay
+from rankscope.wrappers.deepspeed_reading import ReducedReader, choose_reader
+from rankscope.wrappers.deepspeed_sums import SumsAudit
+from rankscope.wrappers.tap import GradientTap, Guarded, LocalGradient, ReadReduced, guarded
+
+_BEGIN, _END = "_backward_prologue", "_backward_epilogue"
+_REDUCE, _STEP = "allreduce_gradients", "_take_model_step"
+_MOST_AT_FIRST = 64  # backward passes of a step, before the engine has ever stepped
+_ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
+
+
+def is_deepspeed(model: object) -> bool:
+    """Return whether a model is a DeepSpeed engine; never imports DeepSpeed."""
+    module = sys.modules.get("deepspeed.runtime.engine")
+    engine = getattr(module, "DeepSpeedEngine", None)
+    return engine is not None and isinstance(model, engine)
+
+
+def deepspeed_process_group(engine: Any) -> dist.ProcessGroup:
+    """Return the ranks over which an engine averages gradients; each of them is a worker.
+
+    Raises:
+        UnsupportedError: The engine works in a way that cannot be watched.
+    """
+    for reason, present in _obstacles(engine):
+        if present:
+            raise UnsupportedError(
+                f"watch() expected a DeepSpeed engine with ZeRO 0 to 3, got one {reason}, which "
+                "cannot be watched"
+            )
+    group: dist.ProcessGroup = engine.data_parallel_group
+    return group
+
+
+def before_engine_step(engine: Any, listener: Callable[..., None]) -> Callable[[], object]:
+    """Call a bound method before each step of an engine's; return what ends that."""
+    return Relay(engine, _STEP).tell(before=listener)
+
+
+def _obstacles(engine: Any) -> Iterator[tuple[str, bool]]:
+    for name in (_BEGIN, _END, _REDUCE, _STEP):
+        yield f"of another version than 0.19, without {name}", not hasattr(engine, name)
+    optimizer = getattr(engine, "basic_optimizer", None)
+    yield "without an optimizer", optimizer is None
+    yield f"with {type(optimizer).__name__}", type(optimizer).__name__ in _ONE_BIT
+    yield "with pipeline parallelism", engine.pipeline_parallelism
+    yield "with mixture-of-experts layers", engine.has_moe_layers
+    yield "with model parallelism", engine.mp_world_size > 1 or engine.autotp_size() > 1
+    yield "with sequence parallelism", engine.sequence_parallel_size > 1
+    yield "with DeepCompile", engine.is_deepcompile_enabled()
+    yield "with ZenFlow", engine.zenflow
+    yield "with SuperOffload", engine.super_offload()
+
+
+class DeepSpeedTap(GradientTap):
+    """Reads gradients of a DeepSpeed engine.
+
+    ZeRO waits for the other workers in the backward pass or in the optimizer. The reduction takes a
+    mean, and the engine's own step decides what it applies.
+
+    Args:
+        engine: What ``deepspeed.initialize`` returned.
+        parameters: The parameters that require a gradient, by the names that the sketcher knows.
+        sketcher: Measures the gradients.
+        guarded: Keeps the monitor's exceptions out of the training.
+        reduced: What to read of the reduced gradient. Nothing is read where it has been moved off
+            the device (ZeRO-Offload) or has become an update already (Muon).
+
+    Raises:
+        UnsupportedError: The engine works in a way that cannot be watched.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        parameters: dict[str, Tensor],
+        sketcher: Sketcher,
+        guarded: Guarded,
+        *,
+        reduced: ReadReduced,
+    ) -> None:
+        self._group = deepspeed_process_group(engine)
+        self._engine = engine
+        self._sketcher = sketcher
+        self._local = choose_reader(engine, parameters, sketcher, guarded)
+        self._shards = ReducedReader(engine, parameters)
+        self._sums = SumsAudit(engine, parameters, sketcher, self._shards)
+        self._read_reduced = reduced if self._shards.available else ReadReduced.OFF
+        self._reduced = sketcher.new_totals()
+        self._measure = self._running = self._ending = False
+        self._last = self._stepped = False
+        self._num_backwards = self._most_backwards = 0
+        self._guarded = guarded
+        self._stops = [
+            Relay(engine, _BEGIN).tell(before=self._begin_backward),
+            Relay(engine, _REDUCE).tell(before=self._before_reduction),
+            Relay(engine, _STEP).tell(before=self._before_step),
+            Relay(engine, _END).tell(before=self._begin_end, after=self._end_backward),
+        ]
+
+    @property
+    def reduced_copies(self) -> int:
+        """How many workers hold each element of the reduced gradient: W or, of a shard, 1."""
+        return self._group.size() if self._shards.replicated else 1
+
+    def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
+        """Announce a forward pass in training whose backward pass will follow."""
+        self._measure = self._local.on = measure
+
+    def notice_backward(self, trained: Callable[[], None]) -> None:
+        """Take it for one that trains: the engine itself says when one begins."""
+        trained()
+
+    @property
+    def complete(self) -> bool:
+        """Whether a step has ended since :meth:`collect`.
+
+        The engine has stepped, or a backward pass has ended that it takes for the step's last, and
+        there were as many as before any step so far. With ``gradient_accumulation_steps`` of 1,
+        each of them is such a pass, also where the training accumulates all the same.
+        """
+        if self._stepped or not self._last:
+            return self._stepped
+        return self._num_backwards >= (self._most_backwards or _MOST_AT_FIRST)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a backward pass began since then and never ended: it raised."""
+        return self._running
+
+    def collect(self) -> LocalGradient | None:
+        """Return what was measured, and start again; None when nothing valid was measured."""
+        gradient = None
+        if self._measure and self.complete and self._local.valid:
+            totals, micro = self._local.result()
+            off = self._read_reduced is ReadReduced.OFF
+            reduced = None if off else self._reduced.clone()
+            gradient = LocalGradient(
+                totals,
+                reduced,
+                micro,
+                self._local.carried_over,
+                self._local.estimated,
+                kept=self._sums.collect(),
+            )
+        self._local.reset(begun=self._last and not self._stepped)
+        self._sums.reset()
+        self._running = self._ending = self._last = self._stepped = False
+        self._num_backwards = 0
+        return gradient
+
+    def remove(self) -> None:
+        """Take all hooks out of the engine."""
+        self._local.remove()
+        for stop in self._stops:
+            stop()
+
+    @guarded
+    def _begin_backward(self, *args: Any, **kwargs: Any) -> None:
+        if self._measure and not self._running:
+            self._local.begin_backward(first=self._num_backwards == 0 or self._last)
+            self._sums.begin_pass()
+        self._running = True
+
+    @guarded
+    def _begin_end(self, *args: Any, **kwargs: Any) -> None:
+        self._ending = True
+
+    @guarded
+    def _before_reduction(self, *args: Any, **kwargs: Any) -> None:
+        if self._measure and self._ending:
+            self._local.before_reduction()
+
+    @guarded
+    def _end_backward(self, *args: Any, **kwargs: Any) -> None:
+        self._ending = False
+        self._num_backwards += 1
+        if self._measure:
+            self._local.end_backward()
+        engine = self._engine
+        if engine.is_gradient_accumulation_boundary() and not engine.inside_no_sync_ctxt:
+            self._finish()
+        if self._measure:
+            begins_anew = self._last and self._shards.replicated
+            self._sums.end_pass(self._local.sum_so_far, begins_anew=begins_anew)
+        self._running = False  # last: Ctrl-C in between leaves an aborted pass
+
+    @guarded
+    def _before_step(self, *args: Any, **kwargs: Any) -> None:
+        """Close a step; its backward passes may not have known which of them was the last."""
+        if not self._num_backwards:
+            return
+        if not self._last:
+            self._finish()
+        self._stepped = True
+        self._most_backwards = max(self._most_backwards, self._num_backwards)
+
+    def _finish(self) -> None:
+        self._last = True
+        if self._measure:
+            self._measure_reduced()
+
+    def _measure_reduced(self) -> None:
+        if self._read_reduced is ReadReduced.OFF:
+            return
+        self._reduced.reset()
+        shards = list(self._shards.shards())
+        if self._read_reduced is ReadReduced.NORM:
+            norms = [(name, shard) for name, shard, _ in shards]
+            self._sketcher.measure_norms(norms, self._reduced)
+        else:
+            self._sketcher.measure_many(shards, self._reduced)

@@ -1,0 +1,287 @@
+"""Where DeepSpeed keeps gradients: local ones during backward passes, reduced ones after."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from rankscope.errors import UnsupportedError
+from rankscope.gradients.sketch import Measured, Sketcher
+from rankscope.gradients.totals import GradientTotals
+from rankscope.wrappers.parts import GradientParts, MicroBatches
+from rankscope.wrappers.tap import Guarded
+
+
+class LocalReader(ABC):
+    """Measures the local gradient of a step, as backward passes come and go.
+
+    Attributes:
+        on: Whether the backward passes that follow are measured.
+        carried_over: As in :class:`~rankscope.wrappers.tap.LocalGradient`.
+    """
+
+    on = False
+    carried_over: Tensor | None = None
+
+    @property
+    def valid(self) -> bool:
+        """Whether what was measured is the local gradient of a whole step."""
+        return True
+
+    @property
+    def estimated(self) -> bool:
+        """Whether its squared norms are estimates."""
+        return False
+
+    @property
+    def sum_so_far(self) -> GradientTotals | None:
+        """Totals of what the step's passes have summed up; None where that is not read whole."""
+        return None
+
+    def begin_backward(self, *, first: bool) -> None:  # noqa: B027 - most have nothing to do
+        """Note that a backward pass begins, the first of its step or a later one."""
+
+    def before_reduction(self) -> None:  # noqa: B027
+        """Note that a backward pass has ended and that its reduction, if any, has not begun."""
+
+    @abstractmethod
+    def end_backward(self) -> None:
+        """Note that a backward pass has ended, and with it the reduction, if any."""
+
+    @abstractmethod
+    def result(self) -> tuple[GradientTotals, Tensor | None]:
+        """Return the step's totals and the squared norms of its micro-batches, if known."""
+
+    @abstractmethod
+    def reset(self, *, begun: bool = False) -> None:
+        """Start another step, of which some backward passes may have been already."""
+
+    def remove(self) -> None:
+        """Take all hooks out of the model."""
+        self.on = False
+
+
+def choose_reader(
+    engine: Any, parameters: dict[str, Tensor], sketcher: Sketcher, guarded: Guarded
+) -> LocalReader:
+    """Return what reads an engine's local gradients.
+
+    Raises:
+        UnsupportedError: Sketches are needed, and there are none.
+    """
+    optimizer, divisor = engine.optimizer, engine.gradient_accumulation_steps()
+    if engine.zero_optimization_stage() <= 1 and not getattr(optimizer, "overlap_comm", False):
+        return _AccumulatedReader(parameters, accumulated_gradient(optimizer), sketcher)
+    if not sketcher.sketches and divisor > 1:
+        raise UnsupportedError(
+            "the scalars tier expected a step of one micro-batch under ZeRO 2 and 3 (and 1 with "
+            f"overlap_comm), got {divisor}: only sketches tell the norm of their sum; use "
+            "tier='sketch'"
+        )
+    return _PartsReader(parameters, sketcher, guarded, begun=_step_has_begun(engine))
+
+
+def _step_has_begun(engine: Any) -> bool:
+    """Return whether a backward pass of the current step has already been."""
+    if not engine.managed_gradient_accumulation():
+        return bool(getattr(engine, "_unmanaged_backward_count", 0))
+    last_was_boundary = getattr(engine, "_is_gradient_accumulation_boundary", None)
+    if last_was_boundary is not None:  # else the engine counts
+        return not last_was_boundary
+    return bool(engine.micro_steps % engine.gradient_accumulation_steps())
+
+
+class _AccumulatedReader(LocalReader):
+    """Reads the accumulated gradient at the end of each backward pass, before it is reduced."""
+
+    def __init__(
+        self,
+        parameters: dict[str, Tensor],
+        gradient_of: Callable[[Tensor], Tensor | None],
+        sketcher: Sketcher,
+    ) -> None:
+        self._parameters = parameters
+        self._gradient_of = gradient_of
+        self._sketcher = sketcher
+        self._totals = sketcher.new_totals()
+        self._is_read = False
+        self._micro = MicroBatches()
+
+    @property
+    def sum_so_far(self) -> GradientTotals:
+        return self._totals
+
+    def begin_backward(self, *, first: bool) -> None:
+        if first:
+            old = [gradient for _, gradient in self._gradients()]
+            self.carried_over = min(old, key=Tensor.numel).any() if old else None
+
+    def before_reduction(self) -> None:
+        self._is_read = True
+        self._totals.reset()
+        gradients = [(name, gradient, 0) for name, gradient in self._gradients()]
+        self._sketcher.measure_many(gradients, self._totals)
+        if self._sketcher.sketches:
+            self._micro.add(self._totals, last=False)
+
+    def end_backward(self) -> None:
+        if not self._is_read:  # nothing was reduced, as inside no_sync
+            self.before_reduction()
+        self._is_read = False
+
+    def result(self) -> tuple[GradientTotals, Tensor | None]:
+        micro = self._micro.squared_norms()
+        return self._totals.clone(), None if micro is None or len(micro) == 1 else micro
+
+    def reset(self, *, begun: bool = False) -> None:
+        self._is_read = False
+        self._micro.reset()
+        self.carried_over = None
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._parameters.items():
+            gradient = self._gradient_of(parameter)
+            if gradient is not None:
+                yield name, gradient
+
+
+class _PartsReader(LocalReader):
+    """Reads each micro-batch's gradient as it passes, from tensor hooks.
+
+    Nothing that was there before passes them, so nothing is carried over.
+    """
+
+    def __init__(
+        self, parameters: dict[str, Tensor], sketcher: Sketcher, guarded: Guarded, *, begun: bool
+    ) -> None:
+        self._guarded = guarded
+        self._parts = GradientParts(sketcher)
+        self._adds_up = sketcher.sketches
+        self._num_backwards = 0
+        self._begun = begun  # the step's first parts are missing
+        self._handles: list[RemovableHandle] = [
+            parameter.register_hook(partial(self._on_gradient, name))  # type: ignore[no-untyped-call]
+            for name, parameter in parameters.items()
+        ]
+
+    @property
+    def valid(self) -> bool:
+        return not self._begun and (self._adds_up or self._parts.count == 1)
+
+    @property
+    def estimated(self) -> bool:
+        return self._parts.count > 1
+
+    def end_backward(self) -> None:
+        self._parts.close()
+        self._num_backwards += 1
+
+    def result(self) -> tuple[GradientTotals, Tensor | None]:
+        one_each = self._num_backwards == self._parts.count
+        micro = self._parts.part_squared_norms() if self.estimated and one_each else None
+        return self._parts.totals(), micro
+
+    def reset(self, *, begun: bool = False) -> None:
+        self._parts.reset()
+        self._num_backwards = 0
+        self._begun = begun
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _on_gradient(self, name: str, gradient: Tensor) -> None:
+        if self.on:
+            self._guarded(self._parts.measure, name, gradient)
+
+
+def accumulated_gradient(optimizer: Any) -> Callable[[Tensor], Tensor | None]:
+    """Return where a parameter's accumulated gradient is, before the reduction and after."""
+    if getattr(optimizer, "use_grad_accum_attribute", False):  # ZeRO 1, sums in another dtype
+        return lambda parameter: getattr(parameter, "grad_accum", None)
+    if hasattr(optimizer, "fp32_groups_gradients"):  # bf16 parameters, float32 sums
+        return lambda parameter: getattr(parameter, "_hp_grad", None)
+    return lambda parameter: parameter.grad
+
+
+class ReducedReader:
+    """Finds what a rank holds of the reduced gradient, after the reduction and before clipping.
+
+    Args:
+        engine: A DeepSpeed engine.
+        parameters: Its parameters by name.
+
+    Attributes:
+        replicated: Whether every rank holds all of it, or its shard.
+        available: Whether it is on the device, and still a gradient.
+    """
+
+    def __init__(self, engine: Any, parameters: Mapping[str, Tensor]) -> None:
+        self._optimizer = optimizer = engine.optimizer
+        self._parameters = parameters
+        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self.replicated = not hasattr(optimizer, "averaged_gradients")
+        offloads = ("cpu_offload", "offload_optimizer")
+        offloaded = any(getattr(optimizer, name, False) for name in offloads)
+        muon = "muon" in type(engine.basic_optimizer).__name__.lower()
+        self.available = not offloaded and (self.replicated or not muon)
+
+    def shards(self) -> Iterator[Measured]:
+        """Yield what this rank holds, without communication."""
+        if self.replicated:
+            yield from self._whole()
+        elif hasattr(self._optimizer, "fp16_groups"):
+            yield from self._shards_of_stage_3()
+        else:
+            yield from self.averaged()
+
+    def averaged(self, *, added_to: bool = False) -> Iterator[Measured]:
+        """Yield what this rank holds in stages 1 and 2.
+
+        Args:
+            added_to: Whether to leave out what another backward pass would begin anew.
+        """
+        optimizer = self._optimizer
+        for group, averaged in optimizer.averaged_gradients.items():
+            if added_to and not hasattr(averaged, "flat_partition"):
+                continue
+            rank = dist.get_rank(optimizer.real_dp_process_group[group])
+            starts = optimizer.grad_start_offset[group][rank]
+            held = (shard for shard in averaged or () if not hasattr(shard, "_zero_padding"))
+            for parameter, shard in zip(optimizer.params_in_partition[group], held, strict=False):
+                name = self._names.get(id(parameter))
+                if name is not None:
+                    yield name, shard, starts[optimizer.get_param_id(parameter)]
+
+    def waiting(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what stage 2 adds further micro-batches to; only a part of each counts."""
+        for group, sums in self._optimizer.all_grad_tensors.items():
+            parameters = self._optimizer.params_in_partition[group]
+            for parameter, gradient in zip(parameters, sums or (), strict=False):
+                name = self._names.get(id(parameter))
+                if name is not None:
+                    yield name, gradient
+
+    def _whole(self) -> Iterator[Measured]:
+        gradient_of = accumulated_gradient(self._optimizer)
+        for name, parameter in self._parameters.items():
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                yield name, gradient, 0
+
+    def _shards_of_stage_3(self) -> Iterator[Measured]:
+        optimizer = self._optimizer
+        for group, averaged in optimizer.averaged_gradients.items():
+            for parameter, padded in zip(
+                optimizer.fp16_groups[group], averaged or (), strict=False
+            ):
+                name = self._names.get(id(parameter))
+                start = parameter.partition_numel() * dist.get_rank(parameter.ds_process_group)
+                shard = padded.flatten()[: max(parameter.ds_numel - start, 0)]
+                if name is not None and shard.numel():
+                    yield name, shard, start

@@ -1,0 +1,423 @@
+"""How a model goes data parallel: what wraps it, which ranks are compared, which tap fits.
+
+A model that nothing wraps is one too, in a job of several ranks: its loop, or its optimizer,
+reduces.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from rankscope.errors import UnsupportedError
+from rankscope.gradients.names import canonical_name
+from rankscope.gradients.sketch import Sketcher
+from rankscope.wrappers.ddp import DDPTap
+from rankscope.wrappers.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
+from rankscope.wrappers.fsdp2 import FSDP2Tap
+from rankscope.wrappers.fsdp2_mesh import MeshPlace, mesh_place, tell_of_other_mesh
+from rankscope.wrappers.fsdp2_model import (
+    fsdp2_device,
+    fsdp2_parameters,
+    fsdp2_process_group,
+    fsdp2_replica,
+    is_fsdp2,
+    parameters_by_mesh,
+)
+from rankscope.wrappers.kinds import DDP, DEEPSPEED, FSDP2, LOOP, MEGATRON, REPLICATE, Kind
+from rankscope.wrappers.loop import LoopTap
+from rankscope.wrappers.megatron import MegatronTap
+from rankscope.wrappers.megatron_model import (
+    is_megatron,
+    megatron_parameters,
+    megatron_process_group,
+    plain_megatron_optimizer,
+)
+from rankscope.wrappers.tap import GradientObserver, GradientTap, Guarded, ReadReduced
+
+_log = logging.getLogger("rankscope")
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapped:
+    """A data-parallel model as it was found.
+
+    Attributes:
+        kind: ``"DDP"``, ``"replicate"``, ``"FSDP2"``, ``"DeepSpeed"``, ``"Megatron-core"`` or
+            ``"loop"``.
+        wrapper: The module that reduces gradients; under ``replicate``, the DDP that hooks of the
+            model call; the model itself where nothing wraps it.
+        parameters: The parameters that require a gradient, by canonical name.
+        group: The process group whose ranks are compared; each of them is a worker.
+        device: Where the gradients live.
+        optimizer: The optimizer, where the wrapper holds it.
+        replica: Workers with equal numbers hold the same parameters; None when each parameter has
+            one owner.
+        replicated: The model that ``replicate`` was applied to; None under anything else.
+        mesh: This rank's place in a mesh that has other axes than the data-parallel ones.
+    """
+
+    kind: Kind
+    wrapper: nn.Module
+    parameters: dict[str, Tensor]
+    group: dist.ProcessGroup
+    device: torch.device
+    optimizer: torch.optim.Optimizer | None = None
+    replica: int | None = 0
+    replicated: nn.Module | None = None
+    mesh: MeshPlace | None = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The model inside the wrapper; the same where a layer may be called so."""
+        if self.replicated is not None:
+            return self.replicated
+        if self.kind in (FSDP2, LOOP):
+            return self.wrapper
+        inner = getattr(self.wrapper, "module", None)
+        return inner if isinstance(inner, nn.Module) else self.wrapper
+
+    def reduces(self) -> Callable[[Tensor], bool] | None:
+        """Return what tells whether the wrapper reduces a parameter's gradient; None if of all.
+
+        DDP reduces none of a parameter that was frozen when it was wrapped. Which those were it
+        does not keep: what is frozen now counts. One that it reduces all the same is equal on all
+        workers, and then nothing is said of it.
+        """
+        if not isinstance(self.wrapper, DistributedDataParallel):
+            return None
+        kept = getattr(self.wrapper, "_module_parameters", None)
+        if kept is None:
+            return None
+        known = {id(parameter) for parameter in kept if parameter.requires_grad}
+        return lambda parameter: id(parameter) in known
+
+    def left_out(self) -> frozenset[str]:
+        """Return the canonical names of parameters that DDP was told to leave alone."""
+        if self.replicated is None:
+            return frozenset(getattr(self.wrapper, "parameters_to_ignore", ()))
+        kept = {id(parameter) for parameter in self.wrapper.parameters()}
+        named = self.replicated.named_parameters()
+        return frozenset(canonical_name(name) for name, p in named if id(p) not in kept)
+
+    def broadcasts(self) -> Callable[[], bool] | None:
+        """Return what tells whether DDP broadcasts buffers before a forward pass; None if never.
+
+        Where a hook of the user's does it, it is not known when.
+        """
+        ddp = self.wrapper
+        if not isinstance(ddp, DistributedDataParallel) or self.replicated is not None:
+            return None
+        asked = getattr(ddp, "forward_sync_buffers", None)  # its later name
+        if not (ddp.broadcast_buffers if asked is None else asked):
+            return None
+        return None if hasattr(ddp, "buffer_hook") else ddp.will_sync_module_buffers
+
+    def make_tap(
+        self,
+        sketcher: Sketcher,
+        guarded: Guarded,
+        reduced: ReadReduced,
+        observer: GradientObserver,
+        shadowed: Callable[[], None],
+    ) -> GradientTap:
+        """Return a tap that reads this model's local gradients from now on."""
+        wrapper, parameters = self.wrapper, self.parameters
+        if isinstance(wrapper, DistributedDataParallel):
+            return DDPTap(
+                wrapper,
+                parameters,
+                sketcher,
+                guarded,
+                reduced=reduced,
+                observer=observer,
+                shadowed=shadowed,
+            )
+        if self.kind is LOOP:
+            size = self.group.size()
+            return LoopTap(parameters, size, sketcher, guarded, reduced=reduced, observer=observer)
+        if is_deepspeed(wrapper):
+            return DeepSpeedTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
+        if is_megatron(wrapper):
+            return MegatronTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
+        assert self.kind in (FSDP2, REPLICATE), self.kind
+        return FSDP2Tap(wrapper, parameters, sketcher, guarded, reduced=reduced, observer=observer)
+
+
+def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Wrapped:
+    """Return how a model is wrapped.
+
+    Args:
+        model: What the training calls: a DDP or FSDP2 model, or one without wrapper, compiled or
+            not, a DeepSpeed engine, or Megatron-core's DDP.
+        process_group: The workers of a model without wrapper, None for all ranks; under FSDP2
+            those of one of its meshes, None for the largest.
+
+    Raises:
+        UnsupportedError: It goes data parallel in a way that cannot be watched, or not at all.
+    """
+    inner = getattr(model, "_orig_mod", model)  # torch.compile around the wrapper
+    if isinstance(inner, DistributedDataParallel):
+        parameters = _trained(inner)
+        _check_ddp(inner, parameters)
+        device = next(iter(parameters.values()), next(inner.parameters())).device
+        return Wrapped(DDP, inner, parameters, inner.process_group, device)
+    ddp = composable_ddp(inner)
+    if ddp is not None:
+        return _find_replicated(inner, ddp)
+    if isinstance(inner, FullyShardedDataParallel):
+        raise UnsupportedError(
+            "watch() expected DDP or FSDP2, got FSDP1, whose flat parameters hide the local "
+            "gradient of a layer; move to torch.distributed.fsdp.fully_shard"
+        )
+    if is_deepspeed(inner):
+        return _find_deepspeed(inner)
+    if is_fsdp2(inner):
+        return _find_sharded(inner, process_group)
+    if is_megatron(inner):
+        return _find_megatron(inner)
+    _check_bare(inner)
+    return _find_loop(inner, process_group or dist.group.WORLD)
+
+
+def _check_bare(model: nn.Module) -> None:
+    """Check that nothing wraps a model, or a part of it, and that there are ranks to compare.
+
+    Raises:
+        UnsupportedError: Something does, or there are none.
+    """
+    wrappers = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
+    parts = model.modules() if isinstance(model, nn.Module) else ()
+    wrapped = [type(part).__name__ for part in parts if isinstance(part, wrappers)]
+    if not (isinstance(model, nn.Module) and dist.is_available() and dist.is_initialized()):
+        why = f"got {type(model).__name__}"
+    elif wrapped:
+        why = f"got {type(model).__name__}, of which {wrapped[0]} wraps a part"
+        why = why if type(model).__name__ != wrapped[0] else f"got {wrapped[0]}"
+    elif any(composable_ddp(part) is not None for part in model.modules()):
+        why = f"got {type(model).__name__}, of which replicate wraps a part"
+    else:
+        return
+    raise UnsupportedError(
+        "watch() expected a model under DistributedDataParallel, replicate or fully_shard, a "
+        "DeepSpeed engine, or a model without wrapper in a job of several ranks, after "
+        f"init_process_group, {why}; pass what the training calls, after wrapping"
+    )
+
+
+def _find_loop(model: nn.Module, group: dist.ProcessGroup | None) -> Wrapped:
+    assert group is not None  # _check_bare looked
+    if group.size() < 2:
+        raise UnsupportedError(
+            f"watch() expected several workers, got {type(model).__name__} without wrapper in a "
+            "group of one rank, where there is nothing to compare; start the job with more ranks"
+        )
+    parameters: dict[str, Tensor] = {
+        canonical_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise UnsupportedError(
+            "watch() expected whole parameters on every rank of a model without wrapper, got "
+            "DTensor; wrap the model by fully_shard"
+        )
+    _check_one_device(parameters)
+    device = next(iter(parameters.values()), torch.zeros(())).device
+    return Wrapped(LOOP, model, parameters, group, device)
+
+
+def is_training(model: nn.Module) -> bool:
+    """Return whether a forward pass that begins now is one of a training, as far as its mode tells.
+
+    The mode is that of the modules inside, never of a wrapper: after an evaluation, Lightning puts
+    the module back into training mode, but not its wrapper.
+    """
+    return torch.is_grad_enabled() and in_training_mode(model)
+
+
+def in_training_mode(model: nn.Module) -> bool:
+    """Return whether a model trains dropout and the like, or a part of it does.
+
+    Args:
+        model: What the training calls: its own flag counts only if it wraps nothing.
+    """
+    wrapper = model._modules.get("_orig_mod") or model
+    wraps = isinstance(wrapper, DistributedDataParallel)
+    wraps = wraps or is_deepspeed(wrapper) or is_megatron(wrapper)
+    inner: Any = wrapper.module if wraps else wrapper
+    return inner.training or any(module.training for module in inner.modules())
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Return whether a model is compiled: hooks inside it would break its graph."""
+    in_place = getattr(model, "_compiled_call_impl", None) is not None  # Module.compile
+    return in_place or "_orig_mod" in model._modules
+
+
+def tell_if_wrapped_anew(module: nn.Module, wrapper: nn.Module) -> bool:
+    """Return whether a forward pass that has just begun comes from a newer wrapper, and say so.
+
+    Args:
+        module: What begins, under DDP or in a DeepSpeed engine until now.
+        wrapper: What it was watched in.
+    """
+    running = getattr(DistributedDataParallel, "_active_ddp_module", None)
+    others = () if running is None or running is wrapper else running.modules()
+    anew = isinstance(module, FSDPModule) or any(part is module for part in others)
+    if anew:
+        first = not dist.is_initialized() or dist.get_rank() == 0
+        level = logging.WARNING if first else logging.INFO
+        _log.log(level, "the model was wrapped anew; this run ends here: watch the new wrapper")
+    return anew
+
+
+def plain_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that do the steps, of one that the training calls or of several."""
+    given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
+    plain = [plain_optimizer(each) for each in given]
+    return [each for each in plain if each is not None]
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer | None:
+    """Return the optimizer that does the steps, out of wrappers that only pass calls on.
+
+    Accelerate's wrapper is an ``Optimizer`` that was never made one: it takes no hooks, and
+    Megatron-core's is none. None when it wraps something else, such as DeepSpeed's.
+    """
+    optimizer = plain_megatron_optimizer(optimizer)
+    while isinstance(optimizer, torch.optim.Optimizer):
+        if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+            return optimizer
+        optimizer = getattr(optimizer, "optimizer", None)
+    return None
+
+
+def has_closure(args: Any, kwargs: Any) -> bool:
+    """Return whether ``optimizer.step`` runs the backward pass itself, before it updates."""
+    given = (*args[1:], *kwargs.values())
+    return bool(given) and any(map(callable, given))
+
+
+def composable_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the DDP that reduces for a model under torch's composable ``replicate``, or None.
+
+    ``replicate`` makes it in the first forward pass; it is made here if there is none yet.
+    """
+    try:
+        from torch.distributed._composable.contract import _get_registry
+        from torch.distributed._composable.replicate import replicate
+    except ImportError:
+        return None
+    if "replicate" not in (_get_registry(model) or {}):
+        return None
+    state: Any = replicate.state(model)
+    if not hasattr(state, "lazy_init"):
+        return None  # FSDP2 carries a younger ``replicate``
+    if not state.has_initialized:
+        state.lazy_init()
+    ddp = getattr(state, "_ddp", None)
+    return ddp if isinstance(ddp, DistributedDataParallel) else None
+
+
+def _find_sharded(model: nn.Module, process_group: dist.ProcessGroup | None) -> Wrapped:
+    workers = () if process_group is None else dist.get_process_group_ranks(process_group)
+    parameters = fsdp2_parameters(model, workers)
+    first, *others = parameters_by_mesh(model)
+    chosen = any(p.name in parameters for p in first)
+    if chosen:
+        for other in others:
+            tell_of_other_mesh(first, other)
+    return Wrapped(
+        FSDP2,
+        model,
+        parameters,
+        process_group or fsdp2_process_group(model),
+        fsdp2_device(model),
+        replica=fsdp2_replica(model, workers),
+        mesh=_find_mesh(model) if chosen else None,
+    )
+
+
+def _find_mesh(model: nn.Module) -> MeshPlace | None:
+    try:
+        return mesh_place(model)
+    except Exception as error:  # whatever meshes its parameters are on
+        _log.debug("other axes of the mesh are not known: %r", error)
+        return None
+
+
+def _find_replicated(model: nn.Module, ddp: DistributedDataParallel) -> Wrapped:
+    kept = {id(parameter) for parameter in ddp.parameters()}
+    parameters: dict[str, Tensor] = {
+        canonical_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and id(parameter) in kept
+    }
+    _check_ddp(ddp, parameters)
+    device = next(ddp.parameters()).device
+    return Wrapped(REPLICATE, ddp, parameters, ddp.process_group, device, replicated=model)
+
+
+def _find_deepspeed(engine: Any) -> Wrapped:
+    parameters = {
+        canonical_name(name): parameter
+        for name, parameter in engine.module.named_parameters()
+        if parameter.requires_grad
+    }
+    group = deepspeed_process_group(engine)
+    optimizer = engine.basic_optimizer
+    replica = 0 if engine.zero_optimization_stage() < 3 else None
+    return Wrapped(DEEPSPEED, engine, parameters, group, engine.device, optimizer, replica)
+
+
+def _find_megatron(ddp: Any) -> Wrapped:
+    group = megatron_process_group(ddp)
+    parameters = megatron_parameters(ddp)
+    device = ddp.buffers[0].grad_data.device
+    return Wrapped(MEGATRON, ddp, parameters, group, device)
+
+
+def _check_ddp(ddp: DistributedDataParallel, parameters: dict[str, Tensor]) -> None:
+    if getattr(ddp, "_use_python_reducer", False):
+        raise UnsupportedError(
+            "watch() expected DDP's own reducer, got optimize_ddp='python_reducer', under which "
+            "hooks see gradients that are averaged already; leave "
+            "torch._dynamo.config.optimize_ddp at its default"
+        )
+    if ddp.mixed_precision is not None:
+        raise UnsupportedError(
+            "watch() expected DDP without a precision of its own, got mixed_precision, under which "
+            "gradients change their type inside the backward pass; use torch.autocast"
+        )
+    if getattr(ddp, "_delay_all_reduce_params", ()):
+        raise UnsupportedError(
+            "watch() expected all gradients in DDP's buckets, got delay_all_reduce_named_params, "
+            "which are reduced apart; leave it out"
+        )
+    _check_one_device(parameters)
+
+
+def _check_one_device(parameters: dict[str, Tensor]) -> None:
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        raise UnsupportedError(
+            "watch() expected all parameters of a worker on one device, got "
+            f"{', '.join(sorted(map(str, devices)))}; a model that is split over devices cannot "
+            "be watched yet"
+        )
+
+
+def _trained(ddp: DistributedDataParallel) -> dict[str, Tensor]:
+    return {
+        canonical_name(name): parameter
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ddp.parameters_to_ignore
+    }

@@ -1,0 +1,328 @@
+"""The local gradient under FSDP2 (``fully_shard``), read just before each reduction.
+
+FSDP2 accumulates gradients whole and undivided until it reduces them, and adds the result to the
+sharded ``.grad``: what is about to be reduced is this worker's gradient and nothing else, in every
+layout and precision.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from rankscope.errors import UnsupportedError
+from rankscope.gradients.sketch import Sketcher
+from rankscope.wrappers.fsdp2_left import GradientsLeft, State, state_of
+from rankscope.wrappers.fsdp2_model import (
+    ManagedParameter,
+    ParameterGroup,
+    ends_backward,
+    fsdp2_states,
+    listen,
+    parameters_by_mesh,
+    waits_by_hand,
+)
+from rankscope.wrappers.parts import GradientParts, MicroBatches
+from rankscope.wrappers.passes import in_backward
+from rankscope.wrappers.tap import (
+    GradientObserver,
+    GradientTap,
+    Guarded,
+    LocalGradient,
+    ReadReduced,
+    guarded,
+)
+
+
+class FSDP2Tap(GradientTap):
+    """Reads gradients under FSDP2.
+
+    A step is a backward pass whose gradients are reduced over all workers. One that accumulates
+    none (``torch.autograd.grad`` through the model, for adversarial examples, saliency or gradient
+    penalties) does not count, even if FSDP2 reduces in it what earlier ones have accumulated; but
+    under ``set_reduce_scatter_unused_params``, and since torch 2.15 under HSDP while a part of
+    earlier gradients waits for its all-reduce, it reduces zeros as well, and it looks like a step.
+    Gradients that are reduced in parts (HSDP without its all-reduce in all micro-batches but the
+    last, a loss whose chunks each have a backward pass) add up as
+    :class:`~rankscope.wrappers.parts.GradientParts` says: norms of such groups are estimates
+    then.
+
+    Layers gather their parameters, and so wait for all workers. What FSDP2 has not reduced is not
+    in ``.grad``, and reaches no optimizer.
+
+    The reduced gradient is left out in steps where it cannot be told: something was in ``.grad``
+    before, an all-reduce hook has changed it, it was moved to the CPU, or FSDP2 was told not to
+    wait for it.
+
+    Args:
+        model: The model, or a module around it; ``fully_shard`` was applied to it or to parts.
+        parameters: The parameters to measure, by canonical name, all of them known to the
+            sketcher and reduced over the same workers: :func:`fsdp2_parameters`.
+        sketcher: Measures the gradients, on :func:`fsdp2_device`.
+        guarded: Keeps the monitor's exceptions out of the backward pass.
+        reduced: What to read of the reduced gradient.
+        observer: Is told when gradients have been reduced.
+
+    Raises:
+        UnsupportedError: This torch's FSDP2 is unknown.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: dict[str, Tensor],
+        sketcher: Sketcher,
+        guarded: Guarded,
+        *,
+        reduced: ReadReduced,
+        observer: GradientObserver,
+    ) -> None:
+        self._observer = observer
+        meshes = parameters_by_mesh(model)
+        managed = next(each for each in meshes if any(p.name in parameters for p in each))
+        self._batches = len(meshes[0][0].group.ranks)
+        self._parameters = {parameter.inside: parameter for parameter in managed}
+        self._watched = [p for p in managed if p.name in parameters]
+        self._states = frozenset(fsdp2_states(model))
+        self._groups = list(dict.fromkeys(parameter.group for parameter in managed))
+        self._sketcher = sketcher
+        self._guarded = guarded
+        self._parts = GradientParts(sketcher)
+        self._left = GradientsLeft(self._watched, sketcher, reduced)
+        self._micro = MicroBatches()
+        self._watched_names = frozenset(parameters)
+        self._reached: list[Callable[[], None]] = []  # to be called if the backward pass trains
+        self._measure = False
+        self._start_again()
+        self._stops = listen(
+            backward_begins=self._on_begin,
+            before_reduce=self._see,
+            backward_ends=self._close_backward,
+            finalized=self._close_by_hand,
+        )
+
+    def _start_again(self) -> None:
+        self._parts.reset()
+        self._micro.reset()
+        self._left.reset()
+        self._read: set[str] = set()  # in this step
+        self._read_now: set[str] = set()  # in this backward pass
+        # Until their root's backward pass ends: whether the reduction makes it one that trains.
+        self._reduced_now: dict[ParameterGroup, bool] = {}
+        self._accumulated: dict[ManagedParameter, State] = {}  # what was not reduced
+        self._running = self._open = self._complete = self._spoiled = False
+        self._fresh = self._micro_known = True
+        self._reduced_read = False
+        self._num_forwards = self._num_backwards = 0
+
+    @property
+    def reduced_copies(self) -> int:
+        """The number of replicas: 1 when parameters are sharded over all workers."""
+        return self._groups[0].num_copies
+
+    @property
+    def summed_workers(self) -> float:
+        """W where a divide factor of 1 was set, as for losses over all workers' tokens.
+
+        A gradient of experts adds up the batches of all workers of the largest mesh, too.
+        """
+        return self._batches / self._groups[0].divisor
+
+    def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
+        """Announce a forward pass in training; one that recomputes activations does not count."""
+        if in_backward():
+            return
+        if self._open:  # a backward pass raised, and the training caught it
+            self._start_again()
+        self._running = False
+        self._measure = measure
+        if measure and not self._num_forwards:
+            accumulated = any(p.unreduced is not None for p in self._watched)
+            self._micro_known = self._sketcher.sketches and not accumulated
+        self._num_forwards += 1
+
+    def notice_backward(self, trained: Callable[[], None]) -> None:
+        """Say, from inside it, that a backward pass has reached what the model returned."""
+        self._begin_backward()
+        self._reached.append(trained)
+        alternates = self._num_forwards == self._num_backwards + 1
+        self._left.begin_pass(measure=self._measure and alternates, begun=bool(self._read_now))
+
+    @property
+    def complete(self) -> bool:
+        """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
+        return self._complete and not self._open
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a backward pass began since then and never ended: it raised."""
+        return self._open and not in_backward()
+
+    def collect(self) -> LocalGradient | None:
+        """Return what was measured, and start again; None when nothing valid was measured."""
+        gradient = None
+        if self._measure and self.complete and not self._spoiled:
+            reduced = self._left.reduced if self._reduced_read else None
+            gradient = LocalGradient(
+                self._parts.totals(),
+                None if reduced is None else reduced.clone(),
+                self._micro_squared_norms(),
+                norm_estimated=self._parts.count > 1,
+                kept=self._left.collect() if self._num_forwards == self._num_backwards else None,
+            )
+        self._start_again()
+        return gradient
+
+    def remove(self) -> None:
+        """Stop listening."""
+        for stop in self._stops:
+            stop()
+
+    def _micro_squared_norms(self) -> Tensor | None:
+        """Return the norms when each forward pass had one backward pass and all were seen."""
+        if not self._micro_known or self._num_forwards != self._num_backwards:
+            return None
+        if self._parts.count > 1:
+            each = self._parts.count == self._num_backwards
+            return self._parts.part_squared_norms() if each else None
+        return self._micro.squared_norms()
+
+    @guarded
+    def _on_begin(self, state: Any) -> None:
+        if state in self._states:
+            self._begin_backward()
+            self._open = True
+
+    def _begin_backward(self) -> None:
+        if not self._running:
+            self._running = True
+            self._reached.clear()
+
+    @guarded
+    def _see(
+        self, fsdp_params: list[Any], unsharded_grads: list[Tensor], *rest: Any, **options: Any
+    ) -> None:
+        """Read the gradients of a group that is about to be reduced.
+
+        On an accelerator this runs on the stream of the backward pass, on which FSDP2 itself is
+        about to copy the gradients into the buffer of the collective. So they are ready there,
+        and their memory is used again only by what that stream runs later.
+        """
+        if fsdp_params[0] not in self._parameters:
+            return
+        gradients = {
+            self._parameters[inside]: gradient
+            for inside, gradient in zip(fsdp_params, unsharded_grads, strict=True)
+        }
+        group = self._parameters[fsdp_params[0]].group
+        self._reduced_now[group] = self._reduced_now.get(group, False) or self._trains(gradients)
+        if self._measure:
+            self._left.see_summed(gradients.items())
+            self._measure_local(gradients)
+
+    def _trains(self, gradients: dict[ManagedParameter, Tensor]) -> bool:
+        """Return whether a reduction belongs to a step: not to a pass that has added nothing to it.
+
+        Pipeline schedules reduce by hand, after the last backward pass, what all have accumulated.
+        """
+        if not self._accumulated or not in_backward():
+            return True
+        return any(self._accumulated.get(p) != state_of(g) for p, g in gradients.items())
+
+    def _measure_local(self, gradients: dict[ManagedParameter, Tensor]) -> None:
+        for parameter in gradients:
+            name = parameter.name
+            if name not in self._watched_names:
+                raise UnsupportedError(
+                    f"parameter {name} has a gradient but was frozen when watch() was called; call "
+                    f"watch() after the last parameter is unfrozen"
+                )
+            if name in self._read:
+                self._spoiled |= not self._sketcher.sketches  # norms alone do not add up
+            else:
+                self._spoiled |= parameter.group.half_reduced
+                self._fresh &= parameter.tensor.grad is None
+        names = {parameter.name for parameter in gradients}
+        self._read |= names
+        self._read_now |= names
+        self._parts.measure_many([(p.name, gradient) for p, gradient in gradients.items()])
+
+    @guarded
+    def _close_by_hand(self, state: Any) -> None:
+        """Close the backward passes of a step whose reductions the training has waited for."""
+        if not ends_backward(state):
+            self._close_backward(state, settled=True)
+
+    @guarded
+    def _close_backward(self, state: Any, *, settled: bool = False) -> None:
+        """Close a backward pass, after the reductions if it has any.
+
+        Args:
+            state: FSDP2's state.
+            settled: Whether the reductions are known to be over; if not, they are unless the
+                training waits for them by hand, later.
+        """
+        if state in self._states:
+            self._running = False
+            self._end_pass(state, settled=settled)
+            self._open = False  # last: Ctrl-C in between leaves an aborted pass
+
+    def _end_pass(self, state: Any, *, settled: bool) -> None:
+        groups = frozenset(group for group in self._groups if group.belongs_to(state))
+        reduced = {}
+        if settled or not waits_by_hand(state):
+            reduced = {g: self._reduced_now.pop(g) for g in groups & self._reduced_now.keys()}
+        if not self._has_accumulated(groups) and not any(reduced.values()):
+            self._left.drop_pass(reduced=self._close_part())
+            return  # the training asked for other gradients than those of parameters
+        for trained in self._reached:
+            trained()
+        self._num_backwards += 1
+        synchronised = any(group.synchronises for group in reduced)
+        self._complete |= synchronised
+        if synchronised:
+            self._observer.see_reduced()
+        if self._measure:
+            self._measure_pass(synchronised=synchronised)
+
+    def _measure_pass(self, *, synchronised: bool) -> None:
+        if not self._close_part() and not synchronised:
+            self._measure_unreduced()
+            return
+        if synchronised and self._num_backwards > 1:
+            self._micro.add(self._parts.totals(), last=True)
+        self._left.end_reduced(self._measure_reduced() if synchronised else ())
+
+    def _close_part(self) -> bool:
+        """Return whether the backward pass has reduced something that was measured."""
+        if not self._read_now:
+            return False
+        self._parts.close()
+        self._read_now.clear()
+        return True
+
+    def _has_accumulated(self, groups: frozenset[ParameterGroup]) -> bool:
+        """Return whether a backward pass has left gradients that it has not reduced."""
+        before = {p: seen for p, seen in self._accumulated.items() if p.group in groups}
+        if not before and all(group.reduces for group in groups):
+            return False
+        unreduced = [(p, p.unreduced) for p in self._watched if p.group in groups]
+        kept = {p: state_of(gradient) for p, gradient in unreduced if gradient is not None}
+        others = {p: seen for p, seen in self._accumulated.items() if p not in before}
+        self._accumulated = others | kept
+        return any(before.get(p) != seen for p, seen in kept.items())
+
+    def _measure_unreduced(self) -> None:
+        """Measure what has been accumulated so far without any reduction, for its norm."""
+        unreduced = [p for p in self._watched if p.unreduced is not None]
+        self._micro_known &= not any(p.is_dtensor for p in unreduced)  # under TP it may be partial
+        totals = self._left.measure_unreduced() if self._micro_known else None
+        if totals is not None:
+            self._micro.add(totals, last=False)
+        self._left.end_unreduced(totals, self._accumulated)
+
+    def _measure_reduced(self) -> list[ManagedParameter]:
+        """Return the parameters whose reduced gradient was measured."""
+        read = [p for p in self._watched if p.name in self._read]
+        self._reduced_read = self._fresh and self._left.measure_reduced(read)
+        return read if self._reduced_read else []

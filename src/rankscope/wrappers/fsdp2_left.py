@@ -1,0 +1,189 @@
+"""What a backward pass under FSDP2 leaves behind, and whether the next one finds it unchanged.
+
+Gradients wait for more in one of two places: whole, where the pass does not reduce them
+(``set_requires_gradient_sync(False)``); or reduced, in ``.grad``, as this rank's shards. Each rank
+compares its own shards with themselves.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rankscope.gradients.sketch import Sketcher
+from rankscope.gradients.totals import GradientTotals
+from rankscope.wrappers.accumulator import AccumulatorAudit
+from rankscope.wrappers.fsdp2_model import ManagedParameter
+from rankscope.wrappers.fsdp2_shard import measure_shards
+from rankscope.wrappers.tap import ReadReduced
+
+State = tuple[int, int]
+"""Address and version of a gradient: they change when something is accumulated into it."""
+
+
+class GradientsLeft:
+    """Measures what backward passes leave, and compares it with what the next ones find.
+
+    Nothing is said of a pass that has reached a parameter before it reached what the model returned
+    (a loss that uses a weight again). One that has reduced some by then is known at once. Else,
+    since autograd adds to a gradient once in a pass: one that has changed by then, and is not added
+    to afterwards, was reached before.
+
+    Args:
+        parameters: All that are watched.
+        sketcher: Measures.
+        read: What is read of the reduced gradient.
+
+    Attributes:
+        reduced: Totals of this rank's shards; None where they are not to be read.
+    """
+
+    def __init__(
+        self, parameters: Collection[ManagedParameter], sketcher: Sketcher, read: ReadReduced
+    ) -> None:
+        self._parameters, self._sketcher, self._read = parameters, sketcher, read
+        self.reduced = None if read is ReadReduced.OFF else sketcher.new_totals()
+        self._audit = AccumulatorAudit({p.name: p.tensor for p in parameters}, sketcher)
+        self._scratch: GradientTotals | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a step."""
+        self._audit.reset()
+        self._left: GradientTotals | None = None  # by the last pass, where the next is to look
+        self._unreduced: Mapping[ManagedParameter, State] = {}
+        self._changed: dict[ManagedParameter, State] = {}  # as the pass that runs has found them
+        self._noticed = self._late = False
+
+    def measure_unreduced(self) -> GradientTotals:
+        """Measure what waits for its reduction."""
+        totals = self._empty_scratch()
+        found = [(p.name, p.unreduced, 0) for p in self._parameters]
+        self._sketcher.measure_many([(n, g, at) for n, g, at in found if g is not None], totals)
+        return totals
+
+    def measure_reduced(self, parameters: Collection[ManagedParameter]) -> bool:
+        """Measure this rank's shards, for which the current stream has been made to wait.
+
+        Returns:
+            Whether all of them are there.
+        """
+        readable = all(map(self._is_readable, parameters))
+        if readable and self.reduced is not None:
+            self.reduced.reset()
+            self._measure_shards(parameters, self._read, self.reduced)
+        return readable
+
+    def begin_pass(self, *, measure: bool, begun: bool) -> None:
+        """Look at the gradients, as soon as a backward pass has reached what the model returned.
+
+        Args:
+            measure: Whether to do so.
+            begun: Whether it has reduced some already.
+        """
+        if self._noticed or not measure or self._left is None:
+            return
+        self._noticed, self._late = True, begun
+        if not begun:
+            looked_at = self._parameters if self._unreduced else ()
+            now = {p: state_of(g) for p in looked_at if (g := p.unreduced) is not None}
+            self._changed = {p: s for p, s in now.items() if s != self._unreduced.get(p)}
+            self._audit.begin_pass(self._left, measure=True, begun=False)
+
+    def see_summed(self, gradients: Iterable[tuple[ManagedParameter, Tensor]]) -> None:
+        """Take whole gradients to which the pass has added what it has to add."""
+        if self._changed:
+            self._late |= any(self._changed.get(p) == state_of(g) for p, g in gradients)
+
+    def drop_pass(self, *, reduced: bool) -> None:
+        """Take note that the pass has accumulated nothing: the training asked for other gradients.
+
+        Args:
+            reduced: Whether it has reduced what earlier ones have accumulated.
+        """
+        self._audit.drop_pass()
+        self._changed, self._noticed, self._late = {}, False, False
+        if reduced:
+            self._left = None
+
+    def end_unreduced(
+        self, totals: GradientTotals | None, states: Mapping[ManagedParameter, State]
+    ) -> None:
+        """End a pass that has left gradients to be reduced later.
+
+        Args:
+            totals: What :meth:`measure_unreduced` has returned; None if it was not asked.
+            states: The gradients'.
+        """
+        self._close()
+        self._left, self._unreduced = totals, states
+        self._audit.end_pass(None if totals is None else self._read_unreduced)
+
+    def end_reduced(self, parameters: Collection[ManagedParameter] = ()) -> None:
+        """End a pass that has reduced gradients.
+
+        Args:
+            parameters: Whose shards :meth:`measure_reduced` has just measured.
+        """
+        self._close()
+        self._left = self.reduced if parameters else None
+        again = partial(self._measure_shards, parameters, ReadReduced.NORM)
+        self._audit.end_pass(None if self._left is None else again)
+
+    def collect(self) -> Tensor | None:
+        """Return what is known of the step: see :meth:`AccumulatorAudit.collect`."""
+        return self._audit.collect()
+
+    def _close(self) -> None:
+        waiting = ((p, p.unreduced) for p in self._changed)
+        self.see_summed([(p, g) for p, g in waiting if g is not None])
+        if self._late:
+            self._audit.drop_pass()
+        self._changed, self._unreduced, self._noticed, self._late = {}, {}, False, False
+
+    def _read_unreduced(self, into: GradientTotals) -> None:
+        there = [(p.name, p.unreduced) for p in self._parameters]
+        self._sketcher.measure_norms([(n, g) for n, g in there if g is not None], into)
+
+    def _is_readable(self, parameter: ManagedParameter) -> bool:
+        shard = parameter.reduced
+        here = shard is not None and shard.device == self._sketcher.device
+        return here and parameter.group.reduced_is_readable
+
+    def _measure_shards(
+        self, parameters: Collection[ManagedParameter], read: ReadReduced, into: GradientTotals
+    ) -> None:
+        """Add the totals of shards, as those of the mean over the workers."""
+        for scale in {p.group.reduced_scale for p in parameters}:
+            totals = into if scale == 1 else self._empty_scratch()
+            self._add_shards(
+                [p for p in parameters if p.group.reduced_scale == scale], read, totals
+            )
+            if scale != 1:
+                totals.scale(scale)
+                into.add(totals)
+
+    def _add_shards(
+        self, parameters: Collection[ManagedParameter], read: ReadReduced, into: GradientTotals
+    ) -> None:
+        shards = [(p, shard) for p in parameters if (shard := p.reduced) is not None]
+        if read is ReadReduced.NORM:
+            self._sketcher.measure_norms([(p.name, shard) for p, shard in shards], into)
+        else:
+            measure_shards(self._sketcher, [(p.name, s, p.place) for p, s in shards], into)
+
+    def _empty_scratch(self) -> GradientTotals:
+        if self._scratch is None:
+            self._scratch = self._sketcher.new_totals()
+        self._scratch.reset()
+        return self._scratch
+
+
+def state_of(gradient: Tensor) -> State:
+    """Return what changes when something is accumulated into a gradient that is kept.
+
+    Of a DTensor that is its own version: autograd leaves alone that of the part inside.
+    """
+    local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local.data_ptr(), gradient._version

@@ -1,0 +1,141 @@
+"""Which axes of a device mesh FSDP2 does not average over, and which parameters those replicate."""
+
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from rankscope.wrappers.fsdp2_model import ManagedParameter, managed_parameters
+
+_log = logging.getLogger("rankscope")
+_STAGES = ("pp", "pipe", "stage")  # how the axes of pipeline stages are called
+
+
+@dataclass(frozen=True, slots=True)
+class MeshPlace:
+    """This rank's place in a mesh beyond its data-parallel axes.
+
+    Attributes:
+        rank: This rank in the job.
+        ranks: All ranks of the mesh that hold the same parameters or other cuts of them.
+        axes: By name of each axis over which FSDP2 does not average, the ranks along it.
+        parameters: All parameters that FSDP2 shards, trained or not.
+    """
+
+    rank: int
+    ranks: tuple[int, ...]
+    axes: Mapping[str, tuple[int, ...]]
+    parameters: tuple[ManagedParameter, ...]
+
+
+def mesh_place(model: nn.Module) -> MeshPlace | None:
+    """Return a rank's place in a mesh; None where nothing but data-parallel axes is known.
+
+    Axes are found in the mesh from which FSDP2's own was cut, and in those of placements. Pipeline
+    stages hold other parameters each, often by the same names: their axis is left out.
+
+    Args:
+        model: A model under ``fully_shard``.
+
+    Raises:
+        UnsupportedError: See :func:`managed_parameters`.
+    """
+    managed = managed_parameters(model)
+    workers = frozenset(managed[0].group.ranks)
+    axes: dict[str, tuple[int, ...]] = {}
+    ranks: tuple[int, ...] = ()
+    for mesh in _meshes(managed):
+        found = {n: r for n, r in _lines(mesh) if workers & set(r) == {dist.get_rank()}}
+        fresh = {name: line for name, line in found.items() if line not in axes.values()}
+        members = _members(mesh) if fresh else ()
+        ranks = members if len(members) > len(ranks) else ranks
+        axes |= fresh
+    if not axes:
+        return None
+    return MeshPlace(dist.get_rank(), ranks, axes, tuple(managed))
+
+
+def placements_of(parameter: ManagedParameter) -> dict[str, bool]:
+    """Return by name of each axis that a parameter's placement names, whether it is replicated."""
+    tensor = parameter.tensor
+    names = tensor.device_mesh.mesh_dim_names if isinstance(tensor, DTensor) else None
+    if not isinstance(tensor, DTensor) or names is None:
+        return {}
+    return {
+        name: placement.is_replicate()
+        for name, placement in zip(names, tensor.placements, strict=True)
+    }
+
+
+def tell_of_other_mesh(
+    watched: Sequence[ManagedParameter], other: Sequence[ManagedParameter]
+) -> None:
+    """Say which parameters lie on another mesh, and whether FSDP2 divides their gradients alike.
+
+    Args:
+        watched: The parameters that are compared.
+        other: Those that are reduced otherwise.
+    """
+    level = logging.WARNING if dist.get_rank() == 0 else logging.INFO
+    group, apart = watched[0].group, other[0].group
+    some = f"{len(other)} parameters (from {other[0].name} on)"
+    _log.info(
+        "%s are reduced over %d ranks, the rest over %d: the workers' metrics leave them out; to "
+        "compare them, watch() their process_group as well",
+        some,
+        len(apart.ranks),
+        len(group.ranks),
+    )
+    if apart.divisor != group.divisor:
+        _log.log(
+            level,
+            "FSDP2 divides the gradients of %s by %g, those of the rest by %g: they are %g times "
+            "as large as those of one mean loss, unless the training scales them by hand; call "
+            "set_gradient_divide_factor(%g) on the modules that hold them",
+            some,
+            apart.divisor,
+            group.divisor,
+            group.divisor / apart.divisor,
+            group.divisor,
+        )
+
+
+def _meshes(managed: list[ManagedParameter]) -> Iterator[DeviceMesh]:
+    """Yield the mesh from which FSDP2's was cut, and those of placements, the former first."""
+    inside = managed[0].group.mesh
+    root = getattr(inside, "_get_root_mesh", None)
+    if root is not None:
+        yield root()
+    of_tensors = [p.tensor.device_mesh for p in managed if isinstance(p.tensor, DTensor)]
+    yield from dict.fromkeys(of_tensors)
+
+
+def _lines(mesh: DeviceMesh) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield each named axis of a mesh that has several ranks, and those along it through this.
+
+    Not that of pipeline stages.
+    """
+    for name in mesh.mesh_dim_names or ():
+        line = _through(mesh, (name,))
+        if len(line) > 1 and not name.startswith(_STAGES):
+            yield name, line
+
+
+def _members(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the ranks of a mesh that belong to this rank's pipeline stage, in order."""
+    names = mesh.mesh_dim_names or ()
+    return tuple(sorted(_through(mesh, [n for n in names if not n.startswith(_STAGES)])))
+
+
+def _through(mesh: DeviceMesh, axes: Collection[str]) -> tuple[int, ...]:
+    """Return the ranks of a mesh whose place differs from this rank's along some axes alone."""
+    place = (mesh.mesh == dist.get_rank()).nonzero()
+    if len(place) != 1:
+        return ()
+    names = mesh.mesh_dim_names or ()
+    at = [slice(None) if n in axes else p for n, p in zip(names, place[0].tolist(), strict=True)]
+    return tuple(mesh.mesh[tuple(at)].flatten().tolist())

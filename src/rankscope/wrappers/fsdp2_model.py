@@ -1,0 +1,389 @@
+"""The parameters of a model under FSDP2: their names, their workers, and what FSDP2 says of them.
+
+All attributes of FSDP2's own objects that the monitor uses are read here, after a check that they
+exist.
+
+FSDP2 offers no public place where the local gradient can be read in every layout: the public
+``set_custom_reduce_scatter`` is never called with a shard size of 1, replaces the user's own, and
+shows padded gradients, in fp16 already divided. :func:`listen` listens to a few private functions
+that serve all layouts.
+"""
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from rankscope.errors import UnsupportedError
+from rankscope.gradients.names import canonical_name
+from rankscope.private import find
+from rankscope.wrappers.calls import Listener, Relay, expect
+from rankscope.wrappers.fsdp2_shard import ShardPlace
+
+_GROUP_ATTRIBUTES = (
+    *("fsdp_params", "mesh_info", "device", "reduce_grads", "all_reduce_grads"),
+    *("gradient_divide_factor", "_all_reduce_hook", "_partial_reduce_output"),
+)
+_PARAMETER_ATTRIBUTES = (
+    *("sharded_param", "unsharded_accumulated_grad", "is_dtensor", "fsdp_placement"),
+    *("_orig_size", "padded_sharded_param_size", "mesh_info"),
+)
+
+_STATE = find("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState")
+_GROUPS = find("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+_BEGIN = Relay(_STATE, "_register_root_post_backward_final_callback")
+_REDUCE = Relay(_GROUPS, "foreach_reduce")
+_END = Relay(_STATE, "_root_post_backward_final_callback")
+_FINALIZE = Relay(_STATE, "_end_backward_iteration")  # since torch 2.15
+
+
+def listen(
+    *,
+    backward_begins: Listener,
+    before_reduce: Listener,
+    backward_ends: Listener,
+    finalized: Listener,
+) -> list[Callable[[], object]]:
+    """Tell bound methods of all backward passes and reductions in this process.
+
+    It does not keep their object alive. While nobody listens, torch's own functions are in place.
+
+    Args:
+        backward_begins: Told of a state of FSDP2 that a backward pass has reached.
+        before_reduce: Told of each group of parameters that is about to be reduced.
+        backward_ends: Told of a state of FSDP2 whose backward pass has ended and has not raised.
+            The current stream then waits for all reductions of the pass; before torch 2.15.
+        finalized: Told of a state of FSDP2 whose reductions the stream has been made to wait for,
+            which a training may put off (``set_manual_backward_finalization``), as pipeline
+            schedules do; of one that does so at the end of its backward pass, before
+            ``backward_ends``.
+
+    Returns:
+        What ends the listening.
+
+    Raises:
+        UnsupportedError: This torch lacks one of the functions.
+    """
+    expect(_STATE, "_register_root_post_backward_final_callback")
+    expect(_GROUPS, "foreach_reduce")
+    expect(_STATE, "_root_post_backward_final_callback")
+    stops = [
+        _BEGIN.tell(after=backward_begins),
+        _REDUCE.tell(before=before_reduce),
+        _END.tell(after=backward_ends),
+    ]
+    return [*stops, _FINALIZE.tell(after=finalized)] if _FINALIZE.exists else stops
+
+
+class ParameterGroup:
+    """The parameters that FSDP2 gathers and reduces together.
+
+    Args:
+        inside: FSDP2's own object.
+        state: FSDP2's state of the module that holds them.
+    """
+
+    def __init__(self, inside: Any, state: Any) -> None:
+        expect(inside, *_GROUP_ATTRIBUTES)
+        expect(state, "_state_ctx")
+        self._inside = inside
+        self._state = state
+        self.device: torch.device = inside.device
+        info = inside.mesh_info
+        self.mesh: DeviceMesh = info.mesh
+        self.shard_size = int(getattr(info, "shard_mesh_size", 1))
+        self.num_copies = int(getattr(info, "replicate_mesh_size", 1))
+        self.ranks: tuple[int, ...] = tuple(info.mesh.mesh.flatten().tolist())
+        self.shard_group: dist.ProcessGroup | None = getattr(info, "shard_process_group", None)
+        self.replicate_group: dist.ProcessGroup | None = getattr(
+            info, "replicate_process_group", None
+        )
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The ranks of the job that hold the same shards as this one, and reduce them together."""
+        group = self.replicate_group
+        return (dist.get_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a backward pass that ends now has reduced what it has accumulated, if anything.
+
+        Under HSDP perhaps over the shards alone.
+        """
+        return bool(self._inside.reduce_grads)
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether it has reduced that over all workers."""
+        all_reduces = self.replicate_group is None or self._inside.all_reduce_grads
+        return bool(self.reduces and all_reduces)
+
+    @property
+    def mixed_precision(self) -> Any:
+        """The ``MixedPrecisionPolicy`` that ``fully_shard`` got, where all parameters share it."""
+        expect(self._inside, "mp_policy")
+        return self._inside.mp_policy
+
+    @property
+    def half_reduced(self) -> bool:
+        """Whether earlier micro-batches were reduced over the shards and wait for the replicas."""
+        return self._inside._partial_reduce_output is not None
+
+    @property
+    def reduced_scale(self) -> float:
+        """What the reduced gradient must be multiplied with to be the mean over the workers."""
+        return self.divisor / (self.shard_size * self.num_copies)
+
+    @property
+    def divisor(self) -> float:
+        """What FSDP2 divides the sum of the workers' gradients by."""
+        factor = self._inside.gradient_divide_factor
+        return self.shard_size * self.num_copies if factor is None else float(factor)
+
+    @property
+    def reduced_is_readable(self) -> bool:
+        """Whether the reduced gradient is there, and is what FSDP2 has made of it."""
+        waited = getattr(self._state._state_ctx, "is_last_backward", True)
+        return bool(waited and self._inside._all_reduce_hook is None)
+
+    @property
+    def reduce_scatter(self) -> Any:
+        """What reduces gradients over the shards: FSDP2's own, or another that was put there."""
+        expect(self._inside, "_reduce_scatter_comm")
+        return self._inside._reduce_scatter_comm
+
+    def belongs_to(self, state: Any) -> bool:
+        """Return whether the group has the same root as a state of FSDP2."""
+        return self._state._state_ctx is state._state_ctx
+
+
+class ManagedParameter:
+    """A parameter that FSDP2 shards.
+
+    Args:
+        name: Its canonical name.
+        inside: FSDP2's own object.
+        group: What it is reduced with.
+    """
+
+    def __init__(self, name: str, inside: Any, group: ParameterGroup) -> None:
+        expect(inside, *_PARAMETER_ATTRIBUTES)
+        self.name = name
+        self.inside = inside
+        self.group = group
+        self.is_dtensor: bool = inside.is_dtensor
+
+    @property
+    def tensor(self) -> Tensor:
+        """The sharded parameter, the one that the optimizer knows."""
+        tensor: Tensor = self.inside.sharded_param
+        return tensor
+
+    @property
+    def summed_in(self) -> torch.dtype:
+        """The type in which FSDP2 means to reduce the gradient."""
+        if hasattr(type(self.inside), "unsharded_grad_dtype"):  # since torch 2.15
+            wanted = self.inside.mp_policy.reduce_dtype or self.tensor.grad_dtype
+        else:
+            policy = self.group.mixed_precision
+            wanted = policy.reduce_dtype or policy.param_dtype
+        return wanted or self.tensor.dtype
+
+    @property
+    def computed_in(self) -> torch.dtype:
+        """The type in which the gradient is computed, unless autocast takes another."""
+        policy = getattr(self.inside, "mp_policy", None) or self.group.mixed_precision
+        return policy.param_dtype or self.tensor.dtype
+
+    @property
+    def unreduced(self) -> Tensor | None:
+        """The whole gradient that was accumulated without a reduction."""
+        accumulated: Tensor | None = self.inside.unsharded_accumulated_grad
+        if accumulated is None and hasattr(self.inside, "_unsharded_param"):
+            accumulated = self.inside._unsharded_param.grad
+        return accumulated
+
+    @property
+    def reduced(self) -> Tensor | None:
+        """This rank's shard of the reduced gradient."""
+        gradient = self.tensor.grad
+        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+    @property
+    def place(self) -> ShardPlace:
+        """Where this rank's shard lies in the parameter; under TP, in this rank's part of it."""
+        shape, dim = self.inside._orig_size, self.inside.fsdp_placement.dim
+        rank = getattr(self.inside.mesh_info, "shard_mesh_rank", 0)
+        first = rank * self.inside.padded_sharded_param_size[dim]
+        return ShardPlace(shape, dim, min(first, shape[dim]))
+
+
+def ends_backward(state: Any) -> bool:
+    """Return whether FSDP2 is at the end of a backward pass, of which it will say so."""
+    expect(state._state_ctx, "post_backward_final_callback_queued")
+    return bool(state._state_ctx.post_backward_final_callback_queued)
+
+
+def waits_by_hand(state: Any) -> bool:
+    """Return whether the training itself waits for the reductions of a backward pass, later."""
+    return bool(getattr(state._state_ctx, "manual_backward_finalization_active", False))
+
+
+def is_fsdp2(model: nn.Module) -> bool:
+    """Return whether ``fully_shard`` was applied to the model or to modules in it."""
+    return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def fsdp2_parameters(model: nn.Module, workers: Collection[int] = ()) -> dict[str, Tensor]:
+    """Return the trainable parameters that FSDP2 reduces, by canonical name, in model order.
+
+    Parameters that it was told to ignore are left out: nothing averages their gradients.
+
+    Args:
+        model: The model.
+        workers: As for :func:`managed_parameters`.
+
+    Raises:
+        UnsupportedError: See there.
+    """
+    managed = managed_parameters(model, workers)
+    return {p.name: p.tensor for p in managed if p.tensor.requires_grad}
+
+
+def fsdp2_device(model: nn.Module) -> torch.device:
+    """Return where gradients live; under CPU offloading the parameters live elsewhere."""
+    return managed_parameters(model)[0].group.device
+
+
+def fsdp2_process_group(model: nn.Module) -> dist.ProcessGroup:
+    """Return a process group of the workers to compare.
+
+    Usually one that exists. HSDP inside a larger mesh has none: then its members, and they alone,
+    make a gloo group, so all of them must call this at the same point of the program.
+    """
+    group = managed_parameters(model)[0].group
+    if group.num_copies == 1 and group.shard_group is not None:
+        return group.shard_group
+    if group.shard_size == 1 and group.replicate_group is not None:
+        return group.replicate_group
+    if len(group.ranks) == dist.get_world_size() and dist.group.WORLD is not None:
+        return dist.group.WORLD
+    made: dist.ProcessGroup = dist.new_group(
+        list(group.ranks), backend="gloo", use_local_synchronization=True
+    )
+    return made
+
+
+def fsdp2_replica(model: nn.Module, workers: Collection[int] = ()) -> int | None:
+    """Return the number of the shard that this worker holds as others do, too.
+
+    None when each parameter has one owner.
+    """
+    first = managed_parameters(model, workers)[0]
+    if first.group.num_copies == 1:
+        return None
+    return int(getattr(first.inside.mesh_info, "shard_mesh_rank", 0))
+
+
+def managed_parameters(model: nn.Module, workers: Collection[int] = ()) -> list[ManagedParameter]:
+    """Return the parameters that FSDP2 reduces over the same workers, in the model's order.
+
+    Experts may lie on another mesh than the rest. A worker's gradient of its experts stems from
+    the tokens of others, too, so the two are never compared together.
+
+    Args:
+        model: The model.
+        workers: The ranks of the job that reduce them; by default the most that reduce any, and
+            among equally many those of the most elements.
+
+    Raises:
+        UnsupportedError: There are none, or this torch's FSDP2 differs inside from what the monitor
+            knows.
+    """
+    meshes = parameters_by_mesh(model)
+    if not meshes:
+        raise UnsupportedError(
+            f"watch() expected a model whose parameters fully_shard has sharded, got "
+            f"{type(model).__name__} without any; call watch() after fully_shard()"
+        )
+    chosen = [each for each in meshes if set(each[0].group.ranks) == set(workers)]
+    if workers and not chosen:
+        known = " or ".join(_in_words(each[0].group.ranks) for each in meshes)
+        raise UnsupportedError(
+            f"watch() expected a process_group that fully_shard reduces over: {known}; got "
+            f"{_in_words(workers)}; pass the group of the mesh whose parameters to watch"
+        )
+    return (chosen or meshes)[0]
+
+
+def _in_words(ranks: Collection[int]) -> str:
+    return f"{len(ranks)} ranks from {min(ranks)} to {max(ranks)}"
+
+
+def parameters_by_mesh(model: nn.Module) -> list[list[ManagedParameter]]:
+    """Return all parameters that FSDP2 shards, trainable or not, by how they are reduced.
+
+    Returns:
+        First those of the most workers, and among equally many those of the most elements; each in
+        the model's order.
+    """
+    meshes: dict[tuple[object, ...], list[ManagedParameter]] = {}
+    for parameter in every_parameter(model):
+        group = parameter.group
+        meshes.setdefault((group.ranks, group.num_copies), []).append(parameter)
+
+    def size(managed: list[ManagedParameter]) -> tuple[int, int]:
+        return len(managed[0].group.ranks), sum(p.tensor.numel() for p in managed)
+
+    return sorted(meshes.values(), key=size, reverse=True)
+
+
+def fsdp2_states(model: nn.Module) -> list[Any]:
+    """Return FSDP2's own states of the modules to which ``fully_shard`` was applied."""
+    expect(FSDPModule, "_get_fsdp_state")
+    states = [m._get_fsdp_state() for m in model.modules() if isinstance(m, FSDPModule)]
+    return list(dict.fromkeys(states))
+
+
+def casting_policy(module: FSDPModule) -> Any:
+    """Return the ``MixedPrecisionPolicy`` by which a module casts what enters and leaves it."""
+    state = module._get_fsdp_state()
+    expect(state, "_mp_policy")
+    return state._mp_policy
+
+
+def parameter_groups(module: FSDPModule) -> list[ParameterGroup]:
+    """Return what is reduced with the parameters of one module to which it was applied."""
+    state = module._get_fsdp_state()
+    return [ParameterGroup(inside, state) for inside in _groups(state)]
+
+
+def every_parameter(model: nn.Module) -> list[ManagedParameter]:
+    """Return all parameters that FSDP2 shards, trained or not, in the model's order."""
+    names: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), canonical_name(name))
+    found = {}
+    for state in fsdp2_states(model):
+        for inside in _groups(state):
+            group = ParameterGroup(inside, state)
+            for parameter in inside.fsdp_params:
+                expect(parameter, "_module_info")
+                info = parameter._module_info
+                name = names[id(getattr(info.module, info.param_name))]
+                found[name] = ManagedParameter(name, parameter, group)
+    return [found[name] for name in names.values() if name in found]
+
+
+def _groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # older releases have a single one
+        expect(state, "_fsdp_param_group")
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)

@@ -1,0 +1,180 @@
+"""What the taps share that read gradients by a hook on each parameter, or without one.
+
+Most hooks only count: gradients are read together at the end of a backward pass
+(:mod:`rankscope.wrappers.ddp_reading`), and once that is known to work, most hooks are taken
+out.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+from torch.autograd import Variable
+
+from rankscope.gradients.sketch import Sketcher
+from rankscope.wrappers.accumulator import AccumulatorAudit
+from rankscope.wrappers.ddp_reading import LocalReading, measure_reduced
+from rankscope.wrappers.ddp_step import GradientHooks, HookCalls
+from rankscope.wrappers.parts import MicroBatches
+from rankscope.wrappers.passes import BackwardEnd
+from rankscope.wrappers.tap import GradientObserver, GradientTap, Guarded, ReadReduced
+
+
+class HookedTap(GradientTap):
+    """A :class:`~rankscope.wrappers.tap.GradientTap` with hooks on parameters.
+
+    Args:
+        parameters: The parameters that require a gradient, by the names that the sketcher knows.
+        sketcher: Measures the gradients.
+        guarded: Keeps the monitor's exceptions out of the backward pass.
+        reduced: What to read of the reduced gradient.
+        observer: Is shown local gradients, and told when they have been reduced.
+        in_buckets: Whether gradients are moved into buckets as soon as their hooks are done.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, Tensor],
+        sketcher: Sketcher,
+        guarded: Guarded,
+        *,
+        reduced: ReadReduced,
+        observer: GradientObserver,
+        in_buckets: bool = False,
+    ) -> None:
+        self._parameters, self._all = parameters, tuple(parameters)
+        self._sketcher, self._guarded, self._observer = sketcher, guarded, observer
+        self._backward = BackwardEnd(self._on_begin, self._on_end, guarded, self._on_ending)
+        self._reading = LocalReading(parameters, sketcher, observer, in_buckets=in_buckets)
+        self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
+        self._measure_reduced = partial(measure_reduced, parameters, sketcher, reduced)
+        self._micro = MicroBatches()
+        self._accumulator = AccumulatorAudit(parameters, sketcher)
+        self._calls = HookCalls()
+        self._counted: list[str] = []  # calls of hooks that only count, in this pass
+        self._first = True  # the next gradient is the first of its backward pass
+        self._fresh = False  # a forward pass waits for its backward pass
+        self._noticed = False  # the backward pass, before its first gradient
+        self._measure = False
+        self._announce: Callable[[], None] | None = None  # of the pass that runs
+        self._reached: list[Callable[[], None]] = []  # to be called if it trains
+        self._hooks = GradientHooks(parameters, self._on_gradient)
+
+    def notice_backward(self, trained: Callable[[], None]) -> None:
+        """Say, from inside it, that a backward pass has reached what the model returned."""
+        begun = self._backward.running and not self._first
+        self._backward.notice()
+        self._noticed = True
+        self._reached.append(trained)
+        if self._accumulates:
+            self._accumulator.begin_pass(self._reading.totals, measure=self._measure, begun=begun)
+
+    def notice_unannounced(self, announce: Callable[[], None]) -> None:
+        """Say, from inside it, that a backward pass has reached a forward pass in evaluation mode.
+
+        Nothing comes of it when no parameter takes part, or one that was announced does as well.
+        """
+        if not self._fresh and not self._backward.running:
+            self._announce = announce
+            self._hooks.keep(self._all)
+            Variable._execution_engine.queue_callback(self._forget_unannounced)
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a backward pass began since :meth:`collect` and never ended: it raised."""
+        return self._backward.running
+
+    def remove(self) -> None:
+        """Take all hooks out of the model."""
+        self._hooks.remove()
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether gradients of several micro-batches add up where they are read."""
+        return True
+
+    def _begin_pass_anew(self) -> None:
+        """Forget what a backward pass that did not end has left."""
+        self._backward.begin()
+        self._reading.forget()
+
+    def _begin_step_anew(self) -> None:
+        self._begin_pass_anew()
+        self._micro.reset()
+        self._accumulator.reset()
+        self._calls.reset()
+
+    def _carried_over(self, first: str) -> Tensor | None:
+        """Begin a step in its first pass; return whether it adds to something that was there.
+
+        Args:
+            first: Whose gradient there is already.
+        """
+        held = self._reading.begin_step(first)
+        return self._sketcher.holds_any(held, whole=self._reading.held_at_ends)
+
+    def _read_pass(self) -> None:
+        """Read the local gradients at the end of a backward pass."""
+        if self._hooks.all:
+            self._calls.add(self._counted)
+        else:
+            self._calls.see_without(self._reading.with_gradient())
+        self._reading.end_pass(self._calls.names)
+
+    def _is_training(self) -> bool:
+        """Return whether the pass that ends was the training's: then tell those who asked."""
+        if self._first:  # no parameter took part: the training asked for other gradients
+            self._accumulator.drop_pass()
+            return False
+        for trained in self._reached:
+            trained()
+        return True
+
+    def _on_gradient(self, name: str, parameter: Tensor) -> None:
+        if name in self._reading.late:
+            self._counted.append(name)
+        elif self._accumulates:
+            self._guarded(partial(self._see, name, parameter.grad))
+
+    def _on_begin(self) -> None:
+        self._first = True
+        self._reached.clear()
+
+    def _see(self, name: str, gradient: Tensor | None) -> None:
+        """Take a gradient in its hook."""
+        announce, self._announce = self._announce, None
+        if announce is not None:
+            announce()
+        self._backward.notice()
+        if self._first:
+            self._first = False
+            self._counted.clear()
+            self._calls.begin_pass()
+            self._begin_pass(name)
+        self._take(name, gradient, last=self._calls.last_of(name))
+
+    def _forget_unannounced(self) -> None:
+        self._announce = None
+
+    @abstractmethod
+    def _begin_pass(self, first: str) -> None:
+        """Begin a backward pass, in the hook of its first gradient."""
+
+    @abstractmethod
+    def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
+        """Take a gradient.
+
+        Args:
+            name: Of its parameter.
+            gradient: None where the training has taken it away.
+            last: Whether it is whole: hooks of shared parameters may be called several times.
+        """
+
+    @abstractmethod
+    def _on_ending(self) -> None:
+        """Take notice that a backward pass is about to end, before any reduction is finished."""
+
+    @abstractmethod
+    def _on_end(self) -> None:
+        """Take notice that it has ended."""

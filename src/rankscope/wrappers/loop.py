@@ -1,0 +1,179 @@
+"""The local gradient of a model without wrapper, whose training reduces gradients itself.
+
+No reduction begins inside the backward pass, but for one that hooks of the training's start there.
+So what a backward pass has left is the local gradient, with all that the step's earlier passes have
+added: it is read together at the end of each pass (:mod:`rankscope.wrappers.ddp_reading`). A
+parameter that has hooks of the training's is read in a hook that runs before these.
+
+The step ends with the optimizer's call, and what is in ``.grad`` then is taken for the reduced
+gradient. Whether it is a mean, a sum or something else, or still each worker's own since the
+optimizer reduces, shows where workers are compared (:mod:`rankscope.evidence.gradient.own_reduction`).
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rankscope.gradients.sketch import Sketcher
+from rankscope.wrappers.hooked import HookedTap
+from rankscope.wrappers.passes import in_backward
+from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is known of the step that runs; there is a new one for each.
+
+    Attributes:
+        begun: A backward pass that is measured has begun.
+        ended: One has ended.
+        settled: The optimizer was called after it.
+        reduced_known: The reduced gradient was read.
+        spoiled: What was measured is not the step's local gradient.
+        carried_over: See :class:`~rankscope.wrappers.tap.LocalGradient`.
+        left: A parameter, and the version of the gradient that the last pass has left.
+        num_passes: Backward passes that have ended.
+    """
+
+    begun: bool = False
+    ended: bool = False
+    settled: bool = False
+    reduced_known: bool = False
+    spoiled: bool = False
+    carried_over: Tensor | None = None
+    left: tuple[Tensor, int] | None = None
+    num_passes: int = 0
+
+
+class LoopTap(HookedTap):
+    """A :class:`~rankscope.wrappers.tap.GradientTap` for a bare module.
+
+    Args:
+        parameters: The parameters that require a gradient, by the names that the sketcher knows.
+        num_workers: W.
+        sketcher: Measures the gradients.
+        guarded: Keeps the monitor's exceptions out of the training.
+        reduced: What to read of the reduced gradient.
+        observer: Is shown local gradients, and told when the optimizer is about to be called.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, Tensor],
+        num_workers: int,
+        sketcher: Sketcher,
+        guarded: Guarded,
+        *,
+        reduced: ReadReduced,
+        observer: GradientObserver,
+    ) -> None:
+        super().__init__(parameters, sketcher, guarded, reduced=reduced, observer=observer)
+        self._num_workers = num_workers
+        self._looked_for_others = False
+        self._step = _Step()
+
+    @property
+    def reduced_copies(self) -> int:
+        """Every rank is taken to hold the whole reduced gradient."""
+        return self._num_workers
+
+    def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
+        """Announce a forward pass in training whose backward pass will follow."""
+        self._choose_hooks()
+        self._begin_pass_anew()
+        self._fresh, self._measure = True, measure
+
+    def see_optimizer(self) -> None:
+        """Read the reduced gradient, at the first call of an optimizer after a backward pass."""
+        step = self._step
+        if not step.ended or step.settled or self._backward.running:
+            return
+        step.settled, self._fresh = True, False
+        self._observer.see_reduced()
+        if self._measure and self._reduced is not None:
+            step.reduced_known = self._measure_reduced(self._calls.names, into=self._reduced)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the optimizer was called after a backward pass, or its gradient thrown away.
+
+        A gradient scaler that sees an infinity calls no optimizer; the training throws the
+        gradient away, and the next forward pass begins another step. On an accelerator, only one
+        that is taken away is known to be, not one that is zeroed in place.
+        """
+        if self._backward.running or self._fresh or not self._step.ended:
+            return False
+        return self._step.settled or self._is_thrown_away()
+
+    def collect(self) -> LocalGradient | None:
+        """Return what was measured, and start again; None when nothing valid was measured."""
+        gradient, step = None, self._step
+        if self.complete and self._measure and self._calls.whole and not step.spoiled:
+            gradient = LocalGradient(
+                self._reading.totals,
+                self._reduced if step.reduced_known else None,
+                self._micro.squared_norms() if step.num_passes > 1 else None,
+                step.carried_over,
+                kept=self._accumulator.collect(),
+            )
+        self._begin_step_anew()
+        self._step = _Step()
+        return gradient
+
+    def _is_thrown_away(self) -> bool:
+        if self._step.left is None:
+            return False
+        parameter, version = self._step.left
+        gradient = parameter.grad
+        if gradient is None:
+            return True
+        readable = gradient.is_cpu and not gradient.is_sparse and gradient._version != version
+        return readable and not bool(gradient.any())
+
+    def _choose_hooks(self) -> None:
+        """Have as few hooks as the next backward pass needs, unless one runs."""
+        if in_backward():
+            return
+        if not self._looked_for_others:
+            self._looked_for_others = True
+            self._reading.never_late = self._hooks.go_first()
+        self._hooks.keep(self._reading.hooked(synchronises=False) if self._noticed else self._all)
+        self._noticed = False
+
+    def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
+        if last:
+            self._reading.take(name, gradient)
+
+    def _begin_pass(self, first: str) -> None:
+        step = self._step
+        self._fresh = False
+        step.spoiled |= step.settled  # it adds to what the optimizer was given
+        step.spoiled |= not (self._hooks.all or self._noticed)
+        self._reading.begin_pass(first, measure=self._measure, synchronises=False)
+        if self._measure and not step.begun:
+            step.begun = True
+            step.carried_over = self._carried_over(first)
+
+    def _on_ending(self) -> None:
+        """Read the local gradients at the end of a backward pass."""
+        if not self._first:
+            self._read_pass()
+
+    def _on_end(self) -> None:
+        """Close a backward pass."""
+        if not self._is_training():
+            return
+        step = self._step
+        unexpected = self._calls.end_pass(self._reading.read_late)
+        step.spoiled |= unexpected or self._reading.spoiled
+        self._reading.take_together()
+        step.ended = True
+        step.num_passes += 1
+        parameters = (self._parameters[name] for name in self._calls.names)
+        step.left = next(((p, p.grad._version) for p in parameters if p.grad is not None), None)
+        goes_on = self._measure and not step.spoiled
+        self._accumulator.end_pass(
+            self._accumulator.reading(self._calls.names) if goes_on else None
+        )
+        if self._measure:
+            self._micro.add(self._reading.totals, last=False)

@@ -1,0 +1,156 @@
+"""Micro-batches: gradients that are never seen whole, and norms of those that grow.
+
+:class:`GradientParts` measures a gradient's parts one by one, as they pass.
+
+Where each micro-batch's gradient is sent away as soon as it exists (ZeRO 2 and 3), the accumulated
+local gradient ``g = sum_m g_m`` is never in memory. Sketches add up over its parts, squared norms
+do not. What is missing are the inner products of different parts, which the sketches estimate:
+
+    |g|^2  =  sum_m |g_m|^2  +  sum_{m != n} g_m . g_n
+           ~  sum_m |g_m|^2  +  |sum_m S_m|^2  -  sum_m |S_m|^2
+
+This is unbiased, exact for a single part, and its relative RMS error is at most about ``sqrt(2/k)``
+unless parts oppose each other. ``|sum_m S_m|^2`` alone would do too, with a larger error (by
+``sqrt(2)`` for two independent parts): here the norms of the parts are exact.
+
+:class:`MicroBatches` tells the norms of micro-batches from a gradient that grows with each of them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rankscope.gradients.sketch import Sketcher
+from rankscope.gradients.totals import GradientTotals
+
+
+class GradientParts:
+    """Totals of a gradient that arrives in parts; each holds a parameter once.
+
+    Args:
+        sketcher: Measures the parts.
+    """
+
+    def __init__(self, sketcher: Sketcher) -> None:
+        self._sketcher = sketcher
+        self._part = sketcher.new_totals()
+        self._sum: GradientTotals | None = None  # of all parts but the last, where there are more
+        self._seen: set[str] = set()  # in the part that is open
+        self._count = 0  # of closed parts, the one in ``_part`` among them if nothing is open
+        self._closed = False  # the part in ``_part``
+        self._squared_norms: list[Tensor] = []  # of parts in the sum
+        self._squared_sketches: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """How many parts have been closed."""
+        return self._count
+
+    def measure(self, name: str, gradient: Tensor) -> None:
+        """Add a parameter's gradient to the open part; one that is already in it opens another."""
+        self.measure_many([(name, gradient)])
+
+    def measure_many(self, gradients: Sequence[tuple[str, Tensor]]) -> None:
+        """Add several parameters' gradients to the open part.
+
+        If one is already in it, all of them open another.
+        """
+        names = [name for name, _ in gradients]
+        if not self._seen.isdisjoint(names):
+            self.close()
+        if self._closed:
+            self._put_away()
+        self._seen.update(names)
+        self._sketcher.measure_many(
+            [(name, gradient, 0) for name, gradient in gradients], self._part
+        )
+
+    def close(self) -> None:
+        """End the open part; what follows belongs to another one."""
+        if self._closed:  # an empty one
+            self._put_away()
+        self._seen.clear()
+        self._closed = True
+        self._count += 1
+
+    def reset(self) -> None:
+        """Forget all parts."""
+        self._seen.clear()
+        self._squared_norms.clear()
+        self._sum = self._squared_sketches = None
+        self._closed, self._count = False, 0
+        self._part.reset()
+
+    def totals(self) -> GradientTotals:
+        """Return the totals of the sum of all closed parts.
+
+        Returns:
+            A copy. With more than one part, ``squared_norms`` are estimates, and ``largest`` and
+            ``nonfinite`` tell of the parts: the largest magnitude in any of them, and how many of
+            their elements are not finite.
+        """
+        if self._count == 0:
+            return self._sketcher.new_totals()
+        if self._count > 1 and self._closed:
+            self._put_away()
+        if self._sum is None:
+            return self._part.clone()
+        totals = self._sum.clone()
+        if self._count > 1 and self._squared_sketches is not None:
+            cross_terms = _squared_norms(totals.sketches) - self._squared_sketches
+            totals.squared_norms.add_(cross_terms).clamp_(min=0.0)
+        return totals
+
+    def part_squared_norms(self) -> Tensor:
+        """Return float64 ``[M]``: the exact squared norm of each closed part."""
+        if self._closed:
+            self._put_away()
+        return torch.stack(self._squared_norms)
+
+    def _put_away(self) -> None:
+        """Add the closed part to the sum; it takes a few operations that a single one spares."""
+        part, squared_sketches = self._part, _squared_norms(self._part.sketches)
+        self._squared_norms.append(part.squared_norms.sum())
+        if self._sum is None or self._squared_sketches is None:
+            self._sum, self._squared_sketches = part.clone(), squared_sketches
+        else:
+            self._sum.add(part)
+            self._squared_sketches.add_(squared_sketches)
+        part.reset()
+        self._closed = False
+
+
+def _squared_norms(sketches: Tensor) -> Tensor:
+    return sketches.double().square().sum(1)
+
+
+class MicroBatches:
+    """The squared norms of single micro-batches, told from sums that grow with each of them."""
+
+    def __init__(self) -> None:
+        self._before: Tensor | None = None
+        self._squared_norms: list[Tensor] = []
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self._before = None
+        self._squared_norms.clear()
+
+    def add(self, totals: GradientTotals, *, last: bool) -> None:
+        """Take the totals of the gradient accumulated so far."""
+        if last and self._before is None:
+            return  # a single micro-batch
+        sketch = totals.sketches.sum(0)
+        if self._before is None:
+            self._squared_norms.append(totals.squared_norms.sum())
+        else:
+            self._squared_norms.append((sketch - self._before).double().square().sum())
+        self._before = sketch
+
+    def squared_norms(self) -> Tensor | None:
+        """Return one per micro-batch ``[M]``, float64; None when there was a single one.
+
+        All but the first are squared norms of sketches: unbiased, with an RMS error of sqrt(2/k).
+        """
+        return torch.stack(self._squared_norms) if self._squared_norms else None

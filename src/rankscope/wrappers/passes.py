@@ -1,0 +1,199 @@
+"""The forward passes of a step, which of them train, and when a backward pass begins and ends."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+
+from rankscope.private import require
+from rankscope.wrappers.tap import Guarded
+
+_HAS_HOOKS = hasattr(Tensor, "_backward_hooks")
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
+
+
+@dataclass(slots=True)
+class _Pass:
+    returned: bool = False
+    visible: bool = False  # gradients can be seen to arrive at what it returned
+    trained: bool = False
+    backward: int = -1  # the last one that has reached it
+
+    @property
+    def idle(self) -> bool:
+        return not self.returned or (self.visible and not self.trained)
+
+    def train(self) -> None:
+        self.trained = True
+
+
+class ForwardPasses:
+    """Knows which forward passes take part in a step.
+
+    Not all do: one may raise, the training may drop a batch whose loss it does not like, catch
+    what a loss function raises inside the backward pass, or want other gradients than those of the
+    parameters, as for adversarial examples.
+
+    Args:
+        reached: Called inside a backward pass that reaches what the model returned, with what to
+            call once it accumulates gradients of parameters.
+        guarded: Keeps exceptions out of the backward pass.
+    """
+
+    def __init__(self, reached: Callable[[Callable[[], None]], None], guarded: Guarded) -> None:
+        self._reached = reached
+        self._guarded = guarded
+        self._passes: list[_Pass] = []
+
+    @property
+    def current(self) -> int:
+        """Number of the pass that began last, from 0 in each step; -1 before the first."""
+        return len(self._passes) - 1
+
+    @property
+    def recomputed(self) -> bool:
+        """Whether a backward pass that has reached a forward pass runs here, and may run it again.
+
+        A reentrant checkpoint runs it with a graph for the first time then: it was not known.
+        """
+        backward = torch._C._current_graph_task_id()
+        return backward != -1 and any(this.backward == backward for this in self._passes)
+
+    def begin(self, *, reached: bool = False) -> None:
+        """A forward pass begins; or one that a training backward pass has ``reached`` is known."""
+        self._passes.append(_Pass(returned=reached, trained=reached))
+
+    def end(self, output: object) -> None:
+        """The forward pass has returned ``output``."""
+        this = self._passes[-1]
+        this.returned = True
+        for tensor in tensors_in(output):
+            if tensor.grad_fn is not None:  # a hook on a parameter would stay there
+                this.visible = True
+                hook_gradient(tensor, partial(self._on_gradient, this))
+
+    def take_idle(self) -> frozenset[int]:
+        """Return the numbers of the passes that took no part in the step, and begin a new step."""
+        idle = frozenset(number for number, this in enumerate(self._passes) if this.idle)
+        self._passes.clear()
+        return idle
+
+    def _on_gradient(self, this: _Pass, gradient: Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        if this.backward != backward:  # it may reach several outputs
+            this.backward = backward
+            self._guarded(self._reached, this.train)
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Do what ``register_hook`` of a tensor with a ``grad_fn`` does, but for making a handle.
+
+    Args:
+        tensor: What the model has returned.
+        hook: Called with the gradient that arrives at it, for as long as the graph lives.
+    """
+    tensor_: Any = tensor
+    known = type(tensor) is Tensor and _HAS_HOOKS
+    if not known or not hasattr(tensor_.grad_fn, "_register_hook_dict"):
+        tensor_.register_hook(hook)
+        return
+    if tensor_._backward_hooks is None:
+        tensor_._backward_hooks = OrderedDict()
+        tensor_.grad_fn._register_hook_dict(tensor)
+    tensor_._backward_hooks[object()] = hook  # handles have numbers
+
+
+def tensors_in(value: object, depth: int = 4, breadth: int = 256) -> list[Tensor]:
+    """Return the tensors in nested sequences, mappings and dataclasses, as far as is cheap."""
+    if isinstance(value, Tensor):
+        return [value]
+    found: list[Tensor] = []
+    for part in islice(_parts(value), breadth) if depth else ():
+        if type(part) is Tensor:
+            found.append(part)
+        elif type(part) not in _PLAIN:
+            found += tensors_in(part, depth - 1, breadth)
+    return found
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, (dict, Mapping)):
+        return value.values()
+    if is_dataclass(value):
+        return [getattr(value, field.name) for field in fields(value)]
+    return ()
+
+
+class BackwardEnd:
+    """Notices backward passes from inside hooks that run in them.
+
+    A callback that is queued in a running backward pass runs at its end, and not at all when the
+    pass raises. One that is queued by such a callback runs after all others: after DDP and FSDP2
+    have finished the reduction, before the training gets the gradient to clip it.
+
+    Reentrant activation checkpointing runs passes of its own inside the outer one. They count as
+    part of it if the outer pass was noticed first: as soon as it reaches the model's output.
+
+    Args:
+        began: Called when a backward pass is noticed.
+        ended: Called at its end, after its reduction.
+        guarded: Keeps exceptions out of the backward pass.
+        ending: Called when all gradients are there, before what finishes the reduction.
+
+    Raises:
+        UnsupportedError: This torch lacks what shows the end of a backward pass.
+    """
+
+    def __init__(
+        self,
+        began: Callable[[], None],
+        ended: Callable[[], None],
+        guarded: Guarded,
+        ending: Callable[[], None] | None = None,
+    ) -> None:
+        self._began = began
+        self._ended = ended
+        self._ending = ending
+        self._guarded = guarded
+        self._running: object = None
+        require("backward")
+
+    @property
+    def running(self) -> bool:
+        """Whether a backward pass that was noticed has not ended: it runs, or it raised."""
+        return self._running is not None
+
+    def begin(self) -> None:
+        """Say that the next pass is a new one; one that raised is forgotten."""
+        self._running = None
+
+    def notice(self) -> None:
+        """Say, from inside a hook, that a backward pass runs."""
+        if self._running is not None:
+            return
+        this = self._running = object()
+        Variable._execution_engine.queue_callback(lambda: self._near_end(this))
+        self._began()
+
+    def _near_end(self, this: object) -> None:
+        if this is self._running and self._ending is not None:
+            self._guarded(self._ending)
+        Variable._execution_engine.queue_callback(lambda: self._end(this))
+
+    def _end(self, this: object) -> None:
+        if this is self._running:
+            self._guarded(self._ended)
+            self._running = None  # last: Ctrl-C in between leaves an aborted pass

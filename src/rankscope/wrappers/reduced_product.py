@@ -1,0 +1,151 @@
+"""The inner product of a worker's own gradient with the reduced one, without a copy of either.
+
+Without bucket views, ``parameter.grad`` holds the local gradient until the end of the backward
+pass, when DDP copies the reduced one over it, parameter by parameter. For as long as DDP does
+that, a dispatch mode watches torch's copies: each has the reduced gradient of a parameter as its
+source, and the local one still in the tensor that it is about to fill. The copy itself is torch's
+own and runs as it would, so that no bit changes, and nothing is registered with DDP.
+
+With W workers, ``g . mean`` and the norms of both tell where a worker points against the others:
+
+    g . (sum of the others)    =  W g . mean  -  |g|^2
+    |sum of the others|^2      =  W^2 |mean|^2  -  2 W g . mean  +  |g|^2
+"""
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankscope.gradients.kernels.dot import choose_dot
+from rankscope.gradients.sketch import Sketcher
+from rankscope.private import available, find
+from rankscope.wrappers.surroundings import has_left_modes
+from rankscope.wrappers.tap import Guarded, ReadReduced, guarded
+
+_COPY = torch.ops.aten.copy_.default
+_COPY_SEVERAL = find("torch.ops.aten._foreach_copy_.default")
+
+
+class ReducedProduct:
+    """Adds up the inner product while DDP copies reduced gradients back.
+
+    Args:
+        parameters: The parameters that DDP reduces, by name.
+        device: Where they are.
+        guarded: Keeps the monitor's exceptions out of the backward pass.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, Tensor], device: torch.device, guarded: Guarded
+    ) -> None:
+        self._parameters = parameters
+        self._dot = choose_dot(device)
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._guarded = guarded
+        self._mode = _Copies(self._look)
+        self._names: dict[int, str] = {}  # by the addresses of local gradients
+        self._seen: set[str] = set()
+        self._watched = self._disturbed = False
+
+    def watch(self) -> None:
+        """Watch copies until the pass is over. Call in a callback at the end of a backward pass.
+
+        Nothing is watched inside modes of the training, which would see ours.
+
+        DDP's own callback comes after it, and one that is queued now comes after DDP's. Where
+        that one does not run, since DDP raises, the engine itself restores the thread's modes.
+        """
+        self._sum.zero_()
+        self._seen.clear()
+        self._names = {
+            parameter.grad.data_ptr(): name
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None and _is_plain(parameter.grad)
+        }
+        self._disturbed, self._watched = False, not has_left_modes()
+        if not self._watched:
+            return
+        torch._C._push_on_torch_dispatch_stack(self._mode)
+        Variable._execution_engine.queue_callback(self._stop)
+
+    def take(self, used: Container[str]) -> Tensor | None:
+        """Return the inner product ``[]`` in float64 as a copy; None if it was not seen whole.
+
+        Args:
+            used: Parameters that have a gradient of this step. Of all others the gradient is zero,
+                and DDP leaves it alone where no worker has one.
+        """
+        watched, self._watched = self._watched, False
+        whole = all(
+            name in self._seen
+            for name, parameter in self._parameters.items()
+            if name in used and parameter.numel()
+        )
+        return self._sum.clone() if watched and whole and not self._disturbed else None
+
+    def _stop(self) -> None:
+        """Watch no more; not under the guard, which leaves our own mode, too, for its work."""
+        height = torch._C._len_torch_dispatch_stack()
+        if height and torch._C._get_dispatch_stack_at(height - 1) is self._mode:
+            torch._C._pop_torch_dispatch_stack(None)
+
+    @guarded
+    def _look(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        for into, reduced in pairs:
+            name = self._names.get(into.data_ptr()) if _is_plain(into) else None
+            if name is None:
+                continue
+            if name in self._seen or into.shape != reduced.shape:
+                self._disturbed = True  # this is not what DDP does
+                return
+            self._seen.add(name)
+            self._sum += self._dot(into, reduced)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided and tensor.numel() > 0
+
+
+class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Shows copies before they happen, and changes nothing.
+
+    Args:
+        look: Is shown what will be filled and what with; it must not raise.
+    """
+
+    def __init__(self, look: Callable[[Iterable[tuple[Tensor, Tensor]]], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._look = look
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else it imports the compiler at the first copy
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation as it is."""
+        if func is _COPY:
+            self._look((args[:2],))
+        elif func is _COPY_SEVERAL:
+            self._look(zip(args[0], args[1], strict=False))
+        return func(*args, **(kwargs or {}))
+
+
+def product_is_asked_for(
+    model: DistributedDataParallel, sketcher: Sketcher, reduced: ReadReduced
+) -> bool:
+    """Return whether only the inner product with the reduced gradient tells directions.
+
+    Of two workers, norms tell it as well. With bucket views, DDP reduces in the very memory that
+    holds the local gradient.
+    """
+    needed = not sketcher.sketches and reduced is not ReadReduced.OFF
+    if not needed or model.process_group.size() <= 2 or model.gradient_as_bucket_view:
+        return False
+    return available("copies")

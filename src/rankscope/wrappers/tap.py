@@ -1,0 +1,220 @@
+"""The interface behind which every way of going data parallel hides, and who looks on there."""
+
+import math
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import partial, wraps
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from torch import Tensor
+
+from rankscope.gradients.totals import GradientTotals
+
+Guarded = Callable[..., None]
+"""Runs a function, given first, on what follows it, so that it can neither raise into the training
+nor outlive the monitor."""
+
+
+class _HasGuard(Protocol):
+    _guarded: Guarded
+
+
+_Owner = TypeVar("_Owner", bound=_HasGuard)
+_Args = ParamSpec("_Args")
+
+
+def guarded(
+    method: Callable[Concatenate[_Owner, _Args], None],
+) -> Callable[Concatenate[_Owner, _Args], None]:
+    """Run a method of an object under the guard that the object has in ``_guarded``."""
+
+    @wraps(method)
+    def run(self: _Owner, /, *args: _Args.args, **kwargs: _Args.kwargs) -> None:
+        self._guarded(partial(method, self, *args, **kwargs))
+
+    return run
+
+
+class ReadReduced(StrEnum):
+    """What is read of the reduced gradient, after the reduction and before any clipping."""
+
+    OFF = "off"
+    NORM = "norm"
+    """Its squared norm: what the exact norm-weighted cosine needs (a second read)."""
+    SKETCH = "sketch"
+    """Its norm and sketch: what an audit of the reduction needs."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGradient:
+    """One worker's gradient in one step, on the gradient's device.
+
+    A tap may use the memory again in the next step.
+
+    Attributes:
+        totals: The local gradient before the reduction, summed over the step's micro-batches.
+        reduced: The part of the reduced gradient that this rank holds after the reduction: all of
+            it under DDP, its shard under FSDP2. None when it was not read. Its sketches are zero
+            when only the norm was asked for.
+        micro_squared_norms: float64 ``[M]``: squared norm of each micro-batch's own gradient, in
+            the units of ``totals``; empty when unknown or when there is a single one.
+        carried_over: Boolean scalar tensor: whether the gradient held something before the step
+            began (it was not zeroed), so that ``totals`` is not purely local. None when the tap
+            cannot be misled in this way.
+        norm_estimated: Whether the squared norms of ``totals`` are estimates, with a relative RMS
+            error of about ``sqrt(2/k)``, since the gradient was only ever seen in parts.
+        reduced_product: float64 scalar tensor: inner product of the local gradient with the
+            reduced one; None when it was not read.
+        kept: What happened to the gradient between the step's backward passes, see
+            :meth:`rankscope.wrappers.accumulator.AccumulatorAudit.collect`; None where that is
+            not known.
+    """
+
+    totals: GradientTotals
+    reduced: GradientTotals | None = None
+    micro_squared_norms: Tensor | None = None
+    carried_over: Tensor | None = None
+    norm_estimated: bool = False
+    reduced_product: Tensor | None = None
+    kept: Tensor | None = None
+
+
+class GradientTap(Protocol):
+    """Reads the local gradient during backward passes.
+
+    A tap counts nothing and sends nothing: the scope tells it before each forward pass in
+    training whether to measure the backward pass that follows.
+    """
+
+    @property
+    def reduced_copies(self) -> int:
+        """How many workers hold each element of the reduced gradient: W under DDP, 1 with FSDP2."""
+
+    @property
+    def summed_workers(self) -> float:
+        """How many workers' gradients make a reduced one: 1 for their mean, W for their sum."""
+        return 1.0
+
+    @property
+    def unreduced(self) -> bool:
+        """Whether the gradients hold something that no reduction has seen; False if unknown."""
+        return False
+
+    def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
+        """Announce a forward pass in training whose backward pass will follow.
+
+        Args:
+            measure: Whether to measure that backward pass.
+            bypassed: Whether the training calls the module inside the wrapper, so that nothing
+                is reduced.
+        """
+
+    def notice_backward(self, trained: Callable[[], None]) -> None:
+        """Say, from inside it, that a backward pass has reached what the model returned.
+
+        Args:
+            trained: Called once it proves to accumulate gradients, at its end at the latest; not
+                for ``torch.autograd.grad``, where that can be told.
+        """
+
+    def notice_unannounced(self, announce: Callable[[], None]) -> None:
+        """Say, from inside it, that a backward pass has reached a forward pass in evaluation mode.
+
+        Args:
+            announce: Announces that forward pass; called as soon as the backward pass proves to
+                train parameters, if the tap can still begin a step then. By default it cannot: the
+                step that the pass belongs to is under way.
+        """
+        return
+
+    def see_optimizer(self) -> None:
+        """Say that an optimizer is about to be called; most taps know the end of a reduction."""
+        return
+
+    @property
+    def complete(self) -> bool:
+        """Whether a synchronising backward pass has ended since the last :meth:`collect`."""
+
+    @property
+    def aborted(self) -> bool:
+        """Whether a backward pass began since then and never ended: it raised."""
+
+    @property
+    def busy_seconds(self) -> float:
+        """How long this worker was busy in the step before it began to wait for the others.
+
+        The time from the end of the step before's reduction until the last local gradient of this
+        step was ready; NaN where it cannot be known, since workers wait for each other elsewhere
+        too. Read it before :meth:`collect`.
+        """
+        return math.nan
+
+    def collect(self) -> LocalGradient | None:
+        """Return what was measured, and start again; None when nothing valid was measured."""
+
+    def remove(self) -> None:
+        """Take all hooks out of the model."""
+
+
+class SeesReduced(Protocol):
+    """Is told when a reduction is over."""
+
+    def see_reduced(self) -> None:
+        """Be told that the reduction is over, before anything else touches the gradients."""
+
+
+class GradientObserver(SeesReduced, Protocol):
+    """Is shown gradients at two moments of a backward pass, on the training thread."""
+
+    @property
+    def wanted_names(self) -> Collection[str]:
+        """Canonical names of the parameters whose local gradient it wants to see in this step.
+
+        To show it others as well costs time, and does nothing. Known from the step's first forward
+        pass on.
+        """
+
+    def see_local(self, name: str, gradient: Tensor) -> None:
+        """Take the local gradient of a parameter, before the reduction.
+
+        With several micro-batches it is called for each, with the gradient accumulated so far.
+
+        Args:
+            name: The parameter's canonical name.
+            gradient: Any shape; it may be overwritten as soon as this returns.
+        """
+
+    def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
+        """Take local gradients of several parameters at once, by name: on a device, one launch."""
+
+
+class ObserverGroup:
+    """Shows local gradients to one observer, and the end of the reduction to several.
+
+    Args:
+        observer: Sees local gradients; None where nobody wants to.
+        reduced: Called when the reduction is over, in order.
+    """
+
+    def __init__(
+        self, observer: GradientObserver | None, reduced: Iterable[Callable[[], None]]
+    ) -> None:
+        self._observer = observer
+        self._reduced = tuple(reduced)
+        self.see_local = _ignore if observer is None else observer.see_local
+        self.see_locals = _ignore if observer is None else observer.see_locals
+
+    @property
+    def wanted_names(self) -> Collection[str]:
+        """What the observer wants to see."""
+        return () if self._observer is None else self._observer.wanted_names
+
+    def see_reduced(self) -> None:
+        """Call all that wait for the end of the reduction."""
+        for call in self._reduced:
+            call()
+
+
+def _ignore(*args: object) -> None:
+    pass
