@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 FAULTS_FLAGS ?= --all
 # Installing compiles them.
-KERNELS := hatch_build.py $(wildcard $(addprefix src/rankscope/capture/kernels/,build.py *.[ch]))
+KERNELS := hatch_build.py $(wildcard $(addprefix src/rankscope/gradients/kernels/,build.py *.[ch]))
 
 FUZZ_FLAGS ?=
 EAGER_FLAGS ?= tests/scope tests/capture tests/integrations tests/reduce

@@ -7,7 +7,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
-KERNELS = "src/rankscope/capture/kernels"
+KERNELS = "src/rankscope/gradients/kernels"
 
 
 class KernelsHook(BuildHookInterface[Any]):

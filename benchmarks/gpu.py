@@ -111,7 +111,7 @@ def _use_this_checkout() -> None:
     sys.path.insert(0, source)
     others = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([source, others] if others else [source])
-    kernels = ROOT / "src/rankscope/capture/kernels"
+    kernels = ROOT / "src/rankscope/gradients/kernels"
     if not any(kernels.glob("*.so")):
         subprocess.run([sys.executable, kernels / "build.py"], check=False)
 

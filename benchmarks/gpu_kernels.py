@@ -255,7 +255,7 @@ def _handed_over(setup: Setup) -> Values:
     fused = importlib.import_module("rankscope.gradients.kernels.fused")
     if not hasattr(fused, "hand_over"):
         raise NotPossibleError("this version has no such kernel")
-    handover: Any = importlib.import_module("rankscope.evidence.gradient.transfer")
+    handover: Any = importlib.import_module("rankscope.wrappers.transfer")
     folding_of: Any = importlib.import_module("rankscope.gradients.fold").Folding
     tap: Any = importlib.import_module("rankscope.wrappers.tap")
     equal = []

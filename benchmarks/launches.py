@@ -304,8 +304,6 @@ def _within(counting: _Counting, function: Callable[..., Any], area: str | None)
 
 def _pretend(training: _Training) -> None:
     """From now on, treat the CPU as an accelerator; the first steps would take long in this way."""
-    from rankscope.evidence.gradient import transfer as handover
-    from rankscope.evidence.loss import labels
     from rankscope.evidence.loss import meter as loss
     from rankscope.evidence.samples import meter as samples
     from rankscope.evidence.state import readings
@@ -317,6 +315,8 @@ def _pretend(training: _Training) -> None:
         triton_digest,
         triton_handover,
     )
+    from rankscope.wrappers import labels
+    from rankscope.wrappers import transfer as handover
 
     replaced: Any
     for replaced, name in (

@@ -39,7 +39,7 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/mutants.json"
-ROOMS = ("core", "diagnose", "capture", "record")
+ROOMS = ("stats", "bus", "evidence", "wrappers", "gradients", "verdict", "record")
 STARTING_S = 120
 """Tests that take this and three times their usual seconds hang, which kills a mutant as well."""
 
@@ -284,7 +284,7 @@ def _copies(count: int) -> "Iterator[SimpleQueue[Path]]":
         for number in range(count):
             copied = Path(folder) / str(number)
             subprocess.run(["git", "clone", "-q", str(ROOT), str(copied)], check=True)
-            build = copied / "src/rankscope/capture/kernels/build.py"
+            build = copied / "src/rankscope/gradients/kernels/build.py"
             subprocess.run([sys.executable, build], check=True)
             free.put(copied)
         yield free

@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.evidence.environment import optimizer
-from rankscope.evidence.gradient import transfer
 from rankscope.evidence.loss import meter as loss
 from rankscope.evidence.randomness import meter as rng
 from rankscope.evidence.samples import meter as samples
@@ -38,7 +37,7 @@ from rankscope.session.collector import StepCollector
 from rankscope.session.instruments import choose_instruments
 from rankscope.session.local_step import LocalStep
 from rankscope.session.options import WatchOptions
-from rankscope.wrappers import ddp, passes
+from rankscope.wrappers import ddp, passes, transfer
 from rankscope.wrappers.find import find_wrapper
 from rankscope.wrappers.guard import ForeignHook, Guard
 

@@ -62,7 +62,7 @@ def test_an_edit_changes_the_draw_by_its_own_places(tmp_path: Path, monkeypatch)
 
 
 def test_a_test_that_imports_a_module_among_others_is_near():
-    path = "src/rankscope/capture/transfer.py"
+    path = "src/rankscope/wrappers/transfer.py"
     assert mutants.names_module("tests/capture/test_handover.py", path)
     assert not mutants.names_module("tests/core/test_secrets.py", path)
 
@@ -80,7 +80,7 @@ def copied(tmp_path: Path) -> Path:
     return copied
 
 
-PATH = "src/rankscope/core/secrets.py"
+PATH = "src/rankscope/bus/secrets.py"
 
 
 def test_functions_note_the_tests_that_enter_them(copied: Path):

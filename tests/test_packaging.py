@@ -20,8 +20,8 @@ DATA = {"py.typed"}
 """What is no Python file and must be in the package, beside the pages' templates."""
 
 ALLOWED = {
-    *("web/templates/*", "web/live/*", "sinks/*.json", "integrations/*.json"),
-    *("evidence/*/findings.toml", "capture/kernels/kernels-*.so", *DATA),
+    *("report/templates/*", "report/live/*", "sinks/*.json", "integrations/*.json"),
+    *("evidence/*/findings.toml", "gradients/kernels/kernels-*.so", *DATA),
 }
 HEAVY = {
     *("torch", "numpy", "pyarrow", "typer", "rich", "altair", "jinja2", "transformers", "pandas"),
@@ -52,7 +52,9 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     inside = {name.removeprefix("rankscope/") for name in names}
     modules = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py")}
     templates = {
-        str(path.relative_to(PACKAGE)) for path in PACKAGE.glob("web/templates/*") if path.is_file()
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.glob("report/templates/*")
+        if path.is_file()
     }
     assert modules <= inside
     assert inside >= DATA
@@ -109,7 +111,7 @@ def test_the_wheel_holds_compiled_kernels_for_any_python_on_this_platform(built,
     assert about["Root-Is-Purelib"] == "false"
     assert about["Tag"] == "-".join(tags)
     inside = {name for name in wheel.namelist() if name.endswith(".so")}
-    folder = "rankscope/capture/kernels"
+    folder = "rankscope/gradients/kernels"
     assert inside == {f"{folder}/kernels-{level}.so" for level in LEVELS}
 
 

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from capture.kernel_checks import CPU, SEED
 from rankscope.bus.groups import Groups, Sections
-from rankscope.evidence.gradient.transfer import launch
 from rankscope.gradients.fold import Folding
 from rankscope.gradients.kernels import ParameterSigns, period_signs
 from rankscope.gradients.kernels.choose import check_kernel
@@ -26,6 +25,7 @@ from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.tap import LocalGradient
+from rankscope.wrappers.transfer import launch
 
 
 class InterpretedKernel:
@@ -108,7 +108,7 @@ def launch_interpreted(
     folding: Folding,
     take: Callable[[int], Tensor],
 ) -> Tensor:
-    """Gather what was measured, as :func:`rankscope.evidence.gradient.transfer.launch` does."""
+    """Gather what was measured, as :func:`rankscope.wrappers.transfer.launch` does."""
     totals = [t and (t.memory, *t.sketches.shape) for t in (measured.totals, measured.reduced)]
     others = (
         *(measured.micro_squared_norms, measured.carried_over),

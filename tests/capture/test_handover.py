@@ -12,12 +12,12 @@ from capture.kernel_checks import needs_compiler
 from rankscope.agent.message import StepMessage, pack_step
 from rankscope.bus.groups import cut_sections, group_parameters
 from rankscope.bus.measured import measured_of
-from rankscope.evidence.gradient import transfer
-from rankscope.evidence.gradient.transfer import GradientTransfer
 from rankscope.gradients.fold import fold
 from rankscope.gradients.kernels.fallback import Launching
 from rankscope.gradients.sketch import NormMeter, Sketcher
+from rankscope.wrappers import transfer
 from rankscope.wrappers.tap import LocalGradient, ReadReduced
+from rankscope.wrappers.transfer import GradientTransfer
 
 WIDTH = 101
 NARROW = 13

@@ -5,10 +5,10 @@ import torch
 
 from capture.kernel_checks import needs_compiler
 from rankscope.evidence.environment.facts import FLAGS_EVERY, PrecisionMeter
-from rankscope.evidence.loss import labels as labels_module
 from rankscope.evidence.loss import meter as loss
 from rankscope.evidence.samples import meter as samples
 from rankscope.gradients.kernels.inputs import count_labels, digest_samples
+from rankscope.wrappers import labels as labels_module
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,6 @@ import torch
 
 from capture.kernel_checks import CPU, DTYPES, SEED, WIDTH, expect, measured, needs_compiler, random
 from capture.sketch_oracle import truth
-from rankscope.evidence.gradient import transfer
 from rankscope.gradients.kernels import bits, build, choose_kernel, inputs, library, period_signs
 from rankscope.gradients.kernels.bits import native_sum
 from rankscope.gradients.kernels.build import FOLDER, LEVELS, compile_kernels
@@ -18,6 +17,7 @@ from rankscope.gradients.kernels.library import NoLibraryError, StaleLibraryErro
 from rankscope.gradients.kernels.native import NativeKernel
 from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.lab.reductions import accumulator
+from rankscope.wrappers import transfer
 
 CACHED = (library.load_once, native_sum, accumulator.native_functions, transfer._is_compiled,
           inputs._function)  # fmt: skip

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rankscope.evidence.loss.form import LossForm, read_form
 from rankscope.evidence.loss.meter import LossMeter
 from rankscope.integrations.backward_loss import unscaled
+from rankscope.wrappers.loss_form import LossForm, read_form
 
 OWN, ITEMS, WORKERS = 3, 11, 4
 LABELS = torch.tensor([1, 2, -100, 3])

@@ -9,8 +9,8 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from rankscope.evidence.loss.form import read_form
 from rankscope.integrations.backward_loss import unscaled
+from rankscope.wrappers.loss_form import read_form
 from rankscope.wrappers.surroundings import around_model, outside, surrounded, traced
 from support.cut import Cut
 

@@ -12,8 +12,8 @@ from rankscope.diagnose import noise
 
 from rankscope.agent.summarize import summarize
 from rankscope.bus.step import GatheredStep
-from rankscope.evidence.dispersion.noise_scale import noise_of_steps
 from rankscope.record import Run, RunWriter, reader, rollups, tables
+from rankscope.stats.noise_scale import noise_of_steps
 from rankscope.verdict import assessment
 from rankscope.verdict.assessment import assess
 from record.step_reports import local_values

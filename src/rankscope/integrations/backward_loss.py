@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rankscope.evidence.loss.form import (
+from rankscope.integrations.hooks import BackwardCalls, reaches
+from rankscope.wrappers.guard import ForeignHook
+from rankscope.wrappers.loss_form import (
     PASSING,
     divisor_of,
     is_hooked,
@@ -22,8 +24,6 @@ from rankscope.evidence.loss.form import (
     is_mean_node,
     summed_tokens,
 )
-from rankscope.integrations.hooks import BackwardCalls, reaches
-from rankscope.wrappers.guard import ForeignHook
 from rankscope.wrappers.passes import in_backward, tensors_in
 from rankscope.wrappers.surroundings import outside
 

@@ -25,8 +25,8 @@ import torch
 
 import rankscope
 from rankscope.errors import UnsupportedError, UsageError
-from rankscope.evidence.loss.labels import IGNORED_LABEL
 from rankscope.private import Patch
+from rankscope.wrappers.labels import IGNORED_LABEL
 from rankscope.wrappers.surroundings import outside
 
 if TYPE_CHECKING:

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankscope.errors import MissingExtraError, UnsupportedError
-from rankscope.evidence.loss.form import LossForm, read_form
-from rankscope.evidence.loss.labels import count_label_tokens
 from rankscope.evidence.loss.meter import shifts_labels
 from rankscope.integrations.rollouts import TrainerRollouts
 from rankscope.private import Patch, callers
 from rankscope.session import start
+from rankscope.wrappers.labels import count_label_tokens
+from rankscope.wrappers.loss_form import LossForm, read_form
 from rankscope.wrappers.surroundings import outside
 
 if TYPE_CHECKING:

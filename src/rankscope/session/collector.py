@@ -20,7 +20,6 @@ import torch.distributed as dist
 from rankscope.bus.governor import Intervals
 from rankscope.bus.probe import Channel, Evaluated, Probe, StepEnd, overriding
 from rankscope.evidence import EVIDENCE
-from rankscope.evidence.gradient.transfer import GradientTransfer
 from rankscope.gradients.host import begin_copies
 from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
@@ -30,6 +29,7 @@ from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.passes import ForwardPasses, tensors_in
 from rankscope.wrappers.surroundings import traced
 from rankscope.wrappers.tap import ObserverGroup
+from rankscope.wrappers.transfer import GradientTransfer
 
 _log = logging.getLogger("rankscope")
 

@@ -32,7 +32,6 @@ from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Content
 from rankscope.bus.step import StepReport
 from rankscope.errors import RankscopeError
-from rankscope.evidence.environment.optimizer import all_of
 from rankscope.gradients.device_clock import clock_of
 from rankscope.session.announcement import announce, where_recorded
 from rankscope.session.collector import StepCollector
@@ -45,6 +44,7 @@ from rankscope.session.outbox import Outbox
 from rankscope.sinks import Sinks
 from rankscope.wrappers.find import has_closure, is_compiled, is_training, tell_if_wrapped_anew
 from rankscope.wrappers.guard import ForeignHook, Guard
+from rankscope.wrappers.optimizers import all_of
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.surroundings import traced
 

@@ -18,7 +18,6 @@ from rankscope.bus.plan import Plan, Tier
 from rankscope.errors import UsageError
 from rankscope.evidence.canary.check import check_canary
 from rankscope.evidence.environment.facts import environment_facts, vocabulary_digest
-from rankscope.evidence.environment.optimizer import JointOptimizer
 from rankscope.evidence.environment.training import (
     draws_with_replacement,
     sampler_seed,
@@ -34,6 +33,7 @@ from rankscope.session.scope import Scope
 from rankscope.sinks import RunInfo, SinkOption, Sinks
 from rankscope.wrappers.find import find_wrapper, plain_optimizers
 from rankscope.wrappers.kinds import LOOP
+from rankscope.wrappers.optimizers import JointOptimizer
 
 _log = logging.getLogger("rankscope")
 

@@ -8,15 +8,15 @@ import numpy as np
 
 from rankscope.bus.columns import Table
 from rankscope.bus.step import MISSING_INT
-from rankscope.evidence.dispersion.noise_scale import (
+from rankscope.record import Columns, Run
+from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.block_ratio import Estimate, block_sums, ratio_of_sums
+from rankscope.stats.noise_scale import (
     NoiseOfSteps,
     micro_shares,
     noise_of_steps,
     noise_scale,
 )
-from rankscope.record import Columns, Run
-from rankscope.stats.arrays import Floats, Ints
-from rankscope.stats.block_ratio import Estimate, block_sums, ratio_of_sums
 
 Numbers = Mapping[str, float | int | None]
 

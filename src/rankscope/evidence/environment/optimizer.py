@@ -9,49 +9,13 @@ import torch
 from torch import Tensor
 
 from rankscope.gradients.fingerprint import digest_of
+from rankscope.wrappers.optimizers import JointOptimizer
 
 _NO_SETTINGS = frozenset(
     {"params", "param_names", "lr", "initial_lr", "max_lr", "min_lr", "base_lr"}
 )
 _PARAMETERS = frozenset({"params", "param_names"})
 _FIXED = (bool, int, float, str, type(None))
-
-
-class JointOptimizer:
-    """Several optimizers of one model, looked at as one.
-
-    Args:
-        optimizers: In the order in which their settings are told.
-    """
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        self.optimizers = tuple(optimizers)
-        self.state = _JointState(self.optimizers)
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all."""
-        return [group for each in self.optimizers for group in each.param_groups]
-
-
-class _JointState(dict[Any, Any]):
-    """What some optimizers keep, by parameter: looked up there, and never copied."""
-
-    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        super().__init__()
-        self._optimizers = optimizers
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Return what the optimizer that has the parameter keeps for it."""
-        states = (each.state for each in self._optimizers)
-        return next((state.get(key) for state in states if key in state), default)
-
-
-def all_of(optimizer: Any) -> tuple[Any, ...]:
-    """Return an optimizer, or all that are looked at as one; nothing where there is none."""
-    if isinstance(optimizer, JointOptimizer):
-        return optimizer.optimizers
-    return () if optimizer is None else (optimizer,)
 
 
 class OptimizerMeter:

@@ -18,10 +18,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.evidence.environment.facts import quietly
-from rankscope.evidence.environment.optimizer import all_of
 from rankscope.gradients.digest import known_shape
 from rankscope.gradients.fingerprint import digest_of
 from rankscope.gradients.names import canonical_name
+from rankscope.wrappers.optimizers import all_of
 
 Facts = dict[str, Any]
 

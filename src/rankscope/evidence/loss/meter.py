@@ -18,16 +18,16 @@ import torch
 from torch import Tensor
 
 from rankscope.errors import UsageError
-from rankscope.evidence.loss.form import is_mean, read_form
-from rankscope.evidence.loss.labels import (
+from rankscope.gradients.host import Numbers, OnHost, copy_numbers
+from rankscope.gradients.kernels.inputs import count_labels
+from rankscope.wrappers.labels import (
     IGNORED_LABEL,
     count_label_tokens,
     is_spread,
     labels_in,
     own,
 )
-from rankscope.gradients.host import Numbers, OnHost, copy_numbers
-from rankscope.gradients.kernels.inputs import count_labels
+from rankscope.wrappers.loss_form import is_mean, read_form
 from rankscope.wrappers.passes import hook_gradient
 from rankscope.wrappers.surroundings import outside
 

@@ -1,7 +1,7 @@
 """The detector of parameters that do not learn though they are trained, or are updated twice.
 
-Whether a parameter rests is found by :class:`rankscope.evidence.state.roles.Stillness`, from digests of its
-bits and of its gradient.
+Whether a parameter rests is found by :class:`rankscope.evidence.state.roles.Stillness`, from
+digests of its bits and of its gradient.
 """
 
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,7 @@
 """The mean of DDP's buckets in rank order: a communication hook.
 
-A DDP communication hook puts :class:`~rankscope.lab.reductions.reduction.OrderedMean` in the place of
-the all-reduce.
+A DDP communication hook puts :class:`~rankscope.lab.reductions.reduction.OrderedMean` in the place
+of the all-reduce.
 
 A communication hook cannot be taken out of a DDP model again, so a model gets this one at most
 once, and whoever comes later finds it there.

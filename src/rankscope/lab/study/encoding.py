@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, TensorDataset
 
 from rankscope.errors import DataError, UsageError
-from rankscope.evidence.loss.labels import IGNORED_LABEL
 from rankscope.lab.study.config import Combination, Reading
 from rankscope.lab.study.data import Record, prompt
+from rankscope.wrappers.labels import IGNORED_LABEL
 
 IGNORED = IGNORED_LABEL
 """Label of tokens that do not count in the loss: the prompt and the padding."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from rankscope.errors import UsageError
 from rankscope.evidence.environment.training import draws_with_replacement
-from rankscope.evidence.loss.labels import IGNORED_LABEL
 from rankscope.evidence.samples.meter import digest_inputs
 from rankscope.tools.doctor.stage import Bench, Facts
+from rankscope.wrappers.labels import IGNORED_LABEL
 
 SHARE_OF_TIME = 0.5
 """Of the time that a stage may take, what reading the first epoch may."""
