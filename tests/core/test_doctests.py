@@ -1,4 +1,4 @@
-"""The examples in docstrings of `core` run, and no metric or estimator is without one."""
+"""The examples in docstrings of `stats` and `bus` run, and no estimator is without one."""
 
 import doctest
 import importlib
@@ -7,10 +7,14 @@ import pkgutil
 
 import pytest
 
-from rankscope import core
+from rankscope import bus, stats
 from rankscope.stats.state import Stateful
 
-MODULES = sorted(module.name for module in pkgutil.iter_modules(core.__path__))
+MODULES = [
+    module.name
+    for room in (stats, bus)
+    for module in pkgutil.iter_modules(room.__path__, f"{room.__name__}.")
+]
 
 ESTIMATORS = [
     "audit",
@@ -19,14 +23,13 @@ ESTIMATORS = [
     "budget",
     "consensus",
     "direction",
-    "dispersion",
     "exchangeability",
     "noise_scale",
     "permutation",
     "recent",
     "rounding",
     "share",
-    "weighting",
+    "spread",
 ]
 """Modules of the metrics of the paper, and of statistics of ours."""
 
@@ -35,18 +38,12 @@ WITHOUT = {
     "audit.residuals": "see residuals_of_all",
     "audit.residuals_by_row": "see residuals_of_all",
     "recent.RecentSteps": "a store",
-    "weighting.common_scale": "takes a whole step",
-    "weighting.undo_common_scale": "takes a whole step",
 }
-
-
-def module_of(name: str):
-    return importlib.import_module(f"rankscope.core.{name}")
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_run(name):
-    failed, _ = doctest.testmod(module_of(name))
+    failed, _ = doctest.testmod(importlib.import_module(name))
     assert not failed
 
 
@@ -54,8 +51,8 @@ def test_examples_run(name):
 def test_every_estimator_has_an_example(name):
     lacking = {
         f"{name}.{public}"
-        for public, value in vars(module_of(name)).items()
-        if _is_estimator(value) and value.__module__ == f"rankscope.core.{name}"
+        for public, value in vars(importlib.import_module(f"rankscope.stats.{name}")).items()
+        if _is_estimator(value) and value.__module__ == f"rankscope.stats.{name}"
         if not public.startswith("_") and ">>>" not in (value.__doc__ or "")
     }
     assert lacking == {where for where in WITHOUT if where.startswith(f"{name}.")}

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rankscope.diagnose import noise
 
 from rankscope.agent.summarize import summarize
 from rankscope.bus.step import GatheredStep
 from rankscope.record import Run, RunWriter, reader, rollups, tables
 from rankscope.stats.noise_scale import noise_of_steps
 from rankscope.verdict import assessment
+from rankscope.verdict import noise_scale as noise
 from rankscope.verdict.assessment import assess
 from record.step_reports import local_values
 

@@ -4,7 +4,7 @@ import importlib
 import inspect
 import pkgutil
 
-from rankscope import diagnose
+from rankscope import evidence
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
 from rankscope.verdict.diagnosis import Diagnosis
@@ -16,7 +16,7 @@ def concrete(kind):
 
 
 def test_every_detector_is_asked():
-    for module in pkgutil.iter_modules(diagnose.__path__, f"{diagnose.__name__}."):
+    for module in pkgutil.walk_packages(evidence.__path__, f"{evidence.__name__}."):
         importlib.import_module(module.name)
     asked = {type(detector) for detector in Diagnosis(RunFacts(4))._detectors}
     known = {kind for kind in concrete(Detector) if kind.__module__.startswith("rankscope.")}

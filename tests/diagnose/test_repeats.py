@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from diagnose.streams import gathered, sharded
-from rankscope.agent.assembly import _fill_samples
 from rankscope.agent.summarize import summarize
 from rankscope.bus.finding import Severity
 from rankscope.bus.plan import Plan
 from rankscope.bus.run import RunFacts
+from rankscope.evidence.samples.combine import _fill_samples
 from rankscope.verdict.diagnosis import Diagnosis
 
 

@@ -7,10 +7,10 @@ from string import Formatter
 
 import pytest
 
+from rankscope import evidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.rules import RULES, describe
 from rankscope.bus.words import count, name_ranks
-from rankscope.verdict import rules
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_every_cause_has_a_title_and_advice_that_is_a_sentence(cause):
             assert re.sub(r"(\{\w+\})+$", "", text).endswith(".")  # a field may add a sentence
 
 
-NO_CAUSES = {"rules.toml", "causes.md", "rankscope.diagnose"}
+NO_CAUSES = {"findings.toml", "rankscope.evidence"}
 ALWAYS_WITH_A_KEY = {"compute.nondeterministic"}
 """Causes whose findings all are special cases, which have a rule by their key."""
 
@@ -53,7 +53,7 @@ ALWAYS_WITH_A_KEY = {"compute.nondeterministic"}
 def test_every_cause_that_a_detector_names_has_a_rule():
     named = {
         node.value
-        for file in Path(rules.__file__).parent.glob("*.py")
+        for file in Path(evidence.__file__).parent.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant)
         and isinstance(node.value, str)

@@ -8,8 +8,8 @@ from unittest import mock
 import pytest
 
 from rankscope.errors import RunError
-from rankscope.files import staged
-from rankscope.record import Run, RunTakenError, RunWriter, begin
+from rankscope.files import RunTakenError, staged
+from rankscope.record import Run, RunWriter, begin
 from rankscope.record.states import START_FILE, read_state
 from record.run_files import duckdb_rows, make_finding, pandas_rows, polars_rows, read_info, write
 from record.step_reports import expected_steps, expected_workers, files_of, make_report

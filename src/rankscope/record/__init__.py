@@ -22,7 +22,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rankscope.files import RunTakenError as RunTakenError
     from rankscope.record.begin import SCHEMA_VERSION as SCHEMA_VERSION
     from rankscope.record.reader import Run as Run
     from rankscope.record.rollups import Coverage as Coverage
@@ -37,7 +36,6 @@ _HOMES = {
     "Coverage": "rollups",
     "Overview": "rollups",
     "Run": "reader",
-    "RunTakenError": "files",
     "RunWriter": "writer",
     "arrow_schema": "schema",
 }
@@ -49,7 +47,6 @@ __all__ = [
     "Coverage",
     "Overview",
     "Run",
-    "RunTakenError",
     "RunWriter",
     "arrow_schema",
 ]
