@@ -197,6 +197,13 @@ USES = (
         "what a loss was divided by or multiplied with, and over how many tokens it is a mean",
         "the loss counts as it is, with an unknown weight",
     ),
+    Use(
+        "torch.autograd.graph.Node",
+        "_raw_saved_other _raw_saved_self _raw_saved_weight _raw_saved_total_weight",
+        "capture.loss_form",
+        "whether a hook of the training's has packed what would be read",
+        "it is unpacked, as a backward pass does",
+    ),
     # Tensors
     Use(
         "torch.Tensor",
@@ -264,6 +271,14 @@ USES = (
         "_profiler_enabled _enable_record_function",
         "capture.surroundings",
         "to show a profiler the training alone",
+        "no canaries",
+        need="canary",
+    ),
+    Use(
+        "torch._C",
+        "_InferenceMode",
+        "capture.surroundings",
+        "to leave inference mode, whose tensors cannot be written outside of it",
         "no canaries",
         need="canary",
     ),

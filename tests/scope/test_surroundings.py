@@ -1,6 +1,7 @@
 """What surrounds a step of the training does not see the monitor, whatever it does inside."""
 
 import hashlib
+import importlib
 import logging
 import time
 from typing import Any
@@ -22,8 +23,30 @@ from support.surroundings import SURROUNDINGS, WRAPPERS, Training
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-STEPS = 6
-KEEP, RUN, VERIFY = 1, 3, 4
+IMPORTED = (
+    "trl.models.activation_offloading",
+    "torch.testing._internal.logging_tensor",
+    "torch.fx.experimental.proxy_tensor",
+    "torch.utils.flop_counter",
+)
+NOT_UNDER_FSDP2 = (
+    *("gradients of samples", "func.grad", "fake pass", "traced pass", "mutations allowed"),
+)
+"""Which FSDP2 itself does not bear."""
+NO_PASSES = ("func.grad",)
+"""Whose forward passes are none that the monitor could measure."""
+NO_CANARY = {
+    "reentrant checkpoint": "a checkpoint runs the forward pass inside a backward pass",
+    "dual level": "the forward pass runs under forward-mode differentiation",
+}
+OTHERWISE_VERIFIED = {
+    "checkpoint without generators": ("verify.gradient", "is not what one process would"),
+    "dual level": ("verify.declined", "forward-mode differentiation"),
+}
+"""Without the generators, a recomputation drops other units: the gradient is wrong indeed."""
+
+STEPS = 7
+KEEP, RUN, VERIFY = 2, 4, 5
 """In which of a surrounding's steps a batch is kept, a canary runs, and a gradient is computed
 again; the others are only measured."""
 
@@ -42,6 +65,7 @@ def train(rank: int, wrapper: str, run_dir: str | None, names: list[str]) -> dic
         training.begin()
         root = None if scope is None or scope._canary is None else Root(scope, rank)
         first = -1 if scope is None else scope._collector.step
+        wait_for(scope)
         seen, raised = [], []
         for step in range(STEPS):
             if root is not None:
@@ -103,6 +127,15 @@ def _lines() -> list[str]:
     return lines
 
 
+def wait_for(scope: Any) -> None:
+    """Let the monitor, which may lag behind so small a model, catch up."""
+    deadline = time.monotonic() + 60
+    last = -1 if scope is None else scope._collector.step - 1
+    while last >= 0 and (scope.latest is None or scope.latest.step < last):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
 def left() -> list[Any]:
     """Return what a step may have left behind of surroundings."""
     return [
@@ -116,8 +149,79 @@ def left() -> list[Any]:
 
 
 def train_all(rank: int, folder: str, wrapper: str, names: list[str]) -> Any:
-    start = time.perf_counter()
-    alone = train(rank, wrapper, None, names)
-    middle = time.perf_counter()
-    watched = train(rank, wrapper, f"{folder}/{wrapper}", names)
-    return alone, watched, middle - start, time.perf_counter() - middle
+    return train(rank, wrapper, None, names), train(rank, wrapper, f"{folder}/{wrapper}", names)
+
+
+def import_all() -> None:
+    """Import what would take every rank seconds to import."""
+    for name in IMPORTED:
+        importlib.import_module(name)
+
+
+def ways_of(wrapper: str) -> list[str]:
+    return [way for way in SURROUNDINGS if wrapper != "FSDP2" or way not in NOT_UNDER_FSDP2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("surroundings")
+
+
+@pytest.fixture(scope="module", params=WRAPPERS)
+def trained(request, folder):
+    """Return a wrapper, what each rank has of each way, and the watched run."""
+    ways = ways_of(request.param)
+    ranks = run_ranks(
+        train_all, 2, str(folder), request.param, ways, timeout=300, prepare=import_all
+    )
+    return request.param, ranks, Run.open(folder / request.param)
+
+
+def test_what_surrounds_a_step_sees_the_training_alone(trained):
+    wrapper, ranks, _ = trained
+    for way in ways_of(wrapper):
+        for alone, watched in ((a[way], w[way]) for a, w in ranks):
+            assert watched["raised"] == alone["raised"], way
+            assert watched["seen"] == alone["seen"], way
+            assert watched["bits"] == alone["bits"], way
+            assert watched["left"] == alone["left"], way
+            assert len(alone["raised"]) == (way == "anomaly mode"), way
+
+
+def test_canaries_run_or_it_is_said_why_not(trained):
+    wrapper, ranks, run = trained
+    if wrapper == "FSDP2":
+        return  # it has none
+    steps, of_TW = run.per_worker("canary_of")
+    ran = {int(step) for step, row in zip(steps, of_TW, strict=True) if np.isfinite(row).all()}
+    for way in ways_of(wrapper):
+        for _, watched in ranks:
+            kept = watched[way]
+            declined = [line for line in kept["said"] if line.startswith("no canary")]
+            if way in NO_CANARY:
+                assert not ran & set(kept["steps"]), way
+                assert [NO_CANARY[way] in line for line in declined] == [True], way
+            elif way not in NO_PASSES:
+                assert len(ran & set(kept["steps"])) == 1, way
+                assert not declined, way
+
+
+def test_gradients_are_computed_again_or_it_is_said_why_not(trained):
+    wrapper, ranks, run = trained
+    verified = [finding for finding in run.findings() if finding.id.startswith("verify")]
+    for way in ways_of(wrapper):
+        steps = ranks[0][1][way]["steps"]
+        here = [finding for finding in verified if finding.first_step in steps]
+        cause, words = OTHERWISE_VERIFIED.get(way, ("verify.agrees", "what one process would"))
+        if way not in NO_PASSES:
+            assert [finding.cause for finding in here] == [cause], way
+            assert words in here[0].explanation, way
+
+
+def test_a_recomputed_forward_pass_counts_once(trained):
+    wrapper, ranks, run = trained
+    steps, micro_TW = run.per_worker("micro_batches")
+    for way in ways_of(wrapper):
+        here = np.isin(steps, ranks[0][1][way]["steps"])
+        expected = {2.0} if way == "first in dual level" else {1.0}
+        assert set(micro_TW[here].flatten()) == expected or way in NO_PASSES, way

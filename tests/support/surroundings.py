@@ -1,4 +1,4 @@
-"""Small trainings inside of what may surround a step: each way says what it has seen of the step."""
+"""Small trainings inside of what may surround a step: each way says what it has seen of it."""
 
 import contextlib
 from collections import Counter
@@ -336,7 +336,7 @@ def with_fake_pass(training: Training, x: Tensor, y: Tensor) -> Seen:
 def with_traced_pass(training: Training, x: Tensor, y: Tensor) -> Seen:
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    traced = make_fx(lambda one: training.called(one))(x)
+    traced = make_fx(training.called)(x)
     training.step(x, y)
     return [str(node.target) for node in traced.graph.nodes]
 
@@ -384,7 +384,6 @@ SURROUNDINGS: dict[str, Way] = {
     "all in autocast": all_in_autocast,
     "inference mode": in_inference_mode,
     "functional_call": by_functional_call,
-    "func.grad": by_func_grad,
     "gradients of samples": with_sample_gradients,
     "dual level": in_dual_level,
     "first in dual level": first_in_dual_level,
@@ -392,5 +391,6 @@ SURROUNDINGS: dict[str, Way] = {
     "traced pass": with_traced_pass,
     "mutations allowed": with_mutations,
     "hooks on all modules": with_hooks_on_all_modules,
+    "func.grad": by_func_grad,
 }
 """Each takes a step inside of something, and returns what that has seen of it."""

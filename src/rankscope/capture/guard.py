@@ -15,7 +15,7 @@ from rankscope.private import find
 class Guard:
     """Runs the monitor's work on the training thread: timed, and unable to raise into it.
 
-    It runs outside of what surrounds the training's call, see :mod:`rankscope.capture.surroundings`.
+    It runs outside of what surrounds the training's call (:mod:`rankscope.capture.surroundings`).
 
     Args:
         failed: Called with the first exception; after it nothing runs any more.

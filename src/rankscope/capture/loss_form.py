@@ -18,6 +18,13 @@ from torch.distributed.tensor import DTensor
 
 _MOST_NODES = 48
 _SAVED = ("_saved_other", "_saved_self")
+_PACKED = {
+    "_saved_other": "_raw_saved_other",
+    "_saved_self": "_raw_saved_self",
+    "_saved_weight": "_raw_saved_weight",
+    "_saved_total_weight": "_raw_saved_total_weight",
+}
+"""What autograd holds of a saved tensor, by the name under which it gives it out."""
 PASSING = ("ToCopyBackward", "CloneBackward", "ViewBackward", "AliasBackward", "SqueezeBackward")
 """Operators that leave a number what it is."""
 
@@ -65,7 +72,7 @@ def read_form(
     for node in _nodes_before(loss):
         kind = type(node).__name__
         mean |= is_mean_node(node)
-        numbers = [float(n) for n in (saved_number(node, name) for name in _SAVED) if n is not None]
+        numbers = [float(n) for n in (_number(node, name) for name in _SAVED) if n is not None]
         if kind.startswith("DivBackward"):
             divided |= any(_is(number, count) for number in numbers)
             mean |= own != count and any(_is(number, own) for number in numbers)
@@ -94,14 +101,13 @@ def summed_tokens(node: Any) -> Tensor | None:
 
     With weights of classes it keeps their sum, which is no count.
     """
-    if getattr(node, "_saved_reduction", None) != _SUM:
+    if getattr(node, "_saved_reduction", None) != _SUM or is_hooked(node, "_saved_weight"):
         return None
     try:
-        packed = _is_packed(node, "_saved_weight")
-        weighted = packed or getattr(node, "_saved_weight", None) is not None
+        weighted = getattr(node, "_saved_weight", None) is not None
     except RuntimeError:  # changed in place since
         return None
-    return None if weighted else saved_number(node, "_saved_total_weight")
+    return None if weighted else _number(node, "_saved_total_weight")
 
 
 def divisor_of(node: Any) -> Tensor | None:
@@ -109,7 +115,7 @@ def divisor_of(node: Any) -> Tensor | None:
     if not type(node).__name__.startswith("DivBackward"):
         return None
     whole = [function for function, _ in node.next_functions][1:] == [None]
-    return saved_number(node, "_saved_other") if whole else None
+    return _number(node, "_saved_other") if whole else None
 
 
 def _nodes_before(loss: Tensor) -> Iterator[Any]:
@@ -131,13 +137,10 @@ def _returns_scalar(node: Any, place: int) -> bool:
     return place < len(outputs) and math.prod(outputs[place].shape) == 1
 
 
-def saved_number(node: Any, name: str) -> Tensor | None:
-    """Return a number that autograd kept for an operator; None if it kept none, or more.
-
-    What a hook of the training's has packed is left to it: to unpack it may compute it anew.
-    """
+def _number(node: Any, name: str) -> Tensor | None:
+    """Return a number that autograd kept for an operator; None if it kept none, or more."""
     try:
-        saved = None if _is_packed(node, name) else getattr(node, name, None)
+        saved = None if is_hooked(node, name) else getattr(node, name, None)
     except RuntimeError:  # freed, or changed in place since
         return None
     if not isinstance(saved, Tensor) or isinstance(saved, DTensor):  # which may communicate
@@ -145,8 +148,13 @@ def saved_number(node: Any, name: str) -> Tensor | None:
     return saved if saved.numel() == 1 else None
 
 
-def _is_packed(node: Any, name: str) -> bool:
-    return getattr(getattr(node, f"_raw{name}", None), "unpack_hook", None) is not None
+def is_hooked(node: Any, name: str) -> bool:
+    """Return whether a hook of the training's has packed what autograd kept.
+
+    To unpack it is the training's: it may count the calls, or compute everything anew.
+    """
+    packed = getattr(node, _PACKED[name], None)
+    return getattr(packed, "unpack_hook", None) is not None
 
 
 def _is(number: float, expected: float) -> bool:

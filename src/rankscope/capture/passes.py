@@ -56,6 +56,15 @@ class ForwardPasses:
         """Number of the pass that began last, from 0 in each step; -1 before the first."""
         return len(self._passes) - 1
 
+    @property
+    def recomputed(self) -> bool:
+        """Whether a backward pass that has reached a forward pass runs here, and may run it again.
+
+        A reentrant checkpoint runs it with a graph for the first time then: it was not known.
+        """
+        backward = torch._C._current_graph_task_id()
+        return backward != -1 and any(this.backward == backward for this in self._passes)
+
     def begin(self, *, reached: bool = False) -> None:
         """A forward pass begins; or one that a training backward pass has ``reached`` is known."""
         self._passes.append(_Pass(returned=reached, trained=reached))

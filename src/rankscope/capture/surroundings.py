@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ _top_hooks: Any = find("torch._C._autograd._top_saved_tensors_default_hooks")
 _profiled: Any = find("torch._C._autograd._profiler_enabled")
 _set_recorded: Any = find("torch._C._autograd._enable_record_function")
 _Range: Any = find("torch._C._profiler._RecordFunctionFast")
+_InferenceMode: Any = find("torch._C._InferenceMode")
 _num_dispatch: Any = find("torch._C._len_torch_dispatch_stack")
 _num_function: Any = find("torch._C._len_torch_function_stack")
 _transformed: Any = find("torch._C._are_functorch_transforms_active")
@@ -69,18 +71,13 @@ def traced() -> bool:
     )
 
 
-def in_training() -> bool:
-    """Return whether a forward pass that runs now is one of the training.
-
-    Inside a backward pass it is recomputed by a checkpoint.
-    """
-    return not in_backward() and not traced()
-
-
 def why_wait() -> str:
     """Return why no model may be run for us now, though the training runs it; empty if it may."""
-    level = getattr(_forward_ad, "_current_level", -1)
-    return "the forward pass runs under forward-mode differentiation" if level >= 0 else ""
+    if in_backward():
+        return "a checkpoint runs the forward pass inside a backward pass"
+    if getattr(_forward_ad, "_current_level", -1) >= 0:
+        return "the forward pass runs under forward-mode differentiation"
+    return ""
 
 
 def has_left_modes() -> bool:
@@ -95,7 +92,7 @@ def outside(work: Callable[..., None], *args: Any) -> None:
         work: What to run.
         args: What it is given.
     """
-    if _here.left is not None or not surrounded():
+    if not surrounded() or _here.left is not None:
         work(*args)
         return
     left = _Left()
@@ -148,42 +145,43 @@ _Entry = tuple[Any, ...]
 class _Stack:
     """A stack of the thread's: taken off, and put back in order.
 
+    What is taken off and put back is counted by C code, in which no Ctrl-C can come in between.
+
     Args:
         top: Returns what lies on top, as arguments of ``push``; None if nothing does.
-        pop: Takes it off.
-        push: Puts something on top.
-
-    Attributes:
-        entries: What was taken off, from the top down.
+        pop: Takes it off; a function of C.
+        push: Puts something on top; a function of C.
+        which: What ``pop`` is given.
     """
 
     def __init__(
         self,
         top: Callable[[], _Entry | None],
-        pop: Callable[[], object],
+        pop: Callable[..., object],
         push: Callable[..., object],
+        which: _Entry = (),
     ) -> None:
-        self._top, self._pop, self._push = top, pop, push
-        self.entries: list[_Entry] = []
+        self._top, self._pop, self._push, self._which = top, pop, push, which
+        self._found: list[_Entry] = []
+        self._popped: list[object] = []
+        self._pushed: list[object] = []
+
+    @property
+    def entries(self) -> list[_Entry]:
+        """What was taken off, from the top down."""
+        return self._found[: len(self._popped)]
 
     def leave(self) -> None:
         """Take all off."""
         while (top := self._top()) is not None:
-            self.entries.append(top)
-            self._pop()
+            self._found.append(top)
+            self._popped.extend(starmap(self._pop, (self._which,)))
 
     def put_back(self) -> None:
-        """Put all back."""
-        top = self._top()
-        if top is not None and self.entries and _are_same(top, self.entries[-1]):
-            self.entries.pop()  # Ctrl-C came between two lines above, or between two below
-        while self.entries:
-            self._push(*self.entries[-1])
-            self.entries.pop()
-
-
-def _are_same(some: _Entry, others: _Entry) -> bool:
-    return all(one is other for one, other in zip(some, others, strict=True))
+        """Put all back that is not back yet."""
+        while len(self._pushed) < len(self._popped):
+            entry = self._found[len(self._popped) - 1 - len(self._pushed)]
+            self._pushed.extend(starmap(self._push, (entry,)))
 
 
 class _Left:
@@ -198,8 +196,9 @@ class _Left:
         core = torch._C
         self.dispatch_modes = _Stack(
             lambda: _top_mode(_num_dispatch, core._get_dispatch_stack_at),
-            lambda: core._pop_torch_dispatch_stack(None),
+            core._pop_torch_dispatch_stack,
             core._push_on_torch_dispatch_stack,
+            (None,),
         )
         self._function_modes = _Stack(
             lambda: _top_mode(_num_function, core._get_function_stack_at),
@@ -209,9 +208,10 @@ class _Left:
         self._saved_tensors = _Stack(
             lambda: _top_hooks(True),  # type: ignore[no-any-return]
             core._autograd._pop_saved_tensors_default_hooks,
-            _push_hooks,
+            core._autograd._push_saved_tensors_default_hooks,
         )
         self._stacks = self.dispatch_modes, self._function_modes, self._saved_tensors
+        self._forbidden = core._autograd._saved_tensors_hooks_get_disabled_error_message()
         self._inference: Any = None
         self._range: Any = None
         self.device: Any = None
@@ -228,7 +228,7 @@ class _Left:
         modes = [mode for (mode,) in self._function_modes.entries]
         self.device = next((mode for mode in modes if isinstance(mode, _DeviceContext)), None)
         if torch.is_inference_mode_enabled():
-            self._inference = torch.inference_mode(mode=False)
+            self._inference = _InferenceMode(False)
             self._inference.__enter__()
 
     def put_back(self) -> None:
@@ -245,8 +245,13 @@ class _Left:
         if self._inference is not None:
             self._inference.__exit__(None, None, None)
             self._inference = None
+        autograd = torch._C._autograd
+        if self._forbidden is not None and self._saved_tensors.entries:  # further ones
+            autograd._saved_tensors_hooks_enable()
         for stack in self._stacks:
             stack.put_back()
+        if self._forbidden is not None:
+            autograd._saved_tensors_hooks_disable(self._forbidden, fail_if_non_empty=False)
         if self._range is not None:
             _set_recorded(True)
             self._range.__exit__(None, None, None)
@@ -257,14 +262,3 @@ class _Left:
 def _top_mode(count: Callable[[], int], at: Callable[[int], Any]) -> _Entry | None:
     height = count()
     return (at(height - 1),) if height else None
-
-
-def _push_hooks(pack: Any, unpack: Any) -> None:
-    """Put hooks back, also where further ones are forbidden."""
-    autograd = torch._C._autograd
-    forbidden = autograd._saved_tensors_hooks_get_disabled_error_message()
-    if forbidden is not None:
-        autograd._saved_tensors_hooks_enable()
-    autograd._push_saved_tensors_default_hooks(pack, unpack)
-    if forbidden is not None:
-        autograd._saved_tensors_hooks_disable(forbidden, fail_if_non_empty=False)

@@ -18,13 +18,13 @@ from rankscope.capture.guard import ForeignHook
 from rankscope.capture.loss_form import (
     PASSING,
     divisor_of,
+    is_hooked,
     is_mean,
     is_mean_node,
-    saved_number,
     summed_tokens,
 )
-from rankscope.capture.passes import tensors_in
-from rankscope.capture.surroundings import in_training, outside
+from rankscope.capture.passes import in_backward, tensors_in
+from rankscope.capture.surroundings import outside
 from rankscope.integrations.hooks import BackwardCalls, reaches
 
 if TYPE_CHECKING:
@@ -72,11 +72,11 @@ class BackwardLoss:
             self._calls.remove()
 
     def _before_forward(self, model: Any, args: Any) -> None:
-        if self._scope.training and in_training():  # its own hook ran before
+        if self._scope.training and not in_backward():  # its own hook ran before
             self._outputs.clear()
 
     def _after_forward(self, model: Any, args: Any, output: Any) -> None:
-        if not (self._works and self._scope.training and in_training()):
+        if not (self._works and self._scope.training) or in_backward():
             return
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -177,14 +177,15 @@ def _constant(node: Any) -> tuple[Tensor | float, Any] | None:
     before = [function for function, _ in node.next_functions]
     if name.startswith(PASSING):
         return 1.0, before[0]
+    if any(is_hooked(node, saved) for saved in ("_saved_other", "_saved_self")):
+        return None
     if name.startswith("DivBackward") and before[1:] == [None]:
-        saved = saved_number(node, "_saved_other")
-        number = None if saved is None else _number(saved)
+        number = _number(node._saved_other)
         return (1 / number, before[0]) if number else None
     if name.startswith("MulBackward") and before.count(None) == 1:
         first = before[0] is not None
-        saved = saved_number(node, "_saved_other" if first else "_saved_self")
-        if saved is None:
+        saved = node._saved_other if first else node._saved_self
+        if saved is None or saved.numel() != 1:
             return None
         number = _number(saved)
         return (saved.detach() if number is None else number), before[0 if first else 1]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import rankscope
 from rankscope.capture.labels import count_label_tokens
 from rankscope.capture.loss import shifts_labels
+from rankscope.capture.surroundings import outside
 from rankscope.capture.taps.deepspeed import is_deepspeed
 from rankscope.errors import UsageError
 from rankscope.integrations.label_tokens import LabelTokens, Weigh
@@ -82,8 +83,10 @@ class _Losses:
         scope.until_closed(Patch(engine, "backward", partial(partial, self._give_and_run)))
 
     def _before_forward(self, engine: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
-        if not engine.training:
-            return
+        if engine.training:
+            outside(self._weigh, args, kwargs)
+
+    def _weigh(self, args: Any, kwargs: Mapping[str, Any]) -> None:
         if self._label_tokens.known:
             self._weight = self._label_tokens(*args, **kwargs)
         else:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
+from rankscope.capture.surroundings import outside
 from rankscope.errors import MissingExtraError, UnsupportedError, UsageError
 from rankscope.integrations.label_tokens import LabelTokens, Weigh
 from rankscope.private import Patch
@@ -126,7 +127,10 @@ class RankscopeCallback(Callback):
 
     def _give(self, loss: Tensor) -> None:
         if self.scope is not None:
-            self.scope.loss(loss, self._label_tokens(self._batch))
+            outside(self._give_to, self.scope, loss)
+
+    def _give_to(self, scope: "Scope", loss: Tensor) -> None:
+        scope.loss(loss, self._label_tokens(self._batch))
 
 
 def _facts(trainer: Any) -> dict[str, Any]:

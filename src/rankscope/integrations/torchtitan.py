@@ -25,6 +25,7 @@ import torch
 
 import rankscope
 from rankscope.capture.labels import IGNORED_LABEL
+from rankscope.capture.surroundings import outside
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.private import Patch
 
@@ -138,9 +139,12 @@ class _Losses:
         """Return what the loss function returns."""
         total = self._loss_fn(pred, labels, *args, **kwargs)
         if torch.is_grad_enabled():
-            tokens = (labels != IGNORED_LABEL).sum()
-            self._scope.loss(total.detach(), tokens, factor=tokens)
+            outside(self._give, total, labels)
         return total
+
+    def _give(self, total: torch.Tensor, labels: torch.Tensor) -> None:
+        tokens = (labels != IGNORED_LABEL).sum()
+        self._scope.loss(total.detach(), tokens, factor=tokens)
 
 
 def _problems(trainer: Any) -> Iterator[str]:

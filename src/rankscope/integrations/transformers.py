@@ -23,6 +23,7 @@ import torch
 from rankscope.capture.labels import count_label_tokens
 from rankscope.capture.loss import shifts_labels
 from rankscope.capture.loss_form import LossForm, read_form
+from rankscope.capture.surroundings import outside
 from rankscope.errors import MissingExtraError, UnsupportedError
 from rankscope.integrations.rollouts import TrainerRollouts
 from rankscope.private import Patch, callers
@@ -134,7 +135,8 @@ class TrainerLoss:
             named = dict(inputs) if isinstance(inputs, Mapping) else {}  # labels are popped
             result = compute_loss(model, inputs, *args, **kwargs)
             num_items = kwargs.get("num_items_in_batch", args[1] if len(args) > 1 else None)
-            self._give(result[0] if isinstance(result, tuple) else result, named, num_items)
+            loss = result[0] if isinstance(result, tuple) else result
+            outside(self._give, loss, named, num_items)
             return result
 
         return observed

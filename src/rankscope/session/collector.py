@@ -32,6 +32,7 @@ from rankscope.capture.inputs import INPUT_METERS
 from rankscope.capture.passes import ForwardPasses, tensors_in
 from rankscope.capture.state.exact_evidence import NoEvidence
 from rankscope.capture.state.trace import PendingTrace
+from rankscope.capture.surroundings import traced
 from rankscope.capture.taps.tap import BothSee
 from rankscope.core.governor import Intervals
 from rankscope.reduce.exact import pack_share
@@ -209,8 +210,12 @@ class StepCollector:
 
     @property
     def repeating(self) -> bool:
-        """Whether the model runs for the monitor just now: for a canary, or a reference step."""
-        return self._in_canary or self.verifying
+        """Whether what the model runs just now is none of the training's forward passes.
+
+        It runs for the monitor (a canary, a reference step), in a trace, or is a pass that is
+        known already and which a checkpoint recomputes.
+        """
+        return self._in_canary or self.verifying or traced() or self._passes.recomputed
 
     @property
     def canary_due(self) -> bool:

@@ -29,7 +29,8 @@ from rankscope.agent.progress import ProgressMark
 from rankscope.capture.device_clock import clock_of
 from rankscope.capture.guard import ForeignHook, Guard
 from rankscope.capture.optimizer import all_of
-from rankscope.capture.surroundings import in_training, traced
+from rankscope.capture.passes import in_backward
+from rankscope.capture.surroundings import traced
 from rankscope.core.finding import Finding
 from rankscope.core.pace import PACE
 from rankscope.core.reference import Part
@@ -186,7 +187,7 @@ class Scope:
             spare: Whether this loss only counts when the backward pass does not go through the
                 ``.loss`` of the model's output.
         """
-        if self._collector.repeating or not in_training():  # the model inside is run once more
+        if self._collector.repeating or in_backward():  # from inside of the model
             return
         more = {"factor": factor, "constant": constant, "summed": summed, "spare": spare}
         give = partial(self._collector.give_loss, **more)
@@ -221,7 +222,7 @@ class Scope:
             mask: Which tokens count, of the same shape; None for all. What cannot be compared is
                 declined in one line of the log.
         """
-        if not self._collector.repeating and in_training():
+        if not (self._collector.repeating or in_backward()):
             self._guard(self._collector.give_rollout, trainer_logps, rollout_logps, mask)
 
     def canary(self) -> None:
@@ -340,7 +341,7 @@ class Scope:
     # What torch calls, in the training thread ----------------------------------------------
 
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
-        if self._collector.repeating or not in_training():
+        if self._collector.repeating:
             return
         self._inside = True
         self._training = self._collector.trains(model)
@@ -368,7 +369,7 @@ class Scope:
 
     def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         """Run a canary that is due; notice a forward pass past the wrapper, which reduces none."""
-        if self._collector.repeating or not in_training():
+        if self._collector.repeating:
             return
         if self._inside:
             self._bypassing = False
@@ -387,7 +388,7 @@ class Scope:
             self._guard(self._collector.keep_inputs, args, kwargs)
 
     def _after_inner_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if self._collector.repeating or not in_training():
+        if self._collector.repeating:
             return
         if self._verification.under_way:
             self._guard(self._collector.keep_output, output)
@@ -396,7 +397,7 @@ class Scope:
             self._guard(self._collector.see_output, output, kwargs)
 
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
-        if self._collector.repeating or not in_training():
+        if self._collector.repeating:
             return
         self._inside = False
         if self._verification.under_way and not self._hooks_inside:
