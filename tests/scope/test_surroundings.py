@@ -19,7 +19,8 @@ from rankscope.evidence.canary.messages import Answer
 from rankscope.evidence.canary.schedule import ASKED_FOR, Planned
 from support.loops import PLAN, collect_warnings
 from support.ranks import run_ranks
-from support.surroundings import SURROUNDINGS, WRAPPERS, Training
+from support.surrounded_training import WRAPPERS, Training
+from support.surroundings import SURROUNDINGS
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 

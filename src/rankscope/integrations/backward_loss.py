@@ -24,7 +24,7 @@ from rankscope.wrappers.loss_form import (
     is_mean_node,
     summed_tokens,
 )
-from rankscope.wrappers.passes import in_backward, tensors_in
+from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.surroundings import outside
 
 if TYPE_CHECKING:
@@ -72,11 +72,11 @@ class BackwardLoss:
             self._calls.remove()
 
     def _before_forward(self, model: Any, args: Any) -> None:
-        if self._scope.training and not in_backward():  # its own hook ran before
+        if self._scope.training and not self._scope.repeating:  # its own hook ran before
             self._outputs.clear()
 
     def _after_forward(self, model: Any, args: Any, output: Any) -> None:
-        if not (self._works and self._scope.training) or in_backward():
+        if not (self._works and self._scope.training) or self._scope.repeating:
             return
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:

@@ -145,6 +145,11 @@ class Scope:
         return self._training
 
     @property
+    def repeating(self) -> bool:
+        """Whether what the model runs just now is none of the training's forward passes."""
+        return self._collector.repeating
+
+    @property
     def traffic(self) -> Traffic:
         """Bytes that this worker has exchanged with its agent so far."""
         return self._link.traffic
@@ -176,7 +181,8 @@ class Scope:
             spare: Whether this loss only counts when the backward pass does not go through the
                 ``.loss`` of the model's output.
         """
-        if self._collector.repeating or in_backward():  # from inside of the model
+        again = in_backward() and not spare  # from inside of a model that a checkpoint runs again
+        if again or self._collector.repeating:
             return
         more = {"factor": factor, "constant": constant, "summed": summed, "spare": spare}
         give = partial(self._collector.give_loss, **more)

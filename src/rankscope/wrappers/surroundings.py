@@ -67,8 +67,13 @@ def traced() -> bool:
         _transformed()
         or _tracing_state() is not None
         or (_num_dispatch() > 0 and any(_mode_of_kind(getattr(_Kind, k)) for k in _TRACES))
-        or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing())
+        or _captured()
     )
+
+
+def _captured() -> bool:
+    cuda: Any = torch.cuda
+    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
 
 
 def why_wait() -> str:
@@ -206,7 +211,7 @@ class _Left:
             core._push_on_torch_function_stack,
         )
         self._saved_tensors = _Stack(
-            lambda: _top_hooks(True),  # type: ignore[no-any-return]
+            lambda: _top_hooks(True),
             core._autograd._pop_saved_tensors_default_hooks,
             core._autograd._push_saved_tensors_default_hooks,
         )

@@ -1,0 +1,90 @@
+"""A small training of one model under one of several wrappers, which begins anew when told."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+WRAPPERS = ("DDP", "FSDP2", "none")
+SIZE, CLASSES = 16, 4
+
+
+class Net(nn.Module):
+    """Two layers with dropout in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.last = (
+            nn.Linear(SIZE, 32),
+            nn.Dropout(0.1),
+            nn.Linear(32, CLASSES),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.last(self.drop(F.gelu(self.first(x))))
+        return hidden
+
+
+class Training:
+    """A model, its optimizer and its batches on one rank.
+
+    Args:
+        rank: This rank.
+        wrapper: One of :data:`WRAPPERS`.
+    """
+
+    def __init__(self, rank: int, wrapper: str) -> None:
+        torch.manual_seed(0)
+        self.rank, self.wrapper, self.model = rank, wrapper, Net()
+        self.called: nn.Module = self.model
+        if wrapper == "DDP":
+            self.called = DistributedDataParallel(self.model)
+        elif wrapper == "FSDP2":
+            fully_shard(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self._start = [p.detach().clone() for p in self.model.parameters()]
+        self.poisoned, self.number = False, 0
+
+    def begin(self) -> None:
+        """Begin anew, from the same parameters and random numbers."""
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter, start in zip(self.model.parameters(), self._start, strict=True):
+                parameter.copy_(start)
+        torch.manual_seed(100 + self.rank)
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        self.number = step
+        generator = torch.Generator().manual_seed(1000 * step + self.rank)
+        x = torch.randn(8, SIZE, generator=generator)
+        return x, torch.randint(0, CLASSES, (8,), generator=generator)
+
+    def loss(self, output: Tensor, y: Tensor) -> Tensor:
+        loss = F.cross_entropy(output, y)
+        return loss * float("nan") if self.poisoned else loss
+
+    def finish(self, loss: Tensor) -> None:
+        """Do what follows the forward pass."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.update()
+
+    def update(self) -> None:
+        if self.wrapper == "none":
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    dist.all_reduce(parameter.grad)
+                    parameter.grad /= dist.get_world_size()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        """Take a step as it is without anything around it."""
+        self.finish(self.loss(self.called(x), y))
+
+    def bits(self) -> list[bytes]:
+        """Return every bit of its state."""
+        parameters = [p.detach() for p in self.model.parameters()]
+        local = [p.to_local() if hasattr(p, "to_local") else p for p in parameters]
+        return [*(p.numpy().tobytes() for p in local), torch.get_rng_state().numpy().tobytes()]
