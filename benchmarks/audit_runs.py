@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.bus.groups import group_parameters
-from rankscope.lab.study.config import Combination, Reading, Setting, StudyConfig
+from rankscope.lab.study.config import Combination, Setting, ShardReading, StudyConfig
 from rankscope.lab.study.data import load_records
 from rankscope.lab.study.encoding import draw_batches, encode
 from rankscope.lab.study.models import load_model
@@ -250,7 +250,7 @@ def _study() -> tuple[nn.Module, Iterator[Row]]:
     loaded = load_model("tiny", seed=0, tokenizer_records=records.held_out, base_steps=60)
     samples = encode(records.records, loaded.tokenizer, config.max_length)
     batches = draw_batches(
-        Combination(Reading.SHARDED, Setting.S1_1),
+        Combination(ShardReading.SHARDED, Setting.S1_1),
         num_samples=len(samples),
         batch_size=config.batch_size,
         rank=dist.get_rank(),

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankscope.lab.study.config import Combination, Reading, Setting
+from rankscope.lab.study.config import Combination, Setting, ShardReading
 from rankscope.lab.study.encoding import IGNORED, EncodedSet, draw_batches
 
 WORKERS = 8
@@ -42,7 +42,7 @@ class Setup:
 def sharded(setup: Setup, batch: int = BATCH) -> Positions:
     """Draw from a ``DistributedSampler``: the usual way."""
     return draw_batches(
-        Combination(Reading.SHARDED, Setting.S1_1),
+        Combination(ShardReading.SHARDED, Setting.S1_1),
         num_samples=len(setup.samples),
         batch_size=batch,
         rank=setup.rank,

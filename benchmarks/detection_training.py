@@ -25,7 +25,7 @@ from rankscope.bus.run import RunFacts
 from rankscope.lab.study.config import StudyConfig
 from rankscope.lab.study.data import load_records
 from rankscope.lab.study.encoding import IGNORED
-from rankscope.lab.study.models import Prepared, load, prepare
+from rankscope.lab.study.models import PreparedModel, load, prepare
 from rankscope.record import Run
 from rankscope.verdict.diagnosis import Diagnosis, hosts_of
 
@@ -44,7 +44,7 @@ def train_all(directory: Path, trainings: tuple[Training, ...], steps: int) -> N
     run_ranks(_train_on_rank, jobs.WORKERS, str(directory), todo, steps, prepared)
 
 
-def _train_on_rank(directory: str, names: list[str], steps: int, prepared: Prepared) -> None:
+def _train_on_rank(directory: str, names: list[str], steps: int, prepared: PreparedModel) -> None:
     samples = prepared.samples
     kinds = _kinds(samples.indices)
     for training in jobs.TRAININGS:

@@ -195,7 +195,7 @@ def _trained(setup: Setup, seed: int, *, watched: bool) -> list[Tensor]:
 
 def measure_study(setup: Setup) -> Iterator[Values]:
     """Train the study's large model for a few steps, on two workers."""
-    from rankscope.lab.study.config import Reading, Setting, StudyConfig
+    from rankscope.lab.study.config import Setting, ShardReading, StudyConfig
     from rankscope.lab.study.runner import run_study
 
     with scratch() as folder:
@@ -206,7 +206,7 @@ def measure_study(setup: Setup) -> Iterator[Values]:
             batch_size=1,
             limit=setup.pick(512, 16),
             max_length=setup.pick(256, 32),
-            readings=(Reading.REPLICATED,),  # of which no model is saved
+            readings=(ShardReading.REPLICATED,),  # of which no model is saved
             settings=(Setting.S1_3,),
         )
         start = time.perf_counter()

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from rankscope.agent.assembly import Assembly
-from rankscope.agent.frames import Kind, pack
+from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.message import StepMessage, pack_values
 from rankscope.agent.summarize import summarize
 from rankscope.agent.summary import HostSummary, host_summary, lean_layout, with_directions
@@ -133,9 +133,9 @@ def measure(num_workers: int, steps: int) -> Row:
         start = time.process_time()
         assert summarize(step_of(layout, contents)).observed
         root_seconds.append(time.process_time() - start)
-    worker_bytes = len(pack(Kind.STEP, hosts[0][0].pack(), rank=0, step=0))
+    worker_bytes = len(pack(FrameKind.STEP, hosts[0][0].pack(), rank=0, step=0))
     away = num_workers // PER_HOST - 1
-    single = [pack(Kind.STEP, each, rank=0, step=0) for each in contents[0]]
+    single = [pack(FrameKind.STEP, each, rank=0, step=0) for each in contents[0]]
     host_bytes = sum(len(each) + LANE_BYTES for each in single) if away else 0
     width = 4093 if num_workers <= MAX_PAIRED_WORKERS else narrowing_for(num_workers).sketch_width
     return Row(

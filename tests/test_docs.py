@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import rankscope
-from rankscope.agent.frames import Kind, pack
+from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.message import StepMessage, pack_values
 from rankscope.bus.columns import Table
 from rankscope.bus.measured import sizes_of
@@ -209,5 +209,5 @@ def test_bytes_of_the_tiers():
         sizes = []
         for num_workers in (8, 64):
             sent = message(name.strip("`"), num_workers, 27)
-            sizes.append(len(pack(Kind.STEP, sent.pack())))
+            sizes.append(len(pack(FrameKind.STEP, sent.pack())))
         assert cells == [f"{size:,}" for size in sizes]

@@ -14,7 +14,7 @@ from rankscope import Run
 from rankscope.agent import link
 from rankscope.agent.sockets import unread_bytes
 from rankscope.bus.columns import Table
-from rankscope.report.live.catalog import Place, glance, stamp
+from rankscope.report.live.catalog import ListedPlace, glance, stamp
 from rankscope.verdict.assessment import assess
 from support.accidents import Job, state_of, train, wait_until
 from support.loops import Loop
@@ -53,7 +53,7 @@ def test_a_run_of_which_nobody_is_left_is_interrupted(tmp_path):
         job.wait_for_steps(15)
         wait_until(lambda: Run.open(job.run_dir).table(Table.STEPS).num_rows > 5)
         assert Run.open(job.run_dir).status == "running"
-        place = Place("run", job.run_dir, "run")
+        place = ListedPlace("run", job.run_dir, "run")
         before = stamp(place, tmp_path)
         os.kill(job.agent, signal.SIGSTOP)
         assert Run.open(job.run_dir).status == "running"

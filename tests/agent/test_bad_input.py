@@ -72,10 +72,10 @@ def test_what_can_not_be_started_is_said_and_no_more(monkeypatch, caplog):
     started = launch.start(listening, "password", thread=False)
     assert "runs in a thread of this process" in caplog.text
     assert started.agent is not None
-    from rankscope.agent.frames import Kind, pack
+    from rankscope.agent.frames import FrameKind, pack
 
     place = launch.connect(address)
-    place.sendall(pack(Kind.HELLO, json.dumps({"rank": 0, "secret": "password"}).encode()))
+    place.sendall(pack(FrameKind.HELLO, json.dumps({"rank": 0, "secret": "password"}).encode()))
     place.close()
     started.wait(10.0)
     assert not started._thread.is_alive()

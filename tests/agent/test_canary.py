@@ -26,7 +26,7 @@ from rankscope.evidence.canary import probe as canary_probe
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.bundle import find_bundles, load_bundle
 from rankscope.evidence.canary.cost import StepMemory, is_out_of_memory
-from rankscope.evidence.canary.messages import Answer
+from rankscope.evidence.canary.messages import CanaryAnswer
 from rankscope.evidence.canary.probe import CanaryProbe
 from rankscope.evidence.canary.root import CanaryDirector
 from rankscope.evidence.canary.schedule import SPACING, Planned, first_by_default
@@ -361,7 +361,7 @@ def test_an_answer_that_says_nothing_changes_nothing():
     job = Job(2).run(LAG - 2)  # planned, and not yet kept
     assert job.director.current is not None
     job.director.take(0, 0, b"nonsense")
-    job.director.take(1, 0, Answer(999, b"old").pack())
+    job.director.take(1, 0, CanaryAnswer(999, b"old").pack())
     assert job.director.current is not None
     assert len(job.run(40).ran) == 1
 

@@ -8,7 +8,7 @@ import pytest
 
 from rankscope.agent.branches import Branches
 from rankscope.agent.forwarder import Forwarder
-from rankscope.agent.frames import ALL_RANKS, Frame, FrameReader, Kind, pack
+from rankscope.agent.frames import ALL_RANKS, Frame, FrameKind, FrameReader, pack
 from rankscope.agent.hosts import Invitation
 from rankscope.agent.local_ranks import LocalRanks
 from rankscope.bus.layout import Layout
@@ -42,7 +42,7 @@ class Host:
 
     def __exit__(self, *_):
         for rank in RANKS:  # nothing is wanted any more
-            self.branches.send(rank, pack(Kind.DONE, rank=rank))
+            self.branches.send(rank, pack(FrameKind.DONE, rank=rank))
         limit = time.monotonic() + 60.0
         while not self.forwarder.finished:
             assert time.monotonic() < limit
@@ -55,7 +55,7 @@ class Host:
         self.forwarder.take(rank, Frame(kind, rank, step, payload), time.time())
 
     def invite(self):
-        self.take(Kind.INVITATION, RANKS[0], payload=self._invitation.encode())
+        self.take(FrameKind.INVITATION, RANKS[0], payload=self._invitation.encode())
 
     def until(self, done):
         """Let both work until ``done`` of what has arrived; then forget that."""
@@ -78,8 +78,8 @@ def host():
 
 
 def test_what_comes_before_the_root_is_known_arrives_in_order(host):
-    expected = [(Kind.HELLO, rank, -1) for rank in RANKS]
-    expected += [(Kind.STEP, rank, step) for step in range(50) for rank in RANKS]
+    expected = [(FrameKind.HELLO, rank, -1) for rank in RANKS]
+    expected += [(FrameKind.STEP, rank, step) for step in range(50) for rank in RANKS]
     for kind, rank, step in expected:
         host.take(kind, rank, step)
     host.invite()
@@ -89,27 +89,27 @@ def test_what_comes_before_the_root_is_known_arrives_in_order(host):
 def test_after_a_break_the_root_knows_who_is_there_and_who_has_left(host):
     host.invite()
     for rank in RANKS:
-        host.take(Kind.HELLO, rank)
-    host.take(Kind.SUBSCRIBE, 2)
-    host.take(Kind.BYE, 3)
+        host.take(FrameKind.HELLO, rank)
+    host.take(FrameKind.SUBSCRIBE, 2)
+    host.take(FrameKind.BYE, 3)
     host.forwarder.take(3, None, time.time())
-    lasting = [(Kind.HELLO, 2, -1), (Kind.HELLO, 3, -1), (Kind.SUBSCRIBE, 2, -1)]
-    lasting += [(Kind.BYE, 3, -1), (Kind.GONE, 3, -1)]
+    lasting = [(FrameKind.HELLO, 2, -1), (FrameKind.HELLO, 3, -1), (FrameKind.SUBSCRIBE, 2, -1)]
+    lasting += [(FrameKind.BYE, 3, -1), (FrameKind.GONE, 3, -1)]
     host.until(lambda: host.at_root == lasting)
     host.relay.drop()
-    host.take(Kind.STEP, 2, 7)
+    host.take(FrameKind.STEP, 2, 7)
     host.until(lambda: set(lasting) <= set(host.at_root))
-    host.branches.send(ALL_RANKS, pack(Kind.INTERVAL, b"4", step=40))
-    host.until(lambda: (Kind.INTERVAL, ALL_RANKS, 40) in host.at_ranks)
+    host.branches.send(ALL_RANKS, pack(FrameKind.INTERVAL, b"4", step=40))
+    host.until(lambda: (FrameKind.INTERVAL, ALL_RANKS, 40) in host.at_ranks)
 
 
 def test_a_host_that_reads_nothing_for_long_hears_of_it_once_it_does(host):
     host.invite()
     for rank in RANKS:
-        host.take(Kind.HELLO, rank)
+        host.take(FrameKind.HELLO, rank)
     host.until(lambda: len(host.at_root) == 2)
     content = json.dumps("x" * 100_000).encode()
     for _ in range(2000):  # more than the queue and the sockets hold
-        host.branches.send(2, pack(Kind.LATEST, content, rank=2))
-    host.until(lambda: {(Kind.HELLO, rank, -1) for rank in RANKS} <= set(host.at_root))
+        host.branches.send(2, pack(FrameKind.LATEST, content, rank=2))
+    host.until(lambda: {(FrameKind.HELLO, rank, -1) for rank in RANKS} <= set(host.at_root))
     assert len(host.at_ranks) < 2000

@@ -9,9 +9,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.agent.hang_report import (
+    CodePlace,
     Fate,
     HangReport,
-    Place,
     ProcessState,
     Stack,
     Standing,
@@ -124,9 +124,9 @@ def test_steps_that_were_not_delivered_count_for_the_pace():
 def test_a_first_step_may_take_long():
     job = Job()
     job.wait(10_000)
-    job.marks = dict.fromkeys(range(3), Place(0, 1, "forward"))
+    job.marks = dict.fromkeys(range(3), CodePlace(0, 1, "forward"))
     job.wait(10_000)
-    job.marks[2] = Place(0, 2, "backward")  # one compiles faster than the others
+    job.marks[2] = CodePlace(0, 2, "backward")  # one compiles faster than the others
     assert job.reports == []
 
 
@@ -140,7 +140,9 @@ def test_a_rank_that_dies_or_is_stopped_in_the_first_step_is_named(state, fate):
 
 def test_all_in_the_first_backward_pass_but_one_is_a_hang():
     job = Job()
-    job.marks = {rank: Place(0, 2, "backward") for rank in range(3)} | {1: Place(0, 1, "forward")}
+    job.marks = {rank: CodePlace(0, 2, "backward") for rank in range(3)} | {
+        1: CodePlace(0, 1, "forward")
+    }
     job.wait(121)
     assert job.fates() == [{1: Fate.STUCK}]
 
@@ -148,7 +150,9 @@ def test_all_in_the_first_backward_pass_but_one_is_a_hang():
 def test_places_inside_of_the_step_tell_who_is_behind():
     job = Job()
     job.train(0, 5, 1)
-    job.marks = {rank: Place(5, 2, "backward") for rank in range(3)} | {1: Place(5, 1, "forward")}
+    job.marks = {rank: CodePlace(5, 2, "backward") for rank in range(3)} | {
+        1: CodePlace(5, 1, "forward")
+    }
     job.wait(121)
     assert job.fates() == [{1: Fate.STUCK}]
     assert job.reports[0].phase == "backward"
@@ -157,7 +161,7 @@ def test_places_inside_of_the_step_tell_who_is_behind():
 def test_where_a_place_is_not_known_steps_alone_tell():
     job = Job()
     job.train(0, 5, 1)
-    job.marks = {0: Place(5, 2, "backward"), 1: Place(5, 1, "forward")}
+    job.marks = {0: CodePlace(5, 2, "backward"), 1: CodePlace(5, 1, "forward")}
     job.wait(121)
     assert job.reports[0].is_pause
 
@@ -248,7 +252,7 @@ def test_stacks_turn_a_pause_into_a_hang_whose_end_is_told_of_the_same_rank():
 
 
 def report(*fates, **more):
-    suspects = [Standing(rank, fate, Place(42, 1, "forward")) for rank, fate in fates]
+    suspects = [Standing(rank, fate, CodePlace(42, 1, "forward")) for rank, fate in fates]
     return HangReport(42, 130.4, tuple(suspects), (0, 1, 2), "backward", **more)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from rankscope.agent import launch, server
 from rankscope.agent import link as link_module
-from rankscope.agent.frames import Kind, pack
+from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.link import Link, LinkError
 from rankscope.agent.progress import ProgressMark
 from rankscope.agent.server import LocalServer
@@ -54,7 +54,7 @@ def agent():
 
 
 def link_to(agent, rank=0):
-    hello = pack(Kind.HELLO, json.dumps({"rank": rank, "secret": SECRET}).encode(), rank=rank)
+    hello = pack(FrameKind.HELLO, json.dumps({"rank": rank, "secret": SECRET}).encode(), rank=rank)
     link = Link(lambda: launch.connect(agent.address), hello)
     agent.links.append(link)
     return link
@@ -62,7 +62,7 @@ def link_to(agent, rank=0):
 
 def send(link, *steps, size=1000):
     for step in steps:
-        link.send(Kind.STEP, bytes(size), rank=0, step=step)
+        link.send(FrameKind.STEP, bytes(size), rank=0, step=step)
 
 
 # The probe's end --------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_a_broken_connection_is_no_signal(agent):
         link = link_to(agent)
         agent.server.start()
         wait_until(lambda: agent.server.ranks == (0,))
-        agent.server.send(0, pack(Kind.OFF, b"why", rank=0))
+        agent.server.send(0, pack(FrameKind.OFF, b"why", rank=0))
         agent.server.close(5.0)
         send(link, 0, 1)
         assert not link.drain(5.0)
@@ -153,9 +153,9 @@ def test_who_does_not_know_the_secret_is_turned_away(agent, monkeypatch):
     wrong = json.dumps({"rank": 0, "secret": "guessed"}).encode()
     said = [
         b"GET / HTTP/1.1\r\n\r\n",
-        pack(Kind.HELLO, wrong, rank=0),
-        pack(Kind.STEP, b"", rank=0, step=7),
-        pack(Kind.HELLO, b"[]", rank=0),
+        pack(FrameKind.HELLO, wrong, rank=0),
+        pack(FrameKind.STEP, b"", rank=0, step=7),
+        pack(FrameKind.HELLO, b"[]", rank=0),
         b"",
     ]
     for words in said:

@@ -15,7 +15,7 @@ from multiprocessing import get_context
 import pytest
 
 from rankscope.agent import stacks
-from rankscope.agent.hang_report import Place, ProcessState
+from rankscope.agent.hang_report import CodePlace, ProcessState
 from rankscope.agent.processes import (
     ProcessWatch,
     lower_priority,
@@ -188,16 +188,16 @@ def test_a_mark_can_be_read_inside_of_a_step_and_after_its_writer_has_closed_it(
     read_by = open_mark(os.getpid(), mark.fileno())
     assert read_mark(read_by) is None
     mark.beat(0, "forward")
-    assert read_mark(read_by) == Place(0, 1, "forward")
+    assert read_mark(read_by) == CodePlace(0, 1, "forward")
     mark.beat(0, "backward")
     mark.beat(0, "forward")
-    assert read_mark(read_by) == Place(0, 3, "forward")
+    assert read_mark(read_by) == CodePlace(0, 3, "forward")
     mark.beat(2**40, "step")
-    assert read_mark(read_by) == Place(2**40, 1, "step")
+    assert read_mark(read_by) == CodePlace(2**40, 1, "step")
     mark.close()
     mark.close()
     mark.beat(7, "backward")
-    assert read_mark(read_by) == Place(7, 1, "backward")
+    assert read_mark(read_by) == CodePlace(7, 1, "backward")
     os.close(read_by)
     assert read_mark(read_by) is None
 
@@ -210,7 +210,7 @@ def test_the_mark_of_a_process_is_read_after_its_death(start):
     read_by = open_mark(process.pid, int(process.word))
     process.kill()
     process.wait()
-    assert read_mark(read_by) == Place(7, 1, "forward")
+    assert read_mark(read_by) == CodePlace(7, 1, "forward")
     os.close(read_by)
     assert open_mark(process.pid, int(process.word)) is None
 
@@ -227,7 +227,7 @@ def test_a_mark_of_too_many_passes_stays_in_its_step():
     mark = ProgressMark()
     mark._step, mark._passes = 5, 2**20
     mark.beat(5, "forward")
-    assert read_mark(mark.fileno()) == Place(5, 2**20 - 1, "forward")
+    assert read_mark(mark.fileno()) == CodePlace(5, 2**20 - 1, "forward")
     mark.close()
 
 

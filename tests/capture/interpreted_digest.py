@@ -8,7 +8,7 @@ from torch import nn
 
 from rankscope.evidence.samples import meter as samples
 from rankscope.evidence.state import readings
-from rankscope.evidence.state.readings import Reading
+from rankscope.evidence.state.readings import PendingDigests
 from rankscope.gradients.digest import digest_bits
 from rankscope.gradients.kernels import many
 
@@ -43,7 +43,7 @@ def errors_of_digests() -> list[str]:
         tensor = bits.clone().bool() if dtype is torch.bool else bits.view(dtype)
         parts += [(tensor, 0, None), (tensor, 1, max(1, size - 2))]
     parts.append((torch.randn(3 * many.CHUNK_BYTES // 4 + 5), 7, None))
-    reading = Reading()
+    reading = PendingDigests()
     for part in parts:
         reading.add(*part)
     digests, _ = reading.begin().read()
@@ -60,7 +60,7 @@ def squares() -> list[tuple[float, float]]:
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
     tensors = [torch.randn(5001, dtype=dtype) for dtype in dtypes]
     tensors.append(torch.full((9,), 1e30))
-    reading = Reading()
+    reading = PendingDigests()
     for tensor in tensors:
         reading.add(tensor, 1, 4999, norm=True)
     _, found = reading.begin().read()

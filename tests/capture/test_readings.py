@@ -8,7 +8,7 @@ import torch
 
 from capture import interpreted_digest
 from capture.interpreted import interpreter
-from rankscope.evidence.state.readings import Reading
+from rankscope.evidence.state.readings import PendingDigests
 from rankscope.gradients.digest import digest_bits
 
 needs_triton = pytest.mark.skipif(
@@ -30,7 +30,7 @@ def test_parts_have_the_digests_of_single_tensors():
         (torch.randn(5, dtype=torch.complex64).conj(), 0, None), (base, 4000, 5000),
         (torch.nn.Parameter(base), 3, None), (torch.empty(3, device="meta"), 0, None),
     ]  # fmt: skip
-    reading = Reading()
+    reading = PendingDigests()
     for part in parts:
         reading.add(*part)
     reading.add_word(17)
@@ -45,7 +45,7 @@ def test_sums_of_squares(dtype):
     gradient = torch.randn(9001, dtype=dtype)
     cases = [(gradient, 0, None), (gradient, 17, 8000), (gradient.view(-1, 1).t(), 0, None)]
     cases.append((gradient[::3], 5, 2000))
-    reading = Reading()
+    reading = PendingDigests()
     for case in cases:
         reading.add(*case, norm=True)
     _, squares = reading.begin().read()
@@ -55,7 +55,7 @@ def test_sums_of_squares(dtype):
 
 
 def test_what_cannot_be_read_has_no_known_sum_of_squares():
-    reading = Reading()
+    reading = PendingDigests()
     reading.add(torch.ones(4), norm=True)
     reading.add_unreadable(3)
     digests, squares = reading.begin().read()
@@ -65,7 +65,7 @@ def test_what_cannot_be_read_has_no_known_sum_of_squares():
 
 
 def test_what_is_forgotten_is_not_read():
-    reading = Reading()
+    reading = PendingDigests()
     reading.add(torch.ones(4))
     reading.add(torch.ones(5).to_sparse(), norm=True)
     reading.add(torch.ones(6), norm=True)

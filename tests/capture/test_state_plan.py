@@ -9,7 +9,7 @@ from torch import nn
 
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.state.meter import StateMeter
-from rankscope.evidence.state.plan import Plan, survey
+from rankscope.evidence.state.plan import DigestSchedule, survey
 from support.state import KINDS, look, make, train
 
 
@@ -34,7 +34,9 @@ def expected_kinds(model):
 @pytest.mark.parametrize("turns", [2, 8, 64])
 def test_everything_has_its_turn_once_in_a_rotation(turns):
     model, optimizer, _ = make()
-    plan = Plan(survey(model, optimizer), replicated=True, called=True, turns=turns, max_items=32)
+    plan = DigestSchedule(
+        survey(model, optimizer), replicated=True, called=True, turns=turns, max_items=32
+    )
     counts = covered(plan)
     assert counts.keys() == expected_kinds(model)
     parameters = [count for (kind, _), count in counts.items() if kind is not StateKind.BUFFER]
@@ -54,7 +56,7 @@ def test_any_model_is_dealt_out(sizes, buffers, limits):
     for number, size in enumerate(buffers):
         model.register_buffer(f"b{number}", torch.empty(size, device="meta"))
     optimizer = torch.optim.SGD(model.parameters())
-    plan = Plan(
+    plan = DigestSchedule(
         survey(model, optimizer), replicated=True, called=True, turns=turns, max_items=max_items
     )
     counts = covered(plan)
@@ -70,7 +72,7 @@ def test_any_model_is_dealt_out(sizes, buffers, limits):
 def test_a_step_reads_about_its_share():
     model = nn.ModuleList(nn.Linear(500, 500) for _ in range(100))
     found = survey(model, torch.optim.SGD(model.parameters()))
-    plan = Plan(found, replicated=True, called=True, turns=64, max_items=32)
+    plan = DigestSchedule(found, replicated=True, called=True, turns=64, max_items=32)
     total = sum(parameter.nbytes for parameter in model.parameters())
     sizes = [sum(item.bytes for item in plan.chosen(step)) for step in range(plan.length)]
     assert sum(sizes) == total

@@ -12,7 +12,7 @@ from rankscope.cli.numerics import RESULT_FILE, _write
 from rankscope.cli.run import _plan
 from rankscope.errors import RankscopeError
 from rankscope.evidence.canary.bundle import load_bundle
-from rankscope.lab.numerics.gradients import Kind, read, save, synthetic
+from rankscope.lab.numerics.gradients import GradientKind, read, save, synthetic
 from rankscope.lab.study.data import load_records
 from rankscope.tools.replay import _load_checkpoint
 
@@ -57,7 +57,7 @@ def test_no_pipe_is_written_to(tmp_path: Path, name: str):
         if name == RESULT_FILE:
             _write(tmp_path, "{}", {}, None)
         else:
-            save(synthetic(Kind.NORMAL, 2), tmp_path / name)
+            save(synthetic(GradientKind.NORMAL, 2), tmp_path / name)
 
     outcome = forked(act, tmp_path / "err")
     assert outcome is None or not outcome.startswith("hang")

@@ -13,7 +13,7 @@ from cli.test_main import HELP, call, options_of
 from rankscope.bus.plan import Tier
 from rankscope.cli.run import ReducedOption
 from rankscope.integrations import run_script
-from rankscope.integrations.run_script import Job
+from rankscope.integrations.run_script import ScriptJob
 from rankscope.wrappers.tap import ReadReduced
 
 OPTIONS = {
@@ -61,7 +61,7 @@ def ask(monkeypatch, capsys, *words):
 
     def execute(path, command, environment):
         monkeypatch.setenv("RANKSCOPE_RUN", environment["RANKSCOPE_RUN"])
-        jobs.append((command, Job.of_this_process()))
+        jobs.append((command, ScriptJob.of_this_process()))
         raise OSError(0, "stopped here")
 
     monkeypatch.setattr(run_script.os, "execve", execute)

@@ -12,7 +12,13 @@ from rankscope.bus.governor import LAG
 from rankscope.bus.packing import PackedError
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import MISSING_INT
-from rankscope.evidence.canary.messages import Answer, pack_plan, pack_run, unpack_plan, unpack_run
+from rankscope.evidence.canary.messages import (
+    CanaryAnswer,
+    pack_plan,
+    pack_run,
+    unpack_plan,
+    unpack_run,
+)
 from rankscope.evidence.canary.schedule import (
     RETRY_AFTER,
     SHARE,
@@ -23,8 +29,8 @@ from rankscope.evidence.canary.schedule import (
     all_asked,
 )
 from rankscope.evidence.canary.verdict import (
+    CanaryCause,
     CanaryResults,
-    Verdict,
     differing_state,
     judge,
     results_of,
@@ -49,21 +55,21 @@ def results(digests, again=None, peers=None, losses=None) -> CanaryResults:
 
 def test_workers_that_agree_in_every_bit_differ_by_their_data():
     verdict = judge(results([5, 5, 5]), differing=(2,))
-    assert (verdict.verdict, verdict.ranks, verdict.exact) == (Verdict.DATA, (1,), True)
+    assert (verdict.verdict, verdict.ranks, verdict.exact) == (CanaryCause.DATA, (1,), True)
     assert verdict.distance == 0
 
 
 @pytest.mark.parametrize(
     ("digests", "differing", "expected", "ranks"),
     [
-        ([5, 5, 6, 5], (), Verdict.HARDWARE, (2,)),
-        ([5, 5, 6, 5], (2,), Verdict.STATE, (2,)),
-        ([5, 5, 6, 5], (1,), Verdict.HARDWARE, (2,)),  # what differs there does not matter
-        ([5, 6, 7, 5, 5], (), Verdict.HARDWARE, (1, 2)),
-        ([5, 6], (), Verdict.INCONCLUSIVE, (0, 1)),
-        ([5, 6], (0, 1), Verdict.STATE, (0, 1)),
-        ([5, 5, 6, 6], (), Verdict.INCONCLUSIVE, (0, 1, 2, 3)),
-        ([5, 5, 6, 6], (3,), Verdict.STATE, (3,)),
+        ([5, 5, 6, 5], (), CanaryCause.HARDWARE, (2,)),
+        ([5, 5, 6, 5], (2,), CanaryCause.STATE, (2,)),
+        ([5, 5, 6, 5], (1,), CanaryCause.HARDWARE, (2,)),  # what differs there does not matter
+        ([5, 6, 7, 5, 5], (), CanaryCause.HARDWARE, (1, 2)),
+        ([5, 6], (), CanaryCause.INCONCLUSIVE, (0, 1)),
+        ([5, 6], (0, 1), CanaryCause.STATE, (0, 1)),
+        ([5, 5, 6, 6], (), CanaryCause.INCONCLUSIVE, (0, 1, 2, 3)),
+        ([5, 5, 6, 6], (3,), CanaryCause.STATE, (3,)),
     ],
 )
 def test_what_stays_with_a_worker_is_its_state_or_its_hardware(digests, differing, expected, ranks):
@@ -76,53 +82,53 @@ def test_what_stays_with_a_worker_is_its_state_or_its_hardware(digests, differin
 
 def test_a_backward_pass_that_draws_random_numbers_of_its_own_shows_on_all_workers_alike():
     verdict = judge(results([5, 5, 5], again=[6, 6, 6]))
-    assert (verdict.verdict, verdict.ranks) == (Verdict.NONDETERMINISTIC, (0, 1, 2))
+    assert (verdict.verdict, verdict.ranks) == (CanaryCause.NONDETERMINISTIC, (0, 1, 2))
 
 
 def test_the_peers_batch_counts_as_well():
     verdict = judge(results([5, 5, 5], peers=[5, 4, 5]))
-    assert (verdict.verdict, verdict.ranks) == (Verdict.HARDWARE, (1,))
+    assert (verdict.verdict, verdict.ranks) == (CanaryCause.HARDWARE, (1,))
     assert verdict.within_rounding
 
 
 def test_a_worker_that_does_not_repeat_itself_is_named():
     verdict = judge(results([5, 5, 6], again=[5, 5, 7]), differing=(2,))
-    assert (verdict.verdict, verdict.ranks) == (Verdict.NONDETERMINISTIC, (2,))
+    assert (verdict.verdict, verdict.ranks) == (CanaryCause.NONDETERMINISTIC, (2,))
 
 
 def test_alone_a_worker_either_repeats_itself_or_does_not():
-    assert judge(results([5])).verdict is Verdict.DATA
-    assert judge(results([5], again=[6])).verdict is Verdict.NONDETERMINISTIC
+    assert judge(results([5])).verdict is CanaryCause.DATA
+    assert judge(results([5], again=[6])).verdict is CanaryCause.NONDETERMINISTIC
 
 
 def test_where_all_add_in_any_order_rounding_is_no_difference():
     verdict = judge(results([5, 6, 7], again=[8, 9, 7], losses=[1, 1 + 1e-6, 1]))
-    assert (verdict.verdict, verdict.exact) == (Verdict.DATA, False)
+    assert (verdict.verdict, verdict.exact) == (CanaryCause.DATA, False)
     assert verdict.distance == pytest.approx(1e-6)
 
 
 def test_among_workers_that_add_in_any_order_one_far_off_is_told_apart():
     unsteady = results([5, 6, 7, 8], again=[1, 2, 3, 4], losses=[1, 1 + 1e-6, 1, 1.1])
     assert judge(unsteady).ranks == (3,)
-    assert judge(unsteady).verdict is Verdict.HARDWARE
-    assert judge(unsteady, differing=(3,)).verdict is Verdict.STATE
+    assert judge(unsteady).verdict is CanaryCause.HARDWARE
+    assert judge(unsteady, differing=(3,)).verdict is CanaryCause.STATE
 
 
 def test_workers_that_all_compute_at_random_are_all_named():
     verdict = judge(results([5, 6, 7], again=[1, 2, 3], losses=[1, 2, 3]))
-    assert (verdict.verdict, verdict.ranks) == (Verdict.NONDETERMINISTIC, (0, 1, 2))
+    assert (verdict.verdict, verdict.ranks) == (CanaryCause.NONDETERMINISTIC, (0, 1, 2))
 
 
 def test_without_a_result_nothing_is_concluded():
     verdict = judge(results([5, MISSING_INT, 5]))
-    assert (verdict.verdict, verdict.ranks) == (Verdict.INCONCLUSIVE, (1,))
+    assert (verdict.verdict, verdict.ranks) == (CanaryCause.INCONCLUSIVE, (1,))
     assert np.isnan(verdict.distance)
 
 
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_a_worker_that_is_not_finite_is_far_off(bad):
     verdict = judge(results([5, 5, 6], losses=[1, 1, bad]))
-    assert (verdict.verdict, verdict.ranks) == (Verdict.HARDWARE, (2,))
+    assert (verdict.verdict, verdict.ranks) == (CanaryCause.HARDWARE, (2,))
     assert verdict.distance == np.inf
     assert judge(results([5, 5], losses=[bad, bad])).distance == 0
 
@@ -364,18 +370,18 @@ def test_what_root_and_workers_say_to_each_other_survives_the_way():
             other.structure,
             other.arrays[0].tolist(),
         )
-    answer = Answer(66, packed[0], "bfloat16", {"torch": "2.9"}, "é", True)
-    assert Answer.unpack(answer.pack()) == answer
+    answer = CanaryAnswer(66, packed[0], "bfloat16", {"torch": "2.9"}, "é", True)
+    assert CanaryAnswer.unpack(answer.pack()) == answer
 
 
 @pytest.mark.parametrize("size", [0, 7, 60, -1])
-@pytest.mark.parametrize("unpack", [unpack_run, unpack_plan, Answer.unpack])
+@pytest.mark.parametrize("unpack", [unpack_run, unpack_plan, CanaryAnswer.unpack])
 def test_bytes_that_say_nothing(unpack, size):
     planned = Planned("rank-2", 2, 3, 66, 82)
     batch = pack_batch(PlainBatch(None, (np.arange(9.0),)))
     content = {
         unpack_run: pack_run(planned, (batch, batch)),
         unpack_plan: pack_plan(planned),
-    }.get(unpack, b"x" + Answer(66, batch).pack())
+    }.get(unpack, b"x" + CanaryAnswer(66, batch).pack())
     with pytest.raises(PackedError):
         unpack(content[:size])

@@ -7,8 +7,8 @@ import pytest
 
 from rankscope.record.states import pack_state
 from rankscope.stats.bets import (
+    BetKind,
     Betting,
-    Kind,
     distances,
     normal_scores,
     pair_bets,
@@ -76,7 +76,7 @@ def test_two_units_show_only_their_order():
     kinds = [bet.kind for bet in BETS]
     e_BU = values_of_bets([[1.0, 2.0]])[:, 0]
     for kind, e in zip(kinds, e_BU, strict=True):
-        if kind in (Kind.SPREAD, Kind.RARE):
+        if kind in (BetKind.SPREAD, BetKind.RARE):
             assert e.tolist() == [1, 1]
     assert (values_of_bets([[1.0, np.nan]]) == 1).all()
 
@@ -205,7 +205,7 @@ def test_a_shift_is_found_with_its_unit_signal_direction_size_and_beginning():
     assert test.evidence > 1e6
     assert test.evidence_of_units().argmax() == 5
     trace = test.traces(5)[0]
-    assert (trace.signal, trace.kind) == (1, Kind.DOWN)
+    assert (trace.signal, trace.kind) == (1, BetKind.DOWN)
     assert trace.deviation == pytest.approx(-0.15, abs=0.03)
     assert trace.age == pytest.approx(40, abs=4)
 
@@ -238,10 +238,10 @@ def test_rare_large_errors_and_a_wider_spread_are_told_apart_from_shifts():
         feed(rare, rng, 1, shift(2, size))
         feed(wide, rng, 1, shift(6, 0.3 * rng.standard_normal()))
     assert rare.evidence_of_units().argmax() == 2
-    assert rare.traces(2)[0].kind is Kind.RARE
+    assert rare.traces(2)[0].kind is BetKind.RARE
     assert abs(rare.traces(2)[0].deviation) > 0.25
     assert wide.evidence_of_units().argmax() == 6
-    assert wide.traces(6)[0].kind in (Kind.SPREAD, Kind.RARE)
+    assert wide.traces(6)[0].kind in (BetKind.SPREAD, BetKind.RARE)
 
 
 def test_signals_that_a_step_does_not_measure_stay_as_they_are():
@@ -308,7 +308,7 @@ def test_a_unit_set_apart_is_compared_fairly(num_units):
     z = np.zeros(4000, np.float32)
     e_BS = compare_with_others(values[:, 1], z, ranked, BETS)
     for bet, e in zip(BETS, e_BS, strict=True):
-        if bet.kind is not Kind.RARE:
+        if bet.kind is not BetKind.RARE:
             assert abs(e.mean() - 1) < 4 * e.std() / np.sqrt(len(e))
 
 
@@ -317,7 +317,7 @@ def test_a_unit_set_apart_is_compared_with_the_others_as_before(num_units):
     values = np.random.default_rng(0).standard_normal((50, num_units))
     ranked = rank_units(np.where(np.arange(num_units) == 1, np.nan, values))
     e_BS = compare_with_others(values[:, 1], np.zeros(50, np.float32), ranked, BETS)
-    by_rank_B = [bet.kind is not Kind.RARE for bet in BETS]
+    by_rank_B = [bet.kind is not BetKind.RARE for bet in BETS]
     np.testing.assert_allclose(e_BS[by_rank_B], values_of_bets(values)[by_rank_B, :, 1], rtol=1e-5)
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from rankscope.agent.hang_report import (
+    CodePlace,
     Fate,
     HangReport,
-    Place,
     ProcessState,
     Stack,
     judge_hang,
@@ -21,7 +21,9 @@ FORWARD, BACKWARD, AFTER = (1, "forward"), (2, "backward"), (3, "step")
 def judge(*places, states=None, left=(), num_workers=None):
     """Judge ranks whose processes run unless told, at ``(step, (passes, phase))`` each."""
     by_rank = {
-        rank: Place(step, *within) for rank, (step, *rest) in enumerate(places) for within in rest
+        rank: CodePlace(step, *within)
+        for rank, (step, *rest) in enumerate(places)
+        for within in rest
     }
     running = dict.fromkeys(by_rank, ProcessState.RUNNING)
     return judge_hang(125.0, num_workers or len(places), by_rank, running | (states or {}), left)

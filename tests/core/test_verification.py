@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rankscope.bus.packing import PackedError
-from rankscope.evidence.reference.share import Part
-from rankscope.evidence.reference.verify import Answer, Oddity, verify
+from rankscope.evidence.reference.share import ReferenceShare
+from rankscope.evidence.reference.verify import Oddity, ReferenceAnswer, verify
 from rankscope.evidence.reference.words import declined, verified
 from rankscope.stats.rounding import round_to_bfloat16
 
@@ -36,7 +36,7 @@ def parts(units, scales, given, reduced=None, dtype="float32", replicas=None):
     given = np.broadcast_to(given, (W, P, K))
     none = np.empty((0, K), np.float32)
     return [
-        Part(
+        ReferenceShare(
             NAMES,
             (dtype,) * P,
             terms[rank],
@@ -73,16 +73,16 @@ def words(found):
 )
 def test_each_way_to_weight_micro_batches_agrees_and_is_named(weights, weighting):
     found = ask(summed(gradients(), weights), scales=W * weights)
-    assert (found.answer, found.weighting) == (Answer.AGREES, weighting)
+    assert (found.answer, found.weighting) == (ReferenceAnswer.AGREES, weighting)
     assert found.ulps < 3
     assert "is what one process would compute (within" in words(found)
 
 
 def test_a_plan_makes_one_weighting_the_only_right_one():
     given = summed(gradients(), EQUAL)
-    assert ask(given, meant="worker").answer is Answer.AGREES
+    assert ask(given, meant="worker").answer is ReferenceAnswer.AGREES
     found = ask(given, meant="token")
-    assert found.answer is Answer.WEIGHTING
+    assert found.answer is ReferenceAnswer.WEIGHTING
     assert found.in_loss
     np.testing.assert_allclose(found.ratios, EQUAL / BY_TOKEN, rtol=1e-4)
 
@@ -90,7 +90,7 @@ def test_a_plan_makes_one_weighting_the_only_right_one():
 @pytest.mark.parametrize("factor", [1 / W, float(W), 0.25, 1000.0, -1.0])
 def test_a_factor_of_all_parameters_is_told(factor):
     found = ask(factor * summed(gradients(), EQUAL))
-    assert found.answer is Answer.SCALE
+    assert found.answer is ReferenceAnswer.SCALE
     assert found.factor == pytest.approx(factor, rel=1e-5)
     assert not found.in_loss
     assert "it became so in the reduction, or after it" in words(found)
@@ -99,7 +99,7 @@ def test_a_factor_of_all_parameters_is_told(factor):
 def test_a_factor_of_the_loss_is_told_from_one_that_came_later():
     given = summed(gradients(), EQUAL / W)
     found = ask(given, scales=np.full((W, M), 1 / (M * W)))
-    assert (found.answer, found.in_loss) == (Answer.SCALE, True)
+    assert (found.answer, found.in_loss) == (ReferenceAnswer.SCALE, True)
     assert "0.333 of what one process would compute, as if averaged over the workers twice" in (
         words(found)
     )
@@ -109,11 +109,11 @@ def test_a_factor_of_the_loss_is_told_from_one_that_came_later():
 def test_clipping_and_unscaling_after_a_sound_reduction_agree():
     sound = summed(gradients(), EQUAL)
     found = ask(0.25 * sound, reduced=sound)
-    assert (found.answer, found.clipped) == (Answer.AGREES, pytest.approx(0.25))
+    assert (found.answer, found.clipped) == (ReferenceAnswer.AGREES, pytest.approx(0.25))
     scaled = ask(0.25 * sound, scales=np.full((W, M), 65536 / M), reduced=65536 * sound)
-    assert (scaled.answer, scaled.clipped) == (Answer.AGREES, pytest.approx(0.25))
-    assert ask(0.25 * sound, reduced=0.25 * sound).answer is Answer.SCALE
-    assert ask(4 * sound, reduced=sound).answer is Answer.SCALE
+    assert (scaled.answer, scaled.clipped) == (ReferenceAnswer.AGREES, pytest.approx(0.25))
+    assert ask(0.25 * sound, reduced=0.25 * sound).answer is ReferenceAnswer.SCALE
+    assert ask(4 * sound, reduced=sound).answer is ReferenceAnswer.SCALE
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_clipping_and_unscaling_after_a_sound_reduction_agree():
 )
 def test_missing_micro_batches_are_named(weights, missing):
     found = ask(summed(gradients(), EQUAL * weights))
-    assert found.answer is Answer.MICRO_BATCHES
+    assert found.answer is ReferenceAnswer.MICRO_BATCHES
     assert missing in words(found)
 
 
@@ -135,7 +135,7 @@ def test_a_worker_of_another_weight_is_named():
     weights = EQUAL * [[1.0], [1.9], [1.0]]
     found = ask(summed(gradients(), weights))
     finding = verified(found, 20, W, M)
-    assert (found.answer, finding.ranks) == (Answer.WEIGHTING, (1,))
+    assert (found.answer, finding.ranks) == (ReferenceAnswer.WEIGHTING, (1,))
     assert "rank 1 1.9 times what is meant" in finding.explanation
     np.testing.assert_allclose(finding.evidence["ratios"], weights / EQUAL, rtol=1e-4)
 
@@ -143,7 +143,7 @@ def test_a_worker_of_another_weight_is_named():
 def test_a_missing_micro_batch_among_others_of_unequal_weights_is_one_of_the_weights():
     weights = EQUAL * [[1, 1, 1, 0], [1] * M, [1.9] * M]
     found = ask(summed(gradients(), weights))
-    assert found.answer is Answer.WEIGHTING
+    assert found.answer is ReferenceAnswer.WEIGHTING
     np.testing.assert_allclose(found.ratios, weights / EQUAL, atol=1e-4)
 
 
@@ -183,7 +183,7 @@ def test_a_parameter_that_differs_alone_is_named(how):
     replicas = given[0].copy()
     replicas[2] = sound[2] if how is Oddity.PARTIAL else given[0, 2] * 2  # over two ranks
     found = ask(given, reduced=sound, replicas=replicas)
-    assert found.answer is Answer.PARAMETERS
+    assert found.answer is ReferenceAnswer.PARAMETERS
     (odd,) = found.odd
     assert (odd.name, odd.how) == (NAMES[2], how)
     assert odd.afterwards
@@ -211,18 +211,18 @@ def test_a_step_without_any_reduction_says_so():
 def test_what_nothing_explains_is_told_with_its_size():
     noise = np.random.default_rng(5).standard_normal((P, K)).astype(np.float32)
     found = ask(summed(gradients(), EQUAL) + noise)
-    assert found.answer is Answer.GRADIENT
+    assert found.answer is ReferenceAnswer.GRADIENT
     assert found.error > 1000 * found.bound
 
 
 def test_unknown_losses_leave_the_weights_of_backward_passes():
     scales = np.array([[0.7] * M, [0.1] * M, [2.0] * M])
     found = ask(summed(gradients(), scales / W), scales=scales, known=False)
-    assert (found.answer, found.weighting) == (Answer.AGREES, "backward")
+    assert (found.answer, found.weighting) == (ReferenceAnswer.AGREES, "backward")
     lost = ask(summed(gradients(), scales / W * [0, 1, 1, 1]), scales=scales, known=False)
-    assert lost.answer is Answer.MICRO_BATCHES
+    assert lost.answer is ReferenceAnswer.MICRO_BATCHES
     whole = ask(summed(gradients(), scales), scales=scales, known=False)
-    assert whole.answer is Answer.SCALE
+    assert whole.answer is ReferenceAnswer.SCALE
     finding = verified(whole, 20, W, M)
     assert str(finding.severity) == "warning"  # the loss may be divided by W
     assert "the loss is not known" in finding.explanation
@@ -233,31 +233,36 @@ def test_rounding_to_bfloat16_agrees_in_a_bfloat16_parameter_alone():
     given = round_to_bfloat16(summed(units, EQUAL)).reshape(P, K)
     scales = np.ones((W, M))
     whole = ask(M * given, units=units, scales=scales, known=False, dtype="bfloat16")
-    assert whole.answer is Answer.AGREES
+    assert whole.answer is ReferenceAnswer.AGREES
     assert whole.ulps < 3
-    assert ask(M * given, units=units, scales=scales, known=False).answer is not Answer.AGREES
+    assert (
+        ask(M * given, units=units, scales=scales, known=False).answer is not ReferenceAnswer.AGREES
+    )
 
 
 def test_computations_that_do_not_repeat_themselves_widen_the_bound():
     given = summed(gradients(), EQUAL) * (1 + 1e-4)
     units, scales = gradients(), np.full((W, M), 1 / M)
     sent = parts(units, scales, given)
-    assert verify(sent, list(scales), TOKENS).answer is Answer.SCALE
+    assert verify(sent, list(scales), TOKENS).answer is ReferenceAnswer.SCALE
     norms = [np.linalg.norm(part.terms_MPK[-1], axis=1) for part in sent]
     loose = [
         dataclasses.replace(part, unsteady_P=1e-3 * norm)
         for part, norm in zip(sent, norms, strict=True)
     ]
-    assert verify(loose, list(scales), TOKENS).answer is Answer.AGREES
+    assert verify(loose, list(scales), TOKENS).answer is ReferenceAnswer.AGREES
 
 
 def test_a_part_travels_as_bytes():
     sent = parts(gradients(), EQUAL, summed(gradients(), EQUAL))[1]
-    back = Part.unpack(sent.pack())
+    back = ReferenceShare.unpack(sent.pack())
     assert (back.names, back.types, back.declined) == (sent.names, sent.types, "")
     for name in ("terms_MPK", "norms_MP", "given_PK", "reduced_PK", "unsteady_P"):
         np.testing.assert_array_equal(getattr(back, name), getattr(sent, name))
-    assert Part.unpack(Part(declined="it is Monday").pack()).declined == "it is Monday"
+    assert (
+        ReferenceShare.unpack(ReferenceShare(declined="it is Monday").pack()).declined
+        == "it is Monday"
+    )
 
 
 def test_other_bytes_are_refused():
@@ -266,7 +271,7 @@ def test_other_bytes_are_refused():
     fewer = dataclasses.replace(whole, names=NAMES[1:]).pack()
     for content in (b"", packed[:40], packed[:-4], packed.replace(b"<f8", b"<U2"), fewer):
         with pytest.raises(PackedError):
-            Part.unpack(content)
+            ReferenceShare.unpack(content)
 
 
 def test_a_reason_is_told_with_the_ranks_that_have_it():

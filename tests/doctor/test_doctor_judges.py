@@ -8,7 +8,7 @@ from rankscope.bus.replicas import odd_ranks
 from rankscope.errors import UsageError
 from rankscope.tools.doctor import Status, collectives, environment, model, speed, topology
 from rankscope.tools.doctor.functions import find_function, in_one_line
-from rankscope.tools.doctor.meeting import Place, find_place
+from rankscope.tools.doctor.meeting import RankPlace, find_place
 
 
 def one(results, name):
@@ -78,9 +78,9 @@ def test_topology(facts, status, words):
 
 
 def test_places():
-    assert find_place({}) == Place()
+    assert find_place({}) == RankPlace()
     variables = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
-    assert find_place({**variables, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == Place(
+    assert find_place({**variables, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}) == RankPlace(
         3, 4, 1, 2, launched=True
     )
     with pytest.raises(UsageError, match="MASTER_PORT not: the workers cannot find each other"):

@@ -24,7 +24,7 @@ from rankscope.integrations.run_script import (
     PID_VARIABLE,
     STARTUP,
     VARIABLE,
-    Job,
+    ScriptJob,
     become,
     command_for,
     interpreter_flags,
@@ -70,14 +70,14 @@ def test_what_is_run(tmp_path, monkeypatch):
 
 
 def test_a_job_goes_through_the_environment(monkeypatch, tmp_path):
-    job = Job(str(tmp_path), "train", {"every": 2, "plan": {"seed": 1}})
+    job = ScriptJob(str(tmp_path), "train", {"every": 2, "plan": {"seed": 1}})
     made = job.to_environment({"PYTHONPATH": os.pathsep.join(["a", "", str(STARTUP)]), "B": "1"})
     assert made["PYTHONPATH"].split(os.pathsep) == [str(STARTUP), "a"]
     assert made[PID_VARIABLE] == str(os.getpid())
     assert json.loads(made[VARIABLE])["options"]["every"] == 2
     assert job.to_environment({})["PYTHONPATH"] == str(STARTUP)
     monkeypatch.setenv(VARIABLE, made[VARIABLE])
-    assert Job.of_this_process() == job
+    assert ScriptJob.of_this_process() == job
 
 
 def test_a_command_that_cannot_be_started_leaves_nothing(tmp_path, monkeypatch):
@@ -91,7 +91,7 @@ def test_a_command_that_cannot_be_started_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.execve", fail)
     with pytest.raises(UsageError, match="cannot start /train: Permission denied"):
-        become(["/train"], Job(str(tmp_path / "run"), "train"))
+        become(["/train"], ScriptJob(str(tmp_path / "run"), "train"))
     assert len(made) == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -298,7 +298,7 @@ def test_optimizers_of_a_model_are_found():
 
 def test_hooks_of_all_optimizers_are_called_as_ever_while_one_is_looked_at(monkeypatch, tmp_path):
     monkeypatch.setattr(catch, "_has_several_ranks", lambda: True)
-    looking, called = catch.Catch(Job(str(tmp_path), "train", {})), []
+    looking, called = catch.Catch(ScriptJob(str(tmp_path), "train", {})), []
     looking._await_optimizer(sys.modules["torch.optim.optimizer"])
     other = register_optimizer_step_post_hook(lambda *_: called.append(len(looking._bare)))
     model = nn.Sequential(nn.Linear(2, 2))

@@ -14,7 +14,7 @@ from documentation.framework_examples import assert_example_ran, examples, run_e
 from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import OPTIONS, assert_same_metrics, loud, run_in
 from rankscope.bus.columns import Table
-from rankscope.integrations.torchtitan import JointOptimizer, watch
+from rankscope.integrations.torchtitan import TitanOptimizers, watch
 from support.ranks import run_ranks
 
 PAGE = "docs/integrations/torchtitan.md"
@@ -131,7 +131,7 @@ class TestOnTwoRanks:
 def test_a_joint_optimizer_has_all_groups_and_states_and_steps_once():
     parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     parts = [torch.optim.SGD([p], lr=0.1 + n, momentum=0.9) for n, p in enumerate(parameters)]
-    joint, calls = JointOptimizer(parts), []
+    joint, calls = TitanOptimizers(parts), []
     joint.register_step_pre_hook(lambda *given: calls.append(("before", given[0])))
     joint.register_step_post_hook(lambda *given: calls.append(("after", given[0])))
     for parameter in parameters:

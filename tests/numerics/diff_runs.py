@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.columns import DType, Source, Table
-from rankscope.bus.replicas import TRACE_WIDTH, StateDifference, StateKind, Trace
+from rankscope.bus.replicas import TRACE_WIDTH, StateDifference, StateKind, TensorTrace
 from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter
@@ -107,7 +107,7 @@ def write_training(path: Path, training: Training) -> Run:
         if training.traced:
             trace = report["trace"]
             if index == 0:
-                trace = Trace(*_fields(trace), initial=_trace(before, StateKind.PARAMETER))
+                trace = TensorTrace(*_fields(trace), initial=_trace(before, StateKind.PARAMETER))
             report["trace"] = trace
         writer.add(_report(training, step, **report))
     writer.close()
@@ -165,7 +165,7 @@ def _report(
     reduced_norm: float,
     lr: float,
     digests: dict[str, int],
-    trace: Trace,
+    trace: TensorTrace,
 ) -> StepReport:
     width = training.workers
     workers = {
@@ -229,8 +229,8 @@ def _norm(tensors: Tensors) -> float:
     return float(np.sqrt(sum((v.astype(np.float64) ** 2).sum() for v in tensors.values())))
 
 
-def _trace(tensors: Tensors, kind: StateKind) -> Trace:
-    return Trace(
+def _trace(tensors: Tensors, kind: StateKind) -> TensorTrace:
+    return TensorTrace(
         tuple(kind for _ in tensors),
         tuple(tensors),
         np.array([word(value.tobytes()) for value in tensors.values()], np.int64),
@@ -245,8 +245,8 @@ def sketch(name: str, value: np.ndarray) -> np.ndarray:
         return (value.astype(np.float64) * signs).reshape(-1, TRACE_WIDTH).sum(axis=0)
 
 
-def _joined(*traces: Trace) -> Trace:
-    return Trace(
+def _joined(*traces: TensorTrace) -> TensorTrace:
+    return TensorTrace(
         tuple(kind for trace in traces for kind in trace.kinds),
         tuple(name for trace in traces for name in trace.names),
         np.concatenate([trace.digests_N for trace in traces]),
@@ -255,5 +255,5 @@ def _joined(*traces: Trace) -> Trace:
     )
 
 
-def _fields(trace: Trace) -> tuple[Any, ...]:
+def _fields(trace: TensorTrace) -> tuple[Any, ...]:
     return trace.kinds, trace.names, trace.digests_N, trace.norms_N, trace.sketches_NK

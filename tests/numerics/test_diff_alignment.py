@@ -14,7 +14,7 @@ from rankscope.tools.diff import DiffClass, compare_runs
 from rankscope.tools.diff.parting import growth_of
 from rankscope.tools.diff.reading import (
     MAX_VOTES,
-    Side,
+    DiffSide,
     _best_offset,
     align,
     dealt_otherwise,
@@ -72,11 +72,11 @@ def test_a_global_batch_is_the_same_on_any_number_of_workers(ids, width):
 @given(begin=st.integers(0, 6), number=st.integers(0, 20), steps=st.integers(2, 6))
 def test_a_continued_run_is_aligned_by_its_batches(tmp_path_factory, begin, number, steps):
     folder = tmp_path_factory.mktemp("align")
-    a = Side(write_training(folder / "a", Training(steps=8, traced=False)))
+    a = DiffSide(write_training(folder / "a", Training(steps=8, traced=False)))
     info = {"continues": "a", "first_step": number}
     steps = min(steps, 8 - begin)
     b = Training(steps=steps, first=number, offset=begin, traced=False, info=info)
-    found = align(a, Side(write_training(folder / "b", b)))
+    found = align(a, DiffSide(write_training(folder / "b", b)))
     assert found.offset == begin - number
     assert found.steps_a.tolist() == list(range(begin, begin + steps))
     assert found.steps_b.tolist() == list(range(number, number + steps))

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.errors import DataError, UsageError
 from rankscope.lab.numerics.gradients import (
-    Kind,
+    GradientKind,
     LocalGradients,
     for_workers,
     read,
@@ -29,17 +29,19 @@ def cosine(values_WN):
 
 
 def test_kinds_are_what_they_are_called():
-    layers = {kind: synthetic(kind, 8).arrays["layers.1"] for kind in Kind}
-    assert abs(cosine(layers[Kind.NORMAL])) < 0.02
-    assert cosine(layers[Kind.COHERENT]) == pytest.approx(0.9, abs=0.01)
-    heavy, normal = (np.abs(layers[kind]) for kind in (Kind.HEAVY_TAILED, Kind.NORMAL))
+    layers = {kind: synthetic(kind, 8).arrays["layers.1"] for kind in GradientKind}
+    assert abs(cosine(layers[GradientKind.NORMAL])) < 0.02
+    assert cosine(layers[GradientKind.COHERENT]) == pytest.approx(0.9, abs=0.01)
+    heavy, normal = (
+        np.abs(layers[kind]) for kind in (GradientKind.HEAVY_TAILED, GradientKind.NORMAL)
+    )
     assert heavy.max() / np.median(heavy) > 10 * normal.max() / np.median(normal)
-    cancelling = layers[Kind.CANCELLING].astype(np.float64)
+    cancelling = layers[GradientKind.CANCELLING].astype(np.float64)
     left = np.linalg.norm(cancelling.mean(axis=0)) / np.linalg.norm(cancelling[0])
     assert left == pytest.approx(1e-3, rel=0.1)
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", GradientKind)
 def test_layers_differ_in_size_and_seeds_in_numbers(kind):
     made, other = synthetic(kind, 4, seed=1), synthetic(kind, 4, seed=2)
     assert (made.num_workers, made.num_elements, made.kind, made.name) == (
@@ -55,11 +57,11 @@ def test_layers_differ_in_size_and_seeds_in_numbers(kind):
 
 def test_too_few_workers_are_refused():
     with pytest.raises(UsageError, match="at least 2 workers"):
-        synthetic(Kind.NORMAL, 1)
+        synthetic(GradientKind.NORMAL, 1)
 
 
 def test_gradients_survive_saving(tmp_path):
-    made = synthetic(Kind.NORMAL, 3, num_elements=50)
+    made = synthetic(GradientKind.NORMAL, 3, num_elements=50)
     save(made, tmp_path / "new" / "g.npz")
     back = read(tmp_path / "new" / "g.npz")
     assert (back.kind, back.name) == ("file", "g.npz")
@@ -151,11 +153,11 @@ def test_other_endings_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"expected a \.npz or \.npy file"):
         read(tmp_path / "g.pt")
     with pytest.raises(UsageError, match=r"end the name in \.npz"):
-        save(synthetic(Kind.NORMAL, 2), tmp_path / "g.pt")
+        save(synthetic(GradientKind.NORMAL, 2), tmp_path / "g.pt")
 
 
 def test_the_first_gradients_are_those_given():
-    given = synthetic(Kind.NORMAL, 8).arrays["layers.0"]
+    given = synthetic(GradientKind.NORMAL, 8).arrays["layers.0"]
     fewer, none = for_workers(given, 5, np.random.default_rng(0))
     assert np.array_equal(fewer, given[:5])
     more, made_up = for_workers(given, 11, np.random.default_rng(0))
@@ -163,7 +165,7 @@ def test_the_first_gradients_are_those_given():
     assert np.array_equal(more[:8], given)
 
 
-@pytest.mark.parametrize("kind", [Kind.NORMAL, Kind.COHERENT])
+@pytest.mark.parametrize("kind", [GradientKind.NORMAL, GradientKind.COHERENT])
 def test_made_up_gradients_have_the_norms_and_cosines_of_the_given_ones(kind):
     given = synthetic(kind, 16).arrays["layers.0"]
     more, _ = for_workers(given, 400, np.random.default_rng(1))

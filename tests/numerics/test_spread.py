@@ -9,7 +9,7 @@ import pytest
 
 from numerics.reductions import reduce_mean
 from rankscope.errors import UsageError
-from rankscope.lab.numerics.gradients import Kind, LocalGradients, synthetic
+from rankscope.lab.numerics.gradients import GradientKind, LocalGradients, synthetic
 from rankscope.lab.numerics.spread import SumOptions, measure, sentences, size
 from rankscope.lab.numerics.summation import Arithmetic, Divide, Scheme, exact_sums
 from rankscope.stats.rounding import ulp_distance
@@ -59,7 +59,7 @@ def test_all_orders_of_four_workers_are_counted_as_a_loop_counts_them(scheme):
 
 
 def test_two_workers_have_one_order():
-    sums = measure(synthetic(Kind.NORMAL, 2), SumOptions(workers=(2,)))
+    sums = measure(synthetic(GradientKind.NORMAL, 2), SumOptions(workers=(2,)))
     assert len(sums["cells"]) == 25
     for cell in sums["cells"]:
         assert (cell["num_orders"], cell["distinct_results"], cell["share_differing"]) == (
@@ -77,7 +77,9 @@ def test_equal_gradients_have_one_sum_and_no_error_in_a_tree():
         assert cell["error_relative"] == 0.0
 
 
-@pytest.mark.parametrize("kind", [Kind.NORMAL, Kind.COHERENT, Kind.HEAVY_TAILED])
+@pytest.mark.parametrize(
+    "kind", [GradientKind.NORMAL, GradientKind.COHERENT, GradientKind.HEAVY_TAILED]
+)
 @pytest.mark.parametrize("divide", Divide)
 def test_the_prediction_holds_on_random_gradients(kind, divide):
     options = SumOptions(workers=(8, 32), types=("float32", "bfloat16"), orders=5, divide=divide)
@@ -90,11 +92,11 @@ def test_the_prediction_holds_on_random_gradients(kind, divide):
 def test_the_prediction_holds_where_the_division_rounds():
     for divide in Divide:
         options = SumOptions(workers=(6, 12), types=("float32",), divide=divide)
-        for cell in measure(synthetic(Kind.NORMAL, 12), options)["cells"]:
+        for cell in measure(synthetic(GradientKind.NORMAL, 12), options)["cells"]:
             assert 0.7 < cell["error_relative"] / cell["predicted_relative"] < 1.4, cell
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("kind", GradientKind)
 def test_no_error_exceeds_the_bound(kind):
     sums = measure(synthetic(kind, 16, num_elements=2048), SumOptions(workers=(3, 16), orders=6))
     for row in [*sums["cells"], *sums["layers"]]:
@@ -103,7 +105,7 @@ def test_no_error_exceeds_the_bound(kind):
 
 def test_errors_grow_with_the_root_of_workers_in_a_ring_and_stay_in_a_tree():
     options = SumOptions(workers=(4, 64), orders=8, types=("float32",))
-    sums = measure(synthetic(Kind.NORMAL, 64), options)
+    sums = measure(synthetic(GradientKind.NORMAL, 64), options)
     growth = {
         scheme: cells_of(sums, workers=64, algorithm=scheme)[0]["error_relative"]
         / cells_of(sums, workers=4, algorithm=scheme)[0]["error_relative"]
@@ -114,7 +116,7 @@ def test_errors_grow_with_the_root_of_workers_in_a_ring_and_stay_in_a_tree():
 
 
 def test_16_bit_sums_lose_more_than_32_bit_sums_of_the_same_inputs():
-    sums = measure(synthetic(Kind.NORMAL, 32), SumOptions(workers=(32,), orders=4))
+    sums = measure(synthetic(GradientKind.NORMAL, 32), SumOptions(workers=(32,), orders=4))
     for dtype in ("bfloat16", "float16"):
         [wide] = cells_of(sums, inputs=dtype, sums="float32", algorithm="ring")
         [narrow] = cells_of(sums, inputs=dtype, sums=dtype, algorithm="ring")
@@ -124,7 +126,7 @@ def test_16_bit_sums_lose_more_than_32_bit_sums_of_the_same_inputs():
 
 
 def test_more_workers_than_gradients_are_made_up_and_said():
-    given = synthetic(Kind.COHERENT, 8, num_elements=40_000)
+    given = synthetic(GradientKind.COHERENT, 8, num_elements=40_000)
     sums = measure(given, SumOptions(workers=(4, 8, 16), orders=2, types=("float32",)))
     assert [world["made_up"] for world in sums["worlds"]] == [0, 0, 8]
     assert [world["cosine"] for world in sums["worlds"]] == pytest.approx([0.9] * 3, abs=0.03)
@@ -184,14 +186,14 @@ def test_zero_gradients_have_no_error_and_no_undefined_json():
 
 def test_the_seed_decides_everything():
     options = SumOptions(workers=(16,), orders=4, types=("bfloat16",), seed=3)
-    forms = [measure(synthetic(Kind.NORMAL, 8, seed=1), options) for _ in range(2)]
+    forms = [measure(synthetic(GradientKind.NORMAL, 8, seed=1), options) for _ in range(2)]
     assert forms[0] == forms[1]
 
 
 def test_the_json_form_has_what_the_text_of_the_module_lists():
     import rankscope.lab.numerics.spread as spread
 
-    form = measure(synthetic(Kind.NORMAL, 8), SMALL)
+    form = measure(synthetic(GradientKind.NORMAL, 8), SMALL)
     text = spread.__doc__ or ""
     assert list(form) == [
         *("kind", "source", "options", "notes", "reference", "worlds", "cells", "layers"),
@@ -206,13 +208,13 @@ def test_the_json_form_has_what_the_text_of_the_module_lists():
 
 def test_progress_is_told_to_the_end():
     told = []
-    measure(synthetic(Kind.NORMAL, 8), SMALL, lambda *what: told.append(what))
+    measure(synthetic(GradientKind.NORMAL, 8), SMALL, lambda *what: told.append(what))
     assert told[0] == ("sums over 8 workers", 0, 5)
     assert told[-1] == ("sums", 5, 5)
 
 
 def test_sentences_say_what_was_measured():
-    sums = measure(synthetic(Kind.NORMAL, 8), SMALL)
+    sums = measure(synthetic(GradientKind.NORMAL, 8), SMALL)
     why, whether, what = sums["sentences"]
     [cell] = cells_of(sums, inputs="float32", algorithm="ring")
     assert f"in 12 orders (float32), came back as {cell['distinct_results']} different" in why
@@ -223,7 +225,7 @@ def test_sentences_say_what_was_measured():
 
 
 def test_sentences_where_the_order_changes_nothing():
-    form = measure(synthetic(Kind.NORMAL, 2), SumOptions(workers=(2,), types=("float32",)))
+    form = measure(synthetic(GradientKind.NORMAL, 2), SumOptions(workers=(2,), types=("float32",)))
     why, whether, what = form["sentences"]
     assert "not because of the order" in why
     assert "in all 2 orders" in why
@@ -232,7 +234,9 @@ def test_sentences_where_the_order_changes_nothing():
 
 
 def test_sentences_where_rounding_is_as_large_as_the_noise():
-    form = measure(synthetic(Kind.COHERENT, 8), SumOptions(workers=(8,), types=("bfloat16",)))
+    form = measure(
+        synthetic(GradientKind.COHERENT, 8), SumOptions(workers=(8,), types=("bfloat16",))
+    )
     form["worlds"][0]["noise_relative"] = 1e-3
     assert "not small beside that of the data" in sentences(form)[1]
 
@@ -263,7 +267,9 @@ def test_options_that_cannot_be_are_refused(options, message):
 
 
 def test_a_layer_that_cancels_has_a_large_error_and_bound():
-    sums = measure(synthetic(Kind.CANCELLING, 16), SumOptions(workers=(16,), types=("float32",)))
+    sums = measure(
+        synthetic(GradientKind.CANCELLING, 16), SumOptions(workers=(16,), types=("float32",))
+    )
     for cell in sums["cells"]:
         assert 3e-6 < cell["error_relative"] < cell["bound_relative"]
         assert math.isfinite(cell["predicted_relative"])

@@ -16,7 +16,7 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.evidence.canary.bundle import ReplayBundle, find_bundles, load_bundle, save_bundle
-from rankscope.evidence.canary.verdict import CanaryResults, CanaryVerdict, Verdict
+from rankscope.evidence.canary.verdict import CanaryCause, CanaryResults, CanaryVerdict
 from rankscope.files import archive_of
 
 SUSPECT = PlainBatch(
@@ -86,7 +86,7 @@ def test_a_bundle_comes_back_as_it_was(tmp_path):
 def test_results_are_added_later(tmp_path):
     path = save_bundle(tmp_path, bundle())
     before = (path / "suspect.npz").read_bytes()
-    verdict = CanaryVerdict(Verdict.INCONCLUSIVE, (1,), np.nan)
+    verdict = CanaryVerdict(CanaryCause.INCONCLUSIVE, (1,), np.nan)
     assert save_bundle(tmp_path, bundle(results=RESULTS, verdict=verdict)) == path
     back = load_bundle(path)
     assert back.results is not None
@@ -96,7 +96,7 @@ def test_results_are_added_later(tmp_path):
         assert got.dtype == expected.dtype
         np.testing.assert_array_equal(got, expected)
     assert back.verdict is not None
-    assert (back.verdict.verdict, back.verdict.ranks) == (Verdict.INCONCLUSIVE, (1,))
+    assert (back.verdict.verdict, back.verdict.ranks) == (CanaryCause.INCONCLUSIVE, (1,))
     assert (path / "suspect.npz").read_bytes() == before
     json.loads((path / "bundle.json").read_text(), parse_constant=pytest.fail)  # no NaN
 

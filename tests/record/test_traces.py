@@ -6,7 +6,7 @@ import numpy as np
 
 from rankscope import Run
 from rankscope.bus.columns import Table
-from rankscope.bus.replicas import TRACE_WIDTH, StateKind, Trace
+from rankscope.bus.replicas import TRACE_WIDTH, StateKind, TensorTrace
 from rankscope.bus.step import as_recorded
 from rankscope.record import RunWriter, writer
 from record.step_reports import make_report
@@ -14,7 +14,7 @@ from record.step_reports import make_report
 
 def make_trace(step, *names, kind=StateKind.PARAMETER, norm=None, initial=None):
     count = len(names)
-    return Trace(
+    return TensorTrace(
         (kind,) * count,
         names,
         np.arange(count) + 100 * step,

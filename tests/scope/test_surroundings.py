@@ -15,7 +15,7 @@ import rankscope
 from rankscope import Run
 from rankscope.bus.batches import unpack_batch
 from rankscope.evidence.canary import schedule as canary_plan
-from rankscope.evidence.canary.messages import Answer
+from rankscope.evidence.canary.messages import CanaryAnswer
 from rankscope.evidence.canary.schedule import ASKED_FOR, Planned
 from support.loops import PLAN, collect_warnings
 from support.ranks import run_ranks
@@ -113,7 +113,7 @@ class Root:
         if step == RUN:
             answers: list[Any] = [None] * 2
             dist.all_gather_object(answers, self._answers)
-            kept = [Answer.unpack(one).batch for several in answers for one in several]
+            kept = [CanaryAnswer.unpack(one).batch for several in answers for one in several]
             if len(kept) == len(answers) and all(kept):
                 self._canary.ready(planned, tuple(map(unpack_batch, kept)))
 

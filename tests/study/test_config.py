@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rankscope.errors import UsageError
-from rankscope.lab.study.config import Combination, Precision, Reading, Setting, StudyConfig
+from rankscope.lab.study.config import Combination, Precision, Setting, ShardReading, StudyConfig
 
 
 def test_six_trainings_by_default_sharded_first() -> None:
@@ -78,8 +78,8 @@ def test_learning_rate_of_the_model_unless_given() -> None:
 
 
 def test_what_is_saved() -> None:
-    sharded = Combination(Reading.SHARDED, Setting.S1_2)
-    replicated = Combination(Reading.REPLICATED, Setting.S1_2)
+    sharded = Combination(ShardReading.SHARDED, Setting.S1_2)
+    replicated = Combination(ShardReading.REPLICATED, Setting.S1_2)
     assert StudyConfig().saves(sharded)
     assert not StudyConfig().saves(replicated)
     assert StudyConfig(save_all=True).saves(replicated)
@@ -89,7 +89,7 @@ def test_options_as_plain_json() -> None:
     config = StudyConfig(
         data="a.json",
         workers=2,
-        readings=(Reading.REPLICATED,),
+        readings=(ShardReading.REPLICATED,),
         settings=(Setting.S1_3, Setting.S1_1),
         precision=Precision.BF16,
         limit=10,

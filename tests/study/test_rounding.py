@@ -8,7 +8,7 @@ import torch
 from rankscope.errors import UsageError
 from rankscope.lab.study.rounding import (
     Reducer,
-    Reduction,
+    StudiedReduction,
     draw_positions,
     prepare_growth,
     relative_distance,
@@ -46,7 +46,7 @@ def pair_of(result: GrowthResult, name: str) -> PairResult:
     return pair
 
 
-def reduce_once(gradients, arithmetic: Reduction, bucket: int = 1000, seed: int = 0):
+def reduce_once(gradients, arithmetic: StudiedReduction, bucket: int = 1000, seed: int = 0):
     return Reducer(arithmetic, bucket, seed).reduce(gradients)
 
 
@@ -134,36 +134,36 @@ def test_reductions_are_the_mean_up_to_the_rounding_of_their_type():
     truth = gradients.double().mean(0)
     for workers in (4, 8, 16):
         for dtype, roundoff in (("float32", 2.0**-24), ("bfloat16", 2.0**-8)):
-            mean = reduce_once(gradients, Reduction(workers, dtype=dtype))
+            mean = reduce_once(gradients, StudiedReduction(workers, dtype=dtype))
             assert mean.dtype == torch.float32
             assert roundoff / 10 < relative_distance(truth, mean) < 3 * roundoff
 
 
 def test_arrival_order_is_another_one_in_each_bucket_and_step():
     gradients = random_gradients()
-    fixed = reduce_once(gradients, Reduction(8))
-    reducer = Reducer(Reduction(8, arrival=True), 1000, seed=3)
+    fixed = reduce_once(gradients, StudiedReduction(8))
+    reducer = Reducer(StudiedReduction(8, arrival=True), 1000, seed=3)
     first, second = reducer.reduce(gradients), reducer.reduce(gradients)
 
     assert not torch.equal(first, second)
     differs = (first != fixed).view(5, 1000).float().mean(1)
     assert (differs > 0).all()
     assert len(differs.unique()) > 1
-    assert torch.equal(first, reduce_once(gradients, Reduction(8, arrival=True), seed=3))
-    assert torch.equal(fixed, reduce_once(gradients, Reduction(8), bucket=7))
+    assert torch.equal(first, reduce_once(gradients, StudiedReduction(8, arrival=True), seed=3))
+    assert torch.equal(fixed, reduce_once(gradients, StudiedReduction(8), bucket=7))
 
 
 def test_loss_scale_saves_small_gradients_from_a_16_bit_buffer():
     tiny = random_gradients() * 1e-8
-    plain = reduce_once(tiny, Reduction(8, dtype="float16"))
-    scaled = reduce_once(tiny, Reduction(8, dtype="float16", loss_scale=65536.0))
+    plain = reduce_once(tiny, StudiedReduction(8, dtype="float16"))
+    scaled = reduce_once(tiny, StudiedReduction(8, dtype="float16", loss_scale=65536.0))
 
     assert relative_distance(tiny.double().mean(0), plain) > 0.5
     assert relative_distance(tiny.double().mean(0), scaled) < 0.01
 
 
 def test_a_scale_that_overflows_is_halved_and_its_step_left_out():
-    reducer = Reducer(Reduction(8, dtype="float16", loss_scale=2.0**20), 1000, 0)
+    reducer = Reducer(StudiedReduction(8, dtype="float16", loss_scale=2.0**20), 1000, 0)
     gradients = random_gradients()
     skipped = 0
     while (mean := reducer.reduce(gradients)) is None:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from rankscope.errors import UsageError
-from rankscope.lab.study.config import Combination, Reading, Setting
+from rankscope.lab.study.config import Combination, Setting, ShardReading
 from rankscope.lab.study.encoding import check_enough_samples, draw_batches
 
 W, STEPS, BATCH, N = 8, 30, 4, 4096
@@ -14,7 +14,7 @@ DRAWN = STEPS * BATCH
 
 def draw(reading: str, setting: str, *, seed: int = 0, steps: int = STEPS, total: int = N) -> list:
     """Return what each of eight workers draws, batch by batch."""
-    combination = Combination(Reading(reading), Setting(setting))
+    combination = Combination(ShardReading(reading), Setting(setting))
     return [
         list(
             islice(
@@ -141,7 +141,7 @@ def test_what_does_not_fill_a_batch_is_dropped() -> None:
 
 
 def test_fewer_samples_than_workers() -> None:
-    for reading in Reading:
+    for reading in ShardReading:
         with pytest.raises(UsageError, match="got 7 samples for 8 workers; use fewer --workers"):
             check_enough_samples(reading, 7, 1, 8)
         check_enough_samples(reading, 8, 1, 8)
@@ -149,11 +149,11 @@ def test_fewer_samples_than_workers() -> None:
 
 def test_a_share_smaller_than_a_batch() -> None:
     with pytest.raises(UsageError, match="one batch of 4 per worker, got 3 samples each"):
-        check_enough_samples(Reading.SHARDED, 31, 4, 8)
-    check_enough_samples(Reading.SHARDED, 32, 4, 8)
-    check_enough_samples(Reading.REPLICATED, 8, 4, 8)
+        check_enough_samples(ShardReading.SHARDED, 31, 4, 8)
+    check_enough_samples(ShardReading.SHARDED, 32, 4, 8)
+    check_enough_samples(ShardReading.REPLICATED, 8, 4, 8)
     with pytest.raises(UsageError, match="got 3 samples each"):
-        check_enough_samples(Reading.REPLICATED, 3, 4, 2)
+        check_enough_samples(ShardReading.REPLICATED, 3, 4, 2)
 
 
 def test_drawing_checks_the_share_itself() -> None:

@@ -11,7 +11,7 @@ import vl_convert
 from rankscope.errors import RunError
 from rankscope.lab.numerics import write_numerics_page
 from rankscope.lab.numerics.figures import MAX_LAYERS
-from rankscope.lab.numerics.gradients import Kind, LocalGradients, synthetic
+from rankscope.lab.numerics.gradients import GradientKind, LocalGradients, synthetic
 from rankscope.lab.numerics.spread import SumOptions, measure
 from rankscope.lab.study.rounding_result import TITLES, GrowthResult, PairResult, fit_growth
 from rankscope.report.document import VEGALITE
@@ -63,7 +63,7 @@ def growth_of(names=tuple(TITLES), noise: float = 1.0) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sums() -> dict[str, Any]:
-    return sums_of(synthetic(Kind.NORMAL, 8, num_elements=400))
+    return sums_of(synthetic(GradientKind.NORMAL, 8, num_elements=400))
 
 
 def read(path: Path) -> Page:

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.dispersion_words import say_dispersion
 from rankscope.verdict.verdicts import _say_cost
-from rankscope.verdict.words import Verdict, tiles, verdict_of
+from rankscope.verdict.words import VerdictWords, tiles, verdict_of
 from support.arithmetic import faults_of
 
 GALLERY = Path(__file__).parents[2] / "docs" / "gallery.json"
 
 
-def texts(verdict: Verdict) -> list[str]:
+def texts(verdict: VerdictWords) -> list[str]:
     assessment = verdict.assessment
     return [
         verdict.line,

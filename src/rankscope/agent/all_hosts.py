@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from rankscope.agent.hang_report import Place, ProcessState, Stack
+from rankscope.agent.hang_report import CodePlace, ProcessState, Stack
 from rankscope.agent.local_ranks import LocalRanks
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class AllHosts:
         others = {} if self._branches is None else self._branches.states
         return {**others, **self._local.states()}
 
-    def marks(self) -> Mapping[int, Place]:
+    def marks(self) -> Mapping[int, CodePlace]:
         """Return where the ranks are inside of their steps, as far as is known."""
         others = {} if self._branches is None else self._branches.places
         return {**others, **self._local.marks()}

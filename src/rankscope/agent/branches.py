@@ -4,8 +4,8 @@ import json
 import time
 from collections.abc import Mapping
 
-from rankscope.agent.frames import ALL_RANKS, FrameReader, Kind, pack
-from rankscope.agent.hang_report import Place, ProcessState, Stack
+from rankscope.agent.frames import ALL_RANKS, FrameKind, FrameReader, pack
+from rankscope.agent.hang_report import CodePlace, ProcessState, Stack
 from rankscope.agent.root_link import RootLink
 from rankscope.agent.server import Arrived
 
@@ -33,7 +33,7 @@ class Branches:
         self._gone: set[int] = set()
         self._silent: set[int] = set()
         self.states: dict[int, ProcessState] = {}
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, CodePlace] = {}
         self._stacks: dict[int, Stack] = {}
 
     @property
@@ -46,13 +46,13 @@ class Branches:
         now, arrived = time.time(), []
         frames = self._link.poll()
         for host in self._link.take_behind():
-            self._link.send(host, pack(Kind.INTRODUCE))
+            self._link.send(host, pack(FrameKind.INTRODUCE))
         for host, content in frames:
             for frame in FrameReader().feed(content):
-                if frame.kind == Kind.STATES:
+                if frame.kind == FrameKind.STATES:
                     self._learn(json.loads(frame.payload))
                     continue
-                if frame.kind == Kind.HELLO:
+                if frame.kind == FrameKind.HELLO:
                     self._host_of[frame.rank] = host
                 arrived.append(Arrived(frame.rank, frame, now))
         return arrived
@@ -83,11 +83,11 @@ class Branches:
 
     def ask(self) -> None:
         """Have all hosts tell how their processes are."""
-        self.send(ALL_RANKS, pack(Kind.LOOK))
+        self.send(ALL_RANKS, pack(FrameKind.LOOK))
 
     def take_stacks(self) -> None:
         """Have all hosts take stacks."""
-        self.send(ALL_RANKS, pack(Kind.STACKS))
+        self.send(ALL_RANKS, pack(FrameKind.STACKS))
 
     def stacks(self) -> Mapping[int, Stack]:
         """Return stacks that have come since the last call."""
@@ -105,5 +105,5 @@ class Branches:
         for rank, state in told.get("states", {}).items():
             self.states[int(rank)] = ProcessState(str(state))
         for rank, place in told.get("places", {}).items():
-            self.places[int(rank)] = Place(*place)  # type: ignore[misc]
+            self.places[int(rank)] = CodePlace(*place)  # type: ignore[misc]
         self._stacks |= {int(r): s for r, s in told.get("stacks", {}).items()}  # type: ignore[misc]

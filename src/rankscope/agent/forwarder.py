@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameReader, Kind, pack
+from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, FrameReader, pack
 from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.message import StepMessage
 from rankscope.agent.summary import host_summary
@@ -26,7 +26,12 @@ PATIENCE_SECONDS = 60.0
 TIGHT_BYTES = 16 << 20
 """With more than this waiting for the root, gradients are left out."""
 
-_LASTING = {Kind.HELLO, Kind.SUBSCRIBE, Kind.BYE, Kind.GONE}  # the root must know these of a rank
+_LASTING = {
+    FrameKind.HELLO,
+    FrameKind.SUBSCRIBE,
+    FrameKind.BYE,
+    FrameKind.GONE,
+}  # the root must know these of a rank
 
 
 class HostSteps:
@@ -72,7 +77,7 @@ class Forwarder:
             self._steps = HostSteps(self._num_local, layout)
         self._send_local, self._ranks = send, ranks
         self._link = HostLink(int(setup["host"]))
-        self._standing: dict[tuple[int, Kind], bytes] = {}  # what is lasting of each rank
+        self._standing: dict[tuple[int, FrameKind], bytes] = {}  # what is lasting of each rank
         self._left: set[int] = set()  # ranks that send nothing more, and
         self._gone: set[int] = set()  # those of them that also hear nothing more
         self._left_at = math.inf
@@ -83,23 +88,23 @@ class Forwarder:
     def take(self, rank: int, frame: Frame | None, at: float) -> None:
         """Take a frame of a local rank, or None for the end of its connection."""
         if rank >= GUESTS:
-            if frame is not None and frame.kind == Kind.EVIDENCE:
-                self._hand_on(Kind.EVIDENCE, frame.payload, rank, frame.step)
+            if frame is not None and frame.kind == FrameKind.EVIDENCE:
+                self._hand_on(FrameKind.EVIDENCE, frame.payload, rank, frame.step)
         elif frame is None:
             self._left.add(rank)
             self._gone.add(rank)
             why = json.dumps({"how": self._ranks.ending(rank), "time": at}).encode()
-            self._hand_on(Kind.GONE, why, rank)
-        elif frame.kind == Kind.INVITATION:
+            self._hand_on(FrameKind.GONE, why, rank)
+        elif frame.kind == FrameKind.INVITATION:
             self._link.open(frame.payload)
-        elif frame.kind == Kind.HELLO:
-            self._hand_on(Kind.HELLO, b"{}", rank)
-        elif frame.kind == Kind.STEP:
+        elif frame.kind == FrameKind.HELLO:
+            self._hand_on(FrameKind.HELLO, b"{}", rank)
+        elif frame.kind == FrameKind.STEP:
             self._take_step(rank, frame)
         else:
-            if frame.kind == Kind.BYE:
+            if frame.kind == FrameKind.BYE:
                 self._left.add(rank)
-            self._hand_on(Kind(frame.kind), frame.payload, rank, frame.step)
+            self._hand_on(FrameKind(frame.kind), frame.payload, rank, frame.step)
 
     def work(self) -> bool:
         """Exchange frames with the root; return whether there may be more of them."""
@@ -115,7 +120,7 @@ class Forwarder:
             if stacks is not None:
                 self._stacks_wanted = False
                 told = {str(rank): stack for rank, stack in stacks.items()}
-                self._hand_on(Kind.STATES, json.dumps({"stacks": told}).encode())
+                self._hand_on(FrameKind.STATES, json.dumps({"stacks": told}).encode())
         if len(self._left) < self._num_local:
             return
         self._left_at = min(self._left_at, time.monotonic())
@@ -126,47 +131,49 @@ class Forwarder:
     def fail(self, error: BaseException) -> None:
         """End after an error of the monitor's own; the training goes on."""
         why = f"{type(error).__name__}: {error}"
-        self._send_local(ALL_RANKS, pack(Kind.OFF, why.encode()))
+        self._send_local(ALL_RANKS, pack(FrameKind.OFF, why.encode()))
         self._end()
 
     def _take_step(self, rank: int, frame: Frame) -> None:
         tight = self._link.backlog_bytes > TIGHT_BYTES
         if self._steps is None and not tight:
-            self._hand_on(Kind.STEP, frame.payload, rank, frame.step)
+            self._hand_on(FrameKind.STEP, frame.payload, rank, frame.step)
             return
         message = StepMessage.unpack(frame.payload)
         if tight:
             message.without_bulk()
         if self._steps is None:
-            self._hand_on(Kind.STEP, message.pack(), rank, frame.step)
+            self._hand_on(FrameKind.STEP, message.pack(), rank, frame.step)
             return
         summary = self._steps.add(rank, message)
         if summary is not None:
-            self._hand_on(Kind.SUMMARY, summary, step=frame.step)
+            self._hand_on(FrameKind.SUMMARY, summary, step=frame.step)
 
-    def _hand_on(self, kind: Kind, payload: bytes, rank: int = ALL_RANKS, step: int = -1) -> None:
+    def _hand_on(
+        self, kind: FrameKind, payload: bytes, rank: int = ALL_RANKS, step: int = -1
+    ) -> None:
         content = pack(kind, payload, rank=rank, step=step)
         if kind in _LASTING:
             self._standing[rank, kind] = content
         self._link.send(content, lasting=kind in _LASTING)
 
     def _give_back(self, frame: Frame) -> None:
-        if frame.kind == Kind.LOOK:
+        if frame.kind == FrameKind.LOOK:
             self._ranks.ask()
             states = {str(rank): str(state) for rank, state in self._ranks.states().items()}
             places = {str(rank): list(place) for rank, place in self._ranks.marks().items()}
             told = {"states": states, "places": places}
-            self._hand_on(Kind.STATES, json.dumps(told).encode())
-        elif frame.kind == Kind.INTRODUCE:
+            self._hand_on(FrameKind.STATES, json.dumps(told).encode())
+        elif frame.kind == FrameKind.INTRODUCE:
             for content in self._standing.values():
                 self._link.send(content, lasting=True)
-        elif frame.kind == Kind.STACKS:
+        elif frame.kind == FrameKind.STACKS:
             self._ranks.take_stacks()
             self._stacks_wanted = True
         else:
-            content = pack(Kind(frame.kind), frame.payload, rank=frame.rank, step=frame.step)
+            content = pack(FrameKind(frame.kind), frame.payload, rank=frame.rank, step=frame.step)
             self._send_local(frame.rank, content)
-            if frame.kind == Kind.DONE:
+            if frame.kind == FrameKind.DONE:
                 self._told.add(frame.rank)
                 if len(self._told) == self._num_local:
                     self._end(0.0)  # the root wants nothing more

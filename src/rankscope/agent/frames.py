@@ -20,7 +20,7 @@ GUESTS = 1 << 30
 """Where the numbers of guests begin, see :data:`Kind.EVIDENCE`: this plus a rank of the job."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     """What a frame says."""
 
     # From a probe.
@@ -97,7 +97,7 @@ class FrameError(RankscopeError):
 
 
 def pack(
-    kind: Kind,
+    kind: FrameKind,
     payload: bytes | Sequence[Content] = b"",
     *,
     rank: int = ALL_RANKS,

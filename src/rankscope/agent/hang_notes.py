@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
-from rankscope.agent.hang_report import HangReport, Place, ProcessState, Stack
+from rankscope.agent.hang_report import CodePlace, HangReport, ProcessState, Stack
 from rankscope.agent.hangs import HangWatch, hang_finding
 from rankscope.bus.finding import Finding
 
@@ -23,7 +23,7 @@ class Hosts(Protocol):
     def states(self) -> Mapping[int, ProcessState]:
         """Return how the processes are, as far as is known."""
 
-    def marks(self) -> Mapping[int, Place]:
+    def marks(self) -> Mapping[int, CodePlace]:
         """Return where the ranks are inside of their steps, as far as is known."""
 
     def ending(self, rank: int) -> str:

@@ -42,7 +42,7 @@ class Fate(StrEnum):
     """It is behind, and nobody can say how its process is: its host is out of reach."""
 
 
-class Place(NamedTuple):
+class CodePlace(NamedTuple):
     """How far a rank is; places of one look are comparable.
 
     Attributes:
@@ -81,7 +81,7 @@ class Standing(NamedTuple):
 
     rank: int
     fate: Fate
-    place: Place | None
+    place: CodePlace | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class HangReport:
             return f"step {self.step} has ended after {self.seconds:.0f} s; training goes on"
         text = f"step {self.step} has not ended for {self.seconds:.0f} s"
         if not self.suspects:
-            where = f", {Place(self.step, 1, self.phase)}" if self.phase else ""
+            where = f", {CodePlace(self.step, 1, self.phase)}" if self.phase else ""
             return f"{text}; all ranks are equally far{where}"
         named = [f"rank {one.rank} {words_of(one)}" for one in self.suspects[:8]]
         more = [f"and {len(self.suspects) - 8} more"] if len(self.suspects) > 8 else []
@@ -150,7 +150,7 @@ class HangReport:
             ValueError: There is no such fate.
         """
         suspects = tuple(
-            Standing(rank, Fate(fate), None if place is None else Place(*place))
+            Standing(rank, Fate(fate), None if place is None else CodePlace(*place))
             for rank, fate, place in values["suspects"]
         )
         return cls(**{**values, "suspects": suspects, "waiting": tuple(values["waiting"])})
@@ -179,7 +179,7 @@ def words_of(one: Standing, *, over: bool = False) -> str:
 def judge_hang(
     seconds: float,
     num_workers: int,
-    places: Mapping[int, Place],
+    places: Mapping[int, CodePlace],
     states: Mapping[int, ProcessState],
     left: Iterable[int] = (),
 ) -> HangReport:
@@ -237,7 +237,7 @@ def judge_stacks(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
     busy = [rank for rank in sorted(known) if not _waits(known[rank])]
     phase = next(iter(phases.values())) if len(set(phases.values())) == 1 else ""
     if busy:
-        place = Place(report.step)
+        place = CodePlace(report.step)
         suspects = tuple(Standing(rank, Fate.STUCK, place) for rank in busy)
         waiting = tuple(rank for rank in report.waiting if rank not in busy)
         return replace(report, suspects=suspects, waiting=waiting, phase=phase)
@@ -255,10 +255,10 @@ def _ahead(report: HangReport, known: Mapping[int, Stack]) -> tuple[Standing, ..
     (place,) = places
     if not any(collective in place for collective in _COLLECTIVES):
         return ()
-    return tuple(Standing(rank, Fate.AHEAD, Place(report.step)) for rank in report.waiting)
+    return tuple(Standing(rank, Fate.AHEAD, CodePlace(report.step)) for rank in report.waiting)
 
 
-def _exact(there: Mapping[int, Place], states: Mapping[int, ProcessState]) -> list[Standing]:
+def _exact(there: Mapping[int, CodePlace], states: Mapping[int, ProcessState]) -> list[Standing]:
     fates = {ProcessState.ENDED: Fate.ENDED, ProcessState.STOPPED: Fate.STOPPED}
     if all(states.get(rank) == ProcessState.STOPPED for rank in there):
         return []  # by who suspended the job; nobody waits
@@ -266,13 +266,13 @@ def _exact(there: Mapping[int, Place], states: Mapping[int, ProcessState]) -> li
     return [Standing(rank, fate, there[rank]) for rank, fate in found if fate is not None]
 
 
-def _left(places: Mapping[int, Place], gone: set[int]) -> list[Standing]:
+def _left(places: Mapping[int, CodePlace], gone: set[int]) -> list[Standing]:
     last = max(map(_depth, places.values()), default=(0, 0))
     behind = [rank for rank in sorted(gone & places.keys()) if _depth(places[rank]) < last]
     return [Standing(rank, Fate.LEFT, places[rank]) for rank in behind]
 
 
-def _missing(num_workers: int, places: Mapping[int, Place], gone: set[int]) -> list[Standing]:
+def _missing(num_workers: int, places: Mapping[int, CodePlace], gone: set[int]) -> list[Standing]:
     """Return ranks that never spoke; after a step without them nobody waits for them."""
     if any(place.step > 0 for place in places.values()):
         return []
@@ -280,7 +280,7 @@ def _missing(num_workers: int, places: Mapping[int, Place], gone: set[int]) -> l
     return [Standing(rank, Fate.MISSING, None) for rank in silent]
 
 
-def _behind(there: Mapping[int, Place], states: Mapping[int, ProcessState]) -> list[Standing]:
+def _behind(there: Mapping[int, CodePlace], states: Mapping[int, ProcessState]) -> list[Standing]:
     depths = {rank: _depth(place) for rank, place in there.items()}
     first, last = min(depths.values(), default=(0, 0)), max(depths.values(), default=(0, 0))
     return [
@@ -294,7 +294,7 @@ def _fate_behind(state: ProcessState | None) -> Fate:
     return Fate.STUCK if state == ProcessState.RUNNING else Fate.SILENT
 
 
-def _depth(place: Place) -> tuple[int, int]:
+def _depth(place: CodePlace) -> tuple[int, int]:
     return place.step, place.passes
 
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from statistics import median
 
 from rankscope.agent.hang_report import (
+    CodePlace,
     Fate,
     HangReport,
-    Place,
     ProcessState,
     Stack,
     Standing,
@@ -87,7 +87,7 @@ class HangWatch:
         self,
         now: float,
         states: Mapping[int, ProcessState],
-        marks: Mapping[int, Place] | None = None,
+        marks: Mapping[int, CodePlace] | None = None,
     ) -> HangReport | None:
         """See whether the training hangs, or goes on again; about once a second.
 
@@ -133,7 +133,7 @@ class HangWatch:
         now: float,
         there: list[int],
         states: Mapping[int, ProcessState],
-        marks: Mapping[int, Place],
+        marks: Mapping[int, CodePlace],
     ) -> HangReport | None:
         """Return a report if the hang is over, or is worse than it looked."""
         assert self._report is not None
@@ -150,9 +150,9 @@ class HangWatch:
         return self._report
 
     def _judge(
-        self, seconds: float, states: Mapping[int, ProcessState], marks: Mapping[int, Place]
+        self, seconds: float, states: Mapping[int, ProcessState], marks: Mapping[int, CodePlace]
     ) -> HangReport:
-        places = {rank: Place(step + 1) for rank, step in self._delivered.items()}
+        places = {rank: CodePlace(step + 1) for rank, step in self._delivered.items()}
         if all(rank in marks for rank in places):
             places = {rank: marks[rank] for rank in places}
         return judge_hang(seconds, self._num_workers, places, states, self._left)

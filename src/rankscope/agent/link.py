@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rankscope.agent.frames import Frame, FrameError, FrameReader, Kind, pack
+from rankscope.agent.frames import Frame, FrameError, FrameKind, FrameReader, pack
 from rankscope.agent.sockets import QUIETLY, TELLS_UNREAD, has_incoming, identity, unread_bytes
 from rankscope.bus.probe import Content
 from rankscope.errors import RankscopeError
@@ -117,7 +117,12 @@ class Link:
         return self._bytes_waiting < ROOM_BYTES
 
     def send(
-        self, kind: Kind, payload: bytes | Sequence[Content] = b"", *, rank: int, step: int = -1
+        self,
+        kind: FrameKind,
+        payload: bytes | Sequence[Content] = b"",
+        *,
+        rank: int,
+        step: int = -1,
     ) -> None:
         """Hand a frame over, or keep it until there is room; its payload may be in pieces.
 

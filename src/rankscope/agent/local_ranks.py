@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rankscope.agent.hang_report import Place, ProcessState, Stack
+from rankscope.agent.hang_report import CodePlace, ProcessState, Stack
 from rankscope.agent.processes import ProcessWatch
 from rankscope.agent.progress import open_mark, read_mark
 from rankscope.agent.stacks import StackTaker
@@ -62,7 +62,7 @@ class LocalRanks:
         """Return how the processes are."""
         return {rank: known.watch.state() for rank, known in dict(self._ranks).items()}
 
-    def marks(self) -> dict[int, Place]:
+    def marks(self) -> dict[int, CodePlace]:
         """Return where the ranks are inside of their steps, as far as that is known."""
         places = {}
         for rank, known in dict(self._ranks).items():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.agent.all_hosts import AllHosts
 from rankscope.agent.forwarder import Forwarder
-from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, Kind, pack
+from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
 from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.processes import lower_priority
 from rankscope.agent.root import Root
@@ -118,7 +118,7 @@ class Agent:
 
     def _turn_away(self, why: str) -> None:
         for rank in self._server.ranks:
-            self._server.send(rank, pack(Kind.OFF, why.encode(), rank=rank))
+            self._server.send(rank, pack(FrameKind.OFF, why.encode(), rank=rank))
 
     def _turn(self) -> None:
         alone = self._branches is None and not isinstance(self.root, Forwarder)
@@ -152,7 +152,7 @@ class Agent:
         return True
 
     def _take(self, rank: int, frame: Frame | None, at: float) -> None:
-        if frame is not None and frame.kind == Kind.HELLO and self.root is None:
+        if frame is not None and frame.kind == FrameKind.HELLO and self.root is None:
             self._begin(json.loads(frame.payload))
         if self.root is None:
             self._early.append((rank, frame, at))
@@ -188,7 +188,7 @@ class Agent:
             from rankscope.agent.branches import Branches
 
             self._branches = Branches(os.environ.get(ADDRESS), setup["master"])
-            invitation = pack(Kind.INVITATION, self._branches.invitation, rank=0)
+            invitation = pack(FrameKind.INVITATION, self._branches.invitation, rank=0)
             self._server.send(0, invitation)
         self._hosts = AllHosts(self._ranks, self._branches)
         self.root = Root(setup, self._send, self._hosts)
@@ -197,7 +197,7 @@ class Agent:
         """Take what ranks on other hosts have sent; give up those that are out of reach."""
         assert self._branches is not None
         for rank, frame, at in self._branches.poll():
-            if frame is not None and frame.kind == Kind.GONE:
+            if frame is not None and frame.kind == FrameKind.GONE:
                 said = json.loads(frame.payload)
                 self._hosts.endings[rank] = said["how"]
                 self._give(rank, None, said["time"])
@@ -226,7 +226,7 @@ class Agent:
         while self._lines:
             level, line = self._lines.popleft()
             content = json.dumps([level, line]).encode()
-            self._server.send(0, pack(Kind.LOG, content, rank=0))
+            self._server.send(0, pack(FrameKind.LOG, content, rank=0))
 
     def _note_failure(self, error: BaseException) -> None:
         self.say(logging.DEBUG, "".join(traceback.format_exception(error)))
@@ -244,7 +244,7 @@ class Agent:
             return
         self._ranks.introduce(rank, json.loads(frame.payload), connection)
         if not self._in_thread:
-            self._server.send(rank, pack(Kind.WELCOME, str(os.getpid()).encode(), rank=rank))
+            self._server.send(rank, pack(FrameKind.WELCOME, str(os.getpid()).encode(), rank=rank))
 
 
 class LinesToTraining(logging.Handler):

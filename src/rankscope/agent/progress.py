@@ -12,7 +12,7 @@ import os
 import struct
 from pathlib import Path
 
-from rankscope.agent.hang_report import Place
+from rankscope.agent.hang_report import CodePlace
 
 _NAME = "rankscope-progress"
 _PHASES = ("forward", "backward", "step")
@@ -87,7 +87,7 @@ def open_mark(pid: int, number: int) -> int | None:
     return None
 
 
-def read_mark(descriptor: int) -> Place | None:
+def read_mark(descriptor: int) -> CodePlace | None:
     """Return where the training was last.
 
     Args:
@@ -104,4 +104,4 @@ def read_mark(descriptor: int) -> Place | None:
         return None
     rest, phase = divmod(word, 1 << _PHASE_BITS)
     step, passes = divmod(rest, 1 << _PASSES_BITS)
-    return Place(step, passes, _PHASES[phase]) if phase < len(_PHASES) else None
+    return CodePlace(step, passes, _PHASES[phase]) if phase < len(_PHASES) else None

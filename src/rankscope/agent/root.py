@@ -13,7 +13,7 @@ from typing import Any
 
 from rankscope.agent.assembly import Assembly
 from rankscope.agent.forwarder import HostSteps
-from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, Kind, pack
+from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
 from rankscope.agent.hang_notes import HangNotes, Hosts
 from rankscope.agent.message import StepMessage, tag, untag
 from rankscope.agent.recorder import Recorder
@@ -123,16 +123,16 @@ class Root:
     def take(self, rank: int, frame: Frame | None, at: float) -> None:
         """Take a frame of a rank, or None for the end of its connection."""
         if rank >= GUESTS:
-            if frame is not None and frame.kind == Kind.EVIDENCE:
+            if frame is not None and frame.kind == FrameKind.EVIDENCE:
                 self._direct(None, frame)
         elif frame is None:
             self._workers.leave(rank, self._hosts.ending(rank), at)
-        elif frame.kind == Kind.SUMMARY:
+        elif frame.kind == FrameKind.SUMMARY:
             self._take_summary(frame.payload)
-        elif frame.kind == Kind.HELLO:
+        elif frame.kind == FrameKind.HELLO:
             self._greet(rank)
         elif self._workers[rank].left is None and frame.kind in _TAKES:
-            _TAKES[Kind(frame.kind)](self, rank, frame, at)
+            _TAKES[FrameKind(frame.kind)](self, rank, frame, at)
 
     def _greet(self, rank: int) -> None:
         """Tell a rank what it has to know, also one that had to open another connection."""
@@ -164,7 +164,7 @@ class Root:
     def _subscribe(self, rank: int, frame: Frame, at: float) -> None:
         self._workers[rank].wants_reports = True
         if self._latest is not None:
-            self._send(rank, pack(Kind.LATEST, pack_report(self._latest), rank=rank))
+            self._send(rank, pack(FrameKind.LATEST, pack_report(self._latest), rank=rank))
 
     def _take_step(self, rank: int, message: StepMessage) -> None:
         self._note_progress(rank, message.step)
@@ -270,9 +270,9 @@ class Root:
         for name, director in self._directors.items():
             for request in director.observe(gathered, findings, known, self.newest):
                 payload = tag(name, request.content)
-                self._send(ALL_RANKS, pack(Kind.REQUEST, payload, step=request.step))
+                self._send(ALL_RANKS, pack(FrameKind.REQUEST, payload, step=request.step))
         if self._relays:
-            self._send(0, pack(Kind.LATEST, pack_report(report), rank=0))
+            self._send(0, pack(FrameKind.LATEST, pack_report(report), rank=0))
 
     def _tell(self, findings: Sequence[Finding], *, announced: bool = True) -> None:
         """Send findings that have changed to all ranks, and say what that means."""
@@ -288,7 +288,7 @@ class Root:
 
     def _announce(self, line: str, is_fault: bool) -> None:
         level = logging.WARNING if is_fault else logging.INFO
-        self._send(0, pack(Kind.ANNOUNCE, json.dumps([level, line]).encode(), rank=0))
+        self._send(0, pack(FrameKind.ANNOUNCE, json.dumps([level, line]).encode(), rank=0))
 
     @property
     def is_pressed(self) -> bool:
@@ -307,12 +307,12 @@ class Root:
 
     def _interval_frame(self) -> bytes:
         last = self._governor.decisions[-1]
-        return pack(Kind.INTERVAL, str(last.interval).encode(), step=last.first_step)
+        return pack(FrameKind.INTERVAL, str(last.interval).encode(), step=last.first_step)
 
     def _have_patience(self) -> None:
         """Tell ranks that wait for the end of the run that it comes nearer."""
         for rank in self._workers.left:
-            self._send(rank, pack(Kind.WORKING, rank=rank))
+            self._send(rank, pack(FrameKind.WORKING, rank=rank))
 
     def _send_reports(self) -> None:
         wanted = self._workers.readers
@@ -321,7 +321,7 @@ class Root:
         content = pack_report(self._latest)
         for rank in wanted:
             if not (self._relays and rank == 0):
-                self._send(rank, pack(Kind.LATEST, content, rank=rank))
+                self._send(rank, pack(FrameKind.LATEST, content, rank=rank))
 
     # How it ends -------------------------------------------------------------------------------
 
@@ -346,7 +346,7 @@ class Root:
         """Tell the probes that nothing is recorded any more, also one that has closed already."""
         for rank, worker in enumerate(self._workers):
             if worker.left is None:
-                self._send(rank, pack(Kind.OFF, why.encode(), rank=rank))
+                self._send(rank, pack(FrameKind.OFF, why.encode(), rank=rank))
             elif worker.complete and rank != because_of:
                 worker.last_word = why
 
@@ -382,7 +382,7 @@ class Root:
                 self._sinks.close()
             self._say_last(last)
             for rank, worker in enumerate(self._workers):
-                self._send(rank, pack(Kind.DONE, worker.last_word.encode(), rank=rank))
+                self._send(rank, pack(FrameKind.DONE, worker.last_word.encode(), rank=rank))
 
     def _send_last_files(self, seconds: float) -> None:
         if self._mirror is not None and not self._mirror.close(seconds):
@@ -426,7 +426,7 @@ class Root:
                     options=self._options,
                 )
             if self._latest is not None:
-                self._send(ALL_RANKS, pack(Kind.LATEST, pack_report(self._latest)))
+                self._send(ALL_RANKS, pack(FrameKind.LATEST, pack_report(self._latest)))
         except Exception as error:
             _log.debug("the run's last words cannot be said: %s", error)
 
@@ -451,11 +451,11 @@ class Root:
             _log.warning("a restarted job cannot go on from %s: %s", self._run_dir, error)
 
 
-_TAKES: dict[Kind, Callable[[Root, int, Frame, float], None]] = {
-    Kind.STEP: Root._take_message,
-    Kind.EVIDENCE: Root._take_evidence,
-    Kind.BYE: Root._take_bye,
-    Kind.SUBSCRIBE: Root._subscribe,
+_TAKES: dict[FrameKind, Callable[[Root, int, Frame, float], None]] = {
+    FrameKind.STEP: Root._take_message,
+    FrameKind.EVIDENCE: Root._take_evidence,
+    FrameKind.BYE: Root._take_bye,
+    FrameKind.SUBSCRIBE: Root._subscribe,
 }
 
 
@@ -475,7 +475,7 @@ def _findings_frame(
         step: The step at whose beginning the training is told of changes.
     """
     content = {"events": list(events), "news": news, "findings": [f.to_json() for f in findings]}
-    return pack(Kind.FINDINGS, json.dumps(content, default=_plain).encode(), step=step)
+    return pack(FrameKind.FINDINGS, json.dumps(content, default=_plain).encode(), step=step)
 
 
 def _plain(value: Any) -> Any:

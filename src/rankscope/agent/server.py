@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rankscope.agent.frames import Frame, FrameError, FrameReader, Kind
+from rankscope.agent.frames import Frame, FrameError, FrameKind, FrameReader
 from rankscope.agent.sockets import QUIETLY, has_incoming, is_of_another_user
 
 _log = logging.getLogger("rankscope")
@@ -240,7 +240,7 @@ class LocalServer:
         for frame in frames:
             if connection.rank < 0 and not self._introduce(connection, frame):
                 return False
-            self.newest = max(self.newest, frame.step if frame.kind == Kind.STEP else -1)
+            self.newest = max(self.newest, frame.step if frame.kind == FrameKind.STEP else -1)
             self._note(Arrived(connection.rank, frame, now))
         connection.received += len(data)
         if connection.rank < 0 and connection.received > _STRANGER_BYTES:
@@ -248,7 +248,7 @@ class LocalServer:
         return True
 
     def _introduce(self, connection: _Connection, frame: Frame) -> bool:
-        rank = self._check(frame) if frame.kind == Kind.HELLO else None
+        rank = self._check(frame) if frame.kind == FrameKind.HELLO else None
         if rank is None:
             self._drop(connection)
             return False

@@ -12,7 +12,7 @@ from rankscope.stats.state import Stateful
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class FaultEvidence:
     """What a detector knows about one fault, over the whole run so far.
 
     Attributes:
@@ -64,7 +64,7 @@ class Detector(Stateful, ABC):
     there with the steps of a restarted job.
     """
 
-    def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Take consecutive steps, one with each iteration.
 
         Yields:
@@ -73,13 +73,13 @@ class Detector(Stateful, ABC):
         for step in steps:
             yield list(self.observe_step(step))
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; return what is new or has changed.
 
         A detector overrides this, or :meth:`observe` where it compares several steps at once.
         """
         raise NotImplementedError
 
-    def close(self) -> Iterable[Evidence]:
+    def close(self) -> Iterable[FaultEvidence]:
         """End the run; return what had to wait for it."""
         return ()

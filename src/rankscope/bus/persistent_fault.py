@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
 
-from rankscope.bus.detector import Evidence
+from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.stats.state import Stateful
 
@@ -102,9 +102,9 @@ class PersistentFault(Stateful):
         numbers: Mapping[str, object] | None = None,
         *,
         key: str = "",
-    ) -> Evidence:
+    ) -> FaultEvidence:
         """Return what is known of the fault as evidence."""
-        return Evidence(
+        return FaultEvidence(
             cause=cause,
             severity=severity,
             ranks=tuple(sorted(ranks)),

@@ -14,7 +14,7 @@ Content = bytes | bytearray | memoryview
 
 
 @dataclass(slots=True)
-class Part:
+class MessagePart:
     """What one kind of evidence adds to a step's message.
 
     Attributes:
@@ -37,7 +37,7 @@ class Pending(Protocol):
     def ready(self) -> bool:
         """Whether it can be read without waiting."""
 
-    def read(self) -> Part:
+    def read(self) -> MessagePart:
         """Wait for the device and return it."""
 
 
@@ -45,10 +45,10 @@ class Pending(Protocol):
 class Ready:
     """A part that is on the host already."""
 
-    part: Part
+    part: MessagePart
     ready: bool = True
 
-    def read(self) -> Part:
+    def read(self) -> MessagePart:
         """Return it."""
         return self.part
 

@@ -208,7 +208,7 @@ TRACE_WIDTH = 61
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class TensorTrace:
     """Tensors of one worker in one step. N tensors, k numbers a sketch.
 
     Attributes:
@@ -225,4 +225,4 @@ class Trace:
     digests_N: NDArray[np.int64]
     norms_N: NDArray[np.float64]
     sketches_NK: NDArray[np.float32]
-    initial: "Trace | None" = None
+    initial: "TensorTrace | None" = None

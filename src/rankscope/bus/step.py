@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.replicas import StateDifference, Trace
+from rankscope.bus.replicas import StateDifference, TensorTrace
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.audit import AuditPart
 from rankscope.stats.consensus import Consensus
@@ -96,7 +96,7 @@ class GatheredStep:
     groups_in_turn: Ints | None = None
     residuals_WG: Floats | None = None
     total_residuals_W: Floats | None = None
-    trace: Trace | None = None
+    trace: TensorTrace | None = None
     reduced_products_W: Floats | None = None
     accumulator_changes_WG: Floats | None = None
 

@@ -16,7 +16,7 @@ from rankscope.cli.output import JsonOption, plain, print_json, show, table, ter
 from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.files import replace
 from rankscope.lab.numerics import write_numerics_page
-from rankscope.lab.numerics.gradients import Kind, LocalGradients, read, save, synthetic
+from rankscope.lab.numerics.gradients import GradientKind, LocalGradients, read, save, synthetic
 from rankscope.lab.numerics.spread import USUAL_WORKERS, SumOptions, measure
 from rankscope.lab.numerics.spread import types as types_in_words
 from rankscope.lab.numerics.summation import TYPES
@@ -44,7 +44,7 @@ def numerics(
         ),
     ] = None,
     kind: Annotated[
-        Kind | None,
+        GradientKind | None,
         typer.Option("--synthetic", help="Made-up gradients instead.", show_default=False),
     ] = None,
     at_step: Annotated[
@@ -147,7 +147,9 @@ def _grow(steps: int, seed: int, tell: Tell) -> Any:
     return run_growth(GrowthOptions(steps=steps, seed=seed), tell)
 
 
-def _check(gradients: Path | None, kind: Kind | None, at_step: int, save_file: Path | None) -> None:
+def _check(
+    gradients: Path | None, kind: GradientKind | None, at_step: int, save_file: Path | None
+) -> None:
     if gradients is not None and kind is not None:
         raise UsageError("--gradients reads a file and --synthetic makes them up; give one of them")
     if at_step and (gradients is not None or kind is not None):

@@ -26,7 +26,7 @@ from rankscope.evidence.canary.bundle import (
     results_to_json,
     verdict_to_json,
 )
-from rankscope.evidence.canary.verdict import CanaryResults, CanaryVerdict, Verdict
+from rankscope.evidence.canary.verdict import CanaryCause, CanaryResults, CanaryVerdict
 from rankscope.files import to_plain
 from rankscope.record.stores import at_hand
 
@@ -76,7 +76,7 @@ def replay(
             return
         verdict = replayed.verdict
         _show_replayed(bundle, loaded, replayed, as_json=as_json)
-    if verdict is not None and verdict.verdict is not Verdict.DATA:
+    if verdict is not None and verdict.verdict is not CanaryCause.DATA:
         raise typer.Exit(1)
 
 
@@ -92,32 +92,32 @@ def _run(bundle: ReplayBundle, model: str, checkpoint: Path | None) -> "Replayed
 def verdict_in_words(verdict: CanaryVerdict, suspect: int, num_workers: int) -> str:
     """Return what a verdict means, in one or two sentences."""
     ranks = name_ranks(verdict.ranks)
-    if verdict.verdict is Verdict.DATA and num_workers == 1:
+    if verdict.verdict is CanaryCause.DATA and num_workers == 1:
         same = "in every bit" if verdict.exact else "up to rounding"
         return (
             f"This process repeats its own result {same}. One process cannot tell data from "
             "parameters or hardware: run it under torchrun on the hosts of the run."
         )
-    if verdict.verdict is Verdict.DATA:
+    if verdict.verdict is CanaryCause.DATA:
         same = "in every bit" if verdict.exact else "up to rounding"
         return (
             f"All {count(num_workers, 'worker')} agree on both batches {same}. If rank {suspect} "
             "differs in training, it differs by its data."
         )
     alone = len(verdict.ranks) == 1
-    if verdict.verdict is Verdict.STATE:
+    if verdict.verdict is CanaryCause.STATE:
         return (
             f"{ranks.capitalize()} {'differs' if alone else 'differ'} from the others on the same "
             "batch, and so do the parameters or buffers there: it is the state, not the data."
         )
-    if verdict.verdict is Verdict.HARDWARE:
+    if verdict.verdict is CanaryCause.HARDWARE:
         rounding = " by no more than rounding" if verdict.within_rounding else ""
         return (
             f"{ranks.capitalize()} {'differs' if alone else 'differ'} from the others on the same "
             f"batch{rounding}, and nothing is known to differ in parameters or buffers: it is the "
             "device, its libraries or settings, not the data."
         )
-    if verdict.verdict is Verdict.NONDETERMINISTIC:
+    if verdict.verdict is CanaryCause.NONDETERMINISTIC:
         repeats = "does not repeat its own result" if alone else "do not repeat their own results"
         return (
             f"{ranks.capitalize()} {repeats} on the same batch with the same random numbers: "
@@ -207,7 +207,7 @@ def _contents(bundle: ReplayBundle, which: int) -> str:
 
 
 def _say(console: Console, verdict: CanaryVerdict, suspect: int, num_workers: int) -> None:
-    sign, word, colour = _LOOK[verdict.verdict is Verdict.DATA]
+    sign, word, colour = _LOOK[verdict.verdict is CanaryCause.DATA]
     head = Text.assemble((f"{sign} {word}", f"bold {colour}"), (f"  {verdict.verdict}", "dim"))
     show(console, head)
     _line(console, verdict_in_words(verdict, suspect, num_workers))

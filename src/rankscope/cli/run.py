@@ -113,7 +113,7 @@ def run_script(
     Exit code: the script's own; 2 bad usage.
     """
     from rankscope.integrations.run_script import (
-        Job,
+        ScriptJob,
         become,
         check_interpreter,
         command_for,
@@ -142,7 +142,7 @@ def run_script(
     name = name_of(words, module=module)
     directory = run_dir or Path("runs") / name
     place = Store.of(directory) or directory.absolute()
-    become(command, Job(str(place), name, options))
+    become(command, ScriptJob(str(place), name, options))
 
 
 def _groups(given: str) -> str | dict[str, str]:

@@ -10,7 +10,7 @@ from rich.text import Text
 from rankscope.cli.output import JsonOption, plain, print_json, terminal
 from rankscope.cli.verdict import render_study
 from rankscope.errors import MissingExtraError, UsageError
-from rankscope.lab.study.config import Precision, Reading, Setting, StudyConfig
+from rankscope.lab.study.config import Precision, Setting, ShardReading, StudyConfig
 from rankscope.report import write_figures, write_study_report
 
 DEFAULTS = StudyConfig()
@@ -133,8 +133,8 @@ def study(
     terminal(stderr=as_json).print(line, soft_wrap=True)
 
 
-def _readings(option: ReadingOption) -> tuple[Reading, ...]:
-    return tuple(Reading) if option is ReadingOption.BOTH else (Reading(option.value),)
+def _readings(option: ReadingOption) -> tuple[ShardReading, ...]:
+    return tuple(ShardReading) if option is ReadingOption.BOTH else (ShardReading(option.value),)
 
 
 def _settings(text: str) -> tuple[Setting, ...]:

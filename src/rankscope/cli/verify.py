@@ -10,13 +10,12 @@ from rankscope.bus.finding import Finding
 from rankscope.cli.output import JsonOption, plain, show, terminal
 from rankscope.cli.verdict import LOOK
 from rankscope.errors import RunError
-from rankscope.evidence.reference.verify import Answer
 from rankscope.record import Run
 from rankscope.record.stores import at_hand
 
 RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
 _CODES = {RIGHT: 0, WRONG: 1, UNKNOWN: 2}
-_AGREES, _DECLINED = f"verify.{Answer.AGREES}", "verify.declined"
+_AGREES, _DECLINED = f"verify.{ReferenceAnswer.AGREES}", "verify.declined"
 
 
 def verify(

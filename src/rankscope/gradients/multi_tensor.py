@@ -37,7 +37,7 @@ class Cut(NamedTuple):
     start: int
 
 
-class Source(NamedTuple):
+class TensorSource(NamedTuple):
     """Where the elements of one gradient belong.
 
     Attributes:
@@ -71,7 +71,7 @@ class Together:
         kernel: Kernel,
         device: torch.device,
         gradients: Sequence[Tensor],
-        sources: Sequence[Source],
+        sources: Sequence[TensorSource],
         *,
         sketching: bool,
     ) -> None:
@@ -113,7 +113,7 @@ class Together:
             self._measure_alone(gradients[number], self._sources[number], into)
 
     @torch.no_grad()
-    def _measure_alone(self, gradient: Tensor, source: Source, into: GradientTotals) -> None:
+    def _measure_alone(self, gradient: Tensor, source: TensorSource, into: GradientTotals) -> None:
         for position, flat in flat_parts(gradient):
             for row, low, high, start in source.cuts(position, len(flat)):
                 self._kernel.measure(flat[low:high], source.signs, start, into, row)

@@ -27,7 +27,7 @@ from torch import Tensor
 from rankscope.bus.groups import Groups, Range, Sections
 from rankscope.errors import UsageError
 from rankscope.gradients.kernels import PERIOD, ParameterSigns, choose_kernel, period_signs
-from rankscope.gradients.multi_tensor import Cut, Source, Together
+from rankscope.gradients.multi_tensor import Cut, TensorSource, Together
 from rankscope.gradients.totals import GradientTotals
 
 DEFAULT_WIDTH = 4093
@@ -218,18 +218,18 @@ class Sketcher:
         together.measure(gradients, into)
         self._seconds += time.perf_counter() - begun
 
-    def _source(self, name: str, start: int, *, sketching: bool) -> Source:
+    def _source(self, name: str, start: int, *, sketching: bool) -> TensorSource:
         """Return where the elements of a gradient belong that begins at ``start``."""
         if name == _HEAD:
-            return Source(_head_cuts, None)
+            return TensorSource(_head_cuts, None)
         if name == _WHOLE:
-            return Source(lambda _, count: _whole_cuts(0, count), None)
+            return TensorSource(lambda _, count: _whole_cuts(0, count), None)
         if not sketching:  # norms are told of groups at the most
             row = self._ranges[name][0].section
-            return Source(lambda _, count: _whole_cuts(row, count), None)
+            return TensorSource(lambda _, count: _whole_cuts(row, count), None)
         signs, ranges = self._signs_of(name), self._ranges[name]
         first = signs.first % self.width
-        return Source(lambda at, count: _cuts(ranges, start + at, count, first), signs)
+        return TensorSource(lambda at, count: _cuts(ranges, start + at, count, first), signs)
 
     def _signs_of(self, name: str) -> ParameterSigns:
         signs = self._signs.get(name)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from rankscope.errors import RunError
 from rankscope.integrations.backward_loss import BackwardLoss
 from rankscope.integrations.rollouts import follow_calling_trainer
-from rankscope.integrations.run_script import Job
+from rankscope.integrations.run_script import ScriptJob
 from rankscope.session.scope import Scope
 from rankscope.session.start import speak_on_stderr, watch
 from rankscope.wrappers.find import find_wrapper, in_training_mode, is_compiled
@@ -50,7 +50,7 @@ class Watching:
         self.scope.__exit__(None if error is None else type(error), error, None)
 
 
-def begin(model: nn.Module, job: Job) -> Watching | None:
+def begin(model: nn.Module, job: ScriptJob) -> Watching | None:
     """Watch a model from now on, unless the script does so itself.
 
     Every rank of the model's data-parallel group calls it before its first training step; whether

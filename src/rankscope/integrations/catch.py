@@ -29,7 +29,7 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.integrations.hooks import AfterImport, BackwardCalls, CallHook, reaches
-from rankscope.integrations.run_script import PID_VARIABLE, Job
+from rankscope.integrations.run_script import PID_VARIABLE, ScriptJob
 from rankscope.private import Patch
 from rankscope.record.stores import Store
 
@@ -63,7 +63,7 @@ ALONE = (
 
 def prepare() -> None:
     """Get ready to watch what this process trains; called before torch is imported."""
-    Catch(Job.of_this_process()).install()
+    Catch(ScriptJob.of_this_process()).install()
 
 
 class Catch:
@@ -73,7 +73,7 @@ class Catch:
         job: What was asked for.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ScriptJob) -> None:
         self._job = job
         self._hooks: list[CallHook] = []
         self._done = self._trained = self._looked = False
@@ -197,7 +197,7 @@ class LoneTraining:
         job: What was asked for.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: ScriptJob) -> None:
         self._job = job
         self._calls: BackwardCalls | None = None
 
@@ -366,7 +366,7 @@ def tell_if_nothing_was_watched() -> None:
     """
     if os.environ.get(PID_VARIABLE) != str(os.getpid()):  # a fork of it
         return
-    job = Job.of_this_process()
+    job = ScriptJob.of_this_process()
     if not job.tell() or os.environ.get("RANK", "0") != "0":
         return
     store = Store.of(job.run_dir)
@@ -376,7 +376,7 @@ def tell_if_nothing_was_watched() -> None:
         say(NOTHING)
 
 
-def tell_of_lone_training(job: Job, has_group: Callable[[], bool]) -> None:
+def tell_of_lone_training(job: ScriptJob, has_group: Callable[[], bool]) -> None:
     """Say at the end of this process that it has trained by itself, one of several; on rank 0.
 
     Args:

@@ -33,7 +33,7 @@ _AS_MODULE = re.compile(r"-([A-Za-z]*)m(.*)")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ScriptJob:
     """A script that is to be watched.
 
     Attributes:
@@ -71,7 +71,7 @@ class Job:
         return True
 
     @classmethod
-    def of_this_process(cls) -> "Job":
+    def of_this_process(cls) -> "ScriptJob":
         """Return the job that this process belongs to.
 
         Raises:
@@ -159,7 +159,7 @@ def check_interpreter() -> None:
         )
 
 
-def become(command: Sequence[str], job: Job) -> None:
+def become(command: Sequence[str], job: ScriptJob) -> None:
     """Replace this process by the training; returns only if that fails.
 
     Raises:

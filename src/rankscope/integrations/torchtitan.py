@@ -66,7 +66,7 @@ def watch(trainer: Any, *, run_dir: str | Path, **options: Any) -> "Scope":
             "optimizer, and a run_dir of its own"
         )
     optimizers = list(trainer.optimizers.optimizers)
-    optimizer = optimizers[0] if len(optimizers) == 1 else JointOptimizer(optimizers)
+    optimizer = optimizers[0] if len(optimizers) == 1 else TitanOptimizers(optimizers)
     config = {**_facts(trainer), **(options.pop("config", None) or {})}
     [model] = trainer.model_parts
     scope = rankscope.watch(model, optimizer, run_dir=run_dir, config=config, **options)
@@ -84,7 +84,7 @@ def _close_both(scope: "Scope", close: Callable[[], None]) -> None:
     close()
 
 
-class JointOptimizer(torch.optim.Optimizer):
+class TitanOptimizers(torch.optim.Optimizer):
     """Several optimizers that step together, to look at as one; it cannot step itself.
 
     Args:

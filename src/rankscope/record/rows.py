@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from rankscope.bus.columns import Source, Table
-from rankscope.bus.replicas import Trace
+from rankscope.bus.replicas import TensorTrace
 from rankscope.bus.step import (
     MAX_PAIRED_WORKERS,
     GatheredStep,
@@ -179,7 +179,7 @@ def _trace_rows(report: StepReport) -> Rows:
     return rows
 
 
-def _trace_block(trace: Trace, step: int) -> Rows:
+def _trace_block(trace: TensorTrace, step: int) -> Rows:
     """Return the rows of one moment: what the model holds after ``step``.
 
     Without a norm there is no sketch: a cell is empty then.

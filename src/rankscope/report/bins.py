@@ -250,7 +250,7 @@ def _ends(view: Overview, widest: int) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class BinnedGroups:
     """Means over the last observed steps.
 
     Attributes:
@@ -268,7 +268,7 @@ class Groups:
     last_step: int
 
 
-def last_groups(run: Run) -> Groups | None:
+def last_groups(run: Run) -> BinnedGroups | None:
     """Return the groups' means over the last observed steps, None if there are no groups."""
     columns = _last_rows(run)
     if columns is None:
@@ -278,7 +278,7 @@ def last_groups(run: Run) -> Groups | None:
     steps = np.unique(columns["step"])
     shape = (len(places), max(run.num_workers, int(columns["rank"].max()) + 1))
     cells = np.array(at) * shape[1] + columns["rank"]
-    return Groups(
+    return BinnedGroups(
         names=[str(name) for name in places],
         norm_GW=_means_of(cells, columns["grad_norm"], shape),
         cosine_GW=_means_of(cells, columns["cosine_rest"], shape),
@@ -287,7 +287,7 @@ def last_groups(run: Run) -> Groups | None:
     )
 
 
-def norm_rows(groups: Groups) -> list[Row]:
+def norm_rows(groups: BinnedGroups) -> list[Row]:
     """Return rows ``{group, deviation, value, rank}`` of a map of gradient norms.
 
     The deviation is the power of two by which a worker's norm exceeds the workers' median: 1 is
@@ -301,7 +301,7 @@ def norm_rows(groups: Groups) -> list[Row]:
     return _group_rows(names, powers_GW, values_GW)
 
 
-def direction_rows(groups: Groups) -> list[Row]:
+def direction_rows(groups: BinnedGroups) -> list[Row]:
     """Return the same of the cosines with the sum of all others, in robust units."""
     names, values_GW = _known_groups(groups.names, groups.cosine_GW)
     return _group_rows(names, robust_units(values_GW, nearby=1), values_GW) if names else []

@@ -34,7 +34,7 @@ from rankscope.report.parts import (
 )
 from rankscope.report.series import Row
 from rankscope.verdict.assessment import assess
-from rankscope.verdict.words import METRICS, Verdict, titles_of, verdict_of
+from rankscope.verdict.words import METRICS, VerdictWords, titles_of, verdict_of
 
 MOST_RUNS = len(ascii_uppercase)
 NUM_COLOURS = 4
@@ -56,7 +56,7 @@ class Side:
 
     letter: str
     run_id: str
-    verdict: Verdict
+    verdict: VerdictWords
     dashes: tuple[int, ...]
     curves: Mapping[str, Sequence[Row]]
 

@@ -15,9 +15,9 @@ from rankscope.record import Run
 from rankscope.report.document import png_of, render, write_bytes, write_text
 from rankscope.report.maps import FINDING_ROW
 from rankscope.report.parts import Spec, Tables
-from rankscope.report.run_figures import OVERVIEWS, Source, read_source, run_figures
+from rankscope.report.run_figures import OVERVIEWS, FigureSource, read_source, run_figures
 from rankscope.verdict.assessment import Assessment, assess
-from rankscope.verdict.words import Verdict, facts, titles_of, verdict_of
+from rankscope.verdict.words import VerdictWords, facts, titles_of, verdict_of
 
 MAX_CHIPS = 64
 
@@ -57,7 +57,7 @@ class RunView:
     """
 
     key: str
-    verdict: Verdict
+    verdict: VerdictWords
     facts: Sequence[tuple[str, str]]
     figures: Mapping[str, Spec]
     ranks: Sequence[int]
@@ -117,7 +117,7 @@ def run_view(tables: Tables, run: Run, assessment: Assessment, key: str = "") ->
     )
 
 
-def _timing(source: Source) -> dict[str, float]:
+def _timing(source: FigureSource) -> dict[str, float]:
     """Return the monitor's median time per step, in seconds, if known."""
     spent = source.steps["overhead_seconds"]
     known = spent[np.isfinite(spent)]

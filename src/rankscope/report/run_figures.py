@@ -47,7 +47,7 @@ _STEPS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class FigureSource:
     """What the figures of one run are made from.
 
     Attributes:
@@ -76,12 +76,12 @@ class Source:
         return bool(np.isfinite(self.overviews[name].mean_BW).any())
 
 
-def read_source(tables: Tables, run: Run, named: Sequence[int]) -> Source:
+def read_source(tables: Tables, run: Run, named: Sequence[int]) -> FigureSource:
     """Read what the figures of a run need."""
     overviews = run.overviews(*OVERVIEWS)
     drawn = bins.chosen(bins.known_bins(overviews["loss"]), named)
     shown = [rank for rank in named if rank in drawn]
-    return Source(
+    return FigureSource(
         tables=tables,
         run=run,
         steps=run.steps(*_STEPS),
@@ -92,7 +92,7 @@ def read_source(tables: Tables, run: Run, named: Sequence[int]) -> Source:
 
 
 def run_figures(
-    source: Source,
+    source: FigureSource,
     findings: Sequence[Mapping[str, Any]],
     assessment: Assessment,
     notes: dict[str, str],
@@ -119,7 +119,7 @@ def run_figures(
 
 
 def _timeline_figure(
-    source: Source, findings: Sequence[Mapping[str, Any]], notes: dict[str, str]
+    source: FigureSource, findings: Sequence[Mapping[str, Any]], notes: dict[str, str]
 ) -> dict[str, Spec]:
     step = source.steps["step"]
     if not findings or not len(step):
@@ -131,7 +131,7 @@ def _timeline_figure(
     return {"timeline": chart}
 
 
-def _loss_figure(source: Source) -> dict[str, Spec]:
+def _loss_figure(source: FigureSource) -> dict[str, Spec]:
     if not source.has("loss"):
         return {}
     view = bins.known_bins(source.overviews["loss"])
@@ -145,7 +145,7 @@ def _loss_figure(source: Source) -> dict[str, Spec]:
 
 
 def _metric_figures(
-    source: Source, assessment: Assessment, notes: dict[str, str]
+    source: FigureSource, assessment: Assessment, notes: dict[str, str]
 ) -> dict[str, Spec]:
     per_token = assessment.values.get("loss_per_token")
     nulls = {
@@ -164,7 +164,7 @@ def _metric_figures(
     return specs
 
 
-def _map_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
+def _map_figures(source: FigureSource, notes: dict[str, str]) -> dict[str, Spec]:
     specs: dict[str, Spec] = {}
     if source.num_workers < 2:
         return specs
@@ -186,7 +186,7 @@ def _map_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
     return specs
 
 
-def _worker_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
+def _worker_figures(source: FigureSource, notes: dict[str, str]) -> dict[str, Spec]:
     if len(source.drawn) < source.num_workers:
         notes["workers"] = (
             f"{len(source.drawn)} of {source.num_workers:,} workers are drawn: those that findings "
@@ -210,7 +210,7 @@ def _worker_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
     return specs
 
 
-def _heatmap_figure(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
+def _heatmap_figure(source: FigureSource, notes: dict[str, str]) -> dict[str, Spec]:
     num_workers = source.run.num_workers
     if not 2 <= num_workers <= MAX_HEATMAP_WORKERS:
         notes["heatmap"] = (
@@ -228,7 +228,7 @@ def _heatmap_figure(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
     return {"heatmap": maps.heatmap(source.tables, num_workers, labels, rows)}
 
 
-def _group_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
+def _group_figures(source: FigureSource, notes: dict[str, str]) -> dict[str, Spec]:
     found = bins.last_groups(source.run)
     if found is None or source.num_workers < 2:
         return {}
@@ -252,7 +252,7 @@ def _group_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
 
 
 def _coverage_figure(
-    source: Source, assessment: Assessment, notes: dict[str, str]
+    source: FigureSource, assessment: Assessment, notes: dict[str, str]
 ) -> dict[str, Spec]:
     rows = _coverage_rows(source.run, notes)
     drawn = assessment.values.get("samples_drawn")
@@ -280,7 +280,7 @@ def _coverage_rows(run: Run, notes: dict[str, str]) -> list[Row]:
     return rows[:: max(1, len(rows) // series.MAX_BINS)] + rows[-1:]
 
 
-def _cost_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
+def _cost_figures(source: FigureSource, notes: dict[str, str]) -> dict[str, Spec]:
     specs: dict[str, Spec] = {}
     residuals = [row for row in _curve(source, "reduction_residual") if row["value"] is not None]
     if any(row["value"] > 0 for row in residuals):
@@ -307,7 +307,7 @@ def _cost_figures(source: Source, notes: dict[str, str]) -> dict[str, Spec]:
     return specs
 
 
-def _curve(source: Source, name: str, *, observed: bool = False) -> list[Row]:
+def _curve(source: FigureSource, name: str, *, observed: bool = False) -> list[Row]:
     """Return a column of the steps table, of the observed steps only if so asked."""
     kept = source.steps["observed"] if observed else slice(None)
     return series.curve(source.steps["step"][kept], source.steps[name][kept])

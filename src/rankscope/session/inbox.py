@@ -5,7 +5,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from rankscope.agent.frames import Frame, Kind
+from rankscope.agent.frames import Frame, FrameKind
 from rankscope.agent.link import AgentEndedError, Link
 from rankscope.agent.message import untag
 from rankscope.agent.processes import permit_inspection
@@ -66,17 +66,17 @@ class Inbox:
         self.findings: dict[str, Finding] = {}
         self.done = False
         self._takes: dict[int, Callable[[Frame], None]] = {
-            Kind.WELCOME: self._take_welcome,
-            Kind.INTERVAL: self._take_interval,
-            Kind.FINDINGS: self._take_findings,
-            Kind.LATEST: self._take_report,
-            Kind.LOG: self._take_line,
-            Kind.ANNOUNCE: self._take_announcement,
-            Kind.OFF: self._take_off,
-            Kind.INVITATION: self._take_invitation,
-            Kind.DONE: self._take_done,
-            Kind.WORKING: lambda frame: None,
-            Kind.REQUEST: self._take_request,
+            FrameKind.WELCOME: self._take_welcome,
+            FrameKind.INTERVAL: self._take_interval,
+            FrameKind.FINDINGS: self._take_findings,
+            FrameKind.LATEST: self._take_report,
+            FrameKind.LOG: self._take_line,
+            FrameKind.ANNOUNCE: self._take_announcement,
+            FrameKind.OFF: self._take_off,
+            FrameKind.INVITATION: self._take_invitation,
+            FrameKind.DONE: self._take_done,
+            FrameKind.WORKING: lambda frame: None,
+            FrameKind.REQUEST: self._take_request,
         }
 
     @property
@@ -115,7 +115,7 @@ class Inbox:
         """
         if not self._subscribed:
             self._subscribed = True
-            self._link.send(Kind.SUBSCRIBE, rank=self._opened.rank)
+            self._link.send(FrameKind.SUBSCRIBE, rank=self._opened.rank)
         self.read()
 
     def await_report(self, step: int) -> None:
@@ -237,4 +237,4 @@ class Inbox:
         invitation = self._opened.meeting.look("invitation")
         if invitation is not None:
             self._awaits_invitation = False
-            self._link.send(Kind.INVITATION, invitation, rank=self._opened.rank)
+            self._link.send(FrameKind.INVITATION, invitation, rank=self._opened.rank)

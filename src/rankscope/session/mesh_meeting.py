@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rankscope.agent import launch
-from rankscope.agent.frames import GUESTS, Kind, pack
+from rankscope.agent.frames import GUESTS, FrameKind, pack
 from rankscope.agent.link import Link
 from rankscope.agent.message import tag
 from rankscope.bus.probe import Content
@@ -80,7 +80,7 @@ class JoinedMesh:
         guest = self._guest
         if guest is not None and guest.has_room:
             payload = tag(name, content)
-            guest.send(Kind.EVIDENCE, payload, rank=GUESTS + self.place.rank, step=step)
+            guest.send(FrameKind.EVIDENCE, payload, rank=GUESTS + self.place.rank, step=step)
             guest.poll()
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ def join_mesh(meeting: MeshMeeting, *, host: str, compares: bool) -> JoinedMesh:
         return JoinedMesh(meeting.place, meeting.ranks, reaches=False)
     number = GUESTS + meeting.place.rank
     hello = {"rank": number, "secret": answer["secret"]}
-    frame = pack(Kind.HELLO, json.dumps(hello).encode(), rank=number)
+    frame = pack(FrameKind.HELLO, json.dumps(hello).encode(), rank=number)
     guest = Link(partial(launch.connect, found), frame)
     return JoinedMesh(meeting.place, meeting.ranks, guest)
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from rankscope import errors
 from rankscope.agent import launch
-from rankscope.agent.frames import Kind, pack
+from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.launch import Started
 from rankscope.agent.link import Link
 from rankscope.agent.progress import ProgressMark
@@ -96,7 +96,7 @@ class Opened:
         for role in hello.keys() & {"root", "forward"}:
             layout = {**hello[role]["layout"], "reduced_copies": reduced_copies}
             hello[role] = {**hello[role], "layout": layout}
-        frame = pack(Kind.HELLO, json.dumps(hello).encode(), rank=self.rank)
+        frame = pack(FrameKind.HELLO, json.dumps(hello).encode(), rank=self.rank)
         wake = None if self.agent is None else self.agent.wake
         return Link(partial(launch.connect, self.address, self.problem), frame, wake)
 

@@ -7,7 +7,7 @@ step as a rule; nobody waits for them before the run is closed.
 import logging
 from collections import deque
 
-from rankscope.agent.frames import Kind
+from rankscope.agent.frames import FrameKind
 from rankscope.agent.link import Link
 from rankscope.session.local_step import LocalStep
 
@@ -58,7 +58,7 @@ class Outbox:
         if step.bulk is not None and not room:
             self._note_without_room(step.step)
         message = step.pack(bulk=room)
-        self._link.send(Kind.STEP, message, rank=self._rank, step=step.step)
+        self._link.send(FrameKind.STEP, message, rank=self._rank, step=step.step)
 
     def _note_without_room(self, step: int) -> None:
         self.num_without_room += 1

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from rankscope.agent.frames import Kind
+from rankscope.agent.frames import FrameKind
 from rankscope.agent.link import AgentEndedError, Traffic
 from rankscope.agent.message import tag
 from rankscope.agent.progress import ProgressMark
@@ -315,7 +315,7 @@ class Scope:
         said = {
             "complete": complete, "why": why, "without_room": self._outbox.num_without_room
         }  # fmt: skip
-        self._link.send(Kind.BYE, json.dumps(said).encode(), rank=self._opened.rank)
+        self._link.send(FrameKind.BYE, json.dumps(said).encode(), rank=self._opened.rank)
 
     def __enter__(self) -> Self:
         return self
@@ -424,7 +424,7 @@ class Scope:
         self._outbox.send(step)
 
     def _send_evidence(self, name: str, step: int, content: Content) -> None:
-        self._link.send(Kind.EVIDENCE, tag(name, content), rank=self._opened.rank, step=step)
+        self._link.send(FrameKind.EVIDENCE, tag(name, content), rank=self._opened.rank, step=step)
 
     def _has_room(self) -> bool:
         return self._link.has_room

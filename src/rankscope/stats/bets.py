@@ -50,7 +50,7 @@ _MAD_TO_STD = 1.4826
 _MEMORY = 0.02
 
 
-class Kind(Enum):
+class BetKind(Enum):
     """What a bet is on."""
 
     UP = "high"
@@ -69,7 +69,7 @@ class Bet:
         weight: Its share of the evidence of its signal.
     """
 
-    kind: Kind
+    kind: BetKind
     strength: float
     weight: float
 
@@ -83,10 +83,10 @@ def worker_bets() -> tuple[Bet, ...]:
     """
     shift = 0.7 / (2 * len(STRENGTHS))
     return (
-        *(Bet(Kind.UP, strength, shift) for strength in STRENGTHS),
-        *(Bet(Kind.DOWN, strength, shift) for strength in STRENGTHS),
-        Bet(Kind.SPREAD, SPREAD_STRENGTH, 0.15),
-        Bet(Kind.RARE, 0.0, 0.15),
+        *(Bet(BetKind.UP, strength, shift) for strength in STRENGTHS),
+        *(Bet(BetKind.DOWN, strength, shift) for strength in STRENGTHS),
+        Bet(BetKind.SPREAD, SPREAD_STRENGTH, 0.15),
+        Bet(BetKind.RARE, 0.0, 0.15),
     )
 
 
@@ -97,7 +97,7 @@ def pair_bets() -> tuple[Bet, ...]:
         >>> [bet.strength for bet in pair_bets()]
         [0.75, 1.6, 4.0]
     """
-    return tuple(Bet(Kind.UP, strength, 1 / len(STRENGTHS)) for strength in STRENGTHS)
+    return tuple(Bet(BetKind.UP, strength, 1 / len(STRENGTHS)) for strength in STRENGTHS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,10 +280,12 @@ class Betting:
     """
 
     def __init__(self, bets: Sequence[Bet]) -> None:
-        self._runs: list[tuple[slice, Kind, tuple[float, ...]]] = []
+        self._runs: list[tuple[slice, BetKind, tuple[float, ...]]] = []
         start = 0
-        for kind, run in groupby(bets, lambda bet: Kind.UP if bet.kind is Kind.DOWN else bet.kind):
-            strengths = [-bet.strength if bet.kind is Kind.DOWN else bet.strength for bet in run]
+        for kind, run in groupby(
+            bets, lambda bet: BetKind.UP if bet.kind is BetKind.DOWN else bet.kind
+        ):
+            strengths = [-bet.strength if bet.kind is BetKind.DOWN else bet.strength for bet in run]
             place = slice(start, start + len(strengths))
             self._runs.append((place, kind, tuple(strengths)))
             start = place.stop
@@ -303,12 +305,12 @@ class Betting:
         for count in counts:
             rows = slice(None) if len(counts) == 1 else np.flatnonzero(ranked.counts_S == count)
             for bets, kind, strengths in self._runs:
-                if count < (2 if kind is Kind.UP else 3):
+                if count < (2 if kind is BetKind.UP else 3):
                     out_BSU[bets, rows] = 1
-                elif kind is Kind.RARE:
+                elif kind is BetKind.RARE:
                     out_BSU[bets, rows] = _rare(away.values_SU[rows], scales_S[rows], count)
                 else:
-                    source = away if kind is Kind.SPREAD else ranked
+                    source = away if kind is BetKind.SPREAD else ranked
                     out_BSU[bets, rows] = _by_rank(source, rows, count, strengths)
 
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from rankscope.stats.arrays import Floats, Floats32, Ints
 from rankscope.stats.bets import (
     Bet,
+    BetKind,
     Betting,
-    Kind,
     Ranked,
     Rows,
     Scales,
@@ -48,7 +48,7 @@ _ONE_SIDED = 0.7
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class SignalTrace:
     """One way in which a unit is unlike the others.
 
     Attributes:
@@ -62,7 +62,7 @@ class Trace:
     """
 
     signal: int
-    kind: Kind
+    kind: BetKind
     log_evidence: float
     age: float
     deviation: float
@@ -128,7 +128,7 @@ class ExchangeabilityTest(Stateful):
         self._relative_S = relative_S
         self._bets = tuple(bets)
         self._betting = Betting(bets)
-        self._patient_B = np.array([bet.kind is Kind.RARE for bet in bets])
+        self._patient_B = np.array([bet.kind is BetKind.RARE for bet in bets])
         shares_B = np.array([bet.weight for bet in bets])
         self._weights_BS = (shares_B[:, None] * weights_S / max(1, num_units)).astype(np.float32)
         self._scale_S = np.full(len(weights_S), np.nan)
@@ -260,7 +260,7 @@ class ExchangeabilityTest(Stateful):
             evidence[list(self._apart)] = 0
         return evidence
 
-    def traces(self, unit: int, least: float = 0.0, since: float = RECENT) -> list[Trace]:
+    def traces(self, unit: int, least: float = 0.0, since: float = RECENT) -> list[SignalTrace]:
         """Return in which signals and how a unit is unlike the others, the strongest first.
 
         Args:
@@ -278,7 +278,7 @@ class ExchangeabilityTest(Stateful):
                 age = float(ages_BS[best_S[signal], signal])
                 kind = self._kind(signal, unit, min(age, since), log_BS[:, signal])
                 size = self._size(signal, unit, min(age, since), kind)
-                traces.append(Trace(signal, kind, float(log_S[signal]), age, *size))
+                traces.append(SignalTrace(signal, kind, float(log_S[signal]), age, *size))
         return traces
 
     def _log_evidence(self, unit: int) -> tuple[Floats, Floats32]:
@@ -289,7 +289,7 @@ class ExchangeabilityTest(Stateful):
         evidence_BS = self._detectors.evidence[:, :, unit].astype(np.float64)
         return np.log(np.maximum(evidence_BS, 1.0)), self._detectors.age[:, :, unit]
 
-    def steps_since(self, unit: int, signal: int, kind: Kind) -> float:
+    def steps_since(self, unit: int, signal: int, kind: BetKind) -> float:
         """Return how many steps ago a unit came to differ in a signal, this step included.
 
         Where the mean over all beginnings lies within the steps that are remembered, the beginning
@@ -305,12 +305,12 @@ class ExchangeabilityTest(Stateful):
         of_kind = np.array([bet.kind is kind for bet in self._bets])
         best = int(np.where(of_kind, log_BS[:, signal], -1).argmax())
         bet, age = self._bets[best], float(ages_BS[best, signal])
-        if age > RECENT and kind is not Kind.RARE:
+        if age > RECENT and kind is not BetKind.RARE:
             return age
         since_BT = _evidence_since(self._compared(unit, signal, RECENT), unit, (bet,))
         return float(since_BT[0].argmax() + 1)
 
-    def onset(self, unit: int, signal: int, kind: Kind) -> int:
+    def onset(self, unit: int, signal: int, kind: BetKind) -> int:
         """Return the number of the step in which a unit came to differ, as :meth:`steps_since`."""
         back = round(self.steps_since(unit, signal, kind) - 1)
         return max(0, self._recent.step_of(signal, back))
@@ -402,7 +402,7 @@ class ExchangeabilityTest(Stateful):
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StateError(f"this is not the state of a test: {error!r}") from error
 
-    def _kind(self, signal: int, unit: int, age: float, log_B: Floats) -> Kind:
+    def _kind(self, signal: int, unit: int, age: float, log_B: Floats) -> BetKind:
         """Return how a unit differs, by its recent deviations."""
         recent = self._recent_deviations(signal, unit, age)
         best = self._bets[int(log_B.argmax())].kind
@@ -410,16 +410,16 @@ class ExchangeabilityTest(Stateful):
             return best
         middle = float(np.median(recent))
         if np.mean(np.sign(recent) == np.sign(middle)) >= _ONE_SIDED:
-            return Kind.UP if middle > 0 else Kind.DOWN
+            return BetKind.UP if middle > 0 else BetKind.DOWN
         two_sided = [
             (log, bet.kind)
             for log, bet in zip(log_B.tolist(), self._bets, strict=True)
-            if bet.kind in (Kind.SPREAD, Kind.RARE)
+            if bet.kind in (BetKind.SPREAD, BetKind.RARE)
         ]
         log, kind = max(two_sided, key=lambda pair: pair[0], default=(0.0, best))
         return best if log < _NEARLY_AS_STRONG * log_B.max() else kind
 
-    def _size(self, signal: int, unit: int, age: float, kind: Kind) -> tuple[float, bool]:
+    def _size(self, signal: int, unit: int, age: float, kind: BetKind) -> tuple[float, bool]:
         """Return the typical or largest recent deviation, and whether it is a part of the median.
 
         It is an absolute difference where a value of another unit was negative, or a median was
@@ -436,7 +436,7 @@ class ExchangeabilityTest(Stateful):
         recent_T = recent_T[np.isfinite(recent_T)]
         if not len(recent_T):
             return float("nan"), relative
-        if kind in (Kind.SPREAD, Kind.RARE):
+        if kind in (BetKind.SPREAD, BetKind.RARE):
             return float(recent_T[np.abs(recent_T).argmax()]), relative
         typical = float(np.median(recent_T))
         if not typical and recent_T.any():  # amounts near the median count as equal to it

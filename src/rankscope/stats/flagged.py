@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.stats.arrays import Floats, Floats32, Ints
-from rankscope.stats.bets import RARE_FROM, RARE_STAKE, Bet, Kind, Ranked, Rows, normal_scores
+from rankscope.stats.bets import RARE_FROM, RARE_STAKE, Bet, BetKind, Ranked, Rows, normal_scores
 from rankscope.stats.state import Stateful
 
 CERTAIN = float(np.log(1e8))
@@ -86,12 +86,12 @@ def compare_with_others(
         rows, count = (usable_S & (ranked.counts_S == others)).nonzero()[0], others + 1
         plain, folded = plain_S[rows], folded_S[rows]
         for bet, e in zip(bets, e_BS, strict=True):
-            if bet.kind is Kind.RARE:
+            if bet.kind is BetKind.RARE:
                 far = z_S[rows] > RARE_FROM
                 e[rows] = np.where(far, 1 - RARE_STAKE + RARE_STAKE * count, RARE_FADES)
             else:
-                e_D = _by_rank(count, bet.strength, down=bet.kind is Kind.DOWN)
-                e[rows] = e_D.take(folded if bet.kind is Kind.SPREAD else plain)
+                e_D = _by_rank(count, bet.strength, down=bet.kind is BetKind.DOWN)
+                e[rows] = e_D.take(folded if bet.kind is BetKind.SPREAD else plain)
     return e_BS
 
 

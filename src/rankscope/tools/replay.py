@@ -24,7 +24,7 @@ from rankscope.evidence.canary.replay import (
     run_batch,
     state_digest,
 )
-from rankscope.evidence.canary.verdict import CanaryResults, CanaryVerdict, Verdict, judge
+from rankscope.evidence.canary.verdict import CanaryCause, CanaryResults, CanaryVerdict, judge
 from rankscope.files import open_file
 from rankscope.tools.doctor.functions import find_function
 
@@ -124,7 +124,7 @@ def replay(bundle: ReplayBundle, model: nn.Module) -> Replayed | None:
     results = _results(bundle, rows_W)
     states_W = np.array([int(row[3]) for row in rows_W])
     verdict = judge(results, differing=_minority(states_W))
-    if verdict.verdict is not Verdict.DATA:
+    if verdict.verdict is not CanaryCause.DATA:
         return Replayed(results, verdict)
     return _with_samples(bundle, model.eval(), device, Replayed(results, verdict))
 

@@ -13,7 +13,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Finding
 from rankscope.bus.finding_events import FindingEvents
 from rankscope.bus.plan import Plan
@@ -161,19 +161,19 @@ class Diagnosis:
                 events.append(latest)
         return events
 
-    def _updates(self, found: Iterable[Iterable[Evidence]]) -> list[Finding]:
+    def _updates(self, found: Iterable[Iterable[FaultEvidence]]) -> list[Finding]:
         return [
             finding
             for evidence in chain.from_iterable(found)
             if (finding := self._update(evidence)) is not None
         ]
 
-    def _update(self, evidence: Evidence) -> Finding | None:
+    def _update(self, evidence: FaultEvidence) -> Finding | None:
         """Keep the finding; return it when it is to be recorded."""
         finding = self._latest[evidence.key or evidence.cause] = self._finding(evidence)
         return None if self._events.of(finding, evidence.count) is None else finding
 
-    def _finding(self, evidence: Evidence) -> Finding:
+    def _finding(self, evidence: FaultEvidence) -> Finding:
         rule = evidence.key if evidence.key in RULES else evidence.cause
         back = go_back(evidence.first_step, self._begun_at)
         explanation, next_check = describe(rule, evidence.severity, evidence.fields, back)

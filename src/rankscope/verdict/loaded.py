@@ -12,7 +12,7 @@ from rankscope.bus.columns import Table
 from rankscope.record import Run
 from rankscope.record.stores import at_hand
 from rankscope.verdict.assessment import Assessment, assess
-from rankscope.verdict.words import SIGNS, Verdict, verdict_of
+from rankscope.verdict.words import SIGNS, VerdictWords, verdict_of
 
 _FINDINGS = pa.schema(
     [
@@ -137,7 +137,7 @@ class LoadedRun:
             f"<table>{rows}</table></div>"
         )
 
-    def _verdict(self) -> Verdict:
+    def _verdict(self) -> VerdictWords:
         return verdict_of(self._run, self.assess())
 
 

@@ -281,7 +281,7 @@ def run_line(run: Run, assessment: Assessment) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class VerdictWords:
     """What is said of a run, in words: the terminal, Markdown and pages lay it out.
 
     Attributes:
@@ -301,11 +301,11 @@ class Verdict:
     findings: Sequence[Mapping[str, Any]]
 
 
-def verdict_of(run: Run, assessment: Assessment, key: str = "") -> Verdict:
+def verdict_of(run: Run, assessment: Assessment, key: str = "") -> VerdictWords:
     """Return a run's verdict; ``key`` begins the ids of its findings."""
     found = ranked(run.findings())
     causes = explanations(found)
-    return Verdict(
+    return VerdictWords(
         title=title_of(run.info, run.path),
         severity=assessment.word,
         line=run_line(run, assessment),

@@ -31,7 +31,7 @@ from rankscope.wrappers.fsdp2_model import (
     is_fsdp2,
     parameters_by_mesh,
 )
-from rankscope.wrappers.kinds import DDP, DEEPSPEED, FSDP2, LOOP, MEGATRON, REPLICATE, Kind
+from rankscope.wrappers.kinds import DDP, DEEPSPEED, FSDP2, LOOP, MEGATRON, REPLICATE, WrapperKind
 from rankscope.wrappers.loop import LoopTap
 from rankscope.wrappers.megatron import MegatronTap
 from rankscope.wrappers.megatron_model import (
@@ -64,7 +64,7 @@ class Wrapped:
         mesh: This rank's place in a mesh that has other axes than the data-parallel ones.
     """
 
-    kind: Kind
+    kind: WrapperKind
     wrapper: nn.Module
     parameters: dict[str, Tensor]
     group: dist.ProcessGroup

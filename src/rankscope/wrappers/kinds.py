@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class WrapperKind:
     """A way in which a model goes data parallel.
 
     Attributes:
@@ -33,22 +33,22 @@ def _no_whole(name: str) -> str:
     return f"a canary runs the whole model on each worker alone, which under {name} no worker holds"
 
 
-DDP = Kind("DDP", traces=True)
-REPLICATE = Kind(
+DDP = WrapperKind("DDP", traces=True)
+REPLICATE = WrapperKind(
     "replicate",
     no_canary="replicate() reduces in hooks of the model itself, so no worker can run it alone",
 )
-FSDP2 = Kind("FSDP2", no_canary=_no_whole("FSDP2"))
-DEEPSPEED = Kind(
+FSDP2 = WrapperKind("FSDP2", no_canary=_no_whole("FSDP2"))
+DEEPSPEED = WrapperKind(
     "DeepSpeed",
     no_canary=_no_whole("DeepSpeed"),
     state_by_parameter=False,
     updates_at_once=False,
 )
-MEGATRON = Kind(
+MEGATRON = WrapperKind(
     "Megatron-core",
     no_canary="a canary's backward pass would add to the gradients in Megatron-core's buffers",
     no_reference="its backward pass would add to the gradients in Megatron-core's buffers",
 )
-LOOP = Kind("loop")
+LOOP = WrapperKind("loop")
 """A model without wrapper, whose training reduces gradients itself."""

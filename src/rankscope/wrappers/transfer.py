@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rankscope.bus.measured import NUMBERS, sizes_of
-from rankscope.bus.probe import Content, Part
+from rankscope.bus.probe import Content, MessagePart
 from rankscope.gradients.fold import Folding, fold_plain, fold_signs
 from rankscope.gradients.host import HostCopy, Share
 from rankscope.gradients.kernels.fallback import Launching
@@ -73,11 +73,11 @@ class GradientTransfer:
         """Whether everything is on the host."""
         return all(copy.ready for copy in self._copies)
 
-    def read(self) -> Part:
+    def read(self) -> MessagePart:
         """Wait for the copy; return the arrays of a step's message that hold the gradient."""
         numbers, sketches = self._read()
         arrays = {"numbers": numbers, "sizes": self._form.sizes, "sketches": sketches}
-        return Part(arrays=arrays)
+        return MessagePart(arrays=arrays)
 
     def _read(self) -> tuple[Content, Content]:
         form = self._form

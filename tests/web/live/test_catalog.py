@@ -8,7 +8,7 @@ import pytest
 from rankscope.errors import RunError
 from rankscope.report.live import board, catalog
 from rankscope.report.live.board import Board
-from rankscope.report.live.catalog import MAX_DEPTH, Place, id_of, places, stamp
+from rankscope.report.live.catalog import MAX_DEPTH, ListedPlace, id_of, places, stamp
 from web.live.serving import Training
 
 
@@ -131,7 +131,7 @@ def test_a_directory_that_may_not_be_entered_hides_no_other_run(
 
 def test_a_run_that_may_not_be_entered_is_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run = run_at(tmp_path / "run")
-    place = Place("run", run, "run")
+    place = ListedPlace("run", run, "run")
     (run / "steps").mkdir()
     (run / "steps" / "part-000000.parquet").touch()
     seen = stamp(place, tmp_path)
@@ -155,7 +155,7 @@ def test_links_are_not_followed(tmp_path: Path):
 
 def test_a_stamp_changes_when_the_run_does_and_only_then(tmp_path: Path):
     training = Training(tmp_path / "run")
-    place = Place("run", tmp_path / "run", "run")
+    place = ListedPlace("run", tmp_path / "run", "run")
     stamps = []
     for _ in range(2):
         stamps.append(stamp(place, tmp_path))
@@ -177,9 +177,9 @@ def test_a_stamp_changes_when_the_run_does_and_only_then(tmp_path: Path):
 
 
 def test_a_run_that_is_gone_has_no_stamp(tmp_path: Path):
-    assert stamp(Place("run", tmp_path / "run", "run"), tmp_path) is None
+    assert stamp(ListedPlace("run", tmp_path / "run", "run"), tmp_path) is None
     (tmp_path / "run").mkdir()
-    assert stamp(Place("run", tmp_path / "run", "run"), tmp_path) is None
+    assert stamp(ListedPlace("run", tmp_path / "run", "run"), tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -199,9 +199,9 @@ def test_a_part_that_leads_out_of_the_directory_is_refused(tmp_path: Path, part:
     (run / part).symlink_to(secret)
 
     with pytest.raises(RunError, match="leads out of the served directory"):
-        stamp(Place("run", run, "run"), served)
+        stamp(ListedPlace("run", run, "run"), served)
     (run / part).unlink()
     inside = served / "kept"
     inside.mkdir() if "." not in part else inside.write_text("{}")
     (run / part).symlink_to(inside)
-    assert stamp(Place("run", run, "run"), served) is not None
+    assert stamp(ListedPlace("run", run, "run"), served) is not None

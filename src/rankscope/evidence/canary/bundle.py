@@ -31,7 +31,7 @@ from rankscope.bus.batches import PlainBatch
 from rankscope.bus.finding import Finding
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
-from rankscope.evidence.canary.verdict import CanaryResults, CanaryVerdict, Verdict
+from rankscope.evidence.canary.verdict import CanaryCause, CanaryResults, CanaryVerdict
 from rankscope.files import (
     DAMAGES,
     archive_of,
@@ -267,7 +267,7 @@ def _results(plain: Mapping[str, Any]) -> CanaryResults:
 def _verdict(plain: Mapping[str, Any]) -> CanaryVerdict:
     distance = plain["distance"]
     return CanaryVerdict(
-        Verdict(plain["verdict"]),
+        CanaryCause(plain["verdict"]),
         tuple(int(rank) for rank in plain["ranks"]),
         np.nan if distance is None else float(distance),
         bool(plain["exact"]),

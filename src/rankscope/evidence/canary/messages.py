@@ -18,7 +18,7 @@ PLAN, RUN = b"P", b"R"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CanaryAnswer:
     """What a worker says whose batch is wanted, or that can run no canaries any more.
 
     Attributes:
@@ -43,7 +43,7 @@ class Answer:
         return pack_headed(header, header.pop("batch"))
 
     @classmethod
-    def unpack(cls, content: bytes | memoryview) -> "Answer":
+    def unpack(cls, content: bytes | memoryview) -> "CanaryAnswer":
         """Read one.
 
         Raises:

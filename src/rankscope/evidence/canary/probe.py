@@ -17,7 +17,7 @@ from rankscope.bus.batches import PlainBatch, pack_batch
 from rankscope.bus.probe import Job, Probe, StepEnd
 from rankscope.evidence.canary.batch import CanaryDeclined, CapturedBatch, capture_batch
 from rankscope.evidence.canary.cost import BroadcastBuffers, StepMemory, Stopwatch
-from rankscope.evidence.canary.messages import RUN, Answer, unpack_plan, unpack_run
+from rankscope.evidence.canary.messages import RUN, CanaryAnswer, unpack_plan, unpack_run
 from rankscope.evidence.canary.replay import PendingCanary, run_batch
 from rankscope.evidence.canary.schedule import Planned, first_by_default
 from rankscope.wrappers.find import Wrapped
@@ -50,7 +50,7 @@ class CanaryProbe(Probe):
         wrapped: The model.
         rank: This worker's rank in its data-parallel group.
         send: Takes a message for the root, see
-            :class:`rankscope.evidence.canary.messages.Answer`; must not block.
+            :class:`rankscope.evidence.canary.messages.CanaryAnswer`; must not block.
         first: A canary that needs no announcement.
         leave_out: Takes the seconds that canaries take, which are no part of the budget.
     """
@@ -213,14 +213,14 @@ class CanaryProbe(Probe):
     ) -> None:
         """Keep the batch; say so at once where there will be none, since others wait for it."""
         if step > planned.capture_at:
-            self._send(Answer(planned.capture_at, declined="announced too late").pack())
+            self._send(CanaryAnswer(planned.capture_at, declined="announced too late").pack())
             return
         most = _MOST_BYTES_BY_DEFAULT if planned.by_default else _MOST_BYTES
         try:
             batch = capture_batch(args, kwargs, moves_inputs=self._moves_inputs, most_bytes=most)
         except CanaryDeclined as reason:
             self._say_declined(planned, reason)
-            self._send(Answer(planned.capture_at, declined=str(reason)).pack())
+            self._send(CanaryAnswer(planned.capture_at, declined=str(reason)).pack())
             return
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else ""
@@ -260,7 +260,7 @@ class CanaryProbe(Probe):
     def _end(self, planned: Planned, why: str) -> None:
         """Run no canaries from now on."""
         self._ended, self._ready, self._planned = True, None, None
-        self._send(Answer(planned.capture_at, declined=why, ends=True).pack())
+        self._send(CanaryAnswer(planned.capture_at, declined=why, ends=True).pack())
 
     def _say_declined(self, planned: Planned, reason: CanaryDeclined) -> None:
         """Say why there is no canary, each reason once."""
@@ -282,8 +282,8 @@ def _answer(captured: _Captured) -> bytes:
         batch = pack_batch(captured.batch.plain())
     except Exception as error:
         _log.info("the batch kept at step %d is lost: %r", capture_at, error)
-        return Answer(capture_at, declined=repr(error)).pack()
-    return Answer(capture_at, batch, captured.autocast, {"torch": torch.__version__}).pack()
+        return CanaryAnswer(capture_at, declined=repr(error)).pack()
+    return CanaryAnswer(capture_at, batch, captured.autocast, {"torch": torch.__version__}).pack()
 
 
 def make_probe(job: Job) -> CanaryProbe | None:

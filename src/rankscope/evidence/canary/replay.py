@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rankscope.bus.batches import PlainBatch
-from rankscope.bus.probe import Part
+from rankscope.bus.probe import MessagePart
 from rankscope.evidence.canary.alone import ACCUMULATES, alone
 from rankscope.evidence.canary.batch import CanaryDeclined, restore_batch
 from rankscope.evidence.canary.cost import Stopwatch, check_gradient_room, is_out_of_memory
@@ -97,10 +97,10 @@ class PendingCanary:
         timed = self._took is None or self._took.ready
         return timed and (self._results is None or all(result.ready for result in self._results))
 
-    def read(self) -> Part:
+    def read(self) -> MessagePart:
         """Wait for the device and return LOCAL columns."""
         if self._results is None:
-            return Part({"canary_of": self._suspect})
+            return MessagePart({"canary_of": self._suspect})
         first, again, against = (result.read() for result in self._results)
         values = {
             "canary_of": self._suspect,
@@ -114,7 +114,7 @@ class PendingCanary:
             "canary_against_digest": against.digest,
             "canary_seconds": math.nan if self._took is None else self._took.seconds,
         }
-        return Part(values)
+        return MessagePart(values)
 
 
 def run_batch(

@@ -19,7 +19,7 @@ from rankscope.bus.packing import PackedError
 from rankscope.bus.step import GatheredStep
 from rankscope.errors import RunError
 from rankscope.evidence.canary.bundle import ReplayBundle, save_bundle
-from rankscope.evidence.canary.messages import Answer, pack_plan, pack_run
+from rankscope.evidence.canary.messages import CanaryAnswer, pack_plan, pack_run
 from rankscope.evidence.canary.schedule import (
     SCHEDULED,
     CanaryPlan,
@@ -28,7 +28,7 @@ from rankscope.evidence.canary.schedule import (
     all_asked,
     comes_and_goes,
 )
-from rankscope.evidence.canary.verdict import CanaryResults, Verdict, judge, results_of
+from rankscope.evidence.canary.verdict import CanaryCause, CanaryResults, judge, results_of
 
 Log = Callable[[int, str], None]
 """Takes a level of :mod:`logging` and a line for the log of the training."""
@@ -65,7 +65,7 @@ class CanaryDirector(Director):
         self._log: Log = logging.getLogger("rankscope").log if log is None else log
         schedule = Schedule(every)
         self._plan = CanaryPlan(num_workers, schedule, first_step)
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, CanaryAnswer] = {}
         self._sent = self._ended = self._announced = False
         self._bundle: ReplayBundle | None = None
         self._known: Sequence[Finding] = ()
@@ -112,7 +112,7 @@ class CanaryDirector(Director):
         if rank is None:
             return
         try:
-            answer = Answer.unpack(content)
+            answer = CanaryAnswer.unpack(content)
         except PackedError as error:
             self._log(logging.INFO, f"an answer of rank {rank} to a canary is lost: {error}")
             return
@@ -166,7 +166,7 @@ class CanaryDirector(Director):
         verdict = judge(results, differing=_differing(self._known, step.step))
         if self._bundle is not None:
             self._bundle = replace(self._bundle, results=results, verdict=verdict)
-            if planned.of_finding or verdict.verdict is not Verdict.DATA:
+            if planned.of_finding or verdict.verdict is not CanaryCause.DATA:
                 self._save()
         self._bundle = None
 
@@ -200,7 +200,9 @@ class CanaryDirector(Director):
         self._plan.give_up()
         self._answers, self._bundle = {}, None
 
-    def _make_bundle(self, planned: Planned, answers: tuple[Answer, Answer]) -> ReplayBundle:
+    def _make_bundle(
+        self, planned: Planned, answers: tuple[CanaryAnswer, CanaryAnswer]
+    ) -> ReplayBundle:
         return ReplayBundle(
             reason=planned.reason,
             step=planned.capture_at,
@@ -237,7 +239,7 @@ def _largest(step: GatheredStep, name: str, otherwise: float) -> float:
 def _differing(known: Sequence[Finding], step: int) -> tuple[int, ...]:
     """Return the workers that the diagnosis of this canary found to hold other state."""
     for finding in known:
-        if finding.last_step == step and finding.evidence.get("verdict") == str(Verdict.STATE):
+        if finding.last_step == step and finding.evidence.get("verdict") == str(CanaryCause.STATE):
             return finding.ranks
     return ()
 

@@ -23,7 +23,7 @@ ROUNDING = 1e-4
 Bools = NDArray[np.bool_]
 
 
-class Verdict(StrEnum):
+class CanaryCause(StrEnum):
     """What a canary proves."""
 
     DATA = "data"
@@ -84,7 +84,7 @@ class CanaryVerdict:
         exact: Whether all workers agree in every bit.
     """
 
-    verdict: Verdict
+    verdict: CanaryCause
     ranks: tuple[int, ...]
     distance: float
     exact: bool = False
@@ -136,7 +136,7 @@ def judge(results: CanaryResults, *, differing: tuple[int, ...] = ()) -> CanaryV
         differing: Workers whose parameters or buffers are known to differ from the others'.
     """
     if results.missing:
-        return CanaryVerdict(Verdict.INCONCLUSIVE, results.missing, np.nan)
+        return CanaryVerdict(CanaryCause.INCONCLUSIVE, results.missing, np.nan)
     distances_W = _distances(results)
     distance = float(distances_W.max())
     keys_WD = np.stack([results.digests_W, results.peer_digests_W], axis=1)
@@ -144,11 +144,11 @@ def judge(results: CanaryResults, *, differing: tuple[int, ...] = ()) -> CanaryV
     unsteady = results.digests_W != results.again_W
     if unsteady.all() and agreed and not np.ptp(results.again_W):
         # only the random numbers of the second run's backward pass were others
-        return CanaryVerdict(Verdict.NONDETERMINISTIC, _ranks(unsteady), distance)
+        return CanaryVerdict(CanaryCause.NONDETERMINISTIC, _ranks(unsteady), distance)
     if unsteady.any():
         return _judge_unsteady(results, distances_W, unsteady, differing)
     if agreed:
-        return CanaryVerdict(Verdict.DATA, (results.suspect,), distance, exact=True)
+        return CanaryVerdict(CanaryCause.DATA, (results.suspect,), distance, exact=True)
     odd = odd_ranks(list(map(tuple, keys_WD.tolist())))
     return _blame(odd, len(odd) < len(keys_WD), distance, differing)
 
@@ -159,13 +159,13 @@ def _judge_unsteady(
     """Judge where some workers do not repeat their own bits."""
     distance, most = float(distances_W.max()), 2 * unsteady.sum() > len(unsteady)
     if not most or len(unsteady) == 1:  # alone, nothing tells rounding from chance
-        return CanaryVerdict(Verdict.NONDETERMINISTIC, _ranks(unsteady), distance)
+        return CanaryVerdict(CanaryCause.NONDETERMINISTIC, _ranks(unsteady), distance)
     if distance <= ROUNDING:  # kernels that add in any order, as many do on accelerators
-        return CanaryVerdict(Verdict.DATA, (results.suspect,), distance)
+        return CanaryVerdict(CanaryCause.DATA, (results.suspect,), distance)
     far = ~(distances_W <= ROUNDING)
     if 2 * far.sum() < len(far):
         return _blame(_ranks(far), True, distance, differing)
-    return CanaryVerdict(Verdict.NONDETERMINISTIC, _ranks(unsteady), distance)
+    return CanaryVerdict(CanaryCause.NONDETERMINISTIC, _ranks(unsteady), distance)
 
 
 def _blame(
@@ -174,8 +174,8 @@ def _blame(
     """Return the verdict on workers that repeat themselves, and differ from the others."""
     if set(odd) & set(differing):
         ranks = odd if settled else tuple(sorted(set(odd) & set(differing)))
-        return CanaryVerdict(Verdict.STATE, ranks, distance)
-    verdict = Verdict.HARDWARE if settled else Verdict.INCONCLUSIVE
+        return CanaryVerdict(CanaryCause.STATE, ranks, distance)
+    verdict = CanaryCause.HARDWARE if settled else CanaryCause.INCONCLUSIVE
     return CanaryVerdict(verdict, odd, distance)
 
 

@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.rules import LATENESS
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, name_ranks
 from rankscope.evidence.canary.verdict import (
+    CanaryCause,
     CanaryResults,
     CanaryVerdict,
-    Verdict,
     differing_state,
     judge,
     results_of,
@@ -29,20 +29,20 @@ INCONCLUSIVE = "canary-inconclusive"
 CANARIES = (DATA, DIFFERS, NONDETERMINISTIC, INCONCLUSIVE)
 """Findings of this detector."""
 
-_KINDS: Mapping[Verdict, tuple[str, str, list[str]]] = {
-    Verdict.DATA: (DATA, "data.worker_outlier", []),
-    Verdict.STATE: (DIFFERS, "state.parameters_differ", []),
-    Verdict.HARDWARE: (
+_KINDS: Mapping[CanaryCause, tuple[str, str, list[str]]] = {
+    CanaryCause.DATA: (DATA, "data.worker_outlier", []),
+    CanaryCause.STATE: (DIFFERS, "state.parameters_differ", []),
+    CanaryCause.HARDWARE: (
         DIFFERS,
         "compute.worker_outlier",
         ["state.parameters_differ", "env.mismatch"],
     ),
-    Verdict.NONDETERMINISTIC: (
+    CanaryCause.NONDETERMINISTIC: (
         NONDETERMINISTIC,
         "compute.nondeterministic",
         ["compute.worker_outlier"],
     ),
-    Verdict.INCONCLUSIVE: (
+    CanaryCause.INCONCLUSIVE: (
         INCONCLUSIVE,
         "inconclusive",
         ["compute.worker_outlier", "state.parameters_differ", "env.mismatch"],
@@ -50,7 +50,7 @@ _KINDS: Mapping[Verdict, tuple[str, str, list[str]]] = {
 }
 """By verdict: the finding and its rule, the cause, and what else may be the cause."""
 
-_BETWEEN = (Verdict.HARDWARE, Verdict.INCONCLUSIVE)
+_BETWEEN = (CanaryCause.HARDWARE, CanaryCause.INCONCLUSIVE)
 _MOST_TOLD = 16
 
 _WHY_STATE = "their parameters or buffers are known to differ from the others'"
@@ -83,7 +83,7 @@ class CanaryVerdicts(Detector):
         self._left_out_at: int | None = None  # when parameters that are not reduced differed
         self._told: dict[str, _Told] = {}
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks when all workers ran a canary in it."""
         gathered = step.gathered
         self._differing |= dict.fromkeys(differing_state(gathered), gathered.step)
@@ -94,7 +94,7 @@ class CanaryVerdicts(Detector):
         if results is None:
             return self._settle(known)
         verdict = judge(results, differing=tuple(sorted(known)))
-        if verdict.verdict is Verdict.DATA and results.suspect not in self._suspected():
+        if verdict.verdict is CanaryCause.DATA and results.suspect not in self._suspected():
             return ()
         if verdict.verdict in _BETWEEN and self._left_out(gathered.step):
             return ()
@@ -107,23 +107,23 @@ class CanaryVerdicts(Detector):
         """Return whether workers hold parameters of their own, and so compute what they do."""
         return self._left_out_at is not None and step - self._left_out_at <= 2 * LOOK_EVERY
 
-    def _settle(self, differing: set[int]) -> Iterable[Evidence]:
+    def _settle(self, differing: set[int]) -> Iterable[FaultEvidence]:
         """Turn to state what looked like hardware: digests take turns, and may come later."""
         told = self._told.get(DIFFERS)
-        if told is None or told.verdict != Verdict.HARDWARE:
+        if told is None or told.verdict != CanaryCause.HARDWARE:
             return ()
         if not differing & set(told.ranks):
             return ()
-        told.verdict = str(Verdict.STATE)
+        told.verdict = str(CanaryCause.STATE)
         return (self._evidence(DIFFERS, told),)
 
-    def _evidence(self, key: str, told: "_Told") -> Evidence:
-        verdict = Verdict(told.verdict)
+    def _evidence(self, key: str, told: "_Told") -> FaultEvidence:
+        verdict = CanaryCause(told.verdict)
         _, cause, other_causes = _KINDS[verdict]
         numbers: dict[str, Any] = {"canaries": told.count, "verdict": str(verdict), **told.numbers}
         if other_causes:
             numbers["other_causes"] = other_causes
-        return Evidence(
+        return FaultEvidence(
             cause=cause,
             severity=self._severity(verdict, told),
             ranks=told.ranks,
@@ -135,15 +135,15 @@ class CanaryVerdicts(Detector):
             key=key,
         )
 
-    def _severity(self, verdict: Verdict, told: "_Told") -> Severity:
+    def _severity(self, verdict: CanaryCause, told: "_Told") -> Severity:
         """Some workers that differ from themselves by rounding may only add in any order."""
         some = len(told.ranks) < self._num_workers
-        by_order = verdict is Verdict.NONDETERMINISTIC and told.within_rounding and some
-        if verdict is Verdict.DATA or by_order:
+        by_order = verdict is CanaryCause.NONDETERMINISTIC and told.within_rounding and some
+        if verdict is CanaryCause.DATA or by_order:
             return Severity.NOTE
-        if verdict is Verdict.STATE:
+        if verdict is CanaryCause.STATE:
             return Severity.ERROR
-        if verdict is Verdict.HARDWARE and not told.within_rounding:
+        if verdict is CanaryCause.HARDWARE and not told.within_rounding:
             return Severity.ERROR
         return Severity.WARNING
 
@@ -188,9 +188,9 @@ def _first(values_W: Floats) -> list[float]:
     return [float(value) for value in values_W[:_MOST_TOLD]]
 
 
-def _fields(told: _Told, verdict: Verdict, num_workers: int) -> dict[str, object]:
+def _fields(told: _Told, verdict: CanaryCause, num_workers: int) -> dict[str, object]:
     ranks, numbers = name_ranks(told.ranks), told.numbers
-    state = verdict is Verdict.STATE
+    state = verdict is CanaryCause.STATE
     distance = float(numbers["distance"])
     return {
         "step": f"{told.last:,}",

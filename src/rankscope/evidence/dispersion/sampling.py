@@ -15,7 +15,7 @@ from enum import Enum
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.step import GatheredStep, StepReport
@@ -80,7 +80,7 @@ class Sampling(Detector):
         self._averaged = False
         self._recent: deque[tuple[float, float, bool]] = deque(maxlen=RECENT)
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks when workers are too similar or too different, or cease to be.
 
         Steps with identical batches are left out, which are exact evidence of their own, and so
@@ -98,7 +98,7 @@ class Sampling(Detector):
         self._recent.append((observed, expected, _all_distinct(step.report)))
         return list(self._bet(gathered))
 
-    def _bet(self, gathered: GatheredStep) -> Iterable[Evidence]:
+    def _bet(self, gathered: GatheredStep) -> Iterable[FaultEvidence]:
         """Bet on the rank of the spread between workers among other deals of the units."""
         losses = pool_units(gathered.micro_losses, gathered.micro_weights)
         norms = pool_units(gathered.micro_norms)
@@ -134,7 +134,7 @@ class Sampling(Detector):
             self._averaged = equal and population_std(norms_W) > 1e-2 * float(np.mean(norms_W))
         return None if self._averaged else losses
 
-    def _say_similar(self, news: _News, what: str) -> Evidence:
+    def _say_similar(self, news: _News, what: str) -> FaultEvidence:
         if news is _News.OPENED:
             proven = [distinct for _, _, distinct in self._recent][-self._low.duration :]
             differ = sum(proven) >= _PROVEN * len(proven)
@@ -142,7 +142,7 @@ class Sampling(Detector):
         cause = "data.duplicate_batches"
         return self._evidence("sampling.too_similar", cause, self._similar, self._low, what)
 
-    def _say_different(self) -> Evidence:
+    def _say_different(self) -> FaultEvidence:
         losses, norms = self._high.evidence_of_each.mean(axis=1).tolist()
         what = "losses" if losses >= norms else "gradient norms"
         return self._evidence(
@@ -151,7 +151,7 @@ class Sampling(Detector):
 
     def _evidence(
         self, key: str, cause: str, severity: Severity, alarm: "_Alarm", what: str
-    ) -> Evidence:
+    ) -> FaultEvidence:
         ratio = _recent_ratio(list(self._recent)[-alarm.duration :])
         known = math.isfinite(ratio)
         return alarm.evidence(

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.environment_names import DECIDES_BITS, HARMLESS, PACKAGES, is_compared
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
@@ -45,7 +45,7 @@ class EnvironmentMismatch(Detector):
         self._differed = self._serious = False
         self._precision = PersistentFault(STEPS_IN_A_ROW, in_a_row=True)
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks with the first one, and while the precision differs."""
         number = step.gathered.step
         changed = self._at_start and self._start(number)
@@ -72,7 +72,7 @@ class EnvironmentMismatch(Detector):
             self._last = step
         return changed
 
-    def _evidence(self) -> Evidence:
+    def _evidence(self) -> FaultEvidence:
         seen = self._precision
         words, ranks = list(self._words[:_MOST_TOLD]), self._ranks | seen.ranks
         more = len(self._words) - len(words)
@@ -83,7 +83,7 @@ class EnvironmentMismatch(Detector):
             who = name_ranks(seen.ranks)
             words.insert(0, f"another precision in the forward pass of {who}{until}")
         steps = [number for number in (self._first, seen.first) if number >= 0]
-        return Evidence(
+        return FaultEvidence(
             cause=CAUSE,
             severity=Severity.WARNING if self._serious or seen.count else Severity.NOTE,
             ranks=tuple(sorted(ranks)),

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from rankscope.bus.probe import Job, Part, Probe, Ready, StepEnd
+from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.evidence.environment.facts import PrecisionMeter
 from rankscope.evidence.environment.optimizer import OptimizerMeter
 
@@ -35,7 +35,7 @@ class EnvironmentProbe(Probe):
         values = self._optimizer.collect()
         if end.comparable:
             values["precision"] = self._precision
-        return Ready(Part(values))
+        return Ready(MessagePart(values))
 
 
 def make_probe(job: Job) -> EnvironmentProbe:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.plan import Plan
@@ -66,18 +66,18 @@ class DifferentSettings(Detector):
         self._num_calls = 0
         self._departure: tuple[int, float, float] = (-1, 0.0, 0.0)
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks of what differs in it or in the step before, and of what ends."""
         gathered = step.gathered
         calls_W = _calls(step)
-        told: list[Evidence] = []
+        told: list[FaultEvidence] = []
         if self._num_workers > 1:
             told += self._compare_calls(gathered.step, calls_W)
             told += self._compare_settings(step)
         told += self._follow_plan(gathered, calls_W)
         return told
 
-    def close(self) -> Iterable[Evidence]:
+    def close(self) -> Iterable[FaultEvidence]:
         """End the run; what its last step shows is not judged."""
         self._waiting = -1
         return ()
@@ -93,7 +93,7 @@ class DifferentSettings(Detector):
 
     # Between workers -----------------------------------------------------------------------
 
-    def _compare_settings(self, step: Step) -> Iterable[Evidence]:
+    def _compare_settings(self, step: Step) -> Iterable[FaultEvidence]:
         gathered = step.gathered
         active_W = gathered.workers["optimizer_steps"] != 0
         several = int(np.count_nonzero(active_W)) > 1
@@ -136,7 +136,7 @@ class DifferentSettings(Detector):
         undecided = len(odd) == sum(value is not None for value in values)
         return before if undecided and before else odd
 
-    def _compare_calls(self, step: int, calls_W: Ints) -> Iterable[Evidence]:
+    def _compare_calls(self, step: int, calls_W: Ints) -> Iterable[FaultEvidence]:
         """Judge the step before, which was not the last one."""
         before_W, number = self._waiting_calls, self._waiting
         self._waiting, self._waiting_calls = step, calls_W
@@ -153,13 +153,13 @@ class DifferentSettings(Detector):
         if self._calls.observe(number, ranks):
             yield self._calls_evidence()
 
-    def _settings_evidence(self) -> Evidence:
+    def _settings_evidence(self) -> FaultEvidence:
         seen, what = self._settings, {"what": self._what}
         numbers = {"steps": seen.count, **what}
         cause = "state.hyperparameters_differ"
         return seen.evidence(cause, Severity.ERROR, seen.ranks, what, numbers)
 
-    def _calls_evidence(self) -> Evidence:
+    def _calls_evidence(self) -> FaultEvidence:
         called = {"called": self._called}
         return self._calls.evidence(
             "state.parameters_differ",
@@ -172,7 +172,7 @@ class DifferentSettings(Detector):
 
     # Against the plan ----------------------------------------------------------------------
 
-    def _follow_plan(self, gathered: GatheredStep, calls_W: Ints) -> Iterable[Evidence]:
+    def _follow_plan(self, gathered: GatheredStep, calls_W: Ints) -> Iterable[FaultEvidence]:
         calls = int(calls_W.max())
         rates_W = gathered.workers["lr"]
         known_W = (calls_W > 0) & ~np.isnan(rates_W) if len(self._planned_N) else _NOBODY
@@ -215,7 +215,7 @@ class DifferentSettings(Detector):
     def _planned_at(self, at: int) -> float:
         return float(self._planned_N[min(at, len(self._planned_N) - 1)])
 
-    def _schedule_evidence(self) -> Evidence:
+    def _schedule_evidence(self) -> FaultEvidence:
         at, rate, planned = self._departure
         spell = _speller([rate, planned])
         words = {"at": f"{at:,}", "rate": spell(rate), "planned": spell(planned)}
@@ -288,7 +288,7 @@ class PlannedSeed(Detector):
         }
         self._told = False
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks with the first one after a start."""
         if self._told or not self._wrong:
             return ()
@@ -296,7 +296,7 @@ class PlannedSeed(Detector):
         number = step.gathered.step
         ranks = tuple(self._wrong)
         return (
-            Evidence(
+            FaultEvidence(
                 cause="state.schedule",
                 key=KEY,
                 severity=Severity.WARNING,

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.step import MISSING_INT, GatheredStep
@@ -30,7 +30,7 @@ class NonFinite(Detector):
         self._applied = False
         self._skips_in_a_row = 0
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks of values that are not finite in it."""
         gathered = step.gathered
         if not step.some_true("nonfinite"):
@@ -48,7 +48,7 @@ class NonFinite(Detector):
             self._severity = Severity.ERROR
         return (self._evidence(),)
 
-    def _evidence(self) -> Evidence:
+    def _evidence(self) -> FaultEvidence:
         what = "loss" if "loss" in self._seen.values() else "gradient"
         applied = ", and the optimizer went on" if self._applied else ""
         return self._span.evidence(
@@ -73,7 +73,7 @@ class NoGradient(Detector):
         self._num_workers = num_workers
         self._zero = PersistentFault(_ZERO_IN_A_ROW, in_a_row=True)
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks of one without a gradient, and when there is one again."""
         ends = step.ends("grad_norm")
         if np.isnan(ends).any():
@@ -81,7 +81,7 @@ class NoGradient(Detector):
         ranks = range(self._num_workers) if ends == (0, 0) else ()
         return (self._evidence(),) if self._zero.observe(step.gathered.step, ranks) else ()
 
-    def _evidence(self) -> Evidence:
+    def _evidence(self) -> FaultEvidence:
         over = "" if self._zero.open else " It is over now."
         zero, numbers = self._zero, {"steps": self._zero.count}
         return zero.evidence(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.probe import Content, Evaluated, Job, Part, Probe, StepEnd
+from rankscope.bus.probe import Content, Evaluated, Job, MessagePart, Probe, StepEnd
 from rankscope.evidence.loss.meter import LossMeter, MicroBatchLoss, shifts_labels
 from rankscope.gradients.host import Numbers
 
@@ -40,9 +40,9 @@ class PendingLosses:
             return False
         return all(micro.ready for micro in self.losses)
 
-    def read(self) -> Part:
+    def read(self) -> MessagePart:
         """Wait for the device; return losses and weights, one micro-batch after the other."""
-        return Part(arrays=_losses(self.losses, self.multipliers, self.summed_workers))
+        return MessagePart(arrays=_losses(self.losses, self.multipliers, self.summed_workers))
 
 
 class LossProbe(Probe):

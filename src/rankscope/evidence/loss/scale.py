@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.step import GatheredStep
@@ -72,7 +72,7 @@ class LossScale(Detector):
         self._value = math.nan
         self._odd = _OddWorkers()
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take the multipliers of one step; speaks of wrong ones."""
         gathered = step.gathered
         workers = gathered.workers
@@ -110,7 +110,9 @@ class LossScale(Detector):
         beyond = scale > 4 * max(self._num_workers, micro)
         self._scaler = self._scaler or beyond or len(self._powers) >= _POWERS
 
-    def _observe_mean(self, gathered: GatheredStep, scale: float, micro: int) -> Iterable[Evidence]:
+    def _observe_mean(
+        self, gathered: GatheredStep, scale: float, micro: int
+    ) -> Iterable[FaultEvidence]:
         silent = self._scaler or self._sums.found or math.isclose(scale, 1, rel_tol=_CLOSE)
         factor = "" if silent else self._name(scale, micro)
         before, steps = self._streak
@@ -142,7 +144,7 @@ class LossScale(Detector):
         ]
         return " or ".join(names)
 
-    def _evidence(self, micro: int) -> Evidence:
+    def _evidence(self, micro: int) -> FaultEvidence:
         return self._span.evidence(
             "loss.scale",
             Severity.WARNING,
@@ -172,7 +174,7 @@ class _OddWorkers(Stateful):
         self._ranks: set[int] = set()
         self._span = PersistentFault()
 
-    def observe(self, step: int, scales_W: Floats) -> Iterable[Evidence]:
+    def observe(self, step: int, scales_W: Floats) -> Iterable[FaultEvidence]:
         """Take the multipliers of a step in which they differ."""
         ratio_W = _against_most(scales_W)
         if ratio_W is None:
@@ -192,7 +194,7 @@ class _OddWorkers(Stateful):
         self._ranks |= certain
         return (self._evidence(len(scales_W)),)
 
-    def _evidence(self, num_workers: int) -> Evidence:
+    def _evidence(self, num_workers: int) -> FaultEvidence:
         odd = sorted(self._ranks)
         ranks = tuple(odd) if num_workers > 2 else (0, 1)
         ratios = sorted({round(self._seen[rank][0], 6) for rank in odd})

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.step import GatheredStep
@@ -56,7 +56,7 @@ class TokenWeighting(Detector):
         self._inside = _Spread()
         self._starved = _Starved(num_workers)
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take the token counts of one step; speaks of weights that differ."""
         if self._intended:
             return ()
@@ -64,10 +64,10 @@ class TokenWeighting(Detector):
         self._between.sums.take(step.columns.token_products[step.index])
         return (*self._observe_workers(step), *self._observe_micro_batches(gathered))
 
-    def _observe_workers(self, step: Step) -> Iterable[Evidence]:
+    def _observe_workers(self, step: Step) -> Iterable[FaultEvidence]:
         gathered, workers = step.gathered, step.gathered.workers
         scales_W, tokens_W = workers["grad_scale"], workers["loss_weight"]
-        found: list[Evidence] = []
+        found: list[FaultEvidence] = []
         if self._between.sums.found:
             return found
         if self._starved.add(gathered.step, scales_W, tokens_W):
@@ -83,7 +83,7 @@ class TokenWeighting(Detector):
             found.append(self._between.describe("", ranks))
         return found
 
-    def _observe_micro_batches(self, gathered: GatheredStep) -> Iterable[Evidence]:
+    def _observe_micro_batches(self, gathered: GatheredStep) -> Iterable[FaultEvidence]:
         if not gathered.micro_scales:
             return ()
         scales_WM, tokens_WM, losses_WM = map(
@@ -127,7 +127,7 @@ class _Spread(PersistentFault):
         self._largest = max(self._largest, math.exp(log_ratio))
         return True
 
-    def describe(self, key: str, ranks: Iterable[int]) -> Evidence:
+    def describe(self, key: str, ranks: Iterable[int]) -> FaultEvidence:
         """Return what is known so far."""
         return self.evidence(
             "loss.token_weighting",
@@ -171,7 +171,7 @@ class _Starved(PersistentFault):
         self._tokens, self._typical = float(tokens_W[named_W].max()), typical
         return True
 
-    def describe(self) -> Evidence:
+    def describe(self) -> FaultEvidence:
         """Return what is known so far."""
         return self.evidence(
             "loss.token_weighting",

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from rankscope.bus.detector import Evidence
+from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.rules import describe, go_back
 from rankscope.bus.words import count, listed, name_ranks
@@ -168,7 +168,7 @@ class AxisVerdict:
             "where": _where(fault.lines),
             "apart": f"by {apart:.2g} of their norm" if finite else "since some have none",
         }
-        evidence = Evidence(
+        evidence = FaultEvidence(
             cause, fault.severity, ranks, fault.first, fault.last, fault.count, fields, numbers
         )
         back = go_back(fault.first, self._begun_at)

@@ -11,14 +11,14 @@ from itertools import combinations, takewhile
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count
 from rankscope.stats.arrays import Floats
-from rankscope.stats.bets import AT_ONCE, Kind, pair_bets
+from rankscope.stats.bets import AT_ONCE, BetKind, pair_bets
 from rankscope.stats.budget import (
     FAR_BELOW,
     PAIRS,
@@ -63,7 +63,7 @@ class AlikePairs(Detector):
         self._excess = 0.0
         self._many = False
 
-    def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Take consecutive steps; yields pairs that begin, go on, or cease to be too much alike."""
         compared: Iterator[int] = iter(())
         left_out: tuple[int, ...] = ()
@@ -80,7 +80,7 @@ class AlikePairs(Detector):
                 next(compared)
             yield self._judge(step)
 
-    def _judge(self, step: Step) -> Iterable[Evidence]:
+    def _judge(self, step: Step) -> Iterable[FaultEvidence]:
         """Return what a step has changed, once it was compared."""
         self._steps += 1
         changed = self._follow(step.gathered.step)
@@ -92,7 +92,7 @@ class AlikePairs(Detector):
             changed = True
         return (self._evidence(),) if changed else ()
 
-    def close(self) -> Iterable[Evidence]:
+    def close(self) -> Iterable[FaultEvidence]:
         """End the run; tells the last state."""
         return (self._evidence(),) if self._active else ()
 
@@ -126,13 +126,13 @@ class AlikePairs(Detector):
             self._pairs[strongest],
             [self._pairs[p] for p in np.flatnonzero(log_P >= _SUSPICIOUS * log_P[strongest])],
         )
-        age = self._test.steps_since(strongest, 0, Kind.UP)
+        age = self._test.steps_since(strongest, 0, BetKind.UP)
         members = [index for index, pair in enumerate(self._pairs) if block.issuperset(pair)]
         odd = self._test.odd_ones_out(members, 0, age)
         involved = {worker for index in odd or () for worker in self._pairs[index]}
         self._many = self._many or odd is None or 2 * len(involved) >= self._num_workers
         if self._span.count == 0:
-            self._span.first = self._test.onset(strongest, 0, Kind.UP)
+            self._span.first = self._test.onset(strongest, 0, BetKind.UP)
             self._span.count = max(1, gathered.step - self._span.first)
         apart = self._test.set_apart
         for index, pair in enumerate(self._pairs):
@@ -157,7 +157,7 @@ class AlikePairs(Detector):
         self._active = set()
         return True
 
-    def _evidence(self) -> Evidence:
+    def _evidence(self) -> FaultEvidence:
         self._told = self._span.count
         ranks = tuple(sorted(self._ranks))
         many = self._many or 2 * len(ranks) >= self._num_workers

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.columns import Compares
-from rankscope.bus.detector import Evidence
+from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
@@ -50,7 +50,7 @@ class UnequalAmounts(OutlierSearch):
         self._amounts = Levelled(num_workers, total_signals(Compares.AMOUNTS))
         super().__init__(num_workers, self._amounts, hosts)
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks of faults that begin, change, grow or heal."""
         if self._num_workers < 2:
             return ()
@@ -73,7 +73,7 @@ class UnequalAmounts(OutlierSearch):
         differ = [_level(row_W, relative=one.how.relative) for row_W, one in rows]
         return values_SW, any(differ)
 
-    def _evidence(self, fault: Fault) -> Evidence:
+    def _evidence(self, fault: Fault) -> FaultEvidence:
         evidence = super()._evidence(fault)
         return replace(evidence, severity=Severity.NOTE) if fault.tie else evidence
 

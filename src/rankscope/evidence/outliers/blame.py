@@ -10,12 +10,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.step import GatheredStep
-from rankscope.evidence.outliers.parts import Part
+from rankscope.evidence.outliers.parts import SignalSet
 from rankscope.evidence.outliers.words import NAMED_WORKERS, Fault, Traces, describe_fault
 from rankscope.stats.arrays import Floats
-from rankscope.stats.bets import Kind
+from rankscope.stats.bets import BetKind
 from rankscope.stats.budget import FAR_BELOW, alarm_level
 from rankscope.stats.flagged import HEALED
 from rankscope.stats.recent import RECENT
@@ -49,11 +49,11 @@ class OutlierSearch(Detector):
     KEY: ClassVar[str]
     TIE: ClassVar[str]
 
-    def __init__(self, num_workers: int, totals: Part, hosts: Sequence[str] = ()) -> None:
+    def __init__(self, num_workers: int, totals: SignalSet, hosts: Sequence[str] = ()) -> None:
         self._num_workers = num_workers
         self._hosts = tuple(hosts)
         self._totals = totals
-        self._groups: Part | None = None
+        self._groups: SignalSet | None = None
         self._faults: list[Fault] = []
         self._steps = 0
 
@@ -68,10 +68,10 @@ class OutlierSearch(Detector):
         return tuple(
             worker
             for worker in self.set_apart
-            if all(trace.kind is not Kind.RARE for _, trace in self._traces(worker))
+            if all(trace.kind is not BetKind.RARE for _, trace in self._traces(worker))
         )
 
-    def close(self) -> Iterable[Evidence]:
+    def close(self) -> Iterable[FaultEvidence]:
         """End the run; tells the last state of every open fault."""
         return [self._evidence(fault) for fault in self._faults if fault.is_open]
 
@@ -96,13 +96,13 @@ class OutlierSearch(Detector):
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is not the state of a search for outliers: {error}") from error
 
-    def _find(self, gathered: GatheredStep) -> list[Evidence]:
+    def _find(self, gathered: GatheredStep) -> list[FaultEvidence]:
         """Judge after a step was compared; return what has changed."""
         changed = [*self._judge(gathered), *self._follow(gathered.step)]
         return [self._evidence(fault) for fault in {fault.key: fault for fault in changed}.values()]
 
     @property
-    def _parts(self) -> tuple[Part, ...]:
+    def _parts(self) -> tuple[SignalSet, ...]:
         return (self._totals,) if self._groups is None else (self._totals, self._groups)
 
     def _evidence_of_workers(self) -> Floats:
@@ -257,7 +257,7 @@ class OutlierSearch(Detector):
         part = self._groups if signal.group and self._groups is not None else self._totals
         return part.test.onset(worker, trace.signal, trace.kind)
 
-    def _evidence(self, fault: Fault) -> Evidence:
+    def _evidence(self, fault: Fault) -> FaultEvidence:
         fault.told = fault.count
         for worker in fault.active[:NAMED_WORKERS]:
             if not fault.tie:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Evidence
+from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import LATELY, OFTEN, TIMES_LATELY, Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.step import GatheredStep
@@ -93,7 +93,7 @@ class GrossOutliers(Stateful):
         self._recent: list[tuple[int, int]] = []  # step and worker
         self._told = 0
 
-    def observe(self, z_SW: NDArray[np.float32], step: int) -> list[Evidence]:
+    def observe(self, z_SW: NDArray[np.float32], step: int) -> list[FaultEvidence]:
         """Take one step.
 
         Args:
@@ -106,7 +106,7 @@ class GrossOutliers(Stateful):
         found = (self._see_largest(z_SW, step), self._see_again(z_SW, step))
         return [evidence for evidence in found if evidence is not None]
 
-    def _see_largest(self, z_SW: NDArray[np.float32], step: int) -> Evidence | None:
+    def _see_largest(self, z_SW: NDArray[np.float32], step: int) -> FaultEvidence | None:
         largest = float(z_SW.max())
         broken = largest >= 2 * self._record
         self._record = max(self._record, largest)
@@ -117,7 +117,7 @@ class GrossOutliers(Stateful):
         self._seen.append(step)
         return self._evidence(int(signal), int(worker), largest)
 
-    def _see_again(self, z_SW: NDArray[np.float32], step: int) -> Evidence | None:
+    def _see_again(self, z_SW: NDArray[np.float32], step: int) -> FaultEvidence | None:
         """Count whose values are far out; speaks when chance does not explain it, then rarely."""
         signal, worker = np.unravel_index(int(z_SW.argmax()), z_SW.shape)
         z = float(z_SW[signal, worker])
@@ -130,7 +130,7 @@ class GrossOutliers(Stateful):
         if chance > CHANCE or count < 2 * self._told:
             return None
         self._told = count
-        return Evidence(
+        return FaultEvidence(
             cause="inconclusive",
             severity=Severity.NOTE,
             ranks=(int(worker),),
@@ -149,8 +149,8 @@ class GrossOutliers(Stateful):
             key=KEY_AGAIN,
         )
 
-    def _evidence(self, signal: int, worker: int, z: float) -> Evidence:
-        return Evidence(
+    def _evidence(self, signal: int, worker: int, z: float) -> FaultEvidence:
+        return FaultEvidence(
             cause="inconclusive",
             severity=Severity.NOTE,
             ranks=tuple(sorted(self._ranks)),
@@ -207,7 +207,7 @@ class GrossValues(Stateful):
         self._said = ""
         self._numbers: dict[str, object] = {}
 
-    def observe(self, gathered: GatheredStep, left_out: Sequence[int]) -> list[Evidence]:
+    def observe(self, gathered: GatheredStep, left_out: Sequence[int]) -> list[FaultEvidence]:
         """Take one step.
 
         Args:

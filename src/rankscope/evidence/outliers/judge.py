@@ -11,7 +11,7 @@ from rankscope.bus.step import MAX_PAIRED_WORKERS
 from rankscope.evidence.outliers.alike import AlikePairs
 from rankscope.evidence.outliers.amounts import UnequalAmounts
 from rankscope.evidence.outliers.outliers import WorkerOutliers
-from rankscope.evidence.outliers.parts import Part, total_signals
+from rankscope.evidence.outliers.parts import SignalSet, total_signals
 from rankscope.stats.budget import OUTLIERS, alarm_level
 
 MOST_STEPS = 64
@@ -46,7 +46,7 @@ def fewest_steps(num_workers: int) -> int:
     if num_workers < 2:
         return 0
     num_workers = min(num_workers, MAX_PAIRED_WORKERS)
-    part = Part(num_workers, total_signals())
+    part = SignalSet(num_workers, total_signals())
     noise = np.random.default_rng(0)
     sizes_W = np.zeros(num_workers)
     level = alarm_level(OUTLIERS / 2)

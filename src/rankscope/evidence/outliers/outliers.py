@@ -9,14 +9,14 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Evidence
+from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step, StepBatch
-from rankscope.evidence.canary.verdict import Verdict, judge, results_of
+from rankscope.evidence.canary.verdict import CanaryCause, judge, results_of
 from rankscope.evidence.outliers.blame import OutlierSearch
 from rankscope.evidence.outliers.gross import GrossOutliers, GrossValues
 from rankscope.evidence.outliers.parts import (
-    Part,
+    SignalSet,
     compared_groups,
     group_signals,
     groups_of,
@@ -43,13 +43,13 @@ class WorkerOutliers(OutlierSearch):
     KEY, TIE = "outlier", "workers-differ"
 
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
-        super().__init__(num_workers, Part(num_workers, total_signals()), hosts)
+        super().__init__(num_workers, SignalSet(num_workers, total_signals()), hosts)
         signals = self._totals.signals
         self._gross = GrossOutliers([signal.how.label for signal in signals], num_workers)
         self._values = GrossValues(num_workers)
         self._left_out: list[int] = []
 
-    def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Take consecutive steps; yields faults that begin, change, grow or heal."""
         if self._num_workers < 2:
             yield from ([] for _ in steps)
@@ -82,7 +82,7 @@ class WorkerOutliers(OutlierSearch):
     def _compare_groups(self, names: list[str]) -> None:
         """Compare the workers in these groups from now on; without any, in those as before."""
         if names and names != self._group_names:
-            self._groups = Part(self._num_workers, group_signals(names))
+            self._groups = SignalSet(self._num_workers, group_signals(names))
             for worker in self.set_apart:
                 self._groups.test.set_unit_apart(worker)
 
@@ -92,7 +92,7 @@ class WorkerOutliers(OutlierSearch):
 
     def _observe_piece(
         self, piece: Sequence[Step], usable_TW: NDArray[np.bool_], sizes_TW: Floats
-    ) -> Iterator[Iterable[Evidence]]:
+    ) -> Iterator[Iterable[FaultEvidence]]:
         numbers = [step.gathered.step for step in piece]
         signals = self._totals.signals
         values_TSW = np.array([totals_of(step, signals) for step in piece])
@@ -124,7 +124,7 @@ class WorkerOutliers(OutlierSearch):
         numbers = [step.gathered.step for step in measured]
         return self._groups.observe(values_TSW, sizes_TW[in_groups], numbers)
 
-    def _judge_step(self, step: Step) -> list[Evidence]:
+    def _judge_step(self, step: Step) -> list[FaultEvidence]:
         self._see_canary(step.gathered)
         found = self._find(step.gathered)
         gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
@@ -139,7 +139,7 @@ class WorkerOutliers(OutlierSearch):
     def _see_canary(self, gathered: GatheredStep) -> None:
         """Learn from a canary that a worker which differs in most steps has other data."""
         results = results_of(gathered) if self.set_apart else None
-        if results is None or judge(results).verdict is not Verdict.DATA:
+        if results is None or judge(results).verdict is not CanaryCause.DATA:
             return
         suspect = results.suspect
         for fault in self._faults:
@@ -174,7 +174,7 @@ class WorkerOutliers(OutlierSearch):
         try:
             if state["groups"] is not None:
                 names = state["group_names"]
-                self._groups = Part(self._num_workers, group_signals(names))
+                self._groups = SignalSet(self._num_workers, group_signals(names))
                 self._groups.restore(state["groups"])
             self._gross.restore(state["gross"])
             self._values.restore(state["values"])

@@ -111,7 +111,7 @@ def _relative_sizes(
     return np.where(present_TU & differ_T[:, None], relative_TU, 0.0), differ_T
 
 
-class Part(Stateful):
+class SignalSet(Stateful):
     """The signals of workers as wholes, or those of their groups.
 
     Attributes:
@@ -142,7 +142,7 @@ class Part(Stateful):
         return self.test.observe(self._size_effect.take_away(values_TSW, sizes_TW), steps)
 
 
-class Levelled(Part):
+class Levelled(SignalSet):
     """Signals in which most steps show nothing, since what is near the usual value counts as it.
 
     Such steps are not compared, and enough of them let all be forgotten.

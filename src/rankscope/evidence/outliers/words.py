@@ -6,13 +6,13 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from rankscope.bus.columns import Column, Compared, Compares, Table
-from rankscope.bus.detector import Evidence
+from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.words import count
 from rankscope.evidence import find_column
-from rankscope.stats.bets import Kind
+from rankscope.stats.bets import BetKind
 from rankscope.stats.budget import bound_in_words, false_alarm_bound
-from rankscope.stats.exchangeability import Trace
+from rankscope.stats.exchangeability import SignalTrace
 
 NAMED_WORKERS = 16
 """Workers whose differences a finding tells one by one."""
@@ -45,7 +45,7 @@ class WorkerSignal:
         return self.declared.compared
 
 
-Traces = Sequence[tuple[WorkerSignal, Trace]]
+Traces = Sequence[tuple[WorkerSignal, SignalTrace]]
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class Fault:
         return bool(self.active)
 
     @property
-    def ways(self) -> set[tuple[str, Kind]]:
+    def ways(self) -> set[tuple[str, BetKind]]:
         """The signals that differ, and how."""
         return {
             (signal.name, trace.kind) for traces in self.traces.values() for signal, trace in traces
@@ -127,21 +127,21 @@ class Fault:
 _PLAIN = tuple(each.name for each in fields(Fault) if each.name != "traces")
 
 
-def _trace_to_plain(signal: WorkerSignal, trace: Trace) -> list[Any]:
+def _trace_to_plain(signal: WorkerSignal, trace: SignalTrace) -> list[Any]:
     numbers = [trace.log_evidence, trace.age, trace.deviation, trace.relative]
     return [signal.name, signal.group, trace.signal, trace.kind.value, *numbers]
 
 
 def _trace_from_plain(
     name: str, group: str, place: int, kind: str, *numbers: Any
-) -> tuple[WorkerSignal, Trace]:
+) -> tuple[WorkerSignal, SignalTrace]:
     declared = find_column(Table.GROUPS if group else Table.WORKERS, name)
-    return WorkerSignal(declared, group), Trace(place, Kind(kind), *numbers)
+    return WorkerSignal(declared, group), SignalTrace(place, BetKind(kind), *numbers)
 
 
 def describe_fault(
     fault: Fault, num_workers: int, hosts: Sequence[str], num_steps: int, num_groups: int
-) -> Evidence:
+) -> FaultEvidence:
     """Return a fault as evidence.
 
     Args:
@@ -169,7 +169,7 @@ def describe_fault(
         "false_alarm_probability": false_alarm_bound(num_steps),
         "workers": {str(w): _numbers(fault.traces[w]) for w in fault.ranks[:NAMED_WORKERS]},
     }
-    return Evidence(
+    return FaultEvidence(
         cause=_cause(fault),
         severity=_severity(fault, num_workers),
         ranks=tuple(fault.ranks),
@@ -219,16 +219,16 @@ def _strength(traces: Traces) -> float:
     return max((trace.log_evidence for _, trace in traces), default=0.0)
 
 
-def _phrase(signal: WorkerSignal, trace: Trace, size: str) -> str:
+def _phrase(signal: WorkerSignal, trace: SignalTrace, size: str) -> str:
     label = f"{signal.how.label} of {signal.group}" if signal.group else signal.how.label
-    if trace.kind is Kind.SPREAD:
+    if trace.kind is BetKind.SPREAD:
         return f"{label} now high, now low (up to {size})"
-    if trace.kind is Kind.RARE:
+    if trace.kind is BetKind.RARE:
         return f"rare large errors of the {label} (up to {size})"
     return f"{label} {size}"
 
 
-def _apart(signal: WorkerSignal, trace: Trace) -> str:
+def _apart(signal: WorkerSignal, trace: SignalTrace) -> str:
     """Return how far two workers lie apart; each deviates from the middle between them."""
     deviation = abs(trace.deviation)
     if signal.how.relative and trace.relative and deviation < 1:
@@ -236,7 +236,7 @@ def _apart(signal: WorkerSignal, trace: Trace) -> str:
     return "different" if deviation != deviation else f"by {2 * deviation:.2g}"
 
 
-def _size(signal: WorkerSignal, trace: Trace) -> str:
+def _size(signal: WorkerSignal, trace: SignalTrace) -> str:
     deviation = trace.deviation
     if deviation != deviation:
         return "different"

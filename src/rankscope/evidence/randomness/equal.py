@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.plan import Plan
@@ -63,10 +63,10 @@ class EqualRandom(Detector):
         self._inside: set[int] = set()
         self._across: set[int] = set()
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks while workers share random numbers, and when that ends."""
         workers, number = step.gathered.workers, step.gathered.step
-        told: list[Evidence] = []
+        told: list[FaultEvidence] = []
         if self._num_workers > 1 and step.some_known("rng_used"):
             told += self._see_generators(number, workers)
         if self._num_workers > 1 and step.some_known("rng_private") and not self._same:
@@ -75,7 +75,7 @@ class EqualRandom(Detector):
             told.append(self._loader_evidence())
         return told
 
-    def _see_generators(self, step: int, workers: Mapping[str, Ints]) -> Iterable[Evidence]:
+    def _see_generators(self, step: int, workers: Mapping[str, Ints]) -> Iterable[FaultEvidence]:
         used_W = np.maximum(workers["rng_used"], 0)
         forward: set[int] = set()
         between: set[int] = set()
@@ -101,7 +101,7 @@ class EqualRandom(Detector):
             key = DIFFERS_BETWEEN if self._same else BETWEEN
             yield self._evidence(self._between, self._used_between, key)
 
-    def _see_private(self, step: int, digests_W: Ints) -> Iterable[Evidence]:
+    def _see_private(self, step: int, digests_W: Ints) -> Iterable[FaultEvidence]:
         seen = self._private
         if seen.observe(step, _sharing(digests_W, digests_W != MISSING_INT)):
             numbers = {"steps": seen.count}
@@ -125,7 +125,7 @@ class EqualRandom(Detector):
 
     def _evidence(
         self, seen: PersistentFault, used: int, key: str, severity: Severity = Severity.WARNING
-    ) -> Evidence:
+    ) -> FaultEvidence:
         generators = [name for bit, name in _GENERATORS.items() if used & bit]
         return seen.evidence(
             DIFFERS if self._same else IDENTICAL,
@@ -136,7 +136,7 @@ class EqualRandom(Detector):
             key=key,
         )
 
-    def _loader_evidence(self) -> Evidence:
+    def _loader_evidence(self) -> FaultEvidence:
         generators = [name for bit, name in _OF_LOADERS.values() if self._shared & bit]
         where = [f"several processes of {name_ranks(self._inside)}"] if self._inside else []
         if self._across:

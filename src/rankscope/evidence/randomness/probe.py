@@ -1,6 +1,6 @@
 """Which random generators move in a step, and from which states."""
 
-from rankscope.bus.probe import Job, Part, Probe, Ready, StepEnd
+from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.evidence.randomness.meter import LoaderMeter, RandomMeter
 from rankscope.evidence.randomness.private import PrivateRandomMeter
 
@@ -36,7 +36,7 @@ class RandomnessProbe(Probe):
         values = {**self._shared.collect(), **self._private.collect()}
         if not end.comparable:
             return None
-        return Ready(Part({**values, **self._loader.collect()}))
+        return Ready(MessagePart({**values, **self._loader.collect()}))
 
     def abort(self) -> None:
         """Forget a step that was never finished."""

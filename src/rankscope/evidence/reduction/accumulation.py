@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.replicas import StateKind
@@ -55,7 +55,7 @@ class AccumulationAudit(Detector):
         self._last = _Change()
         self._left_over = PersistentFault()
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks of one that shows it, and of what has healed."""
         told = []
         if self._follow(step.gathered):
@@ -81,7 +81,7 @@ class AccumulationAudit(Detector):
             )
         return self._changed.observe(gathered.step, ranks)
 
-    def _evidence(self) -> Evidence:
+    def _evidence(self) -> FaultEvidence:
         change, seen = self._last, self._changed
         severity = Severity.WARNING
         if change.kind in _MISTAKES and seen.count >= ERROR_FROM:
@@ -94,7 +94,7 @@ class AccumulationAudit(Detector):
             "factor": change.scale,
             "micro_batch": change.micro,
         }
-        return Evidence(
+        return FaultEvidence(
             cause=CAUSE,
             severity=severity,
             ranks=tuple(sorted(seen.ranks)),
@@ -122,7 +122,7 @@ class AccumulationAudit(Detector):
         ranks = np.flatnonzero(workers["grad_left_over"] & applied_W).tolist()
         return self._left_over.observe(step.gathered.step, ranks)
 
-    def _left_over_evidence(self) -> Evidence:
+    def _left_over_evidence(self) -> FaultEvidence:
         seen = self._left_over
         severity = Severity.ERROR if seen.count >= ERROR_FROM else Severity.WARNING
         over = "" if seen.open else " It is over now."
@@ -143,7 +143,7 @@ class ChangedLater(Detector):
         self._names: list[str] = []
         self._factors: list[float] = []
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks of one that shows it, and when it has healed."""
         factors_W = step.gathered.workers["applied_odd"]
         known_W = np.isfinite(factors_W)
@@ -157,7 +157,7 @@ class ChangedLater(Detector):
             self._names += new[: _MOST_NAMES - len(self._names)]
         return (self._evidence(),) if self._seen.observe(step.gathered.step, ranks) else ()
 
-    def _evidence(self) -> Evidence:
+    def _evidence(self) -> FaultEvidence:
         seen, last = self._seen, self._factors[-1]
         apart = max(self._factors) - min(self._factors)
         steady = len(self._factors) == ERROR_FROM and apart <= _SAME_FACTOR * abs(last)

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.bus.steps import StepBatch
 from rankscope.bus.weighting import common_scale
@@ -91,13 +91,13 @@ class ReductionAudit(Detector):
         self._found: dict[str, ReductionFault] = {}
         self._step = 0
 
-    def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Take consecutive steps; yields what is wrong with the reductions of one or of many."""
         sums = _sums_of_steps([step.report for step in steps])
         for step in steps:
             yield self._observe(step.gathered, sums.get(step.index))
 
-    def _observe(self, gathered: GatheredStep, sums_G: Floats | None) -> list[Evidence]:
+    def _observe(self, gathered: GatheredStep, sums_G: Floats | None) -> list[FaultEvidence]:
         if self._num_workers < 2 or not gathered.observed:
             return []
         if gathered.residuals_WG is None or sums_G is None:
@@ -108,7 +108,7 @@ class ReductionAudit(Detector):
         told += self._check_lasting(now.names, STEPS)
         return [self._evidence(key) for key in dict.fromkeys(told)]
 
-    def close(self) -> Iterable[Evidence]:
+    def close(self) -> Iterable[FaultEvidence]:
         """End the run: what has just begun is told as far as it goes."""
         waiting = {name: group for name, group in self._groups.items() if group.high.steps}
         told = list(self._check_lasting(tuple(waiting), 2))
@@ -294,7 +294,7 @@ class ReductionAudit(Detector):
         self._found[key] = fault
         return key
 
-    def _evidence(self, key: str) -> Evidence:
+    def _evidence(self, key: str) -> FaultEvidence:
         fault = self._found[key]
         types = sorted({self._expected.type_of(group) for group in fault.groups})
         against = f"where rounding gives {fault.limit:.1g} at most"

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step
@@ -106,7 +106,7 @@ class ReductionChecks(Detector):
         self._pinned: deque[float] = deque(maxlen=STEPS)
         self._found: dict[str, list[int]] = {}
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks when enough of them agree on what is wrong."""
         if self._num_workers < 2:
             return ()
@@ -133,7 +133,7 @@ class ReductionChecks(Detector):
             clip_limit(reduced, mean, self._num_workers),
         )
 
-    def _check_applied(self, gathered: GatheredStep) -> Evidence | None:
+    def _check_applied(self, gathered: GatheredStep) -> FaultEvidence | None:
         """Notice gradients that are divided, or multiplied, by W once more after the reduction."""
         scales_W = gathered.workers["applied_scale"]
         width = self._num_workers
@@ -154,7 +154,7 @@ class ReductionChecks(Detector):
                 )
         return None
 
-    def _check_ratio(self, step: int) -> Evidence | None:
+    def _check_ratio(self, step: int) -> FaultEvidence | None:
         if len(self._history) < STEPS or self._as_expected():
             return None
         history = np.array(self._history)
@@ -186,7 +186,7 @@ class ReductionChecks(Detector):
             _LOW * expected <= reduced <= _HIGH * expected for reduced, expected, _ in self._history
         )
 
-    def _check_pinned(self, step: int, norms_W: Floats) -> Evidence | None:
+    def _check_pinned(self, step: int, norms_W: Floats) -> FaultEvidence | None:
         """Notice local norms that stop at one value: most workers', in most steps."""
         largest, pinned = float(norms_W.max()), False
         if 0 < largest < math.inf:
@@ -221,12 +221,12 @@ class ReductionChecks(Detector):
         what: str = "",
         limit: float = 0.0,
         window: int = STEPS,
-    ) -> Evidence:
+    ) -> FaultEvidence:
         first, steps = self._found.setdefault(cause, [max(step - window + 1, 0), window - 1])
         self._found[cause][1] = steps + 1
         ranks = tuple(range(self._num_workers))
         error = cause != "sync.clipped_locally"
-        return Evidence(
+        return FaultEvidence(
             cause=cause,
             key=cause,
             severity=Severity.ERROR if error else Severity.WARNING,

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rankscope.bus.detector import Evidence
+from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.words import count
 from rankscope.stats.arrays import Floats
@@ -336,7 +336,7 @@ class ReductionFault(Stateful):
     limit: float
     fits: str = ""
 
-    def evidence(self, key: str, where: str, against: str, meant: str) -> Evidence:
+    def evidence(self, key: str, where: str, against: str, meant: str) -> FaultEvidence:
         """Return it as evidence.
 
         Args:
@@ -346,7 +346,7 @@ class ReductionFault(Stateful):
             meant: Names of the types in which these are meant to be reduced.
         """
         lasting = key in (LOW_PRECISION, LOSSY)
-        return Evidence(
+        return FaultEvidence(
             cause="numerics.reduction_error",
             key=key,
             severity=Severity.WARNING if lasting else Severity.ERROR,

@@ -1,6 +1,6 @@
 """Whether the reduction saw all gradients that the optimizer got."""
 
-from rankscope.bus.probe import Job, Part, Probe, Ready, StepEnd
+from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
 
 
 class ReductionProbe(Probe):
@@ -8,7 +8,7 @@ class ReductionProbe(Probe):
 
     def collect(self, end: StepEnd) -> Ready:
         """Return the step's flags."""
-        return Ready(Part({"unreduced": end.unreduced, "grad_left_over": end.left_over}))
+        return Ready(MessagePart({"unreduced": end.unreduced, "grad_left_over": end.left_over}))
 
 
 def make_probe(job: Job) -> ReductionProbe:

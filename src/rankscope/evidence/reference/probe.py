@@ -20,7 +20,7 @@ from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.reference.engine import EngineModel
 from rankscope.evidence.reference.micro_batch import MicroBatch
 from rankscope.evidence.reference.reference import Held, ReferenceStep, WholeModel
-from rankscope.evidence.reference.share import Part
+from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.evidence.reference.unsharded import ReplicatedModel, ShardedModel
 from rankscope.private import lacking
 from rankscope.wrappers.deepspeed import before_engine_step
@@ -153,14 +153,14 @@ class ReferenceProbe(Probe):
             if not is_out_of_memory(error):
                 raise
             self._declined = "it has found no memory"
-        self._finish(step, part or Part(declined=self._declined))
+        self._finish(step, part or ReferenceShare(declined=self._declined))
         spent, self._spent = self._spent, 0.0
         self._leave_out(spent + time.perf_counter() - start)
 
     def collect(self, end: StepEnd) -> None:
         """End a step whose gradient was computed again, or was to be."""
         if self.recompute_due:
-            self._finish(self._due, Part(declined=self._declined or _NO_CALL))
+            self._finish(self._due, ReferenceShare(declined=self._declined or _NO_CALL))
         if self._done:
             end.busy_seconds = math.nan
         self._done = False
@@ -227,11 +227,11 @@ class ReferenceProbe(Probe):
             self._passes.clear()
         self._spent += time.perf_counter() - start
 
-    def _finish(self, step: int, part: Part) -> None:
+    def _finish(self, step: int, part: ReferenceShare) -> None:
         self._forget()
         self._done = True
         if not self._channel.has_room():
-            part = Part(declined="the monitor's agent does not keep up")
+            part = ReferenceShare(declined="the monitor's agent does not keep up")
         self._channel.send("reference", step, part.pack())
 
     def _forget(self) -> None:

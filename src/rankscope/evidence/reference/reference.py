@@ -24,7 +24,7 @@ from rankscope.evidence.canary.cost import check_gradient_room
 from rankscope.evidence.canary.replay import check_module, in_short
 from rankscope.evidence.canary.state import NotPutBackError
 from rankscope.evidence.reference.micro_batch import Gradients, MicroBatch, coarser
-from rankscope.evidence.reference.share import Part, width_for
+from rankscope.evidence.reference.share import ReferenceShare, width_for
 from rankscope.evidence.reference.tensor_parallel import TensorParallel
 from rankscope.gradients.names import canonical_name
 from rankscope.gradients.sketch import Sketcher
@@ -143,7 +143,7 @@ class ReferenceStep:
         self._held.check()
         self._prepare(num_micro)
 
-    def compute(self, micro_batches: Sequence[MicroBatch]) -> Part:
+    def compute(self, micro_batches: Sequence[MicroBatch]) -> ReferenceShare:
         """Measure ``.grad``, compute every micro-batch's gradient again, and wait for the device.
 
         The last one is computed twice: operations that add in any order show there. All that ranks
@@ -171,7 +171,7 @@ class ReferenceStep:
             again = self._gradient_of(last, module, parameters, sketcher, rounds_in)
         again.subtract(terms[-1])
         reduced = none if self._reduced is None else self._reduced.sketches
-        part = Part(
+        part = ReferenceShare(
             names=self._held.names,
             types=self._types(rounds_in),
             copies=self._held.copies,

@@ -11,8 +11,8 @@ from rankscope.bus.pace import PACE
 from rankscope.bus.packing import PackedError
 from rankscope.bus.plan import Plan
 from rankscope.bus.step import GatheredStep
-from rankscope.evidence.reference.share import Part
-from rankscope.evidence.reference.verify import Answer, verify
+from rankscope.evidence.reference.share import ReferenceShare
+from rankscope.evidence.reference.verify import ReferenceAnswer, verify
 from rankscope.evidence.reference.words import declined, verified
 
 _log = logging.getLogger("rankscope")
@@ -46,7 +46,7 @@ class Verifications(Director):
         self._meant = meant
         self._report = report
         self._unasked = unasked
-        self._parts: dict[int, dict[int, Part]] = {}
+        self._parts: dict[int, dict[int, ReferenceShare]] = {}
         self.findings: dict[str, Finding] = {}
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
@@ -54,9 +54,9 @@ class Verifications(Director):
         if rank is None:
             return
         try:
-            part = Part.unpack(content)
+            part = ReferenceShare.unpack(content)
         except PackedError as error:
-            part = Part(declined=f"what was sent of it cannot be read: {error}")
+            part = ReferenceShare(declined=f"what was sent of it cannot be read: {error}")
         self._parts.setdefault(step, {})[rank] = part
         for late in sorted(self._parts)[:-_MOST_STEPS]:
             self._conclude(late, declined("a worker did not send its part", (), late))
@@ -77,7 +77,7 @@ class Verifications(Director):
         self.findings[finding.id] = finding
         self._report(finding)
 
-    def _judge(self, step: GatheredStep, parts: dict[int, Part]) -> Finding:
+    def _judge(self, step: GatheredStep, parts: dict[int, ReferenceShare]) -> Finding:
         reasons = {rank: part.declined for rank, part in sorted(parts.items()) if part.declined}
         if reasons:
             everyone = len(reasons) == self._num_workers
@@ -95,13 +95,13 @@ class Verifications(Director):
             _log.debug("a reference step could not be judged", exc_info=True)
             return declined(f"what was sent of it cannot be compared ({error})", (), step.step)
         axis = parts_W[0].axis
-        if axis and found.answer is Answer.AGREES and found.blur > _MOST_BLUR:
+        if axis and found.answer is ReferenceAnswer.AGREES and found.blur > _MOST_BLUR:
             why = f"rounding, or replicas that differ over {axis}, may change most of it"
             return declined(why, (), step.step)
         most = max(len(part.terms_MPK) for part in parts_W)
         return verified(found, step.step, self._num_workers, most, by_loop=self._by_loop)
 
-    def _why_not(self, parts: dict[int, Part]) -> str:
+    def _why_not(self, parts: dict[int, ReferenceShare]) -> str:
         """Return why the workers' parts cannot be compared; empty if they can."""
         if len(parts) < self._num_workers:
             return "it was not asked for on all ranks in the same step"
@@ -116,7 +116,7 @@ class Verifications(Director):
         return ""
 
 
-def _kind_of(part: Part) -> tuple[object, ...]:
+def _kind_of(part: ReferenceShare) -> tuple[object, ...]:
     return part.names, part.types, part.copies, part.summed_workers, part.axis
 
 

@@ -34,7 +34,7 @@ def width_for(num_parameters: int, num_micro: int, num_workers: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ReferenceShare:
     """One worker's part of a reference step.
 
     Attributes:
@@ -83,7 +83,7 @@ class Part:
         return pack_arrays(header, [np.asarray(getattr(self, name)) for name in _FIELDS])
 
     @classmethod
-    def unpack(cls, content: bytes | memoryview) -> "Part":
+    def unpack(cls, content: bytes | memoryview) -> "ReferenceShare":
         """Read one; its arrays look into ``content``.
 
         Raises:

@@ -34,7 +34,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.evidence.reference.share import Part
+from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.stats.arrays import Floats, Floats32, median
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 
@@ -47,7 +47,7 @@ _EQUAL = 0.02  # relative: weights this close are the same
 _UNCLEAR = 0.25  # standard errors of a weight beyond which it says nothing
 
 
-class Answer(StrEnum):
+class ReferenceAnswer(StrEnum):
     """How what was given goes with what one process would have computed."""
 
     AGREES = "agrees"
@@ -124,7 +124,7 @@ class Verification:
         blur: What rounding explains over the norm, of most parameters.
     """
 
-    answer: Answer
+    answer: ReferenceAnswer
     weighting: str
     error: float = 0.0
     bound: float = 0.0
@@ -146,7 +146,7 @@ class Verification:
 
 
 def verify(
-    parts_W: Sequence[Part],
+    parts_W: Sequence[ReferenceShare],
     scales_W: Sequence[Floats],
     tokens_W: Sequence[Floats],
     meant: str | None = None,
@@ -169,13 +169,13 @@ def verify(
         found = [one for one in map(find, references) if one is not None]
         if found:
             return min(found, key=_simplicity)
-    return references[0].describe(Answer.GRADIENT, factor=1.0)
+    return references[0].describe(ReferenceAnswer.GRADIENT, factor=1.0)
 
 
 class _Step:
     """The workers' parts, put together."""
 
-    def __init__(self, parts_W: Sequence[Part], scales_W: Sequence[Floats]) -> None:
+    def __init__(self, parts_W: Sequence[ReferenceShare], scales_W: Sequence[Floats]) -> None:
         first = parts_W[0]
         self.names, self.types = first.names, first.types
         self.num_workers, self.parts_W = len(parts_W), parts_W
@@ -268,11 +268,11 @@ class _Reference:
         agree_P: Bools = self.distances(factor) <= abs(factor) * self.bound_P
         return agree_P
 
-    def describe(self, answer: Answer, *, factor: float, **more: object) -> Verification:
+    def describe(self, answer: ReferenceAnswer, *, factor: float, **more: object) -> Verification:
         """Return an answer with the largest difference from a multiple of the reference."""
         far_P, agree_P = self.distances(factor), self.agreeing(factor)
         relative_P = _over(far_P, abs(factor) * self.norm_P)
-        among_P = agree_P if answer is Answer.PARAMETERS or agree_P.all() else ~agree_P
+        among_P = agree_P if answer is ReferenceAnswer.PARAMETERS or agree_P.all() else ~agree_P
         clear_P = among_P & (self.norm_P > self.bound_P)
         at = int(np.argmax(np.where(clear_P if clear_P.any() else among_P, relative_P, -1.0)))
         return Verification(
@@ -317,7 +317,7 @@ def _weightings(step: _Step, tokens_W: Sequence[Floats], meant: str | None) -> M
 def _find_agreement(reference: _Reference) -> Verification | None:
     if not reference.agreeing(1.0).all():
         return None
-    return reference.describe(Answer.AGREES, factor=1.0)
+    return reference.describe(ReferenceAnswer.AGREES, factor=1.0)
 
 
 def _find_factor(reference: _Reference) -> Verification | None:
@@ -326,8 +326,10 @@ def _find_factor(reference: _Reference) -> Verification | None:
     if not factor or not reference.agreeing(factor).all():
         return None
     if _is_clipped(reference, factor):
-        return reference.describe(Answer.AGREES, factor=factor, clipped=factor)
-    return reference.describe(Answer.SCALE, factor=factor, in_loss=_is_in_loss(reference.step))
+        return reference.describe(ReferenceAnswer.AGREES, factor=factor, clipped=factor)
+    return reference.describe(
+        ReferenceAnswer.SCALE, factor=factor, in_loss=_is_in_loss(reference.step)
+    )
 
 
 def _is_clipped(reference: _Reference, factor: float) -> bool:
@@ -355,7 +357,7 @@ def _find_odd(reference: _Reference) -> Verification | None:
         if factor and 2 * (agree_P & clear_P).sum() >= max(clear_P.sum(), 1):
             places = np.flatnonzero(~agree_P).tolist()
             odd = tuple(_oddity(reference, at, factor) for at in places)
-            return reference.describe(Answer.PARAMETERS, factor=factor, odd=odd)
+            return reference.describe(ReferenceAnswer.PARAMETERS, factor=factor, odd=odd)
     return None
 
 
@@ -367,7 +369,7 @@ def _find_unreduced(reference: _Reference) -> Verification | None:
     odd = tuple(_oddity(reference, at, 1.0) for at in range(len(step.names)))
     if any(one.how is not Oddity.NOT_REDUCED for one in odd):
         return None
-    return reference.describe(Answer.PARAMETERS, factor=1.0, odd=odd)
+    return reference.describe(ReferenceAnswer.PARAMETERS, factor=1.0, odd=odd)
 
 
 def _oddity(reference: _Reference, at: int, factor: float) -> OddParameter:
@@ -438,7 +440,7 @@ def _find_weights(reference: _Reference) -> Verification | None:
     missing = bool(absent_N.any() and alike)
     ends = np.cumsum(step.counts_W)[:-1]
     return reference.describe(
-        Answer.MICRO_BATCHES if missing else Answer.WEIGHTING,
+        ReferenceAnswer.MICRO_BATCHES if missing else ReferenceAnswer.WEIGHTING,
         factor=float(median(present_N)) if missing else 1.0,
         in_loss=_is_in_loss(step),
         ratios=tuple(tuple(map(float, worker)) for worker in np.split(ratios_N, ends)),
@@ -465,7 +467,7 @@ def _fit(step: _Step) -> tuple[Floats, Floats]:
 def _simplicity(found: Verification) -> tuple[bool, int, float]:
     """Return what makes one answer a better one than another: fewer different weights."""
     kinds = {round(ratio / _EQUAL) for ratios in found.ratios for ratio in ratios}
-    return found.answer is Answer.WEIGHTING, len(kinds) + len(found.odd), found.error
+    return found.answer is ReferenceAnswer.WEIGHTING, len(kinds) + len(found.odd), found.error
 
 
 def _held(held_W: Sequence[Floats32], copies: int) -> list[Floats]:

@@ -5,14 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 
-from rankscope.bus.detector import Evidence
+from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.rules import describe
 from rankscope.bus.words import count, listed, name_ranks
 from rankscope.evidence.reference.verify import (
-    Answer,
     Oddity,
     OddParameter,
+    ReferenceAnswer,
     Verification,
     missing_by_worker,
 )
@@ -52,9 +52,11 @@ def verified(
     """
     if by_loop and any(odd.how is Oddity.NOT_REDUCED for odd in found.odd):
         return declined(_BY_OPTIMIZER, (), step)
-    if by_loop and found.answer is Answer.SCALE and 0 < found.factor < 1:
+    if by_loop and found.answer is ReferenceAnswer.SCALE and 0 < found.factor < 1:
         clips = not _guess(found.factor, num_workers, num_micro)
-        found = replace(found, answer=Answer.AGREES, clipped=found.factor) if clips else found
+        found = (
+            replace(found, answer=ReferenceAnswer.AGREES, clipped=found.factor) if clips else found
+        )
     fields = {
         "step": f"{step:,}",
         "computed": f"{count(num_workers, 'worker')}, each with {_micro_batches(num_micro)}",
@@ -62,7 +64,7 @@ def verified(
         **_fields(found, num_workers, num_micro),
     }
     severity = _severity(found, num_workers, num_micro)
-    if by_loop and found.answer is Answer.SCALE:
+    if by_loop and found.answer is ReferenceAnswer.SCALE:
         severity = min(severity, Severity.WARNING)
     ranks = _ranks(found)
     return _finding(f"verify.{found.answer}", severity, ranks, step, fields, _numbers(found))
@@ -70,14 +72,17 @@ def verified(
 
 def _severity(found: Verification, num_workers: int, num_micro: int) -> Severity:
     """Return how bad it is: a loss may have a factor, and micro-batches weights, on purpose."""
-    if found.answer is Answer.AGREES:
+    if found.answer is ReferenceAnswer.AGREES:
         return Severity.NOTE
     meant = False
-    if found.answer is Answer.SCALE:
+    if found.answer is ReferenceAnswer.SCALE:
         meant = not _guess(found.factor, num_workers, num_micro)
-    elif found.answer is Answer.WEIGHTING:
+    elif found.answer is ReferenceAnswer.WEIGHTING:
         meant = any(max(own) - min(own) > _SAME * max(own) for own in found.ratios)
-    unknown = found.weighting == "backward" and found.answer in (Answer.SCALE, Answer.WEIGHTING)
+    unknown = found.weighting == "backward" and found.answer in (
+        ReferenceAnswer.SCALE,
+        ReferenceAnswer.WEIGHTING,
+    )
     return Severity.WARNING if unknown or (meant and found.in_loss) else Severity.ERROR
 
 
@@ -102,7 +107,7 @@ def _finding(
     fields: Mapping[str, object],
     numbers: Mapping[str, object],
 ) -> Finding:
-    evidence = Evidence(cause, severity, ranks, step, step, 1, fields, numbers)
+    evidence = FaultEvidence(cause, severity, ranks, step, step, 1, fields, numbers)
     explanation, next_check = describe(cause, severity, evidence.fields)
     return Finding(
         id=f"{cause}:step-{step}",
@@ -136,7 +141,7 @@ def _fields(found: Verification, num_workers: int, num_micro: int) -> dict[str, 
         else "",
         "others": _others(found.factor),
         "missing": _missing(found),
-        "how": _weights(found) if found.answer is Answer.WEIGHTING else _odd(found),
+        "how": _weights(found) if found.answer is ReferenceAnswer.WEIGHTING else _odd(found),
     }
 
 
@@ -227,10 +232,10 @@ def _common(found: Verification) -> float:
 
 def _ranks(found: Verification) -> tuple[int, ...]:
     """Return the workers that an answer is about; none where all are alike."""
-    if found.answer is Answer.MICRO_BATCHES:
+    if found.answer is ReferenceAnswer.MICRO_BATCHES:
         ranks = tuple(rank for rank, _ in missing_by_worker(found.ratios))
         return () if len(ranks) == len(found.ratios) else ranks
-    if found.answer is not Answer.WEIGHTING:
+    if found.answer is not ReferenceAnswer.WEIGHTING:
         return ()
     common = _common(found)
     return tuple(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.columns import Compares
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.steps import Step
@@ -63,7 +63,7 @@ class DifferentRollouts(OutlierSearch):
         self._mean_W = np.full(num_workers, np.nan)
         self._told: dict[str, tuple[list[int], float, float]] = {}
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks of faults that begin, change, grow or heal."""
         gaps_W = step.gathered.workers[COLUMN]
         known_W = np.isfinite(gaps_W)
@@ -99,7 +99,7 @@ class DifferentRollouts(OutlierSearch):
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is not the state of a search of rollouts: {error}") from error
 
-    def _evidence(self, fault: Fault) -> Evidence:
+    def _evidence(self, fault: Fault) -> FaultEvidence:
         ranks, gap, others = words = self._words(fault)
         told = self._told.get(fault.key)
         if told is None or gap > told[1] or (fault.is_open and set(ranks) > set(told[0])):
@@ -146,7 +146,7 @@ class GrossRollouts(Detector):
         self._seen = PersistentFault(_STEPS_NEEDED, in_a_row=True)
         self._smallest = 0.0
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks of gross gaps, and of their end."""
         gaps_W: Floats = step.gathered.workers[COLUMN]
         known_W = np.isfinite(gaps_W)

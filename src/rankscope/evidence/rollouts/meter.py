@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rankscope.bus.probe import Part
+from rankscope.bus.probe import MessagePart
 from rankscope.evidence.samples.batches import is_dense
 from rankscope.gradients.host import Numbers, copy_numbers
 
@@ -35,12 +35,12 @@ class Gaps:
         """Whether it can be read without waiting."""
         return all(each.ready for each in self._sums)
 
-    def read(self) -> Part:
+    def read(self) -> MessagePart:
         """Wait for the device; return ``rollout_gap``, if any token has one."""
         pairs = [each.numpy().tolist() for each in self._sums]
         tokens = sum(count for _, count in pairs)
         gap = sum(total for total, _ in pairs) / tokens if tokens else math.nan
-        return Part({"rollout_gap": gap})
+        return MessagePart({"rollout_gap": gap})
 
 
 class RolloutMeter:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.steps import Step
@@ -31,7 +31,7 @@ class DuplicateBatches(Detector):
         self._useful = num_workers
         self._span = PersistentFault()
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks when it shows enough identical batches."""
         number, samples = step.gathered.step, step.gathered.samples
         if not step.identical:
@@ -53,7 +53,7 @@ class DuplicateBatches(Detector):
         self._useful = self._num_workers - sum(len(group) - 1 for group in certain)
         return (self._evidence(),)
 
-    def _evidence(self) -> Evidence:
+    def _evidence(self) -> FaultEvidence:
         ranks = {rank for group in self._groups for rank in group}
         return self._span.evidence(
             "data.duplicate_batches",

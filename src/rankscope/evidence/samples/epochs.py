@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.step import MISSING_INT
@@ -82,7 +82,7 @@ class RepeatedOrder(Detector):
         self._period = -1
         self._severity = Severity.NOTE
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take the batches of one step; speaks while they come again in the same order."""
         gathered = step.gathered
         digests_W = gathered.workers["batch_digest"]
@@ -105,12 +105,12 @@ class RepeatedOrder(Detector):
         self._span.see(gathered.step, first=finder.first, before=finder.run - 1)
         return (self._evidence(),)
 
-    def close(self) -> Iterable[Evidence]:
+    def close(self) -> Iterable[FaultEvidence]:
         """End the run; a step after this is one of a restarted job."""
         self._ended = True
         return ()
 
-    def _evidence(self) -> Evidence:
+    def _evidence(self) -> FaultEvidence:
         span = self._span
         return span.evidence(
             "data.repeated_order",
@@ -146,7 +146,7 @@ class Padding(Stateful):
         self._repeats = 0
         self._step = -1
 
-    def observe(self, step: int, counts: SampleCounts, samples: Ints) -> Iterable[Evidence]:
+    def observe(self, step: int, counts: SampleCounts, samples: Ints) -> Iterable[FaultEvidence]:
         """Take one step; speaks once, after the first epoch's end.
 
         Args:
@@ -169,8 +169,8 @@ class Padding(Stateful):
             self._start = in_order(samples)
         return ()
 
-    def _evidence(self) -> Evidence:
-        return Evidence(
+    def _evidence(self) -> FaultEvidence:
+        return FaultEvidence(
             cause="data.overlapping_shards",
             severity=Severity.NOTE,
             ranks=(),

@@ -5,7 +5,7 @@ from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
 from rankscope.evidence.samples.duplicates import DuplicateBatches
 from rankscope.evidence.samples.epochs import RepeatedOrder
-from rankscope.evidence.samples.micro_batches import MicroBatches
+from rankscope.evidence.samples.micro_batches import UnequalMicroBatches
 from rankscope.evidence.samples.overlap import OverlappingShards
 from rankscope.evidence.samples.repeats import FilledBatches, RepeatedBatches
 from rankscope.evidence.samples.resume import ResumeMismatch
@@ -23,7 +23,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         RepeatedBatches(num_workers, repeats=repeats),
         FilledBatches(repeats=repeats),
         ResumeMismatch(num_workers),
-        MicroBatches(num_workers),
+        UnequalMicroBatches(num_workers),
     )
 
 

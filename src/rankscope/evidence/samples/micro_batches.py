@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.rank_values import name_values
@@ -12,7 +12,7 @@ from rankscope.bus.steps import Step
 _SURE = 16
 
 
-class MicroBatches(Detector):
+class UnequalMicroBatches(Detector):
     """Numbers of micro-batches that differ between workers, the same in most steps.
 
     Numbers that differ now and then are healthy: an epoch ends with fewer on some workers, or
@@ -35,7 +35,7 @@ class MicroBatches(Detector):
         self._span = PersistentFault()
         self._told: tuple[int, ...] = ()
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks of numbers that differ in most steps, and when that has ended."""
         if self._num_workers < 2 or not step.all_known("micro_batches"):
             return ()
@@ -65,7 +65,7 @@ class MicroBatches(Detector):
             self._usual, self._votes = counts, 1
             self._since = self._first.get(counts, step)
 
-    def _evidence(self) -> Evidence:
+    def _evidence(self) -> FaultEvidence:
         return self._span.evidence(
             "data.micro_batches",
             Severity.WARNING,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.steps import Groups, Step, StepBatch
 from rankscope.bus.words import count
@@ -83,7 +83,7 @@ class OverlappingShards(Detector):
         self._error = False
         self._previous = _NONE
 
-    def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Take consecutive steps; yields overlaps that are proven, and more of them.
 
         Digests of content, which stand for samples that the training does not name, also agree
@@ -99,7 +99,7 @@ class OverlappingShards(Detector):
             self._drawn, self._remembered = now.drawn, now.remembered
             yield self._observe(step, drawn[step.index], now)
 
-    def _observe(self, step: Step, drawn_W: Sequence[Ints], now: Followed) -> list[Evidence]:
+    def _observe(self, step: Step, drawn_W: Sequence[Ints], now: Followed) -> list[FaultEvidence]:
         self._named = self._named and step.all_true("samples_named")
         if not self._ledger.complete:
             return []
@@ -114,7 +114,7 @@ class OverlappingShards(Detector):
         followed: Ints,
         groups: Groups,
         counts: SampleCounts,
-    ) -> Iterable[Evidence]:
+    ) -> Iterable[FaultEvidence]:
         """Add what a step shows; ``followed`` are those of the samples drawn that count."""
         lengths = [len(batch) for batch in drawn_W if len(batch)]
         self._global_batch = max(self._global_batch, sum(lengths))
@@ -158,7 +158,7 @@ class OverlappingShards(Detector):
             return Severity.ERROR, min(chance, SURE)
         return (Severity.WARNING if chance < LIKELY else Severity.NOTE), chance
 
-    def _evidence(self) -> Evidence:
+    def _evidence(self) -> FaultEvidence:
         severity, chance = self._severity()
         severity = Severity.NOTE if self._repeats else severity
         known = self._known
@@ -166,7 +166,7 @@ class OverlappingShards(Detector):
         overlaps = known.cross + known.shared
         one_in, (distinct, error) = self._ledger.one_in, self._ledger.scale_up(self._remembered)
         of = f" among the one in {one_in:,} samples that are followed" if one_in > 1 else ""
-        return Evidence(
+        return FaultEvidence(
             cause="data.overlapping_shards",
             severity=severity,
             ranks=ranks,

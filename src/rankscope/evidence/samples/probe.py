@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.probe import Job, Part, Probe, StepEnd
+from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
 from rankscope.evidence.samples.lengths import LengthMeter, Lengths
 from rankscope.evidence.samples.meter import SampleMeter
 from rankscope.gradients.host import Numbers
@@ -34,10 +34,10 @@ class PendingSamples:
         on_their_way = [one for one in self.samples if not isinstance(one, np.ndarray)]
         return self.lengths.ready and all(one.ready for one in on_their_way)
 
-    def read(self) -> Part:
+    def read(self) -> MessagePart:
         """Wait for the device."""
         packed = [_packed(one) for one in self.samples]
-        return Part({**self.values, **self.lengths.read()}, {"samples_B": b"".join(packed)})
+        return MessagePart({**self.values, **self.lengths.read()}, {"samples_B": b"".join(packed)})
 
 
 class SampleProbe(Probe):

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.recent_batches import Recurrence
@@ -41,7 +41,7 @@ class RepeatedBatches(Detector):
         self._num_workers, self._intended = num_workers, repeats
         self._seen = PersistentFault(_STEPS_NEEDED, in_a_row=True)
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take the batches of one step; speaks while a worker repeats its own, and at the end."""
         if self._num_workers < 2 or not step.some_known("batch_digest"):
             return ()
@@ -54,7 +54,7 @@ class RepeatedBatches(Detector):
         told = self._seen.observe(step.gathered.step, ranks)
         return (self._evidence(step.recurrence),) if told else ()
 
-    def _evidence(self, recurrence: Recurrence) -> Evidence:
+    def _evidence(self, recurrence: Recurrence) -> FaultEvidence:
         seen = self._seen
         few = max(recurrence.num_distinct(worker, FEW) for worker in seen.ranks)
         return seen.evidence(
@@ -86,7 +86,7 @@ class FilledBatches(Detector):
         self._ranks: set[int] = set()
         self._span = PersistentFault()
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take the samples of one step; speaks of batches that are filled with one of them."""
         samples = step.gathered.samples
         if step.columns.samples.all_differ(step.index):
@@ -115,7 +115,7 @@ class FilledBatches(Detector):
         if filler in self._times or len(self._times) < _MOST_FILLERS:
             self._times[filler] = self._times.get(filler, 0) + 1
 
-    def _evidence(self) -> Evidence:
+    def _evidence(self) -> FaultEvidence:
         most = max(self._times.values())
         sure = most > 1 and not self._intended
         return self._span.evidence(

@@ -11,7 +11,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step, StepBatch
@@ -276,7 +276,7 @@ class ResumeMismatch(Detector):
         self._lr_before = self._lr_after = self._lr_at_start = math.nan
         self._lr_last = math.nan
 
-    def observe(self, steps: StepBatch) -> Iterator[Iterable[Evidence]]:
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Take consecutive steps; yields how a restarted job went on, where that shows."""
         if self._ended:
             self.restarted(steps.numbers[0])
@@ -289,7 +289,7 @@ class ResumeMismatch(Detector):
             self._remember(step.gathered.step, lr)
             yield () if verdict is None else (self._evidence(verdict, step.gathered),)
 
-    def close(self) -> Iterable[Evidence]:
+    def close(self) -> Iterable[FaultEvidence]:
         """End the run; a step after this is one of a restarted job."""
         self._ended = True
         return ()
@@ -320,7 +320,7 @@ class ResumeMismatch(Detector):
             return Severity.WARNING
         return Severity.NOTE if back < on else Severity.ERROR
 
-    def _evidence(self, verdict: Resumption, gathered: GatheredStep) -> Evidence:
+    def _evidence(self, verdict: Resumption, gathered: GatheredStep) -> FaultEvidence:
         watch, severity = self._watch, self._severity(verdict)
         many_W = 4 * watch.again_W >= max(1, int(watch.again_W.max()))
         ranks = tuple(np.flatnonzero(many_W).tolist())
@@ -328,7 +328,7 @@ class ResumeMismatch(Detector):
         of = f" among the one in {one_in:,} that are followed" if one_in > 1 else ""
         mixed = verdict is Resumption.MIXED
         twice = not mixed and severity is Severity.NOTE
-        return Evidence(
+        return FaultEvidence(
             cause="data.resume_mismatch",
             severity=severity,
             ranks=ranks if severity is not Severity.NOTE else (),

@@ -14,7 +14,7 @@ from rankscope.bus.replicas import (
     StateDifference,
     StateDigests,
     StateKind,
-    Trace,
+    TensorTrace,
     differences,
 )
 from rankscope.evidence.state.roles import Stillness, changed_gradients, resting, role_differences
@@ -74,7 +74,7 @@ class ComparedState(Combiner):
         found = self._stillness.see(first.step, kinds, names, digests, updates=updates)
         return resting(found, len(messages_W))
 
-    def _trace(self, message: Message) -> Trace | None:
+    def _trace(self, message: Message) -> TensorTrace | None:
         """Return the tensors of the first worker, where they are traced; its message names them."""
         if not len(message.traced_digests_N):
             return None
@@ -104,9 +104,9 @@ def _named_differences(messages_W: Sequence[Message]) -> tuple[StateDifference, 
     return (*changed_gradients([said.get("changed", ()) for said in said_W]), *roles)
 
 
-def _tensors(message: Message, kinds: _Kinds, names: tuple[str, ...], begin: int) -> Trace:
+def _tensors(message: Message, kinds: _Kinds, names: tuple[str, ...], begin: int) -> TensorTrace:
     rows = slice(begin, begin + len(kinds))
     sketches = message.traced_sketches.reshape(-1, TRACE_WIDTH)
-    return Trace(
+    return TensorTrace(
         kinds, names, message.traced_digests_N[rows], message.traced_norms_N[rows], sketches[rows]
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.replicas import StateDifference, StateKind
@@ -44,7 +44,7 @@ class NotUpdated(Detector):
         self._names: dict[str, dict[str, bool]] = {}  # whether it is so still, by key
         self._spans: dict[str, PersistentFault] = {}
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks of what rests, moves again, or is held twice."""
         told: dict[str, None] = {}
         for found in step.gathered.differences:
@@ -75,7 +75,7 @@ class NotUpdated(Detector):
         self._spans[key].open = any(names.values())
         return True
 
-    def _evidence(self, key: str) -> Evidence:
+    def _evidence(self, key: str) -> FaultEvidence:
         names = [name for name, so in self._names[key].items() if so] or list(self._names[key])
         span = self._spans[key]
         over = "" if span.open else " They change again."

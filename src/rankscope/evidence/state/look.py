@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rankscope.evidence.state.plan import Lasting, Place, is_sharded, known_size
+from rankscope.evidence.state.plan import Lasting, TensorPlace, is_sharded, known_size
 from rankscope.evidence.state.roles import MOST_NAMED, Role, Roles, role_word
 
 
@@ -44,7 +44,7 @@ def look_at(
     alone: dict[str, Tensor] = {}
     for prefix, holder in module.named_modules():
         for key in holder._parameters:
-            place = Place(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer=False)
+            place = TensorPlace(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer=False)
             tensor = place.current(lasting)
             if tensor is None:
                 continue

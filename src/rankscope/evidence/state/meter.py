@@ -18,8 +18,8 @@ from rankscope.bus.pace import PACE
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.state.leaves import optimizer_state, signature, state_leaves
 from rankscope.evidence.state.look import look_at
-from rankscope.evidence.state.plan import Lasting, Plan, Slice, survey
-from rankscope.evidence.state.readings import PendingReading, Reading, Recurring, prepare
+from rankscope.evidence.state.plan import DigestSchedule, Lasting, Slice, survey
+from rankscope.evidence.state.readings import PendingDigests, PendingReading, Recurring, prepare
 from rankscope.evidence.state.roles import is_looked_at
 from rankscope.evidence.state.turn import NOTHING, PendingLook, PendingState, Seen, Turn
 from rankscope.gradients.digest import digest_bits, word_of
@@ -89,7 +89,7 @@ class StateMeter:
         self._broadcasts = broadcasts
         self._lasting = lasting
         self._new_plan = partial(
-            Plan,
+            DigestSchedule,
             replicated=replicated,
             shards=shards,
             called=optimizer is not None,
@@ -99,7 +99,7 @@ class StateMeter:
         self._spacing, self._local_steps = spacing, local_steps
         self._sums_by_hand = sums_by_hand
         self._alike = replicated
-        self._plan: Plan | None = None
+        self._plan: DigestSchedule | None = None
         self._signature: list[object] | None = None
         self._turns: dict[tuple[int, ...], Turn] = {}
         self._told = False
@@ -247,7 +247,7 @@ class StateMeter:
         self, turn: Turn, tensors: list[Tensor | None], marks: list[object] | None
     ) -> PendingReading:
         """Look at all of a turn's state, and learn it for the next time, if it is like others'."""
-        reading, known = Reading(), turn.recurring
+        reading, known = PendingDigests(), turn.recurring
         for part, tensor in zip(turn.read, tensors, strict=False):
             if tensor is None:
                 reading.add_word(0)
@@ -297,7 +297,7 @@ class StateMeter:
         except Exception as error:  # a model that cannot be listed
             self._tell(error)
             return
-        reading = Reading()
+        reading = PendingDigests()
         for tensor in look.left_out.values():
             try:
                 reading.add(tensor, 0, None)
@@ -322,7 +322,7 @@ class StateMeter:
             self._turns.clear()
         self._signature = marks
 
-    def _turn_of(self, plan: Plan, number: int) -> Turn:
+    def _turn_of(self, plan: DigestSchedule, number: int) -> Turn:
         place = plan.place(number)
         turn = self._turns.get(place)
         if turn is None:
@@ -354,7 +354,7 @@ class StateMeter:
         again = self._begin_again(recurring, tensors, self._seen.before)
         if again is not None:
             return again
-        reading = Reading()
+        reading = PendingDigests()
         for part, tensor in zip(slices, tensors, strict=True):
             if tensor is None:
                 reading.add_word(0)
@@ -375,7 +375,7 @@ class StateMeter:
         except Exception:  # whatever they are: they are looked at one by one
             return None
 
-    def _add_optimizer(self, reading: Reading, weights: list[int], part: Slice) -> None:
+    def _add_optimizer(self, reading: PendingDigests, weights: list[int], part: Slice) -> None:
         """Add what the optimizer keeps for a slice, if it keeps anything yet."""
         first = len(reading)
         try:
@@ -394,19 +394,21 @@ class StateMeter:
             reading.add_word(_UNREADABLE)
             weights.append(1)
 
-    def _add(self, reading: Reading, tensor: Tensor, part: Slice, *, norm: bool = False) -> None:
+    def _add(
+        self, reading: PendingDigests, tensor: Tensor, part: Slice, *, norm: bool = False
+    ) -> None:
         try:
             reading.add(tensor, part.start, part.stop, norm=norm)
         except Exception as error:  # whatever kind of tensor it is
             self._tell(error)
             reading.add_unreadable(_UNREADABLE)
 
-    def _begin(self, reading: Reading) -> PendingReading:
+    def _begin(self, reading: PendingDigests) -> PendingReading:
         try:
             return reading.begin()
         except Exception as error:  # of the device, or of the copy to the host
             self._tell(error)
-            unread = Reading()
+            unread = PendingDigests()
             for _ in range(len(reading)):
                 unread.add_unreadable(_UNREADABLE)
             return unread.begin()

@@ -43,7 +43,7 @@ _GROWTH = (1.0, 1.15, 1.4, 1.8, 2.5, 4.0, 8.0, 16.0)  # of a turn's share, until
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlace:
     """Where a tensor hangs in a model; what hangs there may be replaced.
 
     Attributes:
@@ -67,7 +67,7 @@ class Place:
         return lasting(self.holder, self.key)
 
 
-class Found(NamedTuple):
+class FoundState(NamedTuple):
     """What a plan goes by; but for the module, equal on workers with equal models.
 
     Attributes:
@@ -109,7 +109,7 @@ class Found(NamedTuple):
 class Slice:
     """Elements ``[start, stop)`` of a tensor of ``length`` elements; None for its end."""
 
-    place: Place
+    place: TensorPlace
     length: int
     start: int = 0
     stop: int | None = None
@@ -137,7 +137,7 @@ class Item:
         return self.slices[0].start == 0 and self.slices[0].stop is None
 
 
-class Plan:
+class DigestSchedule:
     """One rotation through a model.
 
     Args:
@@ -151,7 +151,7 @@ class Plan:
 
     def __init__(
         self,
-        found: Sequence[Found],
+        found: Sequence[FoundState],
         *,
         replicated: bool,
         shards: bool = False,
@@ -198,7 +198,7 @@ def survey(
     lasting: Lasting | None = None,
     *,
     broadcast: bool = False,
-) -> list[Found]:
+) -> list[FoundState]:
     """Return what a model holds now, each tensor once, in the order of its modules.
 
     Args:
@@ -210,12 +210,12 @@ def survey(
     """
     groups = () if is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
     owned = {id(parameter) for group in groups for parameter in group["params"]}
-    found: list[Found] = []
+    found: list[FoundState] = []
     seen: set[int] = set()
     for prefix, holder in module.named_modules():
         for is_buffer, tensors in ((False, holder._parameters), (True, holder._buffers)):
             for key in tensors:
-                place = Place(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer)
+                place = TensorPlace(f"{prefix}.{key}" if prefix else key, holder, key, is_buffer)
                 tensor = place.current(lasting)
                 if tensor is None or id(tensor) in seen or place.name in left_out:
                     continue
@@ -223,7 +223,9 @@ def survey(
                 shape, length = known_size(tensor)
                 asked = (tensor.requires_grad, id(tensor) in owned)
                 apart = broadcast and is_buffer and _drifts_apart(holder, key)
-                each = Found(holder, prefix, key, is_buffer, shape, length, tensor.dtype, *asked)
+                each = FoundState(
+                    holder, prefix, key, is_buffer, shape, length, tensor.dtype, *asked
+                )
                 found.append(each._replace(broadcast=apart))
     return found
 
@@ -258,7 +260,7 @@ def known_size(tensor: Tensor) -> tuple[tuple[int, ...], int]:
     return tuple(shape), length
 
 
-def _kinds(each: Found, called: bool) -> Kinds:
+def _kinds(each: FoundState, called: bool) -> Kinds:
     if not each.trained:
         return (StateKind.PARAMETER,)
     kinds = [StateKind.PARAMETER]
@@ -270,8 +272,8 @@ def _kinds(each: Found, called: bool) -> Kinds:
     return tuple(kinds)
 
 
-def _item(each: Found, kinds: Kinds) -> Item:
-    place = Place(each.name, each.holder, each.key, each.is_buffer)
+def _item(each: FoundState, kinds: Kinds) -> Item:
+    place = TensorPlace(each.name, each.holder, each.key, each.is_buffer)
     return Item(place.name, kinds, each.bytes, (Slice(place, each.length),))
 
 

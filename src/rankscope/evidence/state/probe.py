@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankscope.bus.probe import Job, Part, Pending, Probe, StepEnd
-from rankscope.bus.replicas import Trace
+from rankscope.bus.probe import Job, MessagePart, Pending, Probe, StepEnd
+from rankscope.bus.replicas import TensorTrace
 from rankscope.evidence.state.meter import StateMeter
 from rankscope.evidence.state.trace import PendingTrace, TraceMeter
 from rankscope.evidence.state.turn import PendingState
@@ -59,9 +59,9 @@ class PendingDigests:
         parts = [part for part in (self.trace, self.state) if part is not None]
         return all(part.ready for part in parts)
 
-    def read(self) -> Part:
+    def read(self) -> MessagePart:
         """Wait for the device."""
-        part = Part()
+        part = MessagePart()
         values: dict[str, float] = {}
         arrays: dict[str, bytes] = {}
         names: dict[str, Any] = {}
@@ -289,7 +289,7 @@ def _keeps_state_alike(wrapped: Any, optimizer: torch.optim.Optimizer | None) ->
     return bool(wrapped.kind.state_by_parameter)
 
 
-def _add_trace(arrays: dict[str, bytes], trace: Trace) -> dict[str, Any]:
+def _add_trace(arrays: dict[str, bytes], trace: TensorTrace) -> dict[str, Any]:
     """Put a trace into a message; what the model held before comes first. Return the names."""
     parts = [part for part in (trace.initial, trace) if part is not None]
     columns: tuple[tuple[str, str, type[np.generic]], ...] = (

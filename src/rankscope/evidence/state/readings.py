@@ -35,7 +35,7 @@ _bytes_of, _dtype_of, _is_on_host = map(attrgetter, ("nbytes", "dtype", "is_cpu"
 _kinds: dict[tuple[torch.dtype, int], tuple[int, int, int]] = {}
 
 
-class Reading:
+class PendingDigests:
     """Parts of tensors that are to be read at one moment, each with a number of its own, from 0."""
 
     __slots__ = ("_devices", "_kept", "_known", "_lying", "_native", "_odd", "_parts", "_squares")
@@ -153,14 +153,14 @@ class Recurring:
     __slots__ = ("_form", "_host", "_offsets", "_pointers", "_reading", "_types")
 
     def __init__(self) -> None:
-        self._reading: Reading | None = None
+        self._reading: PendingDigests | None = None
         self._host: Parts | None = None
         self._form: tuple[list[int], list[bool]] = ([], [])
         self._types: list[torch.dtype] = []
         self._pointers: list[int] = []
         self._offsets: list[int] | None = None
 
-    def learn(self, reading: Reading, tensors: Sequence[Tensor | None]) -> None:
+    def learn(self, reading: PendingDigests, tensors: Sequence[Tensor | None]) -> None:
         """Take a reading that is about to begin for one that recurs, if all of it lies in memory.
 
         Args:

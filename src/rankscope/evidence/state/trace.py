@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
-from rankscope.bus.replicas import TRACE_WIDTH, StateKind, Trace
+from rankscope.bus.replicas import TRACE_WIDTH, StateKind, TensorTrace
 from rankscope.evidence.state.leaves import digest_optimizer
-from rankscope.evidence.state.plan import Place, Slice
-from rankscope.evidence.state.readings import PendingReading, Reading
+from rankscope.evidence.state.plan import Slice, TensorPlace
+from rankscope.evidence.state.readings import PendingDigests, PendingReading
 from rankscope.gradients.digest import PendingDigest, word_of
 from rankscope.gradients.fold import fold
 from rankscope.gradients.host import HostCopy
@@ -78,7 +78,7 @@ class TraceReader:
             One row per tensor, in order, then those of ``digests``.
         """
         rows: list[tuple[StateKind, str]] = []
-        reading = Reading()
+        reading = PendingDigests()
         owners: list[int] = []
         folded: list[Tensor] = []
         squares: list[Tensor] = []
@@ -137,7 +137,7 @@ class TraceReader:
             self._tell(error)
         self._scratch.squared_norms[row] = math.nan
 
-    def _add_digest(self, tensor: Tensor, reading: Reading) -> None:
+    def _add_digest(self, tensor: Tensor, reading: PendingDigests) -> None:
         try:
             reading.add(tensor)
         except Exception as error:  # whatever kind of tensor it is
@@ -188,7 +188,7 @@ class PendingRows:
         """Whether :meth:`read` would not wait."""
         return self._sketches.ready and self._squared_norms.ready and self._digests.ready
 
-    def read(self) -> Trace:
+    def read(self) -> TensorTrace:
         """Wait for the device."""
         sketches_NK = np.zeros((len(self._rows), TRACE_WIDTH))
         squares_N = np.zeros(len(self._rows))
@@ -198,7 +198,7 @@ class PendingRows:
         digests, _ = self._digests.read()
         with np.errstate(over="ignore", invalid="ignore"):  # of a gradient that has overflown
             narrow_NK = sketches_NK.astype(np.float32)
-        return Trace(
+        return TensorTrace(
             tuple(kind for kind, _ in self._rows),
             tuple(name for _, name in self._rows),
             np.array(digests, np.uint64).view(np.int64),
@@ -232,7 +232,7 @@ class PendingTrace:
         initial = self.initial is None or self.initial.ready
         return initial and all(rows.ready for rows in self.rows)
 
-    def read(self) -> Trace:
+    def read(self) -> TensorTrace:
         """Wait for the device."""
         initial = None if self.initial is None else self.initial.read()
         return replace(_joined([rows.read() for rows in self.rows]), initial=initial)
@@ -336,7 +336,7 @@ class TraceMeter:
     def _remembered(self) -> Iterator[DigestRow]:
         """Yield digests of what the optimizer knows of each parameter, where it knows anything."""
         for name, parameter in self._parameters.items():
-            whole = Slice(Place(name, self._module, "", is_buffer=False), parameter.numel())
+            whole = Slice(TensorPlace(name, self._module, "", is_buffer=False), parameter.numel())
             try:
                 digest = digest_optimizer(self._optimizer, parameter, whole)
             except Exception:  # whatever an optimizer keeps
@@ -345,10 +345,12 @@ class TraceMeter:
                 yield StateKind.OPTIMIZER, name, digest
 
 
-def _joined(traces: list[Trace]) -> Trace:
+def _joined(traces: list[TensorTrace]) -> TensorTrace:
     if not traces:
-        return Trace((), (), np.empty(0, np.int64), np.empty(0), np.empty((0, TRACE_WIDTH), "f4"))
-    return Trace(
+        return TensorTrace(
+            (), (), np.empty(0, np.int64), np.empty(0), np.empty((0, TRACE_WIDTH), "f4")
+        )
+    return TensorTrace(
         tuple(kind for trace in traces for kind in trace.kinds),
         tuple(name for trace in traces for name in trace.names),
         np.concatenate([trace.digests_N for trace in traces]),

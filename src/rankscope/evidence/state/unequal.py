@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.rank_values import known_values
@@ -97,12 +97,12 @@ class UnequalState(Detector):
             False  # in the last step with gradients that nothing was seen to reduce
         )
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks of what differs in it, and of what has healed."""
         if self._num_workers < 2:
             return ()
         gathered = step.gathered
-        told: list[Evidence] = []
+        told: list[FaultEvidence] = []
         for seen in self._differences(step):
             fault = self._faults.setdefault(seen.key, _Difference(seen.cause))
             fault.add(gathered.step, seen)
@@ -113,7 +113,7 @@ class UnequalState(Detector):
                 told.append(self._evidence(key, fault))
         return told
 
-    def _evidence(self, key: str, fault: "_Difference") -> Evidence:
+    def _evidence(self, key: str, fault: "_Difference") -> FaultEvidence:
         meant = key == _DRIFTING or (self._local_buffers and key == "state.buffers_differ")
         meant |= key == _LEFT_OUT and not self._replicated
         severity = Severity.NOTE if meant else Severity.ERROR
@@ -296,7 +296,7 @@ class _Difference(PersistentFault):
                     break
                 self._names.append(name)
 
-    def describe(self, key: str, severity: Severity, num_workers: int) -> Evidence:
+    def describe(self, key: str, severity: Severity, num_workers: int) -> FaultEvidence:
         """Return what is known of it."""
         fields = {
             "differ": "differs" if len(self.ranks) == 1 else "differ",

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from rankscope.bus.probe import Job, Part, Probe, StepEnd
+from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class PendingTimes:
         """Whether it can be read without waiting."""
         return self.device_overhead is None or bool(self.device_overhead.ready)
 
-    def read(self) -> Part:
+    def read(self) -> MessagePart:
         """Wait for the device."""
         if self.device_overhead is None:
-            return Part(self.values)
-        return Part({**self.values, "overhead_seconds": self.device_overhead.read()})
+            return MessagePart(self.values)
+        return MessagePart({**self.values, "overhead_seconds": self.device_overhead.read()})
 
 
 class TimingProbe(Probe):

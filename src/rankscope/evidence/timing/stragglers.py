@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Detector, Evidence
+from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.steps import Step
@@ -126,12 +126,12 @@ class Stragglers(Detector):
         self._windows: deque[Lateness] = deque(maxlen=_PATIENCE + 1)
         self._gone: list[_Place] = []  # slow before a restart, and no longer there
 
-    def observe_step(self, step: Step) -> Iterable[Evidence]:
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks at the end of a window."""
         gone, self._gone = tuple(place.describe() for place in self._gone), []
         return gone + self._take(step)
 
-    def close(self) -> Iterable[Evidence]:
+    def close(self) -> Iterable[FaultEvidence]:
         """End the run; a window that is not full does not count."""
         return ()
 
@@ -155,7 +155,7 @@ class Stragglers(Detector):
                 before.open = False
                 self._gone.append(before)
 
-    def _take(self, step: Step) -> tuple[Evidence, ...]:
+    def _take(self, step: Step) -> tuple[FaultEvidence, ...]:
         workers = step.gathered.workers
         busy_W = workers["busy_seconds"]
         known = len(busy_W) > 1 and np.isfinite(step.ends("busy_seconds")).all()
@@ -170,7 +170,7 @@ class Stragglers(Detector):
         self._seconds_S[at] = _largest(workers["step_seconds"], busy_W)
         return tuple(self._judge()) if at == WINDOW - 1 else ()
 
-    def _judge(self) -> Iterator[Evidence]:
+    def _judge(self) -> Iterator[FaultEvidence]:
         window = Lateness.of(self._steps_S, self._seconds_S, self._behind_SW)
         before_W = self._windows[-1].slow_W if self._windows else np.zeros_like(window.slow_W)
         self._windows.append(window)
@@ -246,7 +246,7 @@ class _Place(PersistentFault):
             self._add(latest.steps_S[:end], behind_S[:end], latest.margin)
         return lingers or not self.open
 
-    def describe(self) -> Evidence:
+    def describe(self) -> FaultEvidence:
         """Return what is known."""
         healed = "" if self.open else f" to step {self.last:,}"
         return self.evidence(

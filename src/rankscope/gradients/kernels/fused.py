@@ -11,7 +11,7 @@ from rankscope.gradients.fold import Folding, fold_signs
 from rankscope.gradients.kernels import triton as kernels
 from rankscope.gradients.kernels import triton_handover as gathering
 from rankscope.gradients.kernels.interface import PERIOD, Kernel, Piece, Prepared, extend
-from rankscope.gradients.kernels.jobs import ALIGNED, Grid, Tables, share_out
+from rankscope.gradients.kernels.jobs import ALIGNED, Grid, JobTables, share_out
 from rankscope.gradients.kernels.launch import launcher
 from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.gradients.totals import GradientTotals
@@ -123,7 +123,7 @@ class TritonPieces:
             for dtype, tables in self._types:
                 self._launch(dtype, tables, into)
 
-    def _launch(self, dtype: torch.dtype, tables: Tables, into: GradientTotals) -> None:
+    def _launch(self, dtype: torch.dtype, tables: JobTables, into: GradientTotals) -> None:
         kernel, grid, sketching = self._kernel, self._grid, self._sketching
         programs = tables.num_jobs * grid.tiles
         scratch = kernel.scratch(programs, grid.tile)

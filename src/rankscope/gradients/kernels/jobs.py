@@ -41,7 +41,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class JobTables:
     """What the kernels are told of gradients.
 
     Attributes:
@@ -66,13 +66,15 @@ class Tables:
         """R, the number of rows up to the last that has a job."""
         return len(self.jobs_of) - 1
 
-    def to(self, device: torch.device) -> "Tables":
+    def to(self, device: torch.device) -> "JobTables":
         """Return them on a device."""
         named = ("segments", "jobs", "jobs_of", "row_signs")
         return replace(self, **{name: getattr(self, name).to(device) for name in named})
 
 
-def share_out(pieces: Sequence[Piece], grid: Grid, rows_at_once: int, *, sketching: bool) -> Tables:
+def share_out(
+    pieces: Sequence[Piece], grid: Grid, rows_at_once: int, *, sketching: bool
+) -> JobTables:
     """Share pieces out among jobs of nearly equal sizes, each in one row of the totals.
 
     Args:
@@ -104,7 +106,7 @@ def share_out(pieces: Sequence[Piece], grid: Grid, rows_at_once: int, *, sketchi
             jobs.append(len(segments))
         jobs_of.append(len(jobs) - 1)
     row_signs = [p.row_signs for p in placed if p.piece.signs is not None]
-    return Tables(
+    return JobTables(
         torch.tensor(segments, dtype=torch.int64, device="cpu"),
         torch.tensor(jobs, dtype=torch.int64, device="cpu"),
         torch.tensor(jobs_of, dtype=torch.int64, device="cpu"),

@@ -20,7 +20,7 @@ _DAMAGED = (*DAMAGES, RuntimeError)  # zipfile: encrypted, or compressed in a wa
 _HOW = "see docs/numerics.md for how to save local gradients"
 
 
-class Kind(StrEnum):
+class GradientKind(StrEnum):
     """What synthetic gradients are like."""
 
     NORMAL = "normal"
@@ -59,7 +59,7 @@ class LocalGradients:
 
 
 def synthetic(
-    kind: Kind, num_workers: int, *, seed: int = 0, num_elements: int = SYNTHETIC_ELEMENTS
+    kind: GradientKind, num_workers: int, *, seed: int = 0, num_elements: int = SYNTHETIC_ELEMENTS
 ) -> LocalGradients:
     """Make up gradients of four layers, each a tenth as large as the one before it.
 
@@ -84,12 +84,14 @@ def synthetic(
     return LocalGradients("synthetic", str(kind), arrays)
 
 
-def _made_up(kind: Kind, rng: np.random.Generator, rows: int, columns: int) -> NDArray[np.float64]:
-    if kind is Kind.HEAVY_TAILED:
+def _made_up(
+    kind: GradientKind, rng: np.random.Generator, rows: int, columns: int
+) -> NDArray[np.float64]:
+    if kind is GradientKind.HEAVY_TAILED:
         return np.asarray(rng.standard_t(2, (rows, columns)))
-    common = 3.0 * rng.standard_normal(columns) if kind is Kind.COHERENT else 0.0
+    common = 3.0 * rng.standard_normal(columns) if kind is GradientKind.COHERENT else 0.0
     values = rng.standard_normal((rows, columns))
-    if kind is Kind.CANCELLING:
+    if kind is GradientKind.CANCELLING:
         values -= values.mean(axis=0)
         common = 1e-3 * rng.standard_normal(columns)
     return np.asarray(values + common)

@@ -13,7 +13,7 @@ MAX_SEED = 2**31 - 1
 """Far below what random generators take, so that a worker's own seed fits too."""
 
 
-class Reading(StrEnum):
+class ShardReading(StrEnum):
     """How workers get their samples; the paper's text admits both."""
 
     SHARDED = "sharded"
@@ -54,7 +54,7 @@ class Precision(StrEnum):
 class Combination:
     """One training of a study: a reading and a setting."""
 
-    reading: Reading
+    reading: ShardReading
     setting: Setting
 
     @property
@@ -92,7 +92,7 @@ class StudyConfig:
     steps: int = 30
     batch_size: int = 4
     accumulation: int = 1
-    readings: tuple[Reading, ...] = (Reading.SHARDED, Reading.REPLICATED)
+    readings: tuple[ShardReading, ...] = (ShardReading.SHARDED, ShardReading.REPLICATED)
     settings: tuple[Setting, ...] = (Setting.S1_1, Setting.S1_2, Setting.S1_3)
     seed: int = 0
     limit: int | None = None
@@ -137,7 +137,7 @@ class StudyConfig:
 
     def saves(self, combination: Combination) -> bool:
         """Whether the model of a combination is saved."""
-        return self.save_all or combination.reading is Reading.SHARDED
+        return self.save_all or combination.reading is ShardReading.SHARDED
 
     def to_json(self) -> dict[str, Any]:
         """Return the options as plain JSON values."""

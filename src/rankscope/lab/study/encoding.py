@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, TensorDataset
 
 from rankscope.errors import DataError, UsageError
-from rankscope.lab.study.config import Combination, Reading
+from rankscope.lab.study.config import Combination, ShardReading
 from rankscope.lab.study.data import Record, prompt
 from rankscope.wrappers.labels import IGNORED_LABEL
 
@@ -203,7 +203,7 @@ def draw_batches(
         positions, num_workers, rank, shuffle=True, seed=own_seed
     )
     replicated = RandomSampler(positions, generator=torch.Generator().manual_seed(own_seed))
-    sampler = sharded if combination.reading is Reading.SHARDED else replicated
+    sampler = sharded if combination.reading is ShardReading.SHARDED else replicated
     check_enough_samples(combination.reading, num_samples, batch_size, num_workers)
     epoch = 0
     while True:
@@ -213,7 +213,7 @@ def draw_batches(
 
 
 def check_enough_samples(
-    reading: Reading, num_samples: int, batch_size: int, num_workers: int
+    reading: ShardReading, num_samples: int, batch_size: int, num_workers: int
 ) -> None:
     """Raise a UsageError when a worker's share cannot fill one batch."""
     if num_workers > num_samples:
@@ -221,7 +221,7 @@ def check_enough_samples(
             f"expected at least one sample per worker, got {num_samples} samples for "
             f"{num_workers} workers; use fewer --workers or more data"
         )
-    share = num_samples if reading is Reading.REPLICATED else num_samples // num_workers
+    share = num_samples if reading is ShardReading.REPLICATED else num_samples // num_workers
     if share < batch_size:
         raise UsageError(
             f"expected at least one batch of {batch_size} per worker, got {share} samples each; "

@@ -272,7 +272,7 @@ def _special_tokens(weights: Path) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedModel:
     """What the workers need; it is sent to each of them.
 
     Attributes:
@@ -286,7 +286,7 @@ class Prepared:
     facts: dict[str, Any]
 
 
-def prepare(config: StudyConfig) -> Prepared:
+def prepare(config: StudyConfig) -> PreparedModel:
     """Load the data, make sure of the base model, and encode the samples.
 
     Raises:
@@ -309,7 +309,7 @@ def prepare(config: StudyConfig) -> Prepared:
         "skipped_truncated": samples.skipped_truncated,
         "truncated": samples.truncated,
     }
-    return Prepared(records.held_out, samples, facts)
+    return PreparedModel(records.held_out, samples, facts)
 
 
 def _check_enough(config: StudyConfig, num_samples: int) -> None:

@@ -41,7 +41,7 @@ from rankscope.lab.study.base import (
     train,
     train_tokenizer,
 )
-from rankscope.lab.study.config import MAX_SEED, Combination, Reading, Setting, StudyConfig
+from rankscope.lab.study.config import MAX_SEED, Combination, Setting, ShardReading, StudyConfig
 from rankscope.lab.study.data import load_records
 from rankscope.lab.study.encoding import IGNORED, EncodedSet, draw_batches, encode
 from rankscope.lab.study.models import load_model
@@ -111,7 +111,7 @@ def record_gradients(
     samples = encode(records.records, loaded.tokenizer, config.max_length)
     workers = [
         draw_batches(
-            Combination(Reading.SHARDED, Setting.S1_1),
+            Combination(ShardReading.SHARDED, Setting.S1_1),
             num_samples=len(samples),
             batch_size=batch_size or config.batch_size,
             rank=rank,
@@ -240,7 +240,7 @@ def make_optimizer(options: GrowthOptions, model: nn.Module) -> torch.optim.Opti
 
 
 @dataclass(frozen=True, slots=True)
-class Reduction:
+class StudiedReduction:
     """How the workers' gradients become one.
 
     Attributes:
@@ -273,7 +273,7 @@ class Reducer:
         seed: Decides the orders of arrival.
     """
 
-    def __init__(self, reduction: Reduction, bucket_elements: int, seed: int) -> None:
+    def __init__(self, reduction: StudiedReduction, bucket_elements: int, seed: int) -> None:
         self.num_skipped = 0
         self._reduction = reduction
         self._arithmetic = Arithmetic(inputs=reduction.dtype, sums=reduction.dtype)
@@ -487,17 +487,17 @@ def relative_distance(a: Tensor, b: Tensor) -> float:
     return difference / float(a.double().norm()) if difference else 0.0
 
 
-def _reduction(pair: str, options: GrowthOptions) -> Reduction:
+def _reduction(pair: str, options: GrowthOptions) -> StudiedReduction:
     """Return how the second training of a pair reduces."""
     workers = options.workers
     return {
-        CONTROL: Reduction(workers),
-        ORDER: Reduction(workers, arrival=True),
-        BFLOAT16: Reduction(workers, dtype="bfloat16"),
-        FLOAT16: Reduction(workers, dtype="float16"),
-        FLOAT16_SCALED: Reduction(workers, dtype="float16", loss_scale=options.loss_scale),
-        WORKERS: Reduction(2 * workers),
-        DATA: Reduction(workers),
+        CONTROL: StudiedReduction(workers),
+        ORDER: StudiedReduction(workers, arrival=True),
+        BFLOAT16: StudiedReduction(workers, dtype="bfloat16"),
+        FLOAT16: StudiedReduction(workers, dtype="float16"),
+        FLOAT16_SCALED: StudiedReduction(workers, dtype="float16", loss_scale=options.loss_scale),
+        WORKERS: StudiedReduction(2 * workers),
+        DATA: StudiedReduction(workers),
     }[pair]
 
 

@@ -19,7 +19,7 @@ from rankscope.files import parse, read_file, replace, to_plain
 from rankscope.lab.study import worker
 from rankscope.lab.study.config import Combination, StudyConfig
 from rankscope.lab.study.launch import StudyInterrupted, inside_torchrun, launch, stopping_once
-from rankscope.lab.study.models import Prepared, prepare
+from rankscope.lab.study.models import PreparedModel, prepare
 from rankscope.lab.study.quiet import quiet_deepspeed
 from rankscope.record import Run
 from rankscope.report.markdown import study_markdown
@@ -115,7 +115,7 @@ def _check_ranks(config: StudyConfig) -> None:
         )
 
 
-def _prepare_on_each_machine(config: StudyConfig) -> Prepared:
+def _prepare_on_each_machine(config: StudyConfig) -> PreparedModel:
     """Prepare on the first rank of each machine before the others, which find the base cached."""
     early = os.environ["LOCAL_RANK"] == "0"
     first = _together(partial(prepare, config), here=early)
@@ -240,7 +240,7 @@ def _is_complete(config: StudyConfig, output: Path, combination: Combination) ->
 def _begin(
     config: StudyConfig,
     output: Path,
-    prepared: Prepared,
+    prepared: PreparedModel,
     todo: Sequence[Combination],
     *,
     overwrite: bool,
@@ -261,7 +261,7 @@ def _begin(
     _remove(output / "error.log")
 
 
-def _check_same_data(prepared: Prepared, output: Path) -> None:
+def _check_same_data(prepared: PreparedModel, output: Path) -> None:
     before = _read_study(output)
     for name, what in {"data_digest": "data", "num_parameters": "model"}.items():
         if prepared.facts[name] != before.get(name):

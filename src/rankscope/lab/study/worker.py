@@ -35,7 +35,7 @@ from rankscope.bus.step import StepReport
 from rankscope.lab.study.config import Combination, Precision, StudyConfig
 from rankscope.lab.study.encoding import IGNORED, EncodedSet, draw_batches
 from rankscope.lab.study.launch import is_echo
-from rankscope.lab.study.models import LoadedModel, Prepared, load
+from rankscope.lab.study.models import LoadedModel, PreparedModel, load
 from rankscope.lab.study.quiet import quiet_transformers, save_checkpoint
 
 _ECHO_SECONDS = 1.0
@@ -45,7 +45,7 @@ FLUSH_SECONDS = 2.0
 
 
 def main(
-    config: StudyConfig, output: Path, prepared: Prepared, todo: Sequence[Combination]
+    config: StudyConfig, output: Path, prepared: PreparedModel, todo: Sequence[Combination]
 ) -> None:
     """Train in a process that the launcher started."""
     device = join_process_group()
@@ -62,12 +62,12 @@ def main(
 def run_combinations(
     config: StudyConfig,
     output: Path,
-    prepared: Prepared,
+    prepared: PreparedModel,
     todo: Sequence[Combination],
     device: torch.device,
 ) -> None:
     """Train under each combination in turn; every worker calls it."""
-    job = Job(
+    job = StudyJob(
         config=config,
         output=output,
         samples=prepared.samples,
@@ -121,7 +121,7 @@ def join_process_group() -> torch.device:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class StudyJob:
     """What every training of a study shares on one worker.
 
     Attributes:
@@ -141,7 +141,9 @@ class Job:
     facts: dict[str, Any]
 
 
-def train(job: Job, combination: Combination, on_step: Callable[[StepReport | None], None]) -> None:
+def train(
+    job: StudyJob, combination: Combination, on_step: Callable[[StepReport | None], None]
+) -> None:
     """Fine-tune under one combination, watched, and save the model.
 
     Args:
@@ -192,7 +194,7 @@ def train(job: Job, combination: Combination, on_step: Callable[[StepReport | No
 
 
 def _train_step(
-    job: Job,
+    job: StudyJob,
     ddp: DistributedDataParallel,
     optimizer: torch.optim.Optimizer,
     batches: Iterator[list[int]],
@@ -213,7 +215,7 @@ def _train_step(
 
 
 def _losses_per_sample(
-    job: Job, ddp: DistributedDataParallel, batch: dict[str, Tensor]
+    job: StudyJob, ddp: DistributedDataParallel, batch: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """Return the mean loss per label token of each sample ``[B]``, and its label tokens ``[B]``."""
     batch = {name: tensor.to(job.device, non_blocking=True) for name, tensor in batch.items()}

@@ -100,7 +100,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-class Guard:
+class RequestGuard:
     """Answers what must not reach the pages, and adds the headers that bind a browser.
 
     On the loopback address the name in the ``Host`` header must be one of this machine's own: a
@@ -312,7 +312,7 @@ def make_app(
     ]
     handlers: Any = {404: _nothing_here, 500: _broken}
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return Guard(app, token=token, own_names_only=own_names_only)
+    return RequestGuard(app, token=token, own_names_only=own_names_only)
 
 
 class _Pages:

@@ -17,7 +17,7 @@ from rankscope.report.compare import MOST_RUNS
 from rankscope.report.live.catalog import (
     MAX_DIRECTORIES,
     Glance,
-    Place,
+    ListedPlace,
     Stamp,
     glance,
     in_order,
@@ -100,8 +100,8 @@ class Board:
         self._refresh_seconds = refresh_seconds
         self._lock = threading.Lock()
         self._making: dict[str, threading.Lock] = defaultdict(threading.Lock)
-        self._places: dict[str, Place] = {}
-        self._here: dict[str, Place] = {}
+        self._places: dict[str, ListedPlace] = {}
+        self._here: dict[str, ListedPlace] = {}
         self._cut = False
         self._scanned = -math.inf
         self._glances: dict[str, tuple[str, Glance]] = {}
@@ -181,7 +181,7 @@ class Board:
         others = [other for other in self._scan().values() if other.id != run_id]
         return run_sheet(seen, content, self._clock(), others, None)
 
-    def _gone_sheet(self, place: Place) -> Sheet:
+    def _gone_sheet(self, place: ListedPlace) -> Sheet:
         kept, known = self._contents.get(run_topic(place.id)), self._glances.get(place.id)
         if kept is None or known is None:
             return words_sheet(
@@ -214,7 +214,7 @@ class Board:
 
     def _overlaid_sheet(self, topic: str, run_ids: Sequence[str]) -> Sheet:
         """Return a page of those runs that can be read; what cannot is left out."""
-        chosen: dict[str, Place] = {}
+        chosen: dict[str, ListedPlace] = {}
         tokens = []
         for run_id in dict.fromkeys(run_ids):
             place = self._find(run_id)
@@ -275,7 +275,7 @@ class Board:
         self._failed.pop(topic, None)
         return content
 
-    def _stamp(self, place: Place) -> Stamp | None:
+    def _stamp(self, place: ListedPlace) -> Stamp | None:
         """Return the state of a run's files, None if it is gone.
 
         Raises:
@@ -288,7 +288,7 @@ class Board:
             self._gone.pop(place.id, None)
         return at
 
-    def _glance(self, place: Place, at: Stamp) -> Glance:
+    def _glance(self, place: ListedPlace, at: Stamp) -> Glance:
         """Return a run's row, made again if its files have changed."""
         known = self._glances.get(place.id)
         if known is None or known[0] != at.token:
@@ -300,7 +300,7 @@ class Board:
             self._glances[place.id] = known
         return known[1]
 
-    def _row(self, place: Place) -> Glance:
+    def _row(self, place: ListedPlace) -> Glance:
         try:
             at = self._stamp(place)
             return (
@@ -313,11 +313,11 @@ class Board:
         """Return an error as viewers read it: with paths below the served directory."""
         return str(error).replace(f"{self.root}/", "")
 
-    def _find(self, run_id: str) -> Place | None:
+    def _find(self, run_id: str) -> ListedPlace | None:
         known = self._places.get(run_id)
         return known or self._scan(0).get(run_id)
 
-    def _scan(self, max_age: float = SCAN_SECONDS) -> dict[str, Place]:
+    def _scan(self, max_age: float = SCAN_SECONDS) -> dict[str, ListedPlace]:
         """Return the runs that are there; those that were there before can still be found."""
         now = time.monotonic()
         if now - self._scanned > max_age:
@@ -328,7 +328,7 @@ class Board:
         return self._here
 
 
-def _opened(chosen: Mapping[str, Place]) -> dict[str, Run]:
+def _opened(chosen: Mapping[str, ListedPlace]) -> dict[str, Run]:
     """Return those runs that can be opened, by id."""
     runs = {}
     for run_id, place in chosen.items():

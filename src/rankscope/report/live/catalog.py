@@ -61,7 +61,7 @@ _UNPLAIN = re.compile(r"[^A-Za-z0-9_-]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ListedPlace:
     """Where a run lies.
 
     Attributes:
@@ -88,7 +88,7 @@ class Stamp:
     changed: float
 
 
-class Found(NamedTuple):
+class FoundRuns(NamedTuple):
     """What a look through a directory has found.
 
     Attributes:
@@ -96,11 +96,11 @@ class Found(NamedTuple):
         cut: Whether directories were left out because there are too many.
     """
 
-    places: dict[str, Place]
+    places: dict[str, ListedPlace]
     cut: bool
 
 
-def places(root: Path) -> Found:
+def places(root: Path) -> FoundRuns:
     """Return the runs in a directory; the directory itself may be one.
 
     Every directory shares its weight evenly among those in it, and the heaviest are looked into
@@ -112,8 +112,8 @@ def places(root: Path) -> Found:
     """
     if Run.is_run(root):
         name = root.name or "run"
-        return Found({id_of(name): Place(id_of(name), root, name)}, cut=False)
-    runs: list[Place] = []
+        return FoundRuns({id_of(name): ListedPlace(id_of(name), root, name)}, cut=False)
+    runs: list[ListedPlace] = []
     waiting = [(1, 0, "", root)]  # one over the weight, the level, the name below root, the path
     for _ in range(MAX_DIRECTORIES):
         if not waiting:
@@ -123,13 +123,13 @@ def places(root: Path) -> Found:
         for child in _directories(path):
             inside = f"{name}/{child.name}" if name else child.name
             if Run.is_run(child.path):
-                runs.append(Place(id_of(inside), Path(child.path), inside))
+                runs.append(ListedPlace(id_of(inside), Path(child.path), inside))
             elif level + 1 < MAX_DEPTH:
                 below.append((inside, Path(child.path)))
         for inside, child_path in below:
             heapq.heappush(waiting, (crowd * len(below), level + 1, inside, child_path))
     runs.sort(key=lambda place: (place.name.count("/"), place.name))
-    return Found({place.id: place for place in runs}, cut=bool(waiting))
+    return FoundRuns({place.id: place for place in runs}, cut=bool(waiting))
 
 
 def id_of(name: str) -> str:
@@ -146,7 +146,7 @@ def id_of(name: str) -> str:
     return f"{like}~{digest}"
 
 
-def stamp(place: Place, root: Path) -> Stamp | None:
+def stamp(place: ListedPlace, root: Path) -> Stamp | None:
     """Return the state of a run's files; None when the run is gone.
 
     Raises:
@@ -262,7 +262,7 @@ class Glance:
             of its configuration.
     """
 
-    place: Place
+    place: ListedPlace
     title: str
     severity: str
     headline: str
@@ -297,7 +297,7 @@ class Glance:
         return " ".join(f"{100 * i / width:.1f},{22 - 20 * value:.1f}" for i, value in known)
 
 
-def glance(place: Place, at: Stamp) -> Glance:
+def glance(place: ListedPlace, at: Stamp) -> Glance:
     """Look at a run.
 
     Raises:
@@ -306,7 +306,7 @@ def glance(place: Place, at: Stamp) -> Glance:
     return _look(place, at, Run.open(place.path))
 
 
-def unreadable(place: Place, why: str, changed: float = 0.0) -> Glance:
+def unreadable(place: ListedPlace, why: str, changed: float = 0.0) -> Glance:
     """Return the row of a run that cannot be read."""
     return Glance(
         place, place.name, UNREADABLE, why, None, None, "", 0, 0, None, None, changed, 0.0, ()
@@ -318,7 +318,7 @@ def in_order(glances: list[Glance]) -> list[Glance]:
     return sorted(glances, key=lambda g: (ORDER.index(g.severity), -g.changed, g.place.id))
 
 
-def _look(place: Place, at: Stamp, run: Run) -> Glance:
+def _look(place: ListedPlace, at: Stamp, run: Run) -> Glance:
     columns = run.steps("step", "time", "loss_mean")
     known = step_range(run.path, Table.STEPS)
     step_T, time_T = columns["step"], columns["time"]

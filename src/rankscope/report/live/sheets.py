@@ -28,7 +28,13 @@ from rankscope.report.document import (
     style,
     vega_script,
 )
-from rankscope.report.live.catalog import ORDER, UNREADABLE, Glance, Place, settings_that_differ
+from rankscope.report.live.catalog import (
+    ORDER,
+    UNREADABLE,
+    Glance,
+    ListedPlace,
+    settings_that_differ,
+)
 from rankscope.report.page import RunView, assessed, run_view
 from rankscope.report.parts import Spec, Tables
 
@@ -103,7 +109,7 @@ def run_content(run: Run) -> Sheet:
 
 
 def run_sheet(
-    glance: Glance, content: Sheet, now: float, others: Sequence[Place], gone: float | None
+    glance: Glance, content: Sheet, now: float, others: Sequence[ListedPlace], gone: float | None
 ) -> Sheet:
     """Return a run's page: how it is going, then what is known of it.
 
@@ -135,7 +141,7 @@ def compared_content(first: Run, second: Run) -> Sheet:
 
 
 def compared_sheet(
-    content: Sheet | None, runs: Sequence[Place], chosen: tuple[str, str], words: str = ""
+    content: Sheet | None, runs: Sequence[ListedPlace], chosen: tuple[str, str], words: str = ""
 ) -> Sheet:
     """Return the page that compares two runs, or that lets two be chosen."""
     main = fill("live_compare.html", content=content, runs=runs, chosen=chosen, words=words)

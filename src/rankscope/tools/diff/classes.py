@@ -16,7 +16,7 @@ from rankscope.tools.diff.parting import (
 )
 from rankscope.tools.diff.reading import Disagreement
 from rankscope.tools.diff.result import Change, DiffClass, Jump, Moment, Parting
-from rankscope.tools.diff.signals import Compared, Pair
+from rankscope.tools.diff.signals import ComparedColumn, Pair
 
 REDUCTION_ALLOWANCE = 30.0
 """How many times the predicted distance a reduced gradient may have: parts of it may cancel."""
@@ -51,7 +51,7 @@ class Judgement:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class DifferenceCase:
     """All that a class is decided from.
 
     Attributes:
@@ -64,7 +64,7 @@ class Case:
     """
 
     pair: Pair
-    signals: Sequence[Compared]
+    signals: Sequence[ComparedColumn]
     parting: Parting
     at: int
     changes: tuple[Change, ...]
@@ -79,13 +79,13 @@ class Case:
         """The type with the largest rounding errors."""
         return max(self.dtypes, key=UNIT_ROUNDOFF.__getitem__)
 
-    def differs(self, *moments: Moment, at: int | None = None) -> list[Compared]:
+    def differs(self, *moments: Moment, at: int | None = None) -> list[ComparedColumn]:
         """Return the signals of these moments that differ in a pair, by default the first."""
         row = self.at if at is None else at
         return [s for s in self.signals if s.moment in moments and s.differs_PW[row].any()]
 
 
-def judge(case: Case, jump: Jump | None) -> Judgement:
+def judge(case: DifferenceCase, jump: Jump | None) -> Judgement:
     """Return the class of a difference."""
     found = _by_first_moment(case)
     if found.kind is DiffClass.ROUNDING:
@@ -95,7 +95,7 @@ def judge(case: Case, jump: Jump | None) -> Judgement:
     return found
 
 
-def _jumped(case: Case, jump: Jump) -> Judgement:
+def _jumped(case: DifferenceCase, jump: Jump) -> Judgement:
     at = int(np.searchsorted(case.pair.alignment.steps_a, jump.step))
     words = (
         f"the relative distance of the {jump.curve} jumps to {jump.after:.2g}, from at most "
@@ -110,7 +110,7 @@ def _jumped(case: Case, jump: Jump) -> Judgement:
     return Judgement(DiffClass.JUMP, [f"{reason}{jump.step} {words}"], jump.tensor, settings, at)
 
 
-def _other_update(case: Case) -> Judgement | None:
+def _other_update(case: DifferenceCase) -> Judgement | None:
     """Judge an optimizer that makes another step of gradients that agree up to rounding."""
     if case.of_kind("dtype") or case.parting.moment is Moment.AFTER:
         return None
@@ -134,7 +134,7 @@ def _other_update(case: Case) -> Judgement | None:
     return Judgement(DiffClass.JUMP, [reason], most_apart(after))
 
 
-def _by_first_moment(case: Case) -> Judgement:
+def _by_first_moment(case: DifferenceCase) -> Judgement:
     moment = case.parting.moment
     if moment is Moment.DATA:
         return Judgement(DiffClass.DATA)
@@ -148,7 +148,7 @@ def _by_first_moment(case: Case) -> Judgement:
     return _computed(case)
 
 
-def _before(case: Case) -> Judgement:
+def _before(case: DifferenceCase) -> Judgement:
     """Judge models that differ before their first common step."""
     apart = tensors_at(case.pair, case.at, Moment.BEFORE)
     only = single_element(apart)
@@ -166,7 +166,7 @@ def _before(case: Case) -> Judgement:
     )
 
 
-def _computed(case: Case) -> Judgement:
+def _computed(case: DifferenceCase) -> Judgement:
     """Judge what parts though data, generators, parameters and settings are equal."""
     moment, size = case.parting.moment, size_of(case)
     allowed = _allowance(case, moment)
@@ -181,7 +181,7 @@ def _computed(case: Case) -> Judgement:
     return _beyond_rounding(case, size, allowed)
 
 
-def _beyond_rounding(case: Case, size: float, allowed: float) -> Judgement:
+def _beyond_rounding(case: DifferenceCase, size: float, allowed: float) -> Judgement:
     reasons = _sizes(size, allowed)
     named = case.of_kind("dtype", "training", "reduction")
     if case.at == 0 or named:
@@ -203,7 +203,7 @@ def _beyond_rounding(case: Case, size: float, allowed: float) -> Judgement:
     return Judgement(DiffClass.JUMP, [*reasons, reason], tensor)
 
 
-def sign_of_bug(case: Case) -> Judgement | None:
+def sign_of_bug(case: DifferenceCase) -> Judgement | None:
     """Return what no rounding does: one element, or some workers alone."""
     moment, at = case.parting.moment, case.at
     inside = _inside_one_run(case)
@@ -237,7 +237,7 @@ def sign_of_bug(case: Case) -> Judgement | None:
     return None
 
 
-def size_of(case: Case) -> float:
+def size_of(case: DifferenceCase) -> float:
     """Return the relative distance where the runs first part; NaN where only digests differ."""
     signals = case.differs(case.parting.moment)
     sizes = [float(np.nanmax(s.relative_PW[case.at])) for s in signals if _known(s, case.at)]
@@ -246,11 +246,11 @@ def size_of(case: Case) -> float:
     return max(sizes, default=math.nan)
 
 
-def _known(signal: Compared, at: int) -> bool:
+def _known(signal: ComparedColumn, at: int) -> bool:
     return not bool(np.isnan(signal.relative_PW[at]).all())
 
 
-def _allowance(case: Case, moment: Moment) -> float:
+def _allowance(case: DifferenceCase, moment: Moment) -> float:
     """Return the relative distance up to which rounding explains a parting."""
     compute = COMPUTE_ALLOWANCE[case.coarsest] * UNIT_ROUNDOFF[case.coarsest]
     if moment is not Moment.REDUCED:
@@ -262,7 +262,7 @@ def _allowance(case: Case, moment: Moment) -> float:
     return max(allowed, compute) if other_batches else allowed
 
 
-def _like_16_bits(case: Case, size: float) -> bool:
+def _like_16_bits(case: DifferenceCase, size: float) -> bool:
     """Return whether all tensors part by what a 16-bit reduction predicts, from the first step."""
     apart = case.pair.distance(case.at, "reduced")
     spread = apart is None or bool(apart.differs_N[apart.norms_N > 0].all())
@@ -275,7 +275,7 @@ def _like_16_bits(case: Case, size: float) -> bool:
     )
 
 
-def _next_size(case: Case) -> float:
+def _next_size(case: DifferenceCase) -> float:
     """Return the largest relative distance of losses in the next step; 0 without one."""
     at = case.at + 1
     losses = [s for s in case.signals if s.name == "loss"]
@@ -284,7 +284,7 @@ def _next_size(case: Case) -> float:
     return float(np.nanmax(losses[0].relative_PW[at]))
 
 
-def _inside_one_run(case: Case) -> Disagreement | None:
+def _inside_one_run(case: DifferenceCase) -> Disagreement | None:
     """Return where workers of one run differ from each other, if the other run's do not."""
     if not case.pair.alignment.same_width:
         return None
@@ -298,7 +298,7 @@ def _inside_one_run(case: Case) -> Disagreement | None:
     return found if found.step >= first else None
 
 
-def _unequal_weights(case: Case) -> str:
+def _unequal_weights(case: DifferenceCase) -> str:
     """Say that means of workers' means depend on W, when their numbers of tokens differ."""
     if case.pair.alignment.same_width:
         return ""
@@ -312,7 +312,7 @@ def _unequal_weights(case: Case) -> str:
     return ""
 
 
-def _later_event(case: Case) -> Judgement | None:
+def _later_event(case: DifferenceCase) -> Judgement | None:
     """Judge other data or settings after the parting; not what follows a divergence."""
     diverged = case.pair.divergence()
     for moment, kind in LATER.items():
@@ -333,7 +333,7 @@ def _later_event(case: Case) -> Judgement | None:
     return None
 
 
-def _rounding(case: Case, reasons: list[str]) -> Judgement:
+def _rounding(case: DifferenceCase, reasons: list[str]) -> Judgement:
     return Judgement(DiffClass.ROUNDING, reasons, settings=case.of_kind("dtype"))
 
 

@@ -12,7 +12,7 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.stats.rounding import UNIT_ROUNDOFF
-from rankscope.tools.diff.classes import Case, Judgement, judge
+from rankscope.tools.diff.classes import DifferenceCase, Judgement, judge
 from rankscope.tools.diff.parting import (
     CURVES,
     curves_of,
@@ -21,13 +21,13 @@ from rankscope.tools.diff.parting import (
     jump_of,
     tensors_at,
 )
-from rankscope.tools.diff.reading import Side, align
+from rankscope.tools.diff.reading import DiffSide, align
 from rankscope.tools.diff.result import (
     Change,
     Comparison,
     Curve,
     DiffClass,
-    Growth,
+    DifferenceGrowth,
     Jump,
 )
 from rankscope.tools.diff.signals import Pair
@@ -65,7 +65,7 @@ def compare_runs(run_a: Run, run_b: Run, *, offset: int | None = None) -> Compar
         RunError: A file is damaged, a run is empty, they have no step in common, or they train
             other models.
     """
-    a, b = Side(run_a), Side(run_b)
+    a, b = DiffSide(run_a), DiffSide(run_b)
     _check_models(a, b)
     alignment = align(a, b, offset)
     at_a = int(np.searchsorted(a.steps_T, alignment.steps_a[0]))
@@ -84,7 +84,7 @@ def compare_runs(run_a: Run, run_b: Run, *, offset: int | None = None) -> Compar
     if parting is None:
         return _told(pair, changes, curves, Judgement(DiffClass.IDENTICAL))
     at = int(np.searchsorted(alignment.steps_a, parting.step))
-    case = Case(pair, signals, parting, at, changes, dtypes)
+    case = DifferenceCase(pair, signals, parting, at, changes, dtypes)
     jump = jump_of(pair, curves)
     judgement = judge(case, jump)
     grown = [growth_of(curve) for name in CURVES for curve in curves if curve.name == name]
@@ -97,8 +97,8 @@ def _told(
     changes: tuple[Change, ...],
     curves: tuple[Curve, ...],
     judgement: Judgement,
-    case: Case | None = None,
-    growth: Growth | None = None,
+    case: DifferenceCase | None = None,
+    growth: DifferenceGrowth | None = None,
     jump: Jump | None = None,
 ) -> Comparison:
     told = tell(pair, changes, judgement, case, growth)
@@ -125,7 +125,7 @@ def _told(
     )
 
 
-def _check_models(a: Side, b: Side) -> None:
+def _check_models(a: DiffSide, b: DiffSide) -> None:
     """Refuse to compare two models.
 
     Raises:
@@ -155,12 +155,12 @@ def _nested(info: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def _layouts_differ(a: Side, b: Side, at_a: int, at_b: int) -> bool:
+def _layouts_differ(a: DiffSide, b: DiffSide, at_a: int, at_b: int) -> bool:
     one, other = a.column("state_layout")[at_a, 0], b.column("state_layout")[at_b, 0]
     return bool(one != other and MISSING_INT not in (one, other))
 
 
-def _types_of(side: Side) -> list[str]:
+def _types_of(side: DiffSide) -> list[str]:
     """Return the types that a run computes, keeps and adds up its gradients in, as it says."""
     types = [str(name) for name in _nested(side.info, "training", "parameters", "types")]
     types += [str(name) for name in _nested(side.info, "options", "reduced_in").values()]
@@ -176,7 +176,7 @@ def _coarsest(types: Iterable[str]) -> str:
     return max(types, key=UNIT_ROUNDOFF.__getitem__)
 
 
-def _changes_between(a: Side, b: Side) -> tuple[Change, ...]:
+def _changes_between(a: DiffSide, b: DiffSide) -> tuple[Change, ...]:
     """Return the settings and facts of ``run.json`` that differ, the decisive ones first.
 
     Names of directories, hosts and processes are no settings.
@@ -196,7 +196,7 @@ def _changes_between(a: Side, b: Side) -> tuple[Change, ...]:
     return tuple(sorted(found, key=lambda change: KINDS.index(change.kind)))
 
 
-def _precision_change(a: Side, b: Side, at_a: int, at_b: int) -> Change | None:
+def _precision_change(a: DiffSide, b: DiffSide, at_a: int, at_b: int) -> Change | None:
     """Return that the forward passes have another precision in a step, if so."""
     one, other = a.column("precision")[at_a, 0], b.column("precision")[at_b, 0]
     missing = min(int(one), int(other)) == MISSING_INT
@@ -206,7 +206,7 @@ def _precision_change(a: Side, b: Side, at_a: int, at_b: int) -> Change | None:
     return Change("precision of the forward pass", left, right, "dtype")
 
 
-def _environment(a: Side, b: Side) -> list[Change]:
+def _environment(a: DiffSide, b: DiffSide) -> list[Change]:
     one, other = (_facts_of(side) for side in (a, b))
     names = [n for n in sorted(one.keys() | other.keys()) if is_compared(n) and n not in _OF_A_JOB]
     return [
@@ -216,7 +216,7 @@ def _environment(a: Side, b: Side) -> list[Change]:
     ]
 
 
-def _facts_of(side: Side) -> dict[str, Any]:
+def _facts_of(side: DiffSide) -> dict[str, Any]:
     ranks = side.info.get("ranks")
     if not isinstance(ranks, list) or not ranks or not isinstance(ranks[0], Mapping):
         return {}

@@ -10,8 +10,8 @@ from rankscope.bus.columns import DType, Table
 from rankscope.evidence import columns_of
 from rankscope.stats.arrays import Floats
 from rankscope.stats.rounding import UNIT_ROUNDOFF, predicted_error, ulp_distance
-from rankscope.tools.diff.result import Curve, Growth, Jump, Moment, Parting
-from rankscope.tools.diff.signals import BEFORE, Compared, Pair, TensorDistance
+from rankscope.tools.diff.result import Curve, DifferenceGrowth, Jump, Moment, Parting
+from rankscope.tools.diff.signals import BEFORE, ComparedColumn, Pair, TensorDistance
 
 _NUMBERS = {s.name for s in columns_of(Table.WORKERS) if s.dtype is DType.FLOAT}
 _TRACED = {Moment.REDUCED: "reduced", Moment.AFTER: "parameter"}
@@ -33,7 +33,7 @@ CURVES = ("parameters", "gradient", "loss")
 """What grows, what tells most first."""
 
 
-def first_parting(pair: Pair, signals: Sequence[Compared], dtype: str) -> Parting | None:
+def first_parting(pair: Pair, signals: Sequence[ComparedColumn], dtype: str) -> Parting | None:
     """Return where two runs first part: the first step, and in it the first moment.
 
     Args:
@@ -81,7 +81,7 @@ def tensors_at(pair: Pair, at: int, moment: Moment) -> TensorDistance | None:
     return next((each for each in found if each is not None and each.differs_N.any()), None)
 
 
-def ranks_of(showing: Sequence[Compared], at: int) -> tuple[int, ...]:
+def ranks_of(showing: Sequence[ComparedColumn], at: int) -> tuple[int, ...]:
     """Return the workers on which any of these signals differs."""
     ranks: set[int] = set()
     for signal in showing:
@@ -156,7 +156,7 @@ def most_apart(apart: TensorDistance | None) -> str:
     return apart.names[int(np.nan_to_num(apart.distance_N, nan=np.inf).argmax())]
 
 
-def _with_values(pair: Pair, shown: Parting, at: int, signal: Compared) -> Parting:
+def _with_values(pair: Pair, shown: Parting, at: int, signal: ComparedColumn) -> Parting:
     """Add the two values at the worker that differs most, and their distance in ULP."""
     if signal.name == "loss":
         one, other = pair.losses()
@@ -222,7 +222,7 @@ def curves_of(pair: Pair) -> tuple[Curve, ...]:
     return tuple(curve for curve in found if np.isfinite(curve.values).any())
 
 
-def growth_of(curve: Curve) -> Growth | None:
+def growth_of(curve: Curve) -> DifferenceGrowth | None:
     """Fit how a distance grows after it first differs from 0: by a factor per step, or a power.
 
     Returns:
@@ -239,7 +239,7 @@ def growth_of(curve: Curve) -> Growth | None:
     shape = "exponential" if error_of_rate < error_of_power else "power"
     if min(error_of_rate, error_of_power) > 0.98 * float(((logs - logs.mean()) ** 2).sum()):
         shape = "flat"
-    return Growth(
+    return DifferenceGrowth(
         curve=curve.name,
         shape=shape,
         factor=math.exp(rate),

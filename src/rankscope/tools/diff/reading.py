@@ -68,7 +68,7 @@ class Disagreement:
     ranks: tuple[int, ...]
 
 
-class Side:
+class DiffSide:
     """One of the two runs.
 
     Args:
@@ -201,7 +201,7 @@ class Side:
         return np.asarray((losses * weights).sum(axis=1) / weights.sum(axis=1), np.float64)
 
 
-def align(a: Side, b: Side, given: int | None = None) -> Alignment:
+def align(a: DiffSide, b: DiffSide, given: int | None = None) -> Alignment:
     """Return which steps of two runs are compared.
 
     Steps of equal number are, unless batches say otherwise: a run that continues another may count
@@ -273,11 +273,11 @@ def _all_of(samples: Mapping[int, Any]) -> bytes:
     return b"" if not samples else np.sort(np.concatenate(list(samples.values()))).tobytes()
 
 
-def _overlap(a: Side, b: Side, offset: int) -> Any:
+def _overlap(a: DiffSide, b: DiffSide, offset: int) -> Any:
     return np.intersect1d(a.steps_T, b.steps_T + offset)
 
 
-def _matched(a: Side, b: Side, offset: int) -> float:
+def _matched(a: DiffSide, b: DiffSide, offset: int) -> float:
     """Return the share of compared steps that have the same global batch."""
     steps = _overlap(a, b, offset)
     equal = [
@@ -316,7 +316,7 @@ def _steps_of(batches: Mapping[int, bytes]) -> dict[bytes, list[int]]:
     return steps
 
 
-def _believed(a: Side, b: Side, offset: int) -> bool:
+def _believed(a: DiffSide, b: DiffSide, offset: int) -> bool:
     steps = _overlap(a, b, offset)
     if _matched(a, b, offset) < MIN_MATCHED:
         return False
@@ -330,7 +330,7 @@ def _believed(a: Side, b: Side, offset: int) -> bool:
     return bool(abs(one - other) <= SAME_LOSS * abs(one))
 
 
-def _words(a: Side, b: Side, offset: int, count: int) -> str:
+def _words(a: DiffSide, b: DiffSide, offset: int, count: int) -> str:
     words = f"{count:,} steps compared"
     if offset:
         words += f"; by their batches, step s of B is step s {offset:+d} of A"

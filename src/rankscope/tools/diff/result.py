@@ -131,7 +131,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Growth:
+class DifferenceGrowth:
     """How the distance grows after the runs have parted.
 
     Attributes:
@@ -204,7 +204,7 @@ class Comparison:
     causes: tuple[str, ...]
     alignment: Alignment
     parting: Parting | None = None
-    growth: Growth | None = None
+    growth: DifferenceGrowth | None = None
     jump: Jump | None = None
     changes: tuple[Change, ...] = ()
     curves: tuple[Curve, ...] = ()

@@ -10,7 +10,7 @@ from rankscope.bus.columns import DType, Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence import find_column
 from rankscope.stats.arrays import Floats
-from rankscope.tools.diff.reading import Side, Tensors, same_samples
+from rankscope.tools.diff.reading import DiffSide, Tensors, same_samples
 from rankscope.tools.diff.result import Alignment, Moment
 
 Bools = NDArray[np.bool_]
@@ -35,7 +35,7 @@ MEASURED_OTHERWISE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Compared:
+class ComparedColumn:
     """One signal of both runs.
 
     Attributes:
@@ -100,7 +100,9 @@ class Pair:
         other_types: Whether the runs keep their tensors in other types; then bits say nothing.
     """
 
-    def __init__(self, a: Side, b: Side, alignment: Alignment, *, other_types: bool) -> None:
+    def __init__(
+        self, a: DiffSide, b: DiffSide, alignment: Alignment, *, other_types: bool
+    ) -> None:
         self.a, self.b, self.alignment = a, b, alignment
         self.other_types = other_types
         self._at_a = np.searchsorted(a.steps_T, alignment.steps_a)
@@ -199,11 +201,11 @@ class Pair:
             buckets_NK,
         )
 
-    def signals(self) -> list[Compared]:
+    def signals(self) -> list[ComparedColumn]:
         """Return all signals, in the order in which a step makes them known."""
         return [signal for signal in self._signals() if signal.differs_PW.size]
 
-    def _signals(self) -> Iterator[Compared]:
+    def _signals(self) -> Iterator[ComparedColumn]:
         same = self.alignment.same_width
         yield self._data()
         if same:
@@ -222,7 +224,7 @@ class Pair:
                 yield self._column(name, Moment.AFTER)
         yield self._traced(Moment.AFTER, "parameter")
 
-    def _data(self) -> Compared:
+    def _data(self) -> ComparedColumn:
         steps = zip(self.alignment.steps_a.tolist(), self.alignment.steps_b.tolist(), strict=True)
         one, other = self.a.samples, self.b.samples
         width = self.a.num_workers if self.alignment.same_width else 1
@@ -242,18 +244,18 @@ class Pair:
                     )
         unknown = np.full(differs_PW.shape, np.nan)
         per_worker = self.alignment.same_width
-        return Compared(Moment.DATA, "samples", differs_PW, unknown, per_worker)
+        return ComparedColumn(Moment.DATA, "samples", differs_PW, unknown, per_worker)
 
-    def _before(self) -> Compared:
+    def _before(self) -> ComparedColumn:
         """Compare what the models held before the first pair; later, that is the step before."""
         differs_P1 = np.zeros((len(self), 1), bool)
         for kind in BEFORE:
             apart = self.distance(0, kind, back=1)
             differs_P1[0] |= apart is not None and bool(apart.differs_N.any())
         unknown = np.full(differs_P1.shape, np.nan)
-        return Compared(Moment.BEFORE, "traces", differs_P1, unknown, per_worker=False)
+        return ComparedColumn(Moment.BEFORE, "traces", differs_P1, unknown, per_worker=False)
 
-    def _local_gradients(self) -> Iterator[Compared]:
+    def _local_gradients(self) -> Iterator[ComparedColumn]:
         if self.a.info.get("options", {}).get("tier") != self.b.info.get("options", {}).get("tier"):
             return
         grouped = [
@@ -265,7 +267,7 @@ class Pair:
             signal = self._floats(Moment.GRADIENT, name, one, other)
             yield self._unless_traced_equal(signal)
 
-    def _reduced(self) -> Iterator[Compared]:
+    def _reduced(self) -> Iterator[ComparedColumn]:
         yield self._traced(Moment.REDUCED, "reduced")
         yield self._column("reduced_digest", Moment.REDUCED)
         if self.alignment.same_width:
@@ -276,7 +278,7 @@ class Pair:
         signal = self._floats(Moment.REDUCED, "reduced_norm", *norms)
         yield self._unless_traced_equal(signal)
 
-    def _unless_traced_equal(self, signal: Compared) -> Compared:
+    def _unless_traced_equal(self, signal: ComparedColumn) -> ComparedColumn:
         """Leave out differences of norms that were only added up in other parts.
 
         A norm is measured bucket by bucket: with other buckets it may have other last digits,
@@ -288,9 +290,9 @@ class Pair:
             equal_P[pair] = apart is not None and not apart.differs_N.any()
         small_PW = signal.relative_PW <= MEASURED_OTHERWISE
         differs_PW = signal.differs_PW & ~(equal_P[:, None] & small_PW)
-        return Compared(signal.moment, signal.name, differs_PW, signal.relative_PW)
+        return ComparedColumn(signal.moment, signal.name, differs_PW, signal.relative_PW)
 
-    def _traced(self, moment: Moment, kind: str) -> Compared:
+    def _traced(self, moment: Moment, kind: str) -> ComparedColumn:
         differs_P1 = np.zeros((len(self), 1), bool)
         relative_P1 = np.full((len(self), 1), np.nan)
         for pair in range(len(self)):
@@ -298,21 +300,21 @@ class Pair:
             if apart is not None:
                 differs_P1[pair] = apart.differs_N.any()
                 relative_P1[pair] = apart.total if differs_P1[pair] else 0.0
-        return Compared(moment, f"traces ({kind})", differs_P1, relative_P1, per_worker=False)
+        return ComparedColumn(moment, f"traces ({kind})", differs_P1, relative_P1, per_worker=False)
 
-    def _floats(self, moment: Moment, name: str, one: Floats, other: Floats) -> Compared:
+    def _floats(self, moment: Moment, name: str, one: Floats, other: Floats) -> ComparedColumn:
         known = np.isfinite(one) & np.isfinite(other)
         with np.errstate(invalid="ignore", divide="ignore"):
             apart = np.abs(one - other)
             size = np.maximum(np.abs(one), np.abs(other))
             relative = np.where(apart == 0, 0.0, apart / size)
         relative[~known] = np.nan
-        return Compared(moment, name, known & (one != other), relative)
+        return ComparedColumn(moment, name, known & (one != other), relative)
 
-    def _columns(self, moment: Moment) -> Iterator[Compared]:
+    def _columns(self, moment: Moment) -> Iterator[ComparedColumn]:
         return (self._column(name, moment) for name in COLUMNS[moment])
 
-    def _column(self, name: str, moment: Moment) -> Compared:
+    def _column(self, name: str, moment: Moment) -> ComparedColumn:
         """Compare a column of the workers by its declared type: number, digest or flag."""
         one, other = self.values(name)
         dtype = find_column(Table.WORKERS, name).dtype
@@ -320,14 +322,14 @@ class Pair:
             return self._floats(moment, name, one, other)
         if dtype is DType.BOOL:
             differs_PW = one != other
-            return Compared(moment, name, differs_PW, np.where(differs_PW, np.inf, np.nan))
+            return ComparedColumn(moment, name, differs_PW, np.where(differs_PW, np.inf, np.nan))
         known_PW = (one != MISSING_INT) & (other != MISSING_INT)
         if name in _NEED_LAYOUT:
             layout_a, layout_b = self.values("state_layout")
             known_PW &= layout_a == layout_b
-        return Compared(moment, name, known_PW & (one != other), np.full(one.shape, np.nan))
+        return ComparedColumn(moment, name, known_PW & (one != other), np.full(one.shape, np.nan))
 
-    def _only_one_diverged(self) -> Compared:
+    def _only_one_diverged(self) -> ComparedColumn:
         alone_P1 = np.logical_or(*self.diverged().values())[:, None]
         relative_P1 = np.where(alone_P1, np.inf, np.nan)
-        return Compared(Moment.LOSS, "nonfinite", alone_P1, relative_P1, per_worker=False)
+        return ComparedColumn(Moment.LOSS, "nonfinite", alone_P1, relative_P1, per_worker=False)

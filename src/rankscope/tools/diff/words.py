@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rankscope.bus.words import name_ranks
-from rankscope.tools.diff.classes import Case, Judgement
+from rankscope.tools.diff.classes import DifferenceCase, Judgement
 from rankscope.tools.diff.reading import dealt_otherwise
-from rankscope.tools.diff.result import Change, DiffClass, Growth, Moment, Parting
+from rankscope.tools.diff.result import Change, DiffClass, DifferenceGrowth, Moment, Parting
 from rankscope.tools.diff.signals import Pair
 
 MAX_NAMED = 4
@@ -28,8 +28,8 @@ def tell(
     pair: Pair,
     changes: Sequence[Change],
     judgement: Judgement,
-    case: Case | None,
-    growth: Growth | None,
+    case: DifferenceCase | None,
+    growth: DifferenceGrowth | None,
 ) -> Told:
     """Put a judgement into words."""
     if case is None:
@@ -80,7 +80,7 @@ def short(name: str) -> str:
     return name.removeprefix("training.").replace(".groups.0.", ".")
 
 
-def grows(growth: Growth) -> str:
+def grows(growth: DifferenceGrowth) -> str:
     """Say how a distance grows."""
     span = f"from {growth.first:.2g} to {growth.last:.2g} in {growth.num_steps} steps"
     if growth.shape == "exponential":
@@ -109,7 +109,7 @@ def _identical(pair: Pair, changes: Sequence[Change]) -> Told:
     return Told(headline, explanation, _ADVICE[DiffClass.IDENTICAL], [])
 
 
-def _headline(pair: Pair, case: Case, judgement: Judgement) -> str:
+def _headline(pair: Pair, case: DifferenceCase, judgement: Judgement) -> str:
     parting, kind = case.parting, judgement.kind
     step = int(pair.alignment.steps_a[case.at if judgement.at is None else judgement.at])
     if kind is DiffClass.DATA:
@@ -153,7 +153,7 @@ def _where(parting: Parting) -> str:
     return words + "."
 
 
-def _of_data(pair: Pair, case: Case) -> list[str]:
+def _of_data(pair: Pair, case: DifferenceCase) -> list[str]:
     step_a, step_b = case.parting.step, case.parting.step_b
     one, other = pair.a.samples.get(step_a), pair.b.samples.get(step_b)
     if one is None or other is None:
@@ -185,7 +185,7 @@ def _ids(samples: dict) -> list[int]:  # type: ignore[type-arg]
     return [int(i) for ids in samples.values() for i in ids]
 
 
-def _causes(pair: Pair, case: Case, judgement: Judgement) -> list[str]:
+def _causes(pair: Pair, case: DifferenceCase, judgement: Judgement) -> list[str]:
     """Return what may have caused it, most probable first."""
     kind = judgement.kind
     found = [named(change) for change in judgement.settings]
@@ -220,7 +220,7 @@ def _causes(pair: Pair, case: Case, judgement: Judgement) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _order_of_samples(pair: Pair, case: Case) -> list[str]:
+def _order_of_samples(pair: Pair, case: DifferenceCase) -> list[str]:
     """Return the workers whose batch holds the same samples in another order."""
     if not pair.alignment.same_width:
         return []

@@ -28,7 +28,7 @@ PAUSE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """This worker's place among the others.
 
     Attributes:
@@ -46,14 +46,14 @@ class Place:
     launched: bool = False
 
 
-def find_place(environment: Mapping[str, str]) -> Place:
+def find_place(environment: Mapping[str, str]) -> RankPlace:
     """Read the launcher's variables.
 
     Raises:
         UsageError: Some of them are missing, or are no numbers that fit together.
     """
     if "RANK" not in environment:
-        return Place()
+        return RankPlace()
     missing = [name for name in _ADDRESS if not environment.get(name)]
     if missing:
         raise UsageError(
@@ -66,7 +66,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
             f"expected RANK from 0 to WORLD_SIZE − 1, got RANK={rank} and WORLD_SIZE={num_ranks}; "
             "correct what the launcher sets"
         )
-    return Place(
+    return RankPlace(
         rank,
         num_ranks,
         _number(environment, "LOCAL_RANK", rank),
@@ -75,7 +75,7 @@ def find_place(environment: Mapping[str, str]) -> Place:
     )
 
 
-def open_stores(place: Place, seconds: float) -> tuple[Store, Store]:
+def open_stores(place: RankPlace, seconds: float) -> tuple[Store, Store]:
     """Open two connections to the place where workers meet: one for each of a worker's threads.
 
     Raises:
@@ -96,7 +96,7 @@ def inside(store: Store, name: str) -> Store:
     return _c10d.PrefixStore(name, store)
 
 
-def choose_device(place: Place) -> torch.device:
+def choose_device(place: RankPlace) -> torch.device:
     """Return this worker's device, and make it the current one.
 
     More workers than accelerators share them.
@@ -109,7 +109,7 @@ def choose_device(place: Place) -> torch.device:
     return device
 
 
-def choose_backend(place: Place, device: torch.device) -> str:
+def choose_backend(place: RankPlace, device: torch.device) -> str:
     """Return the device's own backend; gloo where workers share an accelerator."""
     if device.type != "cpu" and place.num_local > torch.accelerator.device_count():
         return "gloo"

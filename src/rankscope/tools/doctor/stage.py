@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rankscope.tools.doctor.meeting import Place, Store
+from rankscope.tools.doctor.meeting import RankPlace, Store
 
 TITLES = {
     "topology": "Ranks and devices",
@@ -145,7 +145,7 @@ class Bench:
         batch: The first batch of the user's loader, once it has been read.
     """
 
-    place: Place
+    place: RankPlace
     options: Options
     store: Store
     device: torch.device
