@@ -10,6 +10,7 @@ from rankscope.bus.finding import Finding
 from rankscope.cli.output import JsonOption, plain, show, terminal
 from rankscope.cli.verdict import LOOK
 from rankscope.errors import RunError
+from rankscope.evidence.reference.verify import ReferenceAnswer
 from rankscope.record import Run
 from rankscope.record.stores import at_hand
 
