@@ -7,9 +7,8 @@ import subprocess
 import sys
 from textwrap import dedent
 
+import pyarrow.parquet as pq
 import pytest
-
-import rankscope
 
 pytestmark = pytest.mark.ranks
 
@@ -27,7 +26,7 @@ FOLDER = {
         EVIDENCE = Evidence("toy_logits", __name__, COLUMNS)
         ''',
     "probe.py": """
-        from rankscope.bus.probe import Part, Probe, Ready
+        from rankscope.bus.probe import MessagePart, Probe, Ready
 
 
         class Logits(Probe):
@@ -38,7 +37,7 @@ FOLDER = {
 
             def collect(self, end):
                 largest, self.largest = self.largest, 0.0
-                return Ready(Part({"logit_max": largest}))
+                return Ready(MessagePart({"logit_max": largest}))
 
 
         def make_probe(job):
@@ -157,7 +156,7 @@ def run(tmp_path_factory):
 
 
 def test_its_column_is_in_parquet(run):
-    table = rankscope.load(run[0]).table("workers").to_pandas()
+    table = pq.read_table(run[0] / "workers").to_pandas()
     hot = table[table["rank"] == 1].sort_values("step")["logit_max"] > 1000
     assert hot.tolist() == [False] * 5 + [True] * 7
     assert (table[table["rank"] == 0]["logit_max"] < 100).all()
