@@ -64,7 +64,7 @@ def train(rank: int, wrapper: str, run_dir: str | None, names: list[str]) -> dic
     results = {}
     for name in names:
         training.begin()
-        root = None if scope is None or scope._canary is None else Root(scope, rank)
+        root = None if canary_of(scope) is None else Root(scope, rank)
         first = -1 if scope is None else scope._collector.step
         wait_for(scope)
         seen, raised = [], []
@@ -90,6 +90,11 @@ def train(rank: int, wrapper: str, run_dir: str | None, names: list[str]) -> dic
     return results
 
 
+def canary_of(scope: Any) -> Any:
+    """Return what runs canaries in a session; None without."""
+    return None if scope is None else scope._collector._probes.get("canary")
+
+
 class Root:
     """Plays the root's part in a canary, which is to run in a certain step.
 
@@ -99,7 +104,7 @@ class Root:
     """
 
     def __init__(self, scope: Any, rank: int) -> None:
-        self._scope, self._canary = scope, scope._canary
+        self._scope, self._canary = scope, canary_of(scope)
         self._answers: list[bytes] = []
         self._canary._send = self._answers.append
         self._rank = rank
@@ -226,3 +231,49 @@ def test_a_recomputed_forward_pass_counts_once(trained):
         here = np.isin(steps, ranks[0][1][way]["steps"])
         expected = {2.0} if way == "first in dual level" else {1.0}
         assert set(micro_TW[here].flatten()) == expected or way in NO_PASSES, way
+
+
+WIDE = 512
+
+
+def peaks(rank: int, folder: str) -> dict[str, int]:
+    """Return the highest number of bytes that each step of a watched training has allocated."""
+    canary_plan.LAG = 10**6
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, WIDE), torch.nn.GELU(), torch.nn.Linear(WIDE, 4)
+    )
+    ddp = torch.nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    found = {}
+    with rankscope.watch(ddp, optimizer, run_dir=f"{folder}/peaks", overhead_budget=None) as scope:
+        root = Root(scope, rank)
+        for step in range(STEPS):
+            wait_for(scope)
+            root.before(step)
+            if step == VERIFY:
+                scope.verify()
+            optimizer.zero_grad()
+            with torch.profiler.profile(profile_memory=True) as profiler:
+                x = torch.randn(512, 64)
+                torch.nn.functional.cross_entropy(ddp(x), torch.randint(4, (512,))).backward()
+                optimizer.step()
+            found[step] = peak_of(profiler)
+            scope._collector.close_step()
+    return found
+
+
+def peak_of(profiler: Any) -> int:
+    """Return the largest sum of what was allocated and not freed."""
+    events = profiler.profiler.kineto_results.events()
+    changes = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    assert changes
+    return int(np.cumsum([size for _, size in sorted(changes)]).max())
+
+
+def test_no_step_takes_more_memory_than_two(tmp_path):
+    """A canary and a reference step run beside nothing of the step's own but its gradients."""
+    for found in run_ranks(peaks, 2, str(tmp_path), timeout=120):
+        usual = max(found[step] for step in (0, 1, 3, 6))
+        assert usual > 4 * 512 * WIDE  # what one layer returns, at least
+        assert max(found.values()) <= 2 * usual
