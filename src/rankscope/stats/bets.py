@@ -274,7 +274,7 @@ class Betting:
     Example:
         >>> ranked, e_BSU = rank_units(np.array([[1.0, 2.0, 9.0]])), np.empty((1, 1, 3), np.float32)
         >>> middle_S, away, scales_S = distances(ranked)
-        >>> Betting([Bet(Kind.UP, 1.6, 1.0)]).write_e_values(ranked, away, scales_S, e_BSU)
+        >>> Betting([Bet(BetKind.UP, 1.6, 1.0)]).write_e_values(ranked, away, scales_S, e_BSU)
         >>> e_BSU.astype(float).round(2).tolist()  # of mean 1, whatever the values
         [[[0.14, 0.57, 2.29]]]
     """

@@ -31,9 +31,6 @@ ARRAYS = (
     Array("numbers", np.float64, bulk=True),  # see measured.py; empty without a valid measurement
     Array("sizes", np.int64, bulk=True),  # how numbers and sketches are made up
     Array("sketches", np.float32, bulk=True),
-    Array(
-        "gram", np.float64, bulk=True
-    ),  # this worker's part of the exact inner products, or empty
 )
 
 EVIDENCE = Evidence("gradient", __name__, COLUMNS, ARRAYS)
