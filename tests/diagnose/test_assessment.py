@@ -151,7 +151,7 @@ def test_too_few_steps_are_not_called_healthy(tmp_path, status, word):
     assert found.headline == f"Too {word} to judge: no fault found in 30 steps."
     assert "34 more steps" in found.recommendation
     checked, waiting = found.statements[-2:]
-    assert checked.startswith("Checked so far: values that are not finite;")
+    assert checked.startswith("Checked so far: shared batches; values that are not finite;")
     assert "a worker that differs from the others" in checked
     assert "parameters, buffers and optimizer state (34 more steps)" in waiting
 

@@ -53,11 +53,6 @@ NOT_RUN = {
     ("CONTRIBUTING.md", "make test"): "run by .ci/run",
     ("CONTRIBUTING.md", "make demo"): "run by .ci/run",
     (
-        "CONTRIBUTING.md",
-        "errors → private → core → record, sinks → diagnose → agent → capture → reduce, numerics → "
-        "session → web",
-    ): "a picture of the layers",
-    (
         "docs/canary.md",
         "torchrun --nproc-per-node 8 -m rankscope replay "
         "RUN/replay/rank-2-step-66 --model my_model:make",
