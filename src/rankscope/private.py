@@ -34,7 +34,8 @@ class Patch:
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        self._owner, self._name = owner, name
+        self._owner = owner
+        self._name = name
         self._kept = vars(owner).get(name, _NOTHING)  # as it is stored: a class binds what it gives
         self.original = getattr(owner, name, None)
         """What was found there."""

@@ -33,8 +33,10 @@ class FeltSeconds:
     def __init__(
         self, clock: "DeviceClock", marks: Marks | None, on_host: float, *, observed: bool
     ) -> None:
-        self._clock, self._marks = clock, marks
-        self._on_host, self._observed = on_host, observed
+        self._clock = clock
+        self._marks = marks
+        self._on_host = on_host
+        self._observed = observed
 
     @property
     def ready(self) -> bool:
@@ -63,11 +65,15 @@ class DeviceClock:
         record: Callable[[Any], None],
         is_capturing: Callable[[], bool],
     ) -> None:
-        self._make_event, self._record, self._is_capturing = make_event, record, is_capturing
+        self._make_event = make_event
+        self._record = record
+        self._is_capturing = is_capturing
         self._begun: Any = None
         self._marks: Marks = []
         self._free: list[Any] = []
-        self._works, self._marking, self._spoilt = True, False, True
+        self._works = True
+        self._marking = False
+        self._spoilt = True
         self._typical: dict[bool, float] = {}
 
     def begin(self) -> None:

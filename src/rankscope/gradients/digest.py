@@ -85,10 +85,13 @@ def digest_bits(tensor: Tensor, start: int = 0, stop: int | None = None) -> Pend
     native = native_sum()
     if native is None or not (tensor.is_cpu and lies_in_memory(tensor)):
         return _digest_any(tensor, start, stop)
-    length, address, size = tensor.numel(), tensor.data_ptr(), tensor.itemsize
+    length = tensor.numel()
+    address = tensor.data_ptr()
+    size = tensor.itemsize
     if start or stop is not None:
         start, stop = _clipped(tensor, start, stop)
-        length, address = stop - start, address + start * size
+        length = stop - start
+        address += start * size
     return PendingDigest(_kind(tensor.dtype, length) + native.at(address, length * size))
 
 
@@ -143,7 +146,8 @@ def flat_pieces(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
         while len(flat):
             count = min(len(flat), size - filled)
             buffer[filled : filled + count].copy_(flat[:count])
-            flat, filled = flat[count:], filled + count
+            flat = flat[count:]
+            filled += count
             if filled == size:
                 yield buffer
                 filled = 0
@@ -180,9 +184,11 @@ def _parts(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
     if layout == torch.sparse_coo:
         return [("indices", tensor._indices()), ("values", tensor._values())]
     if layout in _COMPRESSED_ROWS:
-        outer, inner = tensor.crow_indices(), tensor.col_indices()
+        outer = tensor.crow_indices()
+        inner = tensor.col_indices()
     elif layout in _COMPRESSED_COLUMNS:
-        outer, inner = tensor.ccol_indices(), tensor.row_indices()
+        outer = tensor.ccol_indices()
+        inner = tensor.row_indices()
     else:
         return None
     return [("outer", outer), ("inner", inner), ("values", tensor.values())]

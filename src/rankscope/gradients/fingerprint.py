@@ -46,13 +46,15 @@ class _Twister:
         self._whole = (ctypes.c_char * _MT_BYTES).from_address(address)
         first = min(position, _MT_BYTES - _LOOKED_AT)
         self._part = (ctypes.c_char * _LOOKED_AT).from_address(address + first)
-        self._seen, self.owner = b"", owner
+        self._seen = b""
+        self.owner = owner
 
     def read(self) -> bytes:
         """Return the state; the very object of the last time, if it is the same."""
         seen = self._part.raw
         if seen != self._seen:
-            self._seen, self._state = seen, self._whole.raw
+            self._seen = seen
+            self._state = self._whole.raw
         return self._state
 
 
@@ -65,15 +67,19 @@ class _TorchState:
     def read(self) -> bytes:
         """Return the state; the very object of the last time, if it is the same."""
         state = torch.default_generator.get_state()
-        address, size = state.data_ptr(), state.numel()
+        address = state.data_ptr()
+        size = state.numel()
         ends = min(2 * _LOOKED_AT, size)
         seen = ctypes.string_at(address, ends) + ctypes.string_at(address + size - ends, ends)
         if seen != self._seen:
-            self._seen, self._state = seen, ctypes.string_at(address, size)
+            self._seen = seen
+            self._state = ctypes.string_at(address, size)
         return self._state
 
 
-_python, _numpy, _torch = _Twister(), _Twister(), _TorchState()
+_python = _Twister()
+_numpy = _Twister()
+_torch = _TorchState()
 
 
 def digest_of(data: bytes) -> int:

@@ -77,7 +77,8 @@ def _wanted(folding: Folding) -> tuple[tuple[int, int, int, int, int], ...]:
         (LOCAL, folding.audit_width, each),
         (REDUCED, folding.audit_width * folding.reduced, each),
     )
-    wanted, at = [], 0
+    wanted = []
+    at = 0
     for source, width, spans in parts:
         for first, stop in spans if width else ():
             wanted.append((source, first, stop, width, at))

@@ -103,7 +103,9 @@ class Share:
                 if shared is not None:
                     shared.begin()
                 shared = _open[device] = _Shared(device, max(room, 2 * words))
-            self._first, self._words, self._shared = shared.used, words, shared
+            self._first = shared.used
+            self._words = words
+            self._shared = shared
             return shared.take(words)
 
     @property
@@ -129,7 +131,8 @@ class FewNumbers:
     """
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        self._share, self._shape = Share(tensor.device), tuple(tensor.shape)
+        self._share = Share(tensor.device)
+        self._shape = tuple(tensor.shape)
         self._kind = np.float64 if dtype is torch.float64 else np.int64
         self._share.take(tensor.numel()).view(dtype).view(self._shape).copy_(tensor.detach())
 

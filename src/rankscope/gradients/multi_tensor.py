@@ -75,7 +75,8 @@ class Together:
         *,
         sketching: bool,
     ) -> None:
-        self._kernel, self._sources = kernel, sources
+        self._kernel = kernel
+        self._sources = sources
         self._look = _look_on_host if device.type == "cpu" else _look_on_device
         self._form = self._form_of(gradients)
         for gradient in gradients:

@@ -227,7 +227,8 @@ class Sketcher:
         if not sketching:  # norms are told of groups at the most
             row = self._ranges[name][0].section
             return TensorSource(lambda _, count: _whole_cuts(row, count), None)
-        signs, ranges = self._signs_of(name), self._ranges[name]
+        signs = self._signs_of(name)
+        ranges = self._ranges[name]
         first = signs.first % self.width
         return TensorSource(lambda at, count: _cuts(ranges, start + at, count, first), signs)
 
@@ -255,7 +256,8 @@ def _cuts(ranges: Sequence[Range], start: int, count: int, first: int) -> Iterat
     """
     *before, last = ranges
     for row, begin, end in (*before, Range(last.section, last.start, start + count)):
-        low, high = max(begin - start, 0), min(end - start, count)
+        low = max(begin - start, 0)
+        high = min(end - start, count)
         if low < high:
             yield Cut(row, low, high, first + start + low)
 

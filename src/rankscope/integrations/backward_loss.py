@@ -56,7 +56,8 @@ class BackwardLoss:
     def install(self) -> None:
         """See every call of ``backward`` from now on."""
         self._calls = BackwardCalls(torch.autograd, self._see)
-        before, after = ForeignHook(self._before_forward), ForeignHook(self._after_forward)
+        before = ForeignHook(self._before_forward)
+        after = ForeignHook(self._after_forward)
         self._hooks = [
             self._model.register_forward_pre_hook(before),
             self._model.register_forward_hook(after),
@@ -144,7 +145,8 @@ def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
         root: What ``backward`` is called on, a scalar.
         outputs: What the model returned: scalars by the node of the graph that they come from.
     """
-    constant, scaler = 1.0, []
+    constant = 1.0
+    scaler = []
     node: Any = root.grad_fn
     while node is not None:
         output = outputs.get(node)

@@ -288,7 +288,8 @@ class Ending:
 
     def attach(self, watching: "Watching") -> None:
         """Close the run when the process ends, or its process group before."""
-        self._watching, self._pid = watching, os.getpid()
+        self._watching = watching
+        self._pid = os.getpid()
         atexit.register(self._finish)
         if multiprocessing.parent_process() is not None:  # which may end without atexit
             util.Finalize(self, self._finish, exitpriority=100)

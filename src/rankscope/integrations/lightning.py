@@ -89,7 +89,8 @@ class RankscopeCallback(Callback):
         options: dict[str, Any] = {"loader": loader if hasattr(loader, "worker_init_fn") else None}
         options |= {**self._options, "config": config}
         self.scope = watch(trainer.strategy.model, optimizers[0], run_dir=self._run_dir, **options)
-        name, around = "training_step", cast("Callable[..., Any]", self._train)
+        name = "training_step"
+        around = cast("Callable[..., Any]", self._train)
         if not pl_module.automatic_optimization:
             name, around = "backward", self._pass_back  # its own hook sees what a scaler has made
         self.scope.until_closed(Patch(trainer.strategy, name, partial(partial, around)))

@@ -104,7 +104,8 @@ def _default_directory(context: Any) -> Path:
     import pyarrow.fs
 
     storage = context.get_storage()
-    file_system, directory = storage.storage_filesystem, storage.experiment_fs_path
+    file_system = storage.storage_filesystem
+    directory = storage.experiment_fs_path
     if not isinstance(file_system, pyarrow.fs.LocalFileSystem):
         raise UsageError(
             "a run is written as files on local or mounted storage, and the storage_path of this "
@@ -128,7 +129,9 @@ def _close_at_the_end(
         device: That of the training.
         clock: Seconds that only go forward.
     """
-    training, runner, closed = threading.current_thread(), _runner(), threading.Event()
+    training = threading.current_thread()
+    runner = _runner()
+    closed = threading.Event()
     patches: list[Patch] = []
 
     def wait_and_close() -> None:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rankscope")
 
-_ROLLOUT, _TRAINER = "sampling_per_token_logps", "old_per_token_logps"
+_ROLLOUT = "sampling_per_token_logps"
+_TRAINER = "old_per_token_logps"
 _MASKS = ("completion_mask", "tool_mask")
 _COMPUTES = "_get_per_token_logps_and_entropies"
 
@@ -37,7 +38,8 @@ class TrainerRollouts:
     """
 
     def __init__(self, trainer: Any, scope: "Scope") -> None:
-        self._trainer, self._scope = trainer, scope
+        self._trainer = trainer
+        self._scope = scope
         self._seen: list[weakref.ref[Tensor]] = []
 
     def around(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:

@@ -97,7 +97,8 @@ def command_for(words: Sequence[str], *, module: bool, original: Sequence[str]) 
     if module:
         return [*python, "-m", *words]
     beside = str(Path(sys.executable).parent)  # of an environment that is not activated
-    script, command = Path(words[0]), shutil.which(words[0]) or shutil.which(words[0], path=beside)
+    script = Path(words[0])
+    command = shutil.which(words[0]) or shutil.which(words[0], path=beside)
     runs_itself = command is not None and script.suffix not in {".py", ".pyc", ".pyz"}
     if runs_itself:
         return [str(command), *words[1:]]

@@ -75,7 +75,8 @@ class RankscopeCallback(TrainerCallback):
         options = {**_taken_from(kwargs), **self._options}
         options["config"] = {**_arguments(args), **(self._options.get("config") or {})}
         self.scope = start.watch(trainer.model_wrapped, trainer.optimizer, **options)
-        loss, rollouts = TrainerLoss(trainer, self.scope), TrainerRollouts(trainer, self.scope)
+        loss = TrainerLoss(trainer, self.scope)
+        rollouts = TrainerRollouts(trainer, self.scope)
         names = _WHOLE if hasattr(trainer, "_run_epoch") else _PARTS
         self.scope.until_closed(
             Patch(trainer, "compute_loss", lambda method: loss.around(rollouts.around(method))),

@@ -39,8 +39,10 @@ class AccumulatorAudit:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], sketcher: Sketcher) -> None:
-        self._parameters, self._sketcher = parameters, sketcher
-        self._all, self._every = tuple(parameters), list(parameters.values())
+        self._parameters = parameters
+        self._sketcher = sketcher
+        self._all = tuple(parameters)
+        self._every = list(parameters.values())
         self._totals: GradientTotals | None = None  # of the gradient that a pass finds
         self._read_again: ReadAgain | None = None  # what the pass before has left
         self._versions: list[int] = []
@@ -52,7 +54,10 @@ class AccumulatorAudit:
 
     def reset(self) -> None:
         """Begin a step."""
-        self._read_again, self._pair, self._open, self._passes = None, None, False, 0
+        self._read_again = None
+        self._pair = None
+        self._open = False
+        self._passes = 0
         self._squares.clear()
 
     def begin_pass(self, before: GradientTotals, *, measure: bool, begun: bool) -> None:
@@ -81,7 +86,8 @@ class AccumulatorAudit:
 
     def drop_pass(self) -> None:
         """Forget what the pass has found, as where the training asked for gradients alone."""
-        self._open, self._pair = False, None
+        self._open = False
+        self._pair = None
 
     def reading(self, names: Collection[str]) -> ReadAgain | None:
         """Return what reads ``.grad`` of some parameters again."""
@@ -96,7 +102,9 @@ class AccumulatorAudit:
             read_again: Reads again what it has left, if that was measured as it is and waits for
                 more.
         """
-        pair, self._pair, self._open = self._pair, None, False
+        pair = self._pair
+        self._pair = None
+        self._open = False
         if pair is not None:
             skipped = self._passes - 1 - len(self._squares)
             self._squares += [torch.full_like(pair, torch.nan)] * skipped

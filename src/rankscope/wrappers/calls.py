@@ -69,7 +69,8 @@ class Relay:
         """
         patch = self._patch
         if patch is None or not patch.in_place:
-            self._before, self._after = [], []
+            self._before = []
+            self._after = []
             patch = self._patch = Patch(self._owner, self._name, self._relay)
         lists = self._before, self._after
         told = [

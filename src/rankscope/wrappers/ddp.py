@@ -129,7 +129,8 @@ class DDPTap(HookedTap):
     def _gradient(self, reduced: GradientTotals | None) -> LocalGradient:
         if self._alone is not None:
             return self._alone.gradient(reduced, self._step.carried_over)
-        step, totals = self._step, self._reading.totals
+        step = self._step
+        totals = self._reading.totals
         if step.earlier is not None:
             totals = totals.clone()
             totals.add(step.earlier)
@@ -212,7 +213,8 @@ class DDPTap(HookedTap):
 
     def _add_to_reduced(self) -> None:
         """Keep what this worker has added so far: the pass adds to a gradient that was reduced."""
-        step, reduced = self._step, self._reduced
+        step = self._step
+        reduced = self._reduced
         known = self._fresh and self._measure and step.reduced_known and self._alone is None
         if reduced is None or not (known and self._subtracts):
             step.spoiled = True
@@ -221,7 +223,9 @@ class DDPTap(HookedTap):
         added.subtract(reduced)
         if step.earlier is not None:
             added.add(step.earlier)
-        step.earlier, step.settled, step.reduced_known = added, False, False
+        step.earlier = added
+        step.settled = False
+        step.reduced_known = False
 
     def _on_ending(self) -> None:
         """Read the local gradients, and see the reduced ones take their place."""

@@ -72,7 +72,9 @@ class LocalReading:
         *,
         in_buckets: bool,
     ) -> None:
-        self._parameters, self._sketcher, self._observer = parameters, sketcher, observer
+        self._parameters = parameters
+        self._sketcher = sketcher
+        self._observer = observer
         self._in_buckets = in_buckets
         self.totals = sketcher.new_totals()
         self.late: Collection[str] = ()
@@ -80,7 +82,8 @@ class LocalReading:
         self.never_late: Collection[str] = ()
         self._together: Together = NONE_TOGETHER
         self.spoiled = False
-        self._all, self._every = tuple(parameters), list(parameters.values())
+        self._all = tuple(parameters)
+        self._every = list(parameters.values())
         self._found: list[Tensor] | None = None  # gradients of all, at the end of a pass
         self.held_at_ends = False
         self._ends = self._all[:1] + self._all[-1:]
@@ -129,7 +132,8 @@ class LocalReading:
             synchronises: Whether DDP reduces in this pass.
         """
         self.forget()
-        self._measure, self._synchronises = measure, synchronises
+        self._measure = measure
+        self._synchronises = synchronises
         self._wanted = [n for n in self._observer.wanted_names if n in self._parameters]
         if measure:
             self.totals.reset()
@@ -140,7 +144,8 @@ class LocalReading:
         chosen = lasting if measure else None, read_in_hooks, guard
         if chosen != self._chosen:
             late = lasting if measure else frozenset(self._parameters)
-            self._chosen, self._late = chosen, late - read_in_hooks - {guard}
+            self._chosen = chosen
+            self._late = late - read_in_hooks - {guard}
         self.late = self._late
 
     def begin_step(self, first: str) -> list[Tensor]:
@@ -160,7 +165,8 @@ class LocalReading:
         if self._times_made >= self._lasts_after and self._measure and reads_all:
             ends = [self._parameters[name].grad for name in self._ends if name != first]
             left = [gradient for gradient in ends if gradient is not None]
-            self._sees_made, self.held_at_ends = not left, bool(left)
+            self._sees_made = not left
+            self.held_at_ends = bool(left)
             self._times_made *= self._sees_made
             return left
         own = self._parameters[first].grad
@@ -242,7 +248,8 @@ class LocalReading:
         found: list[Tensor] | None,
     ) -> None:
         """Read gradients that should be as they were in their hooks."""
-        names, gradients = self._all, found
+        names = self._all
+        gradients = found
         if len(called) < len(names) or len(lasting.names) < len(names):
             names = tuple(name for name in names if name in called and name in lasting.names)
             gradients = None
@@ -272,7 +279,8 @@ class LocalReading:
             self._parameters[name].grad is None for name in unused
         )
         if not as_before:
-            self._times_made, self._lasts_after = 0, min(2 * self._lasts_after, _MOST_ALIKE)
+            self._times_made = 0
+            self._lasts_after = min(2 * self._lasts_after, _MOST_ALIKE)
         return as_before
 
     def _keeps(self, name: str, gradient: Tensor) -> bool:
@@ -313,7 +321,8 @@ class _Lasting:
 
     def give_up(self) -> None:
         """Take no gradient for lasting any more."""
-        self.names, self._left = frozenset(), 0
+        self.names = frozenset()
+        self._left = 0
 
 
 def _state_of(gradient: Tensor | None) -> _State:
@@ -341,10 +350,12 @@ def measure_reduced(
         together: What was read together before the reduction.
     """
     into.reset()
-    names, gradients = tuple(parameters), list(map(_gradient_of, parameters.values()))
+    names = tuple(parameters)
+    gradients = list(map(_gradient_of, parameters.values()))
     if _lacks_any(gradients):
         there = [(n, g) for n, g in zip(names, gradients, strict=True) if g is not None]
-        names, gradients = tuple(name for name, _ in there), [gradient for _, gradient in there]
+        names = tuple(name for name, _ in there)
+        gradients = [gradient for _, gradient in there]
         if any(name in used for name in parameters.keys() - set(names)):
             return False  # an optimizer inside the backward pass has taken it already
     if read is ReadReduced.NORM:

@@ -127,7 +127,8 @@ class GradientHooks:
     def __init__(
         self, parameters: Mapping[str, Tensor], on_gradient: Callable[[str, Tensor], None]
     ) -> None:
-        self._parameters, self._on_gradient = parameters, on_gradient
+        self._parameters = parameters
+        self._on_gradient = on_gradient
         self._handles: dict[str, RemovableHandle] = {}
         self.all = True
         """Whether no parameter is without its hook."""
@@ -190,7 +191,8 @@ class BusyClock:
         self._seconds: float | None = None
         self._stop: Callable[[], object] = lambda: None
         if _BROADCAST.exists:
-            begin, end = self._begin_broadcast, self._end_broadcast
+            begin = self._begin_broadcast
+            end = self._end_broadcast
             self._stop = _BROADCAST.tell(before=begin, after=end)
 
     @property

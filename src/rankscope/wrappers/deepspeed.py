@@ -29,8 +29,10 @@ from rankscope.wrappers.deepspeed_reading import ReducedReader, choose_reader
 from rankscope.wrappers.deepspeed_sums import SumsAudit
 from rankscope.wrappers.tap import GradientTap, Guarded, LocalGradient, ReadReduced, guarded
 
-_BEGIN, _END = "_backward_prologue", "_backward_epilogue"
-_REDUCE, _STEP = "allreduce_gradients", "_take_model_step"
+_BEGIN = "_backward_prologue"
+_END = "_backward_epilogue"
+_REDUCE = "allreduce_gradients"
+_STEP = "_take_model_step"
 _MOST_AT_FIRST = 64  # backward passes of a step, before the engine has ever stepped
 _ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 

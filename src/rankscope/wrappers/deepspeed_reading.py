@@ -73,7 +73,8 @@ def choose_reader(
     Raises:
         UnsupportedError: Sketches are needed, and there are none.
     """
-    optimizer, divisor = engine.optimizer, engine.gradient_accumulation_steps()
+    optimizer = engine.optimizer
+    divisor = engine.gradient_accumulation_steps()
     if engine.zero_optimization_stage() <= 1 and not getattr(optimizer, "overlap_comm", False):
         return _AccumulatedReader(parameters, accumulated_gradient(optimizer), sketcher)
     if not sketcher.sketches and divisor > 1:

@@ -42,8 +42,11 @@ class SumsAudit:
         sketcher: Sketcher,
         shards: ReducedReader,
     ) -> None:
-        self._engine, self._optimizer = engine, engine.optimizer
-        self._parameters, self._sketcher, self._shards = parameters, sketcher, shards
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._parameters = parameters
+        self._sketcher = sketcher
+        self._shards = shards
         self._stage = engine.zero_optimization_stage()
         self._gradient_of = accumulated_gradient(engine.optimizer)
         self._left = self._scratch = sketcher.new_totals()

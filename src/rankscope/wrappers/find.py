@@ -129,7 +129,8 @@ class Wrapped:
         shadowed: Callable[[], None],
     ) -> GradientTap:
         """Return a tap that reads this model's local gradients from now on."""
-        wrapper, parameters = self.wrapper, self.parameters
+        wrapper = self.wrapper
+        parameters = self.parameters
         if isinstance(wrapper, DistributedDataParallel):
             return DDPTap(
                 wrapper,

@@ -42,7 +42,9 @@ class GradientsLeft:
     def __init__(
         self, parameters: Collection[ManagedParameter], sketcher: Sketcher, read: ReadReduced
     ) -> None:
-        self._parameters, self._sketcher, self._read = parameters, sketcher, read
+        self._parameters = parameters
+        self._sketcher = sketcher
+        self._read = read
         self.reduced = None if read is ReadReduced.OFF else sketcher.new_totals()
         self._audit = AccumulatorAudit({p.name: p.tensor for p in parameters}, sketcher)
         self._scratch: GradientTotals | None = None
@@ -84,7 +86,8 @@ class GradientsLeft:
         """
         if self._noticed or not measure or self._left is None:
             return
-        self._noticed, self._late = True, begun
+        self._noticed = True
+        self._late = begun
         if not begun:
             looked_at = self._parameters if self._unreduced else ()
             now = {p: state_of(g) for p in looked_at if (g := p.unreduced) is not None}
@@ -103,7 +106,9 @@ class GradientsLeft:
             reduced: Whether it has reduced what earlier ones have accumulated.
         """
         self._audit.drop_pass()
-        self._changed, self._noticed, self._late = {}, False, False
+        self._changed = {}
+        self._noticed = False
+        self._late = False
         if reduced:
             self._left = None
 
@@ -117,7 +122,8 @@ class GradientsLeft:
             states: The gradients'.
         """
         self._close()
-        self._left, self._unreduced = totals, states
+        self._left = totals
+        self._unreduced = states
         self._audit.end_pass(None if totals is None else self._read_unreduced)
 
     def end_reduced(self, parameters: Collection[ManagedParameter] = ()) -> None:
@@ -140,7 +146,10 @@ class GradientsLeft:
         self.see_summed([(p, g) for p, g in waiting if g is not None])
         if self._late:
             self._audit.drop_pass()
-        self._changed, self._unreduced, self._noticed, self._late = {}, {}, False, False
+        self._changed = {}
+        self._unreduced = {}
+        self._noticed = False
+        self._late = False
 
     def _read_unreduced(self, into: GradientTotals) -> None:
         there = [(p.name, p.unreduced) for p in self._parameters]

@@ -81,7 +81,8 @@ def tell_of_other_mesh(
         other: Those that are reduced otherwise.
     """
     level = logging.WARNING if dist.get_rank() == 0 else logging.INFO
-    group, apart = watched[0].group, other[0].group
+    group = watched[0].group
+    apart = other[0].group
     some = f"{len(other)} parameters (from {other[0].name} on)"
     _log.info(
         "%s are reduced over %d ranks, the rest over %d: the workers' metrics leave them out; to "

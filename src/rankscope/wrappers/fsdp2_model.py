@@ -218,7 +218,8 @@ class ManagedParameter:
     @property
     def place(self) -> ShardPlace:
         """Where this rank's shard lies in the parameter; under TP, in this rank's part of it."""
-        shape, dim = self.inside._orig_size, self.inside.fsdp_placement.dim
+        shape = self.inside._orig_size
+        dim = self.inside.fsdp_placement.dim
         rank = getattr(self.inside.mesh_info, "shard_mesh_rank", 0)
         first = rank * self.inside.padded_sharded_param_size[dim]
         return ShardPlace(shape, dim, min(first, shape[dim]))

@@ -79,7 +79,8 @@ def _measure_short_runs(
 ) -> None:
     """Lay several runs out with the zeros that belong between them, in a tensor of limited size."""
     num_runs, length = runs.shape
-    stride, offset = place.stride, place.offset
+    stride = place.stride
+    offset = place.offset
     at_once = min(num_runs, max(1, _SCRATCH_ELEMENTS // stride))
     scratch = torch.zeros(at_once, stride, dtype=runs.dtype, device=runs.device)
     for index, part in zip(range(0, num_runs, at_once), torch.split(runs, at_once), strict=True):

@@ -43,8 +43,11 @@ class HookedTap(GradientTap):
         observer: GradientObserver,
         in_buckets: bool = False,
     ) -> None:
-        self._parameters, self._all = parameters, tuple(parameters)
-        self._sketcher, self._guarded, self._observer = sketcher, guarded, observer
+        self._parameters = parameters
+        self._all = tuple(parameters)
+        self._sketcher = sketcher
+        self._guarded = guarded
+        self._observer = observer
         self._backward = BackwardEnd(self._on_begin, self._on_end, guarded, self._on_ending)
         self._reading = LocalReading(parameters, sketcher, observer, in_buckets=in_buckets)
         self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()

@@ -82,14 +82,16 @@ class LoopTap(HookedTap):
         """Announce a forward pass in training whose backward pass will follow."""
         self._choose_hooks()
         self._begin_pass_anew()
-        self._fresh, self._measure = True, measure
+        self._fresh = True
+        self._measure = measure
 
     def see_optimizer(self) -> None:
         """Read the reduced gradient, at the first call of an optimizer after a backward pass."""
         step = self._step
         if not step.ended or step.settled or self._backward.running:
             return
-        step.settled, self._fresh = True, False
+        step.settled = True
+        self._fresh = False
         self._observer.see_reduced()
         if self._measure and self._reduced is not None:
             step.reduced_known = self._measure_reduced(self._calls.names, into=self._reduced)
@@ -108,7 +110,8 @@ class LoopTap(HookedTap):
 
     def collect(self) -> LocalGradient | None:
         """Return what was measured, and start again; None when nothing valid was measured."""
-        gradient, step = None, self._step
+        gradient = None
+        step = self._step
         if self.complete and self._measure and self._calls.whole and not step.spoiled:
             gradient = LocalGradient(
                 self._reading.totals,

@@ -67,7 +67,8 @@ def read_form(
         num_items: Number of tokens that the trainer counted and the loss may be divided by.
         num_workers: W.
     """
-    count, own = float(num_items), float(own)
+    count = float(num_items)
+    own = float(own)
     divided = mean = workers = False
     for node in _nodes_before(loss):
         kind = type(node).__name__

@@ -60,10 +60,15 @@ class MegatronTap(GradientTap):
         reduced: ReadReduced,
     ) -> None:
         self._num_workers = megatron_process_group(ddp).size()
-        self._factor, self._sharded = factor_of_mean(ddp), is_sharded(ddp)
-        self._sketcher, self._guarded, self._read_reduced = sketcher, guarded, reduced
-        self._totals, self._reduced = sketcher.new_totals(), sketcher.new_totals()
-        self._grown, self._micro = sketcher.new_totals(), MicroBatches()
+        self._factor = factor_of_mean(ddp)
+        self._sharded = is_sharded(ddp)
+        self._sketcher = sketcher
+        self._guarded = guarded
+        self._read_reduced = reduced
+        self._totals = sketcher.new_totals()
+        self._reduced = sketcher.new_totals()
+        self._grown = sketcher.new_totals()
+        self._micro = MicroBatches()
         self._backward = BackwardEnd(self._begin_backward, self._end_backward, guarded)
         self._reached: list[Callable[[], None]] = []  # to be called if the pass that runs trains
         self._buffers = [buffer.grad_data for buffer in ddp.buffers]
@@ -184,7 +189,8 @@ class MegatronTap(GradientTap):
     @guarded
     def _finish(self, *args: Any, **kwargs: Any) -> None:
         """Close a step: all reductions are over, and nothing has touched the gradients since."""
-        self._complete, self._unreduced = True, False
+        self._complete = True
+        self._unreduced = False
         if not self._measure:
             return
         if self._sketcher.sketches:
@@ -219,7 +225,8 @@ class _Group:
     ) -> None:
         self.gradients = whole_gradients(group, names)
         self.reads = 0
-        self._group, self._starts = group, starts
+        self._group = group
+        self._starts = starts
         self.stop = Relay(group, "start_grad_sync").tell(before=self._see_start)
 
     @property

@@ -79,7 +79,8 @@ class GradientParts:
         self._seen.clear()
         self._squared_norms.clear()
         self._sum = self._squared_sketches = None
-        self._closed, self._count = False, 0
+        self._closed = False
+        self._count = 0
         self._part.reset()
 
     def totals(self) -> GradientTotals:
@@ -110,10 +111,12 @@ class GradientParts:
 
     def _put_away(self) -> None:
         """Add the closed part to the sum; it takes a few operations that a single one spares."""
-        part, squared_sketches = self._part, _squared_norms(self._part.sketches)
+        part = self._part
+        squared_sketches = _squared_norms(self._part.sketches)
         self._squared_norms.append(part.squared_norms.sum())
         if self._sum is None or self._squared_sketches is None:
-            self._sum, self._squared_sketches = part.clone(), squared_sketches
+            self._sum = part.clone()
+            self._squared_sketches = squared_sketches
         else:
             self._sum.add(part)
             self._squared_sketches.add_(squared_sketches)

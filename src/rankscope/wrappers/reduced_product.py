@@ -67,7 +67,8 @@ class ReducedProduct:
             for name, parameter in self._parameters.items()
             if parameter.grad is not None and _is_plain(parameter.grad)
         }
-        self._disturbed, self._watched = False, not has_left_modes()
+        self._disturbed = False
+        self._watched = not has_left_modes()
         if not self._watched:
             return
         torch._C._push_on_torch_dispatch_stack(self._mode)

@@ -30,7 +30,8 @@ BEGIN_SECONDS = 120.0
 _GO = "go"
 _POLL_SECONDS = 0.01
 
-_FIRST_SLEEP, _LONGEST_SLEEP = 0.001, 0.1
+_FIRST_SLEEP = 0.001
+_LONGEST_SLEEP = 0.1
 
 _meetings: Counter[str] = Counter()
 
@@ -101,7 +102,8 @@ class Rendezvous:
     def _join(self, content: bytes) -> None:
         """Say hello until the rank 0 of this attempt has heard it."""
         own = self._token.encode()
-        joined, sleep = "", _FIRST_SLEEP
+        joined = ""
+        sleep = _FIRST_SLEEP
         until = time.monotonic() + self.patience_seconds
         while True:
             if self._store.check([self._place]):
@@ -128,7 +130,8 @@ class Rendezvous:
             LateError: It does not come.
         """
         named = [self._key(key) for key in keys]
-        until, sleep = time.monotonic() + self.patience_seconds, _FIRST_SLEEP
+        until = time.monotonic() + self.patience_seconds
+        sleep = _FIRST_SLEEP
         while named and not self._store.check(named):
             if time.monotonic() > until:
                 raise self._late([key for key in keys if not self._store.check([self._key(key)])])

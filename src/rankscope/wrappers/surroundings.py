@@ -166,7 +166,10 @@ class _Stack:
         push: Callable[..., object],
         which: _Entry = (),
     ) -> None:
-        self._top, self._pop, self._push, self._which = top, pop, push, which
+        self._top = top
+        self._pop = pop
+        self._push = push
+        self._which = which
         self._found: list[_Entry] = []
         self._popped: list[object] = []
         self._pushed: list[object] = []

@@ -49,7 +49,8 @@ class GradientTransfer:
         section_counts: tuple[int, ...] = (),
         audit_width: int = 0,
     ) -> None:
-        totals, micro = measured.totals, measured.micro_squared_norms
+        totals = measured.totals
+        micro = measured.micro_squared_norms
         self._form = _form(
             totals.sketches.shape,
             section_counts,

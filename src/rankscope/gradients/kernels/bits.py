@@ -165,7 +165,8 @@ class Parts:
 def plain_sum(pieces: Iterable[Tensor], device: torch.device) -> int | Tensor:
     """Return the same as :func:`sum_words`, in torch."""
     total = torch.zeros((), dtype=torch.int64, device=device)
-    size, row = chunk_bytes(device), 0
+    size = chunk_bytes(device)
+    row = 0
     for piece in pieces:
         whole = piece.nbytes // ROW_BYTES * ROW_BYTES
         as_bytes = piece.view(torch.uint8)

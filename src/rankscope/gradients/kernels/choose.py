@@ -70,7 +70,8 @@ class SafeKernel(Kernel):
 
     def _take_over(self, error: Exception) -> None:
         if self._kernel is not None:
-            self._kernel, self.name = None, self._plain.name
+            self._kernel = None
+            self.name = self._plain.name
             log_fallback(_WHAT, error, logging.INFO)
 
 
@@ -83,7 +84,8 @@ class _SafePieces:
     """
 
     def __init__(self, prepared: Prepared, replace: Callable[[Exception], Prepared]) -> None:
-        self._prepared, self._replace = prepared, replace
+        self._prepared = prepared
+        self._replace = replace
 
     def measure(
         self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
@@ -117,7 +119,8 @@ def check_kernel(kernel: Kernel, plain: Kernel, device: torch.device, width: int
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         healthy = waves.to(dtype)
         broken = healthy.clone()
-        broken[width], broken[-1] = torch.nan, torch.inf
+        broken[width] = torch.nan
+        broken[-1] = torch.inf
         for gradient in (healthy, broken):
             expected, totals = (GradientTotals.zeros(2, width, device) for _ in range(2))
             for each, into in ((plain, expected), (kernel, totals)):

@@ -43,7 +43,8 @@ def plain_dot(one: Tensor, other: Tensor) -> Tensor:
         other: The same shape.
     """
     limit = _CHUNK_ELEMENTS.get(one.device.type, _CHUNK_ELEMENTS_ACCELERATOR)
-    one, other = _real(one), _real(other)
+    one = _real(one)
+    other = _real(other)
     size = one.numel()
     spans = [(start, min(start + limit, size)) for start in range(0, size, limit)]
     parts = [

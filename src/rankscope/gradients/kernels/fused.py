@@ -100,7 +100,8 @@ class TritonPieces:
     """
 
     def __init__(self, kernel: TritonKernel, pieces: Sequence[Piece], grid: Grid) -> None:
-        self._kernel, self._grid = kernel, grid
+        self._kernel = kernel
+        self._grid = grid
         self._sketching = grid.width == kernel.width
         self._pointers: Sequence[int] = []
         num_gradients = 1 + max(piece.source for piece in pieces)
@@ -124,7 +125,9 @@ class TritonPieces:
                 self._launch(dtype, tables, into)
 
     def _launch(self, dtype: torch.dtype, tables: JobTables, into: GradientTotals) -> None:
-        kernel, grid, sketching = self._kernel, self._grid, self._sketching
+        kernel = self._kernel
+        grid = self._grid
+        sketching = self._sketching
         programs = tables.num_jobs * grid.tiles
         scratch = kernel.scratch(programs, grid.tile)
         period = kernel.period
@@ -192,7 +195,8 @@ def hand_over(
         "nonfinite": 1,
         **{name: len(vector) for name, vector in given.items()},
     }
-    firsts, first = {}, 0
+    firsts = {}
+    first = 0
     for name in NUMBERS:
         firsts[name] = first
         first += lengths.get(name, 0)

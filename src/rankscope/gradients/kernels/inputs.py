@@ -52,7 +52,8 @@ def digest_samples(
     if digest is None or not _is_plain(batch) or batch.dim() != 2:
         return None
     samples, length = batch.shape
-    address, size = None, 0
+    address = None
+    size = 0
     if mask is not None:
         size = _MASKS.get(mask.dtype, 0)
         if not size or not mask.is_cpu or not mask.is_contiguous():

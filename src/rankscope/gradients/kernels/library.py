@@ -71,7 +71,8 @@ def compiled(name: str, *, holding_lock: bool = False) -> Callable[..., Any]:
     if holding_lock:
         return ctypes.PYFUNCTYPE(_KINDS[returns], *kinds)((f"rankscope_{name}", library))
     function: Any = getattr(library, f"rankscope_{name}")
-    function.argtypes, function.restype = kinds, _KINDS[returns]
+    function.argtypes = kinds
+    function.restype = _KINDS[returns]
     loaded: Callable[..., Any] = function
     return loaded
 

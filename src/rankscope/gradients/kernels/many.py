@@ -64,7 +64,8 @@ class DeviceReader:
                 del self._known[next(iter(self._known))]  # the one whose turn was longest ago
         self._known[parts] = chunks
         number = len(chunks.owners_C)
-        share, tables = Share(self.device), self._tables
+        share = Share(self.device)
+        tables = self._tables
         results = share.take((1 + squares) * chunks.room)
         self.launches += 1
         with torch.cuda.device_of(results):  # type: ignore[no-untyped-call]
@@ -175,8 +176,10 @@ class Launched:
         chunks: _Chunks | None,
         results: Share | None,
     ) -> None:
-        self._numbers, self._norms = numbers, norms
-        self._chunks, self._results = chunks, results
+        self._numbers = numbers
+        self._norms = norms
+        self._chunks = chunks
+        self._results = results
 
     @property
     def ready(self) -> bool:
@@ -187,7 +190,8 @@ class Launched:
         """Wait for the device and add digests and sums of squares to those of a reading."""
         if self._results is None or self._chunks is None:
             return
-        chunks, count = self._chunks, len(self._numbers)
+        chunks = self._chunks
+        count = len(self._numbers)
         results = self._results.numpy().reshape(-1, chunks.room)[:, : len(chunks.owners_C)]
         sums_N = np.zeros(count, np.uint64)
         sums_N[chunks.filled_F] = np.add.reduceat(
@@ -234,7 +238,8 @@ def check_reader(reader: DeviceReader) -> None:
         for number, sample in enumerate(samples):
             kind = NUMBERS.get(sample.dtype, 0)
             parts.add(number, sample.data_ptr(), sample.nbytes, kind, norm=norm)
-        sums, squares = [0] * len(samples), [0.0] * len(samples)
+        sums = [0] * len(samples)
+        squares = [0.0] * len(samples)
         parts.launch().add_to(sums, squares)
         exact = [_sum_of_squares(sample) if norm else 0.0 for sample in samples]
         apart = (abs(a - b) > 1e-9 * b for a, b in zip(squares, exact, strict=True))

@@ -39,7 +39,8 @@ class NativeKernel(Kernel):
         self._width = width
         self._plain = PlainKernel(torch.device("cpu"), width, period)
         longer = extend(period, PERIOD + width)
-        words, halves = _sign_bits(longer, torch.int32), _sign_bits(longer, torch.int16)
+        words = _sign_bits(longer, torch.int32)
+        halves = _sign_bits(longer, torch.int16)
         self._period = (words, halves, halves)
 
     def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
@@ -69,9 +70,11 @@ class NativePieces:
         period: Sequence[Tensor] | None,
     ) -> None:
         self._measure = measure_many
-        self._number, self._width = len(pieces), width
+        self._number = len(pieces)
+        self._width = width
         self._sketching = period is not None
-        described, signs = array("q"), []
+        described = array("q")
+        signs = []
         for piece in pieces:
             offset = piece.offset * piece.dtype.itemsize
             described.extend((piece.source, offset, piece.count, TYPES[piece.dtype], piece.row))
@@ -82,7 +85,8 @@ class NativePieces:
             row_signs = signs[-1].data_ptr() + 4 * (piece.start // width)
             described.extend((piece.start, piece.signs.shift, row_signs))
         of_type = array("q", [bits.data_ptr() for bits in period or ()])
-        self._pieces, self._period = described.buffer_info()[0], of_type.buffer_info()[0]
+        self._pieces = described.buffer_info()[0]
+        self._period = of_type.buffer_info()[0]
         self._kept = described, of_type, signs, period
 
     def measure(

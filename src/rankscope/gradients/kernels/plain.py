@@ -13,7 +13,8 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 18}  # a megabyte in fp32: stays near the core
 _CHUNK_ELEMENTS_ACCELERATOR = 1 << 21
 
 # Squares of magnitudes in this range neither overflow in a chunk's sum nor lose digits.
-_SMALLEST_SAFE, _LARGEST_SAFE = 2.0**-40, 2.0**50
+_SMALLEST_SAFE = 2.0**-40
+_LARGEST_SAFE = 2.0**50
 
 
 class PlainKernel(Kernel):
@@ -46,7 +47,8 @@ class PlainKernel(Kernel):
     def add(self, flat: Tensor, piece: Piece, into: GradientTotals) -> None:
         """Add the elements ``[n]`` of a piece to its row of totals; any floating dtype."""
         self._reserve()
-        sums, signs = self._sums(), piece.signs
+        sums = self._sums()
+        signs = piece.signs
         for position, chunk in self._chunks(flat, piece.start if signs else 0):
             if signs is None:
                 values = self._scratch[: len(chunk)].copy_(chunk)
@@ -109,7 +111,8 @@ class PlainPieces:
     """
 
     def __init__(self, kernel: PlainKernel, pieces: Sequence[Piece]) -> None:
-        self._kernel, self._pieces = kernel, pieces
+        self._kernel = kernel
+        self._pieces = pieces
 
     def measure(
         self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
