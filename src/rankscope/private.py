@@ -148,7 +148,7 @@ USES = (
     Use(
         "torch._C",
         "_current_graph_task_id",
-        "capture.passes",
+        "wrappers.passes",
         "whether this thread runs a backward pass, and which",
         _REFUSES,
         need="backward",
@@ -156,7 +156,7 @@ USES = (
     Use(
         "torch.autograd.Variable",
         "_execution_engine",
-        "capture.passes capture.taps.hooked capture.taps.reduced_product capture.canary.alone",
+        "wrappers.passes wrappers.hooked wrappers.reduced_product evidence.canary.alone",
         "what is to run at the end of a backward pass; canaries must not accumulate gradients",
         _REFUSES,
         need="backward",
@@ -164,7 +164,7 @@ USES = (
     Use(
         "torch.Tensor",
         "_post_accumulate_grad_hooks",
-        "capture.taps.ddp_step",
+        "wrappers.ddp_step",
         "the local gradient of a model without wrapper, before hooks of the training's reduce it",
         "such hooks run before the local gradient is read",
     ),
@@ -179,14 +179,14 @@ USES = (
     Use(
         "torch.Tensor",
         "_backward_hooks",
-        "capture.passes",
+        "wrappers.passes",
         "a hook on what the model returns, without the handle that register_hook makes",
         "register_hook is called",
     ),
     Use(
         "torch.autograd.graph.Node",
         "_register_hook_dict",
-        "capture.passes",
+        "wrappers.passes",
         "likewise",
         "register_hook is called",
     ),
@@ -194,14 +194,14 @@ USES = (
         "torch.autograd.graph.Node",
         "_saved_other _saved_self _saved_reduction _saved_weight _saved_total_weight"
         " _input_metadata",
-        "capture.loss_form integrations.backward_loss",
+        "wrappers.loss_form integrations.backward_loss",
         "what a loss was divided by or multiplied with, and over how many tokens it is a mean",
         "the loss counts as it is, with an unknown weight",
     ),
     Use(
         "torch.autograd.graph.Node",
         "_raw_saved_other _raw_saved_self _raw_saved_weight _raw_saved_total_weight",
-        "capture.loss_form",
+        "wrappers.loss_form",
         "whether a hook of the training's has packed what would be read",
         "it is unpacked, as a backward pass does",
     ),
@@ -209,25 +209,25 @@ USES = (
     Use(
         "torch.Tensor",
         "_version",
-        "capture.accumulation capture.taps.ddp_reading capture.taps.fsdp2_left capture.taps.loop"
-        " capture.canary.tensors capture.canary.micro_batch capture.taps.accumulator"
-        " capture.taps.megatron"
-        " reduce.order_free",
+        "wrappers.accumulation wrappers.ddp_reading wrappers.fsdp2_left wrappers.loop"
+        " evidence.canary.tensors evidence.reference.micro_batch wrappers.accumulator"
+        " wrappers.megatron"
+        " lab.reductions.order_free",
         "whether a gradient was written since it was read",
         _SWITCHES_OFF,
     ),
     Use(
         "torch.Tensor",
         "_indices _values",
-        "capture.canary.tensors capture.kernels.flat capture.sketch capture.state.digest"
-        " capture.state.readings",
+        "evidence.canary.tensors gradients.kernels.flat gradients.sketch gradients.digest"
+        " evidence.state.readings",
         "sparse gradients and state that is not coalesced",
         _SWITCHES_OFF,
     ),
     Use(
         "torch.Tensor",
         "_is_view",
-        "capture.canary.tensors",
+        "evidence.canary.tensors",
         "to put back what a canary's forward pass changes",
         "no canaries",
         need="canary",
@@ -235,7 +235,7 @@ USES = (
     Use(
         "torch.UntypedStorage",
         "_cdata",
-        "capture.canary.tensors",
+        "evidence.canary.tensors",
         "whether two tensors share their memory",
         "no canaries",
         need="canary",
@@ -243,7 +243,7 @@ USES = (
     Use(
         "torch.Generator",
         "_cdata",
-        "capture.canary.state",
+        "evidence.canary.state",
         "which generator an operation draws from",
         "no canaries",
         need="canary",
@@ -251,7 +251,7 @@ USES = (
     Use(
         "torch._C._autograd",
         "_unsafe_set_version_counter",
-        "capture.canary.tensors",
+        "evidence.canary.tensors",
         "to put back how often a tensor was written",
         "no canaries",
         need="canary",
@@ -262,7 +262,7 @@ USES = (
         "_top_saved_tensors_default_hooks _pop_saved_tensors_default_hooks"
         " _push_saved_tensors_default_hooks _saved_tensors_hooks_get_disabled_error_message"
         " _saved_tensors_hooks_enable _saved_tensors_hooks_disable",
-        "capture.surroundings",
+        "wrappers.surroundings",
         "to leave checkpoints and offloading for as long as the monitor works",
         "they see the monitor's work; no canaries",
         need="canary",
@@ -270,7 +270,7 @@ USES = (
     Use(
         "torch._C._autograd",
         "_profiler_enabled _enable_record_function",
-        "capture.surroundings",
+        "wrappers.surroundings",
         "to show a profiler the training alone",
         "no canaries",
         need="canary",
@@ -278,7 +278,7 @@ USES = (
     Use(
         "torch._C",
         "_InferenceMode",
-        "capture.surroundings",
+        "wrappers.surroundings",
         "to leave inference mode, whose tensors cannot be written outside of it",
         "no canaries",
         need="canary",
@@ -286,7 +286,7 @@ USES = (
     Use(
         "torch._C._profiler",
         "_RecordFunctionFast",
-        "capture.surroundings",
+        "wrappers.surroundings",
         "the one range that a profiler sees of the monitor",
         "no canaries",
         need="canary",
@@ -296,7 +296,7 @@ USES = (
         "_len_torch_dispatch_stack _get_dispatch_stack_at _pop_torch_dispatch_stack"
         " _push_on_torch_dispatch_stack _len_torch_function_stack _get_function_stack_at"
         " _pop_torch_function_stack _push_on_torch_function_stack",
-        "capture.surroundings",
+        "wrappers.surroundings",
         "to leave the training's modes for as long as the monitor works",
         "they see the monitor's work; no canaries",
         need="canary",
@@ -305,7 +305,7 @@ USES = (
         "torch._C",
         "_are_functorch_transforms_active _get_tracing_state _get_dispatch_mode"
         " _TorchDispatchModeKey",
-        "capture.surroundings",
+        "wrappers.surroundings",
         "whether a forward pass is transformed or traced, and none of the training's",
         "it counts as one of the training's; no canaries",
         need="canary",
@@ -313,7 +313,7 @@ USES = (
     Use(
         "torch.utils._device",
         "DeviceContext",
-        "capture.surroundings",
+        "wrappers.surroundings",
         "the default device of the training's forward pass",
         "no canaries",
         need="canary",
@@ -321,7 +321,7 @@ USES = (
     Use(
         "torch.autograd.forward_ad",
         "_current_level",
-        "capture.surroundings",
+        "wrappers.surroundings",
         "whether tensors carry tangents, which a canary's would not",
         "no canaries",
         need="canary",
@@ -330,7 +330,7 @@ USES = (
         "torch.nn.modules.module",
         "_global_forward_pre_hooks _global_forward_hooks _global_backward_pre_hooks"
         " _global_backward_hooks",
-        "capture.surroundings",
+        "wrappers.surroundings",
         "to run a model without the hooks that the training has on all modules",
         "no canaries",
         need="canary",
@@ -339,7 +339,7 @@ USES = (
     Use(
         "torch.utils._python_dispatch",
         "_get_current_dispatch_mode_stack",
-        "capture.canary.alone",
+        "evidence.canary.alone",
         "whether a backward pass is one inside of a canary",
         "no canaries",
         need="canary",
@@ -347,8 +347,8 @@ USES = (
     Use(
         "torch.utils._python_dispatch",
         "TorchDispatchMode is_traceable_wrapper_subclass",
-        "capture.canary.alone capture.canary.tensors capture.state.digest"
-        " capture.taps.reduced_product doctor.determinism",
+        "evidence.canary.alone evidence.canary.tensors gradients.digest"
+        " wrappers.reduced_product tools.doctor.determinism",
         "to see operators, and tensors that are made of others",
         _REFUSES,
     ),
@@ -356,7 +356,7 @@ USES = (
         "torch._C",
         "_push_on_torch_dispatch_stack _pop_torch_dispatch_stack _len_torch_dispatch_stack"
         " _get_dispatch_stack_at",
-        "capture.taps.reduced_product",
+        "wrappers.reduced_product",
         "to see DDP copy reduced gradients back, in the tier scalars",
         "no directions of more than two workers in the tier scalars",
         need="copies",
@@ -364,7 +364,7 @@ USES = (
     Use(
         "torch.ops.aten",
         "_foreach_copy_",
-        "capture.taps.reduced_product",
+        "wrappers.reduced_product",
         "likewise",
         "no directions of more than two workers in the tier scalars",
         need="copies",
@@ -372,14 +372,14 @@ USES = (
     Use(
         "torch._ops.OpOverload",
         "_schema",
-        "capture.canary.alone doctor.determinism",
+        "evidence.canary.alone tools.doctor.determinism",
         "which arguments an operator writes into",
         "a canary, and the preflight, take it for one that writes nothing",
     ),
     Use(
         "torch.utils._pytree",
         "tree_flatten tree_map",
-        "doctor.determinism",
+        "tools.doctor.determinism",
         "the tensors among an operator's arguments",
         "the preflight does not look for operators that are not deterministic",
         need="operators",
@@ -388,36 +388,36 @@ USES = (
     Use(
         "torch._C._dynamo.eval_frame",
         "get_eval_frame_callback",
-        "capture.guard",
+        "wrappers.guard",
         "whether a hook is about to be traced",
         "hooks are always called past the compiler, which takes longer",
     ),
     Use(
         "torch._dynamo.eval_frame",
         "OptimizedModule _orig_mod",
-        "capture.loss capture.names integrations.catch reduce.fixed_order session.wrapping"
-        " capture.canary.alone study.demo study.preloaded",
+        "evidence.loss.meter gradients.names integrations.catch lab.reductions.fixed_order"
+        " wrappers.find evidence.canary.alone lab.study.demo lab.study.preloaded",
         "the model inside of a compiled one; what the compiler logs is kept out of the output",
         "a compiled model is not recognised, and watch refuses it",
     ),
     Use(
         "torch.nn.Module",
         "_compiled_call_impl",
-        "session.wrapping",
+        "wrappers.find",
         "whether Module.compile was called, for hooks would break the graph of such a module",
         "it counts as one that is not compiled",
     ),
     Use(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
         "_checkpoint_wrapped_module",
-        "capture.names",
+        "gradients.names",
         "one name for a parameter, with and without activation checkpointing",
         "parameters have longer names",
     ),
     Use(
         "torch.distributed.fsdp.fully_sharded_data_parallel",
         "_fsdp_wrapped_module",
-        "capture.names",
+        "gradients.names",
         "likewise under FSDP1",
         "parameters have longer names",
     ),
@@ -425,22 +425,22 @@ USES = (
     Use(
         "torch.nn.Module",
         "_modules _parameters _buffers",
-        "capture.canary.state capture.state.leaves capture.state.plan capture.state.roles"
-        " session.wrapping",
+        "evidence.canary.state evidence.state.leaves evidence.state.plan evidence.state.look"
+        " wrappers.find",
         "what hangs in a module, without the cost of its generators",
         _REFUSES + ", or " + _SWITCHES_OFF,
     ),
     Use(
         "torch.nn.modules.batchnorm",
         "_NormBase _BatchNorm",
-        "capture.state.plan doctor.model",
+        "evidence.state.plan tools.doctor.model",
         "which buffers are running statistics",
         "running statistics of every module may differ; the preflight finds no batch norm",
     ),
     Use(
         "torch.optim.Optimizer",
         "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
-        "session.wrapping integrations.torchtitan",
+        "wrappers.find integrations.torchtitan",
         "which of several wrapped optimizers takes hooks",
         "no settings and no time of the optimizer are recorded",
     ),
@@ -448,56 +448,57 @@ USES = (
     Use(
         _DDP,
         "_comm_hooks _get_ddp_logging_data",
-        "capture.state.training_facts capture.taps.ddp_step reduce.bucket_means reduce.order_free",
+        "evidence.environment.training wrappers.ddp_step lab.reductions.bucket_means"
+        " lab.reductions.order_free",
         "whether, and in which hook, something else reduces",
         "the run's facts name no hook; fixed_order and order_free refuse",
     ),
     Use(
         _DDP,
         "_join_config _divide_by_initial_world_size",
-        "capture.taps.ddp_step reduce.bucket_means",
+        "wrappers.ddp_step lab.reductions.bucket_means",
         "over how many workers a mean is taken in model.join()",
         "fixed_order and order_free refuse, or divide by the initial number",
     ),
     Use(
         _DDP,
         "_module_parameters",
-        "session.wrapping reduce.bucket_means",
+        "wrappers.find lab.reductions.bucket_means",
         "which parameters DDP reduces",
         "it counts as reducing all",
     ),
     Use(
         _DDP,
         "_use_python_reducer _delay_all_reduce_params",
-        "session.wrapping reduce.bucket_means",
+        "wrappers.find lab.reductions.bucket_means",
         "ways of reducing in which hooks do not see local gradients",
         "they count as not being used",
     ),
     Use(
         _DDP,
         "_sync_buffers _match_all_reduce_for_bwd_pass",
-        "capture.taps.ddp_step",
+        "wrappers.ddp_step",
         "when DDP broadcasts buffers, and which steps a worker without data only shadows",
         "the wait for a broadcast is part of the forward pass; shadowed steps are not observed",
     ),
     Use(
         _DDP,
         "_active_ddp_module",
-        "session.wrapping",
+        "wrappers.find",
         "whether a model was wrapped anew",
         "the run goes on with the old wrapper",
     ),
     Use(
         _DDP,
         "_ddp_ignored",
-        "capture.canary.cost",
+        "evidence.canary.cost",
         "which buffers DDP does not broadcast",
         "none is taken for one of these",
     ),
     Use(
         "torch.distributed.Reducer",
         "_get_zeros_like_grad_buckets",
-        "reduce.order_free",
+        "lab.reductions.order_free",
         "which parameters are in DDP's buckets",
         "order_free refuses",
     ),
@@ -505,21 +506,21 @@ USES = (
     Use(
         "torch.distributed._composable.contract",
         "_get_registry",
-        "session.wrapping",
+        "wrappers.find",
         "whether replicate was applied to a model",
         "a model under replicate is refused",
     ),
     Use(
         "torch.distributed._composable.replicate",
         "replicate _ddp",
-        "session.wrapping integrations.catch",
+        "wrappers.find integrations.catch",
         "the DDP that reduces for it",
         "a model under replicate is refused",
     ),
     Use(
         "torch.distributed",
         "_composable",
-        "capture.canary.unsharded",
+        "evidence.reference.unsharded",
         "which classes replicate puts in the place of a module's own",
         "no reference step under replicate",
     ),
@@ -528,14 +529,14 @@ USES = (
         f"{_FSDP}._fsdp_state",
         "_register_root_post_backward_final_callback _root_post_backward_final_callback"
         " _state_ctx _mp_policy",
-        "capture.taps.fsdp2_model capture.state.training_facts",
+        "wrappers.fsdp2_model evidence.environment.training",
         "when a backward pass begins and ends; in which precision it reduces",
         _REFUSES,
     ),
     Use(
         f"{_FSDP}._fsdp_state",
         "_end_backward_iteration",
-        "capture.taps.fsdp2_model",
+        "wrappers.fsdp2_model",
         "when the reductions of a backward pass are over",
         "the end of the backward pass counts",
         releases="torch 2.15",
@@ -543,7 +544,7 @@ USES = (
     Use(
         f"{_FSDP}._fsdp_state",
         "_fsdp_param_group _fsdp_param_groups",
-        "capture.taps.fsdp2_model",
+        "wrappers.fsdp2_model",
         "what is reduced together; one name is that of older releases",
         _REFUSES,
         releases="each has one of them",
@@ -551,28 +552,28 @@ USES = (
     Use(
         f"{_FSDP}._fsdp_param_group",
         "_all_reduce_hook _partial_reduce_output _reduce_scatter_comm",
-        "capture.taps.fsdp2_model",
+        "wrappers.fsdp2_model",
         "whether, over which workers, and by whom it was reduced",
         _REFUSES,
     ),
     Use(
         f"{_FSDP}._fsdp_param",
         "_module_info _orig_size _unsharded_param",
-        "capture.taps.fsdp2_model capture.taps.fsdp2_lasting",
+        "wrappers.fsdp2_model wrappers.fsdp2_lasting",
         "a parameter's name, its place, and its gradient that is not reduced yet",
         _REFUSES,
     ),
     Use(
         f"{_FSDP}._fully_shard.FSDPModule",
         "_get_fsdp_state",
-        "capture.taps.fsdp2_model capture.state.training_facts integrations.catch",
+        "wrappers.fsdp2_model evidence.environment.training integrations.catch",
         "FSDP2's own objects",
         _REFUSES,
     ),
     Use(
         "torch.distributed.device_mesh.DeviceMesh",
         "_get_root_mesh",
-        "capture.taps.fsdp2_mesh",
+        "wrappers.fsdp2_mesh",
         "the other axes of the mesh from which FSDP2's own was cut",
         "only the axes that placements of parameters name are known",
     ),
@@ -587,21 +588,21 @@ USES = (
     Use(
         "torch.distributed.distributed_c10d",
         "_get_default_store",
-        "session.rendezvous",
+        "wrappers.rendezvous",
         "the store through which ranks find each other's monitor",
         _REFUSES,
     ),
     Use(
         "torch.distributed.ProcessGroup",
         "_device_types _get_backend",
-        "session.rendezvous",
+        "wrappers.rendezvous",
         "after how many seconds a collective fails",
         "ranks wait for each other as long as they are told to",
     ),
     Use(
         "torch._C._distributed_c10d.Backend.Options",
         "_timeout",
-        "session.rendezvous",
+        "wrappers.rendezvous",
         "likewise",
         "ranks wait for each other as long as they are told to",
     ),
@@ -609,28 +610,28 @@ USES = (
     Use(
         _ENGINE,
         "_backward_prologue _backward_epilogue _take_model_step",
-        "capture.taps.deepspeed",
+        "wrappers.deepspeed",
         "when a backward pass begins and ends, and when the engine steps",
         _REFUSES,
     ),
     Use(
         _ENGINE,
         "_unmanaged_backward_count _is_gradient_accumulation_boundary",
-        "capture.taps.deepspeed_reading",
+        "wrappers.deepspeed_reading",
         "whether watching begins in the middle of a step",
         "it counts as beginning with one",
     ),
     Use(
         "deepspeed.runtime.bf16_optimizer",
         "_hp_grad",
-        "capture.taps.deepspeed_reading",
+        "wrappers.deepspeed_reading",
         "gradients in float32 of bf16 parameters",
         "the step is not observed",
     ),
     Use(
         "deepspeed.runtime.zero.stage_1_and_2",
         "_zero_padding",
-        "capture.taps.deepspeed_reading",
+        "wrappers.deepspeed_reading",
         "which shards are padding",
         "they count as shards",
     ),
