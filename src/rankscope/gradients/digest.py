@@ -1,4 +1,4 @@
-"""Digests of the bits of tensors, which tell exactly whether two workers hold the same.
+"""Digests of the bits of tensors, which show whether two workers hold the same.
 
 A digest depends on every bit and on its position, on length and dtype, but not on strides, on the
 device, or on the order in which it is computed. See :mod:`rankscope.gradients.kernels.bits` for its
@@ -34,7 +34,7 @@ class PendingDigest:
     """A digest modulo 2^64, part of which may still be computed on a device.
 
     Attributes:
-        known: What the host knows of it.
+        known: The part that the host knows.
         pending: Factors and int64 tensors ``[]`` whose products are to be added.
     """
 
@@ -54,7 +54,7 @@ def digest_tensor(tensor: Tensor, *, start: int = 0, stop: int | None = None) ->
     Args:
         tensor: Any dtype, layout and strides. Of a DTensor the local part counts. A sparse tensor
             is always digested as a whole, its indices and its values; so are the parts of a
-            subclass that says what it is made of. Whatever else has no bits in reach (meta
+            subclass that lists them. Any other tensor without bits in reach (meta
             tensors, freed storage, opaque layouts) is digested by its type, shape and dtype.
         start: First element.
         stop: The element after the last; None for all. Both are clipped to the tensor.
@@ -81,7 +81,7 @@ def digest_tensor(tensor: Tensor, *, start: int = 0, stop: int | None = None) ->
 
 
 def digest_bits(tensor: Tensor, start: int = 0, stop: int | None = None) -> PendingDigest:
-    """Return what :func:`digest_tensor` does, as far as it is known without waiting."""
+    """Return the digest of :func:`digest_tensor`, part of it pending, without waiting."""
     native = native_sum()
     if native is None or not (tensor.is_cpu and lies_in_memory(tensor)):
         return _digest_any(tensor, start, stop)
@@ -175,7 +175,7 @@ def _kind(dtype: torch.dtype, length: int) -> int:
 
 
 def _parts(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
-    """Return the strided tensors that another kind of tensor is made of; None for a strided one."""
+    """Return the strided tensors inside another kind of tensor; None for a strided one."""
     subclass: Any = tensor
     if is_traceable_wrapper_subclass(subclass):
         names, _ = subclass.__tensor_flatten__()

@@ -7,8 +7,8 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     scope = watch(accelerator, model, optimizer, loader=loader, run_dir="runs/sft")
 
-What ``accelerator.backward`` does to a loss (the accumulation divisor, a gradient scaler) is read
-where the backward pass begins. ``accelerator.end_training()`` closes the scope; the run is
+The factors of ``accelerator.backward`` on a loss (the accumulation divisor, a gradient scaler) are
+read where the backward pass begins. ``accelerator.end_training()`` closes the scope; the run is
 incomplete if an exception is being handled then.
 """
 

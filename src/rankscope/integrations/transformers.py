@@ -66,7 +66,7 @@ class RankscopeCallback(TrainerCallback):
         """The running scope; None outside of a training, and in a single process."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to watch; what :func:`rankscope.watch` raises is raised before the first step."""
+        """Begin to watch; :func:`rankscope.watch` raises before the first step."""
         self._close(RuntimeError("a training ended without on_train_end"))
         trainer = _calling_trainer()
         if trainer.accelerator.num_processes == 1:
@@ -84,7 +84,7 @@ class RankscopeCallback(TrainerCallback):
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Deliver what was measured, and finish the run."""
+        """Deliver the last measurements, and finish the run."""
         self._close()
 
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -110,12 +110,8 @@ class TrainerLoss:
     """Gives the scope the loss that ``compute_loss`` returns, in units of one label token.
 
     It counts only where backward does not pass through the loss in the model's own output. Where
-    the trainer says that ``compute_loss`` scales it for gradient accumulation already, as TRL's
-    GRPO does, one over the number of micro-batches is taken out of it.
-
-    Args:
-        trainer: The trainer.
-        scope: What takes the loss.
+    the trainer's flag shows that ``compute_loss`` scales it for gradient accumulation already, as
+    TRL's GRPO does, one over the number of micro-batches is taken out of it.
     """
 
     def __init__(self, trainer: Any, scope: "Scope") -> None:

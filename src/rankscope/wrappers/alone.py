@@ -1,7 +1,7 @@
 """Gradients of single micro-batches, shown by a reduction that never lets them add up in ``.grad``.
 
-``rankscope.order_free`` takes each micro-batch's gradient away as soon as it exists. Whoever reads
-gradients in hooks of its own would find nothing there, or parts; it asks here instead.
+``rankscope.order_free`` takes each micro-batch's gradient away as soon as it exists. Hooks on
+parameters would find nothing there, or parts; taps get the gradients here instead.
 
 The accumulated gradient is never in ``.grad`` then. Sketches of micro-batches add up to its
 sketch, and their norms are exact; with more than one, the norm of the sum is an estimate
@@ -20,7 +20,7 @@ from rankscope.wrappers.parts import GradientParts
 from rankscope.wrappers.tap import LocalGradient
 
 See = Callable[[Tensor, Tensor], None]
-"""Is shown a parameter and its gradient in one micro-batch, before that is taken away."""
+"""Gets a parameter and its gradient in one micro-batch, before that is taken away."""
 
 
 @dataclass(slots=True)
@@ -30,14 +30,14 @@ class AloneGradients:
     Attributes:
         factor: The reduced gradient is the mean over workers times this: W where workers'
             gradients are summed, else 1.
-        watchers: Who is shown the gradients; they must not raise.
+        watchers: Functions that get the gradients; they must not raise.
     """
 
     factor: float
     watchers: list[See] = field(default_factory=list)
 
     def show(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Show a gradient to all who watch."""
+        """Pass a gradient to all watchers."""
         for see in tuple(self.watchers):
             see(parameter, gradient)
 
@@ -46,22 +46,17 @@ _models: "WeakKeyDictionary[nn.Module, AloneGradients]" = WeakKeyDictionary()
 
 
 def announce_alone(model: nn.Module, gradients: AloneGradients) -> None:
-    """Say that a wrapped model's gradients are taken away one by one from now on."""
+    """Register a wrapped model whose gradients are taken away one by one from now on."""
     _models[model] = gradients
 
 
 def alone_gradients(model: nn.Module) -> AloneGradients | None:
-    """Return the gradients of a wrapped model if they are taken away one by one."""
+    """Return the gradients of a wrapped model, if :func:`announce_alone` has registered it."""
     return _models.get(model)
 
 
 class PartsAlone:
-    """Measures gradients that are shown one by one.
-
-    Args:
-        gradients: Where they are shown.
-        sketcher: Measures them.
-    """
+    """Measures gradients that come one by one."""
 
     def __init__(self, gradients: AloneGradients, sketcher: Sketcher) -> None:
         self.parts = GradientParts(sketcher)
@@ -71,7 +66,7 @@ class PartsAlone:
         self._see: See | None = None
 
     def watch(self, see: See) -> None:
-        """Be shown each gradient from now on."""
+        """Call a function with each gradient from now on."""
         self._see = see
         self._gradients.watchers.append(see)
 
@@ -98,11 +93,11 @@ class PartsAlone:
     def gradient(
         self, reduced: GradientTotals | None, carried_over: Tensor | None
     ) -> LocalGradient:
-        """Return what was measured of the step.
+        """Return the step's measurements.
 
         Args:
-            reduced: The totals of the reduced gradient, which are changed into those of the mean
-                over workers, if it is their sum.
+            reduced: The totals of the reduced gradient, scaled in place to those of the mean over
+                workers.
             carried_over: See :class:`~rankscope.wrappers.tap.LocalGradient`.
         """
         count = self.parts.count

@@ -1,22 +1,21 @@
 """The local gradient under ``DistributedDataParallel``, read before the reduction replaces it.
 
 The tap is a post-accumulate hook per parameter, most of which only count: gradients are read
-together (:mod:`rankscope.wrappers.ddp_reading`), and once that is known to work, most hooks
-are taken out. Unlike a communication hook it leaves DDP's
-own path alone, which keeps every bit of the training as it was (a communication hook changes bits
-at W = 3: DDP then divides at another place). It sees the accumulated local gradient with bucket
-views, ``no_sync``, static graphs, unused parameters, compiled models, activation checkpointing and
-any communication hook.
+together (:mod:`rankscope.wrappers.ddp_reading`), and once that is known to work, most hooks are
+taken out. Unlike a communication hook it leaves DDP's own path alone, so every bit of the training
+stays as it was (a communication hook changes bits at W = 3: DDP then divides elsewhere). It sees
+the accumulated local gradient with bucket views, ``no_sync``, static graphs, unused parameters,
+compiled models, activation checkpointing and any communication hook.
 
 Where the training itself ends the reduction (``require_manual_backward_finalization``), the reduced
 gradient is not read: it may be there before the backward pass ends, or after.
 
-Without ``no_sync``, each micro-batch's backward pass reduces, and adds to what the one before has
-left. The sketch of a reduced gradient, taken out of the next local one, leaves what the worker has
-added; norms are estimates then.
+Without ``no_sync``, each micro-batch's backward pass reduces, and adds to the gradient that the
+last one has reduced. The sketch of that reduced gradient, subtracted from the next local one,
+leaves the worker's own part; norms are estimates then.
 
-Under ``rankscope.order_free`` nothing accumulates: each micro-batch's gradient is shown before it
-is taken away (:mod:`rankscope.wrappers.alone`), and measured as a part of the whole.
+Under ``rankscope.order_free`` nothing accumulates: each micro-batch's gradient is measured as a
+part of the whole, before it is taken away (:mod:`rankscope.wrappers.alone`).
 """
 
 import math
@@ -32,22 +31,16 @@ from rankscope.wrappers.alone import PartsAlone, alone_gradients
 from rankscope.wrappers.ddp_step import BusyClock, ShadowSteps, StepState
 from rankscope.wrappers.hooked import HookedTap
 from rankscope.wrappers.passes import in_backward
-from rankscope.wrappers.reduced_product import ReducedProduct, product_is_asked_for
+from rankscope.wrappers.reduced_product import ReducedProduct, needs_product
 from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
 
 
 class DDPTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for DDP.
 
-    Args:
-        model: The wrapped model.
-        parameters: The parameters that require a gradient, by the names that the sketcher knows.
-        sketcher: Measures the gradients.
-        guarded: Keeps the monitor's exceptions out of the backward pass.
-        reduced: What to read of the reduced gradient.
-        observer: Is shown local gradients, and told when they have been reduced.
-        shadowed: Called after each synchronising step that this rank only shadows, since it has
-            run out of data inside ``model.join()``.
+    ``shadowed`` is called after each synchronising step that this rank only shadows, since it has
+    run out of data inside ``model.join()``. The other arguments are those of
+    :class:`~rankscope.wrappers.hooked.HookedTap`.
     """
 
     def __init__(
@@ -68,7 +61,7 @@ class DDPTap(HookedTap):
         )  # fmt: skip
         self._model = model
         self._product: ReducedProduct | None = None
-        if product_is_asked_for(model, sketcher, reduced):
+        if needs_product(model, sketcher, reduced):
             self._product = ReducedProduct(parameters, sketcher.device, guarded)
         self._subtracts = reduced is ReadReduced.SKETCH and sketcher.sketches
         self._busy = BusyClock(model, sketcher.device)
@@ -91,7 +84,7 @@ class DDPTap(HookedTap):
         """Announce a forward pass in training. DDP decides here whether backward synchronises.
 
         One that goes past DDP, to the module inside, makes a step of its own that nothing reduces;
-        unless the same step goes through DDP as well, which then reduces what both have left.
+        unless the same step goes through DDP as well, which then reduces the sum of both.
         """
         self._step.through_ddp |= not bypassed
         self._bypassed = not self._step.through_ddp
@@ -100,7 +93,7 @@ class DDPTap(HookedTap):
         self._begin_pass_anew()
         self._fresh = True
         self._step.synchronises = self._bypassed or self._model.require_backward_grad_sync
-        # Norms do not add up over micro-batches, so without sketches the last one says it all.
+        # Norms do not add up over micro-batches, so without sketches the last one alone counts.
         adds_up = self._sketcher.sketches or self._alone is not None
         self._measure = measure and (self._step.synchronises or adds_up)
         self._due = measure
@@ -116,7 +109,7 @@ class DDPTap(HookedTap):
         return self._busy.seconds if self.complete else math.nan
 
     def collect(self) -> LocalGradient | None:
-        """Return what was measured, and start again; None when nothing valid was measured."""
+        """Return the step's measurements and start again; None without valid ones."""
         gradient = None
         step = self._step
         valid = self.complete and step.settled and not step.spoiled
@@ -142,11 +135,11 @@ class DDPTap(HookedTap):
             self._micro.squared_norms(),
             step.carried_over,
             reduced_product=step.reduced_product,
-            kept=self._accumulator.collect(),
+            accumulator_changes=self._accumulator.collect(),
         )
 
     def _find_alone(self) -> None:
-        """See whether a reduction takes the gradients away one by one by now."""
+        """Look whether a reduction takes the gradients away one by one by now."""
         found = alone_gradients(self._model)
         if self._alone is None and found is not None:
             self._alone = PartsAlone(found, self._sketcher)
@@ -212,7 +205,7 @@ class DDPTap(HookedTap):
             step.carried_over = self._carried_over(first)
 
     def _add_to_reduced(self) -> None:
-        """Keep what this worker has added so far: the pass adds to a gradient that was reduced."""
+        """Keep this worker's part so far: the pass adds to a gradient that was reduced."""
         step = self._step
         reduced = self._reduced
         known = self._fresh and self._measure and step.reduced_known and self._alone is None
@@ -228,7 +221,7 @@ class DDPTap(HookedTap):
         step.reduced_known = False
 
     def _on_ending(self) -> None:
-        """Read the local gradients, and see the reduced ones take their place."""
+        """Read the local gradients, and watch the copies of the reduced ones over them."""
         if self._first or self._alone is not None:
             return
         self._busy.see_gradient()
@@ -251,7 +244,7 @@ class DDPTap(HookedTap):
             self._observer.see_reduced()
         unexpected = self._calls.end_pass(self._reading.read_late)
         step.spoiled |= (unexpected and self._alone is None) or self._reading.spoiled
-        together = self._reading.take_together()
+        refs = self._reading.take_refs()
         goes_on = self._measure and not (step.synchronises or step.spoiled)
         self._accumulator.end_pass(
             self._accumulator.reading(self._calls.names) if goes_on else None
@@ -266,7 +259,7 @@ class DDPTap(HookedTap):
             step.reduced_product = self._product.take(self._calls.names)
         if reduced and self._reduced is not None:
             step.reduced_known = self._measure_reduced(
-                self._calls.names, into=self._reduced, together=together
+                self._calls.names, into=self._reduced, refs=refs
             )
 
     @property

@@ -1,7 +1,7 @@
 """The local gradient under FSDP2 (``fully_shard``), read just before each reduction.
 
 FSDP2 accumulates gradients whole and undivided until it reduces them, and adds the result to the
-sharded ``.grad``: what is about to be reduced is this worker's gradient and nothing else, in every
+sharded ``.grad``: the input of a reduction is this worker's gradient and nothing else, in every
 layout and precision.
 """
 
@@ -43,16 +43,15 @@ class FSDP2Tap(GradientTap):
     under ``set_reduce_scatter_unused_params``, and since torch 2.15 under HSDP while a part of
     earlier gradients waits for its all-reduce, it reduces zeros as well, and it looks like a step.
     Gradients that are reduced in parts (HSDP without its all-reduce in all micro-batches but the
-    last, a loss whose chunks each have a backward pass) add up as
-    :class:`~rankscope.wrappers.parts.GradientParts` says: norms of such groups are estimates
-    then.
+    last, a loss whose chunks each have a backward pass) add up as in
+    :class:`~rankscope.wrappers.parts.GradientParts`: norms of such groups are estimates then.
 
-    Layers gather their parameters, and so wait for all workers. What FSDP2 has not reduced is not
-    in ``.grad``, and reaches no optimizer.
+    Layers gather their parameters, and so wait for all workers. A gradient that FSDP2 has not
+    reduced is not in ``.grad``, and reaches no optimizer.
 
-    The reduced gradient is left out in steps where it cannot be told: something was in ``.grad``
-    before, an all-reduce hook has changed it, it was moved to the CPU, or FSDP2 was told not to
-    wait for it.
+    The reduced gradient is left out in steps where it is unknown: something was in ``.grad``
+    before, an all-reduce hook has changed it, it was moved to the CPU, or FSDP2 does not wait for
+    it.
 
     Args:
         model: The model, or a module around it; ``fully_shard`` was applied to it or to parts.
@@ -60,8 +59,8 @@ class FSDP2Tap(GradientTap):
             sketcher and reduced over the same workers: :func:`fsdp2_parameters`.
         sketcher: Measures the gradients, on :func:`fsdp2_device`.
         guarded: Keeps the monitor's exceptions out of the backward pass.
-        reduced: What to read of the reduced gradient.
-        observer: Is told when gradients have been reduced.
+        reduced: Which totals of the reduced gradient to read.
+        observer: Called after each reduction.
 
     Raises:
         UnsupportedError: This torch's FSDP2 is unknown.
@@ -91,7 +90,7 @@ class FSDP2Tap(GradientTap):
         self._left = GradientsLeft(self._watched, sketcher, reduced)
         self._micro = MicroBatches()
         self._watched_names = frozenset(parameters)
-        self._reached: list[Callable[[], None]] = []  # to be called if the backward pass trains
+        self._reached: list[Callable[[], None]] = []  # called if the backward pass trains
         self._measure = False
         self._start_again()
         self._stops = listen(
@@ -109,7 +108,7 @@ class FSDP2Tap(GradientTap):
         self._read_now: set[str] = set()  # in this backward pass
         # Until their root's backward pass ends: whether the reduction makes it one that trains.
         self._reduced_now: dict[ParameterGroup, bool] = {}
-        self._accumulated: dict[ManagedParameter, State] = {}  # what was not reduced
+        self._accumulated: dict[ManagedParameter, State] = {}  # not reduced
         self._running = self._open = self._complete = self._spoiled = False
         self._fresh = self._micro_known = True
         self._reduced_read = False
@@ -142,7 +141,7 @@ class FSDP2Tap(GradientTap):
         self._num_forwards += 1
 
     def notice_backward(self, trained: Callable[[], None]) -> None:
-        """Say, from inside it, that a backward pass has reached what the model returned."""
+        """Note that the running backward pass has reached the model's output."""
         self._begin_backward()
         self._reached.append(trained)
         alternates = self._num_forwards == self._num_backwards + 1
@@ -159,7 +158,7 @@ class FSDP2Tap(GradientTap):
         return self._open and not in_backward()
 
     def collect(self) -> LocalGradient | None:
-        """Return what was measured, and start again; None when nothing valid was measured."""
+        """Return the step's measurements and start again; None without valid ones."""
         gradient = None
         if self._measure and self.complete and not self._spoiled:
             reduced = self._left.reduced if self._reduced_read else None
@@ -168,7 +167,9 @@ class FSDP2Tap(GradientTap):
                 None if reduced is None else reduced.clone(),
                 self._micro_squared_norms(),
                 norm_estimated=self._parts.count > 1,
-                kept=self._left.collect() if self._num_forwards == self._num_backwards else None,
+                accumulator_changes=self._left.collect()
+                if self._num_forwards == self._num_backwards
+                else None,
             )
         self._start_again()
         return gradient
@@ -223,7 +224,7 @@ class FSDP2Tap(GradientTap):
     def _trains(self, gradients: dict[ManagedParameter, Tensor]) -> bool:
         """Return whether a reduction belongs to a step: not to a pass that has added nothing to it.
 
-        Pipeline schedules reduce by hand, after the last backward pass, what all have accumulated.
+        Pipeline schedules reduce the sum of all backward passes by hand, after the last one.
         """
         if not self._accumulated or not in_backward():
             return True
@@ -274,7 +275,7 @@ class FSDP2Tap(GradientTap):
             reduced = {g: self._reduced_now.pop(g) for g in groups & self._reduced_now.keys()}
         if not self._has_accumulated(groups) and not any(reduced.values()):
             self._left.drop_pass(reduced=self._close_part())
-            return  # the training asked for other gradients than those of parameters
+            return  # the training wanted gradients of other tensors than parameters
         for trained in self._reached:
             trained()
         self._num_backwards += 1
@@ -307,13 +308,13 @@ class FSDP2Tap(GradientTap):
         if not before and all(group.reduces for group in groups):
             return False
         unreduced = [(p, p.unreduced) for p in self._watched if p.group in groups]
-        kept = {p: state_of(gradient) for p, gradient in unreduced if gradient is not None}
+        now = {p: state_of(gradient) for p, gradient in unreduced if gradient is not None}
         others = {p: seen for p, seen in self._accumulated.items() if p not in before}
-        self._accumulated = others | kept
-        return any(before.get(p) != seen for p, seen in kept.items())
+        self._accumulated = others | now
+        return any(before.get(p) != seen for p, seen in now.items())
 
     def _measure_unreduced(self) -> None:
-        """Measure what has been accumulated so far without any reduction, for its norm."""
+        """Measure the sum so far, of which nothing was reduced, for its norm."""
         unreduced = [p for p in self._watched if p.unreduced is not None]
         self._micro_known &= not any(p.is_dtensor for p in unreduced)  # under TP it may be partial
         totals = self._left.measure_unreduced() if self._micro_known else None

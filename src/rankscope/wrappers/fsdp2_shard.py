@@ -1,4 +1,4 @@
-"""Where a shard lies in its parameter, and how it is measured as a part of it."""
+"""Measures a shard as a part of its parameter."""
 
 import math
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class ShardPlace:
 
 
 Shard = tuple[str, Tensor, ShardPlace]
-"""A parameter's name, the slice of it that a rank holds, contiguous, and which one that is."""
+"""A parameter's name, a rank's contiguous slice of it, and the slice's place."""
 
 
 def measure_shards(sketcher: Sketcher, shards: Sequence[Shard], into: GradientTotals) -> None:

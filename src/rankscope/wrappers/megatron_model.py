@@ -1,4 +1,4 @@
-"""What Megatron-core's ``DistributedDataParallel`` tells of itself; Megatron-core is not imported.
+"""Reads Megatron-core's ``DistributedDataParallel``; Megatron-core is not imported.
 
 Legend of shapes: W workers.
 """
@@ -71,7 +71,7 @@ def is_sharded(ddp: Any) -> bool:
 
 
 def factor_of_mean(ddp: Any) -> float:
-    """Return what a reduced gradient is over the mean of the workers' local ones.
+    """Return the ratio of a reduced gradient to the mean of the workers' local ones.
 
     It is 1, or W under ``calculate_per_token_loss``, where they are added up.
     """

@@ -20,8 +20,8 @@ def choose_kernel(device: torch.device, width: int, period: Tensor) -> Kernel:
     """Return the fastest kernel that works on a device.
 
     On CUDA that is the Triton kernel, on the CPU the native one if the package has it, and
-    otherwise, and everywhere else, plain torch. A faster kernel that cannot be had, or whose
-    numbers differ from plain torch's, is passed over with one line in the log.
+    otherwise, and everywhere else, plain torch. A faster kernel that is missing, or whose numbers
+    differ from plain torch's, is passed over with one line in the log.
 
     Args:
         device: Where the gradients live.
@@ -80,7 +80,7 @@ class _SafePieces:
 
     Args:
         prepared: Leaves the totals alone when it raises.
-        replace: Makes what takes its place then; what that raises is the caller's.
+        replace: Makes the replacement; its exceptions go to the caller.
     """
 
     def __init__(self, prepared: Prepared, replace: Callable[[Exception], Prepared]) -> None:

@@ -18,7 +18,7 @@ def count_labels(labels: Tensor, ignored: int, *, first: int) -> int | None:
 
     Args:
         labels: ``[..., n]``.
-        ignored: What labels are that do not count.
+        ignored: The value of labels that do not count.
         first: Place of the first that counts in each sequence.
 
     Returns:

@@ -42,7 +42,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class JobTables:
-    """What the kernels are told of gradients.
+    """The kernels' tables of gradients.
 
     Attributes:
         segments: Rows of the table ``[S, FIELDS]``, int64.

@@ -13,7 +13,7 @@ from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.gradients.totals import GradientTotals
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What the compiled functions call the types that they read."""
+"""Numbers of the types that the compiled functions read."""
 
 _NORM_ROW = 4096  # the norm alone needs no row of the sketch's width
 _SIGN_BIT = {torch.int32: -(1 << 31), torch.int16: -(1 << 15)}
@@ -57,7 +57,7 @@ class NativePieces:
 
     Args:
         measure_many: The compiled function.
-        pieces: What the gradients consist of.
+        pieces: The pieces of the gradients.
         width: Elements in a row.
         period: The signs of prime period by type; None to measure norms alone.
     """

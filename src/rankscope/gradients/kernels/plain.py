@@ -83,7 +83,7 @@ class PlainKernel(Kernel):
         return signed.copy_(chunk).mul_(period)
 
     def _chunks(self, flat: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
-        """Cut into what is left of a row, if it does not start at one, and chunks of rows."""
+        """Cut into the rest of a row, if it does not start at one, and chunks of rows."""
         head = min(-start % self._width, len(flat))
         if head:
             yield start, flat[:head]
@@ -103,12 +103,7 @@ class PlainKernel(Kernel):
 
 
 class PlainPieces:
-    """Measures several gradients one after the other.
-
-    Args:
-        kernel: Measures each.
-        pieces: What they consist of.
-    """
+    """Measures several gradients one after the other."""
 
     def __init__(self, kernel: PlainKernel, pieces: Sequence[Piece]) -> None:
         self._kernel = kernel

@@ -1,9 +1,9 @@
 """The digest of many parts of an accelerator's memory as one Triton kernel.
 
 Each program reads one chunk of a part, whole rows of ``ROW`` words and perhaps the last, shorter
-one. It writes the chunk's weighted sum (:mod:`rankscope.gradients.kernels.bits`) and, where it is
-asked for, the sum of its squares; nothing is added up between programs, so that the result does
-not depend on their order.
+one. It writes the chunk's weighted sum (:mod:`rankscope.gradients.kernels.bits`) and, if wanted,
+the sum of its squares; nothing is added up between programs, so that the result does not depend on
+their order.
 """
 
 # mypy: ignore-errors

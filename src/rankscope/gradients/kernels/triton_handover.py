@@ -1,4 +1,4 @@
-"""What is measured of a gradient, gathered in one launch to be copied to the host."""
+"""Gathers a gradient's measurements in one launch, to be copied to the host."""
 
 # mypy: ignore-errors
 # (Triton compiles these functions and gives their names types of its own.)
