@@ -210,7 +210,7 @@ USES = (
     Use(
         "torch.Tensor",
         "_version",
-        "wrappers.accumulation wrappers.ddp_reading wrappers.fsdp2_left wrappers.loop"
+        "wrappers.accumulation wrappers.ddp_reading wrappers.fsdp2_accumulated wrappers.loop"
         " evidence.canary.tensors evidence.reference.micro_batch wrappers.accumulator"
         " wrappers.megatron"
         " lab.reductions.order_free",

@@ -1,7 +1,7 @@
 """Copies from an accelerator to the host that do not stall the training thread."""
 
-import contextlib
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -188,7 +188,9 @@ class _Shared:
         """Begin to copy the used part, after the work that fills it; a second call does nothing."""
         with _lock:
             if self._memory is not None:
-                with _on(self._stream):
+                stream = self._stream
+                on_stream = nullcontext() if stream is None else torch.cuda.stream(stream)
+                with on_stream:
                     self._copy = HostCopy(self._memory[: self.used], own=True)
                 self._memory = None
             assert self._copy is not None
@@ -206,11 +208,6 @@ def begin_copies() -> None:
 def _stream_of(device: torch.device) -> Any:
     """Return the current stream of a device; None where the host does the work."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def _on(stream: Any) -> Any:
-    """Make a stream the current one for a while."""
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 _ROOM = 1 << 13  # words, to begin with

@@ -28,7 +28,7 @@ class GradientTotals:
         width: Sketch width k.
 
     Attributes:
-        fresh: Whether all is still to be set to 0; whoever has overwritten all of it clears this.
+        fresh: Whether all is still to be set to 0; a kernel that overwrites all of it clears this.
     """
 
     __slots__ = ("_memory", "_tensors", "fresh")
@@ -67,7 +67,7 @@ class GradientTotals:
 
     @property
     def tensors_to_fill(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same; while ``fresh``, what they hold has no meaning."""
+        """The same; while ``fresh``, their content has no meaning."""
         return self._tensors
 
     @property

@@ -40,7 +40,7 @@ def watch(accelerator: Any, model: Any, optimizer: Any = None, **options: Any) -
         model: What ``accelerator.prepare`` returned: DDP, FSDP2 or DeepSpeed, compiled or not.
         optimizer: What ``accelerator.prepare`` returned for the optimizer; None where it has none.
         **options: Of :func:`rankscope.watch`, ``run_dir`` first of all. A ``config`` is recorded
-            beside what the accelerator is set to.
+            beside the accelerator's settings.
 
     Returns:
         The running scope, also a context manager.

@@ -62,7 +62,7 @@ ALONE = (
 
 
 def prepare() -> None:
-    """Get ready to watch what this process trains; called before torch is imported."""
+    """Get ready to watch a training of this process; called before torch is imported."""
     Catch(ScriptJob.of_this_process()).install()
 
 
@@ -244,13 +244,10 @@ def _may_train(model: Any, bare: Sequence[Any] = ()) -> bool:
         return False
     inner = getattr(model, "_orig_mod", model)
     is_bare = any(each is model for each in bare)
-    if not (is_bare or any(_is_a(inner, name) for name in _WRAPPERS.values())):
+    classes = {kind.__name__ for kind in type(inner).__mro__}
+    if not is_bare and classes.isdisjoint(_WRAPPERS.values()):
         return False  # compiled, and data parallel further outside
     return any(parameter.requires_grad for parameter in inner.parameters())
-
-
-def _is_a(model: Any, name: str) -> bool:
-    return any(kind.__name__ == name for kind in type(model).__mro__)
 
 
 def _report_failure(error: Exception) -> None:

@@ -136,7 +136,7 @@ class _Losses:
         self._scope = scope
 
     def __call__(self, pred: Any, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what the loss function returns."""
+        """Return the result of the loss function."""
         total = self._loss_fn(pred, labels, *args, **kwargs)
         if torch.is_grad_enabled():
             outside(self._give, total, labels)

@@ -123,7 +123,7 @@ class TrainerLoss:
         self._read = False
 
     def around(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``compute_loss`` with a look at what it returns; it returns the same."""
+        """Return ``compute_loss`` with a look at its result, which stays the same."""
 
         @functools.wraps(compute_loss)
         def observed(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,8 @@ class TrainerLoss:
 
     def _weight_and_factor(self, loss: Any, inputs: Mapping[str, Any], num_items: Any) -> Any:
         own = count_label_tokens(inputs, shifted=self._shifted)
-        share = 1 / self._accumulated() if self._is_scaled() else None
+        is_scaled = getattr(self._trainer, "loss_is_scaled_for_ga", None) is True
+        share = 1 / self._accumulated() if is_scaled else None
         if own is None or num_items is None or torch.as_tensor(num_items).numel() != 1:
             return own, share
         if not self._read:
@@ -160,10 +161,6 @@ class TrainerLoss:
         if share is not None and not self._form.divided_by_all:
             factor = factor * share
         return own, factor
-
-    def _is_scaled(self) -> bool:
-        """Return whether the trainer does not divide the loss by the number of micro-batches."""
-        return getattr(self._trainer, "loss_is_scaled_for_ga", None) is True
 
     def _accumulated(self) -> int:
         """Return the number of micro-batches of this step."""

@@ -46,11 +46,11 @@ class Accumulation:
         self._applied = self._state()
 
     def adds_to_applied(self) -> bool:
-        """Return whether a backward pass that begins now adds to what the optimizer has applied."""
+        """Return whether a backward pass that begins now adds to gradients that were applied."""
         return self._is_unchanged(self._applied, as_a_whole=True)
 
     def goes_on(self, num_passes: int) -> bool:
-        """Return whether the next micro-batch's gradients will be added to what was reduced.
+        """Return whether the next micro-batch's gradients will be added to the reduced ones.
 
         Args:
             num_passes: Forward passes of the step so far, after which the optimizer was not called.

@@ -1,7 +1,7 @@
 """Whether a gradient is left alone from one micro-batch's backward pass to the next.
 
-What a backward pass adds to the accumulated gradient is the difference of two readings, after it
-and before it. A reading after each pass alone hides what happens in between: a ``zero_grad`` in the
+A backward pass adds the difference of two readings to the accumulated gradient: after it and
+before it. A reading after each pass alone hides what happens in between: a ``zero_grad`` in the
 wrong place looks like a gradient. So where a step has more than one micro-batch, the squared norms
 after a pass are compared with those before the next one: one more read of the gradient for each
 micro-batch after the first. If nothing has changed in between, and nothing was there before the

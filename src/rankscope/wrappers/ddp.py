@@ -15,7 +15,7 @@ last one has reduced. The sketch of that reduced gradient, subtracted from the n
 leaves the worker's own part; norms are estimates then.
 
 Under ``rankscope.order_free`` nothing accumulates: each micro-batch's gradient is measured as a
-part of the whole, before it is taken away (:mod:`rankscope.wrappers.alone`).
+part of the whole, before it is taken away (:mod:`rankscope.wrappers.micro_batch_stream`).
 """
 
 import math
@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
-from rankscope.wrappers.alone import PartsAlone, alone_gradients
 from rankscope.wrappers.ddp_step import BusyClock, ShadowSteps, StepState
 from rankscope.wrappers.hooked import HookedTap
+from rankscope.wrappers.micro_batch_stream import StreamReader, stream_of
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.reduced_product import ReducedProduct, needs_product
 from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
@@ -67,7 +67,7 @@ class DDPTap(HookedTap):
         self._busy = BusyClock(model, sketcher.device)
         self._step = StepState()
         self._due = self._bypassed = self._unreduced = False
-        self._alone: PartsAlone | None = None
+        self._stream: StreamReader | None = None
         self._shadow = ShadowSteps(model, shadowed)
 
     @property
@@ -88,13 +88,13 @@ class DDPTap(HookedTap):
         """
         self._step.through_ddp |= not bypassed
         self._bypassed = not self._step.through_ddp
-        self._find_alone()
+        self._find_stream()
         self._choose_hooks()
         self._begin_pass_anew()
         self._fresh = True
         self._step.synchronises = self._bypassed or self._model.require_backward_grad_sync
         # Norms do not add up over micro-batches, so without sketches the last one alone counts.
-        adds_up = self._sketcher.sketches or self._alone is not None
+        adds_up = self._sketcher.sketches or self._stream is not None
         self._measure = measure and (self._step.synchronises or adds_up)
         self._due = measure
 
@@ -113,15 +113,15 @@ class DDPTap(HookedTap):
         gradient = None
         step = self._step
         valid = self.complete and step.settled and not step.spoiled
-        valid = valid and (self._calls.whole if self._alone is None else self._alone.valid)
+        valid = valid and (self._calls.whole if self._stream is None else self._stream.valid)
         if valid and self._measure:
             gradient = self._gradient(self._reduced if step.reduced_known else None)
         self._start_again()
         return gradient
 
     def _gradient(self, reduced: GradientTotals | None) -> LocalGradient:
-        if self._alone is not None:
-            return self._alone.gradient(reduced, self._step.carried_over)
+        if self._stream is not None:
+            return self._stream.gradient(reduced, self._step.carried_over)
         step = self._step
         totals = self._reading.totals
         if step.earlier is not None:
@@ -138,11 +138,11 @@ class DDPTap(HookedTap):
             accumulator_changes=self._accumulator.collect(),
         )
 
-    def _find_alone(self) -> None:
+    def _find_stream(self) -> None:
         """Look whether a reduction takes the gradients away one by one by now."""
-        found = alone_gradients(self._model)
-        if self._alone is None and found is not None:
-            self._alone = PartsAlone(found, self._sketcher)
+        found = stream_of(self._model)
+        if self._stream is None and found is not None:
+            self._stream = StreamReader(found, self._sketcher)
             names = {id(parameter): name for name, parameter in self._parameters.items()}
 
             def see(parameter: Tensor, gradient: Tensor) -> None:
@@ -150,12 +150,12 @@ class DDPTap(HookedTap):
                 if name is not None:
                     self._guarded(partial(self._see, name, gradient))
 
-            self._alone.watch(see)
+            self._stream.watch(see)
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
-        if self._alone is not None:
-            self._alone.remove()
+        if self._stream is not None:
+            self._stream.remove()
         super().remove()
         self._shadow.remove()
         self._busy.remove()
@@ -164,32 +164,32 @@ class DDPTap(HookedTap):
         """Have as few hooks as the next backward pass needs, unless one runs."""
         if in_backward():
             return
-        several = self._alone is None and self._noticed
+        several = self._stream is None and self._noticed
         reduces = self._model.require_backward_grad_sync
         self._hooks.keep(self._reading.hooked(synchronises=reduces) if several else self._all)
         self._noticed = False
 
     @property
     def _accumulates(self) -> bool:
-        return self._alone is None
+        return self._stream is None
 
     def _start_again(self) -> None:
         self._busy.begin_step(reduced=self.complete)
         self._begin_step_anew()
-        if self._alone is not None:
-            self._alone.reset()
+        if self._stream is not None:
+            self._stream.reset()
         self._step = StepState()
         self._bypassed = False
 
     def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
         self._busy.see_gradient()
-        if self._alone is None and last:
+        if self._stream is None and last:
             self._reading.take(name, gradient)
-        elif self._alone is not None and gradient is not None:
+        elif self._stream is not None and gradient is not None:
             if name in self._observer.wanted_names:
                 self._observer.see_local(name, gradient)
             if self._measure:
-                self._alone.parts.measure(name, gradient)
+                self._stream.parts.measure(name, gradient)
 
     def _begin_pass(self, first: str) -> None:
         step = self._step
@@ -197,7 +197,7 @@ class DDPTap(HookedTap):
             self._add_to_reduced()
         self._fresh = False
         step.spoiled |= not (self._hooks.all or self._noticed)  # it may be reduced by now
-        if self._alone is None:
+        if self._stream is None:
             synchronises = step.synchronises and not self._bypassed
             self._reading.begin_pass(first, measure=self._measure, synchronises=synchronises)
         if self._due and not step.begun:
@@ -208,7 +208,7 @@ class DDPTap(HookedTap):
         """Keep this worker's part so far: the pass adds to a gradient that was reduced."""
         step = self._step
         reduced = self._reduced
-        known = self._fresh and self._measure and step.reduced_known and self._alone is None
+        known = self._fresh and self._measure and step.reduced_known and self._stream is None
         if reduced is None or not (known and self._subtracts):
             step.spoiled = True
             return
@@ -222,7 +222,7 @@ class DDPTap(HookedTap):
 
     def _on_ending(self) -> None:
         """Read the local gradients, and watch the copies of the reduced ones over them."""
-        if self._first or self._alone is not None:
+        if self._first or self._stream is not None:
             return
         self._busy.see_gradient()
         self._read_pass()
@@ -243,7 +243,7 @@ class DDPTap(HookedTap):
         if reduced:
             self._observer.see_reduced()
         unexpected = self._calls.end_pass(self._reading.read_late)
-        step.spoiled |= (unexpected and self._alone is None) or self._reading.spoiled
+        step.spoiled |= (unexpected and self._stream is None) or self._reading.spoiled
         refs = self._reading.take_refs()
         goes_on = self._measure and not (step.synchronises or step.spoiled)
         self._accumulator.end_pass(
@@ -251,8 +251,8 @@ class DDPTap(HookedTap):
         )
         if not self._measure:
             return
-        if self._alone is not None:
-            self._alone.end_pass()
+        if self._stream is not None:
+            self._stream.end_pass()
         else:
             self._micro.add(self._reading.totals, last=step.synchronises)
         if reduced and self._product is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rankscope.errors import UnsupportedError
 from rankscope.gradients.sketch import Sketcher
-from rankscope.wrappers.fsdp2_left import GradientsLeft, State, state_of
+from rankscope.wrappers.fsdp2_accumulated import AccumulatedGradients, State, state_of
 from rankscope.wrappers.fsdp2_model import (
     ManagedParameter,
     ParameterGroup,
@@ -87,7 +87,7 @@ class FSDP2Tap(GradientTap):
         self._sketcher = sketcher
         self._guarded = guarded
         self._parts = GradientParts(sketcher)
-        self._left = GradientsLeft(self._watched, sketcher, reduced)
+        self._gradients = AccumulatedGradients(self._watched, sketcher, reduced)
         self._micro = MicroBatches()
         self._watched_names = frozenset(parameters)
         self._reached: list[Callable[[], None]] = []  # called if the backward pass trains
@@ -103,7 +103,7 @@ class FSDP2Tap(GradientTap):
     def _start_again(self) -> None:
         self._parts.reset()
         self._micro.reset()
-        self._left.reset()
+        self._gradients.reset()
         self._read: set[str] = set()  # in this step
         self._read_now: set[str] = set()  # in this backward pass
         # Until their root's backward pass ends: whether the reduction makes it one that trains.
@@ -145,7 +145,7 @@ class FSDP2Tap(GradientTap):
         self._begin_backward()
         self._reached.append(trained)
         alternates = self._num_forwards == self._num_backwards + 1
-        self._left.begin_pass(measure=self._measure and alternates, begun=bool(self._read_now))
+        self._gradients.begin_pass(measure=self._measure and alternates, begun=bool(self._read_now))
 
     @property
     def complete(self) -> bool:
@@ -161,13 +161,13 @@ class FSDP2Tap(GradientTap):
         """Return the step's measurements and start again; None without valid ones."""
         gradient = None
         if self._measure and self.complete and not self._spoiled:
-            reduced = self._left.reduced if self._reduced_read else None
+            reduced = self._gradients.reduced if self._reduced_read else None
             gradient = LocalGradient(
                 self._parts.totals(),
                 None if reduced is None else reduced.clone(),
                 self._micro_squared_norms(),
                 norm_estimated=self._parts.count > 1,
-                accumulator_changes=self._left.collect()
+                accumulator_changes=self._gradients.collect()
                 if self._num_forwards == self._num_backwards
                 else None,
             )
@@ -207,7 +207,7 @@ class FSDP2Tap(GradientTap):
 
         On an accelerator this runs on the stream of the backward pass, on which FSDP2 itself is
         about to copy the gradients into the buffer of the collective. So they are ready there,
-        and their memory is used again only by what that stream runs later.
+        and only later work on that stream uses their memory again.
         """
         if fsdp_params[0] not in self._parameters:
             return
@@ -218,7 +218,7 @@ class FSDP2Tap(GradientTap):
         group = self._parameters[fsdp_params[0]].group
         self._reduced_now[group] = self._reduced_now.get(group, False) or self._trains(gradients)
         if self._measure:
-            self._left.see_summed(gradients.items())
+            self._gradients.see_summed(gradients.items())
             self._measure_local(gradients)
 
     def _trains(self, gradients: dict[ManagedParameter, Tensor]) -> bool:
@@ -274,7 +274,7 @@ class FSDP2Tap(GradientTap):
         if settled or not waits_by_hand(state):
             reduced = {g: self._reduced_now.pop(g) for g in groups & self._reduced_now.keys()}
         if not self._has_accumulated(groups) and not any(reduced.values()):
-            self._left.drop_pass(reduced=self._close_part())
+            self._gradients.drop_pass(reduced=self._close_part())
             return  # the training wanted gradients of other tensors than parameters
         for trained in self._reached:
             trained()
@@ -292,7 +292,7 @@ class FSDP2Tap(GradientTap):
             return
         if synchronised and self._num_backwards > 1:
             self._micro.add(self._parts.totals(), last=True)
-        self._left.end_reduced(self._measure_reduced() if synchronised else ())
+        self._gradients.end_reduced(self._measure_reduced() if synchronised else ())
 
     def _close_part(self) -> bool:
         """Return whether the backward pass has reduced something that was measured."""
@@ -317,13 +317,13 @@ class FSDP2Tap(GradientTap):
         """Measure the sum so far, of which nothing was reduced, for its norm."""
         unreduced = [p for p in self._watched if p.unreduced is not None]
         self._micro_known &= not any(p.is_dtensor for p in unreduced)  # under TP it may be partial
-        totals = self._left.measure_unreduced() if self._micro_known else None
+        totals = self._gradients.measure_unreduced() if self._micro_known else None
         if totals is not None:
             self._micro.add(totals, last=False)
-        self._left.end_unreduced(totals, self._accumulated)
+        self._gradients.end_unreduced(totals, self._accumulated)
 
     def _measure_reduced(self) -> list[ManagedParameter]:
         """Return the parameters whose reduced gradient was measured."""
         read = [p for p in self._watched if p.name in self._read]
-        self._reduced_read = self._fresh and self._left.measure_reduced(read)
+        self._reduced_read = self._fresh and self._gradients.measure_reduced(read)
         return read if self._reduced_read else []

@@ -111,7 +111,7 @@ class ParameterGroup:
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward pass that ends now has reduced what it has accumulated, if anything.
+        """Whether a backward pass that ends now has reduced its gradients, if it has made any.
 
         Under HSDP perhaps over the shards alone.
         """
@@ -168,7 +168,7 @@ class ManagedParameter:
     Args:
         name: Its canonical name.
         inside: FSDP2's own object.
-        group: What it is reduced with.
+        group: The parameters that are reduced with it.
     """
 
     def __init__(self, name: str, inside: Any, group: ParameterGroup) -> None:

@@ -145,7 +145,7 @@ class LoopTap(HookedTap):
     def _begin_pass(self, first: str) -> None:
         step = self._step
         self._fresh = False
-        step.spoiled |= step.settled  # it adds to what the optimizer was given
+        step.spoiled |= step.settled  # it adds to the gradient that the optimizer has used
         step.spoiled |= not (self._hooks.all or self._noticed)
         self._reading.begin_pass(first, measure=self._measure, synchronises=False)
         if self._measure and not step.begun:

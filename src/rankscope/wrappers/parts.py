@@ -63,7 +63,7 @@ class GradientParts:
         )
 
     def close(self) -> None:
-        """End the open part; what follows belongs to another one."""
+        """End the open part, and begin another one."""
         if self._closed:  # an empty one
             self._put_away()
         self._seen.clear()

@@ -96,7 +96,7 @@ class ReducedProduct:
             if name is None:
                 continue
             if name in self._seen or into.shape != reduced.shape:
-                self._disturbed = True  # this is not what DDP does
+                self._disturbed = True  # DDP makes no such copy
                 return
             self._seen.add(name)
             self._sum += self._dot(into, reduced)

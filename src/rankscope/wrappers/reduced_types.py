@@ -43,7 +43,9 @@ def reduced_types(
         held = getattr(parameter, "main_grad", parameter) if buffered else parameter
         own = _real(held.dtype)
         for dtype in (own, _real(sums.get(name, own))):
-            coarsest[group] = max(coarsest.get(group, dtype), dtype, key=_coarseness)
+            coarsest[group] = max(
+                coarsest.get(group, dtype), dtype, key=lambda each: torch.finfo(each).eps
+            )
     return {group: str(dtype).removeprefix("torch.") for group, dtype in coarsest.items()}
 
 
@@ -54,7 +56,3 @@ def _of_engine(engine: Any) -> torch.dtype:
 
 def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
-
-
-def _coarseness(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps

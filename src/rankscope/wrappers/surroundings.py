@@ -95,7 +95,7 @@ def outside(work: Callable[..., None], *args: Any) -> None:
     if not surrounded() or _here.left is not None:
         work(*args)
         return
-    left = _Left()
+    left = _LeftContexts()
     try:
         try:
             left.leave()
@@ -134,7 +134,7 @@ def around_model() -> Iterator[None]:
 
 
 class _Here(threading.local):
-    left: "_Left | None" = None
+    left: "_LeftContexts | None" = None
 
 
 _here = _Here()
@@ -187,7 +187,7 @@ class _Stack:
             self._pushed.extend(starmap(self._push, (entry,)))
 
 
-class _Left:
+class _LeftContexts:
     """The contexts that :func:`outside` has left; ``device`` is the default one, if one is set."""
 
     def __init__(self) -> None:

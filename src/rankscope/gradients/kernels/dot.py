@@ -57,7 +57,7 @@ def plain_dot(one: Tensor, other: Tensor) -> Tensor:
 class NativeDot:
     """Reads both on one thread, without holding the interpreter's lock.
 
-    What it does not read goes to plain torch: other types than float32, bfloat16 and float16, two
+    Plain torch does the rest: other types than float32, bfloat16 and float16, two
     types, and layouts with gaps or in two orders.
 
     Raises:

@@ -17,7 +17,7 @@ from rankscope.gradients.kernels.fallback import log_fallback
 from rankscope.gradients.kernels.launch import launcher
 
 CHUNK_BYTES = 32 * ROW_BYTES
-"""Bytes that one program reads; they divide what one block of multipliers is for."""
+"""Bytes that one program reads; they divide the bytes of one block of multipliers."""
 
 _BLOCK_BYTES = ROW_BYTES << 16
 _MOST_TABLES = 512

@@ -30,7 +30,7 @@ def gather(
         local: Sketches of rows, float32 ``[R, WIDE]``.
         reduced: The same of the reduced gradient.
         signs: With which entries are added up where the result is narrower, float32 ``[WIDE]``.
-        sketches: What is made, float32.
+        sketches: The results, float32.
         squares: Squared norms, float64 ``[R]``.
         reduced_squares: The same of the reduced gradient.
         largest: Float32 ``[R]``.

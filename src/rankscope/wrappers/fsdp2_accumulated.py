@@ -22,7 +22,7 @@ State = tuple[int, int]
 """Address and version of a gradient: they change when something is accumulated into it."""
 
 
-class GradientsLeft:
+class AccumulatedGradients:
     """Measures gradients after backward passes, and compares them with those before the next ones.
 
     A pass that has reached a parameter before the model's output (a loss that uses a weight again)

@@ -1,4 +1,4 @@
-"""Gradients of single micro-batches, shown by a reduction that never lets them add up in ``.grad``.
+"""Gradients of single micro-batches, from a reduction that never lets them add up in ``.grad``.
 
 ``rankscope.order_free`` takes each micro-batch's gradient away as soon as it exists. Hooks on
 parameters would find nothing there, or parts; taps get the gradients here instead.
@@ -19,12 +19,12 @@ from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.parts import GradientParts
 from rankscope.wrappers.tap import LocalGradient
 
-See = Callable[[Tensor, Tensor], None]
+Watcher = Callable[[Tensor, Tensor], None]
 """Gets a parameter and its gradient in one micro-batch, before that is taken away."""
 
 
 @dataclass(slots=True)
-class AloneGradients:
+class MicroBatchStream:
     """A model's gradients as they come, one micro-batch at a time.
 
     Attributes:
@@ -34,46 +34,46 @@ class AloneGradients:
     """
 
     factor: float
-    watchers: list[See] = field(default_factory=list)
+    watchers: list[Watcher] = field(default_factory=list)
 
-    def show(self, parameter: Tensor, gradient: Tensor) -> None:
+    def pass_on(self, parameter: Tensor, gradient: Tensor) -> None:
         """Pass a gradient to all watchers."""
         for see in tuple(self.watchers):
             see(parameter, gradient)
 
 
-_models: "WeakKeyDictionary[nn.Module, AloneGradients]" = WeakKeyDictionary()
+_streams: "WeakKeyDictionary[nn.Module, MicroBatchStream]" = WeakKeyDictionary()
 
 
-def announce_alone(model: nn.Module, gradients: AloneGradients) -> None:
+def register_stream(model: nn.Module, stream: MicroBatchStream) -> None:
     """Register a wrapped model whose gradients are taken away one by one from now on."""
-    _models[model] = gradients
+    _streams[model] = stream
 
 
-def alone_gradients(model: nn.Module) -> AloneGradients | None:
-    """Return the gradients of a wrapped model, if :func:`announce_alone` has registered it."""
-    return _models.get(model)
+def stream_of(model: nn.Module) -> MicroBatchStream | None:
+    """Return the stream of a wrapped model; None if it was not registered."""
+    return _streams.get(model)
 
 
-class PartsAlone:
+class StreamReader:
     """Measures gradients that come one by one."""
 
-    def __init__(self, gradients: AloneGradients, sketcher: Sketcher) -> None:
+    def __init__(self, stream: MicroBatchStream, sketcher: Sketcher) -> None:
         self.parts = GradientParts(sketcher)
         self._adds_up = sketcher.sketches
-        self._gradients = gradients
+        self._stream = stream
         self._num_passes = 0
-        self._see: See | None = None
+        self._see: Watcher | None = None
 
-    def watch(self, see: See) -> None:
+    def watch(self, see: Watcher) -> None:
         """Call a function with each gradient from now on."""
         self._see = see
-        self._gradients.watchers.append(see)
+        self._stream.watchers.append(see)
 
     def remove(self) -> None:
         """Watch no more."""
-        if self._see in self._gradients.watchers:
-            self._gradients.watchers.remove(self._see)
+        if self._see in self._stream.watchers:
+            self._stream.watchers.remove(self._see)
 
     def reset(self) -> None:
         """Begin a new step."""
@@ -98,12 +98,12 @@ class PartsAlone:
         Args:
             reduced: The totals of the reduced gradient, scaled in place to those of the mean over
                 workers.
-            carried_over: See :class:`~rankscope.wrappers.tap.LocalGradient`.
+            carried_over: Watcher :class:`~rankscope.wrappers.tap.LocalGradient`.
         """
         count = self.parts.count
         one_each = count > 1 and count == self._num_passes
         if reduced is not None:
-            reduced.scale(1 / self._gradients.factor)
+            reduced.scale(1 / self._stream.factor)
         return LocalGradient(
             self.parts.totals(),
             reduced,
