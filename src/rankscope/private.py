@@ -1,11 +1,12 @@
-"""Private names of torch and of frameworks: which are used, why, and what there is without them.
+"""Private names of torch and of frameworks: their use, its reason, and the effect of their lack.
 
 None of these names is promised to stay. So each stands in :data:`USES`, a test holds the table
-against the source and against what is installed, and training goes on without any of them: what
-rests on a name is off then, which is said once, or ``watch`` refuses before the first step.
+against the source and against the installed releases, and training goes on without any of them:
+the part that needs a name is off then, with one line in the log, or ``watch`` refuses before the
+first step.
 
-What is replaced in somebody else's object is replaced by :class:`Patch`, and put back by it. This
-module imports nothing heavy: ``rankscope run`` needs it before torch is there.
+:class:`Patch` replaces attributes of others' objects, and restores them. This module imports
+nothing heavy: ``rankscope run`` needs it before torch is there.
 """
 
 import functools
@@ -25,19 +26,20 @@ _NOTHING = object()
 
 
 class Patch:
-    """Something in the place of an attribute of a module, class or object, until it is removed.
+    """A replacement of an attribute of a module, class or object, until it is removed.
 
     Args:
-        owner: What holds the attribute, itself or by its class.
+        owner: The holder of the attribute, itself or by its class.
         name: Its name.
-        make: Returns what takes its place, given what is found there; None if there is nothing.
+        make: Returns the replacement, given the present value, None if there is none.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        self._owner, self._name = owner, name
-        self._kept = vars(owner).get(name, _NOTHING)  # as it is stored: a class binds what it gives
+        self._owner = owner
+        self._name = name
+        self._kept = vars(owner).get(name, _NOTHING)  # as it is stored: a class binds functions
         self.original = getattr(owner, name, None)
-        """What was found there."""
+        """The value before."""
         self._put = make(self.original)
         setattr(owner, name, self._put)
 
@@ -63,7 +65,7 @@ class Patch:
 
 
 def callers() -> Iterator[FrameType]:
-    """Yield the frames around the function that asks: that of its caller first."""
+    """Yield the frames around the calling function: that of its caller first."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         yield frame
@@ -71,7 +73,7 @@ def callers() -> Iterator[FrameType]:
 
 
 def find(path: str) -> Any:
-    """Return what a dotted path leads to, by imports and then by attributes; None without it."""
+    """Return the object at a dotted path, by imports and then by attributes; None without it."""
     try:
         return pkgutil.resolve_name(path)
     except (ImportError, AttributeError):
@@ -85,9 +87,9 @@ class Use(NamedTuple):
         owner: Dotted path of the module or class that has them; of a class, its objects may.
         names: The names, separated by spaces.
         where: Modules of rankscope that use them, likewise.
-        why: What they are for.
-        without: What happens where one is missing.
-        need: By which :func:`lacking` asks for them; empty if their users look themselves.
+        why: Their purpose.
+        without: The effect where one is missing.
+        need: The key of :func:`lacking`; empty if their users look themselves.
         releases: Of a name that not all supported releases have: which ones do.
     """
 
@@ -101,7 +103,7 @@ class Use(NamedTuple):
 
 
 def lacking(need: str) -> list[str]:
-    """Return the names of a need, by their full paths, that this installation is without."""
+    """Return the names of a need, by their full paths, that this installation lacks."""
     rows = [use for use in USES if use.need == need]
     owners = [(use, find(use.owner)) for use in rows]
     return [f"{use.owner}.{n}" for use, o in owners for n in use.names.split() if not hasattr(o, n)]
@@ -109,7 +111,7 @@ def lacking(need: str) -> list[str]:
 
 @functools.cache
 def available(need: str) -> bool:
-    """Return whether all names of a need are there; if not, say once what is off without them."""
+    """Return whether all names of a need are there; if not, log once what is off without them."""
     missing = lacking(need)
     if missing:
         level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.INFO
@@ -137,7 +139,7 @@ def _torch() -> str:
 
 
 _REFUSES = "watch refuses: UnsupportedError"
-_SWITCHES_OFF = "the monitor switches itself off in the first step, and says so"
+_SWITCHES_OFF = "the monitor switches itself off in the first step, with one warning"
 _FSDP = "torch.distributed.fsdp._fully_shard"
 _DDP = "torch.nn.parallel.DistributedDataParallel"
 _ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
@@ -208,7 +210,7 @@ USES = (
     Use(
         "torch.Tensor",
         "_version",
-        "wrappers.accumulation wrappers.ddp_reading wrappers.fsdp2_left wrappers.loop"
+        "wrappers.accumulation wrappers.ddp_reading wrappers.fsdp2_accumulated wrappers.loop"
         " evidence.canary.tensors evidence.reference.micro_batch wrappers.accumulator"
         " wrappers.megatron"
         " lab.reductions.order_free",
@@ -558,7 +560,7 @@ USES = (
     Use(
         f"{_FSDP}._fsdp_param",
         "_module_info _orig_size _unsharded_param",
-        "wrappers.fsdp2_model wrappers.fsdp2_lasting",
+        "wrappers.fsdp2_model wrappers.fsdp2_lookup",
         "a parameter's name, its place, and its gradient that is not reduced yet",
         _REFUSES,
     ),
@@ -596,14 +598,14 @@ USES = (
         "_device_types _get_backend",
         "wrappers.rendezvous",
         "after how many seconds a collective fails",
-        "ranks wait for each other as long as they are told to",
+        "ranks wait for each other for the time that the caller sets",
     ),
     Use(
         "torch._C._distributed_c10d.Backend.Options",
         "_timeout",
         "wrappers.rendezvous",
         "likewise",
-        "ranks wait for each other as long as they are told to",
+        "ranks wait for each other for the time that the caller sets",
     ),
     # Frameworks
     Use(

@@ -112,7 +112,7 @@ def launch_interpreted(
     totals = [t and (t.memory, *t.sketches.shape) for t in (measured.totals, measured.reduced)]
     others = (
         *(measured.micro_squared_norms, measured.carried_over),
-        *(measured.reduced_product, measured.kept),
+        *(measured.reduced_product, measured.accumulator_changes),
     )
     [gathered] = _unpacked(process.submit(_run_launch, _packed(totals, others), folding).result())
     return take(len(gathered)).view(torch.float64).copy_(gathered)
@@ -126,7 +126,7 @@ def _run_launch(sent: bytes, folding: Folding) -> bytes:
         micro,
         carried,
         reduced_product=product,
-        kept=kept,
+        accumulator_changes=kept,
     )
     return _packed(launch(measured, folding))
 

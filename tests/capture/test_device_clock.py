@@ -49,7 +49,7 @@ def train(steps, *, host, kernels, own_host, own_kernels, capturing=lambda step:
     taken, lost = [], []
 
     def hook():
-        taken.append(guard.take_felt(step, 99.0, observed=step % 2 == 0))
+        taken.append(guard.take_device_overhead(step, 99.0, observed=step % 2 == 0))
         if step in spoilt:
             guard.leave_out(0.5)
         device.work_on_host(own_host)
@@ -104,11 +104,11 @@ def test_where_events_fail_the_clock_of_the_host_stays():
     guard = Guard(pytest.fail, clock)
     for step in range(20):
         guard(lambda: None)
-        assert guard.take_felt(step, 0.25, observed=True).read() == 0.25
+        assert guard.take_device_overhead(step, 0.25, observed=True).read() == 0.25
 
 
 def test_the_host_needs_no_second_clock():
     import torch
 
     assert clock_of(torch.device("cpu")) is None
-    assert Guard(pytest.fail).take_felt(0, 0.25, observed=True) is None
+    assert Guard(pytest.fail).take_device_overhead(0, 0.25, observed=True) is None

@@ -88,7 +88,7 @@ def place() -> SimpleNamespace:
 class TestListening:
     def test_calls_go_through_and_are_told(self, place):
         relay, one, other = Relay(place, "function"), Ear(), Ear()
-        stop_one, stop_other = relay.tell(before=one.hear), relay.tell(before=other.hear)
+        stop_one, stop_other = relay.subscribe(before=one.hear), relay.subscribe(before=other.hear)
         assert place.function(1, right=2) == 3
         stop_one()
         assert place.function(3) == 3
@@ -109,21 +109,21 @@ class TestListening:
                 order.append("after")
 
         listener = Listener()
-        Relay(place, "function").tell(before=listener.hear_before)
-        Relay(place, "function").tell(after=listener.hear_after)
+        Relay(place, "function").subscribe(before=listener.hear_before)
+        Relay(place, "function").subscribe(after=listener.hear_after)
         place.function()
         assert order == ["before", "call", "after"]
 
     def test_a_call_that_raises_has_not_ended(self, place):
         ear = Ear()
-        Relay(place, "function").tell(after=ear.hear)
+        Relay(place, "function").subscribe(after=ear.hear)
         with pytest.raises(TypeError):
             place.function("a", 1)
         assert ear.heard == []
 
     def test_a_listener_that_is_gone_is_not_called(self, place):
         relay, ear = Relay(place, "function"), Ear()
-        stop = relay.tell(before=ear.hear)
+        stop = relay.subscribe(before=ear.hear)
         del ear
         gc.collect()
         assert place.function(1) == 1
@@ -132,14 +132,14 @@ class TestListening:
 
     def test_the_replacement_by_another_tool_stays(self, place):
         relay, early, late = Relay(place, "function"), Ear(), Ear()
-        stop_early = relay.tell(before=early.hear)
+        stop_early = relay.subscribe(before=early.hear)
         ours = place.function
 
         def others(*args: Any) -> Any:
             return 10 * ours(*args)
 
         place.function = others
-        stop_late = relay.tell(before=late.hear)
+        stop_late = relay.subscribe(before=late.hear)
         assert place.function(1, 1) == 20
         stop_early()
         assert place.function(1, 2) == 30

@@ -218,7 +218,7 @@ def test_what_happened_between_micro_batches():
     squares_B2 = torch.tensor([[4.0, 4.0], [9.0, 36.0], [1.0, 1.0]], dtype=torch.float64)
     kept = torch.cat([squares_B2.flatten(), changes_G])
     product = torch.tensor(7.0, dtype=torch.float64)
-    handed = hand_over(LocalGradient(totals, reduced_product=product, kept=kept))
+    handed = hand_over(LocalGradient(totals, reduced_product=product, accumulator_changes=kept))
     assert handed.changes_G.tolist() == changes_G.tolist()
     assert handed.gradient.reduced_product == 7
     assert handed.values["accumulator_change"] == 0.5
@@ -268,7 +268,7 @@ def test_the_precision_of_the_gradient_does_not_change_what_arrives(dtype):
 def test_a_kernel_that_fails_is_replaced_by_plain_torch_and_told_of_once(monkeypatch, caplog):
     monkeypatch.setattr(transfer, "_is_compiled", lambda: False)
     monkeypatch.setattr(transfer, "_launches_on", lambda tensor: True)
-    monkeypatch.setattr(transfer, "_gathering", Launching("what is measured is gathered"))
+    monkeypatch.setattr(transfer, "_gathering", Launching("measurements are gathered"))
     monkeypatch.setattr(transfer, "launch", None)  # to call it raises
     gradient = make_gradient()
     with caplog.at_level("INFO", logger="rankscope"):

@@ -10,7 +10,7 @@ from torch.autograd import Variable
 from capture.kernel_checks import needs_compiler
 from rankscope.gradients.kernels.dot import NativeDot, check_dot, choose_dot, plain_dot
 from rankscope.wrappers.guard import Guard
-from rankscope.wrappers.reduced_product import ReducedProduct, product_is_asked_for
+from rankscope.wrappers.reduced_product import ReducedProduct, needs_product
 from rankscope.wrappers.tap import ReadReduced
 
 CPU = torch.device("cpu")
@@ -153,4 +153,4 @@ def test_it_is_asked_for_where_nothing_else_tells_directions(
 ):
     group = SimpleNamespace(size=lambda: workers)
     model = SimpleNamespace(process_group=group, gradient_as_bucket_view=in_buckets)
-    assert product_is_asked_for(model, SimpleNamespace(sketches=sketches), reduced) == asked
+    assert needs_product(model, SimpleNamespace(sketches=sketches), reduced) == asked

@@ -113,13 +113,13 @@ def fail() -> None:
 
 
 def test_all_comes_back_wherever_it_is_interrupted():
-    with Within(), Cut(file="capture/surroundings") as count:
+    with Within(), Cut(file="wrappers/surroundings") as count:
         outside(work)
     assert count.count > 50
     for at in range(count.count):
         with Within():
             before = state()
-            with pytest.raises(KeyboardInterrupt), Cut(at, file="capture/surroundings"):
+            with pytest.raises(KeyboardInterrupt), Cut(at, file="wrappers/surroundings"):
                 outside(work)
             assert state() == before, at
         assert not surrounded(), at

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rankscope.integrations.catch import NOTHING, Ending, tell_if_nothing_was_watched
+from rankscope.integrations.catch import NOTHING, Ending, report_if_nothing_was_watched
 from rankscope.integrations.run_script import PID_VARIABLE, VARIABLE
 
 
@@ -72,42 +72,42 @@ def test_a_thread_that_exits_ends_no_script(ending):
 
 
 @pytest.fixture
-def untold(monkeypatch, tmp_path):
+def unreported(monkeypatch, tmp_path):
     """Return the file that stays until a process of this one's job has told."""
-    path = tmp_path / "untold"
+    path = tmp_path / "unreported"
     path.touch()
     run_dir = str(tmp_path / "run")
-    job = {"run_dir": run_dir, "script": "train", "started": 0.0, "untold": str(path)}
+    job = {"run_dir": run_dir, "script": "train", "started": 0.0, "unreported": str(path)}
     monkeypatch.setenv(VARIABLE, json.dumps(job))
     monkeypatch.setenv(PID_VARIABLE, str(os.getpid()))
     monkeypatch.delenv("RANK", raising=False)
     return path
 
 
-def test_what_nobody_of_the_job_has_told_is_told_once(untold, capsys):
-    tell_if_nothing_was_watched()
-    tell_if_nothing_was_watched()
+def test_what_nobody_of_the_job_has_told_is_told_once(unreported, capsys):
+    report_if_nothing_was_watched()
+    report_if_nothing_was_watched()
     assert capsys.readouterr().err == f"rankscope: {NOTHING}\n"
-    assert not untold.exists()
+    assert not unreported.exists()
 
 
 @pytest.mark.parametrize("reason", ["a rank has told", "a run", "a run beside", "another rank"])
-def test_a_launcher_whose_ranks_were_watched_tells_nothing(untold, capsys, monkeypatch, reason):
+def test_a_launcher_whose_ranks_were_watched_tells_nothing(unreported, capsys, monkeypatch, reason):
     if reason == "a rank has told":  # as on a host without rank 0
-        untold.unlink()
+        unreported.unlink()
     elif reason == "another rank":
         monkeypatch.setenv("RANK", "1")
     else:
-        run_dir = untold.with_name("run" if reason == "a run" else "run-2")
+        run_dir = unreported.with_name("run" if reason == "a run" else "run-2")
         run_dir.mkdir()
         (run_dir / "run.json").touch()
-    tell_if_nothing_was_watched()
+    report_if_nothing_was_watched()
     assert capsys.readouterr().err == ""
-    assert not untold.exists()
+    assert not unreported.exists()
 
 
-def test_a_fork_of_the_command_leaves_it_to_the_command(untold, capsys, monkeypatch):
+def test_a_fork_of_the_command_leaves_it_to_the_command(unreported, capsys, monkeypatch):
     monkeypatch.setenv(PID_VARIABLE, str(os.getpid() + 1))
-    tell_if_nothing_was_watched()
+    report_if_nothing_was_watched()
     assert capsys.readouterr().err == ""
-    assert untold.exists()
+    assert unreported.exists()

@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from rankscope.errors import UsageError
 from rankscope.integrations import catch
 from rankscope.integrations.backward_loss import unscaled
-from rankscope.integrations.beginning import Surroundings, agree, bare_models
-from rankscope.integrations.hooks import AfterImport, CallHook, SeenFromBelow
+from rankscope.integrations.beginning import CallerContext, agree, bare_models
+from rankscope.integrations.hooks import AfterImport, CallerHook, CallHook
 from rankscope.integrations.run_script import (
     PID_VARIABLE,
     STARTUP,
@@ -86,7 +86,7 @@ def test_a_command_that_cannot_be_started_leaves_nothing(tmp_path, monkeypatch):
 
     def fail(path, words, environment):
         made.extend(tmp_path.iterdir())
-        assert json.loads(environment[VARIABLE])["untold"] == str(made[0])
+        assert json.loads(environment[VARIABLE])["unreported"] == str(made[0])
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("os.execve", fail)
@@ -180,7 +180,7 @@ def test_a_caller_is_seen_from_below():
         return seen(tensors, 0)
 
     lines = []
-    seen = SeenFromBelow(divide, lambda frame: lines.append(dict(frame.f_locals)))
+    seen = CallerHook(divide, lambda frame: lines.append(dict(frame.f_locals)))
     with pytest.raises(ZeroDivisionError) as raised:
         call(8)
     names = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
@@ -279,10 +279,10 @@ def test_of_a_container_of_one_optimizer_that_one_is_found():
     model = nn.Linear(3, 3)
     inner = torch.optim.SGD(model.parameters(), lr=1)
     container = Container(inner)
-    assert Surroundings(model).optimizers() == [inner]
+    assert CallerContext(model).optimizers() == [inner]
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1)
     container.optimizers.append(other)
-    assert container in Surroundings(model).optimizers()
+    assert container in CallerContext(model).optimizers()
 
 
 def test_optimizers_of_a_model_are_found():
@@ -290,10 +290,10 @@ def test_optimizers_of_a_model_are_found():
     small = torch.optim.SGD(model[1].parameters(), lr=1)
     large = torch.optim.SGD(model[0].parameters(), lr=1)
     wrapping, foreign = Wrapping(large), torch.optim.SGD(other.parameters(), lr=1)
-    assert [id(found) for found in Surroundings(model).optimizers()] == [id(large), id(small)]
-    assert [id(found) for found in Surroundings(other).optimizers()] == [id(foreign)]
+    assert [id(found) for found in CallerContext(model).optimizers()] == [id(large), id(small)]
+    assert [id(found) for found in CallerContext(other).optimizers()] == [id(foreign)]
     assert wrapping.param_groups is large.param_groups
-    assert Surroundings(nn.Linear(1, 1)).optimizers() == []
+    assert CallerContext(nn.Linear(1, 1)).optimizers() == []
 
 
 def test_hooks_of_all_optimizers_are_called_as_ever_while_one_is_looked_at(monkeypatch, tmp_path):

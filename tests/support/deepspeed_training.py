@@ -117,7 +117,9 @@ def to_numpy(gradient: LocalGradient) -> dict[str, Any]:
         "totals": _arrays(gradient.totals),
         "reduced": None if gradient.reduced is None else _arrays(gradient.reduced),
         "micro_norms": None if micro is None else micro.sqrt().tolist(),
-        "kept": None if gradient.kept is None else gradient.kept.numpy(),
+        "kept": None
+        if gradient.accumulator_changes is None
+        else gradient.accumulator_changes.numpy(),
         "carried_over": carried is not None and bool(carried),
     }
 

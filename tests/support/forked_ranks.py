@@ -174,7 +174,7 @@ def _become(command: Sequence[str], environment: Mapping[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     catch.prepare()
-    atexit.register(catch.tell_if_nothing_was_watched)
+    atexit.register(catch.report_if_nothing_was_watched)
     try:  # without Python's own flags, such as -B
         _interpret(*dropwhile(lambda word: word[0] == "-" and word != "-m", command[1:]))
     finally:

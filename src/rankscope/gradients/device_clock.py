@@ -1,9 +1,9 @@
-"""What the monitor's work takes from a training on an accelerator, by the device's own clock.
+"""The monitor's overhead for a training on an accelerator, by the device's own clock.
 
-The host runs ahead of the device, so what a hook takes there need not slow the training down: it is
+The host runs ahead of the device, so a hook's time there need not slow the training down: it is
 hidden as long as the device has work left, and a hook that waits for room in the device's queue
-seems to take long. What the training loses is the time between the moments at which the device
-reaches the hook's beginning and its end: the hook's own kernels, and any wait for the host.
+seems to take long. The overhead is the time between the moments at which the device reaches the
+hook's beginning and its end: the hook's own kernels, and any wait for the host.
 """
 
 import logging
@@ -20,11 +20,11 @@ _TIMED_EVERY = 7
 Marks = list[tuple[Any, Any]]
 
 
-class FeltSeconds:
-    """What one step lost to the monitor; known as soon as the device has passed its last mark.
+class DeviceOverhead:
+    """The overhead of one step; known as soon as the device has passed its last mark.
 
     Args:
-        clock: Which has set the marks.
+        clock: Has set the marks.
         marks: Events at beginning and end of each piece of work; None in a step that is not timed.
         on_host: Seconds that the work took on the host.
         observed: Whether gradients were measured in the step.
@@ -33,8 +33,10 @@ class FeltSeconds:
     def __init__(
         self, clock: "DeviceClock", marks: Marks | None, on_host: float, *, observed: bool
     ) -> None:
-        self._clock, self._marks = clock, marks
-        self._on_host, self._observed = on_host, observed
+        self._clock = clock
+        self._marks = marks
+        self._on_host = on_host
+        self._observed = observed
 
     @property
     def ready(self) -> bool:
@@ -63,20 +65,24 @@ class DeviceClock:
         record: Callable[[Any], None],
         is_capturing: Callable[[], bool],
     ) -> None:
-        self._make_event, self._record, self._is_capturing = make_event, record, is_capturing
+        self._make_event = make_event
+        self._record = record
+        self._is_capturing = is_capturing
         self._begun: Any = None
         self._marks: Marks = []
         self._free: list[Any] = []
-        self._works, self._marking, self._spoilt = True, False, True
+        self._works = True
+        self._marking = False
+        self._spoilt = True
         self._typical: dict[bool, float] = {}
 
     def begin(self) -> None:
-        """Take notice that work begins."""
+        """Note that work begins."""
         if self._marking:
             self._begun = self._mark()
 
     def end(self) -> None:
-        """Take notice that it ends."""
+        """Note that it ends."""
         begun, self._begun = self._begun, None
         if begun is not None:
             ended = self._mark()
@@ -84,11 +90,11 @@ class DeviceClock:
                 self._marks.append((begun, ended))
 
     def spoil(self) -> None:
-        """Leave this step out: what it does now is accounted for elsewhere."""
+        """Leave this step out: its present work is accounted for elsewhere."""
         self._spoilt = True
 
-    def take(self, step: int, on_host: float, *, observed: bool) -> FeltSeconds:
-        """Return what a step lost, and begin the next one.
+    def take(self, step: int, on_host: float, *, observed: bool) -> DeviceOverhead:
+        """Return a step's overhead, and begin the next one.
 
         Work that is under way counts to the next one, and so it was marked before.
 
@@ -103,17 +109,17 @@ class DeviceClock:
             self._give_back(marks)
         self._spoilt = not self._marking
         self._marking = self._works and any((step + later) % _TIMED_EVERY == 0 for later in (1, 2))
-        return FeltSeconds(self, marks if timed else None, on_host, observed=observed)
+        return DeviceOverhead(self, marks if timed else None, on_host, observed=observed)
 
     def read(self, marks: Marks | None, on_host: float, *, observed: bool) -> float:
-        """Return what a step lost; see :class:`FeltSeconds`."""
+        """Return a step's overhead in seconds; see :class:`DeviceOverhead`."""
         if marks is not None and self._works:
             try:
-                felt = sum(begin.elapsed_time(end) for begin, end in marks) / 1e3
+                seconds = sum(begin.elapsed_time(end) for begin, end in marks) / 1e3
             except Exception as error:
                 self._give_up(error)
             else:
-                self._typical[observed] = felt
+                self._typical[observed] = seconds
                 self._give_back(marks)
         return self._typical.get(observed, on_host) if self._works else on_host
 

@@ -1,4 +1,4 @@
-"""Digests of the bits of tensors, which tell exactly whether two workers hold the same.
+"""Digests of the bits of tensors, which show whether two workers hold the same.
 
 A digest depends on every bit and on its position, on length and dtype, but not on strides, on the
 device, or on the order in which it is computed. See :mod:`rankscope.gradients.kernels.bits` for its
@@ -34,7 +34,7 @@ class PendingDigest:
     """A digest modulo 2^64, part of which may still be computed on a device.
 
     Attributes:
-        known: What the host knows of it.
+        known: The part that the host knows.
         pending: Factors and int64 tensors ``[]`` whose products are to be added.
     """
 
@@ -54,7 +54,7 @@ def digest_tensor(tensor: Tensor, *, start: int = 0, stop: int | None = None) ->
     Args:
         tensor: Any dtype, layout and strides. Of a DTensor the local part counts. A sparse tensor
             is always digested as a whole, its indices and its values; so are the parts of a
-            subclass that says what it is made of. Whatever else has no bits in reach (meta
+            subclass that lists them. Any other tensor without bits in reach (meta
             tensors, freed storage, opaque layouts) is digested by its type, shape and dtype.
         start: First element.
         stop: The element after the last; None for all. Both are clipped to the tensor.
@@ -81,14 +81,17 @@ def digest_tensor(tensor: Tensor, *, start: int = 0, stop: int | None = None) ->
 
 
 def digest_bits(tensor: Tensor, start: int = 0, stop: int | None = None) -> PendingDigest:
-    """Return what :func:`digest_tensor` does, as far as it is known without waiting."""
+    """Return the digest of :func:`digest_tensor`, part of it pending, without waiting."""
     native = native_sum()
     if native is None or not (tensor.is_cpu and lies_in_memory(tensor)):
         return _digest_any(tensor, start, stop)
-    length, address, size = tensor.numel(), tensor.data_ptr(), tensor.itemsize
+    length = tensor.numel()
+    address = tensor.data_ptr()
+    size = tensor.itemsize
     if start or stop is not None:
         start, stop = _clipped(tensor, start, stop)
-        length, address = stop - start, address + start * size
+        length = stop - start
+        address += start * size
     return PendingDigest(_kind(tensor.dtype, length) + native.at(address, length * size))
 
 
@@ -143,7 +146,8 @@ def flat_pieces(tensor: Tensor, start: int, stop: int) -> Iterator[Tensor]:
         while len(flat):
             count = min(len(flat), size - filled)
             buffer[filled : filled + count].copy_(flat[:count])
-            flat, filled = flat[count:], filled + count
+            flat = flat[count:]
+            filled += count
             if filled == size:
                 yield buffer
                 filled = 0
@@ -171,7 +175,7 @@ def _kind(dtype: torch.dtype, length: int) -> int:
 
 
 def _parts(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
-    """Return the strided tensors that another kind of tensor is made of; None for a strided one."""
+    """Return the strided tensors inside another kind of tensor; None for a strided one."""
     subclass: Any = tensor
     if is_traceable_wrapper_subclass(subclass):
         names, _ = subclass.__tensor_flatten__()
@@ -180,9 +184,11 @@ def _parts(tensor: Tensor) -> list[tuple[str, Tensor]] | None:
     if layout == torch.sparse_coo:
         return [("indices", tensor._indices()), ("values", tensor._values())]
     if layout in _COMPRESSED_ROWS:
-        outer, inner = tensor.crow_indices(), tensor.col_indices()
+        outer = tensor.crow_indices()
+        inner = tensor.col_indices()
     elif layout in _COMPRESSED_COLUMNS:
-        outer, inner = tensor.ccol_indices(), tensor.row_indices()
+        outer = tensor.ccol_indices()
+        inner = tensor.row_indices()
     else:
         return None
     return [("outer", outer), ("inner", inner), ("values", tensor.values())]

@@ -16,17 +16,17 @@ import numpy as np
 import torch
 
 _MT_BYTES = 624 * 4 + 4  # key and position of a Mersenne twister
-_LOOKED_AT = 64  # bytes of a state that tell whether it has changed
+_LOOKED_AT = 64  # bytes of a state that show whether it has changed
 
 Snapshot = bytes | tuple[bytes, object]
-"""A generator's state; of Python's, what lies in memory, and the number that was put aside."""
+"""A generator's state; of Python's, its memory, and the number that was put aside."""
 
 
 class _Twister:
-    """Where the state of a Mersenne twister lies, as long as the same object holds it.
+    """Reads the state of a Mersenne twister from memory, as long as the same object holds it.
 
-    A draw changes the position, and now and then every word of the key: so a state whose position
-    and a few of its words are what they were is the same.
+    A draw changes the position, and now and then every word of the key: so a state is unchanged if
+    its position and a few of its words are.
     """
 
     def __init__(self) -> None:
@@ -39,20 +39,22 @@ class _Twister:
         """Find its state at an address from now on.
 
         Args:
-            owner: What holds it.
+            owner: The object that holds it.
             address: Where it begins.
             position: The byte in it at which the position begins.
         """
         self._whole = (ctypes.c_char * _MT_BYTES).from_address(address)
         first = min(position, _MT_BYTES - _LOOKED_AT)
         self._part = (ctypes.c_char * _LOOKED_AT).from_address(address + first)
-        self._seen, self.owner = b"", owner
+        self._seen = b""
+        self.owner = owner
 
     def read(self) -> bytes:
         """Return the state; the very object of the last time, if it is the same."""
         seen = self._part.raw
         if seen != self._seen:
-            self._seen, self._state = seen, self._whole.raw
+            self._seen = seen
+            self._state = self._whole.raw
         return self._state
 
 
@@ -65,15 +67,19 @@ class _TorchState:
     def read(self) -> bytes:
         """Return the state; the very object of the last time, if it is the same."""
         state = torch.default_generator.get_state()
-        address, size = state.data_ptr(), state.numel()
+        address = state.data_ptr()
+        size = state.numel()
         ends = min(2 * _LOOKED_AT, size)
         seen = ctypes.string_at(address, ends) + ctypes.string_at(address + size - ends, ends)
         if seen != self._seen:
-            self._seen, self._state = seen, ctypes.string_at(address, size)
+            self._seen = seen
+            self._state = ctypes.string_at(address, size)
         return self._state
 
 
-_python, _numpy, _torch = _Twister(), _Twister(), _TorchState()
+_python = _Twister()
+_numpy = _Twister()
+_torch = _TorchState()
 
 
 def digest_of(data: bytes) -> int:
@@ -87,14 +93,14 @@ def python_state() -> bytes:
 
 
 def python_snapshot() -> Snapshot:
-    """Return the same in a form that is sooner taken and compared, for :func:`python_bytes`."""
+    """Return the same in a form that is faster to read and compare, for :func:`python_bytes`."""
     generator = getattr(random.getstate, "__self__", None)
     if generator is not None and _python.owner is generator:
         return _python.read(), _python.owner.gauss_next
     if type(generator) is random.Random and _python_has_known_layout():
         _python.look_at(generator, id(generator) + object.__basicsize__, position=0)
         return _in_memory(generator)
-    return python_state_as_told(random.getstate())
+    return python_state_bytes(random.getstate())
 
 
 def python_bytes(snapshot: Snapshot) -> bytes:
@@ -126,14 +132,14 @@ def torch_state() -> bytes:
     return _torch.read()
 
 
-def python_state_as_told(state: tuple[Any, ...]) -> bytes:
-    """Return what ``getstate`` of one of Python's generators has returned as bytes."""
+def python_state_bytes(state: tuple[Any, ...]) -> bytes:
+    """Return the result of ``getstate`` of one of Python's generators as bytes."""
     _, words, gauss = state
     return array("L", words).tobytes() + repr(gauss).encode()
 
 
 def _in_memory(generator: random.Random) -> tuple[bytes, object]:
-    """Return what the object itself holds behind its header, position and key, and one number."""
+    """Return the object's memory behind its header, position and key, and one number."""
     held = ctypes.string_at(id(generator) + object.__basicsize__, _MT_BYTES)
     return held, generator.gauss_next  # type: ignore[attr-defined]
 
@@ -146,7 +152,7 @@ def _python_has_known_layout() -> bool:
     room = random.Random.__base__.__basicsize__ - object.__basicsize__  # type: ignore[union-attr]
     if sys.implementation.name != "cpython" or room < _MT_BYTES:
         return False
-    return python_bytes(_in_memory(twister)) == python_state_as_told(twister.getstate())
+    return python_bytes(_in_memory(twister)) == python_state_bytes(twister.getstate())
 
 
 @functools.cache

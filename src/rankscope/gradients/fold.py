@@ -1,4 +1,4 @@
-"""Narrower sketches made from wide ones, and which of them are handed over."""
+"""Narrower sketches from wide ones, and the list of those to hand over."""
 
 import functools
 from collections.abc import Sequence
@@ -12,7 +12,9 @@ from torch import Tensor
 from rankscope.bus.measured import SKETCHES
 from rankscope.gradients.totals import GradientTotals
 
-LOCAL, REDUCED = 0, 1  # sources
+# sources
+LOCAL = 0
+REDUCED = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,7 @@ class Folding:
     def by_row(self) -> list[tuple[int, int, int, int]]:
         """For each sketch and each of its rows: the source, the row, the width and the place.
 
-        What is made of one row stands together, so that a row is fetched once.
+        The sketches of one row stand together, so that a row is fetched once.
         """
         return sorted(
             (source, row, width, at)
@@ -77,7 +79,8 @@ def _wanted(folding: Folding) -> tuple[tuple[int, int, int, int, int], ...]:
         (LOCAL, folding.audit_width, each),
         (REDUCED, folding.audit_width * folding.reduced, each),
     )
-    wanted, at = [], 0
+    wanted = []
+    at = 0
     for source, width, spans in parts:
         for first, stop in spans if width else ():
             wanted.append((source, first, stop, width, at))

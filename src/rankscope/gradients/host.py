@@ -1,7 +1,7 @@
 """Copies from an accelerator to the host that do not stall the training thread."""
 
-import contextlib
 import threading
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ class HostCopy:
     """A tensor on its way to the host; started at once, waited for when it is read.
 
     Args:
-        tensor: Any tensor; its present content is what :meth:`numpy` returns, whatever happens
-            to the tensor later on its own stream. No DTensor: copying one would communicate.
+        tensor: Any tensor; :meth:`numpy` returns its present content, whatever happens to the
+            tensor later on its own stream. No DTensor: copying one would communicate.
         own: Whether nobody else holds the tensor's memory: on the host it is then not copied.
 
     Raises:
@@ -76,8 +76,8 @@ class OnHost:
 class Share:
     """A part of the memory that the measurements of a step fill on a device, to be copied at once.
 
-    It stands where a :class:`HostCopy` may. The copy begins when somebody asks for a part of it,
-    or for all of them: see :func:`begin_copies`.
+    It stands where a :class:`HostCopy` may. The copy begins when a part of it is read, or with all
+    others: see :func:`begin_copies`.
 
     Args:
         device: Where the memory is.
@@ -89,7 +89,7 @@ class Share:
         self._first = self._words = 0
 
     def take(self, words: int) -> Tensor:
-        """Return int64 ``[words]``, to be filled by what is launched now on the current stream."""
+        """Return int64 ``[words]``, to be filled by launches on the current stream now."""
         device = self._device
         with _lock:
             shared = _open.get(device)
@@ -103,7 +103,9 @@ class Share:
                 if shared is not None:
                     shared.begin()
                 shared = _open[device] = _Shared(device, max(room, 2 * words))
-            self._first, self._words, self._shared = shared.used, words, shared
+            self._first = shared.used
+            self._words = words
+            self._shared = shared
             return shared.take(words)
 
     @property
@@ -124,12 +126,13 @@ class FewNumbers:
     It stands where a :class:`HostCopy` may.
 
     Args:
-        tensor: Real, on an accelerator; its present content is what :meth:`numpy` returns.
+        tensor: Real, on an accelerator; its present content counts.
         dtype: Of what is returned: float64 or int64.
     """
 
     def __init__(self, tensor: Tensor, dtype: torch.dtype) -> None:
-        self._share, self._shape = Share(tensor.device), tuple(tensor.shape)
+        self._share = Share(tensor.device)
+        self._shape = tuple(tensor.shape)
         self._kind = np.float64 if dtype is torch.float64 else np.int64
         self._share.take(tensor.numel()).view(dtype).view(self._shape).copy_(tensor.detach())
 
@@ -160,12 +163,7 @@ def copy_numbers(
 
 
 class _Shared:
-    """Memory on a device, and its copy.
-
-    Args:
-        device: Where it is.
-        words: Of 64 bits.
-    """
+    """So many words of 64 bits on a device, and their copy."""
 
     def __init__(self, device: torch.device, words: int) -> None:
         self._memory: Tensor | None = torch.empty(words, dtype=torch.int64, device=device)
@@ -182,15 +180,17 @@ class _Shared:
     def take(self, words: int) -> Tensor:
         """Return the next so many."""
         assert self._memory is not None
-        taken = self._memory[self.used : self.used + words]
+        part = self._memory[self.used : self.used + words]
         self.used = -(-(self.used + words) // _ALIGNED) * _ALIGNED
-        return taken
+        return part
 
     def begin(self) -> HostCopy:
-        """Begin to copy what has been taken, behind what fills it; a second call does nothing."""
+        """Begin to copy the used part, after the work that fills it; a second call does nothing."""
         with _lock:
             if self._memory is not None:
-                with _on(self._stream):
+                stream = self._stream
+                on_stream = nullcontext() if stream is None else torch.cuda.stream(stream)
+                with on_stream:
                     self._copy = HostCopy(self._memory[: self.used], own=True)
                 self._memory = None
             assert self._copy is not None
@@ -198,7 +198,7 @@ class _Shared:
 
 
 def begin_copies() -> None:
-    """Begin to copy all that the measurements of a step have been told to fill."""
+    """Begin to copy all memory that the measurements of a step fill."""
     with _lock:
         for shared in _open.values():
             shared.begin()
@@ -208,11 +208,6 @@ def begin_copies() -> None:
 def _stream_of(device: torch.device) -> Any:
     """Return the current stream of a device; None where the host does the work."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-
-def _on(stream: Any) -> Any:
-    """Make a stream the current one for a while."""
-    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 _ROOM = 1 << 13  # words, to begin with

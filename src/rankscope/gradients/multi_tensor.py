@@ -1,4 +1,4 @@
-"""Several gradients that are measured in one call, step after step."""
+"""Measures several gradients in one call, step after step."""
 
 from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
@@ -15,7 +15,7 @@ from rankscope.gradients.totals import GradientTotals
 
 _FLAT_TYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})
 _LOW = 1 << 40
-"""Below lie the addresses in memory that was freed: they count from zero."""
+"""Lower addresses lie in freed memory: they count from zero."""
 
 _look_on_host = attrgetter("dtype", "layout", "is_cpu")
 _look_on_device = attrgetter("dtype", "layout", "device")
@@ -49,15 +49,15 @@ class TensorSource(NamedTuple):
     signs: ParameterSigns | None
 
 
-class Together:
+class MultiTensorReader:
     """Measures gradients of which nothing but their memory changes from call to call.
 
-    Those that lie in memory as a kernel reads them are prepared for it, and measured in one call;
-    all others one by one.
+    Those in the layout of the kernel are prepared for it, and measured in one call; all others one
+    by one.
 
     Args:
-        kernel: Measures.
-        device: Where it does.
+        kernel: Measures the gradients.
+        device: The device of the kernel.
         gradients: Gradients like those that will be measured.
         sources: Where the elements of each belong.
         sketching: Whether to sketch, or to measure norms alone.
@@ -75,7 +75,8 @@ class Together:
         *,
         sketching: bool,
     ) -> None:
-        self._kernel, self._sources = kernel, sources
+        self._kernel = kernel
+        self._sources = sources
         self._look = _look_on_host if device.type == "cpu" else _look_on_device
         self._form = self._form_of(gradients)
         for gradient in gradients:
@@ -119,9 +120,9 @@ class Together:
                 self._kernel.measure(flat[low:high], source.signs, start, into, row)
 
     def _form_of(self, gradients: Sequence[Tensor]) -> list[object]:
-        """Return all that must stay as it is; looked at in each step, and so without a loop."""
+        """Return the properties that must not change; read in each step, and so without a loop."""
         kinds = set(map(type, gradients))
-        if kinds != {Tensor}:  # a method of another kind may be anything
+        if kinds != {Tensor}:  # other types may override any method
             return [_look_closely(gradient) for gradient in gradients]
         return [
             list(map(self._look, gradients)),
@@ -132,7 +133,7 @@ class Together:
 
 def _look_closely(gradient: Tensor) -> object:
     if type(gradient) is not Tensor:
-        return type(gradient)  # measured alone, whatever it is like
+        return type(gradient)  # measured alone in any case
     contiguous = gradient.is_contiguous()
     return gradient.dtype, gradient.layout, gradient.device, gradient.numel(), contiguous
 

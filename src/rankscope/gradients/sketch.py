@@ -27,7 +27,7 @@ from torch import Tensor
 from rankscope.bus.groups import Groups, Range, Sections
 from rankscope.errors import UsageError
 from rankscope.gradients.kernels import PERIOD, ParameterSigns, choose_kernel, period_signs
-from rankscope.gradients.multi_tensor import Cut, TensorSource, Together
+from rankscope.gradients.multi_tensor import Cut, MultiTensorReader, TensorSource
 from rankscope.gradients.totals import GradientTotals
 
 DEFAULT_WIDTH = 4093
@@ -38,7 +38,7 @@ Measured = tuple[str, Tensor, int]
 _MOST_PREPARED = 4096  # sets of gradients that are measured together
 _HEAD = "the first elements of any"  # no parameter's name: it has spaces
 _WHOLE = "all elements of any"
-_LOOKED_AT = 64  # elements of each gradient that tell whether it was zeroed
+_LOOKED_AT = 64  # elements of each gradient that show whether it was zeroed
 
 
 class Sketcher:
@@ -84,17 +84,17 @@ class Sketcher:
             self._group_of = torch.tensor(sections.group_of, device=device)
         self._kernel = choose_kernel(device, width, period_signs(seed))
         self._signs: dict[str, ParameterSigns] = {}
-        self._together: dict[tuple[Sequence[str], Sequence[int], bool], Together] = {}
+        self._readers: dict[tuple[Sequence[str], Sequence[int], bool], MultiTensorReader] = {}
         self._seconds = 0.0
 
     def take_seconds(self) -> float:
-        """Return how long reading gradients has taken of the calling thread since the last call."""
+        """Return the seconds of reading gradients on the calling thread since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
     @property
     def kernel(self) -> str:
-        """What does the work: ``torch``, ``native`` or ``triton``, the fastest that works here."""
+        """The kernel's name: ``torch``, ``native`` or ``triton``, the fastest that works here."""
         return self._kernel.name
 
     def new_totals(self) -> GradientTotals:
@@ -149,8 +149,8 @@ class Sketcher:
             names: The parameters.
             gradients: Of each.
             into: The totals to add to.
-            again: Whether these are the very tensors of the last call with these names, by which
-                nothing but what they hold can have changed.
+            again: Whether these are the very tensors of the last call with these names, of which
+                nothing but the content can have changed.
         """
         if names:
             starts = (0,) * len(names)
@@ -205,17 +205,19 @@ class Sketcher:
     ) -> None:
         begun = time.perf_counter()
         key = (names, starts, sketching)
-        together = self._together.get(key)
-        if together is None or not (again or together.fits(gradients)):
-            if len(self._together) >= _MOST_PREPARED:
-                self._together.clear()
+        reader = self._readers.get(key)
+        if reader is None or not (again or reader.fits(gradients)):
+            if len(self._readers) >= _MOST_PREPARED:
+                self._readers.clear()
             sources = [
                 self._source(name, start, sketching=sketching)
                 for name, start in zip(names, starts, strict=True)
             ]
-            together = Together(self._kernel, self.device, gradients, sources, sketching=sketching)
-            self._together[key] = together
-        together.measure(gradients, into)
+            reader = MultiTensorReader(
+                self._kernel, self.device, gradients, sources, sketching=sketching
+            )
+            self._readers[key] = reader
+        reader.measure(gradients, into)
         self._seconds += time.perf_counter() - begun
 
     def _source(self, name: str, start: int, *, sketching: bool) -> TensorSource:
@@ -224,10 +226,11 @@ class Sketcher:
             return TensorSource(_head_cuts, None)
         if name == _WHOLE:
             return TensorSource(lambda _, count: _whole_cuts(0, count), None)
-        if not sketching:  # norms are told of groups at the most
+        if not sketching:  # all of a parameter counts to its first section
             row = self._ranges[name][0].section
             return TensorSource(lambda _, count: _whole_cuts(row, count), None)
-        signs, ranges = self._signs_of(name), self._ranges[name]
+        signs = self._signs_of(name)
+        ranges = self._ranges[name]
         first = signs.first % self.width
         return TensorSource(lambda at, count: _cuts(ranges, start + at, count, first), signs)
 
@@ -255,7 +258,8 @@ def _cuts(ranges: Sequence[Range], start: int, count: int, first: int) -> Iterat
     """
     *before, last = ranges
     for row, begin, end in (*before, Range(last.section, last.start, start + count)):
-        low, high = max(begin - start, 0), min(end - start, count)
+        low = max(begin - start, 0)
+        high = min(end - start, count)
         if low < high:
             yield Cut(row, low, high, first + start + low)
 

@@ -1,4 +1,4 @@
-"""What a pass over gradients leaves behind: a few numbers and a short sketch for each row.
+"""The result of a pass over gradients: a few numbers and a short sketch for each row.
 
 A row is a group of parameters or, where the reduction is audited, a section of one
 (:mod:`rankscope.bus.groups`); the sections of a group are neighbours.
@@ -7,7 +7,7 @@ All of it lies in one stretch of memory, so that it is emptied and copied by one
 
     squared norms [R] float64 | non-finite [R] int64 | largest [R] float32, padded | sketches [R, k]
 
-It is emptied when it is looked at. A kernel that overwrites what was there spares that.
+It is emptied when it is read. A kernel that overwrites it spares that.
 """
 
 import torch
@@ -28,7 +28,7 @@ class GradientTotals:
         width: Sketch width k.
 
     Attributes:
-        fresh: Whether all is still to be set to 0; whoever has overwritten all of it clears this.
+        fresh: Whether all is still to be set to 0; a kernel that overwrites all of it clears this.
     """
 
     __slots__ = ("_memory", "_tensors", "fresh")
@@ -55,7 +55,7 @@ class GradientTotals:
 
     @property
     def memory(self) -> Tensor:
-        """What holds all of it."""
+        """The memory of all of it."""
         self._empty()
         return self._memory
 
@@ -67,7 +67,7 @@ class GradientTotals:
 
     @property
     def tensors_to_fill(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The same; while ``fresh``, what they hold has no meaning."""
+        """The same; while ``fresh``, their content has no meaning."""
         return self._tensors
 
     @property

@@ -7,8 +7,8 @@
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     scope = watch(accelerator, model, optimizer, loader=loader, run_dir="runs/sft")
 
-What ``accelerator.backward`` does to a loss (the accumulation divisor, a gradient scaler) is read
-where the backward pass begins. ``accelerator.end_training()`` closes the scope; the run is
+The factors of ``accelerator.backward`` on a loss (the accumulation divisor, a gradient scaler) are
+read where the backward pass begins. ``accelerator.end_training()`` closes the scope; the run is
 incomplete if an exception is being handled then.
 """
 
@@ -40,7 +40,7 @@ def watch(accelerator: Any, model: Any, optimizer: Any = None, **options: Any) -
         model: What ``accelerator.prepare`` returned: DDP, FSDP2 or DeepSpeed, compiled or not.
         optimizer: What ``accelerator.prepare`` returned for the optimizer; None where it has none.
         **options: Of :func:`rankscope.watch`, ``run_dir`` first of all. A ``config`` is recorded
-            beside what the accelerator is set to.
+            beside the accelerator's settings.
 
     Returns:
         The running scope, also a context manager.

@@ -1,9 +1,8 @@
-"""The loss of a script whose model does not return it: what ``backward`` is called on.
+"""The loss of a script whose model does not return it: the tensor on which ``backward`` is called.
 
-Nothing of torch's is in a better place to know it. A gradient scaler's factor is taken out again,
-one over the number of micro-batches as well, and any constant before a mean. Other constants stay:
-they may make a loss of what is a sum. Of a sum over label tokens it is said how many there are, and
-what it was divided by.
+A gradient scaler's factor is taken out again, one over the number of micro-batches as well, and any
+constant before a mean. Other constants stay: they may make a mean of a sum. For a sum over label
+tokens the scope gets their number, and the sum's divisor.
 """
 
 import logging
@@ -36,13 +35,9 @@ _NUMBERS = (torch.int64, torch.float64)  # in which autograd keeps Python's numb
 
 
 class BackwardLoss:
-    """Gives a scope the losses that ``backward`` is called on, where they depend on its model.
+    """Gives a scope the losses on which ``backward`` is called, where they depend on its model.
 
     They only count when the model's output has no ``.loss`` that backward goes through.
-
-    Args:
-        scope: The scope.
-        model: What the training calls.
     """
 
     def __init__(self, scope: "Scope", model: nn.Module) -> None:
@@ -56,14 +51,15 @@ class BackwardLoss:
     def install(self) -> None:
         """See every call of ``backward`` from now on."""
         self._calls = BackwardCalls(torch.autograd, self._see)
-        before, after = ForeignHook(self._before_forward), ForeignHook(self._after_forward)
+        before = ForeignHook(self._before_forward)
+        after = ForeignHook(self._after_forward)
         self._hooks = [
             self._model.register_forward_pre_hook(before),
             self._model.register_forward_hook(after),
         ]
 
     def remove(self) -> None:
-        """See no more of them, and leave torch as it was."""
+        """Stop, and leave torch as it was."""
         self._works = False
         self._outputs.clear()
         for hook in self._hooks:
@@ -72,7 +68,7 @@ class BackwardLoss:
             self._calls.remove()
 
     def _before_forward(self, model: Any, args: Any) -> None:
-        if self._scope.training and not self._scope.repeating:  # its own hook ran before
+        if self._scope.training and not self._scope.repeating:  # the scope's own hook ran before
             self._outputs.clear()
 
     def _after_forward(self, model: Any, args: Any, output: Any) -> None:
@@ -83,7 +79,7 @@ class BackwardLoss:
                 self._outputs[tensor.grad_fn] = tensor if tensor.dim() == 0 else None
 
     def _see(self, caller: FrameType) -> None:
-        """Look at the roots of a backward pass that is about to begin."""
+        """Read the roots of a backward pass that is about to begin."""
         if not (self._works and self._outputs):
             return
         try:
@@ -119,16 +115,15 @@ class BackwardLoss:
 
 
 class Unscaled(NamedTuple):
-    """The loss behind what ``backward`` is called on.
+    """The loss behind the root of a backward pass.
 
     Attributes:
         loss: The loss, a scalar.
-        factor: What it was multiplied by; None if by nothing, or when the loss is at hand without
-            that.
-        constant: What in ``factor`` may belong to the loss; None behind a mean, NaN where only the
-            backward pass shows it.
-        summed: Number of label tokens that the loss sums over, and what the sum was divided by;
-            None where it is no such sum.
+        factor: The factor on it; None without one, or when ``loss`` does not have it.
+        constant: The part of ``factor`` that may belong to the loss; None behind a mean, NaN where
+            only the backward pass shows it.
+        summed: Number of label tokens in the sum, and its divisor; None where the loss is no sum
+            over label tokens.
     """
 
     loss: Tensor
@@ -138,13 +133,14 @@ class Unscaled(NamedTuple):
 
 
 def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
-    """Return the loss behind what ``backward`` is called on.
+    """Return the loss behind the root of a backward pass.
 
     Args:
-        root: What ``backward`` is called on, a scalar.
-        outputs: What the model returned: scalars by the node of the graph that they come from.
+        root: The scalar on which ``backward`` is called.
+        outputs: The model's scalar outputs by their node of the graph; None for other outputs.
     """
-    constant, scaler = 1.0, []
+    constant = 1.0
+    scaler = []
     node: Any = root.grad_fn
     while node is not None:
         output = outputs.get(node)
@@ -165,14 +161,14 @@ def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
 
 
 def _summed(node: Any) -> tuple[Tensor, Tensor | float] | None:
-    """Return over how many label tokens a loss sums, and what the sum was divided by, or None."""
+    """Return the number of label tokens that a loss sums over, and the sum's divisor, or None."""
     divisor = divisor_of(node)
     count = summed_tokens(node if divisor is None else node.next_functions[0][0])
     return None if count is None else (count, 1.0 if divisor is None else divisor.detach())
 
 
 def _constant(node: Any) -> tuple[Tensor | float, Any] | None:
-    """Return what an operator multiplies a loss by, and what comes before it; else None."""
+    """Return an operator's factor on a loss, and the node before it; None without a factor."""
     name = type(node).__name__
     before = [function for function, _ in node.next_functions]
     if name.startswith(PASSING):
@@ -193,6 +189,6 @@ def _constant(node: Any) -> tuple[Tensor | float, Any] | None:
 
 
 def _number(saved: Tensor) -> float | None:
-    """Return the number that a tensor of autograd's holds, if it is one of Python's."""
+    """Return the number in a saved tensor, if it is one of Python's."""
     plain = saved.dim() == 0 and saved.device.type == "cpu" and saved.dtype in _NUMBERS
     return float(saved) if plain else None

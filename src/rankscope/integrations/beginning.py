@@ -28,18 +28,13 @@ _log = logging.getLogger("rankscope")
 
 _WATCHED_ALREADY = "the script watches its training itself"
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
-_INNER = ("optimizer", "_optimizer")  # under which Accelerate and Lightning keep what they wrap
-_CONTAINED = ("optimizers", "_optimizers")  # under which torchtitan and its like keep several
+_INNER = ("optimizer", "_optimizer")  # the wrapped one, of Accelerate and Lightning
+_CONTAINED = ("optimizers", "_optimizers")  # several, of torchtitan and its like
 
 
 @dataclass(frozen=True, slots=True)
 class Watching:
-    """A script's training that is being watched.
-
-    Attributes:
-        scope: The scope.
-        losses: What gives it the losses that its model does not return.
-    """
+    """A script's training that is being watched, with the losses that its model does not return."""
 
     scope: Scope
     losses: BackwardLoss
@@ -53,29 +48,29 @@ class Watching:
 def begin(model: nn.Module, job: ScriptJob) -> Watching | None:
     """Watch a model from now on, unless the script does so itself.
 
-    Every rank of the model's data-parallel group calls it before its first training step; whether
-    all of them do is asked without a collective.
+    Every rank of the model's data-parallel group calls it before its first training step; the
+    ranks agree through the store, without a collective.
 
     Args:
-        model: What the training calls.
-        job: What was asked for.
+        model: The model that the training calls.
+        job: The script to watch, and its options.
 
     Returns:
-        What closes it; None if there is nothing to do.
+        The training that is watched; None if there is nothing to do.
 
     Raises:
         RankscopeError: It cannot be watched; the same on all ranks.
     """
     speak_on_stderr()
     wrapped = find_wrapper(model)
-    around = Surroundings(model)
-    problem = _agree(wrapped.group, _WATCHED_ALREADY if around.is_watched else "")
+    context = CallerContext(model)
+    problem = _agree(wrapped.group, _WATCHED_ALREADY if context.is_watched else "")
     if problem == _WATCHED_ALREADY:
         _log.info("rankscope run leaves this training alone: %s", problem)
         return None
     if problem:
         raise RunError(problem)
-    optimizers = around.optimizers()
+    optimizers = context.optimizers()
     followed: Any = optimizers if wrapped.kind is LOOP else optimizers[:1]
     with torch.autocast(wrapped.device.type, enabled=False):
         scope = watch(
@@ -91,7 +86,7 @@ def begin(model: nn.Module, job: ScriptJob) -> Watching | None:
     except Exception as error:
         _log.warning("losses are only seen in the model's output: %s", error, exc_info=error)
     follow_calling_trainer(scope)
-    _tell_what_is_left_out(around, optimizers[len(followed) :], found=bool(optimizers))
+    _log_unwatched(context, optimizers[len(followed) :], found=bool(optimizers))
     return Watching(scope, losses)
 
 
@@ -109,7 +104,7 @@ def _agree(group: dist.ProcessGroup, problem: str) -> str:
 def live_objects(*kinds: type) -> dict[type, list[Any]]:
     """Return all living objects of some classes and their subclasses, by class.
 
-    Only the types of objects are looked at: some objects act when they are asked anything.
+    Only the types of objects are read: some objects act at any access.
     """
     found: dict[type, list[Any]] = {kind: [] for kind in kinds}
     kind_of: dict[type, type | None] = {}
@@ -123,12 +118,8 @@ def live_objects(*kinds: type) -> dict[type, list[Any]]:
     return found
 
 
-class Surroundings:
-    """What lives beside a model when its training begins.
-
-    Args:
-        model: What the training calls.
-    """
+class CallerContext:
+    """The optimizers, wrappers and scopes that exist beside a model when its training begins."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -159,7 +150,7 @@ class Surroundings:
         return [entry[-1] for entry in ranked]
 
     def other_models(self) -> list[nn.Module]:
-        """Return other data-parallel models that are being trained, the outermost ones."""
+        """Return the outermost other data-parallel models that are in training mode."""
         known = {id(parameter) for parameter in self._model.parameters()}
         others = [
             wrapper
@@ -203,17 +194,17 @@ def bare_models(optimizer: Optimizer) -> list[nn.Module]:
     return [module for module in found if id(module) not in inside]
 
 
-def _tell_what_is_left_out(around: Surroundings, others: list[Any], *, found: bool) -> None:
-    """Say which models and optimizers are not followed.
+def _log_unwatched(context: CallerContext, others: list[Any], *, found: bool) -> None:
+    """Log, on rank 0, the models and optimizers that are not followed.
 
     Args:
-        around: What lives beside the model.
+        context: Of the model that is watched.
         others: Optimizers whose settings are not followed.
         found: Whether there is an optimizer at all.
     """
     if dist.get_rank() != 0:
         return
-    models = [type(model).__name__ for model in around.other_models()]
+    models = [type(model).__name__ for model in context.other_models()]
     if models:
         _log.warning(
             "rankscope watches the model that trains first; not watched: %s", ", ".join(models)

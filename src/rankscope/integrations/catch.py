@@ -1,7 +1,7 @@
 """Finds the model that an unmodified script trains, and watches it from its first step to its end.
 
-What makes a model data parallel is a class of torch's or DeepSpeed's. Until the first forward pass
-of a training through one of them, these classes carry a hook; then it is taken out again, and
+A class of torch's or DeepSpeed's makes a model data parallel. Until the first forward pass of a
+training through one of them, these classes carry a hook; then it is taken out again, and
 :func:`rankscope.watch` is called as the script could have called it on the line before.
 
 A model without wrapper has no such class. In a job of several ranks, the first call of an optimizer
@@ -62,30 +62,26 @@ ALONE = (
 
 
 def prepare() -> None:
-    """Get ready to watch what this process trains; called before torch is imported."""
+    """Get ready to watch a training of this process; called before torch is imported."""
     Catch(ScriptJob.of_this_process()).install()
 
 
 class Catch:
-    """Waits for the first training step of a data-parallel model.
-
-    Args:
-        job: What was asked for.
-    """
+    """Waits for the first training step of a data-parallel model."""
 
     def __init__(self, job: ScriptJob) -> None:
         self._job = job
         self._hooks: list[CallHook] = []
         self._done = self._trained = self._looked = False
         self._waiting: list[Any] = []  # for a backward pass that reaches a parameter
-        self._bare: list[Any] = []  # modules without wrapper that hold all that is trained
+        self._bare: list[Any] = []  # modules without wrapper that hold all trained parameters
         self._after_step: Any = None
         self._ending = Ending()
         wanted: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(_WRAPPERS, self._hook)
-        wanted[_COLLECTIVES] = self._mind_the_end
+        wanted[_COLLECTIVES] = self._patch_destroy
         wanted[_OPTIMIZER] = self._await_optimizer
         if os.environ.get("WORLD_SIZE", "1") not in ("0", "1"):
-            wanted[_AUTOGRAD] = LoneTraining(job).install
+            wanted[_AUTOGRAD] = SingleProcessRun(job).install
         self._imports = AfterImport(wanted)
 
     def install(self) -> None:
@@ -99,13 +95,13 @@ class Catch:
             self._hooks.append(CallHook(holder, self._before_call))
 
     def _await_optimizer(self, module: Any) -> None:
-        """See the first call of an optimizer in a job of several ranks."""
+        """Hook the first call of an optimizer in a job of several ranks."""
         register = getattr(module, "register_optimizer_step_post_hook", None)
         if not self._done and register is not None:
             self._after_step = register(self._after_optimizer)
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Look once for models without wrapper that it trains; for none where there are wrappers.
+        """Look once for models without wrapper that it trains; for none if there are wrappers.
 
         The hook stays until a forward pass: torch goes through its hooks while this one runs.
         """
@@ -119,14 +115,14 @@ class Catch:
             own = {type(model) for model in self._bare} - {hook.holder for hook in self._hooks}
             self._hooks += [CallHook(kind, self._before_call) for kind in own]
         except Exception:
-            _log.debug("models without wrapper cannot be told", exc_info=True)
+            _log.debug("models without wrapper cannot be found", exc_info=True)
 
     def _forget_optimizers(self) -> None:
         if self._after_step is not None:
             self._after_step.remove()
             self._after_step = None
 
-    def _mind_the_end(self, module: Any) -> None:
+    def _patch_destroy(self, module: Any) -> None:
         """Close the scope when the script destroys the process group that it lives in."""
 
         def closing(destroy: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -140,7 +136,7 @@ class Catch:
         self._ending.replace(module, "destroy_process_group", closing)
 
     def _before_call(self, model: Any) -> None:
-        """See a forward pass that is about to begin; watch from here on if it is a training's."""
+        """Watch from here on if the forward pass that is about to begin is a training's."""
         try:
             if self._done or not _may_train(model, self._bare) or not self._trains(model):
                 return
@@ -154,11 +150,11 @@ class Catch:
             self._begin(model)
         except Exception as error:
             self._done = True
-            self._job.tell()
-            _say_why_not(error)
+            self._job.mark_reported()
+            _report_failure(error)
 
     def _trains(self, model: Any) -> bool:
-        """Return whether a forward pass trains; one in evaluation mode once a backward pass did."""
+        """Return whether a forward pass trains; in evaluation mode after a backward pass alone."""
         from rankscope.wrappers.find import in_training_mode
 
         if self._trained or in_training_mode(model):
@@ -183,18 +179,15 @@ class Catch:
         from rankscope.integrations.beginning import begin
 
         watching = begin(model, self._job)
-        self._job.tell()
+        self._job.mark_reported()
         if watching is not None:
             self._ending.attach(watching)
 
 
-class LoneTraining:
-    """Notices that one of several processes trains without a process group, and says so at its end.
+class SingleProcessRun:
+    """Notices that one of several processes trains without a process group; reports it at exit.
 
     Until the first backward pass that reaches a parameter, or that finds a process group.
-
-    Args:
-        job: What was asked for.
     """
 
     def __init__(self, job: ScriptJob) -> None:
@@ -210,9 +203,9 @@ class LoneTraining:
             if not _has_group():
                 if not reaches(caller.f_locals["tensors"], _is_of_parameter):
                     return
-                tell_of_lone_training(self._job, _has_group)
+                report_single_process_run(self._job, _has_group)
         except Exception:
-            _log.debug("what a backward pass trains is unknown", exc_info=True)
+            _log.debug("the parameters of a backward pass are unknown", exc_info=True)
         if self._calls is not None:
             self._calls.remove()
 
@@ -239,8 +232,8 @@ def _may_train(model: Any, bare: Sequence[Any] = ()) -> bool:
     """Return whether a backward pass can follow a call of a model that goes data parallel.
 
     Args:
-        model: What is called.
-        bare: Models that do so without wrapper.
+        model: The model that is called.
+        bare: Models that go data parallel without wrapper.
     """
     import torch
     import torch.distributed as dist
@@ -251,23 +244,20 @@ def _may_train(model: Any, bare: Sequence[Any] = ()) -> bool:
         return False
     inner = getattr(model, "_orig_mod", model)
     is_bare = any(each is model for each in bare)
-    if not (is_bare or any(_is_a(inner, name) for name in _WRAPPERS.values())):
+    classes = {kind.__name__ for kind in type(inner).__mro__}
+    if not is_bare and classes.isdisjoint(_WRAPPERS.values()):
         return False  # compiled, and data parallel further outside
     return any(parameter.requires_grad for parameter in inner.parameters())
 
 
-def _is_a(model: Any, name: str) -> bool:
-    return any(kind.__name__ == name for kind in type(model).__mro__)
-
-
-def _say_why_not(error: Exception) -> None:
+def _report_failure(error: Exception) -> None:
     from rankscope.errors import RankscopeError
 
     if isinstance(error, RankscopeError):  # the same on all ranks
         import torch.distributed as dist
 
         if dist.get_rank() == 0:
-            say(f"this training is not watched: {error}")
+            print_line(f"this training is not watched: {error}")
         return
     _log.warning(
         "rankscope could not begin to watch; training goes on. %s: %s",
@@ -288,15 +278,16 @@ class Ending:
 
     def attach(self, watching: "Watching") -> None:
         """Close the run when the process ends, or its process group before."""
-        self._watching, self._pid = watching, os.getpid()
+        self._watching = watching
+        self._pid = os.getpid()
         atexit.register(self._finish)
         if multiprocessing.parent_process() is not None:  # which may end without atexit
             util.Finalize(self, self._finish, exitpriority=100)
 
     def notice_exit_codes(self) -> None:
-        """Remember the code that the script ends itself with: a run that fails is incomplete.
+        """Remember the exit code of the script: a run that fails is incomplete.
 
-        It is that of ``sys.exit``, and of ``exit`` and ``quit`` of Python's ``site``.
+        The code of ``sys.exit``, and of ``exit`` and ``quit`` of Python's ``site``.
         """
 
         def noticing_exit(leave: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -321,7 +312,7 @@ class Ending:
             self.replace(quitter, "__call__", noticing_quit)
 
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-        """Put something in the place of an attribute until the run is closed."""
+        """Replace an attribute until the run is closed."""
         self._patches.append(Patch(owner, name, make))
 
     def _notice(self, status: Any) -> None:
@@ -329,7 +320,7 @@ class Ending:
             self._exit_code = status
 
     def before_destroying(self, group: Any) -> None:
-        """Take notice that the script destroys a process group; None for all of them."""
+        """Close the run before the script destroys its process group; None stands for all."""
         if self._watching is None or self._pid != os.getpid():
             return
         with contextlib.suppress(Exception):
@@ -349,7 +340,7 @@ class Ending:
             patch.remove()
 
     def _error(self) -> BaseException | None:
-        """Return what ends the script, if it is no success."""
+        """Return the exception that ends the script, if it is no success."""
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         if error is None and self._exit_code not in (None, 0):
             error = SystemExit(self._exit_code)
@@ -358,44 +349,42 @@ class Ending:
         return error
 
 
-def tell_if_nothing_was_watched() -> None:
-    """Say so at the end of the process that the command started, on rank 0.
+def report_if_nothing_was_watched() -> None:
+    """Print that nothing was watched, at the end of the command's process, on rank 0.
 
-    Processes that it started may have been watched in its place: those of this host have told it,
-    and those of others may have left a run here.
+    Processes that it started may have been watched in its place: those of this host have removed
+    the job's file, and those of others may have left a run here.
     """
     if os.environ.get(PID_VARIABLE) != str(os.getpid()):  # a fork of it
         return
     job = ScriptJob.of_this_process()
-    if not job.tell() or os.environ.get("RANK", "0") != "0":
+    if not job.mark_reported() or os.environ.get("RANK", "0") != "0":
         return
     store = Store.of(job.run_dir)
     path = Path(job.run_dir) if store is None else store.copy
     files = [path / "run.json", *path.parent.glob(f"{path.name}-*/run.json")]
     if not any(file.exists() and file.stat().st_mtime >= job.started - 2 for file in files):
-        say(NOTHING)
+        print_line(NOTHING)
 
 
-def tell_of_lone_training(job: ScriptJob, has_group: Callable[[], bool]) -> None:
-    """Say at the end of this process that it has trained by itself, one of several; on rank 0.
+def report_single_process_run(job: ScriptJob, has_group: Callable[[], bool]) -> None:
+    """Print at exit of rank 0 that this process, one of several, has trained by itself.
 
-    Args:
-        job: What was asked for.
-        has_group: Returns whether there is a process group after all.
+    Nothing is printed if ``has_group`` returns that there is a process group after all.
     """
     pid = os.getpid()
 
-    def tell() -> None:
+    def report() -> None:
         if pid != os.getpid() or has_group():
             return
-        job.tell()
+        job.mark_reported()
         if os.environ.get("RANK", "0") == "0":
-            say(ALONE.format(processes=os.environ["WORLD_SIZE"]))
+            print_line(ALONE.format(processes=os.environ["WORLD_SIZE"]))
 
-    atexit.register(tell)
+    atexit.register(report)
 
 
-def say(message: str) -> None:
+def print_line(message: str) -> None:
     """Write a line to the script's error stream, if it is still open."""
     with contextlib.suppress(Exception):
         print(f"rankscope: {message}", file=sys.stderr, flush=True)

@@ -40,8 +40,8 @@ def watch(
     Args:
         engine: What ``deepspeed.initialize`` returned.
         run_dir: As in :func:`rankscope.watch`.
-        weight: Takes what the engine is called with, and returns the number of label tokens
-            behind the loss. None: those of an argument named ``labels``, if there is one.
+        weight: Takes the engine's arguments, and returns the number of label tokens behind the
+            loss. None: those of an argument named ``labels``, if there is one.
         options: Further options of :func:`rankscope.watch`.
 
     Returns:
@@ -65,13 +65,7 @@ def watch(
 
 
 class _Losses:
-    """Gives a scope the loss of every ``engine.backward``, and does nothing once it is closed.
-
-    Args:
-        engine: The engine.
-        scope: The scope.
-        label_tokens: Number of label tokens behind a loss.
-    """
+    """Gives a scope the loss of every ``engine.backward``, until the scope is closed."""
 
     def __init__(self, engine: Any, scope: "Scope", label_tokens: LabelTokens) -> None:
         self._scope = scope

@@ -1,4 +1,4 @@
-"""Ways to see what a script does that are never on its stack; torch is not imported for them."""
+"""Hooks into a script that are never on its stack; torch is not imported for them."""
 
 import sys
 from collections import deque
@@ -13,17 +13,17 @@ _MOST_NODES = 1000
 
 
 class AfterImport:
-    """A finder that finds nothing of its own, and lets others know when a module has been loaded.
+    """A finder that finds nothing of its own, and calls functions when modules have been loaded.
 
     Args:
-        wanted: What to call with each module, by its full name.
+        wanted: The function to call with a module, by the module's full name.
     """
 
     def __init__(self, wanted: dict[str, Callable[[ModuleType], None]]) -> None:
         self._wanted = dict(wanted)
 
     def install(self) -> None:
-        """Watch imports from now on; modules that are there already are acted on at once."""
+        """Watch imports from now on; call at once for modules that are loaded already."""
         for name in list(self._wanted):
             module = sys.modules.get(name)
             if module is not None:
@@ -31,14 +31,14 @@ class AfterImport:
         sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Watch imports no more."""
+        """Stop watching imports."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return what the other finders find for a wanted module; None for all others."""
+        """Return the other finders' spec of a wanted module; None for all others."""
         act = self._wanted.pop(name, None)
         if act is None:
             return None
@@ -64,9 +64,9 @@ def _act_after(loader: Any, act: Callable[[ModuleType], None]) -> None:
 
 
 class CallHook:
-    """A ``__call__`` of a class that looks at the instance first, and then is what it was before.
+    """A ``__call__`` of a class that passes the instance to a function first.
 
-    It is a descriptor: Python asks it for the method and calls that itself. So it is never on the
+    It is a descriptor: Python gets the method from it and calls that itself. So it is never on the
     stack while the method runs.
 
     Args:
@@ -93,14 +93,11 @@ class CallHook:
         self._patch.remove()
 
 
-class SeenFromBelow:
-    """A function that lets someone look at its caller first, and is never on the stack itself.
+class CallerHook:
+    """A function that first passes the frame of its caller to ``see``, which must not raise.
 
-    Python asks for its ``__call__``, which is the function, and calls that.
-
-    Args:
-        function: The function.
-        see: Called with the frame of whoever is about to call it; must not raise.
+    Python gets its ``__call__``, which is the function, and calls that: so it is never on the stack
+    itself.
     """
 
     def __init__(self, function: Callable[..., Any], see: Callable[[FrameType], None]) -> None:
@@ -109,13 +106,13 @@ class SeenFromBelow:
 
     @property
     def __call__(self) -> Callable[..., Any]:
-        """The function; whoever asks for it is about to call it."""
+        """The function; its reader is about to call it."""
         self._see(next(callers()))
         return self.function
 
 
 class BackwardCalls:
-    """Lets someone see every call of torch's ``backward`` from now on.
+    """Calls ``see`` at every call of torch's ``backward`` from now on.
 
     Args:
         autograd: The module ``torch.autograd``.
@@ -128,7 +125,7 @@ class BackwardCalls:
         self._see = see
         self._patch: Patch | None = None
         if available("roots"):
-            self._patch = Patch(autograd, "_make_grads", lambda f: SeenFromBelow(f, self._look))
+            self._patch = Patch(autograd, "_make_grads", lambda f: CallerHook(f, self._look))
 
     def _look(self, caller: FrameType) -> None:
         ours = caller.f_globals is vars(self._autograd)
@@ -136,7 +133,7 @@ class BackwardCalls:
             self._see(caller)
 
     def remove(self) -> None:
-        """See no more of them, and leave torch as it was."""
+        """Stop, and leave torch as it was."""
         if self._patch is not None:
             self._patch.remove()
 

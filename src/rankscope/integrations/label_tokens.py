@@ -1,4 +1,4 @@
-"""How many label tokens stand behind a loss, as a function that the user gives to an adapter."""
+"""The number of label tokens behind a loss, from a function of the user's."""
 
 import logging
 from collections.abc import Callable
@@ -13,22 +13,18 @@ Weigh = Callable[..., Tensor | float]
 
 
 class LabelTokens:
-    """Asks the user's function, and lives without it from the first exception on.
-
-    Args:
-        weigh: The function; None: label tokens are unknown.
-    """
+    """Calls the user's function, until its first exception; without one, numbers are unknown."""
 
     def __init__(self, weigh: Weigh | None) -> None:
         self._weigh = weigh
 
     @property
     def known(self) -> bool:
-        """Whether there is a function to ask."""
+        """Whether there is a function."""
         return self._weigh is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | float | None:
-        """Return what the function says of a batch; None if it cannot say."""
+        """Return the function's result for a batch; None without one."""
         if self._weigh is None:
             return None
         try:

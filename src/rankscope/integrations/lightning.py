@@ -43,8 +43,8 @@ else:
 class RankscopeCallback(Callback):
     """Watches every worker of a ``Trainer.fit``, from ``on_train_start`` to its end.
 
-    The loss of a micro-batch is what ``training_step`` returns, before Lightning divides it by
-    ``accumulate_grad_batches``; under manual optimization, what ``manual_backward`` is given.
+    The loss of a micro-batch is the result of ``training_step``, before Lightning divides it by
+    ``accumulate_grad_batches``; under manual optimization, the argument of ``manual_backward``.
     Validation, testing and prediction are not recorded, nor is the sanity check.
 
     Args:
@@ -81,7 +81,7 @@ class RankscopeCallback(Callback):
         if len(optimizers) != 1:
             raise UsageError(
                 f"RankscopeCallback expected one optimizer, got {len(optimizers)}: with several, "
-                "which backward pass belongs to which step cannot be told; watch a training with "
+                "which backward pass belongs to which step is unknown; watch a training with "
                 "one, or leave the callback out"
             )
         config = {**_facts(trainer), **(self._options.get("config") or {})}
@@ -89,15 +89,17 @@ class RankscopeCallback(Callback):
         options: dict[str, Any] = {"loader": loader if hasattr(loader, "worker_init_fn") else None}
         options |= {**self._options, "config": config}
         self.scope = watch(trainer.strategy.model, optimizers[0], run_dir=self._run_dir, **options)
-        name, around = "training_step", cast("Callable[..., Any]", self._train)
-        if not pl_module.automatic_optimization:
-            name, around = "backward", self._pass_back  # its own hook sees what a scaler has made
+        name = "training_step"
+        around = cast("Callable[..., Any]", self._train)
+        if not pl_module.automatic_optimization:  # its own hook sees the scaled loss
+            name = "backward"
+            around = self._pass_back
         self.scope.until_closed(Patch(trainer.strategy, name, partial(partial, around)))
 
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the batch, whose label tokens may be asked for."""
+        """Keep the batch, whose label tokens may be counted."""
         self._batch = batch if self._label_tokens.known else None
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -74,7 +74,7 @@ def watch(
 
 
 def _context() -> Any:
-    """Return what Ray Train tells a worker.
+    """Return Ray Train's context of this worker.
 
     Raises:
         MissingExtraError: Ray Train is not installed.
@@ -104,7 +104,8 @@ def _default_directory(context: Any) -> Path:
     import pyarrow.fs
 
     storage = context.get_storage()
-    file_system, directory = storage.storage_filesystem, storage.experiment_fs_path
+    file_system = storage.storage_filesystem
+    directory = storage.experiment_fs_path
     if not isinstance(file_system, pyarrow.fs.LocalFileSystem):
         raise UsageError(
             "a run is written as files on local or mounted storage, and the storage_path of this "
@@ -120,15 +121,12 @@ def _close_at_the_end(
     """Close the scope when the thread that runs the training function has ended.
 
     Ray takes all workers down once one of them has an error, and the process group once their
-    threads are over; so until the run is written it hears of neither. It does hear of an error of
+    threads are over; so both are hidden from it until the run is written. It does see an error of
     another thread (Ray's own, that uploads a checkpoint) while the training goes on.
-
-    Args:
-        scope: The scope.
-        device: That of the training.
-        clock: Seconds that only go forward.
     """
-    training, runner, closed = threading.current_thread(), _runner(), threading.Event()
+    training = threading.current_thread()
+    runner = _runner()
+    closed = threading.Event()
     patches: list[Patch] = []
 
     def wait_and_close() -> None:
@@ -163,7 +161,7 @@ def _hidden(
     clock: Callable[[], float],
     get_error: Callable[[], BaseException | None],
 ) -> Callable[[], BaseException | None]:
-    """Return a ``get_error`` that hides what ends a training function until its run is closed.
+    """Return a ``get_error`` that hides a training function's error until its run is closed.
 
     The error of the function is there a moment before its thread has ended. So while that lives, it
     may be this one, or one of another thread: it is hidden for :data:`HIDDEN_SECONDS`.
@@ -183,7 +181,7 @@ def _hidden(
 
 
 def _runner() -> Any:
-    """Return what runs the training function in Ray Train V2; None in another version.
+    """Return the runner of the training function in Ray Train V2; None in another version.
 
     Without it the run is closed all the same, but as a complete one also when the function raised,
     and maybe without the last step.

@@ -1,8 +1,8 @@
 """The gap between trainer and rollout where TRL's ``GRPOTrainer`` has both at hand.
 
-The inputs of its loss hold what the rollout engine said of the tokens that it drew: vLLM, or a
-``rollout_func``. What the trainer says of them stands there as well, or is the first thing that
-the loss computes. Nothing is computed twice, and no rank waits for another.
+The inputs of its loss hold the rollout engine's log-probabilities of the tokens that it drew: vLLM,
+or a ``rollout_func``. The trainer's own are there as well, or are the first thing that the loss
+computes. Nothing is computed twice, and no rank waits for another.
 """
 
 import functools
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("rankscope")
 
-_ROLLOUT, _TRAINER = "sampling_per_token_logps", "old_per_token_logps"
+_ROLLOUT = "sampling_per_token_logps"
+_TRAINER = "old_per_token_logps"
 _MASKS = ("completion_mask", "tool_mask")
 _COMPUTES = "_get_per_token_logps_and_entropies"
 
@@ -30,14 +31,11 @@ class TrainerRollouts:
     """Gives a scope the log-probabilities in the inputs of ``compute_loss``.
 
     A batch of rollouts counts once, when it is first trained on: later the policy has moved.
-
-    Args:
-        trainer: The trainer.
-        scope: What takes them.
     """
 
     def __init__(self, trainer: Any, scope: "Scope") -> None:
-        self._trainer, self._scope = trainer, scope
+        self._trainer = trainer
+        self._scope = scope
         self._seen: list[weakref.ref[Tensor]] = []
 
     def around(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -61,7 +59,7 @@ class TrainerRollouts:
         return observed
 
     def _is_new(self, rollout: Any) -> bool:
-        """Return whether a batch of rollouts was not trained on before; it has been from now on."""
+        """Return whether a batch of rollouts is trained on for the first time, and remember it."""
         if not isinstance(rollout, Tensor):
             return False
         self._seen = [each for each in self._seen if each() is not None]
@@ -85,22 +83,18 @@ def _keeping(named: dict[str, Any], computes: Callable[..., Any]) -> Callable[..
     """Return a method that keeps the log-probabilities that it first returns."""
 
     @functools.wraps(computes)
-    def kept(*args: Any, **kwargs: Any) -> Any:
+    def keeping(*args: Any, **kwargs: Any) -> Any:
         result = computes(*args, **kwargs)
         if named.get(_TRAINER) is None:
             logps = result[0] if isinstance(result, tuple) and result else result
             named[_TRAINER] = logps.detach() if isinstance(logps, Tensor) else None
         return result
 
-    return kept
+    return keeping
 
 
 def follow_calling_trainer(scope: "Scope") -> None:
-    """Follow the rollouts of the trainer that the model is called by, if it has any.
-
-    Args:
-        scope: What takes them, until it is closed.
-    """
+    """Give a scope the rollouts of the trainer that calls the model, if it has any."""
     for frame in callers():
         trainer = frame.f_locals.get("self")
         if hasattr(type(trainer), _COMPUTES) and hasattr(type(trainer), "compute_loss"):

@@ -1,6 +1,6 @@
 """``rankscope run``: becomes the training script, in an environment in which it is watched.
 
-What is to be watched goes to the processes of the job through that environment.
+The job's options go to its processes through that environment.
 
 The process that the command started *is* the script afterwards (``exec``): its number, arguments,
 signals, exit code and ``__main__`` are those of a script that was started without rankscope.
@@ -38,10 +38,10 @@ class ScriptJob:
 
     Attributes:
         run_dir: Absolute path of the run's directory: scripts may change their working directory.
-        script: What is run, in short.
+        script: Short name of the script.
         options: Further options of :func:`rankscope.watch`.
         started: When the command was called, in seconds since 1970.
-        untold: Path of a file that is gone once a process of this host has told whether it is
+        unreported: Path of a file that exists until a process of this host knows whether it is
             watched; empty if none could be made.
     """
 
@@ -49,10 +49,10 @@ class ScriptJob:
     script: str
     options: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.time)
-    untold: str = ""
+    unreported: str = ""
 
     def to_environment(self, environment: dict[str, str]) -> dict[str, str]:
-        """Return an environment in which Python processes look for what to watch."""
+        """Return an environment in which Python processes look for a training to watch."""
         before = environment.get("PYTHONPATH", "").split(os.pathsep)
         paths = [str(STARTUP), *(path for path in before if path and path != str(STARTUP))]
         return {
@@ -62,10 +62,10 @@ class ScriptJob:
             PID_VARIABLE: str(os.getpid()),
         }
 
-    def tell(self) -> bool:
-        """Note that this process tells whether it is watched; return whether none did before."""
+    def mark_reported(self) -> bool:
+        """Remove the job's file; return whether no process of this host did before."""
         try:
-            Path(self.untold).unlink()
+            Path(self.unreported).unlink()
         except OSError:
             return False
         return True
@@ -97,7 +97,8 @@ def command_for(words: Sequence[str], *, module: bool, original: Sequence[str]) 
     if module:
         return [*python, "-m", *words]
     beside = str(Path(sys.executable).parent)  # of an environment that is not activated
-    script, command = Path(words[0]), shutil.which(words[0]) or shutil.which(words[0], path=beside)
+    script = Path(words[0])
+    command = shutil.which(words[0]) or shutil.which(words[0], path=beside)
     runs_itself = command is not None and script.suffix not in {".py", ".pyc", ".pyz"}
     if runs_itself:
         return [str(command), *words[1:]]
@@ -132,7 +133,7 @@ def interpreter_flags(original: Sequence[str], arguments: Sequence[str]) -> list
 
 
 def name_of(words: Sequence[str], *, module: bool) -> str:
-    """Return a short name for what is run; a launcher's is that of the script it starts.
+    """Return the script's short name; a launcher's is that of the script it starts.
 
     Example:
         >>> name_of(["torchrun", "--nproc-per-node", "8", "src/train.py"], module=False)
@@ -147,10 +148,10 @@ def name_of(words: Sequence[str], *, module: bool) -> str:
 
 
 def check_interpreter() -> None:
-    """Make sure that Python will look for what is to be watched.
+    """Make sure that Python will import from the startup folder.
 
     Raises:
-        UsageError: It was told to ignore its environment.
+        UsageError: Flags of Python switch its environment off.
     """
     if sys.flags.isolated or sys.flags.ignore_environment or sys.flags.no_site:
         raise UsageError(
@@ -167,16 +168,16 @@ def become(command: Sequence[str], job: ScriptJob) -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    job = replace(job, untold=_new_file())
+    job = replace(job, unreported=_new_file())
     try:
         os.execve(command[0], list(command), job.to_environment(dict(os.environ)))
     except OSError as error:
-        job.tell()
+        job.mark_reported()
         raise UsageError(f"rankscope run cannot start {command[0]}: {error.strerror}") from error
 
 
 def _new_file() -> str:
-    """Return the path of an empty file for :attr:`Job.untold`."""
+    """Return the path of an empty file for :attr:`ScriptJob.unreported`."""
     try:
         descriptor, path = tempfile.mkstemp(prefix="rankscope-run-")
     except OSError:

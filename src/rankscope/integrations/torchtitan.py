@@ -38,8 +38,8 @@ _SIZES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 def watch(trainer: Any, *, run_dir: str | Path, **options: Any) -> "Scope":
     """Watch a trainer of torchtitan's shape until ``trainer.close()``.
 
-    What is recorded as a worker's loss is its mean over its own label tokens, weighted by their
-    number. A run whose ``trainer.close()`` is called while an exception is handled is incomplete.
+    A worker's recorded loss is its mean over its own label tokens, weighted by their number. A run
+    whose ``trainer.close()`` is called while an exception is handled is incomplete.
 
     Args:
         trainer: The trainer, after its model and optimizers have been made, before training.
@@ -136,7 +136,7 @@ class _Losses:
         self._scope = scope
 
     def __call__(self, pred: Any, labels: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Return what the loss function returns."""
+        """Return the result of the loss function."""
         total = self._loss_fn(pred, labels, *args, **kwargs)
         if torch.is_grad_enabled():
             outside(self._give, total, labels)

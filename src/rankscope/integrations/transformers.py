@@ -66,7 +66,7 @@ class RankscopeCallback(TrainerCallback):
         """The running scope; None outside of a training, and in a single process."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin to watch; what :func:`rankscope.watch` raises is raised before the first step."""
+        """Begin to watch; :func:`rankscope.watch` raises before the first step."""
         self._close(RuntimeError("a training ended without on_train_end"))
         trainer = _calling_trainer()
         if trainer.accelerator.num_processes == 1:
@@ -75,7 +75,8 @@ class RankscopeCallback(TrainerCallback):
         options = {**_taken_from(kwargs), **self._options}
         options["config"] = {**_arguments(args), **(self._options.get("config") or {})}
         self.scope = start.watch(trainer.model_wrapped, trainer.optimizer, **options)
-        loss, rollouts = TrainerLoss(trainer, self.scope), TrainerRollouts(trainer, self.scope)
+        loss = TrainerLoss(trainer, self.scope)
+        rollouts = TrainerRollouts(trainer, self.scope)
         names = _WHOLE if hasattr(trainer, "_run_epoch") else _PARTS
         self.scope.until_closed(
             Patch(trainer, "compute_loss", lambda method: loss.around(rollouts.around(method))),
@@ -83,7 +84,7 @@ class RankscopeCallback(TrainerCallback):
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Deliver what was measured, and finish the run."""
+        """Deliver the last measurements, and finish the run."""
         self._close()
 
     def _around(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -109,12 +110,8 @@ class TrainerLoss:
     """Gives the scope the loss that ``compute_loss`` returns, in units of one label token.
 
     It counts only where backward does not pass through the loss in the model's own output. Where
-    the trainer says that ``compute_loss`` scales it for gradient accumulation already, as TRL's
-    GRPO does, one over the number of micro-batches is taken out of it.
-
-    Args:
-        trainer: The trainer.
-        scope: What takes the loss.
+    the trainer's flag shows that ``compute_loss`` scales it for gradient accumulation already, as
+    TRL's GRPO does, one over the number of micro-batches is taken out of it.
     """
 
     def __init__(self, trainer: Any, scope: "Scope") -> None:
@@ -126,7 +123,7 @@ class TrainerLoss:
         self._read = False
 
     def around(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``compute_loss`` with a look at what it returns; it returns the same."""
+        """Return ``compute_loss`` with a look at its result, which stays the same."""
 
         @functools.wraps(compute_loss)
         def observed(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -151,7 +148,8 @@ class TrainerLoss:
 
     def _weight_and_factor(self, loss: Any, inputs: Mapping[str, Any], num_items: Any) -> Any:
         own = count_label_tokens(inputs, shifted=self._shifted)
-        share = 1 / self._accumulated() if self._is_scaled() else None
+        is_scaled = getattr(self._trainer, "loss_is_scaled_for_ga", None) is True
+        share = 1 / self._accumulated() if is_scaled else None
         if own is None or num_items is None or torch.as_tensor(num_items).numel() != 1:
             return own, share
         if not self._read:
@@ -163,10 +161,6 @@ class TrainerLoss:
         if share is not None and not self._form.divided_by_all:
             factor = factor * share
         return own, factor
-
-    def _is_scaled(self) -> bool:
-        """Return whether the trainer does not divide the loss by the number of micro-batches."""
-        return getattr(self._trainer, "loss_is_scaled_for_ga", None) is True
 
     def _accumulated(self) -> int:
         """Return the number of micro-batches of this step."""

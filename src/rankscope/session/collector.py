@@ -460,7 +460,7 @@ class StepCollector:
             busy_seconds=busy,
             overhead_seconds=on_host,
             read_seconds=self._take_read_seconds(),
-            device_overhead=self._guard.take_felt(self.step, on_host, observed=observed),
+            device_overhead=self._guard.take_device_overhead(self.step, on_host, observed=observed),
             leave_out=self._leave_out_later,
         )
 

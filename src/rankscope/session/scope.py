@@ -42,7 +42,7 @@ from rankscope.session.mesh_meeting import JoinedMesh
 from rankscope.session.opening import Opened
 from rankscope.session.outbox import Outbox
 from rankscope.sinks import Sinks
-from rankscope.wrappers.find import has_closure, is_compiled, is_training, tell_if_wrapped_anew
+from rankscope.wrappers.find import has_closure, is_compiled, is_training, log_if_rewrapped
 from rankscope.wrappers.guard import ForeignHook, Guard
 from rankscope.wrappers.optimizers import all_of
 from rankscope.wrappers.passes import in_backward
@@ -372,7 +372,7 @@ class Scope:
                 self._guard(self._collector.give_turns, self._model)
             return
         self._bypassing = is_training(model)
-        if self._bypassing and tell_if_wrapped_anew(model, self._model):
+        if self._bypassing and log_if_rewrapped(model, self._model):
             self._bypassing = False
             self._close(CLOSE_SECONDS)
         elif self._bypassing:

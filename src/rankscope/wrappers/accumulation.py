@@ -13,79 +13,77 @@ from torch.distributed.tensor import DTensor
 
 _MOST_AT_FIRST = 64
 
-_Known = tuple["ref[Tensor]", int, int]
-"""A gradient, its version, and that of the part that this rank holds, if it is a DTensor."""
+_State = tuple["ref[Tensor]", int, int]
+"""A gradient, its version, and the version of its local part, if it is a DTensor."""
 
 
 class Accumulation:
-    """Tells whether a step goes on after a reduction.
+    """Decides whether a step goes on after a reduction.
 
     Gradients wait for more as long as the optimizer was not called, and one of them is still what
     the last reduction has left: neither taken away nor changed. A training that skips an update,
-    as with a gradient scaler, zeroes its gradients all the same. One that is sharded is taken for
+    as with a gradient scaler, zeroes its gradients all the same. A sharded gradient counts as
     unchanged until something is added to it, or it is taken away.
 
     At most as many forward passes make a step as came before some call of the optimizer so far. So
     a worker that leaves the optimizer out has as many steps as the others.
-
-    Args:
-        optimizer: The optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._parameter: Tensor | None = None
-        self._left: _Known | None = None
-        self._applied: _Known | None = None
+        self._left: _State | None = None
+        self._applied: _State | None = None
         self._most_passes = 0
 
     def see_reduced(self) -> None:
-        """Take note that a reduction is over."""
-        self._left = self._known()
+        """Note that a reduction is over."""
+        self._left = self._state()
 
     def see_updated(self, num_passes: int) -> None:
-        """Take note that the optimizer was called, after so many forward passes of the step."""
+        """Note that the optimizer was called, after so many forward passes of the step."""
         self._most_passes = max(self._most_passes, num_passes)
-        self._applied = self._known()
+        self._applied = self._state()
 
     def adds_to_applied(self) -> bool:
-        """Return whether a backward pass that begins now adds to what the optimizer has applied."""
-        return self._is_there(self._applied, as_a_whole=True)
+        """Return whether a backward pass that begins now adds to gradients that were applied."""
+        return self._is_unchanged(self._applied, as_a_whole=True)
 
     def goes_on(self, num_passes: int) -> bool:
-        """Return whether the next micro-batch's gradients will be added to what was reduced.
+        """Return whether the next micro-batch's gradients will be added to the reduced ones.
 
         Args:
             num_passes: Forward passes of the step so far, after which the optimizer was not called.
         """
         if num_passes >= (self._most_passes or _MOST_AT_FIRST):
             return False
-        return self._is_there(self._left)
+        return self._is_unchanged(self._left)
 
-    def _is_there(self, known: "_Known | None", *, as_a_whole: bool = False) -> bool:
-        """Return whether a gradient is what it was; a DTensor, in the part inside or as a whole.
+    def _is_unchanged(self, before: "_State | None", *, as_a_whole: bool = False) -> bool:
+        """Return whether a gradient is unchanged; of a DTensor, its local part or all of it.
 
-        A reduction adds to the part. What a training does to a DTensor leaves the part's version.
+        A reduction adds to the local part. A training that changes a DTensor leaves the version of
+        its local part.
         """
         now = None if self._parameter is None else self._parameter.grad
-        if known is None or now is None:
+        if before is None or now is None:
             return False
-        gradient, whole, part = known
+        gradient, whole, part = before
         if now is not gradient() or _part_of(now)._version != part:
             return False
         return now._version == whole or not as_a_whole
 
-    def _known(self) -> "_Known | None":
+    def _state(self) -> "_State | None":
         gradient = self._gradient()
         if gradient is None:
             return None
         return ref(gradient), gradient._version, _part_of(gradient)._version
 
     def _gradient(self) -> Tensor | None:
-        """Return the gradient of the parameter that is looked at, which has one."""
+        """Return the gradient of the first parameter that has one."""
         if self._parameter is None or self._parameter.grad is None:
-            known = (parameter for parameter in self._parameters() if parameter.grad is not None)
-            self._parameter = next(known, None)
+            trained = (parameter for parameter in self._parameters() if parameter.grad is not None)
+            self._parameter = next(trained, None)
         return None if self._parameter is None else self._parameter.grad
 
     def _parameters(self) -> Iterator[Tensor]:

@@ -1,11 +1,11 @@
 """Whether a gradient is left alone from one micro-batch's backward pass to the next.
 
-What a backward pass adds to the accumulated gradient is the difference of two readings, after it
-and before it. A reading after each pass alone hides what happens in between: a ``zero_grad`` in the
+A backward pass adds the difference of two readings to the accumulated gradient: after it and
+before it. A reading after each pass alone hides what happens in between: a ``zero_grad`` in the
 wrong place looks like a gradient. So where a step has more than one micro-batch, the squared norms
-of what a pass has left are compared with those that the next one finds: one more read of the
-gradient for each micro-batch after the first. If nothing has changed in between, and nothing was
-there before the first pass, what enters the reduction is the sum of what the passes have added.
+after a pass are compared with those before the next one: one more read of the gradient for each
+micro-batch after the first. If nothing has changed in between, and nothing was there before the
+first pass, the sum of the passes' gradients enters the reduction.
 
 Legend of shapes: B pairs of consecutive passes, G groups of parameters.
 """
@@ -23,43 +23,44 @@ from rankscope.gradients.totals import GradientTotals
 _version_of = attrgetter("_version")
 
 ReadAgain = Callable[[GradientTotals], None]
-"""Adds the norms of the gradients that a pass has left, as they are now, to totals."""
+"""Adds the present norms of the gradients that a pass has left to totals."""
 
 
 class AccumulatorAudit:
-    """Compares what each backward pass of a step finds with what the one before has left.
+    """Compares the gradient before each backward pass of a step with that after the last one.
 
-    Nothing is said of two passes between which the parameters themselves have changed: they belong
-    to two gradients, as in sharpness-aware minimisation. Nor where a backward pass reaches
-    parameters before it reaches what the model returned: then they are not seen in time.
-
-    Args:
-        parameters: The parameters, by name.
-        sketcher: Measures.
+    Two passes between which the parameters themselves have changed are not compared: they belong
+    to two gradients, as in sharpness-aware minimisation. Nor are passes that reach parameters
+    before the model's output: then the gradient before the pass is not seen in time.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], sketcher: Sketcher) -> None:
-        self._parameters, self._sketcher = parameters, sketcher
-        self._all, self._every = tuple(parameters), list(parameters.values())
-        self._totals: GradientTotals | None = None  # of the gradient that a pass finds
-        self._read_again: ReadAgain | None = None  # what the pass before has left
+        self._parameters = parameters
+        self._sketcher = sketcher
+        self._all = tuple(parameters)
+        self._every = list(parameters.values())
+        self._totals: GradientTotals | None = None  # before the pass that runs
+        self._read_again: ReadAgain | None = None  # the gradient of the last pass
         self._versions: list[int] = []
-        self._squares: list[Tensor] = []  # of each pair ``[2, G]``; NaN where it is not known
+        self._squares: list[Tensor] = []  # of each pair ``[2, G]``; NaN where unknown
         self._pair: Tensor | None = None  # of the pass that runs
         self._passes = 0
-        self._open = False  # whether the pass that runs has been looked at
+        self._open = False  # whether the pass that runs was read
         self._too_late = False
 
     def reset(self) -> None:
         """Begin a step."""
-        self._read_again, self._pair, self._open, self._passes = None, None, False, 0
+        self._read_again = None
+        self._pair = None
+        self._open = False
+        self._passes = 0
         self._squares.clear()
 
     def begin_pass(self, before: GradientTotals, *, measure: bool, begun: bool) -> None:
-        """Look at the gradient, as soon as a backward pass has reached what the model returned.
+        """Measure the gradient, as soon as a backward pass has reached the model's output.
 
         Args:
-            before: The totals of what the pass before has left.
+            before: The totals after the last pass.
             measure: Whether the pass is measured.
             begun: Whether it has reached a parameter already.
         """
@@ -80,23 +81,25 @@ class AccumulatorAudit:
         self._pair = torch.stack(pair)
 
     def drop_pass(self) -> None:
-        """Forget what the pass has found, as where the training asked for gradients alone."""
-        self._open, self._pair = False, None
+        """Forget the pass, as where the training wanted gradients of other tensors."""
+        self._open = False
+        self._pair = None
 
     def reading(self, names: Collection[str]) -> ReadAgain | None:
-        """Return what reads ``.grad`` of some parameters again."""
+        """Return a function that reads ``.grad`` of some parameters again; None without names."""
         whole = len(names) == len(self._all)
         left = self._all if whole else tuple(n for n in self._all if n in names)
         return partial(self._read_gradients, left) if left else None
 
     def end_pass(self, read_again: ReadAgain | None) -> None:
-        """Take note that a backward pass has ended.
+        """Note that a backward pass has ended.
 
         Args:
-            read_again: Reads again what it has left, if that was measured as it is and waits for
-                more.
+            read_again: Reads the gradient again, if it was measured and waits for more.
         """
-        pair, self._pair, self._open = self._pair, None, False
+        pair = self._pair
+        self._pair = None
+        self._open = False
         if pair is not None:
             skipped = self._passes - 1 - len(self._squares)
             self._squares += [torch.full_like(pair, torch.nan)] * skipped
@@ -116,12 +119,12 @@ class AccumulatorAudit:
         return list(map(_version_of, self._every))
 
     def collect(self) -> Tensor | None:
-        """Return what is known of the step, None of one with a single micro-batch.
+        """Return the changes between the step's passes; None with a single micro-batch.
 
         Returns:
-            float64 ``[2 B + G]``: squared norms that a pass has left, and that the next one has
-            found, of each pair up to the last that is known; then the largest relative change of
-            each group's norm, NaN where this worker holds nothing of it.
+            float64 ``[2 B + G]``: squared norms after a pass, and before the next one, of each pair
+            up to the last known one; then the largest relative change of each group's norm, NaN
+            where this worker holds nothing of it.
         """
         if not self._squares:
             return None

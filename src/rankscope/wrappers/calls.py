@@ -1,4 +1,4 @@
-"""Listens to functions of torch and DeepSpeed, where they offer no public place to look."""
+"""Calls listeners around functions of torch and DeepSpeed that have no public hook."""
 
 import inspect
 import weakref
@@ -13,7 +13,7 @@ from rankscope.errors import UnsupportedError
 from rankscope.private import Patch
 
 Listener = Callable[..., None]
-"""A bound method; gets what a function was called with."""
+"""A bound method; gets the arguments of the call."""
 
 
 def expect(owner: Any, *names: str) -> None:
@@ -32,7 +32,7 @@ def expect(owner: Any, *names: str) -> None:
 
 
 class Relay:
-    """Tells listeners of the calls of a function; in its place while there are any.
+    """Calls listeners before and after each call of a function; patches it while there are any.
 
     Args:
         owner: The module, class or object that holds the function.
@@ -53,35 +53,37 @@ class Relay:
         """Whether the owner has the function."""
         return hasattr(self._owner, self._name)
 
-    def tell(
+    def subscribe(
         self, *, before: Listener | None = None, after: Listener | None = None
     ) -> Callable[[], object]:
-        """Tell bound methods of one object of the calls; it is not kept alive.
+        """Call bound methods of one object around each call; the object is not kept alive.
 
         When another tool has replaced the function meanwhile, its replacement stays.
 
         Args:
-            before: Told before each call.
-            after: Told after each call that has not raised.
+            before: Called before each call.
+            after: Called after each call that has not raised.
 
         Returns:
-            What ends that; a second call does nothing. With their object it ends by itself.
+            A function that ends the subscription; a second call does nothing. The subscription
+            also ends with the object.
         """
         patch = self._patch
         if patch is None or not patch.in_place:
-            self._before, self._after = [], []
+            self._before = []
+            self._after = []
             patch = self._patch = Patch(self._owner, self._name, self._relay)
         lists = self._before, self._after
-        told = [
+        added = [
             (listeners, weakref.WeakMethod(listener))
             for listeners, listener in zip(lists, (before, after), strict=True)
             if listener is not None
         ]
-        for listeners, reference in told:
+        for listeners, reference in added:
             listeners.append(reference)
 
         def stop() -> None:
-            for listeners, reference in told:
+            for listeners, reference in added:
                 if reference in listeners:
                     listeners.remove(reference)
             if not any(lists):
@@ -98,21 +100,21 @@ class Relay:
 
 def _relaying(
     original: Any,
-    told_before: "list[weakref.WeakMethod[Listener]]",
-    told_after: "list[weakref.WeakMethod[Listener]]",
+    before: "list[weakref.WeakMethod[Listener]]",
+    after: "list[weakref.WeakMethod[Listener]]",
 ) -> Any:
     def relay(*args: Any, **kwargs: Any) -> Any:
-        for reference in tuple(told_before):
-            _tell(reference, args, kwargs)
+        for reference in tuple(before):
+            _notify(reference, args, kwargs)
         result = original(*args, **kwargs)
-        for reference in tuple(told_after):
-            _tell(reference, args, kwargs)
+        for reference in tuple(after):
+            _notify(reference, args, kwargs)
         return result
 
     return relay
 
 
-def _tell(
+def _notify(
     reference: "weakref.WeakMethod[Listener]", args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     listener = reference()

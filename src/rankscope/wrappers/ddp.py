@@ -1,22 +1,21 @@
 """The local gradient under ``DistributedDataParallel``, read before the reduction replaces it.
 
 The tap is a post-accumulate hook per parameter, most of which only count: gradients are read
-together (:mod:`rankscope.wrappers.ddp_reading`), and once that is known to work, most hooks
-are taken out. Unlike a communication hook it leaves DDP's
-own path alone, which keeps every bit of the training as it was (a communication hook changes bits
-at W = 3: DDP then divides at another place). It sees the accumulated local gradient with bucket
-views, ``no_sync``, static graphs, unused parameters, compiled models, activation checkpointing and
-any communication hook.
+together (:mod:`rankscope.wrappers.ddp_reading`), and once that is known to work, most hooks are
+taken out. Unlike a communication hook it leaves DDP's own path alone, so every bit of the training
+stays as it was (a communication hook changes bits at W = 3: DDP then divides elsewhere). It sees
+the accumulated local gradient with bucket views, ``no_sync``, static graphs, unused parameters,
+compiled models, activation checkpointing and any communication hook.
 
 Where the training itself ends the reduction (``require_manual_backward_finalization``), the reduced
 gradient is not read: it may be there before the backward pass ends, or after.
 
-Without ``no_sync``, each micro-batch's backward pass reduces, and adds to what the one before has
-left. The sketch of a reduced gradient, taken out of the next local one, leaves what the worker has
-added; norms are estimates then.
+Without ``no_sync``, each micro-batch's backward pass reduces, and adds to the gradient that the
+last one has reduced. The sketch of that reduced gradient, subtracted from the next local one,
+leaves the worker's own part; norms are estimates then.
 
-Under ``rankscope.order_free`` nothing accumulates: each micro-batch's gradient is shown before it
-is taken away (:mod:`rankscope.wrappers.alone`), and measured as a part of the whole.
+Under ``rankscope.order_free`` nothing accumulates: each micro-batch's gradient is measured as a
+part of the whole, before it is taken away (:mod:`rankscope.wrappers.micro_batch_stream`).
 """
 
 import math
@@ -28,26 +27,20 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
-from rankscope.wrappers.alone import PartsAlone, alone_gradients
 from rankscope.wrappers.ddp_step import BusyClock, ShadowSteps, StepState
 from rankscope.wrappers.hooked import HookedTap
+from rankscope.wrappers.micro_batch_stream import StreamReader, stream_of
 from rankscope.wrappers.passes import in_backward
-from rankscope.wrappers.reduced_product import ReducedProduct, product_is_asked_for
+from rankscope.wrappers.reduced_product import ReducedProduct, needs_product
 from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, ReadReduced
 
 
 class DDPTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for DDP.
 
-    Args:
-        model: The wrapped model.
-        parameters: The parameters that require a gradient, by the names that the sketcher knows.
-        sketcher: Measures the gradients.
-        guarded: Keeps the monitor's exceptions out of the backward pass.
-        reduced: What to read of the reduced gradient.
-        observer: Is shown local gradients, and told when they have been reduced.
-        shadowed: Called after each synchronising step that this rank only shadows, since it has
-            run out of data inside ``model.join()``.
+    ``shadowed`` is called after each synchronising step that this rank only shadows, since it has
+    run out of data inside ``model.join()``. The other arguments are those of
+    :class:`~rankscope.wrappers.hooked.HookedTap`.
     """
 
     def __init__(
@@ -68,13 +61,13 @@ class DDPTap(HookedTap):
         )  # fmt: skip
         self._model = model
         self._product: ReducedProduct | None = None
-        if product_is_asked_for(model, sketcher, reduced):
+        if needs_product(model, sketcher, reduced):
             self._product = ReducedProduct(parameters, sketcher.device, guarded)
         self._subtracts = reduced is ReadReduced.SKETCH and sketcher.sketches
         self._busy = BusyClock(model, sketcher.device)
         self._step = StepState()
         self._due = self._bypassed = self._unreduced = False
-        self._alone: PartsAlone | None = None
+        self._stream: StreamReader | None = None
         self._shadow = ShadowSteps(model, shadowed)
 
     @property
@@ -91,17 +84,17 @@ class DDPTap(HookedTap):
         """Announce a forward pass in training. DDP decides here whether backward synchronises.
 
         One that goes past DDP, to the module inside, makes a step of its own that nothing reduces;
-        unless the same step goes through DDP as well, which then reduces what both have left.
+        unless the same step goes through DDP as well, which then reduces the sum of both.
         """
         self._step.through_ddp |= not bypassed
         self._bypassed = not self._step.through_ddp
-        self._find_alone()
+        self._find_stream()
         self._choose_hooks()
         self._begin_pass_anew()
         self._fresh = True
         self._step.synchronises = self._bypassed or self._model.require_backward_grad_sync
-        # Norms do not add up over micro-batches, so without sketches the last one says it all.
-        adds_up = self._sketcher.sketches or self._alone is not None
+        # Norms do not add up over micro-batches, so without sketches the last one alone counts.
+        adds_up = self._sketcher.sketches or self._stream is not None
         self._measure = measure and (self._step.synchronises or adds_up)
         self._due = measure
 
@@ -116,20 +109,21 @@ class DDPTap(HookedTap):
         return self._busy.seconds if self.complete else math.nan
 
     def collect(self) -> LocalGradient | None:
-        """Return what was measured, and start again; None when nothing valid was measured."""
+        """Return the step's measurements and start again; None without valid ones."""
         gradient = None
         step = self._step
         valid = self.complete and step.settled and not step.spoiled
-        valid = valid and (self._calls.whole if self._alone is None else self._alone.valid)
+        valid = valid and (self._calls.whole if self._stream is None else self._stream.valid)
         if valid and self._measure:
             gradient = self._gradient(self._reduced if step.reduced_known else None)
         self._start_again()
         return gradient
 
     def _gradient(self, reduced: GradientTotals | None) -> LocalGradient:
-        if self._alone is not None:
-            return self._alone.gradient(reduced, self._step.carried_over)
-        step, totals = self._step, self._reading.totals
+        if self._stream is not None:
+            return self._stream.gradient(reduced, self._step.carried_over)
+        step = self._step
+        totals = self._reading.totals
         if step.earlier is not None:
             totals = totals.clone()
             totals.add(step.earlier)
@@ -141,14 +135,14 @@ class DDPTap(HookedTap):
             self._micro.squared_norms(),
             step.carried_over,
             reduced_product=step.reduced_product,
-            kept=self._accumulator.collect(),
+            accumulator_changes=self._accumulator.collect(),
         )
 
-    def _find_alone(self) -> None:
-        """See whether a reduction takes the gradients away one by one by now."""
-        found = alone_gradients(self._model)
-        if self._alone is None and found is not None:
-            self._alone = PartsAlone(found, self._sketcher)
+    def _find_stream(self) -> None:
+        """Look whether a reduction takes the gradients away one by one by now."""
+        found = stream_of(self._model)
+        if self._stream is None and found is not None:
+            self._stream = StreamReader(found, self._sketcher)
             names = {id(parameter): name for name, parameter in self._parameters.items()}
 
             def see(parameter: Tensor, gradient: Tensor) -> None:
@@ -156,12 +150,12 @@ class DDPTap(HookedTap):
                 if name is not None:
                     self._guarded(partial(self._see, name, gradient))
 
-            self._alone.watch(see)
+            self._stream.watch(see)
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
-        if self._alone is not None:
-            self._alone.remove()
+        if self._stream is not None:
+            self._stream.remove()
         super().remove()
         self._shadow.remove()
         self._busy.remove()
@@ -170,32 +164,32 @@ class DDPTap(HookedTap):
         """Have as few hooks as the next backward pass needs, unless one runs."""
         if in_backward():
             return
-        several = self._alone is None and self._noticed
+        several = self._stream is None and self._noticed
         reduces = self._model.require_backward_grad_sync
         self._hooks.keep(self._reading.hooked(synchronises=reduces) if several else self._all)
         self._noticed = False
 
     @property
     def _accumulates(self) -> bool:
-        return self._alone is None
+        return self._stream is None
 
     def _start_again(self) -> None:
         self._busy.begin_step(reduced=self.complete)
         self._begin_step_anew()
-        if self._alone is not None:
-            self._alone.reset()
+        if self._stream is not None:
+            self._stream.reset()
         self._step = StepState()
         self._bypassed = False
 
     def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
         self._busy.see_gradient()
-        if self._alone is None and last:
+        if self._stream is None and last:
             self._reading.take(name, gradient)
-        elif self._alone is not None and gradient is not None:
+        elif self._stream is not None and gradient is not None:
             if name in self._observer.wanted_names:
                 self._observer.see_local(name, gradient)
             if self._measure:
-                self._alone.parts.measure(name, gradient)
+                self._stream.parts.measure(name, gradient)
 
     def _begin_pass(self, first: str) -> None:
         step = self._step
@@ -203,7 +197,7 @@ class DDPTap(HookedTap):
             self._add_to_reduced()
         self._fresh = False
         step.spoiled |= not (self._hooks.all or self._noticed)  # it may be reduced by now
-        if self._alone is None:
+        if self._stream is None:
             synchronises = step.synchronises and not self._bypassed
             self._reading.begin_pass(first, measure=self._measure, synchronises=synchronises)
         if self._due and not step.begun:
@@ -211,9 +205,10 @@ class DDPTap(HookedTap):
             step.carried_over = self._carried_over(first)
 
     def _add_to_reduced(self) -> None:
-        """Keep what this worker has added so far: the pass adds to a gradient that was reduced."""
-        step, reduced = self._step, self._reduced
-        known = self._fresh and self._measure and step.reduced_known and self._alone is None
+        """Keep this worker's part so far: the pass adds to a gradient that was reduced."""
+        step = self._step
+        reduced = self._reduced
+        known = self._fresh and self._measure and step.reduced_known and self._stream is None
         if reduced is None or not (known and self._subtracts):
             step.spoiled = True
             return
@@ -221,11 +216,13 @@ class DDPTap(HookedTap):
         added.subtract(reduced)
         if step.earlier is not None:
             added.add(step.earlier)
-        step.earlier, step.settled, step.reduced_known = added, False, False
+        step.earlier = added
+        step.settled = False
+        step.reduced_known = False
 
     def _on_ending(self) -> None:
-        """Read the local gradients, and see the reduced ones take their place."""
-        if self._first or self._alone is not None:
+        """Read the local gradients, and watch the copies of the reduced ones over them."""
+        if self._first or self._stream is not None:
             return
         self._busy.see_gradient()
         self._read_pass()
@@ -246,23 +243,23 @@ class DDPTap(HookedTap):
         if reduced:
             self._observer.see_reduced()
         unexpected = self._calls.end_pass(self._reading.read_late)
-        step.spoiled |= (unexpected and self._alone is None) or self._reading.spoiled
-        together = self._reading.take_together()
+        step.spoiled |= (unexpected and self._stream is None) or self._reading.spoiled
+        refs = self._reading.take_refs()
         goes_on = self._measure and not (step.synchronises or step.spoiled)
         self._accumulator.end_pass(
             self._accumulator.reading(self._calls.names) if goes_on else None
         )
         if not self._measure:
             return
-        if self._alone is not None:
-            self._alone.end_pass()
+        if self._stream is not None:
+            self._stream.end_pass()
         else:
             self._micro.add(self._reading.totals, last=step.synchronises)
         if reduced and self._product is not None:
             step.reduced_product = self._product.take(self._calls.names)
         if reduced and self._reduced is not None:
             step.reduced_known = self._measure_reduced(
-                self._calls.names, into=self._reduced, together=together
+                self._calls.names, into=self._reduced, refs=refs
             )
 
     @property

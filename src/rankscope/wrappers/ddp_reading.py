@@ -1,16 +1,15 @@
-"""How the local gradients of a backward pass under DDP are read: together, wherever that is safe.
+"""Reads the local gradients of a backward pass under DDP: together, wherever that is safe.
 
 Without bucket views, the local gradient stays in ``.grad`` until DDP finishes its reduction, in a
 callback at the end of the backward pass. All are read there, just before, in one go: hooks have
-only counted until then. What else may happen to a gradient before is learnt: in the first passes
-each is read in its hook, and looked at again at the end. One that has been changed or taken away by
-then (a sparse one, which DDP divides in place; by a hook or an optimizer of the training's) is read
-in its hook from then on.
+only counted until then. The first passes show which gradients that is safe for: each is read in its
+hook, and compared at the end. One that has been changed or taken away by then (a sparse one, which
+DDP divides in place; by a hook or an optimizer of the training's) is read in its hook from then on.
 
 With bucket views, DDP moves each gradient into its bucket, and reduces it there, as soon as its
 hooks are done. A gradient that was made in this step is a tensor of its own until then: the last
-few are kept, up to some megabytes, and read together. One that lies in its bucket already, since
-it was zeroed in place, is read in its hook.
+few are collected, up to some megabytes, and read together. One that lies in its bucket already,
+since it was zeroed in place, is read in its hook.
 """
 
 from collections.abc import Collection, Container, Mapping, Sequence
@@ -25,7 +24,8 @@ from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.tap import GradientObserver, ReadReduced
 
 _LEARNT_IN = 2  # passes: DDP differs in its first one
-_LASTS_AFTER, _MOST_ALIKE = 4, 1024  # steps that were alike; at most, once some were not
+_TRUSTED_AFTER = 4  # steps that were alike
+_TRUSTED_AFTER_MOST = 1024  # such steps, after steps that were not
 _KEPT_BYTES = 32 << 20
 _FEW = 8  # parameters: hooks cost nothing
 
@@ -34,10 +34,10 @@ _State = tuple[int, int]
 
 _UNKNOWN: _State = (-1, -1)
 
-Together = tuple[tuple[str, ...], list["ref[Tensor]"]]
-"""Names of parameters, and their gradients, which nobody holds: the training may free them."""
+GradientRefs = tuple[tuple[str, ...], list["ref[Tensor]"]]
+"""Names of parameters, and weak references to their gradients: the training may free them."""
 
-NONE_TOGETHER: Together = ((), [])
+NO_REFS: GradientRefs = ((), [])
 
 _gradient_of = attrgetter("grad")
 _version_of = attrgetter("_version")
@@ -47,21 +47,15 @@ _is_none = partial(is_, None)
 class LocalReading:
     """Reads the local gradients of backward passes.
 
-    Args:
-        parameters: The parameters, by name.
-        sketcher: Measures.
-        observer: Is shown those that it wants.
-        in_buckets: Whether DDP moves gradients into its buckets.
-
     Attributes:
         totals: Of the last pass that was measured.
         late: The parameters whose hooks need only be counted now.
         read_late: Those of the last pass that were read together at its end.
         spoiled: Whether the pass was not read as it should be.
         never_late: Parameters that are always read in their hooks, since others may change their
-            gradient later in ways that leave its version as it was.
-        held_at_ends: Whether the step's first pass has found gradients though it was taken for
-            granted that it makes them: then only those of a few parameters are known to be older.
+            gradient later without a change of its version.
+        held_at_ends: Whether the step's first pass has found gradients that it was expected to
+            make: then only those of a few parameters are known to be older.
     """
 
     def __init__(
@@ -72,21 +66,27 @@ class LocalReading:
         *,
         in_buckets: bool,
     ) -> None:
-        self._parameters, self._sketcher, self._observer = parameters, sketcher, observer
+        self._parameters = parameters
+        self._sketcher = sketcher
+        self._observer = observer
         self._in_buckets = in_buckets
         self.totals = sketcher.new_totals()
         self.late: Collection[str] = ()
         self.read_late: Collection[str] = ()
         self.never_late: Collection[str] = ()
-        self._together: Together = NONE_TOGETHER
+        self._refs: GradientRefs = NO_REFS
         self.spoiled = False
-        self._all, self._every = tuple(parameters), list(parameters.values())
+        self._all = tuple(parameters)
+        self._every = list(parameters.values())
         self._found: list[Tensor] | None = None  # gradients of all, at the end of a pass
         self.held_at_ends = False
         self._ends = self._all[:1] + self._all[-1:]
-        self._lasting = {True: _Lasting(), False: _Lasting()}  # with a reduction, and without
+        self._stable = {
+            True: _StableGradients(),
+            False: _StableGradients(),
+        }  # with a reduction, and without
         if in_buckets:
-            self._lasting[True].give_up()
+            self._stable[True].give_up()
         self._unkeepable: set[str] = set()
         self._made_here: Container[str] = ()  # in this step
         self._kept: list[tuple[Measured, int]] = []  # with versions
@@ -96,29 +96,29 @@ class LocalReading:
         self._wanted: Sequence[str] = ()
         self._made: list[int] = []  # versions of gradients that a step's first pass made
         self._times_made = 0  # in a row
-        self._lasts_after = _LASTS_AFTER  # twice as many after each time that this was wrong
+        self._trusted_after = _TRUSTED_AFTER  # doubled after each failure
         self._sees_made = self._learns_made = False  # whether this pass makes them
         self._late: frozenset[str] = frozenset()
-        self._chosen: tuple[object, ...] = ()  # what it was made for
+        self._chosen: tuple[object, ...] = ()  # the key of ``_late``
 
     def hooked(self, *, synchronises: bool) -> Collection[str]:
         """Return the parameters whose hooks a backward pass needs; the others are read without.
 
-        Where the step's first pass makes all gradients, those that are there at its end tell which
-        parameters took part. What begins a pass is told by two that no training leaves out.
+        Where the step's first pass makes all gradients, those that exist at its end show which
+        parameters took part. Two parameters that every pass reaches show its beginning.
 
         Args:
             synchronises: Whether DDP reduces in that pass.
         """
-        if self._times_made < self._lasts_after or self._in_buckets or len(self._all) < _FEW:
+        if self._times_made < self._trusted_after or self._in_buckets or len(self._all) < _FEW:
             return self._all
-        lasting = self._lasting[synchronises].names
-        return self._ends if len(lasting) == len(self._all) else self._all
+        stable = self._stable[synchronises].names
+        return self._ends if len(stable) == len(self._all) else self._all
 
-    def take_together(self) -> Together:
-        """Return what was read together in the pass; the next one is another."""
-        together, self._together = self._together, NONE_TOGETHER
-        return together
+    def take_refs(self) -> GradientRefs:
+        """Return the gradients that were read together in the pass, and forget them."""
+        refs, self._refs = self._refs, NO_REFS
+        return refs
 
     def begin_pass(self, first: str, *, measure: bool, synchronises: bool) -> None:
         """Begin a backward pass, in the hook of its first gradient.
@@ -129,26 +129,28 @@ class LocalReading:
             synchronises: Whether DDP reduces in this pass.
         """
         self.forget()
-        self._measure, self._synchronises = measure, synchronises
+        self._measure = measure
+        self._synchronises = synchronises
         self._wanted = [n for n in self._observer.wanted_names if n in self._parameters]
         if measure:
             self.totals.reset()
-        lasting = self._lasting[synchronises].names
-        read_in_hooks = frozenset(self._wanted).difference(lasting)
-        # One gradient goes through take(), which tells whether this pass is like others.
-        guard = first if first in lasting or not lasting else min(lasting)
-        chosen = lasting if measure else None, read_in_hooks, guard
+        stable = self._stable[synchronises].names
+        read_in_hooks = frozenset(self._wanted).difference(stable)
+        # One gradient goes through take(), which shows whether this pass is like others.
+        guard = first if first in stable or not stable else min(stable)
+        chosen = stable if measure else None, read_in_hooks, guard
         if chosen != self._chosen:
-            late = lasting if measure else frozenset(self._parameters)
-            self._chosen, self._late = chosen, late - read_in_hooks - {guard}
+            late = stable if measure else frozenset(self._parameters)
+            self._chosen = chosen
+            self._late = late - read_in_hooks - {guard}
         self.late = self._late
 
     def begin_step(self, first: str) -> list[Tensor]:
         """Begin a step, in its first pass; return the gradients that were there before it.
 
-        A gradient that is made by the pass has another version than one that it is added to. Where
-        all were made in the last few steps, versions tell in the end whether they are now, and
-        nothing has to be looked at here but one that the pass has not reached as yet.
+        A gradient that the pass makes has another version than one that it adds to. Where the last
+        few steps made all, their versions show at the end whether this one does, and only one that
+        the pass has not reached is read here.
 
         Args:
             first: Whose gradient is there already.
@@ -156,11 +158,12 @@ class LocalReading:
         self.held_at_ends = False
         if self._in_buckets:
             self._made_here = {n for n, p in self._parameters.items() if p.grad is None}
-        reads_all = len(self._lasting[self._synchronises].names) == len(self._all)
-        if self._times_made >= self._lasts_after and self._measure and reads_all:
+        reads_all = len(self._stable[self._synchronises].names) == len(self._all)
+        if self._times_made >= self._trusted_after and self._measure and reads_all:
             ends = [self._parameters[name].grad for name in self._ends if name != first]
             left = [gradient for gradient in ends if gradient is not None]
-            self._sees_made, self.held_at_ends = not left, bool(left)
+            self._sees_made = not left
+            self.held_at_ends = bool(left)
             self._times_made *= self._sees_made
             return left
         own = self._parameters[first].grad
@@ -173,7 +176,7 @@ class LocalReading:
     def forget(self) -> None:
         """Forget a pass that was never finished."""
         self.late = self.read_late = ()
-        self._together = NONE_TOGETHER
+        self._refs = NO_REFS
         self.spoiled = self._sees_made = self._learns_made = False
         self._seen.clear()
         self._found = None
@@ -181,15 +184,15 @@ class LocalReading:
         self._kept_bytes = 0
 
     def take(self, name: str, gradient: Tensor | None) -> None:
-        """Take a whole local gradient, in its hook; None where the training has taken it away."""
-        lasts = name in self._lasting[self._synchronises].names
-        if not lasts and gradient is not None and name in self._wanted:
+        """Read a whole local gradient, in its hook; None where the training has taken it away."""
+        stable = name in self._stable[self._synchronises].names
+        if not stable and gradient is not None and name in self._wanted:
             self._observer.see_local(name, gradient)
         if not self._measure:
             return
         if gradient is None:
             self.spoiled = True
-        elif lasts:
+        elif stable:
             self._seen[name] = _state_of(gradient)  # the first one: read at the end
         elif self._keeps(name, gradient):
             self._kept.append(((name, gradient, 0), gradient._version))
@@ -218,8 +221,8 @@ class LocalReading:
         found, self._found = self._found, None  # the training may free them
         late, self.late = self.late, ()
         self.read_late = late if self._measure else ()
-        lasting = self._lasting[self._synchronises]
-        wanted = [name for name in self._wanted if name in lasting.names and name in called]
+        stable = self._stable[self._synchronises]
+        wanted = [name for name in self._wanted if name in stable.names and name in called]
         gradients = [(name, self._parameters[name].grad) for name in wanted]
         shown = [(name, gradient) for name, gradient in gradients if gradient is not None]
         if shown:
@@ -228,38 +231,39 @@ class LocalReading:
             return
         self._read_kept()
         now = {name: _state_of(self._parameters[name].grad) for name in self._seen}
-        if lasting.names:
-            self._read_late(called, lasting, now, found)
+        if stable.names:
+            self._read_late(called, stable, now, found)
         else:
             same = {n for n, state in now.items() if state == self._seen[n] != _UNKNOWN}
-            lasting.learn(same.difference(self.never_late))
+            stable.learn(same.difference(self.never_late))
 
     def _read_late(
         self,
         called: Collection[str],
-        lasting: "_Lasting",
+        stable: "_StableGradients",
         now: Mapping[str, _State],
         found: list[Tensor] | None,
     ) -> None:
         """Read gradients that should be as they were in their hooks."""
-        names, gradients = self._all, found
-        if len(called) < len(names) or len(lasting.names) < len(names):
-            names = tuple(name for name in names if name in called and name in lasting.names)
+        names = self._all
+        gradients = found
+        if len(called) < len(names) or len(stable.names) < len(names):
+            names = tuple(name for name in names if name in called and name in stable.names)
             gradients = None
         if gradients is None:
             gradients = list(map(_gradient_of, map(self._parameters.__getitem__, names)))
-        changed = any(now[n] != seen for n, seen in self._seen.items() if n in lasting.names)
+        changed = any(now[n] != seen for n, seen in self._seen.items() if n in stable.names)
         if changed or _lacks_any(gradients):
             self.spoiled = True
-            lasting.give_up()
+            stable.give_up()
         elif not self._makes(names, gradients):
             self.spoiled = True
         else:
             self._sketcher.measure_whole(names, gradients, self.totals)
-            self._together = names, list(map(ref, gradients))
+            self._refs = names, list(map(ref, gradients))
 
     def _makes(self, names: tuple[str, ...], gradients: list[Tensor]) -> bool:
-        """Return whether the pass has made its gradients, if that was taken for granted."""
+        """Return whether the pass has made its gradients, if it was expected to."""
         versions = list(map(_version_of, gradients))
         if self._learns_made and names == self._all:
             self._times_made = self._times_made + 1 if versions == self._made else 1
@@ -272,11 +276,12 @@ class LocalReading:
             self._parameters[name].grad is None for name in unused
         )
         if not as_before:
-            self._times_made, self._lasts_after = 0, min(2 * self._lasts_after, _MOST_ALIKE)
+            self._times_made = 0
+            self._trusted_after = min(2 * self._trusted_after, _TRUSTED_AFTER_MOST)
         return as_before
 
     def _keeps(self, name: str, gradient: Tensor) -> bool:
-        """Return whether a gradient outlives its hook as long as somebody holds it."""
+        """Return whether a gradient stays as it is after its hook while we hold it."""
         if not self._synchronises or name not in self._made_here or name in self._unkeepable:
             return False
         return type(gradient) is Tensor and not gradient.is_sparse
@@ -293,8 +298,8 @@ class LocalReading:
         self._sketcher.measure_many([named for named, _ in kept], self.totals)
 
 
-class _Lasting:
-    """The parameters whose gradients are at the end of a pass what they were in their hooks."""
+class _StableGradients:
+    """The parameters whose gradients stay unchanged from their hooks to the end of a pass."""
 
     def __init__(self) -> None:
         self.names: frozenset[str] = frozenset()
@@ -302,18 +307,21 @@ class _Lasting:
         self._left = _LEARNT_IN
 
     def learn(self, unchanged: set[str]) -> None:
-        """Take note of a pass."""
+        """Learn from a pass."""
         if self._left <= 0:
             return
-        known = unchanged if self._candidates is None else self._candidates & unchanged
-        self._candidates = known
+        if self._candidates is None:
+            self._candidates = unchanged
+        else:
+            self._candidates = self._candidates & unchanged
         self._left -= 1
         if not self._left:
-            self.names = frozenset(known)
+            self.names = frozenset(self._candidates)
 
     def give_up(self) -> None:
-        """Take no gradient for lasting any more."""
-        self.names, self._left = frozenset(), 0
+        """Take no gradient for stable any more."""
+        self.names = frozenset()
+        self._left = 0
 
 
 def _state_of(gradient: Tensor | None) -> _State:
@@ -328,30 +336,32 @@ def measure_reduced(
     read: ReadReduced,
     used: Container[str],
     into: GradientTotals,
-    together: Together = NONE_TOGETHER,
+    refs: GradientRefs = NO_REFS,
 ) -> bool:
     """Measure the reduced gradient; return whether all of it was there.
 
     Args:
         parameters: The parameters, by name.
-        sketcher: Measures.
-        read: What to read.
+        sketcher: Measures the gradients.
+        read: Which totals to read.
         used: The parameters that have a gradient of this step.
-        into: The totals; what is in them is forgotten.
-        together: What was read together before the reduction.
+        into: The totals, overwritten.
+        refs: The gradients that were read together before the reduction.
     """
     into.reset()
-    names, gradients = tuple(parameters), list(map(_gradient_of, parameters.values()))
+    names = tuple(parameters)
+    gradients = list(map(_gradient_of, parameters.values()))
     if _lacks_any(gradients):
         there = [(n, g) for n, g in zip(names, gradients, strict=True) if g is not None]
-        names, gradients = tuple(name for name, _ in there), [gradient for _, gradient in there]
+        names = tuple(name for name, _ in there)
+        gradients = [gradient for _, gradient in there]
         if any(name in used for name in parameters.keys() - set(names)):
             return False  # an optimizer inside the backward pass has taken it already
     if read is ReadReduced.NORM:
         sketcher.measure_norms(list(zip(names, gradients, strict=True)), into)
     else:
-        before, known = together
-        again = names == before and all(map(is_, gradients, map(call, known)))
+        names_before, gradients_before = refs
+        again = names == names_before and all(map(is_, gradients, map(call, gradients_before)))
         sketcher.measure_whole(names, gradients, into, again=again)
     return True
 

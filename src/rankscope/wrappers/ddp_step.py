@@ -1,6 +1,6 @@
-"""What is known of a step under DDP: its state, calls of hooks and of DDP's own methods.
+"""The state of a step under DDP, its calls of hooks and of DDP's own methods.
 
-An attribute of the model would be copied along with it; so methods of its class are listened to.
+An attribute of the model would be copied along with it; so listeners go on methods of its class.
 """
 
 import math
@@ -26,7 +26,7 @@ _SHADOWED = Relay(DistributedDataParallel, "_match_all_reduce_for_bwd_pass")
 
 @dataclass(slots=True)
 class StepState:
-    """What is known of the step that runs; there is a new one for each.
+    """The state of the step that runs; there is a new one for each.
 
     Attributes:
         begun: A backward pass that is due has begun.
@@ -36,9 +36,8 @@ class StepState:
         settled: The reduction is over.
         reduced_known: The reduced gradient was read.
         reduced_product: Its inner product with the local one.
-        earlier: What this worker has added to gradients that were reduced in the step, and then
-            added to.
-        spoiled: What was measured is not the step's local gradient.
+        earlier: This worker's part of gradients that were reduced in the step, and then added to.
+        spoiled: The measurements are not those of the step's local gradient.
     """
 
     begun: bool = False
@@ -56,7 +55,7 @@ class HookCalls:
     """Which parameters' hooks are called in the backward passes of a step, and how often.
 
     Reentrant checkpointing of a shared parameter calls its hook once per use, and the last call
-    sees the whole gradient. How many there are is learnt from a pass that is not measured.
+    sees the whole gradient. A pass that is not measured shows their number.
     """
 
     def __init__(self) -> None:
@@ -88,16 +87,16 @@ class HookCalls:
         self._counts.clear()
 
     def last_of(self, name: str) -> bool:
-        """Take a call; return whether it is the one that sees the whole gradient."""
+        """Count a call; return whether it sees the whole gradient."""
         self._counts[name] += 1
         return self._counts[name] == self._expected.get(name, 1)
 
     def add(self, names: Iterable[str]) -> None:
-        """Take many calls."""
+        """Count many calls."""
         self._counts.update(names)
 
     def see_without(self, names: Iterable[str]) -> None:
-        """Take it that each of these parameters has had its one call in the pass, and no other."""
+        """Count one call in the pass for each of these parameters, and none for others."""
         self._counts.clear()
         self._counts.update(names)
 
@@ -105,7 +104,7 @@ class HookCalls:
         """End a backward pass; return whether a parameter was not called as often as expected.
 
         Args:
-            late: Parameters for which it does not matter, since they were not read in their hooks.
+            late: Parameters whose number of calls does not matter: not read in their hooks.
         """
         several = {name: count for name, count in self._counts.items() if count > 1}
         absent = {n: count for n, count in self._expected.items() if n not in self._counts}
@@ -127,7 +126,8 @@ class GradientHooks:
     def __init__(
         self, parameters: Mapping[str, Tensor], on_gradient: Callable[[str, Tensor], None]
     ) -> None:
-        self._parameters, self._on_gradient = parameters, on_gradient
+        self._parameters = parameters
+        self._on_gradient = on_gradient
         self._handles: dict[str, RemovableHandle] = {}
         self.all = True
         """Whether no parameter is without its hook."""
@@ -166,18 +166,14 @@ class GradientHooks:
 
 
 class BusyClock:
-    """Times what a worker does under DDP between two reductions, before it waits for the others.
+    """Times a worker's own work under DDP between two reductions, before it waits for the others.
 
-    Wall time per step is the same on all workers, since all wait for the slowest. What tells them
-    apart is the time from the end of one reduction to the last local gradient before the next one.
+    Wall time per step is the same on all workers, since all wait for the slowest. They differ in
+    the time from the end of one reduction to the last local gradient before the next one.
 
-    The host's clock tells it on the CPU alone: an accelerator works behind the host's back. Where
-    DDP broadcasts buffers before a forward pass, the time of that broadcast is left out, since
-    workers wait there for rank 0.
-
-    Args:
-        model: The wrapped model.
-        device: Where its gradients are.
+    The host's clock shows it on the CPU alone: an accelerator works asynchronously. Where DDP
+    broadcasts buffers before a forward pass, the time of that broadcast is left out, since workers
+    wait there for rank 0.
     """
 
     def __init__(self, model: DistributedDataParallel, device: torch.device) -> None:
@@ -190,8 +186,9 @@ class BusyClock:
         self._seconds: float | None = None
         self._stop: Callable[[], object] = lambda: None
         if _BROADCAST.exists:
-            begin, end = self._begin_broadcast, self._end_broadcast
-            self._stop = _BROADCAST.tell(before=begin, after=end)
+            begin = self._begin_broadcast
+            end = self._end_broadcast
+            self._stop = _BROADCAST.subscribe(before=begin, after=end)
 
     @property
     def seconds(self) -> float:
@@ -199,11 +196,11 @@ class BusyClock:
         return math.nan if self._seconds is None else self._seconds
 
     def see_gradient(self) -> None:
-        """Take note that a local gradient is ready; the last call before the reduction counts."""
+        """Note that a local gradient is ready; the last call before the reduction counts."""
         self._ready_at = time.perf_counter()
 
     def see_reduced(self) -> None:
-        """Take note that a reduction has ended: of every worker's gradient, at about one time."""
+        """Note that a reduction has ended: of every worker's gradient, at about one time."""
         free_at, self._free_at = self._free_at, time.perf_counter()
         before = self._seconds or 0.0  # of other reductions in this step
         if free_at is None or not self._on_host or self._waits_elsewhere():
@@ -257,7 +254,7 @@ class ShadowSteps:
         self._shadowed = shadowed
         self._stop: Callable[[], object] = lambda: None
         if _SHADOWED.exists:
-            self._stop = _SHADOWED.tell(after=self._see)
+            self._stop = _SHADOWED.subscribe(after=self._see)
 
     def remove(self) -> None:
         """Stop listening; a second call does nothing."""

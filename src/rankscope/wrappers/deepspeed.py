@@ -29,8 +29,10 @@ from rankscope.wrappers.deepspeed_reading import ReducedReader, choose_reader
 from rankscope.wrappers.deepspeed_sums import SumsAudit
 from rankscope.wrappers.tap import GradientTap, Guarded, LocalGradient, ReadReduced, guarded
 
-_BEGIN, _END = "_backward_prologue", "_backward_epilogue"
-_REDUCE, _STEP = "allreduce_gradients", "_take_model_step"
+_BEGIN = "_backward_prologue"
+_END = "_backward_epilogue"
+_REDUCE = "allreduce_gradients"
+_STEP = "_take_model_step"
 _MOST_AT_FIRST = 64  # backward passes of a step, before the engine has ever stepped
 _ONE_BIT = ("OnebitAdam", "OnebitLamb", "ZeroOneAdam")
 
@@ -59,8 +61,8 @@ def deepspeed_process_group(engine: Any) -> dist.ProcessGroup:
 
 
 def before_engine_step(engine: Any, listener: Callable[..., None]) -> Callable[[], object]:
-    """Call a bound method before each step of an engine's; return what ends that."""
-    return Relay(engine, _STEP).tell(before=listener)
+    """Call a bound method before each step of an engine; return a function that ends that."""
+    return Relay(engine, _STEP).subscribe(before=listener)
 
 
 def _obstacles(engine: Any) -> Iterator[tuple[str, bool]]:
@@ -82,15 +84,15 @@ class DeepSpeedTap(GradientTap):
     """Reads gradients of a DeepSpeed engine.
 
     ZeRO waits for the other workers in the backward pass or in the optimizer. The reduction takes a
-    mean, and the engine's own step decides what it applies.
+    mean, and the engine's own step decides which update it applies.
 
     Args:
         engine: What ``deepspeed.initialize`` returned.
-        parameters: The parameters that require a gradient, by the names that the sketcher knows.
+        parameters: The parameters that require a gradient, by the sketcher's names.
         sketcher: Measures the gradients.
         guarded: Keeps the monitor's exceptions out of the training.
-        reduced: What to read of the reduced gradient. Nothing is read where it has been moved off
-            the device (ZeRO-Offload) or has become an update already (Muon).
+        reduced: Which totals of the reduced gradient to read: none where it has been moved off the
+            device (ZeRO-Offload) or has become an update already (Muon).
 
     Raises:
         UnsupportedError: The engine works in a way that cannot be watched.
@@ -118,10 +120,10 @@ class DeepSpeedTap(GradientTap):
         self._num_backwards = self._most_backwards = 0
         self._guarded = guarded
         self._stops = [
-            Relay(engine, _BEGIN).tell(before=self._begin_backward),
-            Relay(engine, _REDUCE).tell(before=self._before_reduction),
-            Relay(engine, _STEP).tell(before=self._before_step),
-            Relay(engine, _END).tell(before=self._begin_end, after=self._end_backward),
+            Relay(engine, _BEGIN).subscribe(before=self._begin_backward),
+            Relay(engine, _REDUCE).subscribe(before=self._before_reduction),
+            Relay(engine, _STEP).subscribe(before=self._before_step),
+            Relay(engine, _END).subscribe(before=self._begin_end, after=self._end_backward),
         ]
 
     @property
@@ -134,7 +136,7 @@ class DeepSpeedTap(GradientTap):
         self._measure = self._local.on = measure
 
     def notice_backward(self, trained: Callable[[], None]) -> None:
-        """Take it for one that trains: the engine itself says when one begins."""
+        """Call ``trained`` at once: the engine itself shows when a backward pass begins."""
         trained()
 
     @property
@@ -155,7 +157,7 @@ class DeepSpeedTap(GradientTap):
         return self._running
 
     def collect(self) -> LocalGradient | None:
-        """Return what was measured, and start again; None when nothing valid was measured."""
+        """Return the step's measurements and start again; None without valid ones."""
         gradient = None
         if self._measure and self.complete and self._local.valid:
             totals, micro = self._local.result()
@@ -167,7 +169,7 @@ class DeepSpeedTap(GradientTap):
                 micro,
                 self._local.carried_over,
                 self._local.estimated,
-                kept=self._sums.collect(),
+                accumulator_changes=self._sums.collect(),
             )
         self._local.reset(begun=self._last and not self._stepped)
         self._sums.reset()

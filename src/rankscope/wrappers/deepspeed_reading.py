@@ -29,7 +29,7 @@ class LocalReader(ABC):
 
     @property
     def valid(self) -> bool:
-        """Whether what was measured is the local gradient of a whole step."""
+        """Whether the measurements are those of a whole step's local gradient."""
         return True
 
     @property
@@ -39,7 +39,7 @@ class LocalReader(ABC):
 
     @property
     def sum_so_far(self) -> GradientTotals | None:
-        """Totals of what the step's passes have summed up; None where that is not read whole."""
+        """Totals of the sum over the step's passes; None where that is not read whole."""
         return None
 
     def begin_backward(self, *, first: bool) -> None:  # noqa: B027 - most have nothing to do
@@ -58,7 +58,7 @@ class LocalReader(ABC):
 
     @abstractmethod
     def reset(self, *, begun: bool = False) -> None:
-        """Start another step, of which some backward passes may have been already."""
+        """Start another step, some of whose backward passes may be over already."""
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
@@ -68,25 +68,26 @@ class LocalReader(ABC):
 def choose_reader(
     engine: Any, parameters: dict[str, Tensor], sketcher: Sketcher, guarded: Guarded
 ) -> LocalReader:
-    """Return what reads an engine's local gradients.
+    """Return a reader of an engine's local gradients.
 
     Raises:
         UnsupportedError: Sketches are needed, and there are none.
     """
-    optimizer, divisor = engine.optimizer, engine.gradient_accumulation_steps()
+    optimizer = engine.optimizer
+    divisor = engine.gradient_accumulation_steps()
     if engine.zero_optimization_stage() <= 1 and not getattr(optimizer, "overlap_comm", False):
         return _AccumulatedReader(parameters, accumulated_gradient(optimizer), sketcher)
     if not sketcher.sketches and divisor > 1:
         raise UnsupportedError(
             "the scalars tier expected a step of one micro-batch under ZeRO 2 and 3 (and 1 with "
-            f"overlap_comm), got {divisor}: only sketches tell the norm of their sum; use "
+            f"overlap_comm), got {divisor}: only sketches show the norm of their sum; use "
             "tier='sketch'"
         )
     return _PartsReader(parameters, sketcher, guarded, begun=_step_has_begun(engine))
 
 
 def _step_has_begun(engine: Any) -> bool:
-    """Return whether a backward pass of the current step has already been."""
+    """Return whether a backward pass of the current step is over already."""
     if not engine.managed_gradient_accumulation():
         return bool(getattr(engine, "_unmanaged_backward_count", 0))
     last_was_boundary = getattr(engine, "_is_gradient_accumulation_boundary", None)
@@ -201,7 +202,7 @@ class _PartsReader(LocalReader):
 
 
 def accumulated_gradient(optimizer: Any) -> Callable[[Tensor], Tensor | None]:
-    """Return where a parameter's accumulated gradient is, before the reduction and after."""
+    """Return a getter of a parameter's accumulated gradient, before the reduction and after."""
     if getattr(optimizer, "use_grad_accum_attribute", False):  # ZeRO 1, sums in another dtype
         return lambda parameter: getattr(parameter, "grad_accum", None)
     if hasattr(optimizer, "fp32_groups_gradients"):  # bf16 parameters, float32 sums
@@ -210,11 +211,7 @@ def accumulated_gradient(optimizer: Any) -> Callable[[Tensor], Tensor | None]:
 
 
 class ReducedReader:
-    """Finds what a rank holds of the reduced gradient, after the reduction and before clipping.
-
-    Args:
-        engine: A DeepSpeed engine.
-        parameters: Its parameters by name.
+    """Finds a rank's part of the reduced gradient, after the reduction and before clipping.
 
     Attributes:
         replicated: Whether every rank holds all of it, or its shard.
@@ -232,7 +229,7 @@ class ReducedReader:
         self.available = not offloaded and (self.replicated or not muon)
 
     def shards(self) -> Iterator[Measured]:
-        """Yield what this rank holds, without communication."""
+        """Yield this rank's part, without communication."""
         if self.replicated:
             yield from self._whole()
         elif hasattr(self._optimizer, "fp16_groups"):
@@ -241,10 +238,10 @@ class ReducedReader:
             yield from self.averaged()
 
     def averaged(self, *, added_to: bool = False) -> Iterator[Measured]:
-        """Yield what this rank holds in stages 1 and 2.
+        """Yield this rank's part in stages 1 and 2.
 
         Args:
-            added_to: Whether to leave out what another backward pass would begin anew.
+            added_to: Whether to leave out sums that another backward pass would begin anew.
         """
         optimizer = self._optimizer
         for group, averaged in optimizer.averaged_gradients.items():
@@ -259,7 +256,7 @@ class ReducedReader:
                     yield name, shard, starts[optimizer.get_param_id(parameter)]
 
     def waiting(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what stage 2 adds further micro-batches to; only a part of each counts."""
+        """Yield the sums to which stage 2 adds micro-batches; only a part of each counts."""
         for group, sums in self._optimizer.all_grad_tensors.items():
             parameters = self._optimizer.params_in_partition[group]
             for parameter, gradient in zip(parameters, sums or (), strict=False):

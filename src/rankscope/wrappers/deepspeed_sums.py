@@ -1,15 +1,15 @@
-"""What a DeepSpeed engine has summed up between two backward passes of a step, and its audit.
+"""A DeepSpeed engine's sum of gradients between two backward passes of a step, and its audit.
 
 - **Stages 0 and 1** keep each worker's own sum where the gradient is that is reduced.
-- **Stage 2** reduces each micro-batch, and adds what this rank holds of it to
-  ``all_grad_tensors``; to ``averaged_gradients`` at once where sums have a wider type. After a pass
-  that the engine takes for the step's last, ``averaged_gradients`` has it all, and unless sums have
-  a wider type, the next pass begins a sum of its own.
+- **Stage 2** reduces each micro-batch, and adds this rank's part to ``all_grad_tensors``; to
+  ``averaged_gradients`` at once where sums have a wider type. After a pass that the engine takes
+  for the step's last, ``averaged_gradients`` has it all, and unless sums have a wider type, the
+  next pass begins a sum of its own.
 - **Stage 3** does so in ``averaged_gradients``. It overwrites them as long as ``micro_step_id`` is
   0, as after ``optimizer.zero_grad``.
 
-So what the next pass finds is what it will add to, which need not be what the one before has left.
-Nothing is known where sums lie on another device, and inside ``coalesce_grad_reduction``.
+So the sum before a pass need not be the sum after the last one. It is unknown where sums lie on
+another device, and inside ``coalesce_grad_reduction``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,14 +26,7 @@ _Sums = Iterator[tuple[str, Tensor]]
 
 
 class SumsAudit:
-    """Compares what each backward pass of a step finds with what the one before has left.
-
-    Args:
-        engine: A DeepSpeed engine.
-        parameters: The parameters that require a gradient, by the names that the sketcher knows.
-        sketcher: Measures.
-        shards: Finds what this rank holds of what was reduced.
-    """
+    """Compares the sum before each backward pass of a step with that after the last one."""
 
     def __init__(
         self,
@@ -42,24 +35,27 @@ class SumsAudit:
         sketcher: Sketcher,
         shards: ReducedReader,
     ) -> None:
-        self._engine, self._optimizer = engine, engine.optimizer
-        self._parameters, self._sketcher, self._shards = parameters, sketcher, shards
+        self._engine = engine
+        self._optimizer = engine.optimizer
+        self._parameters = parameters
+        self._sketcher = sketcher
+        self._shards = shards
         self._stage = engine.zero_optimization_stage()
         self._gradient_of = accumulated_gradient(engine.optimizer)
         self._left = self._scratch = sketcher.new_totals()
         self._audit = AccumulatorAudit(parameters, sketcher)
 
     def begin_pass(self) -> None:
-        """Look at what a backward pass will add to, as soon as it begins."""
+        """Measure the sum to which a backward pass will add, as soon as it begins."""
         here = self._stage < 3 or bool(self._optimizer.averaged_gradients)  # else moved away
         self._audit.begin_pass(self._left, measure=here, begun=False)
 
     def end_pass(self, whole: GradientTotals | None, *, begins_anew: bool) -> None:
-        """Take note that a backward pass has ended.
+        """Note that a backward pass has ended.
 
         Args:
-            whole: Totals of what it has left, where that was measured.
-            begins_anew: Whether the next one is not meant to add to it.
+            whole: Totals of the sum, where it was measured whole.
+            begins_anew: Whether the next pass begins another sum.
         """
         known = not begins_anew and (whole is not None or any(self._sums(left=True)))
         self._left = self._scratch if whole is None else whole
@@ -69,7 +65,7 @@ class SumsAudit:
         self._audit.end_pass(self._read_found if known else None)
 
     def collect(self) -> Tensor | None:
-        """Return what is known of the step: see ``collect`` of :class:`AccumulatorAudit`."""
+        """Return the step's changes: see ``collect`` of :class:`AccumulatorAudit`."""
         return self._audit.collect()
 
     def reset(self) -> None:
@@ -80,7 +76,7 @@ class SumsAudit:
         self._sketcher.measure_norms(self._sums(left=False), into)
 
     def _sums(self, *, left: bool) -> _Sums:
-        """Yield what the last pass has left, or else what the next one will add to."""
+        """Yield the sum after the last pass, or else the sum to which the next one will add."""
         if self._stage < 2:
             yield from self._own()
         elif self._engine.inside_no_sync_ctxt:

@@ -1,6 +1,6 @@
-"""How a model goes data parallel: what wraps it, which ranks are compared, which tap fits.
+"""How a model goes data parallel: its wrapper, the ranks to compare, the tap that fits.
 
-A model that nothing wraps is one too, in a job of several ranks: its loop, or its optimizer,
+In a job of several ranks a model without wrapper counts as well: its loop, or its optimizer,
 reduces.
 """
 
@@ -22,7 +22,7 @@ from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.ddp import DDPTap
 from rankscope.wrappers.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
 from rankscope.wrappers.fsdp2 import FSDP2Tap
-from rankscope.wrappers.fsdp2_mesh import MeshPlace, mesh_place, tell_of_other_mesh
+from rankscope.wrappers.fsdp2_mesh import MeshPlace, log_other_mesh, mesh_place
 from rankscope.wrappers.fsdp2_model import (
     fsdp2_device,
     fsdp2_parameters,
@@ -85,38 +85,38 @@ class Wrapped:
         return inner if isinstance(inner, nn.Module) else self.wrapper
 
     def reduces(self) -> Callable[[Tensor], bool] | None:
-        """Return what tells whether the wrapper reduces a parameter's gradient; None if of all.
+        """Return a test whether the wrapper reduces a parameter's gradient; None if it reduces all.
 
-        DDP reduces none of a parameter that was frozen when it was wrapped. Which those were it
-        does not keep: what is frozen now counts. One that it reduces all the same is equal on all
-        workers, and then nothing is said of it.
+        DDP does not reduce a parameter that was frozen when it was wrapped, and keeps no list of
+        those: the present flag counts. One that it reduces all the same is equal on all workers,
+        and makes no finding.
         """
         if not isinstance(self.wrapper, DistributedDataParallel):
             return None
-        kept = getattr(self.wrapper, "_module_parameters", None)
-        if kept is None:
+        parameters = getattr(self.wrapper, "_module_parameters", None)
+        if parameters is None:
             return None
-        known = {id(parameter) for parameter in kept if parameter.requires_grad}
-        return lambda parameter: id(parameter) in known
+        reduced = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        return lambda parameter: id(parameter) in reduced
 
     def left_out(self) -> frozenset[str]:
-        """Return the canonical names of parameters that DDP was told to leave alone."""
+        """Return the canonical names of the parameters that DDP ignores."""
         if self.replicated is None:
             return frozenset(getattr(self.wrapper, "parameters_to_ignore", ()))
-        kept = {id(parameter) for parameter in self.wrapper.parameters()}
+        wrapped = {id(parameter) for parameter in self.wrapper.parameters()}
         named = self.replicated.named_parameters()
-        return frozenset(canonical_name(name) for name, p in named if id(p) not in kept)
+        return frozenset(canonical_name(name) for name, p in named if id(p) not in wrapped)
 
     def broadcasts(self) -> Callable[[], bool] | None:
-        """Return what tells whether DDP broadcasts buffers before a forward pass; None if never.
+        """Return a test whether DDP broadcasts buffers before a forward pass; None if never.
 
-        Where a hook of the user's does it, it is not known when.
+        None also where a hook of the user's does it, at an unknown time.
         """
         ddp = self.wrapper
         if not isinstance(ddp, DistributedDataParallel) or self.replicated is not None:
             return None
-        asked = getattr(ddp, "forward_sync_buffers", None)  # its later name
-        if not (ddp.broadcast_buffers if asked is None else asked):
+        broadcasts = getattr(ddp, "forward_sync_buffers", None)  # its later name
+        if not (ddp.broadcast_buffers if broadcasts is None else broadcasts):
             return None
         return None if hasattr(ddp, "buffer_hook") else ddp.will_sync_module_buffers
 
@@ -129,7 +129,8 @@ class Wrapped:
         shadowed: Callable[[], None],
     ) -> GradientTap:
         """Return a tap that reads this model's local gradients from now on."""
-        wrapper, parameters = self.wrapper, self.parameters
+        wrapper = self.wrapper
+        parameters = self.parameters
         if isinstance(wrapper, DistributedDataParallel):
             return DDPTap(
                 wrapper,
@@ -155,7 +156,7 @@ def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = Non
     """Return how a model is wrapped.
 
     Args:
-        model: What the training calls: a DDP or FSDP2 model, or one without wrapper, compiled or
+        model: As the training calls it: a DDP or FSDP2 model, or one without wrapper, compiled or
             not, a DeepSpeed engine, or Megatron-core's DDP.
         process_group: The workers of a model without wrapper, None for all ranks; under FSDP2
             those of one of its meshes, None for the largest.
@@ -235,7 +236,7 @@ def _find_loop(model: nn.Module, group: dist.ProcessGroup | None) -> Wrapped:
 
 
 def is_training(model: nn.Module) -> bool:
-    """Return whether a forward pass that begins now is one of a training, as far as its mode tells.
+    """Return whether the modules' mode makes a forward pass that begins now one of a training.
 
     The mode is that of the modules inside, never of a wrapper: after an evaluation, Lightning puts
     the module back into training mode, but not its wrapper.
@@ -247,7 +248,7 @@ def in_training_mode(model: nn.Module) -> bool:
     """Return whether a model trains dropout and the like, or a part of it does.
 
     Args:
-        model: What the training calls: its own flag counts only if it wraps nothing.
+        model: As the training calls it; its own flag counts only if it wraps nothing.
     """
     wrapper = model._modules.get("_orig_mod") or model
     wraps = isinstance(wrapper, DistributedDataParallel)
@@ -262,12 +263,12 @@ def is_compiled(model: nn.Module) -> bool:
     return in_place or "_orig_mod" in model._modules
 
 
-def tell_if_wrapped_anew(module: nn.Module, wrapper: nn.Module) -> bool:
-    """Return whether a forward pass that has just begun comes from a newer wrapper, and say so.
+def log_if_rewrapped(module: nn.Module, wrapper: nn.Module) -> bool:
+    """Return whether a forward pass that has just begun comes from a newer wrapper; log it then.
 
     Args:
-        module: What begins, under DDP or in a DeepSpeed engine until now.
-        wrapper: What it was watched in.
+        module: The module that begins, under DDP or in a DeepSpeed engine until now.
+        wrapper: The wrapper in which it was watched.
     """
     running = getattr(DistributedDataParallel, "_active_ddp_module", None)
     others = () if running is None or running is wrapper else running.modules()
@@ -280,7 +281,7 @@ def tell_if_wrapped_anew(module: nn.Module, wrapper: nn.Module) -> bool:
 
 
 def plain_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that do the steps, of one that the training calls or of several."""
+    """Return the optimizers that do the steps, inside one or several that the training calls."""
     given = optimizer if isinstance(optimizer, list | tuple) else [optimizer]
     plain = [plain_optimizer(each) for each in given]
     return [each for each in plain if each is not None]
@@ -334,7 +335,7 @@ def _find_sharded(model: nn.Module, process_group: dist.ProcessGroup | None) -> 
     chosen = any(p.name in parameters for p in first)
     if chosen:
         for other in others:
-            tell_of_other_mesh(first, other)
+            log_other_mesh(first, other)
     return Wrapped(
         FSDP2,
         model,
@@ -349,17 +350,17 @@ def _find_sharded(model: nn.Module, process_group: dist.ProcessGroup | None) -> 
 def _find_mesh(model: nn.Module) -> MeshPlace | None:
     try:
         return mesh_place(model)
-    except Exception as error:  # whatever meshes its parameters are on
-        _log.debug("other axes of the mesh are not known: %r", error)
+    except Exception as error:  # whatever the meshes of its parameters are
+        _log.debug("other axes of the mesh are unknown: %r", error)
         return None
 
 
 def _find_replicated(model: nn.Module, ddp: DistributedDataParallel) -> Wrapped:
-    kept = {id(parameter) for parameter in ddp.parameters()}
+    reduced = {id(parameter) for parameter in ddp.parameters()}
     parameters: dict[str, Tensor] = {
         canonical_name(name): parameter
         for name, parameter in model.named_parameters()
-        if parameter.requires_grad and id(parameter) in kept
+        if parameter.requires_grad and id(parameter) in reduced
     }
     _check_ddp(ddp, parameters)
     device = next(ddp.parameters()).device

@@ -1,7 +1,7 @@
 """The local gradient under FSDP2 (``fully_shard``), read just before each reduction.
 
 FSDP2 accumulates gradients whole and undivided until it reduces them, and adds the result to the
-sharded ``.grad``: what is about to be reduced is this worker's gradient and nothing else, in every
+sharded ``.grad``: the input of a reduction is this worker's gradient and nothing else, in every
 layout and precision.
 """
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rankscope.errors import UnsupportedError
 from rankscope.gradients.sketch import Sketcher
-from rankscope.wrappers.fsdp2_left import GradientsLeft, State, state_of
+from rankscope.wrappers.fsdp2_accumulated import AccumulatedGradients, State, state_of
 from rankscope.wrappers.fsdp2_model import (
     ManagedParameter,
     ParameterGroup,
@@ -43,16 +43,15 @@ class FSDP2Tap(GradientTap):
     under ``set_reduce_scatter_unused_params``, and since torch 2.15 under HSDP while a part of
     earlier gradients waits for its all-reduce, it reduces zeros as well, and it looks like a step.
     Gradients that are reduced in parts (HSDP without its all-reduce in all micro-batches but the
-    last, a loss whose chunks each have a backward pass) add up as
-    :class:`~rankscope.wrappers.parts.GradientParts` says: norms of such groups are estimates
-    then.
+    last, a loss whose chunks each have a backward pass) add up as in
+    :class:`~rankscope.wrappers.parts.GradientParts`: norms of such groups are estimates then.
 
-    Layers gather their parameters, and so wait for all workers. What FSDP2 has not reduced is not
-    in ``.grad``, and reaches no optimizer.
+    Layers gather their parameters, and so wait for all workers. A gradient that FSDP2 has not
+    reduced is not in ``.grad``, and reaches no optimizer.
 
-    The reduced gradient is left out in steps where it cannot be told: something was in ``.grad``
-    before, an all-reduce hook has changed it, it was moved to the CPU, or FSDP2 was told not to
-    wait for it.
+    The reduced gradient is left out in steps where it is unknown: something was in ``.grad``
+    before, an all-reduce hook has changed it, it was moved to the CPU, or FSDP2 does not wait for
+    it.
 
     Args:
         model: The model, or a module around it; ``fully_shard`` was applied to it or to parts.
@@ -60,8 +59,8 @@ class FSDP2Tap(GradientTap):
             sketcher and reduced over the same workers: :func:`fsdp2_parameters`.
         sketcher: Measures the gradients, on :func:`fsdp2_device`.
         guarded: Keeps the monitor's exceptions out of the backward pass.
-        reduced: What to read of the reduced gradient.
-        observer: Is told when gradients have been reduced.
+        reduced: Which totals of the reduced gradient to read.
+        observer: Called after each reduction.
 
     Raises:
         UnsupportedError: This torch's FSDP2 is unknown.
@@ -88,10 +87,10 @@ class FSDP2Tap(GradientTap):
         self._sketcher = sketcher
         self._guarded = guarded
         self._parts = GradientParts(sketcher)
-        self._left = GradientsLeft(self._watched, sketcher, reduced)
+        self._gradients = AccumulatedGradients(self._watched, sketcher, reduced)
         self._micro = MicroBatches()
         self._watched_names = frozenset(parameters)
-        self._reached: list[Callable[[], None]] = []  # to be called if the backward pass trains
+        self._reached: list[Callable[[], None]] = []  # called if the backward pass trains
         self._measure = False
         self._start_again()
         self._stops = listen(
@@ -104,12 +103,12 @@ class FSDP2Tap(GradientTap):
     def _start_again(self) -> None:
         self._parts.reset()
         self._micro.reset()
-        self._left.reset()
+        self._gradients.reset()
         self._read: set[str] = set()  # in this step
         self._read_now: set[str] = set()  # in this backward pass
         # Until their root's backward pass ends: whether the reduction makes it one that trains.
         self._reduced_now: dict[ParameterGroup, bool] = {}
-        self._accumulated: dict[ManagedParameter, State] = {}  # what was not reduced
+        self._accumulated: dict[ManagedParameter, State] = {}  # not reduced
         self._running = self._open = self._complete = self._spoiled = False
         self._fresh = self._micro_known = True
         self._reduced_read = False
@@ -142,11 +141,11 @@ class FSDP2Tap(GradientTap):
         self._num_forwards += 1
 
     def notice_backward(self, trained: Callable[[], None]) -> None:
-        """Say, from inside it, that a backward pass has reached what the model returned."""
+        """Note that the running backward pass has reached the model's output."""
         self._begin_backward()
         self._reached.append(trained)
         alternates = self._num_forwards == self._num_backwards + 1
-        self._left.begin_pass(measure=self._measure and alternates, begun=bool(self._read_now))
+        self._gradients.begin_pass(measure=self._measure and alternates, begun=bool(self._read_now))
 
     @property
     def complete(self) -> bool:
@@ -159,16 +158,18 @@ class FSDP2Tap(GradientTap):
         return self._open and not in_backward()
 
     def collect(self) -> LocalGradient | None:
-        """Return what was measured, and start again; None when nothing valid was measured."""
+        """Return the step's measurements and start again; None without valid ones."""
         gradient = None
         if self._measure and self.complete and not self._spoiled:
-            reduced = self._left.reduced if self._reduced_read else None
+            reduced = self._gradients.reduced if self._reduced_read else None
             gradient = LocalGradient(
                 self._parts.totals(),
                 None if reduced is None else reduced.clone(),
                 self._micro_squared_norms(),
                 norm_estimated=self._parts.count > 1,
-                kept=self._left.collect() if self._num_forwards == self._num_backwards else None,
+                accumulator_changes=self._gradients.collect()
+                if self._num_forwards == self._num_backwards
+                else None,
             )
         self._start_again()
         return gradient
@@ -206,7 +207,7 @@ class FSDP2Tap(GradientTap):
 
         On an accelerator this runs on the stream of the backward pass, on which FSDP2 itself is
         about to copy the gradients into the buffer of the collective. So they are ready there,
-        and their memory is used again only by what that stream runs later.
+        and only later work on that stream uses their memory again.
         """
         if fsdp_params[0] not in self._parameters:
             return
@@ -217,13 +218,13 @@ class FSDP2Tap(GradientTap):
         group = self._parameters[fsdp_params[0]].group
         self._reduced_now[group] = self._reduced_now.get(group, False) or self._trains(gradients)
         if self._measure:
-            self._left.see_summed(gradients.items())
+            self._gradients.see_summed(gradients.items())
             self._measure_local(gradients)
 
     def _trains(self, gradients: dict[ManagedParameter, Tensor]) -> bool:
         """Return whether a reduction belongs to a step: not to a pass that has added nothing to it.
 
-        Pipeline schedules reduce by hand, after the last backward pass, what all have accumulated.
+        Pipeline schedules reduce the sum of all backward passes by hand, after the last one.
         """
         if not self._accumulated or not in_backward():
             return True
@@ -273,8 +274,8 @@ class FSDP2Tap(GradientTap):
         if settled or not waits_by_hand(state):
             reduced = {g: self._reduced_now.pop(g) for g in groups & self._reduced_now.keys()}
         if not self._has_accumulated(groups) and not any(reduced.values()):
-            self._left.drop_pass(reduced=self._close_part())
-            return  # the training asked for other gradients than those of parameters
+            self._gradients.drop_pass(reduced=self._close_part())
+            return  # the training wanted gradients of other tensors than parameters
         for trained in self._reached:
             trained()
         self._num_backwards += 1
@@ -291,7 +292,7 @@ class FSDP2Tap(GradientTap):
             return
         if synchronised and self._num_backwards > 1:
             self._micro.add(self._parts.totals(), last=True)
-        self._left.end_reduced(self._measure_reduced() if synchronised else ())
+        self._gradients.end_reduced(self._measure_reduced() if synchronised else ())
 
     def _close_part(self) -> bool:
         """Return whether the backward pass has reduced something that was measured."""
@@ -307,22 +308,22 @@ class FSDP2Tap(GradientTap):
         if not before and all(group.reduces for group in groups):
             return False
         unreduced = [(p, p.unreduced) for p in self._watched if p.group in groups]
-        kept = {p: state_of(gradient) for p, gradient in unreduced if gradient is not None}
+        now = {p: state_of(gradient) for p, gradient in unreduced if gradient is not None}
         others = {p: seen for p, seen in self._accumulated.items() if p not in before}
-        self._accumulated = others | kept
-        return any(before.get(p) != seen for p, seen in kept.items())
+        self._accumulated = others | now
+        return any(before.get(p) != seen for p, seen in now.items())
 
     def _measure_unreduced(self) -> None:
-        """Measure what has been accumulated so far without any reduction, for its norm."""
+        """Measure the sum so far, of which nothing was reduced, for its norm."""
         unreduced = [p for p in self._watched if p.unreduced is not None]
         self._micro_known &= not any(p.is_dtensor for p in unreduced)  # under TP it may be partial
-        totals = self._left.measure_unreduced() if self._micro_known else None
+        totals = self._gradients.measure_unreduced() if self._micro_known else None
         if totals is not None:
             self._micro.add(totals, last=False)
-        self._left.end_unreduced(totals, self._accumulated)
+        self._gradients.end_unreduced(totals, self._accumulated)
 
     def _measure_reduced(self) -> list[ManagedParameter]:
         """Return the parameters whose reduced gradient was measured."""
         read = [p for p in self._watched if p.name in self._read]
-        self._reduced_read = self._fresh and self._left.measure_reduced(read)
+        self._reduced_read = self._fresh and self._gradients.measure_reduced(read)
         return read if self._reduced_read else []

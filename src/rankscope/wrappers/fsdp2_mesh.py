@@ -1,4 +1,4 @@
-"""Which axes of a device mesh FSDP2 does not average over, and which parameters those replicate."""
+"""The axes of a device mesh over which FSDP2 does not average, and which parameters they copy."""
 
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from rankscope.wrappers.fsdp2_model import ManagedParameter, managed_parameters
 
 _log = logging.getLogger("rankscope")
-_STAGES = ("pp", "pipe", "stage")  # how the axes of pipeline stages are called
+_STAGES = ("pp", "pipe", "stage")  # names of the axes of pipeline stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +71,16 @@ def placements_of(parameter: ManagedParameter) -> dict[str, bool]:
     }
 
 
-def tell_of_other_mesh(
-    watched: Sequence[ManagedParameter], other: Sequence[ManagedParameter]
-) -> None:
-    """Say which parameters lie on another mesh, and whether FSDP2 divides their gradients alike.
+def log_other_mesh(watched: Sequence[ManagedParameter], other: Sequence[ManagedParameter]) -> None:
+    """Log which parameters lie on another mesh, and whether FSDP2 divides their gradients alike.
 
     Args:
         watched: The parameters that are compared.
         other: Those that are reduced otherwise.
     """
     level = logging.WARNING if dist.get_rank() == 0 else logging.INFO
-    group, apart = watched[0].group, other[0].group
+    group = watched[0].group
+    apart = other[0].group
     some = f"{len(other)} parameters (from {other[0].name} on)"
     _log.info(
         "%s are reduced over %d ranks, the rest over %d: the workers' metrics leave them out; to "

@@ -1,4 +1,4 @@
-"""The parameters of a model under FSDP2: their names, their workers, and what FSDP2 says of them.
+"""The parameters of a model under FSDP2: their names, their workers, and FSDP2's state of them.
 
 All attributes of FSDP2's own objects that the monitor uses are read here, after a check that they
 exist.
@@ -49,22 +49,21 @@ def listen(
     backward_ends: Listener,
     finalized: Listener,
 ) -> list[Callable[[], object]]:
-    """Tell bound methods of all backward passes and reductions in this process.
+    """Call bound methods at all backward passes and reductions in this process.
 
     It does not keep their object alive. While nobody listens, torch's own functions are in place.
 
     Args:
-        backward_begins: Told of a state of FSDP2 that a backward pass has reached.
-        before_reduce: Told of each group of parameters that is about to be reduced.
-        backward_ends: Told of a state of FSDP2 whose backward pass has ended and has not raised.
-            The current stream then waits for all reductions of the pass; before torch 2.15.
-        finalized: Told of a state of FSDP2 whose reductions the stream has been made to wait for,
-            which a training may put off (``set_manual_backward_finalization``), as pipeline
-            schedules do; of one that does so at the end of its backward pass, before
-            ``backward_ends``.
+        backward_begins: Gets a state of FSDP2 that a backward pass has reached.
+        before_reduce: Gets each group of parameters that is about to be reduced.
+        backward_ends: Gets a state of FSDP2 whose backward pass has ended and has not raised. The
+            current stream then waits for all reductions of the pass; before torch 2.15.
+        finalized: Gets a state of FSDP2 after the stream was made to wait for its reductions. A
+            training may do that later (``set_manual_backward_finalization``), as pipeline
+            schedules do; otherwise the call comes before that of ``backward_ends``.
 
     Returns:
-        What ends the listening.
+        Functions that end the calls.
 
     Raises:
         UnsupportedError: This torch lacks one of the functions.
@@ -73,11 +72,11 @@ def listen(
     expect(_GROUPS, "foreach_reduce")
     expect(_STATE, "_root_post_backward_final_callback")
     stops = [
-        _BEGIN.tell(after=backward_begins),
-        _REDUCE.tell(before=before_reduce),
-        _END.tell(after=backward_ends),
+        _BEGIN.subscribe(after=backward_begins),
+        _REDUCE.subscribe(before=before_reduce),
+        _END.subscribe(after=backward_ends),
     ]
-    return [*stops, _FINALIZE.tell(after=finalized)] if _FINALIZE.exists else stops
+    return [*stops, _FINALIZE.subscribe(after=finalized)] if _FINALIZE.exists else stops
 
 
 class ParameterGroup:
@@ -112,7 +111,7 @@ class ParameterGroup:
 
     @property
     def reduces(self) -> bool:
-        """Whether a backward pass that ends now has reduced what it has accumulated, if anything.
+        """Whether a backward pass that ends now has reduced its gradients, if it has made any.
 
         Under HSDP perhaps over the shards alone.
         """
@@ -137,24 +136,24 @@ class ParameterGroup:
 
     @property
     def reduced_scale(self) -> float:
-        """What the reduced gradient must be multiplied with to be the mean over the workers."""
+        """The factor that makes the reduced gradient the mean over the workers."""
         return self.divisor / (self.shard_size * self.num_copies)
 
     @property
     def divisor(self) -> float:
-        """What FSDP2 divides the sum of the workers' gradients by."""
+        """The number by which FSDP2 divides the sum of the workers' gradients."""
         factor = self._inside.gradient_divide_factor
         return self.shard_size * self.num_copies if factor is None else float(factor)
 
     @property
     def reduced_is_readable(self) -> bool:
-        """Whether the reduced gradient is there, and is what FSDP2 has made of it."""
+        """Whether the reduced gradient is there, and no hook has changed it."""
         waited = getattr(self._state._state_ctx, "is_last_backward", True)
         return bool(waited and self._inside._all_reduce_hook is None)
 
     @property
     def reduce_scatter(self) -> Any:
-        """What reduces gradients over the shards: FSDP2's own, or another that was put there."""
+        """FSDP2's reduction of gradients over the shards, or the user's in its place."""
         expect(self._inside, "_reduce_scatter_comm")
         return self._inside._reduce_scatter_comm
 
@@ -169,7 +168,7 @@ class ManagedParameter:
     Args:
         name: Its canonical name.
         inside: FSDP2's own object.
-        group: What it is reduced with.
+        group: The parameters that are reduced with it.
     """
 
     def __init__(self, name: str, inside: Any, group: ParameterGroup) -> None:
@@ -181,7 +180,7 @@ class ManagedParameter:
 
     @property
     def tensor(self) -> Tensor:
-        """The sharded parameter, the one that the optimizer knows."""
+        """The sharded parameter, which the optimizer holds."""
         tensor: Tensor = self.inside.sharded_param
         return tensor
 
@@ -218,14 +217,15 @@ class ManagedParameter:
     @property
     def place(self) -> ShardPlace:
         """Where this rank's shard lies in the parameter; under TP, in this rank's part of it."""
-        shape, dim = self.inside._orig_size, self.inside.fsdp_placement.dim
+        shape = self.inside._orig_size
+        dim = self.inside.fsdp_placement.dim
         rank = getattr(self.inside.mesh_info, "shard_mesh_rank", 0)
         first = rank * self.inside.padded_sharded_param_size[dim]
         return ShardPlace(shape, dim, min(first, shape[dim]))
 
 
 def ends_backward(state: Any) -> bool:
-    """Return whether FSDP2 is at the end of a backward pass, of which it will say so."""
+    """Return whether FSDP2 has queued its callback at the end of a backward pass."""
     expect(state._state_ctx, "post_backward_final_callback_queued")
     return bool(state._state_ctx.post_backward_final_callback_queued)
 
@@ -243,7 +243,7 @@ def is_fsdp2(model: nn.Module) -> bool:
 def fsdp2_parameters(model: nn.Module, workers: Collection[int] = ()) -> dict[str, Tensor]:
     """Return the trainable parameters that FSDP2 reduces, by canonical name, in model order.
 
-    Parameters that it was told to ignore are left out: nothing averages their gradients.
+    Parameters that it ignores are left out: nothing averages their gradients.
 
     Args:
         model: The model.
@@ -281,7 +281,7 @@ def fsdp2_process_group(model: nn.Module) -> dist.ProcessGroup:
 
 
 def fsdp2_replica(model: nn.Module, workers: Collection[int] = ()) -> int | None:
-    """Return the number of the shard that this worker holds as others do, too.
+    """Return the number of the shard that this worker holds, as its replicas do.
 
     None when each parameter has one owner.
     """
@@ -359,7 +359,7 @@ def casting_policy(module: FSDPModule) -> Any:
 
 
 def parameter_groups(module: FSDPModule) -> list[ParameterGroup]:
-    """Return what is reduced with the parameters of one module to which it was applied."""
+    """Return the groups of parameters of one module to which ``fully_shard`` was applied."""
     state = module._get_fsdp_state()
     return [ParameterGroup(inside, state) for inside in _groups(state)]
 

@@ -1,4 +1,4 @@
-"""Where a shard lies in its parameter, and how it is measured as a part of it."""
+"""Measures a shard as a part of its parameter."""
 
 import math
 from collections.abc import Sequence
@@ -44,7 +44,7 @@ class ShardPlace:
 
 
 Shard = tuple[str, Tensor, ShardPlace]
-"""A parameter's name, the slice of it that a rank holds, contiguous, and which one that is."""
+"""A parameter's name, a rank's contiguous slice of it, and the slice's place."""
 
 
 def measure_shards(sketcher: Sketcher, shards: Sequence[Shard], into: GradientTotals) -> None:
@@ -79,7 +79,8 @@ def _measure_short_runs(
 ) -> None:
     """Lay several runs out with the zeros that belong between them, in a tensor of limited size."""
     num_runs, length = runs.shape
-    stride, offset = place.stride, place.offset
+    stride = place.stride
+    offset = place.offset
     at_once = min(num_runs, max(1, _SCRATCH_ELEMENTS // stride))
     scratch = torch.zeros(at_once, stride, dtype=runs.dtype, device=runs.device)
     for index, part in zip(range(0, num_runs, at_once), torch.split(runs, at_once), strict=True):

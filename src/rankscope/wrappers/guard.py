@@ -1,4 +1,4 @@
-"""What stands between the monitor and the training: a guard around work, hooks that stay behind."""
+"""Keeps monitor failures out of the training: a guard around work, and hooks that stay behind."""
 
 import contextlib
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from rankscope.gradients.device_clock import DeviceClock, FeltSeconds
+from rankscope.gradients.device_clock import DeviceClock, DeviceOverhead
 from rankscope.private import find
 from rankscope.wrappers.surroundings import outside
 
@@ -15,7 +15,7 @@ from rankscope.wrappers.surroundings import outside
 class Guard:
     """Runs the monitor's work on the training thread: timed, and unable to raise into it.
 
-    It runs outside of what surrounds the training's call (:mod:`rankscope.wrappers.surroundings`).
+    It runs outside of the training's contexts (:mod:`rankscope.wrappers.surroundings`).
 
     Args:
         failed: Called with the first exception; after it nothing runs any more.
@@ -33,7 +33,7 @@ class Guard:
         self._cut_short = False
 
     def __call__(self, work: Callable[..., None], *args: Any) -> None:
-        """Run ``work`` on what follows it, unless the guard is shut."""
+        """Run ``work`` with the arguments, unless the guard is shut."""
         if not self.open:
             return
         start = time.perf_counter()
@@ -74,15 +74,17 @@ class Guard:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def take_felt(self, step: int, on_host: float, *, observed: bool) -> FeltSeconds | None:
-        """Return what a step lost on an accelerator, see :meth:`DeviceClock.take`."""
+    def take_device_overhead(
+        self, step: int, on_host: float, *, observed: bool
+    ) -> DeviceOverhead | None:
+        """Return a step's overhead on an accelerator, see :meth:`DeviceClock.take`."""
         return None if self._clock is None else self._clock.take(step, on_host, observed=observed)
 
 
 _callback: Callable[[], object] = find("torch._C._dynamo.eval_frame.get_eval_frame_callback") or (
     lambda: True
 )
-"""Returns what is about to trace all that is called; None if nothing is."""
+"""Returns the callback that traces all calls now; None if nothing traces."""
 
 
 class ForeignHook:
@@ -92,9 +94,9 @@ class ForeignHook:
     file, gets a hook that does nothing, and needs no monitor to be loaded.
 
     Args:
-        hook: What to call.
-        compiled: Whether to call it in a module that is compiled as well. It cuts the module's
-            graph in two there, which one that is compiled with ``fullgraph=True`` does not bear.
+        hook: The function to call.
+        compiled: Whether to call it in a compiled module as well. It breaks the module's graph
+            there, which ``fullgraph=True`` does not allow.
     """
 
     def __init__(self, hook: Callable[..., None], *, compiled: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""What the taps share that read gradients by a hook on each parameter, or without one.
+"""The base of the taps that read gradients by a hook on each parameter, or without one.
 
 Most hooks only count: gradients are read together at the end of a backward pass
 (:mod:`rankscope.wrappers.ddp_reading`), and once that is known to work, most hooks are taken
@@ -25,11 +25,11 @@ class HookedTap(GradientTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` with hooks on parameters.
 
     Args:
-        parameters: The parameters that require a gradient, by the names that the sketcher knows.
+        parameters: The parameters that require a gradient, by the sketcher's names.
         sketcher: Measures the gradients.
         guarded: Keeps the monitor's exceptions out of the backward pass.
-        reduced: What to read of the reduced gradient.
-        observer: Is shown local gradients, and told when they have been reduced.
+        reduced: Which totals of the reduced gradient to read.
+        observer: Gets local gradients, and a call after their reduction.
         in_buckets: Whether gradients are moved into buckets as soon as their hooks are done.
     """
 
@@ -43,8 +43,11 @@ class HookedTap(GradientTap):
         observer: GradientObserver,
         in_buckets: bool = False,
     ) -> None:
-        self._parameters, self._all = parameters, tuple(parameters)
-        self._sketcher, self._guarded, self._observer = sketcher, guarded, observer
+        self._parameters = parameters
+        self._all = tuple(parameters)
+        self._sketcher = sketcher
+        self._guarded = guarded
+        self._observer = observer
         self._backward = BackwardEnd(self._on_begin, self._on_end, guarded, self._on_ending)
         self._reading = LocalReading(parameters, sketcher, observer, in_buckets=in_buckets)
         self._reduced = None if reduced is ReadReduced.OFF else sketcher.new_totals()
@@ -58,11 +61,11 @@ class HookedTap(GradientTap):
         self._noticed = False  # the backward pass, before its first gradient
         self._measure = False
         self._announce: Callable[[], None] | None = None  # of the pass that runs
-        self._reached: list[Callable[[], None]] = []  # to be called if it trains
+        self._reached: list[Callable[[], None]] = []  # called if it trains
         self._hooks = GradientHooks(parameters, self._on_gradient)
 
     def notice_backward(self, trained: Callable[[], None]) -> None:
-        """Say, from inside it, that a backward pass has reached what the model returned."""
+        """Note that the running backward pass has reached the model's output."""
         begun = self._backward.running and not self._first
         self._backward.notice()
         self._noticed = True
@@ -71,7 +74,7 @@ class HookedTap(GradientTap):
             self._accumulator.begin_pass(self._reading.totals, measure=self._measure, begun=begun)
 
     def notice_unannounced(self, announce: Callable[[], None]) -> None:
-        """Say, from inside it, that a backward pass has reached a forward pass in evaluation mode.
+        """Note that the running backward pass has reached a forward pass in evaluation mode.
 
         Nothing comes of it when no parameter takes part, or one that was announced does as well.
         """
@@ -95,7 +98,7 @@ class HookedTap(GradientTap):
         return True
 
     def _begin_pass_anew(self) -> None:
-        """Forget what a backward pass that did not end has left."""
+        """Forget a backward pass that did not end."""
         self._backward.begin()
         self._reading.forget()
 
@@ -106,10 +109,10 @@ class HookedTap(GradientTap):
         self._calls.reset()
 
     def _carried_over(self, first: str) -> Tensor | None:
-        """Begin a step in its first pass; return whether it adds to something that was there.
+        """Begin a step in its first pass; return whether it adds to an older gradient.
 
         Args:
-            first: Whose gradient there is already.
+            first: The parameter whose gradient there is already.
         """
         held = self._reading.begin_step(first)
         return self._sketcher.holds_any(held, whole=self._reading.held_at_ends)
@@ -123,8 +126,8 @@ class HookedTap(GradientTap):
         self._reading.end_pass(self._calls.names)
 
     def _is_training(self) -> bool:
-        """Return whether the pass that ends was the training's: then tell those who asked."""
-        if self._first:  # no parameter took part: the training asked for other gradients
+        """Return whether the pass that ends was the training's; call ``trained`` then."""
+        if self._first:  # no parameter took part: the training wanted other gradients
             self._accumulator.drop_pass()
             return False
         for trained in self._reached:
@@ -142,7 +145,7 @@ class HookedTap(GradientTap):
         self._reached.clear()
 
     def _see(self, name: str, gradient: Tensor | None) -> None:
-        """Take a gradient in its hook."""
+        """Read a gradient in its hook."""
         announce, self._announce = self._announce, None
         if announce is not None:
             announce()
@@ -163,7 +166,7 @@ class HookedTap(GradientTap):
 
     @abstractmethod
     def _take(self, name: str, gradient: Tensor | None, *, last: bool) -> None:
-        """Take a gradient.
+        """Read a gradient.
 
         Args:
             name: Of its parameter.
@@ -173,8 +176,8 @@ class HookedTap(GradientTap):
 
     @abstractmethod
     def _on_ending(self) -> None:
-        """Take notice that a backward pass is about to end, before any reduction is finished."""
+        """Note that a backward pass is about to end, before any reduction is finished."""
 
     @abstractmethod
     def _on_end(self) -> None:
-        """Take notice that it has ended."""
+        """Note that it has ended."""

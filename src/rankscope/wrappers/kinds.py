@@ -1,4 +1,4 @@
-"""The ways in which models go data parallel, and what each means for the monitor."""
+"""The ways in which models go data parallel, and their meaning for the monitor."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,9 @@ class WrapperKind:
     """A way in which a model goes data parallel.
 
     Attributes:
-        name: What messages and the record call it.
+        name: Its name in messages and in the record.
         no_canary: Why a worker cannot run its model without the others; empty if it can.
-        no_reference: Why a step's gradient cannot be computed again; empty if nothing of the kind
-            speaks against it.
+        no_reference: Why a step's gradient cannot be computed again; empty if it can.
         state_by_parameter: Whether an optimizer's state belongs to single parameters, as a rule.
         updates_at_once: Whether each worker holds the new parameters when ``optimizer.step``
             returns.

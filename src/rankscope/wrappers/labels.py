@@ -31,7 +31,8 @@ def count_label_tokens(inputs: Mapping[str, Any], *, shifted: bool) -> Tensor | 
 
 def labels_in(inputs: Mapping[str, Any], *, shifted: bool) -> tuple[Tensor | None, int]:
     """Return the labels, and the place of the first that is a target in each sequence."""
-    labels, first = inputs.get("shift_labels"), 0
+    labels = inputs.get("shift_labels")
+    first = 0
     if not isinstance(labels, Tensor):
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor):

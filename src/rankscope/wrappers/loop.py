@@ -1,14 +1,13 @@
 """The local gradient of a model without wrapper, whose training reduces gradients itself.
 
 No reduction begins inside the backward pass, but for one that hooks of the training's start there.
-So what a backward pass has left is the local gradient, with all that the step's earlier passes have
-added: it is read together at the end of each pass (:mod:`rankscope.wrappers.ddp_reading`). A
-parameter that has hooks of the training's is read in a hook that runs before these.
+So after a backward pass ``.grad`` holds the local gradient, summed over the step's passes: it is
+read together at the end of each pass (:mod:`rankscope.wrappers.ddp_reading`). A parameter that has
+hooks of the training's is read in a hook that runs before these.
 
-The step ends with the optimizer's call, and what is in ``.grad`` then is taken for the reduced
-gradient. Whether it is a mean, a sum or something else, or still each worker's own since the
-optimizer reduces, shows where workers are compared, see
-:mod:`rankscope.evidence.gradient.own_reduction`.
+The step ends with the optimizer's call, and ``.grad`` is taken for the reduced gradient then. The
+comparison of workers shows whether it is a mean, a sum or something else, or still each worker's
+own since the optimizer reduces: see :mod:`rankscope.evidence.gradient.own_reduction`.
 """
 
 from dataclasses import dataclass
@@ -23,14 +22,14 @@ from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, Rea
 
 @dataclass(slots=True)
 class _Step:
-    """What is known of the step that runs; there is a new one for each.
+    """The state of the step that runs; there is a new one for each.
 
     Attributes:
         begun: A backward pass that is measured has begun.
         ended: One has ended.
         settled: The optimizer was called after it.
         reduced_known: The reduced gradient was read.
-        spoiled: What was measured is not the step's local gradient.
+        spoiled: The measurements are not those of the step's local gradient.
         carried_over: See :class:`~rankscope.wrappers.tap.LocalGradient`.
         left: A parameter, and the version of the gradient that the last pass has left.
         num_passes: Backward passes that have ended.
@@ -49,13 +48,8 @@ class _Step:
 class LoopTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for a bare module.
 
-    Args:
-        parameters: The parameters that require a gradient, by the names that the sketcher knows.
-        num_workers: W.
-        sketcher: Measures the gradients.
-        guarded: Keeps the monitor's exceptions out of the training.
-        reduced: What to read of the reduced gradient.
-        observer: Is shown local gradients, and told when the optimizer is about to be called.
+    The observer's ``see_reduced`` is called before the optimizer. ``num_workers`` is W; the other
+    arguments are those of :class:`~rankscope.wrappers.hooked.HookedTap`.
     """
 
     def __init__(
@@ -75,21 +69,23 @@ class LoopTap(HookedTap):
 
     @property
     def reduced_copies(self) -> int:
-        """Every rank is taken to hold the whole reduced gradient."""
+        """W: every rank is taken to hold the whole reduced gradient."""
         return self._num_workers
 
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training whose backward pass will follow."""
         self._choose_hooks()
         self._begin_pass_anew()
-        self._fresh, self._measure = True, measure
+        self._fresh = True
+        self._measure = measure
 
     def see_optimizer(self) -> None:
         """Read the reduced gradient, at the first call of an optimizer after a backward pass."""
         step = self._step
         if not step.ended or step.settled or self._backward.running:
             return
-        step.settled, self._fresh = True, False
+        step.settled = True
+        self._fresh = False
         self._observer.see_reduced()
         if self._measure and self._reduced is not None:
             step.reduced_known = self._measure_reduced(self._calls.names, into=self._reduced)
@@ -107,15 +103,16 @@ class LoopTap(HookedTap):
         return self._step.settled or self._is_thrown_away()
 
     def collect(self) -> LocalGradient | None:
-        """Return what was measured, and start again; None when nothing valid was measured."""
-        gradient, step = None, self._step
+        """Return the step's measurements and start again; None without valid ones."""
+        gradient = None
+        step = self._step
         if self.complete and self._measure and self._calls.whole and not step.spoiled:
             gradient = LocalGradient(
                 self._reading.totals,
                 self._reduced if step.reduced_known else None,
                 self._micro.squared_norms() if step.num_passes > 1 else None,
                 step.carried_over,
-                kept=self._accumulator.collect(),
+                accumulator_changes=self._accumulator.collect(),
             )
         self._begin_step_anew()
         self._step = _Step()
@@ -148,7 +145,7 @@ class LoopTap(HookedTap):
     def _begin_pass(self, first: str) -> None:
         step = self._step
         self._fresh = False
-        step.spoiled |= step.settled  # it adds to what the optimizer was given
+        step.spoiled |= step.settled  # it adds to the gradient that the optimizer has used
         step.spoiled |= not (self._hooks.all or self._noticed)
         self._reading.begin_pass(first, measure=self._measure, synchronises=False)
         if self._measure and not step.begun:
@@ -167,7 +164,7 @@ class LoopTap(HookedTap):
         step = self._step
         unexpected = self._calls.end_pass(self._reading.read_late)
         step.spoiled |= unexpected or self._reading.spoiled
-        self._reading.take_together()
+        self._reading.take_refs()
         step.ended = True
         step.num_passes += 1
         parameters = (self._parameters[name] for name in self._calls.names)

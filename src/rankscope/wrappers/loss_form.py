@@ -1,10 +1,9 @@
-"""How a training put its loss together: what the sum over tokens was divided by, read once.
+"""The divisor of a training's loss, which is a sum over tokens: read once, from autograd's graph.
 
-A trainer hands over a number. Whether that is a mean over the worker's own label tokens, or their
-sum divided by the number of all workers' tokens and multiplied by W, cannot be told from the
-number, but from how it came about: autograd keeps the last divisions and multiplications. Only
-those of scalars are looked at: what was saved of anything before them may be computed anew, or be
-fetched from elsewhere, when it is asked for.
+A trainer returns a number. It may be a mean over the worker's own label tokens, or their sum
+divided by the number of all workers' tokens and multiplied by W. The number does not show which,
+but its graph does: autograd saves the last divisions and multiplications. Only those of scalars
+are read: a saved tensor before them may be computed anew, or fetched from elsewhere, when read.
 """
 
 import math
@@ -24,20 +23,22 @@ _PACKED = {
     "_saved_weight": "_raw_saved_weight",
     "_saved_total_weight": "_raw_saved_total_weight",
 }
-"""What autograd holds of a saved tensor, by the name under which it gives it out."""
+"""Name of the packed tensor in autograd, by the name of the saved tensor."""
 PASSING = ("ToCopyBackward", "CloneBackward", "ViewBackward", "AliasBackward", "SqueezeBackward")
-"""Operators that leave a number what it is."""
+"""Operators that do not change a number."""
 
-_MEAN, _SUM = 1, 2  # of torch's reductions; 0 is none
+# torch's numbers of its reductions; 0 is none
+_MEAN = 1
+_SUM = 2
 
 
 @dataclass(frozen=True, slots=True)
 class LossForm:
-    """What stands between a loss and the mean over a worker's own label tokens.
+    """The ratio of a loss to the mean over a worker's own label tokens.
 
     Attributes:
         divided_by_all: Whether a sum was divided by the number of label tokens in all micro-batches
-            of the step (of all workers, or of this one: whatever the trainer counted).
+            of the step (of all workers, or of this one: as the trainer has counted).
         times_workers: Whether the result was multiplied by the number of workers.
     """
 
@@ -59,15 +60,16 @@ class LossForm:
 def read_form(
     loss: Tensor, own: Tensor | float, num_items: Tensor | float, num_workers: int
 ) -> LossForm | None:
-    """Return how a loss came about; None when that cannot be told. Waits for the device.
+    """Return the form of a loss; None if unknown. Waits for the device.
 
     Args:
-        loss: What the training is about to call ``backward`` on, a scalar.
+        loss: The scalar on which the training is about to call ``backward``.
         own: Number of the micro-batch's own label tokens.
         num_items: Number of tokens that the trainer counted and the loss may be divided by.
         num_workers: W.
     """
-    count, own = float(num_items), float(own)
+    count = float(num_items)
+    own = float(own)
     divided = mean = workers = False
     for node in _nodes_before(loss):
         kind = type(node).__name__
@@ -97,7 +99,7 @@ def is_mean_node(node: Any) -> bool:
 
 
 def summed_tokens(node: Any) -> Tensor | None:
-    """Return how many label tokens cross entropy has summed a loss over, a scalar, or None.
+    """Return the number of label tokens over which cross entropy has summed a loss, or None.
 
     With weights of classes it keeps their sum, which is no count.
     """
@@ -111,7 +113,7 @@ def summed_tokens(node: Any) -> Tensor | None:
 
 
 def divisor_of(node: Any) -> Tensor | None:
-    """Return the tensor of one number that an operator has divided a loss by, or None."""
+    """Return the tensor of one number by which an operator has divided a loss, or None."""
     if not type(node).__name__.startswith("DivBackward"):
         return None
     whole = [function for function, _ in node.next_functions][1:] == [None]
@@ -138,7 +140,7 @@ def _returns_scalar(node: Any, place: int) -> bool:
 
 
 def _number(node: Any, name: str) -> Tensor | None:
-    """Return a number that autograd kept for an operator; None if it kept none, or more."""
+    """Return a number that autograd has saved for an operator; None unless it is a single one."""
     try:
         saved = None if is_hooked(node, name) else getattr(node, name, None)
     except RuntimeError:  # freed, or changed in place since
@@ -149,9 +151,9 @@ def _number(node: Any, name: str) -> Tensor | None:
 
 
 def is_hooked(node: Any, name: str) -> bool:
-    """Return whether a hook of the training's has packed what autograd kept.
+    """Return whether a hook of the training's has packed a saved tensor.
 
-    To unpack it is the training's: it may count the calls, or compute everything anew.
+    Only the training may unpack it: its hook may count the calls, or compute everything anew.
     """
     packed = getattr(node, _PACKED[name], None)
     return getattr(packed, "unpack_hook", None) is not None

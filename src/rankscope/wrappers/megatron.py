@@ -7,11 +7,11 @@ first. So the local gradient is read before that call, group by group, and the r
 as the wrapper's ``finish_grad_sync`` has returned.
 
 With the distributed optimizer the reduction is a reduce-scatter. Of each bucket, a worker then
-holds one shard of the reduced gradient; what is left in the rest of it, nobody uses.
+holds one shard of the reduced gradient; nobody uses the rest of the bucket.
 
-The gradient is that of what ``backward`` is called on: with Megatron's schedules, the loss divided
-by the number of micro-batches, or a sum over tokens (``calculate_per_token_loss``), times the loss
-scale.
+The gradient is that of the tensor on which ``backward`` is called: with Megatron's schedules, the
+loss divided by the number of micro-batches, or a sum over tokens (``calculate_per_token_loss``),
+times the loss scale.
 
 Legend of shapes: W workers.
 """
@@ -39,12 +39,7 @@ from rankscope.wrappers.tap import GradientTap, Guarded, LocalGradient, ReadRedu
 class MegatronTap(GradientTap):
     """Reads gradients of Megatron-core's ``DistributedDataParallel``.
 
-    Args:
-        ddp: The wrapper.
-        parameters: The parameters that require a gradient, by the names that the sketcher knows.
-        sketcher: Measures the gradients.
-        guarded: Keeps the monitor's exceptions out of the training.
-        reduced: What to read of the reduced gradient.
+    Its arguments are those of :class:`~rankscope.wrappers.hooked.HookedTap`, after the wrapper.
 
     Raises:
         UnsupportedError: The wrapper works in a way that cannot be watched.
@@ -60,12 +55,17 @@ class MegatronTap(GradientTap):
         reduced: ReadReduced,
     ) -> None:
         self._num_workers = megatron_process_group(ddp).size()
-        self._factor, self._sharded = factor_of_mean(ddp), is_sharded(ddp)
-        self._sketcher, self._guarded, self._read_reduced = sketcher, guarded, reduced
-        self._totals, self._reduced = sketcher.new_totals(), sketcher.new_totals()
-        self._grown, self._micro = sketcher.new_totals(), MicroBatches()
+        self._factor = factor_of_mean(ddp)
+        self._sharded = is_sharded(ddp)
+        self._sketcher = sketcher
+        self._guarded = guarded
+        self._read_reduced = reduced
+        self._totals = sketcher.new_totals()
+        self._reduced = sketcher.new_totals()
+        self._grown = sketcher.new_totals()
+        self._micro = MicroBatches()
         self._backward = BackwardEnd(self._begin_backward, self._end_backward, guarded)
-        self._reached: list[Callable[[], None]] = []  # to be called if the pass that runs trains
+        self._reached: list[Callable[[], None]] = []  # called if the pass that runs trains
         self._buffers = [buffer.grad_data for buffer in ddp.buffers]
         self._versions: list[int] = []  # of the buffers, when the pass began
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -74,7 +74,7 @@ class MegatronTap(GradientTap):
         self._held = self._all
         if self._sharded:
             self._held = [p for group in ddp.bucket_groups for p in own_shards(group, names)]
-        self._stop = Relay(ddp, "finish_grad_sync").tell(after=self._finish)
+        self._stop = Relay(ddp, "finish_grad_sync").subscribe(after=self._finish)
         self._measure = self._unreduced = self._complete = self._begun = False
         self._carried_over: Tensor | None = None
         self._start_again()
@@ -97,8 +97,8 @@ class MegatronTap(GradientTap):
     def begin_forward(self, *, measure: bool, bypassed: bool = False) -> None:
         """Announce a forward pass in training; one past the wrapper is seen by its hooks as well.
 
-        What earlier passes have accumulated is read here: only now it is known that they were not
-        the step's last.
+        The sum of earlier passes is read here: only now it is known that they were not the step's
+        last.
         """
         if self._measure and measure and self._num_new and self._sketcher.sketches:
             self._grown.reset()
@@ -108,7 +108,7 @@ class MegatronTap(GradientTap):
         self._measure = measure
 
     def notice_backward(self, trained: Callable[[], None]) -> None:
-        """Say, from inside it, that a backward pass has reached what the model returned."""
+        """Note that the running backward pass has reached the model's output."""
         if self._measure and not self._begun:
             self._carried_over = self._sketcher.holds_any([g for _, g, _ in self._all])
         self._begun = True
@@ -126,7 +126,7 @@ class MegatronTap(GradientTap):
         return self._backward.running
 
     def collect(self) -> LocalGradient | None:
-        """Return what was measured, and start again; None when nothing valid was measured."""
+        """Return the step's measurements and start again; None without valid ones."""
         gradient = None
         if self._measure and self._complete and all(group.reads == 1 for group in self._groups):
             reduced = None if self._read_reduced is ReadReduced.OFF else self._reduced
@@ -145,7 +145,7 @@ class MegatronTap(GradientTap):
         self._backward.begin()
         self._complete = self._begun = False
         self._carried_over = None
-        self._one_each = True  # each reading has found one micro-batch more than that before it
+        self._one_each = True  # each reading holds one micro-batch more than the last one
         self._num_new = 0  # backward passes since the last reading
         self._micro.reset()
         for group in self._groups:
@@ -160,7 +160,7 @@ class MegatronTap(GradientTap):
 
     def _end_backward(self) -> None:
         if self._versions == self._now():
-            return  # the training asked for gradients, and accumulated none
+            return  # the training wanted gradients, and accumulated none
         for trained in self._reached:
             trained()
         self._num_new += 1
@@ -184,7 +184,8 @@ class MegatronTap(GradientTap):
     @guarded
     def _finish(self, *args: Any, **kwargs: Any) -> None:
         """Close a step: all reductions are over, and nothing has touched the gradients since."""
-        self._complete, self._unreduced = True, False
+        self._complete = True
+        self._unreduced = False
         if not self._measure:
             return
         if self._sketcher.sketches:
@@ -201,12 +202,7 @@ class MegatronTap(GradientTap):
 
 
 class _Group:
-    """A group of buckets, which are reduced together; tells when that begins.
-
-    Args:
-        group: Megatron-core's.
-        names: The parameters' names, by their ``id``.
-        starts: Called before each reduction.
+    """A group of buckets, which are reduced together; ``starts`` is called before each reduction.
 
     Attributes:
         gradients: Those in it.
@@ -219,8 +215,9 @@ class _Group:
     ) -> None:
         self.gradients = whole_gradients(group, names)
         self.reads = 0
-        self._group, self._starts = group, starts
-        self.stop = Relay(group, "start_grad_sync").tell(before=self._see_start)
+        self._group = group
+        self._starts = starts
+        self.stop = Relay(group, "start_grad_sync").subscribe(before=self._see_start)
 
     @property
     def begun(self) -> bool:

@@ -1,4 +1,4 @@
-"""What Megatron-core's ``DistributedDataParallel`` tells of itself; Megatron-core is not imported.
+"""Reads Megatron-core's ``DistributedDataParallel``; Megatron-core is not imported.
 
 Legend of shapes: W workers.
 """
@@ -13,7 +13,8 @@ from torch import Tensor
 from rankscope.errors import UnsupportedError
 from rankscope.gradients.sketch import Measured
 
-_WRAPPERS, _OPTIMIZERS = "megatron.core.distributed", "megatron.core.optimizer"
+_WRAPPERS = "megatron.core.distributed"
+_OPTIMIZERS = "megatron.core.optimizer"
 _NEEDED = (
     "config", "ddp_config", "buffers", "bucket_groups", "expert_parallel_buffers", "dp_group",
     "dp_cp_group", "tp_group", "pp_group", "finish_grad_sync",
@@ -70,7 +71,7 @@ def is_sharded(ddp: Any) -> bool:
 
 
 def factor_of_mean(ddp: Any) -> float:
-    """Return what a reduced gradient is over the mean of the workers' local ones.
+    """Return the ratio of a reduced gradient to the mean of the workers' local ones.
 
     It is 1, or W under ``calculate_per_token_loss``, where they are added up.
     """
@@ -118,7 +119,8 @@ def own_shards(group: Any, names: Mapping[int, str]) -> list[Measured]:
 def _obstacles(ddp: Any) -> Iterator[tuple[str, bool]]:
     missing = _missing(ddp)
     yield f"{type(ddp).__name__} without {', '.join(missing)}", bool(missing)
-    config, settings = ddp.config, ddp.ddp_config
+    config = ddp.config
+    settings = ddp.ddp_config
     yield "mixture-of-experts layers", bool(ddp.expert_parallel_buffers)
     yield "no parameter that it reduces", not ddp.bucket_groups
     yield "tensor parallelism", _size(ddp.tp_group) > 1

@@ -13,11 +13,7 @@ _FIXED = (bool, int, float, str, type(None))
 
 
 class JointOptimizer:
-    """Several optimizers of one model, looked at as one.
-
-    Args:
-        optimizers: In the order in which their settings are told.
-    """
+    """Several optimizers of one model as one; their settings are reported in this order."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         self.optimizers = tuple(optimizers)
@@ -30,20 +26,20 @@ class JointOptimizer:
 
 
 class _JointState(dict[Any, Any]):
-    """What some optimizers keep, by parameter: looked up there, and never copied."""
+    """The state of several optimizers by parameter: looked up there, and never copied."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__()
         self._optimizers = optimizers
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return what the optimizer that has the parameter keeps for it."""
+        """Return the state of a parameter in the optimizer that has it."""
         states = (each.state for each in self._optimizers)
         return next((state.get(key) for state in states if key in state), default)
 
 
 def all_of(optimizer: Any) -> tuple[Any, ...]:
-    """Return an optimizer, or all that are looked at as one; nothing where there is none."""
+    """Return an optimizer, or all of a :class:`JointOptimizer`; nothing where there is none."""
     if isinstance(optimizer, JointOptimizer):
         return optimizer.optimizers
     return () if optimizer is None else (optimizer,)

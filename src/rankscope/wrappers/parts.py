@@ -4,7 +4,7 @@
 
 Where each micro-batch's gradient is sent away as soon as it exists (ZeRO 2 and 3), the accumulated
 local gradient ``g = sum_m g_m`` is never in memory. Sketches add up over its parts, squared norms
-do not. What is missing are the inner products of different parts, which the sketches estimate:
+do not: they lack the inner products of different parts, which the sketches estimate:
 
     |g|^2  =  sum_m |g_m|^2  +  sum_{m != n} g_m . g_n
            ~  sum_m |g_m|^2  +  |sum_m S_m|^2  -  sum_m |S_m|^2
@@ -13,7 +13,7 @@ This is unbiased, exact for a single part, and its relative RMS error is at most
 unless parts oppose each other. ``|sum_m S_m|^2`` alone would do too, with a larger error (by
 ``sqrt(2)`` for two independent parts): here the norms of the parts are exact.
 
-:class:`MicroBatches` tells the norms of micro-batches from a gradient that grows with each of them.
+:class:`MicroBatches` finds the norms of micro-batches in a gradient that grows with each of them.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,7 @@ from rankscope.gradients.totals import GradientTotals
 
 
 class GradientParts:
-    """Totals of a gradient that arrives in parts; each holds a parameter once.
-
-    Args:
-        sketcher: Measures the parts.
-    """
+    """Totals of a gradient that arrives in parts; each holds a parameter once."""
 
     def __init__(self, sketcher: Sketcher) -> None:
         self._sketcher = sketcher
@@ -67,7 +63,7 @@ class GradientParts:
         )
 
     def close(self) -> None:
-        """End the open part; what follows belongs to another one."""
+        """End the open part, and begin another one."""
         if self._closed:  # an empty one
             self._put_away()
         self._seen.clear()
@@ -79,16 +75,16 @@ class GradientParts:
         self._seen.clear()
         self._squared_norms.clear()
         self._sum = self._squared_sketches = None
-        self._closed, self._count = False, 0
+        self._closed = False
+        self._count = 0
         self._part.reset()
 
     def totals(self) -> GradientTotals:
         """Return the totals of the sum of all closed parts.
 
         Returns:
-            A copy. With more than one part, ``squared_norms`` are estimates, and ``largest`` and
-            ``nonfinite`` tell of the parts: the largest magnitude in any of them, and how many of
-            their elements are not finite.
+            A copy. With more than one part, ``squared_norms`` are estimates; ``largest`` is the
+            largest magnitude in any part, ``nonfinite`` the count over all parts.
         """
         if self._count == 0:
             return self._sketcher.new_totals()
@@ -109,11 +105,13 @@ class GradientParts:
         return torch.stack(self._squared_norms)
 
     def _put_away(self) -> None:
-        """Add the closed part to the sum; it takes a few operations that a single one spares."""
-        part, squared_sketches = self._part, _squared_norms(self._part.sketches)
+        """Add the closed part to the sum; a single part needs none of these operations."""
+        part = self._part
+        squared_sketches = _squared_norms(self._part.sketches)
         self._squared_norms.append(part.squared_norms.sum())
         if self._sum is None or self._squared_sketches is None:
-            self._sum, self._squared_sketches = part.clone(), squared_sketches
+            self._sum = part.clone()
+            self._squared_sketches = squared_sketches
         else:
             self._sum.add(part)
             self._squared_sketches.add_(squared_sketches)
@@ -126,7 +124,7 @@ def _squared_norms(sketches: Tensor) -> Tensor:
 
 
 class MicroBatches:
-    """The squared norms of single micro-batches, told from sums that grow with each of them."""
+    """The squared norms of single micro-batches, from sums that grow with each of them."""
 
     def __init__(self) -> None:
         self._before: Tensor | None = None
@@ -138,7 +136,7 @@ class MicroBatches:
         self._squared_norms.clear()
 
     def add(self, totals: GradientTotals, *, last: bool) -> None:
-        """Take the totals of the gradient accumulated so far."""
+        """Add a micro-batch, given the totals of the gradient accumulated so far."""
         if last and self._before is None:
             return  # a single micro-batch
         sketch = totals.sketches.sum(0)

@@ -34,15 +34,15 @@ class _Pass:
 
 
 class ForwardPasses:
-    """Knows which forward passes take part in a step.
+    """Records which forward passes take part in a step.
 
     Not all do: one may raise, the training may drop a batch whose loss it does not like, catch
-    what a loss function raises inside the backward pass, or want other gradients than those of the
-    parameters, as for adversarial examples.
+    an exception of the loss function inside the backward pass, or want other gradients than those
+    of the parameters, as for adversarial examples.
 
     Args:
-        reached: Called inside a backward pass that reaches what the model returned, with what to
-            call once it accumulates gradients of parameters.
+        reached: Called inside a backward pass that reaches the model's output; its argument is to
+            be called once the pass accumulates gradients of parameters.
         guarded: Keeps exceptions out of the backward pass.
     """
 
@@ -60,17 +60,17 @@ class ForwardPasses:
     def recomputed(self) -> bool:
         """Whether a backward pass that has reached a forward pass runs here, and may run it again.
 
-        A reentrant checkpoint runs it with a graph for the first time then: it was not known.
+        A reentrant checkpoint builds its graph for the first time then, so nothing noticed it.
         """
         backward = torch._C._current_graph_task_id()
         return backward != -1 and any(this.backward == backward for this in self._passes)
 
     def begin(self, *, reached: bool = False) -> None:
-        """A forward pass begins; or one that a training backward pass has ``reached`` is known."""
+        """Begin a forward pass, or add one that a training backward pass has ``reached``."""
         self._passes.append(_Pass(returned=reached, trained=reached))
 
     def end(self, output: object) -> None:
-        """The forward pass has returned ``output``."""
+        """End the forward pass, which has returned ``output``."""
         this = self._passes[-1]
         this.returned = True
         for tensor in tensors_in(output):
@@ -100,7 +100,7 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
     """Do what ``register_hook`` of a tensor with a ``grad_fn`` does, but for making a handle.
 
     Args:
-        tensor: What the model has returned.
+        tensor: An output of the model.
         hook: Called with the gradient that arrives at it, for as long as the graph lives.
     """
     tensor_: Any = tensor
@@ -154,7 +154,7 @@ class BackwardEnd:
         ending: Called when all gradients are there, before what finishes the reduction.
 
     Raises:
-        UnsupportedError: This torch lacks what shows the end of a backward pass.
+        UnsupportedError: This torch lacks a way to notice the end of a backward pass.
     """
 
     def __init__(
@@ -177,11 +177,11 @@ class BackwardEnd:
         return self._running is not None
 
     def begin(self) -> None:
-        """Say that the next pass is a new one; one that raised is forgotten."""
+        """Expect a new pass; forget one that raised."""
         self._running = None
 
     def notice(self) -> None:
-        """Say, from inside a hook, that a backward pass runs."""
+        """Note, from inside a hook, that a backward pass runs."""
         if self._running is not None:
             return
         this = self._running = object()

@@ -6,7 +6,7 @@ that, a dispatch mode watches torch's copies: each has the reduced gradient of a
 source, and the local one still in the tensor that it is about to fill. The copy itself is torch's
 own and runs as it would, so that no bit changes, and nothing is registered with DDP.
 
-With W workers, ``g . mean`` and the norms of both tell where a worker points against the others:
+With W workers, ``g . mean`` and the norms of both give a worker's direction against the others:
 
     g . (sum of the others)    =  W g . mean  -  |g|^2
     |sum of the others|^2      =  W^2 |mean|^2  -  2 W g . mean  +  |g|^2
@@ -32,13 +32,7 @@ _COPY_SEVERAL = find("torch.ops.aten._foreach_copy_.default")
 
 
 class ReducedProduct:
-    """Adds up the inner product while DDP copies reduced gradients back.
-
-    Args:
-        parameters: The parameters that DDP reduces, by name.
-        device: Where they are.
-        guarded: Keeps the monitor's exceptions out of the backward pass.
-    """
+    """Adds up the inner product while DDP copies reduced gradients back."""
 
     def __init__(
         self, parameters: Mapping[str, Tensor], device: torch.device, guarded: Guarded
@@ -67,7 +61,8 @@ class ReducedProduct:
             for name, parameter in self._parameters.items()
             if parameter.grad is not None and _is_plain(parameter.grad)
         }
-        self._disturbed, self._watched = False, not has_left_modes()
+        self._disturbed = False
+        self._watched = not has_left_modes()
         if not self._watched:
             return
         torch._C._push_on_torch_dispatch_stack(self._mode)
@@ -89,7 +84,7 @@ class ReducedProduct:
         return self._sum.clone() if watched and whole and not self._disturbed else None
 
     def _stop(self) -> None:
-        """Watch no more; not under the guard, which leaves our own mode, too, for its work."""
+        """Stop watching; not under the guard, which leaves our own mode, too, for its work."""
         height = torch._C._len_torch_dispatch_stack()
         if height and torch._C._get_dispatch_stack_at(height - 1) is self._mode:
             torch._C._pop_torch_dispatch_stack(None)
@@ -101,7 +96,7 @@ class ReducedProduct:
             if name is None:
                 continue
             if name in self._seen or into.shape != reduced.shape:
-                self._disturbed = True  # this is not what DDP does
+                self._disturbed = True  # DDP makes no such copy
                 return
             self._seen.add(name)
             self._sum += self._dot(into, reduced)
@@ -112,11 +107,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Shows copies before they happen, and changes nothing.
-
-    Args:
-        look: Is shown what will be filled and what with; it must not raise.
-    """
+    """Calls ``look`` with targets and sources before copies; it changes nothing, must not raise."""
 
     def __init__(self, look: Callable[[Iterable[tuple[Tensor, Tensor]]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -137,13 +128,11 @@ class _Copies(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def product_is_asked_for(
-    model: DistributedDataParallel, sketcher: Sketcher, reduced: ReadReduced
-) -> bool:
-    """Return whether only the inner product with the reduced gradient tells directions.
+def needs_product(model: DistributedDataParallel, sketcher: Sketcher, reduced: ReadReduced) -> bool:
+    """Return whether only the inner product with the reduced gradient shows directions.
 
-    Of two workers, norms tell it as well. With bucket views, DDP reduces in the very memory that
-    holds the local gradient.
+    Of two workers, norms show them as well. With bucket views, DDP reduces in the memory of the
+    local gradient itself.
     """
     needed = not sketcher.sketches and reduced is not ReadReduced.OFF
     if not needed or model.process_group.size() <= 2 or model.gradient_as_bucket_view:

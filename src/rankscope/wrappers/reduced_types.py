@@ -19,7 +19,7 @@ def reduced_types(
     That is the coarsest of the type in which it is added up and the one in which the result is
     kept: under DDP the parameters', under FSDP2 also its ``MixedPrecisionPolicy``'s, of a DeepSpeed
     engine also its ``communication_data_type``; under Megatron-core it is the buffers'. A
-    communication hook does not count: what it does to the gradient is what an audit should tell.
+    communication hook does not count: an audit is to find its effect on the gradient.
 
     Args:
         wrapper: The module that reduces gradients.
@@ -41,9 +41,11 @@ def reduced_types(
     for name, parameter in parameters.items():
         group = groups.names[groups.index_of[name]]
         held = getattr(parameter, "main_grad", parameter) if buffered else parameter
-        kept = _real(held.dtype)
-        for dtype in (kept, _real(sums.get(name, kept))):
-            coarsest[group] = max(coarsest.get(group, dtype), dtype, key=_coarseness)
+        own = _real(held.dtype)
+        for dtype in (own, _real(sums.get(name, own))):
+            coarsest[group] = max(
+                coarsest.get(group, dtype), dtype, key=lambda each: torch.finfo(each).eps
+            )
     return {group: str(dtype).removeprefix("torch.") for group, dtype in coarsest.items()}
 
 
@@ -54,7 +56,3 @@ def _of_engine(engine: Any) -> torch.dtype:
 
 def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
-
-
-def _coarseness(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps

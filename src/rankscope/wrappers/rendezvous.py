@@ -1,6 +1,6 @@
-"""Where all ranks meet once, before the first step: the store of the training's process group.
+"""All ranks meet once, before the first step, in the store of the training's process group.
 
-No process group is made for it. Each rank writes what it says; rank 0 reads it and answers all.
+No process group is made for it. Each rank writes a message; rank 0 reads all and answers.
 """
 
 import contextlib
@@ -30,7 +30,8 @@ BEGIN_SECONDS = 120.0
 _GO = "go"
 _POLL_SECONDS = 0.01
 
-_FIRST_SLEEP, _LONGEST_SLEEP = 0.001, 0.1
+_FIRST_SLEEP = 0.001
+_LONGEST_SLEEP = 0.1
 
 _meetings: Counter[str] = Counter()
 
@@ -44,9 +45,9 @@ class Rendezvous:
 
     Every rank constructs it at the same point of the program.
 
-    The store may hold what was said in an earlier attempt of the job: ``torchrun`` keeps it over
+    The store may hold messages of an earlier attempt of the job: ``torchrun`` keeps it over
     restarts, and its count of them may differ between nodes. So the keys of a meeting carry a token
-    that rank 0 draws, and each rank goes by it only once rank 0 has repeated its own token.
+    that rank 0 draws, and each rank uses it only once rank 0 has repeated the rank's own token.
 
     Args:
         group: The data-parallel group, or one that holds all ``ranks``.
@@ -83,7 +84,7 @@ class Rendezvous:
         )
 
     def gather(self, content: bytes) -> list[bytes] | None:
-        """Give what this rank says; rank 0 gets what all say, in rank order.
+        """Send this rank's message; rank 0 gets all messages, in rank order.
 
         Raises:
             LateError: A rank does not come.
@@ -93,15 +94,16 @@ class Rendezvous:
             return None
         self._store.set(self._place, self._token)
         others = self.read(*(f"hello/{rank}" for rank in range(1, self.num_workers)))
-        said = [each.partition(b" ") for each in others]
-        for rank, (token, _, _) in enumerate(said, start=1):
+        messages = [each.partition(b" ") for each in others]
+        for rank, (token, _, _) in enumerate(messages, start=1):
             self.write(f"seen/{rank}", token)
-        return [content, *(each for _, _, each in said)]
+        return [content, *(each for _, _, each in messages)]
 
     def _join(self, content: bytes) -> None:
-        """Say hello until the rank 0 of this attempt has heard it."""
+        """Send this rank's message until the rank 0 of this attempt has read it."""
         own = self._token.encode()
-        joined, sleep = "", _FIRST_SLEEP
+        joined = ""
+        sleep = _FIRST_SLEEP
         until = time.monotonic() + self.patience_seconds
         while True:
             if self._store.check([self._place]):
@@ -118,17 +120,18 @@ class Rendezvous:
             sleep = min(2 * sleep, _LONGEST_SLEEP)
 
     def write(self, key: str, content: bytes) -> None:
-        """Write something for others to read."""
+        """Write the value of a key for other ranks."""
         self._store.set(self._key(key), content)
 
     def read(self, *keys: str) -> list[bytes]:
-        """Return what was written; waits for it.
+        """Return the values of keys; waits for them.
 
         Raises:
-            LateError: It does not come.
+            LateError: One does not come.
         """
         named = [self._key(key) for key in keys]
-        until, sleep = time.monotonic() + self.patience_seconds, _FIRST_SLEEP
+        until = time.monotonic() + self.patience_seconds
+        sleep = _FIRST_SLEEP
         while named and not self._store.check(named):
             if time.monotonic() > until:
                 raise self._late([key for key in keys if not self._store.check([self._key(key)])])
@@ -137,12 +140,12 @@ class Rendezvous:
         return [bytes(value) for value in self._store.multi_get(named)] if named else []
 
     def look(self, key: str) -> bytes | None:
-        """Return what was written, None if it was not as yet; does not wait for it."""
+        """Return the value of a key, None if there is none; does not wait for it."""
         named = self._key(key)
         return bytes(self._store.get(named)) if self._store.check([named]) else None
 
     def is_first(self, key: str) -> bool:
-        """Return whether this rank is the first to ask this."""
+        """Return whether this is the first call for a key on any rank."""
         return int(self._store.add(self._key(key), 1)) == 1
 
     def agree(self, topic: str, problem: str, patience_seconds: float) -> str:

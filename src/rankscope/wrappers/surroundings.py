@@ -1,11 +1,11 @@
-"""What surrounds the training's call in which we run: left for as long as our work takes.
+"""Leaves the contexts of the training's call for as long as our work takes.
 
 An activation checkpoint counts the tensors that a graph saves, offloading moves them, a dispatch
-mode sees (or keeps, or replaces) all that is computed. None of them may see our work, and none may
-change it. So it runs outside of them, and then all is put back as it was.
+mode sees (or keeps, or replaces) all computations. None of these contexts may see our work, and
+none may change it. So our work runs outside of them, and then all are restored.
 
-Some of it cannot be left: a recomputation, a captured graph, a trace, a transform. What runs there
-is none of the training's.
+Some contexts cannot be left: a recomputation, a captured graph, a trace, a transform. A forward
+pass there is none of the training's.
 """
 
 import threading
@@ -46,7 +46,7 @@ _ON_ALL_MODULES = (
 
 
 def surrounded() -> bool:
-    """Return whether anything would see our work, or change it."""
+    """Return whether any context would see our work, or change it."""
     return _CAN_LEAVE and (
         _top_hooks(True) is not None
         or _num_dispatch() > 0
@@ -57,7 +57,7 @@ def surrounded() -> bool:
 
 
 def traced() -> bool:
-    """Return whether what runs now is no computation of the training's.
+    """Return whether the present computation is none of the training's.
 
     It is traced, transformed or captured, to be run later, elsewhere or otherwise.
     """
@@ -86,21 +86,16 @@ def why_wait() -> str:
 
 
 def has_left_modes() -> bool:
-    """Return whether the work that runs now has left dispatch modes, which will come back."""
+    """Return whether our present work has left dispatch modes, which will be restored."""
     return _here.left is not None and bool(_here.left.dispatch_modes.entries)
 
 
 def outside(work: Callable[..., None], *args: Any) -> None:
-    """Run work outside of all that surrounds the training's call.
-
-    Args:
-        work: What to run.
-        args: What it is given.
-    """
+    """Run work outside of all contexts of the training's call."""
     if not surrounded() or _here.left is not None:
         work(*args)
         return
-    left = _Left()
+    left = _LeftContexts()
     try:
         try:
             left.leave()
@@ -108,7 +103,7 @@ def outside(work: Callable[..., None], *args: Any) -> None:
         finally:
             left.put_back()
     finally:
-        left.put_back()  # what is left of it where Ctrl-C came before the first call
+        left.put_back()  # the rest of it where Ctrl-C came before the first call
 
 
 @contextmanager
@@ -139,7 +134,7 @@ def around_model() -> Iterator[None]:
 
 
 class _Here(threading.local):
-    left: "_Left | None" = None
+    left: "_LeftContexts | None" = None
 
 
 _here = _Here()
@@ -150,13 +145,13 @@ _Entry = tuple[Any, ...]
 class _Stack:
     """A stack of the thread's: taken off, and put back in order.
 
-    What is taken off and put back is counted by C code, in which no Ctrl-C can come in between.
+    C code counts the entries on their way, so that no Ctrl-C can come in between.
 
     Args:
-        top: Returns what lies on top, as arguments of ``push``; None if nothing does.
+        top: Returns the top entry, as arguments of ``push``; None if there is none.
         pop: Takes it off; a function of C.
-        push: Puts something on top; a function of C.
-        which: What ``pop`` is given.
+        push: Puts an entry on top; a function of C.
+        which: The argument of ``pop``.
     """
 
     def __init__(
@@ -166,14 +161,17 @@ class _Stack:
         push: Callable[..., object],
         which: _Entry = (),
     ) -> None:
-        self._top, self._pop, self._push, self._which = top, pop, push, which
+        self._top = top
+        self._pop = pop
+        self._push = push
+        self._which = which
         self._found: list[_Entry] = []
         self._popped: list[object] = []
         self._pushed: list[object] = []
 
     @property
     def entries(self) -> list[_Entry]:
-        """What was taken off, from the top down."""
+        """The entries that were taken off, from the top down."""
         return self._found[: len(self._popped)]
 
     def leave(self) -> None:
@@ -183,19 +181,14 @@ class _Stack:
             self._popped.extend(starmap(self._pop, (self._which,)))
 
     def put_back(self) -> None:
-        """Put all back that is not back yet."""
+        """Put the remaining entries back."""
         while len(self._pushed) < len(self._popped):
             entry = self._found[len(self._popped) - 1 - len(self._pushed)]
             self._pushed.extend(starmap(self._push, (entry,)))
 
 
-class _Left:
-    """All that was left once.
-
-    Attributes:
-        dispatch_modes: What was left of these.
-        device: The default device, if one is set.
-    """
+class _LeftContexts:
+    """The contexts that :func:`outside` has left; ``device`` is the default one, if one is set."""
 
     def __init__(self) -> None:
         core = torch._C
@@ -222,7 +215,7 @@ class _Left:
         self.device: Any = None
 
     def leave(self) -> None:
-        """Leave it; a profiler sees one range."""
+        """Leave the contexts; a profiler sees one range."""
         _here.left = self
         if _profiled():
             self._range = _Range("rankscope")
@@ -237,7 +230,7 @@ class _Left:
             self._inference.__enter__()
 
     def put_back(self) -> None:
-        """Put it back; what was put back already stays as it is."""
+        """Restore the contexts; those that were restored already stay as they are."""
         try:
             self._put_back()
         except Exception:

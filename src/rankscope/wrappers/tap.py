@@ -1,4 +1,4 @@
-"""The interface behind which every way of going data parallel hides, and who looks on there."""
+"""The interface of all wrappers to the monitor: taps on gradients, and observers of them."""
 
 import math
 from collections.abc import Callable, Collection, Iterable
@@ -12,8 +12,8 @@ from torch import Tensor
 from rankscope.gradients.totals import GradientTotals
 
 Guarded = Callable[..., None]
-"""Runs a function, given first, on what follows it, so that it can neither raise into the training
-nor outlive the monitor."""
+"""Runs a function, its first argument, on the other arguments: it can neither raise into the
+training nor run after the monitor."""
 
 
 class _HasGuard(Protocol):
@@ -37,13 +37,13 @@ def guarded(
 
 
 class ReadReduced(StrEnum):
-    """What is read of the reduced gradient, after the reduction and before any clipping."""
+    """The totals to read of the reduced gradient, after the reduction and before any clipping."""
 
     OFF = "off"
     NORM = "norm"
-    """Its squared norm: what the exact norm-weighted cosine needs (a second read)."""
+    """Its squared norm, which the exact norm-weighted cosine needs (a second read)."""
     SKETCH = "sketch"
-    """Its norm and sketch: what an audit of the reduction needs."""
+    """Its norm and sketch, which an audit of the reduction needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class LocalGradient:
         totals: The local gradient before the reduction, summed over the step's micro-batches.
         reduced: The part of the reduced gradient that this rank holds after the reduction: all of
             it under DDP, its shard under FSDP2. None when it was not read. Its sketches are zero
-            when only the norm was asked for.
+            when only the norm was read.
         micro_squared_norms: float64 ``[M]``: squared norm of each micro-batch's own gradient, in
             the units of ``totals``; empty when unknown or when there is a single one.
         carried_over: Boolean scalar tensor: whether the gradient held something before the step
@@ -66,9 +66,8 @@ class LocalGradient:
             error of about ``sqrt(2/k)``, since the gradient was only ever seen in parts.
         reduced_product: float64 scalar tensor: inner product of the local gradient with the
             reduced one; None when it was not read.
-        kept: What happened to the gradient between the step's backward passes, see
-            :meth:`rankscope.wrappers.accumulator.AccumulatorAudit.collect`; None where that is
-            not known.
+        accumulator_changes: Changes of the gradient between the step's backward passes, see
+            :meth:`rankscope.wrappers.accumulator.AccumulatorAudit.collect`; None if unknown.
     """
 
     totals: GradientTotals
@@ -77,14 +76,14 @@ class LocalGradient:
     carried_over: Tensor | None = None
     norm_estimated: bool = False
     reduced_product: Tensor | None = None
-    kept: Tensor | None = None
+    accumulator_changes: Tensor | None = None
 
 
 class GradientTap(Protocol):
     """Reads the local gradient during backward passes.
 
-    A tap counts nothing and sends nothing: the scope tells it before each forward pass in
-    training whether to measure the backward pass that follows.
+    A tap counts nothing and sends nothing: before each forward pass in training, the scope's call
+    decides whether to measure the backward pass that follows.
     """
 
     @property
@@ -111,15 +110,15 @@ class GradientTap(Protocol):
         """
 
     def notice_backward(self, trained: Callable[[], None]) -> None:
-        """Say, from inside it, that a backward pass has reached what the model returned.
+        """Note that the running backward pass has reached the model's output.
 
         Args:
             trained: Called once it proves to accumulate gradients, at its end at the latest; not
-                for ``torch.autograd.grad``, where that can be told.
+                for ``torch.autograd.grad``, where that shows.
         """
 
     def notice_unannounced(self, announce: Callable[[], None]) -> None:
-        """Say, from inside it, that a backward pass has reached a forward pass in evaluation mode.
+        """Note that the running backward pass has reached a forward pass in evaluation mode.
 
         Args:
             announce: Announces that forward pass; called as soon as the backward pass proves to
@@ -129,7 +128,7 @@ class GradientTap(Protocol):
         return
 
     def see_optimizer(self) -> None:
-        """Say that an optimizer is about to be called; most taps know the end of a reduction."""
+        """Note that an optimizer is about to be called; most taps need no such call."""
         return
 
     @property
@@ -151,32 +150,31 @@ class GradientTap(Protocol):
         return math.nan
 
     def collect(self) -> LocalGradient | None:
-        """Return what was measured, and start again; None when nothing valid was measured."""
+        """Return the step's measurements and start again; None without valid ones."""
 
     def remove(self) -> None:
         """Take all hooks out of the model."""
 
 
 class SeesReduced(Protocol):
-    """Is told when a reduction is over."""
+    """An observer of the end of a reduction."""
 
     def see_reduced(self) -> None:
-        """Be told that the reduction is over, before anything else touches the gradients."""
+        """Called when the reduction is over, before anything else touches the gradients."""
 
 
 class GradientObserver(SeesReduced, Protocol):
-    """Is shown gradients at two moments of a backward pass, on the training thread."""
+    """Gets gradients at two moments of a backward pass, on the training thread."""
 
     @property
     def wanted_names(self) -> Collection[str]:
         """Canonical names of the parameters whose local gradient it wants to see in this step.
 
-        To show it others as well costs time, and does nothing. Known from the step's first forward
-        pass on.
+        Gradients of others cost time, and do nothing. Known from the step's first forward pass on.
         """
 
     def see_local(self, name: str, gradient: Tensor) -> None:
-        """Take the local gradient of a parameter, before the reduction.
+        """Read the local gradient of a parameter, before the reduction.
 
         With several micro-batches it is called for each, with the gradient accumulated so far.
 
@@ -186,16 +184,11 @@ class GradientObserver(SeesReduced, Protocol):
         """
 
     def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
-        """Take local gradients of several parameters at once, by name: on a device, one launch."""
+        """Read local gradients of several parameters at once, by name: on a device, one launch."""
 
 
 class ObserverGroup:
-    """Shows local gradients to one observer, and the end of the reduction to several.
-
-    Args:
-        observer: Sees local gradients; None where nobody wants to.
-        reduced: Called when the reduction is over, in order.
-    """
+    """Passes local gradients to one observer, and calls several after the reduction, in order."""
 
     def __init__(
         self, observer: GradientObserver | None, reduced: Iterable[Callable[[], None]]
@@ -207,11 +200,11 @@ class ObserverGroup:
 
     @property
     def wanted_names(self) -> Collection[str]:
-        """What the observer wants to see."""
+        """The observer's wanted names."""
         return () if self._observer is None else self._observer.wanted_names
 
     def see_reduced(self) -> None:
-        """Call all that wait for the end of the reduction."""
+        """Call all observers of the end of the reduction."""
         for call in self._reduced:
             call()
 

@@ -20,16 +20,16 @@ from rankscope.gradients.kernels.library import NoLibraryError, compiled
 from rankscope.wrappers.tap import LocalGradient
 
 _DOUBLE = struct.Struct("=d")
-_gathering = Launching("what is measured is gathered")
+_gathering = Launching("measurements are gathered")
 
 
 class GradientTransfer:
-    """Starts the copy of what was measured; two vectors, small whatever the model's size.
+    """Copies measurements to the host: two vectors, small whatever the model's size.
 
     On the CPU they are there at once, by one call of a compiled function. On an accelerator with a
-    kernel of its own, it takes one launch, besides one for each of what is known of some steps
-    alone: norms of micro-batches, whether something was carried over, the product with the reduced
-    gradient. They are copied with all else that the step measures there.
+    kernel of its own, one launch gathers them, and one more for each measurement that not all steps
+    have: norms of micro-batches, the carried-over flag, the product with the reduced gradient. They
+    are copied with all else that the step measures there.
 
     Args:
         measured: The gradient's totals, on their device.
@@ -49,7 +49,8 @@ class GradientTransfer:
         section_counts: tuple[int, ...] = (),
         audit_width: int = 0,
     ) -> None:
-        totals, micro = measured.totals, measured.micro_squared_norms
+        totals = measured.totals
+        micro = measured.micro_squared_norms
         self._form = _form(
             totals.sketches.shape,
             section_counts,
@@ -59,7 +60,9 @@ class GradientTransfer:
             carried=measured.carried_over is not None,
             product=measured.reduced_product is not None,
             norm_estimated=measured.norm_estimated,
-            kept=0 if measured.kept is None else len(measured.kept),
+            accumulator_changes=0
+            if measured.accumulator_changes is None
+            else len(measured.accumulator_changes),
         )
         self._copies: list[HostCopy | Share] = []
         self._content: bytearray | None = None
@@ -92,18 +95,17 @@ class GradientTransfer:
 
 
 class _Form:
-    """What is handed over of gradients that are alike.
+    """The layout of the message of gradients that are alike.
 
     Args:
-        folding: Which sketches.
-        lengths: How many numbers each part has, by its name in ``NUMBERS``.
+        folding: The sketches.
+        lengths: Number of numbers in each part, by its name in ``NUMBERS``.
         norm_estimated: Whether the norm is an estimate.
 
     Attributes:
-        folding: The same.
-        sizes: How numbers and sketches are made up, int64.
+        sizes: The parts of numbers and sketches, int64.
         num_bytes: Bytes of the numbers.
-        end: The same, and those of the sketches.
+        end: Bytes of the numbers and the sketches.
     """
 
     def __init__(
@@ -141,7 +143,7 @@ class _Form:
             _DOUBLE.pack_into(into, firsts["carried"], measured.carried_over)
         if measured.reduced_product is not None:
             _DOUBLE.pack_into(into, firsts["product"], measured.reduced_product)
-        vectors = {"micro": measured.micro_squared_norms, "kept": measured.kept}
+        vectors = {"micro": measured.micro_squared_norms, "kept": measured.accumulator_changes}
         for name, vector in vectors.items():
             if vector is not None:
                 content = vector.numpy().tobytes()
@@ -149,7 +151,7 @@ class _Form:
         return into
 
     def _prepare(self) -> tuple[Any, ...]:
-        """Return the compiled function, the addresses of what it takes, and what lies there."""
+        """Return the compiled function, the addresses of its arguments, and the arguments."""
         folding = self.folding
         signs = fold_signs(folding.wide, 0, torch.device("cpu"))
         folds = array("q", (number for fold in folding.by_row for number in fold))
@@ -173,9 +175,9 @@ def _form(
     carried: bool,
     product: bool,
     norm_estimated: bool,
-    kept: int,
+    accumulator_changes: int,
 ) -> _Form:
-    """Return what is handed over.
+    """Return the layout of the message.
 
     Where each group has one section, the sketch for the audit is that of the group as well.
 
@@ -185,10 +187,10 @@ def _form(
         widths: Numbers in the sketch of the total, of each group, and of each section.
         micro: How many micro-batches have norms.
         reduced: Whether there is a reduced gradient.
-        carried: Whether it is known if something was carried over.
+        carried: Whether there is a carried-over flag.
         product: Whether there is a product with the reduced gradient.
         norm_estimated: Whether the norm is an estimate.
-        kept: How many numbers tell what happened between micro-batches.
+        accumulator_changes: How many numbers describe changes between micro-batches.
     """
     num_rows, wide = shape
     counts = section_counts or (1,) * num_rows
@@ -203,7 +205,7 @@ def _form(
         "nonfinite": 1,
         "carried": int(carried),
         "product": int(product),
-        "kept": kept,
+        "kept": accumulator_changes,
     }
     folding = Folding(counts, wide, sketch, group, audit, reduced)
     return _Form(folding, lengths, norm_estimated=norm_estimated)
@@ -260,19 +262,19 @@ def _is_compiled() -> bool:
 
 
 def _given(measured: LocalGradient) -> dict[str, Tensor]:
-    """Return what is known of some steps alone, as float64 vectors."""
+    """Return the measurements that not all steps have, as float64 vectors."""
     given: dict[str, Tensor] = {}
     if measured.carried_over is not None:
         given["carried"] = measured.carried_over.reshape(1).double()
     if measured.reduced_product is not None:
         given["product"] = measured.reduced_product.reshape(1)
-    if measured.kept is not None:
-        given["kept"] = measured.kept
+    if measured.accumulator_changes is not None:
+        given["kept"] = measured.accumulator_changes
     return given
 
 
 def _numbers(measured: LocalGradient) -> dict[str, Tensor]:
-    """Return what is known, in float64, in the order of ``NUMBERS``."""
+    """Return the numbers, in float64, in the order of ``NUMBERS``."""
     totals = measured.totals
     numbers = {
         "squares": totals.squared_norms,

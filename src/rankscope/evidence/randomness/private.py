@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
 
-from rankscope.gradients.fingerprint import digest_of, flattened, python_state_as_told
+from rankscope.gradients.fingerprint import digest_of, flattened, python_state_bytes
 
 KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 """What a random generator is."""
@@ -99,7 +99,7 @@ def _state_of(generator: Any) -> bytes:
         if isinstance(generator, torch.Generator):
             return generator.get_state().numpy().tobytes()
         if isinstance(generator, random.Random):
-            return python_state_as_told(generator.getstate())
+            return python_state_bytes(generator.getstate())
         if isinstance(generator, np.random.Generator):
             return flattened(generator.bit_generator.state)
         return flattened(generator.get_state(legacy=False))

@@ -14,7 +14,7 @@ from rankscope.bus.replicas import TensorTrace
 from rankscope.evidence.state.meter import StateMeter
 from rankscope.evidence.state.trace import PendingTrace, TraceMeter
 from rankscope.evidence.state.turn import PendingState
-from rankscope.wrappers.fsdp2_lasting import LastingParameters
+from rankscope.wrappers.fsdp2_lookup import ShardLookup
 from rankscope.wrappers.kinds import FSDP2, MEGATRON
 
 
@@ -261,10 +261,10 @@ def _tracer(job: Job) -> TraceMeter:
     )
 
 
-def _lasting(wrapped: Any) -> LastingParameters | None:
+def _lasting(wrapped: Any) -> ShardLookup | None:
     if wrapped.kind is not FSDP2:
         return None
-    return LastingParameters(wrapped.wrapper, dist.get_process_group_ranks(wrapped.group))
+    return ShardLookup(wrapped.wrapper, dist.get_process_group_ranks(wrapped.group))
 
 
 def _updates_all(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:

@@ -36,7 +36,7 @@ CHUNK_BYTES_ACCELERATOR = 1 << 23
 
 NUMBERS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3, torch.float64: 4,
            torch.complex64: 1, torch.complex128: 4}  # fmt: skip
-"""What the compiled functions call the types whose squares they add up."""
+"""Numbers of the types whose squares the compiled functions add up."""
 
 _NUM_MULTIPLIERS = 1 << 16  # rows; then they begin again, times another factor
 _BLOCK_FACTOR = 0xD1342543DE82EF95
@@ -80,7 +80,7 @@ def signed(number: int) -> int:
 
 @functools.cache
 def native_sum() -> "NativeSum | None":
-    """Return the sum in C, or None where it cannot be had or errs."""
+    """Return the sum in C, or None where it is missing or errs."""
     try:
         native = NativeSum()
         sample = torch.from_numpy(_mixed(5 * ROW, seed=9).view(np.uint8))
@@ -127,13 +127,13 @@ class NativeSum:
 
 
 class Parts:
-    """N parts of memory that are read by one call, as often as is asked for.
+    """N parts of memory that one call reads, again and again.
 
     Args:
         native: Adds up.
-        parts: For each part its address, its bytes, and what they hold, one of ``NUMBERS``, if
-            its squares are asked for, else 0.
-        known: What is added to each sum, below 2^64.
+        parts: For each part its address, its bytes, and its type, one of ``NUMBERS``, if its
+            squares are wanted, else 0.
+        known: A number to add to each sum, below 2^64.
     """
 
     __slots__ = ("_arguments", "_behind", "_function", "_known", "_results", "_table")
@@ -154,7 +154,7 @@ class Parts:
         self._table[: self._behind.start : 3] = array("Q", addresses)
 
     def read(self) -> tuple[list[int], list[float]]:
-        """Return N sums modulo 2^64, and N sums of squares, 0 where none were asked for."""
+        """Return N sums modulo 2^64, and N sums of squares, 0 where they are not wanted."""
         self._table[self._behind] = self._known
         self._function(*self._arguments)
         number = len(self._known)
@@ -165,7 +165,8 @@ class Parts:
 def plain_sum(pieces: Iterable[Tensor], device: torch.device) -> int | Tensor:
     """Return the same as :func:`sum_words`, in torch."""
     total = torch.zeros((), dtype=torch.int64, device=device)
-    size, row = chunk_bytes(device), 0
+    size = chunk_bytes(device)
+    row = 0
     for piece in pieces:
         whole = piece.nbytes // ROW_BYTES * ROW_BYTES
         as_bytes = piece.view(torch.uint8)
@@ -247,7 +248,7 @@ def _multipliers() -> NDArray[np.uint64]:
 
 @functools.lru_cache(maxsize=64)
 def block_factor(block: int) -> int:
-    """Return what the multipliers of a block of rows are multiplied by."""
+    """Return the factor on the multipliers of a block of rows."""
     return pow(_BLOCK_FACTOR, block, _MODULUS)
 
 

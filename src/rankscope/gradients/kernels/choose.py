@@ -20,8 +20,8 @@ def choose_kernel(device: torch.device, width: int, period: Tensor) -> Kernel:
     """Return the fastest kernel that works on a device.
 
     On CUDA that is the Triton kernel, on the CPU the native one if the package has it, and
-    otherwise, and everywhere else, plain torch. A faster kernel that cannot be had, or whose
-    numbers differ from plain torch's, is passed over with one line in the log.
+    otherwise, and everywhere else, plain torch. A faster kernel that is missing, or whose numbers
+    differ from plain torch's, is passed over with one line in the log.
 
     Args:
         device: Where the gradients live.
@@ -70,7 +70,8 @@ class SafeKernel(Kernel):
 
     def _take_over(self, error: Exception) -> None:
         if self._kernel is not None:
-            self._kernel, self.name = None, self._plain.name
+            self._kernel = None
+            self.name = self._plain.name
             log_fallback(_WHAT, error, logging.INFO)
 
 
@@ -79,11 +80,12 @@ class _SafePieces:
 
     Args:
         prepared: Leaves the totals alone when it raises.
-        replace: Makes what takes its place then; what that raises is the caller's.
+        replace: Makes the replacement; its exceptions go to the caller.
     """
 
     def __init__(self, prepared: Prepared, replace: Callable[[Exception], Prepared]) -> None:
-        self._prepared, self._replace = prepared, replace
+        self._prepared = prepared
+        self._replace = replace
 
     def measure(
         self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals
@@ -117,7 +119,8 @@ def check_kernel(kernel: Kernel, plain: Kernel, device: torch.device, width: int
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         healthy = waves.to(dtype)
         broken = healthy.clone()
-        broken[width], broken[-1] = torch.nan, torch.inf
+        broken[width] = torch.nan
+        broken[-1] = torch.inf
         for gradient in (healthy, broken):
             expected, totals = (GradientTotals.zeros(2, width, device) for _ in range(2))
             for each, into in ((plain, expected), (kernel, totals)):

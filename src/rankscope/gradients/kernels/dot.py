@@ -43,7 +43,8 @@ def plain_dot(one: Tensor, other: Tensor) -> Tensor:
         other: The same shape.
     """
     limit = _CHUNK_ELEMENTS.get(one.device.type, _CHUNK_ELEMENTS_ACCELERATOR)
-    one, other = _real(one), _real(other)
+    one = _real(one)
+    other = _real(other)
     size = one.numel()
     spans = [(start, min(start + limit, size)) for start in range(0, size, limit)]
     parts = [
@@ -56,7 +57,7 @@ def plain_dot(one: Tensor, other: Tensor) -> Tensor:
 class NativeDot:
     """Reads both on one thread, without holding the interpreter's lock.
 
-    What it does not read goes to plain torch: other types than float32, bfloat16 and float16, two
+    Plain torch does the rest: other types than float32, bfloat16 and float16, two
     types, and layouts with gaps or in two orders.
 
     Raises:

@@ -89,7 +89,8 @@ def blocks_of(tensor: Tensor, start: int, stop: int, limit: int) -> Iterator[Ten
         inner = length // len(tensor)
         row = start // inner
         while row * inner < stop:
-            first, last = start - row * inner, stop - row * inner
+            first = start - row * inner
+            last = stop - row * inner
             count = min(limit, last) // inner
             if first > 0 or count == 0:  # a part of a row, or a long one
                 yield from blocks_of(tensor[row], max(first, 0), min(last, inner), limit)
@@ -100,7 +101,8 @@ def blocks_of(tensor: Tensor, start: int, stop: int, limit: int) -> Iterator[Ten
 
 
 def _parts(tensor: Tensor, limit: int) -> Iterator[tuple[int, Tensor]]:
-    size, position = tensor.numel(), 0
+    size = tensor.numel()
+    position = 0
     if tensor.layout == torch.strided:
         for block in blocks_of(tensor, 0, size, limit):
             yield position, block.reshape(-1).contiguous()
@@ -113,13 +115,15 @@ def _parts(tensor: Tensor, limit: int) -> Iterator[tuple[int, Tensor]]:
 
 def _sparse_parts(tensor: Tensor, limit: int) -> Iterator[tuple[int, Tensor]]:
     """Yield the rows that hold something, with those between them where they are few."""
-    indices, values = tensor._indices(), tensor._values()
+    indices = tensor._indices()
+    values = tensor._values()
     check_memory(values)
     inner = tensor.numel() // len(tensor)
     gap = _CPU_GAP if tensor.is_cpu else limit
     if not tensor.is_coalesced():
         order = indices[0].argsort(stable=True)
-        indices, values = indices[:, order], values[order]
+        indices = indices[:, order]
+        values = values[order]
     rows = indices[0].cpu().numpy()
     far = (np.flatnonzero(np.diff(rows) * inner > gap) + 1).tolist()
     for first, last in pairwise([0, *far, len(rows)] if len(rows) else [0]):

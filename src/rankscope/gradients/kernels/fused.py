@@ -1,4 +1,4 @@
-"""Runs the Triton kernels that measure gradients, and that gather what was measured, on CUDA."""
+"""Runs the Triton kernels that measure gradients and gather the results, on CUDA."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +78,7 @@ class TritonKernel(Kernel):
         return prepared
 
     def scratch(self, num_programs: int, tile: int) -> tuple[Tensor, ...]:
-        """Return memory for what programs find: sketches, norms, largest and non-finite."""
+        """Return memory for the results of programs: sketches, norms, largest and non-finite."""
         floats = num_programs * (tile + ALIGNED)
         if floats > len(self._floats):
             self._floats = self._floats.new_empty(floats)
@@ -94,13 +94,14 @@ class TritonPieces:
     """Adds several gradients to totals with two launches for each type of element.
 
     Args:
-        kernel: Holds what all share.
-        pieces: What the gradients consist of.
+        kernel: Holds the shared memory.
+        pieces: The pieces of the gradients.
         grid: That of sketches, or of norms alone.
     """
 
     def __init__(self, kernel: TritonKernel, pieces: Sequence[Piece], grid: Grid) -> None:
-        self._kernel, self._grid = kernel, grid
+        self._kernel = kernel
+        self._grid = grid
         self._sketching = grid.width == kernel.width
         self._pointers: Sequence[int] = []
         num_gradients = 1 + max(piece.source for piece in pieces)
@@ -124,7 +125,9 @@ class TritonPieces:
                 self._launch(dtype, tables, into)
 
     def _launch(self, dtype: torch.dtype, tables: JobTables, into: GradientTotals) -> None:
-        kernel, grid, sketching = self._kernel, self._grid, self._sketching
+        kernel = self._kernel
+        grid = self._grid
+        sketching = self._sketching
         programs = tables.num_jobs * grid.tiles
         scratch = kernel.scratch(programs, grid.tile)
         period = kernel.period
@@ -150,7 +153,7 @@ class TritonPieces:
 
 
 def on_its_way(numbers: Sequence[int], beside: Tensor) -> Tensor:
-    """Return int64 numbers from where a copy to another tensor's device need not wait."""
+    """Return int64 numbers in memory from which a copy to another tensor's device need not wait."""
     host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     return host.pin_memory() if beside.is_cuda else host
 
@@ -170,7 +173,7 @@ def hand_over(
     given: Mapping[str, Tensor],
     take: Callable[[int], Tensor],
 ) -> Tensor:
-    """Gather numbers and sketches with one launch, and one for each of what is given.
+    """Gather numbers and sketches with one launch, and one more for each given vector.
 
     Args:
         totals: Of the local gradient.
@@ -192,7 +195,8 @@ def hand_over(
         "nonfinite": 1,
         **{name: len(vector) for name, vector in given.items()},
     }
-    firsts, first = {}, 0
+    firsts = {}
+    first = 0
     for name in NUMBERS:
         firsts[name] = first
         first += lengths.get(name, 0)
@@ -216,7 +220,7 @@ def hand_over(
 
 @functools.lru_cache(maxsize=16)
 def _table(folding: Folding, device: torch.device) -> Tensor:
-    """Return what each program makes."""
+    """Return the table of the programs' sketches and columns."""
     programs = [
         (*sketch, column)
         for sketch in folding.wanted

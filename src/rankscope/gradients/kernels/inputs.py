@@ -18,7 +18,7 @@ def count_labels(labels: Tensor, ignored: int, *, first: int) -> int | None:
 
     Args:
         labels: ``[..., n]``.
-        ignored: What labels are that do not count.
+        ignored: The value of labels that do not count.
         first: Place of the first that counts in each sequence.
 
     Returns:
@@ -52,7 +52,8 @@ def digest_samples(
     if digest is None or not _is_plain(batch) or batch.dim() != 2:
         return None
     samples, length = batch.shape
-    address, size = None, 0
+    address = None
+    size = 0
     if mask is not None:
         size = _MASKS.get(mask.dtype, 0)
         if not size or not mask.is_cpu or not mask.is_contiguous():

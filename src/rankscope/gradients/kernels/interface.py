@@ -1,4 +1,4 @@
-"""What a kernel does, and what it is told: the random signs of the sketch, pieces of gradients."""
+"""The interface of kernels, and their inputs: random signs of the sketch, pieces of gradients."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -97,7 +97,7 @@ class Prepared(Protocol):
         """Add gradients to totals.
 
         Args:
-            gradients: Contiguous; as long, and of the types, that the pieces say.
+            gradients: Contiguous, with the lengths and types of the pieces.
             pointers: Address of each one's first element.
             into: The totals to add to.
         """
@@ -114,7 +114,7 @@ class Kernel(ABC):
         """Prepare to measure several gradients at once, in a number of calls that is always small.
 
         Args:
-            pieces: What the gradients consist of; at least one.
+            pieces: The pieces of the gradients; at least one.
             sketching: Whether to sketch, or to measure norms alone.
         """
 

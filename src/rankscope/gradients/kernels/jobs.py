@@ -42,7 +42,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class JobTables:
-    """What the kernels are told of gradients.
+    """The kernels' tables of gradients.
 
     Attributes:
         segments: Rows of the table ``[S, FIELDS]``, int64.
@@ -91,7 +91,9 @@ def share_out(
     if per_job < _FEWEST_UNITS * unit:  # half as many jobs, with twice as many rows
         per_job = max(_FEWEST_ROWS, -(-rows // max(1, grid.num_jobs // 2)))
     segments: list[Segment] = []
-    jobs, jobs_of, row_signs = [0], [0], []
+    jobs = [0]
+    jobs_of = [0]
+    row_signs = []
     first_signs = _first_signs(placed)
     for row in range(1 + max(piece.row for piece in pieces)):
         here = [p for p in placed if p.piece.row == row]
@@ -135,7 +137,8 @@ class _Placed:
     ) -> Segment:
         """Return every ``stride``-th row from ``first`` on, below ``stop``."""
         piece = self.piece
-        offset, turns = piece.offset * piece.dtype.itemsize, -(-(stop - first) // stride)
+        offset = piece.offset * piece.dtype.itemsize
+        turns = -(-(stop - first) // stride)
         return (
             piece.source, offset, piece.count, self.first_column, first_sign, self._phase,
             first, stride, turns, int(in_order),
@@ -144,7 +147,8 @@ class _Placed:
 
 def _first_signs(placed: Sequence[_Placed]) -> dict[int, int]:
     """Return where the row signs of each piece begin, if pieces have signs: all have, or none."""
-    firsts, first = {}, 0
+    firsts = {}
+    first = 0
     for part in placed:
         firsts[id(part)] = first
         first += part.num_rows
@@ -163,7 +167,8 @@ def _jobs(
     size = -(-rows // max(1, -(-rows // most_rows)))
     if 2 * size > unit:
         size = -(-size // unit) * unit
-    job, room = [], size
+    job = []
+    room = size
     for part in placed:
         first = 0
         while first < part.num_rows:
@@ -173,6 +178,7 @@ def _jobs(
             first = stop
             if not room:
                 yield job
-                job, room = [], size
+                job = []
+                room = size
     if job:
         yield job

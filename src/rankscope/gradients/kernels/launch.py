@@ -1,8 +1,9 @@
-"""Launches Triton kernels, many times a step, without what Triton does for a launch of any kind.
+"""Launches Triton kernels, many times a step, without Triton's own search for the kernel.
 
 Triton looks at every argument and option of a launch to find the compiled kernel that fits: some
-35 microseconds on the host. Here a launch is told from others by what Triton specialises for
-alone: the constants, and of each argument its type, whether 16 divides it, and whether it is 1.
+35 microseconds on the host. Here the key of a launch holds only the properties for which Triton
+specialises: the constants, and of each argument its type, whether 16 divides it, and whether it is
+1.
 """
 
 import functools
@@ -14,7 +15,7 @@ _INT32 = 1 << 31
 
 
 class Launcher:
-    """Launches a kernel; one that has been launched alike before without looking for it.
+    """Launches a kernel; like launches find the compiled kernel at once.
 
     Args:
         kernel: Made by ``triton.jit``. Its constants come last.
@@ -23,7 +24,7 @@ class Launcher:
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._known: dict[tuple[object, ...], tuple[Any, tuple[Any, ...]]] = {}
-        self._looks = True  # whether what Triton returns can be launched
+        self._looks = True  # whether Triton's compiled kernel can be launched
 
     def __call__(
         self,
@@ -35,7 +36,7 @@ class Launcher:
         """Launch so many programs on the current stream of the current device.
 
         Args:
-            programs: How many.
+            programs: Their number.
             arguments: Tensors on that device, a first one at least, and integers.
             options: Of the compilation.
             constants: In the kernel's order.
@@ -57,7 +58,7 @@ class Launcher:
 
 
 def _special(argument: Any) -> object:
-    """Return what a kernel is compiled anew for."""
+    """Return the properties of an argument for which a kernel is compiled anew."""
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % 16 == 0
     return argument == 1, argument % 16 == 0, -_INT32 <= argument < _INT32
@@ -65,5 +66,5 @@ def _special(argument: Any) -> object:
 
 @functools.cache
 def launcher(kernel: Any) -> Launcher:
-    """Return what launches a kernel."""
+    """Return the launcher of a kernel."""
     return Launcher(kernel)

@@ -16,7 +16,7 @@ import torch
 from rankscope.gradients.kernels.build import FOLDER, hash_sources
 
 _LEVEL_OF = {"AVX512": "avx512", "AVX2": "avx2"}
-"""Which library is used, by torch's name for what the processor can do; elsewhere ``default``."""
+"""The library by torch's name for the processor's level; elsewhere ``default``."""
 
 _FUNCTIONS = {
     "measure_many": ("", "pqpqppppp"),
@@ -29,7 +29,7 @@ _FUNCTIONS = {
     "deposit": ("", "ipqpip"),
     "convert": ("", "pqqqdip"),
 }
-"""What the functions return, and what they take, by their names without ``rankscope_``."""
+"""Kinds of the result and of the arguments, by the function's name without ``rankscope_``."""
 
 _KINDS: dict[str, Any] = {
     "p": ctypes.c_void_p,
@@ -44,7 +44,7 @@ _log = logging.getLogger("rankscope")
 
 
 class NoLibraryError(Exception):
-    """The compiled functions cannot be used; the message says why, and what helps."""
+    """The compiled functions cannot be used; the message has the reason, and the remedy."""
 
 
 class StaleLibraryError(NoLibraryError):
@@ -52,11 +52,11 @@ class StaleLibraryError(NoLibraryError):
 
 
 def compiled(name: str, *, holding_lock: bool = False) -> Callable[..., Any]:
-    """Return a compiled function; see the sources in C for what it takes.
+    """Return a compiled function; see the sources in C for its arguments.
 
     Args:
         name: A key of ``_FUNCTIONS``.
-        holding_lock: Whether it keeps the interpreter's lock, for what is done at once.
+        holding_lock: Whether it keeps the interpreter's lock, for short work.
 
     Raises:
         NoLibraryError: There is no library for it, or ``RANKSCOPE_NATIVE=0`` forbids it.
@@ -71,7 +71,8 @@ def compiled(name: str, *, holding_lock: bool = False) -> Callable[..., Any]:
     if holding_lock:
         return ctypes.PYFUNCTYPE(_KINDS[returns], *kinds)((f"rankscope_{name}", library))
     function: Any = getattr(library, f"rankscope_{name}")
-    function.argtypes, function.restype = kinds, _KINDS[returns]
+    function.argtypes = kinds
+    function.restype = _KINDS[returns]
     loaded: Callable[..., Any] = function
     return loaded
 

@@ -1,6 +1,6 @@
 """Digests of many parts of an accelerator's memory in one launch.
 
-What comes out is copied to the host with all else that a step measures there.
+The results are copied to the host with all else that a step measures there.
 """
 
 import functools
@@ -17,7 +17,7 @@ from rankscope.gradients.kernels.fallback import log_fallback
 from rankscope.gradients.kernels.launch import launcher
 
 CHUNK_BYTES = 32 * ROW_BYTES
-"""Bytes that one program reads; they divide what one block of multipliers is for."""
+"""Bytes that one program reads; they divide the bytes of one block of multipliers."""
 
 _BLOCK_BYTES = ROW_BYTES << 16
 _MOST_TABLES = 512
@@ -49,7 +49,7 @@ class DeviceReader:
         """Begin to read N parts.
 
         Args:
-            parts: For each its address, its bytes and what it holds, see ``NUMBERS``.
+            parts: For each its address, its bytes and its type, see ``NUMBERS``.
             squares: Whether to add up squares, too.
 
         Returns:
@@ -64,7 +64,8 @@ class DeviceReader:
                 del self._known[next(iter(self._known))]  # the one whose turn was longest ago
         self._known[parts] = chunks
         number = len(chunks.owners_C)
-        share, tables = Share(self.device), self._tables
+        share = Share(self.device)
+        tables = self._tables
         results = share.take((1 + squares) * chunks.room)
         self.launches += 1
         with torch.cuda.device_of(results):  # type: ignore[no-untyped-call]
@@ -80,16 +81,16 @@ class _Chunks:
     """Parts cut into chunks.
 
     Args:
-        parts: For each its address, its bytes and what it holds.
+        parts: For each its address, its bytes and its type.
         device: Where they are.
 
     Attributes:
         owners_C: Which part each chunk is of.
         filled_F: The parts that have chunks.
         firsts_F: The first chunk of each of them.
-        factors_C: What its sum is multiplied by.
+        factors_C: The factor on its sum.
         room: C, rounded up so that what comes behind is aligned.
-        table: What the kernel is told, on the device.
+        table: The kernel's table, on the device.
     """
 
     def __init__(self, parts: tuple[int, ...], device: torch.device) -> None:
@@ -136,7 +137,7 @@ class DeviceParts:
             number: Of the part in its reading.
             address: Where it begins.
             size: Bytes.
-            numbers: What it holds, see ``NUMBERS``; 0 for anything else.
+            numbers: Its type, see ``NUMBERS``; 0 for anything else.
             norm: Whether to add up its squares.
         """
         self._numbers.append(number)
@@ -159,13 +160,13 @@ class DeviceParts:
 
 
 class Launched:
-    """What a launch yields, on its way to the host.
+    """The results of a launch, on their way to the host.
 
     Args:
         numbers: Of the parts in their reading.
-        norms: Whose squares were asked for.
+        norms: Whether squares are wanted, by part.
         chunks: How they were cut; None where there was nothing to read.
-        results: int64 ``[2, C']``, or ``[1, C']`` where no squares were asked for.
+        results: int64 ``[2, C']``, or ``[1, C']`` where no squares are wanted.
     """
 
     def __init__(
@@ -175,8 +176,10 @@ class Launched:
         chunks: _Chunks | None,
         results: Share | None,
     ) -> None:
-        self._numbers, self._norms = numbers, norms
-        self._chunks, self._results = chunks, results
+        self._numbers = numbers
+        self._norms = norms
+        self._chunks = chunks
+        self._results = results
 
     @property
     def ready(self) -> bool:
@@ -187,7 +190,8 @@ class Launched:
         """Wait for the device and add digests and sums of squares to those of a reading."""
         if self._results is None or self._chunks is None:
             return
-        chunks, count = self._chunks, len(self._numbers)
+        chunks = self._chunks
+        count = len(self._numbers)
         results = self._results.numpy().reshape(-1, chunks.room)[:, : len(chunks.owners_C)]
         sums_N = np.zeros(count, np.uint64)
         sums_N[chunks.filled_F] = np.add.reduceat(
@@ -200,14 +204,16 @@ class Launched:
             squares_N[chunks.filled_F] = np.add.reduceat(
                 results[1].view(np.float64), chunks.firsts_F
             )
-            asked = zip(self._numbers, self._norms, squares_N.tolist(), strict=True)
-            for number, _, square in (each for each in asked if each[1]):
-                squares[number] += square
+            for number, norm, square in zip(
+                self._numbers, self._norms, squares_N.tolist(), strict=True
+            ):
+                if norm:
+                    squares[number] += square
 
 
 @functools.cache
 def device_reader(device: torch.device) -> DeviceReader | None:
-    """Return what reads a device's memory; None where it cannot be had or errs."""
+    """Return a reader of a device's memory; None where it is missing or errs."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
     try:
@@ -234,7 +240,8 @@ def check_reader(reader: DeviceReader) -> None:
         for number, sample in enumerate(samples):
             kind = NUMBERS.get(sample.dtype, 0)
             parts.add(number, sample.data_ptr(), sample.nbytes, kind, norm=norm)
-        sums, squares = [0] * len(samples), [0.0] * len(samples)
+        sums = [0] * len(samples)
+        squares = [0.0] * len(samples)
         parts.launch().add_to(sums, squares)
         exact = [_sum_of_squares(sample) if norm else 0.0 for sample in samples]
         apart = (abs(a - b) > 1e-9 * b for a, b in zip(squares, exact, strict=True))

@@ -13,7 +13,7 @@ from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.gradients.totals import GradientTotals
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-"""What the compiled functions call the types that they read."""
+"""Numbers of the types that the compiled functions read."""
 
 _NORM_ROW = 4096  # the norm alone needs no row of the sketch's width
 _SIGN_BIT = {torch.int32: -(1 << 31), torch.int16: -(1 << 15)}
@@ -39,7 +39,8 @@ class NativeKernel(Kernel):
         self._width = width
         self._plain = PlainKernel(torch.device("cpu"), width, period)
         longer = extend(period, PERIOD + width)
-        words, halves = _sign_bits(longer, torch.int32), _sign_bits(longer, torch.int16)
+        words = _sign_bits(longer, torch.int32)
+        halves = _sign_bits(longer, torch.int16)
         self._period = (words, halves, halves)
 
     def prepare(self, pieces: Sequence[Piece], *, sketching: bool) -> Prepared:
@@ -56,7 +57,7 @@ class NativePieces:
 
     Args:
         measure_many: The compiled function.
-        pieces: What the gradients consist of.
+        pieces: The pieces of the gradients.
         width: Elements in a row.
         period: The signs of prime period by type; None to measure norms alone.
     """
@@ -69,9 +70,11 @@ class NativePieces:
         period: Sequence[Tensor] | None,
     ) -> None:
         self._measure = measure_many
-        self._number, self._width = len(pieces), width
+        self._number = len(pieces)
+        self._width = width
         self._sketching = period is not None
-        described, signs = array("q"), []
+        described = array("q")
+        signs = []
         for piece in pieces:
             offset = piece.offset * piece.dtype.itemsize
             described.extend((piece.source, offset, piece.count, TYPES[piece.dtype], piece.row))
@@ -82,7 +85,8 @@ class NativePieces:
             row_signs = signs[-1].data_ptr() + 4 * (piece.start // width)
             described.extend((piece.start, piece.signs.shift, row_signs))
         of_type = array("q", [bits.data_ptr() for bits in period or ()])
-        self._pieces, self._period = described.buffer_info()[0], of_type.buffer_info()[0]
+        self._pieces = described.buffer_info()[0]
+        self._period = of_type.buffer_info()[0]
         self._kept = described, of_type, signs, period
 
     def measure(

@@ -13,7 +13,8 @@ _CHUNK_ELEMENTS = {"cpu": 1 << 18}  # a megabyte in fp32: stays near the core
 _CHUNK_ELEMENTS_ACCELERATOR = 1 << 21
 
 # Squares of magnitudes in this range neither overflow in a chunk's sum nor lose digits.
-_SMALLEST_SAFE, _LARGEST_SAFE = 2.0**-40, 2.0**50
+_SMALLEST_SAFE = 2.0**-40
+_LARGEST_SAFE = 2.0**50
 
 
 class PlainKernel(Kernel):
@@ -46,7 +47,8 @@ class PlainKernel(Kernel):
     def add(self, flat: Tensor, piece: Piece, into: GradientTotals) -> None:
         """Add the elements ``[n]`` of a piece to its row of totals; any floating dtype."""
         self._reserve()
-        sums, signs = self._sums(), piece.signs
+        sums = self._sums()
+        signs = piece.signs
         for position, chunk in self._chunks(flat, piece.start if signs else 0):
             if signs is None:
                 values = self._scratch[: len(chunk)].copy_(chunk)
@@ -81,7 +83,7 @@ class PlainKernel(Kernel):
         return signed.copy_(chunk).mul_(period)
 
     def _chunks(self, flat: Tensor, start: int) -> Iterator[tuple[int, Tensor]]:
-        """Cut into what is left of a row, if it does not start at one, and chunks of rows."""
+        """Cut into the rest of a row, if it does not start at one, and chunks of rows."""
         head = min(-start % self._width, len(flat))
         if head:
             yield start, flat[:head]
@@ -101,15 +103,11 @@ class PlainKernel(Kernel):
 
 
 class PlainPieces:
-    """Measures several gradients one after the other.
-
-    Args:
-        kernel: Measures each.
-        pieces: What they consist of.
-    """
+    """Measures several gradients one after the other."""
 
     def __init__(self, kernel: PlainKernel, pieces: Sequence[Piece]) -> None:
-        self._kernel, self._pieces = kernel, pieces
+        self._kernel = kernel
+        self._pieces = pieces
 
     def measure(
         self, gradients: Sequence[Tensor], pointers: Sequence[int], into: GradientTotals

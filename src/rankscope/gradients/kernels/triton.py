@@ -99,7 +99,7 @@ def _read_blocks(
 ):  # fmt: skip
     """Read ``blocks * ROWS`` rows that need no mask: sums per column.
 
-    The address of the first one is told in aligned vectors of ``BYTES`` bytes.
+    The address of the first one counts aligned vectors of ``BYTES`` bytes.
     """
     sketch = tl.zeros([TILE], tl.float32)
     norm = tl.zeros([TILE], tl.float64)
@@ -281,7 +281,7 @@ def combine(
     Args:
         jobs_of: The first job of each row, and the number of jobs; int64 ``[R + 1]``.
         num_rows: R; rows behind have no jobs.
-        sketches: What jobs have found.
+        sketches: Of jobs.
         norms: The same of squared norms.
         tops: The same of largest magnitudes.
         nonfinites: The same of non-finite values.

@@ -1,9 +1,9 @@
 """The digest of many parts of an accelerator's memory as one Triton kernel.
 
 Each program reads one chunk of a part, whole rows of ``ROW`` words and perhaps the last, shorter
-one. It writes the chunk's weighted sum (:mod:`rankscope.gradients.kernels.bits`) and, where it is
-asked for, the sum of its squares; nothing is added up between programs, so that the result does
-not depend on their order.
+one. It writes the chunk's weighted sum (:mod:`rankscope.gradients.kernels.bits`) and, if wanted,
+the sum of its squares; nothing is added up between programs, so that the result does not depend on
+their order.
 """
 
 # mypy: ignore-errors
@@ -37,7 +37,8 @@ def _halves(address, places, left, unit):
     elif unit == 2:
         halves = address.to(tl.pointer_type(tl.int16))
         for i in tl.static_range(2):
-            at, byte = 4 * places + i, 8 * places + 2 * i
+            at = 4 * places + i
+            byte = 8 * places + 2 * i
             word = tl.load(halves + at, mask=byte < left, other=0).to(tl.int32)
             low |= (word & 0xFFFF) << (16 * i)
             word = tl.load(halves + at + 2, mask=byte + 4 < left, other=0).to(tl.int32)

@@ -1,4 +1,4 @@
-"""What is measured of a gradient, gathered in one launch to be copied to the host."""
+"""Gathers a gradient's measurements in one launch, to be copied to the host."""
 
 # mypy: ignore-errors
 # (Triton compiles these functions and gives their names types of its own.)
@@ -30,7 +30,7 @@ def gather(
         local: Sketches of rows, float32 ``[R, WIDE]``.
         reduced: The same of the reduced gradient.
         signs: With which entries are added up where the result is narrower, float32 ``[WIDE]``.
-        sketches: What is made, float32.
+        sketches: The results, float32.
         squares: Squared norms, float64 ``[R]``.
         reduced_squares: The same of the reduced gradient.
         largest: Float32 ``[R]``.

@@ -1,14 +1,14 @@
 """Runs at the start of every Python process of a job that ``rankscope run`` started.
 
 Python imports a module of this name by itself. It waits for torch to be imported and does nothing
-before; it is written so that any Python can read it, also one that knows nothing of rankscope.
+before; it is written so that any Python can read it, also one without rankscope.
 """
 
 import sys
 
 
 class _TorchFinder(object):  # noqa: UP004
-    """Finds no module; sees that ``torch`` is about to be imported, and lets rankscope know."""
+    """Finds no module; prepares rankscope when ``torch`` is about to be imported."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):  # type: ignore
@@ -33,21 +33,21 @@ def _start():  # type: ignore
     if os.environ.get("RANKSCOPE_RUN_PID") == str(os.getpid()):
         import atexit
 
-        atexit.register(_tell)
+        atexit.register(_report)
 
 
-def _tell():  # type: ignore
+def _report():  # type: ignore
     try:
-        from rankscope.integrations.catch import tell_if_nothing_was_watched
+        from rankscope.integrations.catch import report_if_nothing_was_watched
 
-        tell_if_nothing_was_watched()
+        report_if_nothing_was_watched()
     except Exception:
         pass
 
 
 def _run_the_users():  # type: ignore
     """Run the ``sitecustomize`` that Python would have found without this one."""
-    try:  # what the import statement itself is made of: nothing has to be loaded for it
+    try:  # the import statement's own modules: nothing has to be loaded for it
         from _frozen_importlib import module_from_spec
         from _frozen_importlib_external import PathFinder
     except ImportError:

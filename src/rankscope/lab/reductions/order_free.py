@@ -31,8 +31,8 @@ from rankscope.lab.reductions.bucket_means import (
     try_all_to_all,
 )
 from rankscope.lab.reductions.reduction import Arena, DigitExchange, DigitSums, Exchange
-from rankscope.wrappers.alone import AloneGradients, announce_alone
 from rankscope.wrappers.guard import ForeignHook
+from rankscope.wrappers.micro_batch_stream import MicroBatchStream, register_stream
 from rankscope.wrappers.passes import BackwardEnd, in_backward, tensors_in
 
 Average = Literal["workers", "sum"]
@@ -93,7 +93,7 @@ class OrderFree(BucketReduction):
         self._average = average
         self._gradients = {id(p): _Gradient(p) for p in _reduced(model)}
         self._keeps = not model.gradient_as_bucket_view  # .grad between micro-batches
-        self._shown = AloneGradients(float(self._group.size() if average == "sum" else 1))
+        self._micro_batches = MicroBatchStream(float(self._group.size() if average == "sum" else 1))
         self._divisor = 1
         self._backward = BackwardEnd(self._begin_pass, lambda: None, lambda work: work())
         self._first: _Gradient | None = None  # whose gradient is just being taken
@@ -111,7 +111,7 @@ class OrderFree(BucketReduction):
         model.register_forward_pre_hook(ForeignHook(self._before_forward))
         model.register_forward_hook(ForeignHook(self._after_forward))
         model.register_comm_hook(self, reduce_bucket)
-        announce_alone(model, self._shown)
+        register_stream(model, self._micro_batches)
 
     # The gradient of one micro-batch -----------------------------------------------------------
 
@@ -139,7 +139,7 @@ class OrderFree(BucketReduction):
         self._first = this
         self._backward.notice()
         self._first = None
-        self._shown.show(parameter, gradient)
+        self._micro_batches.pass_on(parameter, gradient)
         this.deposit(gradient)
         if self._keeps:
             gradient.zero_()

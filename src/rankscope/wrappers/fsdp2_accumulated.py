@@ -1,4 +1,4 @@
-"""What a backward pass under FSDP2 leaves behind, and whether the next one finds it unchanged.
+"""The gradients after a backward pass under FSDP2, and whether the next one finds them unchanged.
 
 Gradients wait for more in one of two places: whole, where the pass does not reduce them
 (``set_requires_gradient_sync(False)``); or reduced, in ``.grad``, as this rank's shards. Each rank
@@ -22,18 +22,13 @@ State = tuple[int, int]
 """Address and version of a gradient: they change when something is accumulated into it."""
 
 
-class GradientsLeft:
-    """Measures what backward passes leave, and compares it with what the next ones find.
+class AccumulatedGradients:
+    """Measures gradients after backward passes, and compares them with those before the next ones.
 
-    Nothing is said of a pass that has reached a parameter before it reached what the model returned
-    (a loss that uses a weight again). One that has reduced some by then is known at once. Else,
-    since autograd adds to a gradient once in a pass: one that has changed by then, and is not added
-    to afterwards, was reached before.
-
-    Args:
-        parameters: All that are watched.
-        sketcher: Measures.
-        read: What is read of the reduced gradient.
+    A pass that has reached a parameter before the model's output (a loss that uses a weight again)
+    is not compared. One that has reduced some by then is known at once. Otherwise, since autograd
+    adds to a gradient once in a pass: a gradient that has changed by then, and does not change
+    afterwards, was reached before.
 
     Attributes:
         reduced: Totals of this rank's shards; None where they are not to be read.
@@ -42,7 +37,9 @@ class GradientsLeft:
     def __init__(
         self, parameters: Collection[ManagedParameter], sketcher: Sketcher, read: ReadReduced
     ) -> None:
-        self._parameters, self._sketcher, self._read = parameters, sketcher, read
+        self._parameters = parameters
+        self._sketcher = sketcher
+        self._read = read
         self.reduced = None if read is ReadReduced.OFF else sketcher.new_totals()
         self._audit = AccumulatorAudit({p.name: p.tensor for p in parameters}, sketcher)
         self._scratch: GradientTotals | None = None
@@ -51,13 +48,13 @@ class GradientsLeft:
     def reset(self) -> None:
         """Begin a step."""
         self._audit.reset()
-        self._left: GradientTotals | None = None  # by the last pass, where the next is to look
+        self._left: GradientTotals | None = None  # after the last pass, if the next is compared
         self._unreduced: Mapping[ManagedParameter, State] = {}
-        self._changed: dict[ManagedParameter, State] = {}  # as the pass that runs has found them
+        self._changed: dict[ManagedParameter, State] = {}  # before the pass that runs
         self._noticed = self._late = False
 
     def measure_unreduced(self) -> GradientTotals:
-        """Measure what waits for its reduction."""
+        """Measure the gradients that wait for their reduction."""
         totals = self._empty_scratch()
         found = [(p.name, p.unreduced, 0) for p in self._parameters]
         self._sketcher.measure_many([(n, g, at) for n, g, at in found if g is not None], totals)
@@ -76,7 +73,7 @@ class GradientsLeft:
         return readable
 
     def begin_pass(self, *, measure: bool, begun: bool) -> None:
-        """Look at the gradients, as soon as a backward pass has reached what the model returned.
+        """Measure the gradients, as soon as a backward pass has reached the model's output.
 
         Args:
             measure: Whether to do so.
@@ -84,26 +81,29 @@ class GradientsLeft:
         """
         if self._noticed or not measure or self._left is None:
             return
-        self._noticed, self._late = True, begun
+        self._noticed = True
+        self._late = begun
         if not begun:
-            looked_at = self._parameters if self._unreduced else ()
-            now = {p: state_of(g) for p in looked_at if (g := p.unreduced) is not None}
+            waiting = self._parameters if self._unreduced else ()
+            now = {p: state_of(g) for p in waiting if (g := p.unreduced) is not None}
             self._changed = {p: s for p, s in now.items() if s != self._unreduced.get(p)}
             self._audit.begin_pass(self._left, measure=True, begun=False)
 
     def see_summed(self, gradients: Iterable[tuple[ManagedParameter, Tensor]]) -> None:
-        """Take whole gradients to which the pass has added what it has to add."""
+        """Note whole gradients to which the pass adds no more."""
         if self._changed:
             self._late |= any(self._changed.get(p) == state_of(g) for p, g in gradients)
 
     def drop_pass(self, *, reduced: bool) -> None:
-        """Take note that the pass has accumulated nothing: the training asked for other gradients.
+        """Note that the pass has accumulated nothing: the training wanted other gradients.
 
         Args:
-            reduced: Whether it has reduced what earlier ones have accumulated.
+            reduced: Whether it has reduced the sum of earlier ones.
         """
         self._audit.drop_pass()
-        self._changed, self._noticed, self._late = {}, False, False
+        self._changed = {}
+        self._noticed = False
+        self._late = False
         if reduced:
             self._left = None
 
@@ -113,11 +113,12 @@ class GradientsLeft:
         """End a pass that has left gradients to be reduced later.
 
         Args:
-            totals: What :meth:`measure_unreduced` has returned; None if it was not asked.
+            totals: Of :meth:`measure_unreduced`; None if nothing was measured.
             states: The gradients'.
         """
         self._close()
-        self._left, self._unreduced = totals, states
+        self._left = totals
+        self._unreduced = states
         self._audit.end_pass(None if totals is None else self._read_unreduced)
 
     def end_reduced(self, parameters: Collection[ManagedParameter] = ()) -> None:
@@ -132,7 +133,7 @@ class GradientsLeft:
         self._audit.end_pass(None if self._left is None else again)
 
     def collect(self) -> Tensor | None:
-        """Return what is known of the step: see :meth:`AccumulatorAudit.collect`."""
+        """Return the step's changes: see :meth:`AccumulatorAudit.collect`."""
         return self._audit.collect()
 
     def _close(self) -> None:
@@ -140,7 +141,10 @@ class GradientsLeft:
         self.see_summed([(p, g) for p, g in waiting if g is not None])
         if self._late:
             self._audit.drop_pass()
-        self._changed, self._unreduced, self._noticed, self._late = {}, {}, False, False
+        self._changed = {}
+        self._unreduced = {}
+        self._noticed = False
+        self._late = False
 
     def _read_unreduced(self, into: GradientTotals) -> None:
         there = [(p.name, p.unreduced) for p in self._parameters]
@@ -181,9 +185,9 @@ class GradientsLeft:
 
 
 def state_of(gradient: Tensor) -> State:
-    """Return what changes when something is accumulated into a gradient that is kept.
+    """Return the address and version of a gradient, which change when something is added to it.
 
-    Of a DTensor that is its own version: autograd leaves alone that of the part inside.
+    Of a DTensor its own version counts: autograd leaves that of its local part alone.
     """
     local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
     return local.data_ptr(), gradient._version

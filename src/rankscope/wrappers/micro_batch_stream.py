@@ -1,7 +1,7 @@
-"""Gradients of single micro-batches, shown by a reduction that never lets them add up in ``.grad``.
+"""Gradients of single micro-batches, from a reduction that never lets them add up in ``.grad``.
 
-``rankscope.order_free`` takes each micro-batch's gradient away as soon as it exists. Whoever reads
-gradients in hooks of its own would find nothing there, or parts; it asks here instead.
+``rankscope.order_free`` takes each micro-batch's gradient away as soon as it exists. Hooks on
+parameters would find nothing there, or parts; taps get the gradients here instead.
 
 The accumulated gradient is never in ``.grad`` then. Sketches of micro-batches add up to its
 sketch, and their norms are exact; with more than one, the norm of the sum is an estimate
@@ -19,66 +19,61 @@ from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.parts import GradientParts
 from rankscope.wrappers.tap import LocalGradient
 
-See = Callable[[Tensor, Tensor], None]
-"""Is shown a parameter and its gradient in one micro-batch, before that is taken away."""
+Watcher = Callable[[Tensor, Tensor], None]
+"""Gets a parameter and its gradient in one micro-batch, before that is taken away."""
 
 
 @dataclass(slots=True)
-class AloneGradients:
+class MicroBatchStream:
     """A model's gradients as they come, one micro-batch at a time.
 
     Attributes:
         factor: The reduced gradient is the mean over workers times this: W where workers'
             gradients are summed, else 1.
-        watchers: Who is shown the gradients; they must not raise.
+        watchers: Functions that get the gradients; they must not raise.
     """
 
     factor: float
-    watchers: list[See] = field(default_factory=list)
+    watchers: list[Watcher] = field(default_factory=list)
 
-    def show(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Show a gradient to all who watch."""
+    def pass_on(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Pass a gradient to all watchers."""
         for see in tuple(self.watchers):
             see(parameter, gradient)
 
 
-_models: "WeakKeyDictionary[nn.Module, AloneGradients]" = WeakKeyDictionary()
+_streams: "WeakKeyDictionary[nn.Module, MicroBatchStream]" = WeakKeyDictionary()
 
 
-def announce_alone(model: nn.Module, gradients: AloneGradients) -> None:
-    """Say that a wrapped model's gradients are taken away one by one from now on."""
-    _models[model] = gradients
+def register_stream(model: nn.Module, stream: MicroBatchStream) -> None:
+    """Register a wrapped model whose gradients are taken away one by one from now on."""
+    _streams[model] = stream
 
 
-def alone_gradients(model: nn.Module) -> AloneGradients | None:
-    """Return the gradients of a wrapped model if they are taken away one by one."""
-    return _models.get(model)
+def stream_of(model: nn.Module) -> MicroBatchStream | None:
+    """Return the stream of a wrapped model; None if it was not registered."""
+    return _streams.get(model)
 
 
-class PartsAlone:
-    """Measures gradients that are shown one by one.
+class StreamReader:
+    """Measures gradients that come one by one."""
 
-    Args:
-        gradients: Where they are shown.
-        sketcher: Measures them.
-    """
-
-    def __init__(self, gradients: AloneGradients, sketcher: Sketcher) -> None:
+    def __init__(self, stream: MicroBatchStream, sketcher: Sketcher) -> None:
         self.parts = GradientParts(sketcher)
         self._adds_up = sketcher.sketches
-        self._gradients = gradients
+        self._stream = stream
         self._num_passes = 0
-        self._see: See | None = None
+        self._see: Watcher | None = None
 
-    def watch(self, see: See) -> None:
-        """Be shown each gradient from now on."""
+    def watch(self, see: Watcher) -> None:
+        """Call a function with each gradient from now on."""
         self._see = see
-        self._gradients.watchers.append(see)
+        self._stream.watchers.append(see)
 
     def remove(self) -> None:
         """Watch no more."""
-        if self._see in self._gradients.watchers:
-            self._gradients.watchers.remove(self._see)
+        if self._see in self._stream.watchers:
+            self._stream.watchers.remove(self._see)
 
     def reset(self) -> None:
         """Begin a new step."""
@@ -98,17 +93,17 @@ class PartsAlone:
     def gradient(
         self, reduced: GradientTotals | None, carried_over: Tensor | None
     ) -> LocalGradient:
-        """Return what was measured of the step.
+        """Return the step's measurements.
 
         Args:
-            reduced: The totals of the reduced gradient, which are changed into those of the mean
-                over workers, if it is their sum.
-            carried_over: See :class:`~rankscope.wrappers.tap.LocalGradient`.
+            reduced: The totals of the reduced gradient, scaled in place to those of the mean over
+                workers.
+            carried_over: Watcher :class:`~rankscope.wrappers.tap.LocalGradient`.
         """
         count = self.parts.count
         one_each = count > 1 and count == self._num_passes
         if reduced is not None:
-            reduced.scale(1 / self._gradients.factor)
+            reduced.scale(1 / self._stream.factor)
         return LocalGradient(
             self.parts.totals(),
             reduced,

@@ -1,4 +1,4 @@
-"""What lasts of a parameter under FSDP2 while its module computes."""
+"""The shard that belongs to a parameter under FSDP2, while its module computes."""
 
 from collections.abc import Collection
 from typing import Any
@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from rankscope.wrappers.fsdp2_model import every_parameter, managed_parameters
 
 
-class LastingParameters:
-    """What lasts of a parameter that FSDP2 replaces in its module from time to time.
+class ShardLookup:
+    """Finds the shard of a parameter that FSDP2 replaces in its module from time to time.
 
-    While a layer computes, its whole parameter hangs in the module; the root's does so from before
+    While a layer computes, its module holds the whole parameter; the root's does so from before
     the hooks of a forward pass until its backward pass ends, and after an evaluation. Name,
-    gradient and optimizer state belong to the shard, which lasts.
+    gradient and optimizer state belong to the shard, which stays.
 
     Args:
         model: The model, or a module around it.
@@ -34,9 +34,9 @@ class LastingParameters:
     def __call__(self, holder: nn.Module, key: str) -> Tensor | None:
         """Return the shard of the parameter ``key`` of a module; None if FSDP2 does not manage it.
 
-        Such a parameter is not reduced by FSDP2: it was to be ignored, or lies outside of all
-        modules that are sharded. None as well if other workers hold the same as those that the
-        parameters to compare are replicated on: it lies on another mesh.
+        FSDP2 does not reduce a parameter that it ignores, or that lies outside of all sharded
+        modules. None as well for one on another mesh: its replicas are other workers than those of
+        the compared parameters.
         """
         inside = self._managed.get((holder, key))
         shard: Tensor | None = None if inside is None else inside.sharded_param
