@@ -18,7 +18,7 @@ from rankscope.evidence.canary.verdict import (
     judge,
     results_of,
 )
-from rankscope.evidence.state.roles import LOOK_EVERY
+from rankscope.evidence.state.roles import ROLES_EVERY
 from rankscope.stats.arrays import Floats
 from rankscope.stats.state import Stateful
 
@@ -105,7 +105,7 @@ class CanaryVerdicts(Detector):
 
     def _left_out(self, step: int) -> bool:
         """Return whether workers hold parameters of their own, and so compute what they do."""
-        return self._left_out_at is not None and step - self._left_out_at <= 2 * LOOK_EVERY
+        return self._left_out_at is not None and step - self._left_out_at <= 2 * ROLES_EVERY
 
     def _settle(self, differing: set[int]) -> Iterable[FaultEvidence]:
         """Turn to state what looked like hardware: digests take turns, and may come later."""
