@@ -269,7 +269,7 @@ class TraceMeter:
         self._reduced: PendingRows | None = None
         self._since_reduced = 0.0
         self.busy_seconds = 0.0
-        """Seconds of tracing between the last two reductions, in which the other ranks waited."""
+        """Seconds that this rank alone spent on tracing between the last two reductions."""
 
     def begin_step(self, step: int, *, paused: bool) -> None:
         """Begin a step, unless it has begun already; before its first forward pass."""
