@@ -81,7 +81,7 @@ class ReferenceProbe(Probe):
         self._asked = True
 
     def listen(self, before_step: Callable[..., None]) -> Callable[[], object] | None:
-        """Hook ``before_step`` to DeepSpeed's engine, if there is one; return what removes the hook.
+        """Hook ``before_step`` to DeepSpeed's engine, if any; return the hook's removal.
 
         Its optimizers unscale, clip and move gradients before any hook of an optimizer.
         """

@@ -48,7 +48,7 @@ class ReferenceModel(Protocol):
 
     @property
     def summed_workers(self) -> float:
-        """The weight sum of the workers' gradients in a reduced one: 1 of a mean, W of a sum."""
+        """The reduced gradient over the workers' mean gradient: 1 for a mean, W for a sum."""
 
     @property
     def tensor_parallel(self) -> TensorParallel | None:
@@ -123,7 +123,7 @@ class ReferenceStep:
         return self._model.tensor_parallel is not None
 
     def see_reduced(self, num_micro: int) -> None:
-        """Measure ``.grad`` after the reduction of ``num_micro`` micro-batches; the last call counts.
+        """Measure the reduced ``.grad`` of ``num_micro`` micro-batches; the last call counts.
 
         Raises:
             CanaryDeclined: The message would be too large.

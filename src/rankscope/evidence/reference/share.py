@@ -54,8 +54,8 @@ class ReferenceShare:
             them holds whole, 0 for the rest; ``[0, k]`` without such an axis.
         copies: The number of workers that hold each element of ``.grad``. With fewer than W, each
             has a shard, and the sketches of the shards add up to the whole one's.
-        summed_workers: The weight sum of the workers' gradients in a reduced one: 1 of a mean, W of
-            a sum.
+        summed_workers: The reduced gradient over the workers' mean gradient: 1 for a mean, W for a
+            sum.
         axis: Name of that axis.
         declined: The reason why all of this is missing; empty if it is not.
     """

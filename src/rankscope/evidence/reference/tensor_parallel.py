@@ -99,7 +99,7 @@ class TensorParallel:
 
 
 def find_tensor_parallel(managed: Mapping[str, ManagedParameter]) -> TensorParallel | None:
-    """Return the tensor parallelism of a model under FSDP2, from all its parameters by name, if any.
+    """Return the tensor parallelism of a model under FSDP2, if any, from all its parameters.
 
     Raises:
         CanaryDeclined: It cannot be undone.

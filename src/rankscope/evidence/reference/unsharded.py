@@ -60,7 +60,7 @@ class ShardedModel:
 
     @property
     def summed_workers(self) -> float:
-        """The weight sum of the workers' gradients in a reduced one: 1 of a mean, W of a sum."""
+        """The reduced gradient over the workers' mean gradient: 1 for a mean, W for a sum."""
         return 1 / self._trained[0].group.reduced_scale
 
     def check(self) -> None:
