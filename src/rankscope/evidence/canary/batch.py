@@ -88,7 +88,7 @@ def capture_batch(
     moves_inputs: bool = False,
     most_bytes: int = MAX_BATCH_BYTES,
 ) -> CapturedBatch:
-    """Return a copy of what enters a model's forward pass.
+    """Return a copy of the inputs of a forward pass.
 
     Args:
         args: Arguments by position.

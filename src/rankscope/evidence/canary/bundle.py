@@ -111,14 +111,7 @@ def _file_name(reason: str) -> str:
 
 
 def save_bundle(run_dir: Path, bundle: ReplayBundle) -> Path:
-    """Write a bundle, or its results once they are known; a reader sees all of it or nothing.
-
-    Args:
-        run_dir: The run's directory.
-        bundle: The bundle.
-
-    Returns:
-        Its directory.
+    """Write a bundle, or its results once they are known, atomically; return its directory.
 
     Raises:
         RunError: It cannot be written.
@@ -187,13 +180,7 @@ def find_bundles(run_dir: Path) -> list[Path]:
 
 
 def latest_bundle(run_dir: Path, reasons: Collection[str], until: int = -1) -> Path | None:
-    """Return the latest bundle that was saved for one of some reasons, or for any up to a step.
-
-    Args:
-        run_dir: The run's directory.
-        reasons: Ids of findings.
-        until: The step.
-    """
+    """Return the latest bundle for one of some findings' ids, or for any up to step ``until``."""
     names = set(map(_file_name, reasons))
     steps = {}
     for folder in find_bundles(run_dir):

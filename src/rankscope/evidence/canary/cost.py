@@ -31,9 +31,7 @@ _OUT_OF_MEMORY = ("out of memory", "can't allocate", "cannot allocate")
 class Stopwatch:
     """Measures the time of a piece of work, on the training thread and on the device.
 
-    Args:
-        device: Where the work goes.
-        before: Seconds that belong to it and have passed already.
+    ``before`` are seconds that belong to it and have passed already.
     """
 
     def __init__(self, device: torch.device, before: float = 0.0) -> None:
@@ -86,11 +84,7 @@ class _Memory(NamedTuple):
 
 
 class StepMemory:
-    """The memory that a step takes on an accelerator.
-
-    Args:
-        device: The device of the parameters.
-    """
+    """The memory that a step takes on an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -195,10 +189,7 @@ def _stats_of(device: torch.device) -> Any:
 class BroadcastBuffers:
     """Checks whether a model's next forward pass will run with its present buffers.
 
-    Args:
-        wrapper: The data-parallel wrapper; only DDP broadcasts buffers.
-        module: The model inside.
-        device: The device of its parameters.
+    Only DDP broadcasts buffers.
     """
 
     def __init__(self, wrapper: nn.Module, module: nn.Module, device: torch.device) -> None:

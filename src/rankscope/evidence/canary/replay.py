@@ -47,13 +47,7 @@ class CanaryResult:
 
 
 class PendingResult:
-    """A result that may still be on the device.
-
-    Args:
-        loss: Scalar.
-        grad_norm: Scalar.
-        digest: int64 scalar.
-    """
+    """A result that may still be on the device: scalars, the digest as int64."""
 
     def __init__(self, loss: Tensor, grad_norm: Tensor, digest: Tensor) -> None:
         self._loss = HostCopy(loss.double())

@@ -68,7 +68,7 @@ class CanaryDirector(Director):
         self._answers: dict[int, CanaryAnswer] = {}
         self._sent = self._ended = self._announced = False
         self._bundle: ReplayBundle | None = None
-        self._known: Sequence[Finding] = ()
+        self._findings: Sequence[Finding] = ()
         self._newest = -1
 
     @property
@@ -80,7 +80,7 @@ class CanaryDirector(Director):
         self, step: GatheredStep, changed: Sequence[Finding], known: Sequence[Finding], newest: int
     ) -> list[Request]:
         """Check on the present canary, and decide on the next one."""
-        self._known = known
+        self._findings = known
         self._newest = max(self._newest, newest, step.step)
         if self._ended:
             return []
@@ -167,7 +167,7 @@ class CanaryDirector(Director):
     ) -> None:
         self._plan.finish(cost)
         self._announce(planned, cost)
-        verdict = judge(results, differing=_differing(self._known, step.step))
+        verdict = judge(results, differing=_differing(self._findings, step.step))
         if self._bundle is not None:
             self._bundle = replace(self._bundle, results=results, verdict=verdict)
             if planned.of_finding or verdict.verdict is not CanaryCause.DATA:
@@ -219,7 +219,7 @@ class CanaryDirector(Director):
             seed=planned.seed,
             autocast=answers[0].autocast,
             batches=(unpack_batch(answers[0].batch), unpack_batch(answers[1].batch)),
-            finding=next((f for f in self._known if f.id == planned.reason), None),
+            finding=next((f for f in self._findings if f.id == planned.reason), None),
             versions=answers[0].versions,
         )
 
@@ -243,9 +243,9 @@ def _largest(step: GatheredStep, name: str, otherwise: float) -> float:
     return float(finite.max()) if finite.size else otherwise
 
 
-def _differing(known: Sequence[Finding], step: int) -> tuple[int, ...]:
+def _differing(findings: Sequence[Finding], step: int) -> tuple[int, ...]:
     """Return the workers that hold other state, by the diagnosis of this canary."""
-    for finding in known:
+    for finding in findings:
         if finding.last_step == step and finding.evidence.get("verdict") == str(CanaryCause.STATE):
             return finding.ranks
     return ()

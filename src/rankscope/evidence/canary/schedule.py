@@ -143,7 +143,7 @@ class CanaryPlan:
         self._schedule = schedule
         self._num_scheduled = self._num_missed = 0
         self._waiting: list[tuple[int, Planned]] = []  # not before this step
-        self._known: set[str] = set()
+        self._explained: set[str] = set()  # ids of findings that have led to a canary
         self._last = -SPACING
         self._step = 0
         self.current: Planned | None = None
@@ -176,8 +176,8 @@ class CanaryPlan:
         if self._num_workers < 2:
             return None
         for finding in findings:
-            if _can_be_explained(finding) and finding.id not in self._known:
-                self._known.add(finding.id)
+            if _can_be_explained(finding) and finding.id not in self._explained:
+                self._explained.add(finding.id)
                 self._waiting.append((step, self._of(finding.id, finding.ranks)))
         if self._schedule is not None and math.isfinite(seconds):
             self._schedule.see(seconds)
@@ -188,13 +188,9 @@ class CanaryPlan:
         return self._begin(step, step if newest is None else max(step, newest))
 
     def run_at(self, newest: int) -> Planned:
-        """Set the step in which the present canary runs, whose batches have arrived.
+        """Set the step of the present canary, whose batches have arrived, and return it.
 
-        Args:
-            newest: The newest step that any worker has ended.
-
-        Returns:
-            The present canary, :attr:`current` from now on.
+        ``newest`` is the newest step that any worker has ended.
         """
         assert self.current is not None
         at_least = newest + self._lead

@@ -82,9 +82,7 @@ class AxisVerdict:
     If the axis cuts no parameter, the ranks along it may not share one model. A parameter that
     begins with other values there may be intended, and gradients are not judged.
 
-    Args:
-        axis: Its name.
-        begun_at: The first step of the run.
+    ``begun_at`` is the first step of the run.
     """
 
     def __init__(self, axis: str, begun_at: int) -> None:

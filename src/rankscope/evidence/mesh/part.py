@@ -138,12 +138,12 @@ class Replicated:
 
     @property
     def parameter_differs(self) -> bool:
-        """Whether rounding does not explain how far its values lie apart."""
+        """Whether its values differ by more than rounding explains."""
         return self.parameter > self.tolerance
 
     @property
     def gradient_differs(self) -> bool:
-        """Whether rounding does not explain how far its gradients lie apart."""
+        """Whether its gradients differ by more than rounding explains."""
         return self.gradient > self.tolerance
 
 
@@ -225,11 +225,7 @@ def _apart(digests_T: Sequence[int], norms_T: Floats, sketches_TK: Floats) -> fl
 
 
 def over_axes(placements: Mapping[str, bool], axes: Sequence[str]) -> list[int]:
-    """Return a parameter's row of ``over_NA``.
-
-    Args:
-        placements: Whether it is replicated, by the axes that its placement names.
-        axes: Names of the axes ``[A]``.
+    """Return a parameter's row of ``over_NA``; ``placements`` states by axis if it is replicated.
 
     Example:
         >>> over_axes({"tp": False, "cp": True}, ["tp", "cp", "ep"])

@@ -21,9 +21,7 @@ _MOST_WAITING = 1024  # incomplete steps of ranks along an axis
 class MeshAxes(Director):
     """The replicas over the axes of one mesh.
 
-    Args:
-        first_step: Number of the run's first step.
-        report: Takes each finding that has changed.
+    ``report`` takes each finding that has changed.
     """
 
     def __init__(self, first_step: int, report: Callable[[Finding], None]) -> None:
@@ -35,13 +33,7 @@ class MeshAxes(Director):
         self.findings: dict[str, Finding] = {}
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
-        """Process a rank's readings of a step.
-
-        Args:
-            rank: Its rank in this run; None if it belongs to another.
-            step: The step.
-            content: A packed :class:`AxisPart`.
-        """
+        """Process a rank's :class:`AxisPart` of a step; ``rank`` is None in another run."""
         try:
             part = AxisPart.unpack(content)
         except PackedError as error:

@@ -209,10 +209,8 @@ class LoaderMeter:
 class _Starts:
     """A ``worker_init_fn`` that records the states of the generators, after the loader's own.
 
-    Args:
-        original: The loader's ``worker_init_fn``, or None.
-        table: int64 ``[num_workers, 2 per generator]`` in shared memory: the digest of its state
-            at the start, and 1 once it has moved.
+    ``table`` is int64 ``[num_workers, 2 per generator]`` in shared memory: the digest of its state
+    at the start, and 1 once it has moved.
     """
 
     def __init__(self, original: Callable[[int], Any] | None, table: Tensor) -> None:

@@ -45,7 +45,7 @@ class ReferenceProbe(Probe):
         self._at = frozenset(job.verify_at)
         mesh_meeting = None if channel.mesh is None else channel.mesh.ranks
         knows_optimizer = job.optimizer is not None
-        self._asked = False
+        self._requested = False
         self._step = -1
         self._due = -1
         self._why_not = _why_not(wrapped) or ("" if knows_optimizer else _NO_OPTIMIZER)
@@ -78,7 +78,7 @@ class ReferenceProbe(Probe):
 
     def ask(self) -> None:
         """Compute the gradient of the next step again; all workers request the same step."""
-        self._asked = True
+        self._requested = True
 
     def listen(self, before_step: Callable[..., None]) -> Callable[[], object] | None:
         """Hook ``before_step`` to DeepSpeed's engine, if any; return the hook's removal.
@@ -98,8 +98,8 @@ class ReferenceProbe(Probe):
         """Note the beginning of a forward pass of the training."""
         if step != self._step:
             self._step = step
-            if self._asked or step in self._at:
-                self._asked = False
+            if self._requested or step in self._at:
+                self._requested = False
                 self._forget()
                 self._due = step
                 self._declined = self._why_not
@@ -163,7 +163,7 @@ class ReferenceProbe(Probe):
     def abort(self) -> None:
         """Reset the present step, which an exception has ended; it will begin again."""
         if self.recompute_due:
-            self._asked = True  # the same step is computed again when it begins once more
+            self._requested = True  # the same step is computed again when it begins once more
             self._step = -1
             self._forget()
 

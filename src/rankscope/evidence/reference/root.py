@@ -29,7 +29,7 @@ class Verifications(Director):
         meant: The plan's weighting of the loss; None without.
         report: Takes each finding.
         by_loop: Whether the training's own loop reduces.
-        unasked: Steps that nobody asked for, which yield no findings.
+        silent_steps: Steps that yield no findings, since nobody asked for them.
     """
 
     def __init__(
@@ -39,13 +39,13 @@ class Verifications(Director):
         report: Callable[[Finding], None],
         *,
         by_loop: bool = False,
-        unasked: Collection[int] = (),
+        silent_steps: Collection[int] = (),
     ) -> None:
         self._by_loop = by_loop
         self._num_workers = num_workers
         self._meant = meant
         self._report = report
-        self._unasked = unasked
+        self._silent_steps = silent_steps
         self._parts: dict[int, dict[int, ReferenceShare]] = {}
         self.findings: dict[str, Finding] = {}
 
@@ -71,7 +71,7 @@ class Verifications(Director):
 
     def _conclude(self, step: int, finding: Finding) -> None:
         del self._parts[step]
-        if step in self._unasked:
+        if step in self._silent_steps:
             _log.debug("a reference step that nobody asked for: %s", finding)
             return
         self.findings[finding.id] = finding
@@ -124,5 +124,7 @@ def make_director(run: DirectedRun) -> Verifications:
     """Return the director of reference steps."""
     meant = Plan.of(run.options.get("plan")).loss_weighting
     requested = run.options.get("verify_at", ())
-    unasked = {run.first_step + later for later in PACE.references}.difference(requested)
-    return Verifications(run.num_workers, meant, run.report, by_loop=run.by_loop, unasked=unasked)
+    silent_steps = {run.first_step + later for later in PACE.references}.difference(requested)
+    return Verifications(
+        run.num_workers, meant, run.report, by_loop=run.by_loop, silent_steps=silent_steps
+    )

@@ -184,12 +184,12 @@ class _Step:
         self.worker_N = np.repeat(np.arange(len(parts_W)), self.counts_W)
         self.terms = [term_PK for part in parts_W for term_PK in part.terms_MPK]
         self.norms_NP = np.concatenate([part.norms_MP for part in parts_W])
-        known = all(
+        complete = all(
             len(scales) == count and np.isfinite(scales).all() and scales.all()
             for scales, count in zip(scales_W, self.counts_W, strict=True)
         )
-        self.knows_scales = known
-        self.scales_N = np.concatenate(scales_W) if known else np.ones(len(self.terms))
+        self.knows_scales = complete
+        self.scales_N = np.concatenate(scales_W) if complete else np.ones(len(self.terms))
         self.given_W = _gathered([part.given_PK for part in parts_W], first.copies)
         self.given = _distinct(self.given_W)
         self.axis = first.axis

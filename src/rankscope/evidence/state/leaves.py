@@ -48,8 +48,8 @@ def state_leaves(state: object, part: Slice, weight: int = 1) -> Iterator[Leaf]:
     elif isinstance(state, (list, tuple)):
         pairs = enumerate(state)
     else:
-        value = f"{type(state).__name__} {state!r}" if isinstance(state, _PLAIN) else type(state)
-        yield weight, word_of(f"value {value}"), 0, None
+        plain = f"{type(state).__name__} {state!r}" if isinstance(state, _PLAIN) else type(state)
+        yield weight, word_of(f"value {plain}"), 0, None
         return
     yield weight, _word_of_length(len(state)), 0, None
     for key, value in pairs:  # in any order: they are added up

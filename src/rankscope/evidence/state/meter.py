@@ -169,7 +169,7 @@ class StateMeter:
         for number, part in self._slot.wanted[name]:
             try:
                 digest = digest_bits(gradient, part.start, part.stop).known & _MASK
-            except Exception as error:  # whatever kind of tensor it is
+            except Exception as error:  # a tensor of an unusual kind
                 self._warn_once(error)
                 digest = _UNREADABLE
             self._saw_local((number,), PendingReading([digest], [0.0]))
@@ -305,7 +305,7 @@ class StateMeter:
         for tensor in found.left_out.values():
             try:
                 reading.add(tensor, 0, None)
-            except Exception as error:  # whatever kind of tensor it is
+            except Exception as error:  # a tensor of an unusual kind
                 self._warn_once(error)
                 reading.add_unreadable(_UNREADABLE)
         self._roles = PendingRoles(found.roles, tuple(found.left_out), self._begin(reading))
@@ -391,7 +391,7 @@ class StateMeter:
                 else:
                     reading.add(leaf, start, stop)
                 weights.append(weight)
-        except Exception as error:  # whatever an optimizer keeps
+        except Exception as error:  # unusual optimizer state
             self._warn_once(error)
             del weights[len(weights) - (len(reading) - first) :]
             reading.forget(first)
@@ -403,7 +403,7 @@ class StateMeter:
     ) -> None:
         try:
             reading.add(tensor, part.start, part.stop, norm=norm)
-        except Exception as error:  # whatever kind of tensor it is
+        except Exception as error:  # a tensor of an unusual kind
             self._warn_once(error)
             reading.add_unreadable(_UNREADABLE)
 

@@ -18,7 +18,7 @@ from rankscope.wrappers.fsdp2_lasting import LastingParameters
 from rankscope.wrappers.kinds import FSDP2, MEGATRON
 
 
-class KnownNames:
+class SentNames:
     """Names of the digested items, which are equal on all workers: the first one sends them once.
 
     Args:
@@ -38,12 +38,12 @@ class KnownNames:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingDigests:
+class PendingStateMessage:
     """The digests and traces of one step; they may still be on the device."""
 
     state: PendingState | None
     trace: PendingTrace | None
-    names: KnownNames
+    names: SentNames
     replica: int | None
 
     @property
@@ -109,7 +109,7 @@ class StateProbe(Probe):
         self,
         meter: StateMeter | None,
         tracer: TraceMeter | None,
-        names: KnownNames,
+        names: SentNames,
         *,
         replica: int | None,
         updates_all: bool,
@@ -181,7 +181,7 @@ class StateProbe(Probe):
                 self._tracer.abort()
             trace, seconds = self._tracer.collect()
             end.leave_out(seconds)
-        return PendingDigests(state, trace, self._names, self._replica)
+        return PendingStateMessage(state, trace, self._names, self._replica)
 
     def _collect_state(self, end: StepEnd) -> PendingState | None:
         if self._meter is None:
@@ -218,7 +218,7 @@ def make_probe(job: Job) -> StateProbe:
     return StateProbe(
         _meter(job) if job.exact else None,
         _tracer(job) if job.trace else None,
-        KnownNames(sends=job.rank == 0),
+        SentNames(sends=job.rank == 0),
         replica=wrapped.replica,
         updates_all=not job.local_steps and _updates_all(wrapped, job.optimizer),
     )

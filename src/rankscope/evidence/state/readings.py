@@ -39,20 +39,29 @@ _kinds: dict[tuple[torch.dtype, int], tuple[int, int, int]] = {}
 class PendingDigests:
     """Parts of tensors to read at one moment, numbered from 0."""
 
-    __slots__ = ("_devices", "_kept", "_known", "_lying", "_native", "_odd", "_parts", "_squares")
+    __slots__ = (
+        "_devices",
+        "_in_memory",
+        "_kept",
+        "_native",
+        "_parts",
+        "_single",
+        "_squares",
+        "_words",
+    )
 
     def __init__(self) -> None:
         self._native = native_sum()
-        self._known: list[int] = []
+        self._words: list[int] = []
         self._kept: list[Tensor] = []  # alive until they are read
-        self._lying: list[int] = []  # numbers of the kept tensors
+        self._in_memory: list[int] = []  # numbers of the kept tensors' parts
         self._parts: list[int] = []  # on the host: address, bytes, number format
         self._devices: dict[torch.device, DeviceParts] = {}
-        self._odd: list[tuple[int, PendingDigest]] = []
+        self._single: list[tuple[int, PendingDigest]] = []
         self._squares: list[tuple[int, float | Tensor]] = []
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._words)
 
     def add(
         self, tensor: Tensor, start: int = 0, stop: int | None = None, *, norm: bool = False
@@ -65,7 +74,7 @@ class PendingDigests:
         if type(tensor) is not Tensor and isinstance(tensor, DTensor):
             tensor = tensor.to_local()
         if not lies_in_memory(tensor):
-            self._add_odd(tensor, start, stop, norm=norm)
+            self._add_single(tensor, start, stop, norm=norm)
             return
         length = tensor.numel()
         dtype = tensor.dtype
@@ -75,46 +84,46 @@ class PendingDigests:
             start = min(start, stop)
             length = stop - start
             address += start * dtype.itemsize
-        known, size, numbers = _kinds.get((dtype, length)) or _learn(dtype, length)
+        word, size, numbers = _kinds.get((dtype, length)) or _learn(dtype, length)
         if tensor.is_cpu and self._native is not None:
             self._parts += (address, size, numbers if norm else 0)
         else:
             device = tensor.device
             reader = device_reader(device)
             if reader is None or (norm and not numbers):
-                self._add_odd(tensor, start, stop, norm=norm)
+                self._add_single(tensor, start, stop, norm=norm)
                 return
             parts = self._devices.setdefault(device, DeviceParts(reader))
-            parts.add(len(self._known), address, size, numbers, norm=norm)
+            parts.add(len(self._words), address, size, numbers, norm=norm)
             self._parts += (0, 0, 0)
         self._kept.append(tensor)
-        self._lying.append(len(self._known))
-        self._known.append(known)
+        self._in_memory.append(len(self._words))
+        self._words.append(word)
 
     def add_digest(self, digest: PendingDigest) -> None:
         """Add a digest that a device may still compute."""
         if digest.pending:
-            self._odd.append((len(self._known), digest))
+            self._single.append((len(self._words), digest))
         self.add_word(digest.known & _MASK)
 
     def add_word(self, word: int) -> None:
         """Add a digest that is known."""
-        self._known.append(word)
+        self._words.append(word)
         self._parts += (0, 0, 0)
 
     def add_unreadable(self, word: int) -> None:
         """Add a digest that stands for an unreadable tensor; its sum of squares is NaN."""
-        self._squares.append((len(self._known), math.nan))
+        self._squares.append((len(self._words), math.nan))
         self.add_word(word)
 
     def forget(self, length: int) -> None:
         """Drop the parts after the first ``length``; only words may be added afterwards."""
-        del self._known[length:], self._parts[3 * length :]
-        while self._lying and self._lying[-1] >= length:
-            del self._lying[-1], self._kept[-1]
+        del self._words[length:], self._parts[3 * length :]
+        while self._in_memory and self._in_memory[-1] >= length:
+            del self._in_memory[-1], self._kept[-1]
         for parts in self._devices.values():
             parts.forget(length)
-        self._odd = [odd for odd in self._odd if odd[0] < length]
+        self._single = [single for single in self._single if single[0] < length]
         self._squares = [square for square in self._squares if square[0] < length]
 
     def begin(self) -> "PendingReading":
@@ -126,17 +135,17 @@ class PendingDigests:
         """Return the parts in the host's memory, if there are any."""
         if self._native is None or not any(self._parts[1::3]):
             return None
-        return Parts(self._native, self._parts, self._known)
+        return Parts(self._native, self._parts, self._words)
 
     def _begin(self, of_host: tuple[list[int], list[float]] | None) -> "PendingReading":
         if of_host is None:
-            of_host = list(self._known), [0.0] * len(self._known)
+            of_host = list(self._words), [0.0] * len(self._words)
         launched = [parts.launch() for parts in self._devices.values()] if self._devices else ()
-        return PendingReading(*of_host, launched, self._odd, self._squares)
+        return PendingReading(*of_host, launched, self._single, self._squares)
 
-    def _add_odd(self, tensor: Tensor, start: int, stop: int | None, *, norm: bool) -> None:
+    def _add_single(self, tensor: Tensor, start: int, stop: int | None, *, norm: bool) -> None:
         digest = digest_bits(tensor, start, stop)
-        number = len(self._known)
+        number = len(self._words)
         if norm:
             squares = list(_squares(tensor, start, stop))
             self._squares += [(number, square) for square in squares]
@@ -166,8 +175,8 @@ class CachedReading:
         """
         self._reading = None
         kept = reading._kept
-        lies = len(kept) == len(tensors) and all(map(is_, kept, tensors))
-        if not lies or reading._odd or reading._squares or any(map(Tensor.is_complex, kept)):
+        plain = len(kept) == len(tensors) and all(map(is_, kept, tensors))
+        if not plain or reading._single or reading._squares or any(map(Tensor.is_complex, kept)):
             return
         reading._kept = []
         self._form = _form_of(kept)
@@ -175,7 +184,7 @@ class CachedReading:
         self._pointers = list(map(Tensor.data_ptr, kept))
         self._reading = reading
         self._host = reading._on_host()
-        if reading._lying == list(range(len(reading))) and not reading._devices:
+        if reading._in_memory == list(range(len(reading))) and not reading._devices:
             self._offsets = list(map(sub, reading._parts[::3], self._pointers))
         else:
             self._offsets = None
@@ -225,8 +234,8 @@ class PendingReading:
         digests: Digests from the host, below 2^64.
         squares: Sums of squares from the host.
         launched: Sets of parts that devices read.
-        odd: Single digests on devices, with the part's number.
-        odd_squares: More sums of squares of single parts, with the part's number.
+        single: Single digests on devices, with the part's number.
+        single_squares: More sums of squares of single parts, with the part's number.
     """
 
     __slots__ = ("_arrived", "_digests", "_launched", "_squares", "_terms")
@@ -236,16 +245,16 @@ class PendingReading:
         digests: list[int],
         squares: list[float],
         launched: Sequence[Launched] = (),
-        odd: Sequence[tuple[int, PendingDigest]] = (),
-        odd_squares: Sequence[tuple[int, float | Tensor]] = (),
+        single: Sequence[tuple[int, PendingDigest]] = (),
+        single_squares: Sequence[tuple[int, float | Tensor]] = (),
     ) -> None:
         self._digests = digests
         self._squares = squares
         self._launched = launched
         self._terms: dict[torch.device, list[tuple[int, int | None]]] = {}
         self._arrived: dict[torch.device, HostCopy] = {}
-        if odd or odd_squares:
-            self._begin_to_copy(odd, odd_squares)
+        if single or single_squares:
+            self._begin_to_copy(single, single_squares)
 
     @property
     def ready(self) -> bool:
@@ -276,12 +285,12 @@ class PendingReading:
 
     def _begin_to_copy(
         self,
-        odd: Sequence[tuple[int, PendingDigest]],
+        single: Sequence[tuple[int, PendingDigest]],
         squares: Sequence[tuple[int, float | Tensor]],
     ) -> None:
         tensors: dict[torch.device, list[Tensor]] = defaultdict(list)
         terms: dict[torch.device, list[tuple[int, int | None]]] = defaultdict(list)
-        for number, digest in odd:
+        for number, digest in single:
             for factor, tensor in digest.pending:
                 tensors[tensor.device].append(tensor)
                 terms[tensor.device].append((number, factor))
@@ -304,11 +313,11 @@ def prepare(device: torch.device) -> None:
 
 def _learn(dtype: torch.dtype, length: int) -> tuple[int, int, int]:
     """Return the constant part of a digest, the bytes, and their number format in C."""
-    known = (word_of(f"{dtype} {length}"), length * dtype.itemsize, NUMBERS.get(dtype, 0))
+    entry = (word_of(f"{dtype} {length}"), length * dtype.itemsize, NUMBERS.get(dtype, 0))
     if len(_kinds) > 1 << 14:
         _kinds.clear()
-    _kinds[dtype, length] = known
-    return known
+    _kinds[dtype, length] = entry
+    return entry
 
 
 def _form_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[bool]]:

@@ -40,12 +40,9 @@ _MOST_LOCAL = 8  # cached sets of local gradients of a slot
 
 
 class Rows:
-    """The digests of one kind in a step, and the parts that each is made of.
+    """The digests of one kind in a step, and the slices that each is made of.
 
-    Args:
-        kind: Their kind.
-        items: All items of the step.
-        first: Number of the first part of this kind in what is read of all.
+    ``first`` is the number of the first slice of this kind among all that are read.
     """
 
     def __init__(self, kind: StateKind, items: Sequence[Item], first: int = 0) -> None:

@@ -51,9 +51,6 @@ class TraceReader:
     """Reads tensors without waiting for their device, in scratch space of a fixed size.
 
     Calls on one accelerator must follow one another on its stream.
-
-    Args:
-        device: Where the tensors live.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -120,7 +117,7 @@ class TraceReader:
             for position, flat in flat_parts(tensor):
                 for start in range(0, len(flat), self._piece):
                     yield position + start, flat[start : start + self._piece].contiguous()
-        except Exception as error:  # whatever kind of tensor it is
+        except Exception as error:  # a tensor of an unusual kind
             self._log_once(error)
             yield 0, None
 
@@ -133,14 +130,14 @@ class TraceReader:
                 first = signs.first % DEFAULT_WIDTH + position
                 self._kernel.measure(piece, signs, first, self._scratch, row)
                 return
-        except Exception as error:  # whatever dtype it has
+        except Exception as error:  # a tensor of an unusual type
             self._log_once(error)
         self._scratch.squared_norms[row] = math.nan
 
     def _add_digest(self, tensor: Tensor, reading: PendingDigests) -> None:
         try:
             reading.add(tensor)
-        except Exception as error:  # whatever kind of tensor it is
+        except Exception as error:  # a tensor of an unusual kind
             self._log_once(error)
             reading.add_digest(UNREADABLE)
 
