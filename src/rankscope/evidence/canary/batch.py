@@ -40,7 +40,7 @@ _NUMPY_KNOWS = frozenset(
 
 
 class CanaryDeclined(RankscopeError):  # noqa: N818 - an answer, not a failure
-    """A canary cannot run, for the reason in one sentence; after ``out_of_memory`` none will."""
+    """A canary cannot run, for the given reason; with ``out_of_memory``, no later one can."""
 
     def __init__(self, reason: str, *, out_of_memory: bool = False) -> None:
         super().__init__(reason)

@@ -77,10 +77,7 @@ TRIGGERS = frozenset({"data.worker_outlier", "compute.worker_outlier", "inconclu
 
 SCHEDULED = "scheduled"
 ASKED_FOR = "asked-for"
-_NEED_NONE = (
-    "canary-",
-    "amount",
-)  # prefixes of findings: the canary's own, and those of data alone
+_NEED_NONE = ("canary-", "amount")  # prefixes of findings on canaries, and on data alone
 _MOST_DOUBLINGS = 3  # of the lead, after canaries that were missed
 
 

@@ -235,9 +235,8 @@ class ReferenceStep:
         rounds_in: torch.dtype | None,
     ) -> GradientTotals:
         shared = self._model.tensor_parallel
-        apart = (
-            shared is not None and shared.replicas
-        )  # the training's replicas differ, so its outputs do
+        # the training's replicas differ, so its outputs do
+        apart = shared is not None and shared.replicas
         try:
             found = micro.gradients(module, parameters, rounds_in=rounds_in, compared=not apart)
             found = found if shared is None else shared.parts(self._model.names, found)

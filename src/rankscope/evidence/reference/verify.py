@@ -2,7 +2,7 @@
 
 Each worker has computed the gradient ``h_im`` of each of its micro-batches once more, by itself,
 as its own backward pass had multiplied it by ``s_im``. The gradient of the micro-batch's own mean
-loss is ``h_im / s_im``, and what one process would have computed is
+loss is ``h_im / s_im``, and that of a single process is
 
     r = sum_i sum_m  e_im h_im / s_im,
 
