@@ -14,7 +14,7 @@ from torch import nn
 from rankscope.bus.replicas import StateKind, differences
 from rankscope.evidence.state import readings
 from rankscope.evidence.state.meter import StateMeter
-from rankscope.evidence.state.turn import odd_factors
+from rankscope.evidence.state.slot import odd_factors
 from rankscope.gradients.digest import PendingDigest, digest_bits
 from rankscope.gradients.kernels.bits import signed
 from support.state import KINDS, Model, look, make, of, reductions, train
@@ -372,7 +372,7 @@ CHANGES = {
 def test_what_changes_between_two_steps_of_a_turn_is_read_as_it_is(change):
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    meter = StateMeter(model, optimizer, replicated=True, turns=1)
+    meter = StateMeter(model, optimizer, replicated=True, num_slots=1)
     model(torch.ones(4)).sum().backward()
     optimizer.step()
     moments = ("see_locals", "see_reduced", "see_applied", "see_state")
@@ -391,7 +391,7 @@ def test_what_changes_between_two_steps_of_a_turn_is_read_as_it_is(change):
     for step in (2, 3):
         (found, values), (state, expected) = (
             seen(each, step)
-            for each in (meter, StateMeter(model, optimizer, replicated=True, turns=1))
+            for each in (meter, StateMeter(model, optimizer, replicated=True, num_slots=1))
         )
         assert found.names == state.names
         np.testing.assert_array_equal(found.digests_D, state.digests_D)
@@ -402,7 +402,7 @@ def test_what_changes_between_two_steps_of_a_turn_is_read_as_it_is(change):
 def test_as_long_as_tensors_are_alike_they_are_not_looked_at_one_by_one(monkeypatch):
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters())
-    meter = StateMeter(model, optimizer, replicated=True, turns=1)
+    meter = StateMeter(model, optimizer, replicated=True, num_slots=1)
     model(torch.ones(4)).sum().backward()
     optimizer.step()
     state, values = look(meter, 0)

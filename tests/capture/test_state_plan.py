@@ -1,4 +1,4 @@
-"""How a model's state is dealt out to the steps of a rotation."""
+"""How a model's state is dealt out to the slots of a cycle."""
 
 import numpy as np
 import pytest
@@ -14,10 +14,10 @@ from support.state import KINDS, look, make, train
 
 
 def covered(plan):
-    """Return how often each element of each kind has its turn in a rotation."""
+    """Return how often each element of each kind is read in a cycle."""
     counts = {}
     for step in range(plan.length):
-        for item in plan.chosen(step):
+        for item in plan.items(step):
             for part in item.slices:
                 for kind in item.kinds:
                     size = max(1, part.length)
@@ -31,17 +31,17 @@ def expected_kinds(model):
     return parameters | {(StateKind.BUFFER, name) for name, _ in model.named_buffers()}
 
 
-@pytest.mark.parametrize("turns", [2, 8, 64])
-def test_everything_has_its_turn_once_in_a_rotation(turns):
+@pytest.mark.parametrize("num_slots", [2, 8, 64])
+def test_everything_has_its_slot_once_in_a_cycle(num_slots):
     model, optimizer, _ = make()
     plan = DigestSchedule(
-        survey(model, optimizer), replicated=True, called=True, turns=turns, max_items=32
+        survey(model, optimizer), replicated=True, called=True, num_slots=num_slots, max_items=32
     )
     counts = covered(plan)
     assert counts.keys() == expected_kinds(model)
     parameters = [count for (kind, _), count in counts.items() if kind is not StateKind.BUFFER]
     assert all((count == 1).all() for count in parameters)
-    assert plan.length <= turns
+    assert plan.length <= num_slots
 
 
 @settings(deadline=None, max_examples=60)
@@ -51,30 +51,36 @@ def test_everything_has_its_turn_once_in_a_rotation(turns):
     st.sampled_from([(64, 32), (8, 32), (64, 12), (16, 5)]),
 )
 def test_any_model_is_dealt_out(sizes, buffers, limits):
-    turns, max_items = limits
+    num_slots, max_items = limits
     model = nn.ParameterList(torch.empty(size, device="meta") for size in sizes)
     for number, size in enumerate(buffers):
         model.register_buffer(f"b{number}", torch.empty(size, device="meta"))
     optimizer = torch.optim.SGD(model.parameters())
     plan = DigestSchedule(
-        survey(model, optimizer), replicated=True, called=True, turns=turns, max_items=max_items
+        survey(model, optimizer),
+        replicated=True,
+        called=True,
+        num_slots=num_slots,
+        max_items=max_items,
     )
     counts = covered(plan)
     assert counts.keys() == expected_kinds(model)
     assert all((count >= 1).all() for count in counts.values())
-    rounds = [plan.chosen(step) for step in range(plan.length)]
-    assert all(sum(len(item.kinds) for item in items) <= max_items for items in rounds)
-    assert plan.length <= turns
+    slots = [plan.items(step) for step in range(plan.length)]
+    assert all(sum(len(item.kinds) for item in items) <= max_items for items in slots)
+    assert plan.length <= num_slots
     total = 4 * (sum(sizes) + sum(buffers))
-    assert max(sum(i.bytes for i in items) for items in rounds) <= 4 * max(total / turns, 1 << 18)
+    assert max(sum(i.bytes for i in items) for items in slots) <= 4 * max(
+        total / num_slots, 1 << 18
+    )
 
 
 def test_a_step_reads_about_its_share():
     model = nn.ModuleList(nn.Linear(500, 500) for _ in range(100))
     found = survey(model, torch.optim.SGD(model.parameters()))
-    plan = DigestSchedule(found, replicated=True, called=True, turns=64, max_items=32)
+    plan = DigestSchedule(found, replicated=True, called=True, num_slots=64, max_items=32)
     total = sum(parameter.nbytes for parameter in model.parameters())
-    sizes = [sum(item.bytes for item in plan.chosen(step)) for step in range(plan.length)]
+    sizes = [sum(item.bytes for item in plan.items(step)) for step in range(plan.length)]
     assert sum(sizes) == total
     assert max(sizes) <= 1.5 * total / 64
 

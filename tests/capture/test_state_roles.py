@@ -1,9 +1,9 @@
-"""What a look at a model's parameters sees of each."""
+"""The role of each parameter of a model."""
 
 import torch
 from torch import nn
 
-from rankscope.evidence.state.look import look_at
+from rankscope.evidence.state.parameter_roles import read_roles
 from rankscope.evidence.state.roles import Role, role_word
 
 
@@ -14,13 +14,13 @@ def test_the_role_of_each_parameter_is_seen():
     model = nn.ModuleDict(layers)
     optimizer = torch.optim.SGD(layers[name].weight for name in ("held", "twice", "frozen"))
     optimizer.param_groups[0]["params"].append(layers["twice"].weight)
-    look = look_at(model, optimizer, left_out={"forgotten.weight", "frozen.weight"})
+    found = read_roles(model, optimizer, left_out={"forgotten.weight", "frozen.weight"})
     held = Role.TRAINED | Role.OWNED
-    assert dict(zip(look.roles.names, look.roles.words, strict=True)) == {
+    assert dict(zip(found.roles.names, found.roles.words, strict=True)) == {
         "held.weight": held,
         "twice.weight": held | Role.TWICE,
         "forgotten.weight": Role.TRAINED | Role.LEFT_OUT,
         "tied.weight": role_word(held, "held.weight"),
         "frozen.weight": Role.OWNED | Role.LEFT_OUT,
     }
-    assert look.left_out == {"forgotten.weight (2, 2)": layers["forgotten"].weight}
+    assert found.left_out == {"forgotten.weight (2, 2)": layers["forgotten"].weight}

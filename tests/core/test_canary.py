@@ -26,7 +26,7 @@ from rankscope.evidence.canary.schedule import (
     CanaryPlan,
     Planned,
     Schedule,
-    all_asked,
+    all_requested,
 )
 from rankscope.evidence.canary.verdict import (
     CanaryCause,
@@ -312,23 +312,23 @@ def test_scheduled_canaries_do_not_put_off_those_of_findings(every):
 def test_one_that_is_asked_for_waits_for_the_present_one():
     plan = CanaryPlan(3)
     assert plan.observe(3, [finding()]) is not None
-    assert plan.observe(5, asked=True) is None
-    [asked] = planned(plan, 6, 200)
-    assert (asked.reason, asked.capture_at) == ("asked-for", 35 + 16)
+    assert plan.observe(5, requested=True) is None
+    [requested] = planned(plan, 6, 200)
+    assert (requested.reason, requested.capture_at) == ("asked-for", 35 + 16)
 
 
 def test_one_worker_has_nobody_to_compare_with():
-    assert planned(CanaryPlan(1, Schedule(10)), 0, 100, findings=[finding()], asked=True) == []
+    assert planned(CanaryPlan(1, Schedule(10)), 0, 100, findings=[finding()], requested=True) == []
 
 
 def test_all_must_ask():
     def step(*asking):
         return gathered(7, [np.arange(2)] * 2, canary_of=asking)
 
-    assert all_asked(step(0, 0)) is True
-    assert all_asked(step(0, MISSING_INT)) is None
-    assert all_asked(step(MISSING_INT, MISSING_INT)) is False
-    assert all_asked(canary_columns()) is False  # these are results
+    assert all_requested(step(0, 0)) is True
+    assert all_requested(step(0, MISSING_INT)) is None
+    assert all_requested(step(MISSING_INT, MISSING_INT)) is False
+    assert all_requested(canary_columns()) is False  # these are results
 
 
 # Batches --------------------------------------------------------------------------------------

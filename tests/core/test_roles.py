@@ -1,20 +1,20 @@
-"""What is told of parameters' roles, and which parameters rest."""
+"""Differences of parameters' roles, and parameters that never change."""
 
 import numpy as np
 import pytest
 
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.state.roles import (
-    FIRST_LOOKS,
-    LOOK_EVERY,
+    FIRST_ROLE_STEPS,
+    ROLES_EVERY,
     Role,
     Roles,
-    Stillness,
-    is_looked_at,
-    resting,
+    UnchangedParameters,
+    is_role_step,
     role_differences,
     role_word,
     tie_of,
+    unchanged_differences,
 )
 
 NAMES = ("embedding.weight", "block.weight", "block.bias", "head.weight")
@@ -25,8 +25,8 @@ HELD, FREE = (
 )
 
 
-def told(*words_WN, left_out=({}, {}, {})):
-    """Return what workers with these words tell, as it comes out of their messages."""
+def messages(*words_WN, left_out=({}, {}, {})):
+    """Return the messages of workers with these words."""
     return [
         Roles(NAMES, tuple(words), alone).to_json(named=rank == 0)
         for rank, (words, alone) in enumerate(zip(words_WN, left_out, strict=False))
@@ -43,14 +43,14 @@ def test_a_word_holds_a_role_and_what_a_parameter_is_tied_to():
 
 def test_nothing_is_told_of_workers_that_train_alike():
     words = (PLAIN, Role(0), PLAIN, role_word(PLAIN, NAMES[0]))
-    assert role_differences(told(words, words, words)) == ()
+    assert role_differences(messages(words, words, words)) == ()
 
 
 def test_what_differs_is_named_with_all_words():
     plain = (int(PLAIN), int(PLAIN), int(PLAIN), role_word(PLAIN, NAMES[0]))
     frozen = (plain[0], int(Role.OWNED), *plain[2:])
     untied = (*plain[:3], int(PLAIN))
-    found = role_differences(told(plain, frozen, untied))
+    found = role_differences(messages(plain, frozen, untied))
     assert [(d.kind, d.name) for d in found] == [
         (StateKind.ROLE, "block.weight"),
         (StateKind.ROLE, "head.weight"),
@@ -61,7 +61,7 @@ def test_what_differs_is_named_with_all_words():
 
 def test_a_parameter_that_all_hold_twice_is_told():
     words = (PLAIN, PLAIN | Role.TWICE, PLAIN, PLAIN)
-    [found] = role_differences(told(words, words, words))
+    [found] = role_differences(messages(words, words, words))
     assert found.name == "block.weight"
 
 
@@ -73,37 +73,37 @@ def test_models_of_other_names_are_not_compared():
 def test_parameters_that_are_not_reduced_are_compared_where_all_have_them():
     words = (PLAIN,) * 4
     alone = ({"a (2,)": 1, "b (2,)": 5, "c (1,)": 1}, {"a (2,)": 1, "b (2,)": 6}, {"a (2,)": 1})
-    assert role_differences(told(words, words, words, left_out=alone)) == ()
-    [found] = role_differences(told(words, words, left_out=alone))
+    assert role_differences(messages(words, words, words, left_out=alone)) == ()
+    [found] = role_differences(messages(words, words, left_out=alone))
     assert (found.kind, found.name) == (StateKind.LEFT_OUT, "b (2,)")
     assert found.digests_W.tolist() == [5, 6]
 
 
 def test_a_session_is_looked_at_when_it_begins_and_then_rarely():
-    looked_at = [step for step in range(977, 977 + 2 * LOOK_EVERY) if is_looked_at(step, 977)]
-    assert looked_at == [977, 977 + FIRST_LOOKS[1], LOOK_EVERY, 2 * LOOK_EVERY]
+    looked_at = [step for step in range(977, 977 + 2 * ROLES_EVERY) if is_role_step(step, 977)]
+    assert looked_at == [977, 977 + FIRST_ROLE_STEPS[1], ROLES_EVERY, 2 * ROLES_EVERY]
 
 
 class Training:
     """Digests of two parameters in turns: ``own`` is held by the optimizer, ``other`` may be."""
 
     def __init__(self, *, kinds=FREE):
-        self.stillness, self.kinds, self.found = Stillness(), kinds, []
+        self.unchanged, self.kinds, self.found = UnchangedParameters(), kinds, []
 
-    def turn(self, step, *, own, other, gradient, updates=False):
+    def step(self, step, *, own, other, gradient, updates=False):
         kinds = (*HELD, *self.kinds)
         digests = dict.fromkeys(self.kinds, 0)
         digests |= {StateKind.PARAMETER: other, StateKind.REDUCED: gradient}
         values = [own, 7, 1000 + step, *digests.values()]
         names = ["own"] * len(HELD) + ["other"] * len(self.kinds)
-        found = self.stillness.see(step, kinds, names, values, updates=updates)
+        found = self.unchanged.see(step, kinds, names, values, updates=updates)
         self.found += [(step, *one) for one in found]
 
 
 def test_a_parameter_that_no_optimizer_holds_is_told_after_two_turns_and_then_rarely():
     training = Training()
     for step in range(20):
-        training.turn(step, own=step, other=1, gradient=500 + step)
+        training.step(step, own=step, other=1, gradient=500 + step)
     assert [(step, name, rests) for step, name, _, rests in training.found] == [
         (2, "other", True),
         (4, "other", True),
@@ -111,9 +111,9 @@ def test_a_parameter_that_no_optimizer_holds_is_told_after_two_turns_and_then_ra
         (16, "other", True),
     ]
     assert all(not role & Role.OWNED for *_, role, _ in training.found)
-    training.turn(20, own=20, other=2, gradient=1)
+    training.step(20, own=20, other=2, gradient=1)
     assert training.found[-1][::3] == (20, False)
-    [difference] = resting([training.found[-1][1:]], 3)
+    [difference] = unchanged_differences([training.found[-1][1:]], 3)
     assert not difference.unchanged_W.any()
     assert len(difference.digests_W) == 3
 
@@ -131,7 +131,7 @@ def test_a_parameter_that_no_optimizer_holds_is_told_after_two_turns_and_then_ra
 def test_nothing_is_told_where_rest_is_no_fault(values):
     training = Training()
     for step in range(40):
-        training.turn(step, **{name: value(step) for name, value in values.items()})
+        training.step(step, **{name: value(step) for name, value in values.items()})
     assert training.found == []
 
 
@@ -139,33 +139,33 @@ def test_nothing_is_told_where_rest_is_no_fault(values):
 def test_nothing_that_changes_is_told_after_32_updates(kinds):
     training = Training(kinds=kinds)
     for step in range(3):  # a warm-up from 0
-        training.turn(step, own=0, other=1, gradient=500 + step)
+        training.step(step, own=0, other=1, gradient=500 + step)
     for step in range(3, 40):
-        training.turn(step, own=0, other=1, gradient=500 + step, updates=True)
-    told = [(step, name, rests) for step, name, _, rests in training.found]
-    assert told == [(34, "own", True), (34, "other", True)]
+        training.step(step, own=0, other=1, gradient=500 + step, updates=True)
+    found = [(step, name, rests) for step, name, _, rests in training.found]
+    assert found == [(34, "own", True), (34, "other", True)]
     assert all(role & Role.ALL_REST for *_, role, _ in training.found)
-    training.turn(40, own=0, other=2, gradient=1, updates=True)
+    training.step(40, own=0, other=2, gradient=1, updates=True)
     assert training.found[-1][::3] == (40, False)
     for step in range(41, 80):
-        training.turn(step, own=0, other=2, gradient=500 + step, updates=True)
+        training.step(step, own=0, other=2, gradient=500 + step, updates=True)
     assert training.found[-1][:2] == (72, "other")
 
 
 def test_one_that_the_optimizer_holds_is_told_later_and_as_such():
     training = Training(kinds=HELD)
     for step in range(6):
-        training.turn(step, own=step, other=1, gradient=500 + step)
+        training.step(step, own=step, other=1, gradient=500 + step)
     [(step, name, role, rests)] = training.found
     assert (step, name, role, rests) == (4, "other", Role.TRAINED | Role.OWNED, True)
 
 
 def test_what_moved_before_a_parameter_was_first_seen_proves_nothing():
-    stillness = Stillness()
+    unchanged = UnchangedParameters()
     for step in range(3):
-        assert not stillness.see(step, HELD, ["own"] * 3, [step, 7, step + 9])
+        assert not unchanged.see(step, HELD, ["own"] * 3, [step, 7, step + 9])
     for step in range(3, 20):  # from now on a warm-up: nothing changes
         kinds, names = (*HELD, *FREE), ["own"] * 3 + ["other"] * 2
         digests = [3, 7, 100 + step, 1, 200 + step]
-        found = stillness.see(step, kinds, names, np.array(digests).tolist())
+        found = unchanged.see(step, kinds, names, np.array(digests).tolist())
         assert not found

@@ -7,7 +7,7 @@ import pytest
 
 from rankscope.bus.packing import PackedError
 from rankscope.evidence.reference.share import ReferenceShare
-from rankscope.evidence.reference.verify import Oddity, ReferenceAnswer, verify
+from rankscope.evidence.reference.verify import GradientMismatch, ReferenceAnswer, verify
 from rankscope.evidence.reference.words import declined, verified
 from rankscope.stats.rounding import round_to_bfloat16
 
@@ -168,20 +168,20 @@ def own_gradients(units):
     return np.stack([W * summed(units[[rank]], EQUAL[[rank]]) for rank in range(W)])
 
 
-@pytest.mark.parametrize("how", Oddity)
+@pytest.mark.parametrize("how", GradientMismatch)
 def test_a_parameter_that_differs_alone_is_named(how):
     units = gradients()
     sound = summed(units, EQUAL)
     given = np.broadcast_to(sound, (W, P, K)).copy()
     given[:, 2] = {
-        Oddity.NOT_REDUCED: own_gradients(units)[:, 2],
-        Oddity.MISSING: 0.0,
-        Oddity.SCALE: 0.5 * sound[2],
-        Oddity.CHANGED: np.where(np.arange(K) == 3, 2.0, 1.0) * sound[2],
-        Oddity.PARTIAL: np.where(np.arange(K) % 3 == 0, 0.3, 0.6) * sound[2],
+        GradientMismatch.NOT_REDUCED: own_gradients(units)[:, 2],
+        GradientMismatch.MISSING: 0.0,
+        GradientMismatch.SCALE: 0.5 * sound[2],
+        GradientMismatch.CHANGED: np.where(np.arange(K) == 3, 2.0, 1.0) * sound[2],
+        GradientMismatch.PARTIAL: np.where(np.arange(K) % 3 == 0, 0.3, 0.6) * sound[2],
     }[how]
     replicas = given[0].copy()
-    replicas[2] = sound[2] if how is Oddity.PARTIAL else given[0, 2] * 2  # over two ranks
+    replicas[2] = sound[2] if how is GradientMismatch.PARTIAL else given[0, 2] * 2  # over two ranks
     found = ask(given, reduced=sound, replicas=replicas)
     assert found.answer is ReferenceAnswer.PARAMETERS
     (odd,) = found.odd
@@ -198,13 +198,13 @@ def test_a_gradient_that_is_partial_over_another_axis_is_told_from_one_of_half_t
     given[2] = np.where(np.arange(K) % 2, 1.0, 0.0) * given[2]  # the other rank has the rest
     given[3] *= 0.5
     found = ask(given, replicas=replicas)
-    assert [one.how for one in found.odd] == [Oddity.PARTIAL, Oddity.SCALE]
+    assert [one.how for one in found.odd] == [GradientMismatch.PARTIAL, GradientMismatch.SCALE]
     assert "in layers.2.weight: not reduced over tp; in layers.3.weight: 0.5 of it" in words(found)
 
 
 def test_a_step_without_any_reduction_says_so():
     found = ask(own_gradients(gradients()))
-    assert {one.how for one in found.odd} == {Oddity.NOT_REDUCED}
+    assert {one.how for one in found.odd} == {GradientMismatch.NOT_REDUCED}
     assert "in every parameter: not reduced" in words(found)
 
 

@@ -11,7 +11,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import StepReport
 from rankscope.evidence.state.learning import ALONE, HELD, NOTHING, TWICE, NotUpdated, role_words
-from rankscope.evidence.state.roles import LOOK_EVERY, Role, role_word
+from rankscope.evidence.state.roles import ROLES_EVERY, Role, role_word
 from rankscope.evidence.state.unequal import UnequalState
 from rankscope.record.states import pack_state, unpack_state
 
@@ -109,10 +109,10 @@ def test_roles_that_differ_in_several_ways_are_all_told():
 
 def test_roles_are_over_after_two_looks_that_do_not_show_them():
     found = [difference(StateKind.ROLE, "a", [0, PLAIN, PLAIN, PLAIN])]
-    steps = dict.fromkeys(range(1, 2 * LOOK_EVERY), ())
+    steps = dict.fromkeys(range(1, 2 * ROLES_EVERY), ())
     detector = UnequalState(W)
     assert len(tell(detector, {0: found, **steps})) == 1
-    [over] = tell(detector, {2 * LOOK_EVERY: ()})
+    [over] = tell(detector, {2 * ROLES_EVERY: ()})
     assert over.status == "closed"
 
 

@@ -29,8 +29,8 @@ class Pace:
         references: Steps of a session whose gradient is computed again, though nobody asks.
         state_in_turn: Steps that have a turn of the state each.
         state_spacing: :data:`rankscope.session.instruments.STATE_SPACING`.
-        later_look: The second of :data:`rankscope.evidence.state.roles.FIRST_LOOKS`.
-        look_every: :data:`rankscope.evidence.state.roles.LOOK_EVERY`.
+        later_look: The second of :data:`rankscope.evidence.state.roles.FIRST_ROLE_STEPS`.
+        look_every: :data:`rankscope.evidence.state.roles.ROLES_EVERY`.
         flags_every: :data:`rankscope.evidence.environment.facts.FLAGS_EVERY`.
         rolled_up: :data:`rankscope.record.rollup_values.LEVELS`.
         part_bytes: :data:`rankscope.record.writer.PART_BYTES`.

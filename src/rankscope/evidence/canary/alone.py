@@ -1,4 +1,4 @@
-"""What surrounds a canary's run: as in training, but with no other worker and no ``.grad``."""
+"""The context of a canary's run: as in training, but without other workers and ``.grad``."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -27,35 +27,30 @@ ACCUMULATES = (
 
 @dataclass(frozen=True, slots=True)
 class Autocast:
-    """The autocast of a device in which a forward pass runs.
-
-    Attributes:
-        dtype: Its type.
-        enabled: Whether it is on.
-        cached: Whether it casts each weight once, so that the gradients of its uses add up in
-            ``dtype``.
-    """
+    """The autocast of a device in which a forward pass runs."""
 
     dtype: torch.dtype
     enabled: bool
-    cached: bool = False
+    cached: bool = False  # each weight is cast once, so its gradients add up in ``dtype``
 
     @classmethod
     def in_force(cls, device: torch.device) -> "Autocast":
-        """Return the one that is in force now."""
+        """Return the autocast that is in force now."""
         kind = device.type
-        dtype, enabled = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-        return cls(dtype, enabled, enabled and torch.is_autocast_cache_enabled())
+        enabled = torch.is_autocast_enabled(kind)
+        return cls(
+            torch.get_autocast_dtype(kind), enabled, enabled and torch.is_autocast_cache_enabled()
+        )
 
     def again(self, device: torch.device, *, cached: bool = False) -> torch.autocast:
-        """Return what brings it into force once more, with a cache or without."""
+        """Return a context with this autocast, with a cache or without."""
         return torch.autocast(
             device.type, dtype=self.dtype, enabled=self.enabled, cache_enabled=cached
         )
 
 
-class Notices(Protocol):
-    """What is told of the operations of a run, before each."""
+class OperationCallbacks(Protocol):
+    """Called before the operations of a run."""
 
     @property
     def before_write(self) -> Callable[[Tensor], None]:
@@ -63,24 +58,26 @@ class Notices(Protocol):
 
     @property
     def before_draw(self) -> Callable[[torch.Generator], None]:
-        """Takes each generator that was handed to an operation, which may draw from it."""
+        """Takes each generator from which an operation may draw."""
 
 
 @contextmanager
-def alone(device: torch.device, notices: Notices, given: Autocast | None = None) -> Iterator[None]:
-    """Keep the autocast in force without its cache, run eagerly, and forbid what reaches out.
+def alone(
+    device: torch.device, callbacks: OperationCallbacks, given: Autocast | None = None
+) -> Iterator[None]:
+    """Keep the autocast in force without its cache, run eagerly, and forbid communication.
 
-    cuDNN does not try which of its algorithms is fastest here: each worker would choose its own,
-    and healthy ones would not agree in their bits.
+    cuDNN does not benchmark its algorithms here: each worker would choose its own, and healthy
+    workers would not agree in their bits.
 
     Inside, operations that communicate raise :class:`CanaryDeclined`, and so do backward passes
-    that accumulate into ``.grad``. Where no model may be run now, it is raised at once.
+    that accumulate into ``.grad``. If no model may run now, it is raised at once.
 
     Args:
         device: The device of the parameters.
-        notices: What is told of writes and draws.
-        given: The autocast to run in; None for the one in force. Its cache is left out inside
-            another one, which would keep what it has cast.
+        callbacks: Called before writes and draws.
+        given: The autocast to run in; None for the one in force. It has no cache inside another
+            autocast, which would keep the cast weights.
     """
     why_not = why_wait()
     if why_not:
@@ -88,19 +85,19 @@ def alone(device: torch.device, notices: Notices, given: Autocast | None = None)
     outer = Autocast.in_force(device)
     cached = given is not None and given.cached and not outer.enabled
     autocast = (given or outer).again(device, cached=cached)
-    mode = _Alone(notices)
-    surroundings = ExitStack()
+    mode = _Alone(callbacks)
+    stack = ExitStack()
     try:
         try:
             for one in (autocast, _eagerly(), _without_benchmark(), around_model()):
-                surroundings.enter_context(one)
-            surroundings.enter_context(_without_accumulation(mode))
-            surroundings.enter_context(mode)
+                stack.enter_context(one)
+            stack.enter_context(_without_accumulation(mode))
+            stack.enter_context(mode)
             yield
         finally:
-            surroundings.close()
+            stack.close()
     finally:
-        surroundings.close()  # what is left of them where Ctrl-C came before the first call
+        stack.close()  # the rest, where Ctrl-C came before the first call
 
 
 def _eagerly() -> AbstractContextManager[Any]:
@@ -122,13 +119,13 @@ def _without_benchmark() -> Iterator[None]:
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that talk to other workers, which may not be there; sees the others."""
+    """Refuses operations that communicate with other workers; observes all others."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, notices: Notices) -> None:
+    def __init__(self, callbacks: OperationCallbacks) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._notices = notices
+        self._callbacks = callbacks
         self._touched: dict[Any, list[tuple[int, str]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,14 +142,14 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = args[place] if place < len(args) else kwargs.get(name)
             for one in value if isinstance(value, list | tuple) else (value,):
                 if isinstance(one, Tensor):
-                    self._notices.before_write(one)
+                    self._callbacks.before_write(one)
                 elif isinstance(one, torch.Generator):
-                    self._notices.before_draw(one)
+                    self._callbacks.before_draw(one)
         return func(*args, **kwargs)
 
 
 def _touched_arguments(func: Any) -> list[tuple[int, str]]:
-    """Return place and name of what an operation writes into, and of its generator."""
+    """Return place and name of the arguments that an operation writes into, or draws from."""
     schema = getattr(func, "_schema", None)
     return [
         (sys.maxsize if argument.kwarg_only else place, argument.name)
@@ -167,17 +164,18 @@ def _without_accumulation(mode: TorchDispatchMode) -> AbstractContextManager[obj
     """Refuse backward passes that accumulate gradients, before they begin.
 
     ``backward`` of tensors and of :mod:`torch.autograd` meet in the engine, which all threads of
-    the process share. Those of this run have its mode: autograd hands it on to the threads that it
-    works in.
+    the process share. The backward passes of this run have its mode, which autograd passes on to
+    its threads.
     """
     return Patch(Variable, "_execution_engine", lambda engine: _Engine(engine, mode))
 
 
 class _Engine:
-    """Autograd's engine, but for what a canary must not do."""
+    """Autograd's engine, without accumulation in a canary."""
 
     def __init__(self, engine: Any, mode: TorchDispatchMode) -> None:
-        self._engine, self._mode = engine, mode
+        self._engine = engine
+        self._mode = mode
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -192,7 +190,7 @@ class _Engine:
         allow_unreachable: bool = False,
         accumulate_grad: bool = False,
     ) -> Any:
-        """Run a backward pass, unless it is one inside the canary's that accumulates."""
+        """Run a backward pass, unless it is the canary's and accumulates."""
         inside = any(mode is self._mode for mode in _modes())
         if inside and accumulate_grad:
             raise CanaryDeclined(ACCUMULATES)

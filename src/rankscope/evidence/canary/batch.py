@@ -1,8 +1,8 @@
-"""What entered a model, kept for a replay: out of the forward pass and back into one.
+"""The inputs of a forward pass, copied for a replay, and restored for another one.
 
-Tensors start their way to the host at once and are read when they are there. What else a batch may
-hold are numbers, text, None, and lists, tuples and mappings of all these. Anything more would
-need pickle to travel or to be stored, which is never used.
+Tensors start their way to the host at once and are read on arrival. A batch may also hold numbers,
+text, None, and lists, tuples and mappings of all these. Anything else would need pickle, which is
+never used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ from rankscope.evidence.samples.meter import digest_inputs
 from rankscope.gradients.host import HostCopy
 
 MAX_BATCH_BYTES = 64 * 2**20
-"""Larger batches are not kept: every worker would have to receive them."""
+"""Larger batches are declined: every worker would have to receive them."""
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMPY_KNOWS = frozenset(
@@ -40,12 +40,7 @@ _NUMPY_KNOWS = frozenset(
 
 
 class CanaryDeclined(RankscopeError):  # noqa: N818 - an answer, not a failure
-    """A canary cannot be run; the message says why in one sentence.
-
-    Args:
-        reason: The sentence.
-        out_of_memory: Whether it has found no memory, and is not to be tried again.
-    """
+    """A canary cannot run, for the given reason; with ``out_of_memory``, no later one can."""
 
     def __init__(self, reason: str, *, out_of_memory: bool = False) -> None:
         super().__init__(reason)
@@ -73,7 +68,7 @@ class CapturedBatch:
 
     @property
     def ready(self) -> bool:
-        """Whether it can be read without waiting."""
+        """Whether :meth:`plain` would not wait."""
         copies = [a for a in (*self._arrays, self._samples) if isinstance(a, HostCopy)]
         return all(copy.ready for copy in copies)
 
@@ -93,7 +88,7 @@ def capture_batch(
     moves_inputs: bool = False,
     most_bytes: int = MAX_BATCH_BYTES,
 ) -> CapturedBatch:
-    """Return a copy of what enters a model's forward pass.
+    """Return a copy of the inputs of a forward pass.
 
     Args:
         args: Arguments by position.
@@ -103,7 +98,7 @@ def capture_batch(
         most_bytes: Larger batches are declined.
 
     Raises:
-        CanaryDeclined: It holds something that cannot be kept, or is too large.
+        CanaryDeclined: It is too large, or holds a value that cannot be copied.
     """
     keeper = _Keeper(moves_inputs, most_bytes)
     try:
@@ -120,14 +115,14 @@ def capture_batch(
 def restore_batch(
     batch: PlainBatch, device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a forward pass, tensors anew.
+    """Return the arguments of a forward pass, with new tensors.
 
     Args:
         batch: The batch.
         device: Where tensors go that were not on the host on purpose.
 
     Raises:
-        CanaryDeclined: The structure is none.
+        CanaryDeclined: The structure is damaged.
     """
     tensors: dict[int, Tensor] = {}
     try:
@@ -166,22 +161,18 @@ class _Keeper:
         self._most_bytes = most_bytes
         self.arrays: list[HostCopy | NDArray[Any]] = []
         self._moves_inputs = moves_inputs
-        # A tensor given twice stays one tensor; each is held, so that no other gets its id.
+        # A tensor given twice stays one tensor; the reference keeps its id from being reused.
         self._places: dict[int, tuple[Any, Any]] = {}
         self._num_bytes = 0
 
     def keep(self, value: Any) -> Any:
-        """Return the JSON of a value.
-
-        Raises:
-            CanaryDeclined: It cannot be kept.
-        """
+        """Return the JSON of a value; raise CanaryDeclined where there is none."""
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, np.ndarray | np.generic):  # before text and floats: some are these
             return self._keep_once(value, self._keep_array)
         if isinstance(value, str):
-            return str.__str__(value)  # not what an enumeration shows of itself
+            return str.__str__(value)  # without the ``__str__`` of an enumeration
         if isinstance(value, int):
             return int.__int__(value)
         if isinstance(value, float):
@@ -220,10 +211,10 @@ class _Keeper:
         }
 
     def _keep_array(self, array: Any) -> Any:
-        kept = np.array(array)
-        if kept.dtype.kind not in "biufcSU":
-            raise _unknown(f"numpy array of {kept.dtype}")
-        self.arrays.append(kept)
+        copy = np.array(array)
+        if copy.dtype.kind not in "biufcSU":
+            raise _unknown(f"numpy array of {copy.dtype}")
+        self.arrays.append(copy)
         return {"array": len(self.arrays) - 1, "scalar": isinstance(array, np.generic)}
 
 
@@ -236,7 +227,7 @@ def _check_tensor(tensor: Tensor) -> None:
 def _digests(args: Sequence[Any], kwargs: Mapping[str, Any]) -> HostCopy | None:
     try:
         digests = digest_inputs(args, kwargs)
-    except (RuntimeError, TypeError):  # a batch of a kind that has no digests can be kept as well
+    except (RuntimeError, TypeError):  # a batch without digests of its samples
         return None
     return None if digests is None else HostCopy(digests)
 

@@ -44,7 +44,7 @@ from rankscope.files import (
 )
 
 FOLDER = "replay"
-"""Where a run keeps its bundles."""
+"""Folder of a run's bundles."""
 
 FORMAT = 1
 
@@ -69,7 +69,7 @@ _FLOAT_COLUMNS = ("losses_W", "norms_W", "peer_losses_W", "peer_norms_W")
 
 @dataclass(frozen=True, slots=True)
 class ReplayBundle:
-    """What a canary ran, and what came of it.
+    """The batches, the seed and the results of a canary.
 
     Attributes:
         reason: Id of the finding behind it, ``scheduled`` or ``asked-for``.
@@ -82,8 +82,8 @@ class ReplayBundle:
             without.
         batches: The batch of the suspect, and that of the peer.
         finding: The finding behind it, if any.
-        results: What the workers of the live canary computed, once they have.
-        verdict: What that proves.
+        results: Results of the workers in the live canary, once they are known.
+        verdict: The verdict on them.
         versions: Releases of Python, torch, numpy and rankscope in the run.
     """
 
@@ -111,14 +111,7 @@ def _file_name(reason: str) -> str:
 
 
 def save_bundle(run_dir: Path, bundle: ReplayBundle) -> Path:
-    """Write a bundle, or what has become known of one; a reader sees all of it or nothing.
-
-    Args:
-        run_dir: The run's directory.
-        bundle: The bundle.
-
-    Returns:
-        Its directory.
+    """Write a bundle, or its results once they are known, atomically; return its directory.
 
     Raises:
         RunError: It cannot be written.
@@ -187,14 +180,9 @@ def find_bundles(run_dir: Path) -> list[Path]:
 
 
 def latest_bundle(run_dir: Path, reasons: Collection[str], until: int = -1) -> Path | None:
-    """Return the latest bundle that was saved for one of some reasons, or for any up to a step.
-
-    Args:
-        run_dir: The run's directory.
-        reasons: Ids of findings.
-        until: The step.
-    """
-    names, steps = set(map(_file_name, reasons)), {}
+    """Return the latest bundle for one of some findings' ids, or for any up to step ``until``."""
+    names = set(map(_file_name, reasons))
+    steps = {}
     for folder in find_bundles(run_dir):
         name, _, step = folder.name.rpartition("-step-")
         if step.isdecimal() and (name in names or int(step) <= until):
@@ -295,9 +283,9 @@ def _read_batch(file: Path, structure: Any) -> PlainBatch:
 
 
 def _check_sizes(content: bytes) -> None:
-    """Raise ValueError where an archive's arrays are larger than a batch, or than they say.
+    """Raise ValueError where an archive's arrays are larger than a batch, or smaller than stated.
 
-    NumPy reserves the memory that the head of an array asks for, before it reads more.
+    NumPy reserves the memory for the shape in an array's header before it reads more.
     """
     with zipfile.ZipFile(BytesIO(content)) as archive:
         entries = archive.infolist()

@@ -20,12 +20,12 @@ def check_canary(wrapped: Wrapped, *, wanted: bool, every: int | None) -> bool:
     Args:
         wrapped: The model.
         wanted: Whether the user left them on.
-        every: Steps from one scheduled canary to the next; None for as many as cost next to
-            nothing, see :class:`rankscope.evidence.canary.schedule.Schedule`.
+        every: Steps from one scheduled canary to the next; None for a share of the time, see
+            :class:`rankscope.evidence.canary.schedule.Schedule`.
 
     Raises:
         UsageError: The options contradict each other.
-        UnsupportedError: A schedule is asked for and cannot be kept.
+        UnsupportedError: ``every`` is given, and canaries cannot run.
     """
     if every is not None and (every < 1 or not wanted):
         raise UsageError(

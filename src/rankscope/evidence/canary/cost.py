@@ -1,10 +1,9 @@
-"""What a canary costs, and whether it may run: its time, room on its device, DDP's broadcasts.
+"""The cost of a canary, and whether it may run: time, memory of its device, DDP's broadcasts.
 
-Time is measured on the host and on the device, without waiting for the device. A canary needs what
-a step of the training needs, and more: what a step takes beyond what lies there at its beginning
-(activations, gradients, workspaces) is read from the allocator's own peak over several ordinary
-steps. The peak is the user's as well, so it is never reset; steps in which someone else does are
-left out.
+Time is measured on the host and on the device, without waiting for the device. A canary needs more
+memory than a step of the training. The memory that a step adds (activations, gradients,
+workspaces) is read from the allocator's peak over several ordinary steps. The peak is also the
+user's, so it is never reset; steps in which the user resets it are left out.
 """
 
 import time
@@ -21,19 +20,18 @@ from rankscope.gradients.digest import digest_tensor
 _ROOM = 1.5
 """Free memory that a run of a batch needs on an accelerator, in sizes of the gradient."""
 
-_MARGIN = 1.1  # of what a step was seen to take
-_LEFT = 2**30  # bytes that are left to whatever takes memory past torch
+_MARGIN = 1.1  # over the measured memory of a step
+_LEFT = 2**30  # bytes for allocations outside of torch
 
-_ALLOCATED, _PEAK = "allocated_bytes.all.current", "allocated_bytes.all.peak"
+_ALLOCATED = "allocated_bytes.all.current"
+_PEAK = "allocated_bytes.all.peak"
 _OUT_OF_MEMORY = ("out of memory", "can't allocate", "cannot allocate")
 
 
 class Stopwatch:
-    """Measures a piece of work on the training thread, and what it leaves to the device.
+    """Measures the time of a piece of work, on the training thread and on the device.
 
-    Args:
-        device: Where the work goes.
-        before: Seconds that belong to it and have passed already.
+    ``before`` are seconds that belong to it and have passed already.
     """
 
     def __init__(self, device: torch.device, before: float = 0.0) -> None:
@@ -51,7 +49,7 @@ class Stopwatch:
 
     @property
     def host_seconds(self) -> float:
-        """What the training thread spent until :meth:`stop`."""
+        """Seconds on the training thread until :meth:`stop`."""
         return self._host
 
     @property
@@ -61,7 +59,7 @@ class Stopwatch:
 
     @property
     def seconds(self) -> float:
-        """What it took, on the host or on the device, whichever took longer; waits for neither."""
+        """Seconds on the host or on the device, whichever took longer; does not wait."""
         device = 0.0
         if self._first is not None and self._last is not None and self._last.query():
             device = self._first.elapsed_time(self._last) / 1000
@@ -69,7 +67,7 @@ class Stopwatch:
 
 
 def _mark(device: torch.device) -> torch.Event | None:
-    """Return an event that the device reaches in its turn; None where there is none with a time."""
+    """Return a timed event in the device's queue; None where there is none."""
     if device.type == "cpu":
         return None
     try:
@@ -80,32 +78,28 @@ def _mark(device: torch.device) -> torch.Event | None:
     return event
 
 
-class _Seen(NamedTuple):
+class _Memory(NamedTuple):
     allocated: int
     peak: int
 
 
 class StepMemory:
-    """What a step takes on an accelerator.
-
-    Args:
-        device: The device of the parameters.
-    """
+    """The memory that a step takes on an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stats = _stats_of(device)
-        self._last: _Seen | None = None
+        self._last: _Memory | None = None
         self._needed: int | None = None
 
     def see(self) -> None:
-        """Look at the beginning of a step; once in each of the steps before a canary."""
+        """Read the allocator at the beginning of a step, in each of the steps before a canary."""
         if self._stats is None:
             return
         found = self._stats(self._device)
         if _ALLOCATED not in found or _PEAK not in found:
             return
-        now = _Seen(found[_ALLOCATED], found[_PEAK])
+        now = _Memory(found[_ALLOCATED], found[_PEAK])
         if self._last is not None and now.peak >= self._last.peak and now.peak > now.allocated:
             self._needed = max(self._needed or 0, now.peak - self._last.allocated)
         self._last = now
@@ -115,15 +109,12 @@ class StepMemory:
         self._last = self._needed = None
 
     def check(self, parameters: Sequence[Tensor]) -> None:
-        """Check that there is room for another step beside what lies there now.
+        """Check that there is memory for another step now, with gradients of ``parameters``.
 
-        Gradients may lie in memory of the wrapper's, so a step may not have shown them.
-
-        Args:
-            parameters: Those whose gradients a canary computes.
+        These count in full: a step's own may lie in buffers of the wrapper.
 
         Raises:
-            CanaryDeclined: There is not, or it is not known.
+            CanaryDeclined: There is not enough, or it is not known.
         """
         if self._device.type == "cpu":
             return
@@ -145,7 +136,7 @@ def check_gradient_room(parameters: Sequence[Tensor], device: torch.device) -> N
     """Check that an accelerator has room for a second gradient, and that no graph is captured.
 
     Raises:
-        CanaryDeclined: It has none, or one is.
+        CanaryDeclined: There is no room, or a graph is captured.
     """
     if device.type == "cpu":
         return
@@ -159,7 +150,7 @@ def check_room(needed: float, device: torch.device, what: str = "a second gradie
     """Check that an accelerator has room for so many bytes.
 
     Raises:
-        CanaryDeclined: It has not.
+        CanaryDeclined: There is no room.
     """
     free = None if device.type == "cpu" else _free(device)
     if free is not None and free < needed:
@@ -170,7 +161,7 @@ def check_room(needed: float, device: torch.device, what: str = "a second gradie
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that no memory was left."""
+    """Return whether an error means that no memory was left."""
     kind = getattr(torch, "OutOfMemoryError", MemoryError)
     if isinstance(error, kind | MemoryError):
         return True
@@ -179,34 +170,26 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _free(device: torch.device, *, leave: int = 0) -> int | None:
-    """Return how many bytes a tensor could still get; None where the device does not say.
-
-    Args:
-        device: The device.
-        leave: Bytes that are not to be taken from what the device has left.
-    """
+    """Return the free bytes of a device, less ``leave``; None where they are unknown."""
     on_device: Any = torch.get_device_module(device)
-    ask = getattr(on_device, "mem_get_info", None)
-    if ask is None:
+    get_info = getattr(on_device, "mem_get_info", None)
+    if get_info is None:
         return None
     unused: int = on_device.memory_reserved(device) - on_device.memory_allocated(device)
-    return unused + max(int(ask(device)[0]) - leave, 0)
+    return unused + max(int(get_info(device)[0]) - leave, 0)
 
 
 def _stats_of(device: torch.device) -> Any:
-    """Return what tells of the allocator, if there is one that counts."""
+    """Return the allocator's statistics function, if it has one."""
     if device.type == "cpu":
         return None
     return getattr(torch.get_device_module(device), "memory_stats", None)
 
 
 class BroadcastBuffers:
-    """Tells whether a model's buffers are those that its next forward pass will run with.
+    """Checks whether a model's next forward pass will run with its present buffers.
 
-    Args:
-        wrapper: What the training calls; only DDP broadcasts buffers.
-        module: The model inside.
-        device: The device of its parameters.
+    Only DDP broadcasts buffers.
     """
 
     def __init__(self, wrapper: nn.Module, module: nn.Module, device: torch.device) -> None:
@@ -226,7 +209,8 @@ class BroadcastBuffers:
         Raises:
             CanaryDeclined: DDP is about to broadcast buffers that training changes.
         """
-        noted, self._noted = self._noted, None
+        noted = self._noted
+        self._noted = None
         if self._ddp is None or not self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]
             return
         before = noted[1] if noted is not None and noted[0] == canary else None
@@ -238,7 +222,7 @@ class BroadcastBuffers:
             )
 
     def _digest(self) -> Tensor | None:
-        """Return digests of the buffers, int64 [number of buffers]; None if one has none."""
+        """Return digests of the buffers, int64 [number of buffers]; None if one is unreadable."""
         buffers = [b for b in self._module.buffers() if not getattr(b, "_ddp_ignored", False)]
         try:
             return torch.stack([digest_tensor(buffer).to(self._device) for buffer in buffers])

@@ -1,4 +1,4 @@
-"""What judges canaries."""
+"""The detector of canaries."""
 
 from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.detector import Detector
@@ -7,16 +7,16 @@ from rankscope.bus.run import RunFacts
 from rankscope.evidence.canary.verdicts import CanaryVerdicts
 
 CANARY_STEPS = 3 * LAG
-"""Steps in which the first canary is planned, has run and is judged."""
+"""Steps until the first canary is judged."""
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     return (CanaryVerdicts(run.num_workers, run.flagged.steadily),)
 
 
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:
-    """Return what a run is checked for."""
+    """Return the checks of a run."""
     impossible = "" if run.options.get("canary", True) else "canaries are off"
     what = "a worker that computes other results from the same batch"
     return (Check(what, CANARY_STEPS, impossible),)

@@ -22,10 +22,10 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """Return all of a tensor, which its ranks gather together; a plain one as it is.
+    """Return a whole tensor, which all its ranks gather; a plain one as it is.
 
-    They do so along one axis after the other, the first one first: FSDP2 cuts what tensor
-    parallelism has cut.
+    They gather along one axis after the other, the first one first: FSDP2 shards the shards of
+    tensor parallelism.
     """
     if not isinstance(tensor, DTensor):
         return tensor
@@ -37,7 +37,7 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def part_in(layout: Layout | None, whole: Tensor) -> Tensor:
-    """Return what this rank would hold of a whole tensor, as a view; without layout, all of it.
+    """Return this rank's part of a whole tensor, as a view; without layout, all of it.
 
     Raises:
         CanaryDeclined: It is laid out in another way than by parts or copies.

@@ -1,8 +1,8 @@
-"""What root and workers say to each other about canaries, as bytes: JSON, and batches behind it.
+"""Messages between root and workers about canaries, as bytes: JSON, followed by batches.
 
-The root announces a canary (:func:`pack_plan`); the two workers whose batches are wanted answer
-(:class:`Answer`); the root sends both batches to all (:func:`pack_run`). Results travel with the
-step in which they were computed. Nothing is ever pickled.
+The root announces a canary (:func:`pack_plan`); the suspect and the peer answer
+(:class:`CanaryAnswer`); the root sends both batches to all (:func:`pack_run`). Results are part of
+their step's message. Nothing is ever pickled.
 """
 
 import json
@@ -13,16 +13,19 @@ from rankscope.bus.batches import PlainBatch, unpack_batch
 from rankscope.bus.packing import PackedError, pack_headed, unpack_headed
 from rankscope.evidence.canary.schedule import Planned
 
-PLAN, RUN = b"P", b"R"
-"""Stand in front of what the root sends: the announcement of a canary, or its batches."""
+PLAN = b"P"
+"""First byte of a canary's announcement."""
+
+RUN = b"R"
+"""First byte of a canary's batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryAnswer:
-    """What a worker says whose batch is wanted, or that can run no canaries any more.
+    """A worker's answer to the announcement of a canary.
 
     Attributes:
-        capture_at: The step whose batch was wanted; names the canary.
+        capture_at: The step of the batch; identifies the canary.
         batch: The batch as :func:`~rankscope.bus.batches.pack_batch` packs it; empty if none.
         autocast: Type of autocast in the training's forward pass; empty without.
         versions: Releases that the training runs with.
@@ -74,18 +77,13 @@ def unpack_plan(content: bytes | memoryview) -> Planned:
 
 
 def pack_run(planned: Planned, batches: tuple[bytes, bytes]) -> bytes:
-    """Return what every worker needs to run a canary.
-
-    Args:
-        planned: The canary.
-        batches: The suspect's batch and the peer's, packed.
-    """
+    """Return a canary with the packed batches of the suspect and of the peer."""
     sizes = [len(batch) for batch in batches]
     return RUN + pack_headed({"planned": planned.to_json(), "sizes": sizes}, *batches)
 
 
 def unpack_run(content: bytes | memoryview) -> tuple[Planned, tuple[PlainBatch, PlainBatch]]:
-    """Read what every worker needs to run a canary; the batches look into ``content``.
+    """Read a canary and its batches, which are views of ``content``.
 
     Raises:
         PackedError: These bytes hold none.

@@ -1,7 +1,7 @@
-"""Canaries inside a training: kept, run and handed over in the training thread, which never waits.
+"""Canaries inside a training: they run in the training thread, which never waits.
 
-What runs, when and of whose batch is decided elsewhere, see :mod:`rankscope.agent.canary`; its
-messages are read when a forward pass begins.
+The root decides on them, see :mod:`rankscope.evidence.canary.root`; its messages are read when a
+forward pass begins.
 """
 
 import logging
@@ -25,9 +25,12 @@ from rankscope.wrappers.surroundings import why_wait
 
 _log = logging.getLogger("rankscope")
 
-_MOST_BYTES, _MOST_BYTES_BY_DEFAULT = 24 * 2**20, 8 * 2**20
-"""Larger batches are not kept: all workers would get them. The second is for canaries that nobody
-asked for. They must pass a link at once, see :data:`rankscope.agent.link.MOST_BYTES`."""
+_MOST_BYTES = 24 * 2**20
+"""Larger batches are declined: all workers would get them, in one message, see
+:data:`rankscope.agent.link.MOST_BYTES`."""
+
+_MOST_BYTES_BY_DEFAULT = 8 * 2**20
+"""The same for canaries that nobody asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class CanaryProbe(Probe):
         send: Takes a message for the root, see
             :class:`rankscope.evidence.canary.messages.CanaryAnswer`; must not block.
         first: A canary that needs no announcement.
-        leave_out: Takes the seconds that canaries take, which are no part of the budget.
+        leave_out: Takes the seconds of canaries, which do not count as overhead.
     """
 
     def __init__(
@@ -72,56 +75,56 @@ class CanaryProbe(Probe):
         self._send = send
         self._buffers = BroadcastBuffers(wrapped.wrapper, wrapped.module, wrapped.device)
         self._memory = StepMemory(wrapped.device)
-        self._asked = self._ended = False
+        self._requested = self._ended = False
         self._planned = first
         self._captured: _Captured | None = None
         self._ready: _Ready | None = None
         self._due: _Ready | None = None
-        self._waits = ""  # why the one that is due has not run yet
+        self._waits = ""  # why the due canary has not run yet
         self._pending: PendingCanary | None = None
-        self._spent = 0.0  # of the training's time on the present canary
+        self._spent = 0.0  # of the training's time, on the present canary
         self._looked_at = -1
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
-    # What comes in ------------------------------------------------------------------------
+    # Messages from the root ----------------------------------------------------------------
 
     def ask(self) -> None:
-        """Ask for a canary; all workers do so in the same step."""
-        self._asked = True
+        """Request a canary; all workers do so in the same step."""
+        self._requested = True
 
     def on_request(self, step: int, content: bytes) -> None:
-        """Take what the root asks for: to keep a batch, or to run a canary.
-
-        Raises:
-            PackedError: It cannot be read.
-        """
+        """Process a message from the root; raise PackedError if it is damaged."""
         if content[:1] == RUN:
             self.ready(*unpack_run(content))
         else:
             self.plan(unpack_plan(content))
 
     def plan(self, planned: Planned) -> None:
-        """Take the announcement of a canary."""
+        """Store the announcement of a canary."""
         if self._ended:
             return
-        self._planned, self._captured, self._ready = planned, None, None
+        self._planned = planned
+        self._captured = None
+        self._ready = None
         self._spent = 0.0
         self._memory.forget()
 
     def ready(self, planned: Planned, batches: tuple[PlainBatch, PlainBatch]) -> None:
-        """Take the batches of a canary, the suspect's and the peer's."""
+        """Store the batches of a canary, the suspect's and the peer's."""
         if not self._ended:
-            self._planned, self._captured = None, None
+            self._planned = None
+            self._captured = None
             self._ready = _Ready(planned, batches)
 
-    # What the training does ---------------------------------------------------------------
+    # Events of the training ----------------------------------------------------------------
 
     def before_pass(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Keep the batch if this is the step to do so, or note that a canary is to run now."""
+        """Copy the batch in the step of a canary, send it, or note that a canary is due."""
         if self._due is not None and step != self._due.planned.run_at:
-            due, self._due = self._due, None
+            due = self._due
+            self._due = None
             if self._waits:
-                self._say_declined(due.planned, CanaryDeclined(self._waits))
+                self._log_declined(due.planned, CanaryDeclined(self._waits))
         if self._planned is None and self._captured is None and self._ready is None:
             return
         start = time.perf_counter()
@@ -129,14 +132,17 @@ class CanaryProbe(Probe):
             self._looked_at = step
             self._memory.see()
         if self._planned is not None and step >= self._planned.capture_at:
-            planned, self._planned = self._planned, None
+            planned = self._planned
+            self._planned = None
             if self._rank in (planned.suspect, planned.peer):
                 self._capture(planned, step, args, kwargs)
         if self._captured is not None and self._captured.batch.ready:
-            captured, self._captured = self._captured, None
-            self._send(_answer(captured))
+            captured = self._captured
+            self._captured = None
+            self._send(_pack_answer(captured))
         if self._ready is not None and step >= self._ready.planned.run_at:
-            ready, self._ready = self._ready, None
+            ready = self._ready
+            self._ready = None
             self._due = ready if step == ready.planned.run_at else None
         seconds = time.perf_counter() - start
         self._spent += seconds
@@ -149,7 +155,7 @@ class CanaryProbe(Probe):
 
     @property
     def turn_near(self) -> bool:
-        """Whether one is to run then, or some steps later."""
+        """Whether one is to run then, or in a later step."""
         return self._due is not None or self._ready is not None
 
     def on_turn(self, step: int, *, early: bool) -> None:
@@ -157,27 +163,17 @@ class CanaryProbe(Probe):
         self._leave_out(self.run_early(step) if early else self.run())
 
     def run(self) -> float:
-        """Run the canary that is due, if one is; DDP has made the model's buffers alike by now.
+        """Run the canary that is due, if any, after DDP's broadcast; return its seconds.
 
-        Where no model may be run now, it waits for another forward pass of the step.
-
-        Returns:
-            Seconds that it took.
+        If no model may run now, it waits for another forward pass of the step.
         """
         due = self._take_due()
         return 0.0 if due is None else self._run(due)
 
     def run_early(self, step: int) -> float:
-        """Run the canary that is due, if one is, before DDP's forward pass begins.
+        """Run the canary that is due, if any, before DDP's forward pass; return its seconds.
 
-        It is declined where DDP is about to broadcast buffers, and these have changed since the
-        step before.
-
-        Args:
-            step: The step that begins with this forward pass.
-
-        Returns:
-            Seconds that it took.
+        It is declined if DDP is about to broadcast buffers that have changed since the last step.
         """
         due = self._take_due()
         if due is not None:
@@ -189,10 +185,12 @@ class CanaryProbe(Probe):
         return time.perf_counter() - start
 
     def collect(self, end: StepEnd) -> PendingCanary | None:
-        """Return what the step's message says of canaries, None if nothing; start again."""
-        pending, self._pending = self._pending, None
-        asked, self._asked = self._asked, False
-        if asked and pending is None:
+        """Return the canary's part of the step's message, None if there is none; start anew."""
+        pending = self._pending
+        requested = self._requested
+        self._pending = None
+        self._requested = False
+        if requested and pending is None:
             pending = PendingCanary(0, 0)
         if pending is not None:
             end.busy_seconds = math.nan
@@ -205,13 +203,14 @@ class CanaryProbe(Probe):
         self._waits = why_wait()
         if self._waits:
             return None
-        due, self._due = self._due, None
+        due = self._due
+        self._due = None
         return due
 
     def _capture(
         self, planned: Planned, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
-        """Keep the batch; say so at once where there will be none, since others wait for it."""
+        """Copy the batch; answer at once if there is none, since others wait for it."""
         if step > planned.capture_at:
             self._send(CanaryAnswer(planned.capture_at, declined="announced too late").pack())
             return
@@ -219,7 +218,7 @@ class CanaryProbe(Probe):
         try:
             batch = capture_batch(args, kwargs, moves_inputs=self._moves_inputs, most_bytes=most)
         except CanaryDeclined as reason:
-            self._say_declined(planned, reason)
+            self._log_declined(planned, reason)
             self._send(CanaryAnswer(planned.capture_at, declined=str(reason)).pack())
             return
         kind = self._device.type
@@ -227,7 +226,8 @@ class CanaryProbe(Probe):
         self._captured = _Captured(planned, batch, str(autocast).removeprefix("torch."))
 
     def _run(self, ready: _Ready, *, early: bool = False) -> float:
-        planned, (suspect, peer) = ready.planned, ready.batches
+        planned = ready.planned
+        suspect, peer = ready.batches
         took = Stopwatch(self._device, self._spent)
         try:
             if early:
@@ -240,7 +240,7 @@ class CanaryProbe(Probe):
             )
         except CanaryDeclined as reason:
             took.stop()
-            self._say_declined(planned, reason)
+            self._log_declined(planned, reason)
             if reason.out_of_memory:
                 self._end(planned, str(reason))
             return took.host_seconds
@@ -259,24 +259,26 @@ class CanaryProbe(Probe):
 
     def _end(self, planned: Planned, why: str) -> None:
         """Run no canaries from now on."""
-        self._ended, self._ready, self._planned = True, None, None
+        self._ended = True
+        self._ready = None
+        self._planned = None
         self._send(CanaryAnswer(planned.capture_at, declined=why, ends=True).pack())
 
-    def _say_declined(self, planned: Planned, reason: CanaryDeclined) -> None:
-        """Say why there is no canary, each reason once."""
-        why = str(reason)  # as text: its traceback holds what the run has made
+    def _log_declined(self, planned: Planned, reason: CanaryDeclined) -> None:
+        """Log why there is no canary, each reason once."""
+        why = str(reason)  # as text: its traceback holds the run's tensors
         if reason.out_of_memory:
             why += "; no more canaries are run on this rank, and training goes on"
-        elif why in self._told:
+        elif why in self._logged:
             return
-        self._told.add(why)
+        self._logged.add(why)
         quiet = (planned.of_finding or planned.by_default) and not reason.out_of_memory
-        say = _log.info if quiet else _log.warning
-        say("no canary for %s at step %d: %s", planned.reason, planned.capture_at, why)
+        log = _log.info if quiet else _log.warning
+        log("no canary for %s at step %d: %s", planned.reason, planned.capture_at, why)
 
 
-def _answer(captured: _Captured) -> bytes:
-    """Return what to send of a batch that is there, or why there is none."""
+def _pack_answer(captured: _Captured) -> bytes:
+    """Return a batch as an answer, or the reason why there is none."""
     capture_at = captured.planned.capture_at
     try:
         batch = pack_batch(captured.batch.plain())
@@ -287,7 +289,7 @@ def _answer(captured: _Captured) -> bytes:
 
 
 def make_probe(job: Job) -> CanaryProbe | None:
-    """Return what runs canaries; None in a run without them."""
+    """Return the probe of canaries; None in a run without them."""
     if not job.canary:
         return None
     first = first_by_default(job.first_step) if job.canary_every is None else None

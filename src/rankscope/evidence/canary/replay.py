@@ -1,10 +1,10 @@
-"""A canary on one worker: a given batch, forward and backward, that leaves nothing behind.
+"""A canary on one worker: a given batch, forward and backward, without side effects.
 
-It runs the model that is inside the data-parallel wrapper, so that no worker talks to another, and
-asks for gradients with ``torch.autograd.grad``: nothing is added to any ``.grad``, and neither
-hooks that wait for accumulated gradients nor those of the wrapper fire. A model that accumulates by
-itself is declined, see :mod:`rankscope.evidence.canary.alone`. All random generators are seeded
-alike on every worker. Afterwards all is as it was, see :mod:`rankscope.evidence.canary.state`.
+It runs the model inside the data-parallel wrapper, so that workers do not communicate, and computes
+gradients with ``torch.autograd.grad``: nothing is added to any ``.grad``, and neither hooks on
+accumulated gradients nor those of the wrapper fire. A model that accumulates by itself is declined,
+see :mod:`rankscope.evidence.canary.alone`. All random generators are seeded alike on every worker.
+Afterwards all state is restored, see :mod:`rankscope.evidence.canary.state`.
 """
 
 import math
@@ -21,19 +21,19 @@ from rankscope.bus.probe import MessagePart
 from rankscope.evidence.canary.alone import ACCUMULATES, alone
 from rankscope.evidence.canary.batch import CanaryDeclined, restore_batch
 from rankscope.evidence.canary.cost import Stopwatch, check_gradient_room, is_out_of_memory
-from rankscope.evidence.canary.state import NotPutBackError, kept
+from rankscope.evidence.canary.state import NotPutBackError, preserved_state
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.fold import fold_signs
 from rankscope.gradients.host import HostCopy
 from rankscope.wrappers.passes import tensors_in
 
-_PERIOD = 8191  # of the signs that project outputs
-_TALKATIVE = ("SyncBatchNorm", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine")
+_PERIOD = 8191  # of the signs of the projection of outputs
+_COMMUNICATING = ("SyncBatchNorm", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """What one worker computed on a batch.
+    """One worker's result on a batch.
 
     Attributes:
         loss: Its loss, or a projection of the outputs where the model returns no loss.
@@ -47,16 +47,11 @@ class CanaryResult:
 
 
 class PendingResult:
-    """A result that may still be on the device.
-
-    Args:
-        loss: Scalar.
-        grad_norm: Scalar.
-        digest: int64 scalar.
-    """
+    """A result that may still be on the device: scalars, the digest as int64."""
 
     def __init__(self, loss: Tensor, grad_norm: Tensor, digest: Tensor) -> None:
-        self._loss, self._norm = HostCopy(loss.double()), HostCopy(grad_norm.double())
+        self._loss = HostCopy(loss.double())
+        self._norm = HostCopy(grad_norm.double())
         self._digest = HostCopy(digest)
 
     @property
@@ -66,19 +61,20 @@ class PendingResult:
 
     def read(self) -> CanaryResult:
         """Wait for the device and return the result."""
-        loss, norm = float(self._loss.numpy()), float(self._norm.numpy())
+        loss = float(self._loss.numpy())
+        norm = float(self._norm.numpy())
         return CanaryResult(loss, norm, int(self._digest.numpy()))
 
 
 class PendingCanary:
-    """What one worker computed in a canary; may still be on the device.
+    """One worker's results of a canary, which may still be on the device.
 
     Args:
         suspect: The rank whose batch was run twice.
         peer: The rank whose batch was run once.
-        results: Of the suspect's batch, of its second run, and of the peer's batch; none where a
-            canary is only asked for.
-        took: What has measured its time, with that of what came before it.
+        results: Results of the suspect's batch, of its second run, and of the peer's batch; None in
+            a mere request of a canary.
+        took: The stopwatch of its time.
     """
 
     def __init__(
@@ -88,7 +84,9 @@ class PendingCanary:
         results: tuple[PendingResult, PendingResult, PendingResult] | None = None,
         took: Stopwatch | None = None,
     ) -> None:
-        self._suspect, self._peer, self._results = suspect, peer, results
+        self._suspect = suspect
+        self._peer = peer
+        self._results = results
         self._took = took
 
     @property
@@ -127,27 +125,27 @@ def run_batch(
 ) -> PendingResult:
     """Run a batch through a model, forward and backward, and put everything back.
 
-    It runs under the autocast that is in force, and with each module in the mode (training or
-    evaluation) in which it is.
+    It runs under the autocast in force, with each module in its present mode (training or
+    evaluation).
 
     Args:
         module: The model itself, not its data-parallel wrapper.
-        batch: What enters its forward pass.
+        batch: The inputs of its forward pass.
         device: The device of its parameters.
         seed: Seed of all random generators during the run.
-        backward_seed: Another seed from the backward pass on, which changes nothing unless that
-            pass draws random numbers of its own, as a careless recomputation does.
+        backward_seed: Another seed for the backward pass, which changes nothing unless that pass
+            draws random numbers of its own, as a careless recomputation does.
 
     Raises:
-        CanaryDeclined: It cannot be run, or failed; all is as it was then, too.
-        NotPutBackError: Something is not.
+        CanaryDeclined: It cannot run, or failed; the state is restored then, too.
+        NotPutBackError: Some state could not be restored.
     """
     try:
         check_module(module)
         parameters = [p for p in module.parameters() if p.requires_grad]
         check_gradient_room(parameters, device)
         args, kwargs = restore_batch(batch, device)
-        with kept(module, device, seed=seed) as run, alone(device, run):
+        with preserved_state(module, device, seed=seed) as run, alone(device, run):
             loss = loss_of(module(*args, **kwargs))
             check_graph(loss, run.nodes)
             if backward_seed is not None:
@@ -171,13 +169,13 @@ def loss_without_gradient(
     """Return the loss of a batch, forward only; waits for the device.
 
     Raises:
-        CanaryDeclined: It cannot be run, or failed.
-        NotPutBackError: Not all is as it was.
+        CanaryDeclined: It cannot run, or failed.
+        NotPutBackError: Some state could not be restored.
     """
     try:
         args, kwargs = restore_batch(batch, device)
         with (
-            kept(module, device, seed=seed) as run,
+            preserved_state(module, device, seed=seed) as run,
             alone(device, run),
             torch.no_grad(),
         ):
@@ -205,7 +203,7 @@ def check_module(module: nn.Module) -> None:
     """
     for part in module.modules():
         for kind in type(part).__mro__:
-            if kind.__name__ in _TALKATIVE:
+            if kind.__name__ in _COMMUNICATING:
                 raise CanaryDeclined(
                     f"a canary runs on each worker alone, and the model has a {kind.__name__}, "
                     "which needs the others in every forward pass"
@@ -236,16 +234,17 @@ def _dense(gradient: Tensor) -> Tensor:
 
 
 def check_graph(loss: Tensor, foreign: Set[Any]) -> None:
-    """Check that all gradients can be asked for one by one, and in a graph of the run's own.
+    """Check that the gradients of a loss can be computed one by one, in a graph of its own.
 
-    Reentrant checkpointing only knows how to accumulate them, and hides its parameters. A backward
-    pass through a graph that the training still needs, behind a hidden state, would release it.
+    Reentrant checkpointing can only accumulate them, and hides its parameters. A backward pass
+    through a graph that the training still needs, behind a hidden state, would release it.
 
     Args:
-        loss: What is to be derived.
+        loss: The loss.
         foreign: Nodes of the training's graphs.
     """
-    nodes, seen = [loss.grad_fn], set()
+    nodes = [loss.grad_fn]
+    seen = set()
     while nodes:
         node = nodes.pop()
         if node is None or node in seen:
@@ -265,7 +264,7 @@ def check_graph(loss: Tensor, foreign: Set[Any]) -> None:
 
 
 def in_short(error: Exception) -> str:
-    """Return an error in one line."""
+    """Return an error as one line."""
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words[:200]}" if words else type(error).__name__
 
@@ -274,7 +273,7 @@ def loss_of(output: Any) -> Tensor:
     """Return the loss that a model's output holds, or else a projection of all outputs.
 
     The projection is the sum of each floating-point output times a fixed pattern of signs, in
-    float32: it has a gradient, and it notices changes of any element.
+    float32: it has a gradient, and a change of any element changes it.
 
     Raises:
         CanaryDeclined: There is no floating-point output.
@@ -295,8 +294,10 @@ def loss_of(output: Any) -> Tensor:
 def project(output: Tensor) -> Tensor:
     """Return the sum of a tensor times a fixed pattern of signs, over the root of its size."""
     flat = output.reshape(-1).float()
-    rows, signs = flat.numel() // _PERIOD, fold_signs(_PERIOD, 1, flat.device)
-    body, tail = flat[: rows * _PERIOD], flat[rows * _PERIOD :]
+    rows = flat.numel() // _PERIOD
+    signs = fold_signs(_PERIOD, 1, flat.device)
+    body = flat[: rows * _PERIOD]
+    tail = flat[rows * _PERIOD :]
     row_signs = fold_signs(rows, 2, flat.device)
     total = ((body.reshape(rows, _PERIOD) * signs).sum(1) * row_signs).sum()
     return (total + (tail * signs[: len(tail)]).sum()) / math.sqrt(max(flat.numel(), 1))

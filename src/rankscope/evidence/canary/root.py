@@ -1,7 +1,7 @@
-"""The director of canaries at the root: decides on them, passes batches on, and concludes.
+"""The director of canaries at the root: plans them, forwards batches, and judges results.
 
-It is shown every step and every answer of a worker, and returns what is to be sent to all workers.
-It keeps no socket and no clock.
+It processes every step and every answer of a worker, and returns messages for all workers. It has
+no socket and no clock.
 """
 
 import logging
@@ -25,7 +25,7 @@ from rankscope.evidence.canary.schedule import (
     CanaryPlan,
     Planned,
     Schedule,
-    all_asked,
+    all_requested,
     comes_and_goes,
 )
 from rankscope.evidence.canary.verdict import CanaryCause, CanaryResults, judge, results_of
@@ -34,9 +34,9 @@ Log = Callable[[int, str], None]
 """Takes a level of :mod:`logging` and a line for the log of the training."""
 
 MAX_BATCH_BYTES = 64 * 2**20
-"""A batch that is larger is not passed on to all workers."""
+"""Larger batches are not forwarded to all workers."""
 
-_PATIENCE = 128  # steps that batches may be late
+_MAX_LATE = 128  # steps that batches may be late
 
 
 class CanaryDirector(Director):
@@ -68,7 +68,7 @@ class CanaryDirector(Director):
         self._answers: dict[int, CanaryAnswer] = {}
         self._sent = self._ended = self._announced = False
         self._bundle: ReplayBundle | None = None
-        self._known: Sequence[Finding] = ()
+        self._findings: Sequence[Finding] = ()
         self._newest = -1
 
     @property
@@ -79,15 +79,16 @@ class CanaryDirector(Director):
     def observe(
         self, step: GatheredStep, changed: Sequence[Finding], known: Sequence[Finding], newest: int
     ) -> list[Request]:
-        """Follow the present canary, and decide on the next one."""
-        self._known, self._newest = known, max(self._newest, newest, step.step)
+        """Check on the present canary, and decide on the next one."""
+        self._findings = known
+        self._newest = max(self._newest, newest, step.step)
         if self._ended:
             return []
         planned = self._plan.current
         if planned is not None:
             self._follow(planned, step)
-        asked = all_asked(step)
-        if asked is None:
+        requested = all_requested(step)
+        if requested is None:
             self._log(
                 logging.WARNING,
                 f"no canary at step {step.step}: scope.canary() was not called on all ranks in "
@@ -98,17 +99,18 @@ class CanaryDirector(Director):
         new = self._plan.observe(
             step.step,
             [*changed, *again],
-            asked=bool(asked),
+            requested=bool(requested),
             newest=self._newest,
             seconds=_largest(step, "step_seconds", math.nan),
         )
         if new is not None:
-            self._answers, self._sent = {}, False
+            self._answers = {}
+            self._sent = False
             out.append(Request(new.capture_at, pack_plan(new)))
         return out
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
-        """Take a worker's answer; what follows from it is sent with the next step."""
+        """Process a worker's answer; the next step sends the batches."""
         if rank is None:
             return
         try:
@@ -129,13 +131,14 @@ class CanaryDirector(Director):
             self._give_up(planned, f"rank {rank} could not give its batch ({why})")
 
     def _send_batches(self) -> list[Request]:
-        """Send the batches to all workers once both have come."""
+        """Send the batches to all workers once both have arrived."""
         planned = self._plan.current
         if planned is None or self._sent or len(self._answers) < 2:
             return []
         answers = self._answers[planned.suspect], self._answers[planned.peer]
         packed = answers[0].batch, answers[1].batch
-        self._answers, self._sent = {}, True
+        self._answers = {}
+        self._sent = True
         planned = self._plan.run_at(self._newest)
         try:
             self._bundle = self._make_bundle(planned, answers)
@@ -147,12 +150,13 @@ class CanaryDirector(Director):
         return [Request(planned.run_at, pack_run(planned, packed))]
 
     def _follow(self, planned: Planned, step: GatheredStep) -> None:
-        """See what has become of the present canary."""
+        """Judge the present canary, or give it up, if it has ended."""
         if not self._sent:
-            if step.step >= planned.capture_at + _PATIENCE:
+            if step.step >= planned.capture_at + _MAX_LATE:
                 self._give_up(planned, "a worker did not send its batch in time")
         elif step.step >= planned.run_at:
-            results, cost = results_of(step), _largest(step, "canary_seconds", 0.0)
+            results = results_of(step)
+            cost = _largest(step, "canary_seconds", 0.0)
             if results is None or step.step != planned.run_at or not _is_of(results, planned):
                 self._give_up(planned, "a worker had no result", cost)
             else:
@@ -163,7 +167,7 @@ class CanaryDirector(Director):
     ) -> None:
         self._plan.finish(cost)
         self._announce(planned, cost)
-        verdict = judge(results, differing=_differing(self._known, step.step))
+        verdict = judge(results, differing=_differing(self._findings, step.step))
         if self._bundle is not None:
             self._bundle = replace(self._bundle, results=results, verdict=verdict)
             if planned.of_finding or verdict.verdict is not CanaryCause.DATA:
@@ -171,12 +175,13 @@ class CanaryDirector(Director):
         self._bundle = None
 
     def _announce(self, planned: Planned, cost: float) -> None:
-        """Say that a canary has run; of those on schedule, once."""
+        """Log that a canary has run; of those on schedule, only the first."""
         later = ""
         if planned.reason == SCHEDULED:
             if self._announced:
                 return
-            self._announced, later = True, "; those that follow on schedule are not announced"
+            self._announced = True
+            later = "; those that follow on schedule are not announced"
         self._log(
             logging.INFO,
             f"before step {planned.run_at} every worker replayed a batch of rank {planned.suspect} "
@@ -185,7 +190,8 @@ class CanaryDirector(Director):
         )
 
     def _give_up(self, planned: Planned, why: str, cost: float = 0.0) -> None:
-        self._answers, self._bundle = {}, None
+        self._answers = {}
+        self._bundle = None
         again = self._plan.give_up(cost)
         if planned.by_default:  # nobody waits for it
             return
@@ -196,9 +202,10 @@ class CanaryDirector(Director):
         """Run no canaries from now on."""
         if not self._ended:
             self._ended = True
-            self._log(logging.INFO, f"no more canaries in this run: rank {rank} has said {why!r}")
+            self._log(logging.INFO, f"no more canaries in this run: rank {rank} answered {why!r}")
         self._plan.give_up()
-        self._answers, self._bundle = {}, None
+        self._answers = {}
+        self._bundle = None
 
     def _make_bundle(
         self, planned: Planned, answers: tuple[CanaryAnswer, CanaryAnswer]
@@ -212,7 +219,7 @@ class CanaryDirector(Director):
             seed=planned.seed,
             autocast=answers[0].autocast,
             batches=(unpack_batch(answers[0].batch), unpack_batch(answers[1].batch)),
-            finding=next((f for f in self._known if f.id == planned.reason), None),
+            finding=next((f for f in self._findings if f.id == planned.reason), None),
             versions=answers[0].versions,
         )
 
@@ -230,22 +237,22 @@ def _is_of(results: CanaryResults, planned: Planned) -> bool:
 
 
 def _largest(step: GatheredStep, name: str, otherwise: float) -> float:
-    """Return the largest of the workers' values, or something else if none has one."""
+    """Return the largest of the workers' values, or ``otherwise`` if none has one."""
     values_W = step.workers[name]
     finite = values_W[np.isfinite(values_W)]
     return float(finite.max()) if finite.size else otherwise
 
 
-def _differing(known: Sequence[Finding], step: int) -> tuple[int, ...]:
-    """Return the workers that the diagnosis of this canary found to hold other state."""
-    for finding in known:
+def _differing(findings: Sequence[Finding], step: int) -> tuple[int, ...]:
+    """Return the workers that hold other state, by the diagnosis of this canary."""
+    for finding in findings:
         if finding.last_step == step and finding.evidence.get("verdict") == str(CanaryCause.STATE):
             return finding.ranks
     return ()
 
 
 def make_director(run: DirectedRun) -> CanaryDirector | None:
-    """Return what decides on canaries; None in a run without them."""
+    """Return the director of canaries; None in a run without them."""
     if not run.options.get("canary"):
         return None
     every = run.options.get("canary_every")

@@ -1,10 +1,10 @@
 """When a canary runs, and of whose batch; decided at the root alone.
 
-A canary that is decided when step n is the newest known has its batches kept in the forward passes
-of step n + 16 or later, and is run before the first forward pass of a step that is again 16 steps
-or more ahead when both batches have come. A worker that learns of it too late leaves its result
-out; then it is tried once more, further ahead. All know of the first one by default without a word:
-the root may still be starting.
+A canary that is decided when step n is the newest one copies its batches in the forward passes of
+step n + 16 or later. It runs before the first forward pass of a step that is again 16 or more ahead
+of the arrival of both batches. A worker that receives the message too late has no result; then the
+canary is tried once more, further ahead. The first canary by default needs no message, since the
+root may still be starting.
 """
 
 import math
@@ -26,17 +26,16 @@ RETRY_AFTER = PACE.canary_retry
 """Steps until a canary that some worker missed is tried again."""
 
 SHARE = PACE.canary_share
-"""Of the training's time: what canaries that nobody asked for may cost."""
+"""Of the training's time, for canaries that nobody asked for."""
 
 _MOST_BACKING_OFF = 4  # of the wait, by factors of four
 
 
 class Schedule:
-    """When canaries run that no finding led to: every so many steps, or within a share of time.
+    """When canaries run without a finding: every so many steps, or within a share of time.
 
     Within a share there is one canary at the beginning, and after one of c seconds the next is due
-    when c/share seconds have passed. One that came to nothing is tried again later and later: what
-    a model cannot do it will not do in the next step.
+    when c/share seconds have passed. After failures, the wait grows.
 
     Args:
         every: Steps from one canary to the next; None: nobody asked for a schedule.
@@ -54,18 +53,19 @@ class Schedule:
         self._not_before = self._failures = 0
 
     def see(self, seconds: float) -> None:
-        """Take the time of a step."""
+        """Add the time of a step."""
         self._since += seconds
 
     def due(self, step: int) -> bool:
-        """Return whether one is to be decided now."""
+        """Return whether a canary is due now."""
         if self._every is not None:
             return step % self._every == 0
         return step >= self._not_before and self._share * self._since >= self._cost
 
     def ended(self, step: int, cost: float, *, failed: bool) -> None:
-        """Take the end of one, and the seconds that it took."""
-        self._since, self._cost = 0.0, cost
+        """Note the end of a canary, and the seconds that it took."""
+        self._since = 0.0
+        self._cost = cost
         self._failures = self._failures + 1 if failed else 0
         backing_off = min(self._failures, _MOST_BACKING_OFF)
         self._not_before = step + (RETRY_AFTER << 2 * (backing_off - 1) if failed else SPACING)
@@ -77,7 +77,7 @@ TRIGGERS = frozenset({"data.worker_outlier", "compute.worker_outlier", "inconclu
 
 SCHEDULED = "scheduled"
 ASKED_FOR = "asked-for"
-_NEED_NONE = ("canary-", "amount")  # how findings begin: the canary's own, and those of data alone
+_NEED_NONE = ("canary-", "amount")  # prefixes of findings on canaries, and on data alone
 _MOST_DOUBLINGS = 3  # of the lead, after canaries that were missed
 
 
@@ -119,21 +119,17 @@ class Planned:
 
 
 def first_by_default(first_step: int) -> Planned:
-    """Return the canary that begins a run, if nobody wants another schedule.
-
-    Args:
-        first_step: Number of the run's first step.
-    """
+    """Return the first canary of a run, if nobody asked for another schedule."""
     capture_at = first_step + PACE.first_kept
     return Planned(SCHEDULED, 0, 1, capture_at, capture_at + LAG, by_default=True)
 
 
 class CanaryPlan:
-    """Decides on canaries; shown every step, in order.
+    """Decides on canaries; processes every step, in order.
 
     Args:
-        num_workers: W; with one worker there is nobody to compare with.
-        schedule: When canaries run that no finding led to; None for never.
+        num_workers: W; no canaries with one worker.
+        schedule: When canaries run without a finding; None for never.
         first_step: Number of the run's first step.
     """
 
@@ -144,29 +140,30 @@ class CanaryPlan:
         self._schedule = schedule
         self._num_scheduled = self._num_missed = 0
         self._waiting: list[tuple[int, Planned]] = []  # not before this step
-        self._known: set[str] = set()
+        self._explained: set[str] = set()  # ids of findings that have led to a canary
         self._last = -SPACING
         self._step = 0
         self.current: Planned | None = None
         if schedule is not None and schedule.by_default and num_workers > 1:
-            self._num_scheduled, self.current = 1, first_by_default(first_step)
+            self._num_scheduled = 1
+            self.current = first_by_default(first_step)
 
     def observe(
         self,
         step: int,
         findings: Sequence[Finding] = (),
         *,
-        asked: bool = False,
+        requested: bool = False,
         newest: int | None = None,
         seconds: float = math.nan,
     ) -> Planned | None:
-        """Take a step.
+        """Process a step.
 
         Args:
             step: Its number.
             findings: Those that opened or changed with it, and those that came again in it.
-            asked: Whether all workers asked for a canary in it.
-            newest: The newest step that any worker is known to have ended; None if it is this one.
+            requested: Whether all workers asked for a canary in it.
+            newest: The newest step that any worker has ended; None if it is this one.
             seconds: Its wall time; NaN if unknown.
 
         Returns:
@@ -176,25 +173,21 @@ class CanaryPlan:
         if self._num_workers < 2:
             return None
         for finding in findings:
-            if _can_be_explained(finding) and finding.id not in self._known:
-                self._known.add(finding.id)
+            if _can_be_explained(finding) and finding.id not in self._explained:
+                self._explained.add(finding.id)
                 self._waiting.append((step, self._of(finding.id, finding.ranks)))
         if self._schedule is not None and math.isfinite(seconds):
             self._schedule.see(seconds)
-        if asked:
+        if requested:
             self._waiting.append((step, self._of(ASKED_FOR, (0,))))
         elif self.current is None and self._schedule is not None and self._schedule.due(step):
             self._add_scheduled(step, by_default=self._schedule.by_default)
         return self._begin(step, step if newest is None else max(step, newest))
 
     def run_at(self, newest: int) -> Planned:
-        """Settle when the present canary runs, whose batches have come.
+        """Set the step of the present canary, whose batches have arrived, and return it.
 
-        Args:
-            newest: The newest step that any worker is known to have ended.
-
-        Returns:
-            The present canary, :attr:`current` from now on.
+        ``newest`` is the newest step that any worker has ended.
         """
         assert self.current is not None
         at_least = newest + self._lead
@@ -202,12 +195,9 @@ class CanaryPlan:
         return self.current
 
     def give_up(self, cost: float = 0.0) -> bool:
-        """End the present canary without results; return whether it is tried once more.
-
-        Args:
-            cost: Seconds that it took all the same.
-        """
-        planned, self.current = self.current, None
+        """End the canary without results, after ``cost`` seconds; return whether it is retried."""
+        planned = self.current
+        self.current = None
         if planned is None:
             return False
         self._num_missed += 1
@@ -220,19 +210,16 @@ class CanaryPlan:
         return True
 
     def finish(self, cost: float = 0.0) -> None:
-        """End the present canary, whose results are known.
-
-        Args:
-            cost: Seconds that it took.
-        """
-        planned, self.current = self.current, None
+        """End the present canary, whose results are known, after ``cost`` seconds."""
+        planned = self.current
+        self.current = None
         self._num_missed = 0
         if planned is not None and planned.reason == SCHEDULED:
             self._end_scheduled(cost, failed=False)
 
     @property
     def _lead(self) -> int:
-        """Steps ahead of the newest one; more when workers have learned of canaries too late."""
+        """Steps ahead of the newest one; more after canaries that workers received too late."""
         return LAG << min(self._num_missed, _MOST_DOUBLINGS)
 
     def _end_scheduled(self, cost: float, *, failed: bool) -> None:
@@ -240,7 +227,7 @@ class CanaryPlan:
         self._schedule.ended(self._step, cost, failed=failed)
 
     def _add_scheduled(self, step: int, *, by_default: bool) -> None:
-        """Add a canary on schedule; whose batch it is takes turns."""
+        """Add a canary on schedule, with each rank as suspect in turn."""
         if any(planned.reason == SCHEDULED for _, planned in self._waiting):
             return
         planned = self._of(SCHEDULED, (self._num_scheduled % self._num_workers,))
@@ -269,20 +256,20 @@ class CanaryPlan:
         return Planned(reason, suspect, peer, -1, -1)
 
 
-def all_asked(step: GatheredStep) -> bool | None:
-    """Return whether all workers asked for a canary in a step; None if some did, but not all.
+def all_requested(step: GatheredStep) -> bool | None:
+    """Return whether all workers asked for a canary in a step; None if only some did.
 
-    Who asks names a rank and has no results.
+    A request has a rank and no results.
     """
     columns = step.workers
-    asks_W = (columns["canary_of"] != MISSING_INT) & (columns["canary_digest"] == MISSING_INT)
-    if np.all(asks_W):
+    requests_W = (columns["canary_of"] != MISSING_INT) & (columns["canary_digest"] == MISSING_INT)
+    if np.all(requests_W):
         return True
-    return None if np.any(asks_W) else False
+    return None if np.any(requests_W) else False
 
 
 def comes_and_goes(finding: Finding) -> bool:
-    """Return whether its evidence says how often it came lately."""
+    """Return whether its evidence counts how often it came lately."""
     return TIMES_LATELY in finding.evidence
 
 

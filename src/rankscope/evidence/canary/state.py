@@ -1,10 +1,9 @@
-"""Everything that a forward pass may change, kept before a canary and put back after it.
+"""Saves all state that a forward pass may change, before a canary, and puts it back after it.
 
-Put back are the random generators of Python, numpy, torch and the accelerator; and of every module,
-which objects its attributes, buffers and parameters are, the bits of those that are tensors, the
-states of those that are random generators, and the content of lists, dicts, sets and deques among
-them, at any depth. What a forward pass changes elsewhere (a file, an object of its own) is out of
-reach.
+This is the state of the random generators of Python, numpy, torch and the accelerator; and of every
+module, its attributes, buffers and parameters: which objects they are, the bits of tensors, the
+states of random generators, and the content of lists, dicts, sets and deques, at any depth. Changes
+elsewhere (in a file, or an object of another class) remain.
 """
 
 import random
@@ -21,31 +20,31 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.errors import RankscopeError
-from rankscope.evidence.canary.tensors import KeptTensors
+from rankscope.evidence.canary.tensors import SavedTensors
 from rankscope.evidence.randomness.private import KINDS
 
 _REGISTERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = frozenset(
     name for name, value in vars(nn.Module()).items() if isinstance(value, dict | set)
 ).difference(_REGISTERS)
-"""What torch keeps in a module for hooks and the like."""
+"""Attributes of torch's in every module, for hooks and the like."""
 
 _CONTAINERS = (list, dict, set, deque)
-_OPENED = (nn.Module, Tensor, tuple, *_CONTAINERS, *KINDS)
+_SEARCHED = (nn.Module, Tensor, tuple, *_CONTAINERS, *KINDS)
 
 
 class NotPutBackError(RankscopeError):
-    """Something that a run has changed could not be put back."""
+    """Some state that a run has changed could not be put back."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What a run that is to leave nothing behind needs.
+class PreservedState:
+    """Functions for a run whose state is put back after it.
 
     Attributes:
         seed: Seeds all random generators.
         before_write: Takes each tensor that an operation is about to write into.
-        before_draw: Takes each generator that an operation may draw from, wherever it is held.
+        before_draw: Takes each generator that an operation may draw from.
         nodes: The nodes of the training's graphs that lead to tensors of the modules.
     """
 
@@ -56,30 +55,28 @@ class Kept:
 
 
 @contextmanager
-def kept(module: nn.Module, device: torch.device, *, seed: int | None) -> Iterator[Kept]:
+def preserved_state(
+    module: nn.Module, device: torch.device, *, seed: int | None
+) -> Iterator[PreservedState]:
     """Run a block with seeded random generators, and put everything back after it.
 
     Args:
         module: The module whose forward pass is run inside.
         device: The device of its parameters.
-        seed: Seed of all random generators inside; equal on all workers. None: they go on from
-            where they are.
-
-    Yields:
-        What seeds them again, what must be told of writes, and what must be left alone.
+        seed: Seed of all random generators inside, equal on all workers; None to leave them.
 
     Raises:
-        NotPutBackError: Something could not be put back; all else was.
+        NotPutBackError: Some state could not be put back; all else was.
     """
-    found = _Found(module)
+    found = _ReachableState(module)
     generators = RandomGenerators(device, found.generators)
-    tensors = KeptTensors(found.parameters, found.tensors)
+    tensors = SavedTensors(found.parameters, found.tensors)
     modules = [_ModuleState(part) for part in found.modules]
     containers = [(container, _copy(container)) for container in found.containers]
-    steps_back: list[Callable[[], None]] = [
+    restore_steps: list[Callable[[], None]] = [
         *(state.put_back for state in modules),
-        *(partial(_fill, container, content) for container, content in containers),
-        *tensors.steps_back(),
+        *(partial(_put_back_content, container, content) for container, content in containers),
+        *tensors.restore_steps(),
         generators.put_back,
     ]
     try:
@@ -87,18 +84,20 @@ def kept(module: nn.Module, device: torch.device, *, seed: int | None) -> Iterat
             tensors.set_gradients_aside()
             if seed is not None:
                 generators.seed(seed)
-            yield Kept(generators.seed, tensors.before_write, generators.before_draw, tensors.nodes)
+            yield PreservedState(
+                generators.seed, tensors.before_write, generators.before_draw, tensors.nodes
+            )
         finally:
-            _take_all(steps_back)
+            _restore_all(restore_steps)
     except Exception:
         raise
     except BaseException:  # Ctrl-C, perhaps in the middle of it: once more, from the beginning
-        _take_all(steps_back)
+        _restore_all(restore_steps)
         raise
 
 
-def _take_all(steps: Iterable[Callable[[], None]]) -> None:
-    """Take all steps back: one that fails does not hold up the rest.
+def _restore_all(steps: Iterable[Callable[[], None]]) -> None:
+    """Run all restore steps: one that fails does not stop the rest.
 
     Raises:
         NotPutBackError: One has failed.
@@ -116,8 +115,8 @@ def _take_all(steps: Iterable[Callable[[], None]]) -> None:
         ) from failures[0]
 
 
-class _Found:
-    """What can be reached from a module through modules, their attributes and containers."""
+class _ReachableState:
+    """The state that a module reaches through modules, their attributes and containers."""
 
     def __init__(self, module: nn.Module) -> None:
         self.modules: list[nn.Module] = []
@@ -131,11 +130,11 @@ class _Found:
             value = waiting.pop()
             if id(value) not in seen:
                 seen[id(value)] = value  # alive, so that no other gets its id
-                waiting += [part for part in self._open(value) if isinstance(part, _OPENED)]
+                waiting += [part for part in self._parts_of(value) if isinstance(part, _SEARCHED)]
         self.generators += _global_generators(self.modules)
 
-    def _open(self, value: Any) -> Iterable[Any]:
-        """Note a value and return what is in it."""
+    def _parts_of(self, value: Any) -> Iterable[Any]:
+        """Note a value and return its parts."""
         if isinstance(value, nn.Module):
             self.modules.append(value)
             held = [item for name in _REGISTERS for item in vars(value)[name].values()]
@@ -157,12 +156,12 @@ def _global_generators(modules: Iterable[nn.Module]) -> Iterator[Any]:
     for name in {type(module).__module__ for module in modules}:
         held = vars(sys.modules[name]) if name in sys.modules else {}
         for value in list(held.values()):
-            if issubclass(type(value), KINDS):  # a proxy is not asked for its class
+            if issubclass(type(value), KINDS):  # ``isinstance`` would run a proxy's code
                 yield value
 
 
 class _ModuleState:
-    """Which attributes, buffers, parameters and children one module has."""
+    """The attributes, buffers, parameters and children of one module."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -170,7 +169,7 @@ class _ModuleState:
         self._registers = {name: dict(vars(module)[name]) for name in _REGISTERS}
 
     def put_back(self) -> None:
-        """Put back what has changed."""
+        """Put back those that have changed."""
         own = vars(self._module)
         for name, register in self._registers.items():
             _put_back_items(own[name], register)
@@ -200,8 +199,8 @@ def _copy(container: Any) -> Any:
     return dict(container) if isinstance(container, dict) else list(container)
 
 
-def _fill(container: Any, content: Any) -> None:
-    """Give a container its content back, unless it holds that already."""
+def _put_back_content(container: Any, content: Any) -> None:
+    """Put back a container's content, unless it is unchanged."""
     if isinstance(container, dict):
         _put_back_items(container, content)
         return
@@ -214,15 +213,15 @@ def _fill(container: Any, content: Any) -> None:
 
 def generators_of(module: nn.Module, device: torch.device) -> "RandomGenerators":
     """Return the present states of all random generators that a module's forward pass may use."""
-    return RandomGenerators(device, _Found(module).generators)
+    return RandomGenerators(device, _ReachableState(module).generators)
 
 
 class RandomGenerators:
     """The states of all random generators that a forward pass may draw from.
 
-    The global ones of Python, numpy, torch and the accelerator; those that a module, or the file
-    of its class, holds for itself, which a training may well have seeded by rank; and torch's
-    others, as they are used.
+    These are the global ones of Python, numpy, torch and the accelerator; those of a module, or of
+    the file of its class, which a training may have seeded by rank; and others of torch's, once an
+    operation uses them.
 
     Args:
         device: The device of the model's parameters.
@@ -234,7 +233,7 @@ class RandomGenerators:
         self._on_device: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._seed: int | None = None
         self._own = {
-            _place(generator): (_seeder(generator), _keeper(generator))
+            _place(generator): (_seeder(generator), _restorer(generator))
             for generator in own
             if not isinstance(generator, random.SystemRandom)  # it has no state
         }
@@ -258,10 +257,11 @@ class RandomGenerators:
                 self._on_device.manual_seed(seed)
 
     def before_draw(self, generator: torch.Generator) -> None:
-        """Keep one that no module holds, and seed it like all others."""
+        """Save a generator that no module holds, and seed it like all others."""
         place = _place(generator)
         if place not in self._own:
-            seed_one, _ = self._own[place] = _seeder(generator), _keeper(generator)
+            seed_one = _seeder(generator)
+            self._own[place] = seed_one, _restorer(generator)
             if self._seed is not None:
                 seed_one(self._seed)
 
@@ -277,14 +277,14 @@ class RandomGenerators:
 
 
 def _place(generator: Any) -> int:
-    """Return what tells generators apart: an operation is handed another object of the same one."""
+    """Return the identity of a generator, which operations get as different Python objects."""
     if isinstance(generator, torch.Generator):
         return int(generator._cdata)  # type: ignore[attr-defined]
     return id(generator)
 
 
 def _seeder(generator: Any) -> Callable[[int], Any]:
-    """Return what seeds a generator."""
+    """Return a function that seeds a generator."""
     if isinstance(generator, torch.Generator):
         return generator.manual_seed
     if isinstance(generator, random.Random):
@@ -295,12 +295,12 @@ def _seeder(generator: Any) -> Callable[[int], Any]:
     return lambda seed: setattr(bits, "state", type(bits)(seed).state)
 
 
-def _keeper(generator: Any) -> Callable[[], Any]:
-    """Return what puts a generator back where it stands now."""
+def _restorer(generator: Any) -> Callable[[], Any]:
+    """Return a function that puts a generator's present state back."""
     if isinstance(generator, np.random.Generator):
         bits: Any = generator.bit_generator
-        kept = bits.state
-        return lambda: setattr(bits, "state", kept)
+        before = bits.state
+        return lambda: setattr(bits, "state", before)
     if isinstance(generator, torch.Generator):
         state = generator.get_state()
         return lambda: generator.set_state(state)

@@ -1,10 +1,9 @@
-"""Tensors that a forward pass may change: kept before a canary, put back after it.
+"""Saves tensors that a forward pass may change, before a canary, and puts them back after it.
 
-Of small buffers and attributes the bits are copied at once. Of parameters and of all that is large
-they are copied when an operation is about to write into them (a momentum teacher, a codebook,
-clamped weights), so that a frozen base costs nothing. All get back the memory that they had where
-their ``.data`` was replaced, their version counters, and parameters their ``.grad``, which is set
-aside meanwhile.
+Small buffers and attributes are copied at once; parameters and large tensors, when an operation is
+about to write into them (a momentum teacher, a codebook, clamped weights), so that a frozen base
+costs nothing. All get back their memory, where ``.data`` was replaced, and their version counters;
+parameters also get back their ``.grad``, which is set aside meanwhile.
 """
 
 import threading
@@ -23,34 +22,29 @@ AT_ONCE_BYTES = 2**20
 """Up to this size buffers and attributes are copied before the run, whether it writes or not."""
 
 
-class KeptTensors:
-    """What tensors are, and what they hold.
-
-    Args:
-        parameters: Parameters.
-        others: Other tensors.
-    """
+class SavedTensors:
+    """The saved identity and content of parameters and other tensors."""
 
     def __init__(self, parameters: Iterable[Tensor], others: Iterable[Tensor]) -> None:
-        self._parameters = [_Kept(p) for p in parameters if not is_lazy(p)]
-        self._others = [_Kept(t) for t in others if not is_lazy(t) and _is_writable(t)]
-        self._unwritten: dict[int, list[_Kept]] = {}
+        self._parameters = [_SavedTensor(p) for p in parameters if not is_lazy(p)]
+        self._others = [_SavedTensor(t) for t in others if not is_lazy(t) and _is_writable(t)]
+        self._unwritten: dict[int, list[_SavedTensor]] = {}
         self._copying = threading.RLock()  # a backward pass may write in several threads
-        for kept in self._parameters:
-            self._wait_for_write(kept)
-        for kept in self._others:
-            tensor = kept.tensor
-            if _is_plain(tensor) and tensor.nbytes <= AT_ONCE_BYTES and kept.node is None:
-                kept.keep_bits()
+        for saved in self._parameters:
+            self._wait_for_write(saved)
+        for saved in self._others:
+            tensor = saved.tensor
+            if _is_plain(tensor) and tensor.nbytes <= AT_ONCE_BYTES and saved.node is None:
+                saved.save_bits()
             else:
-                self._wait_for_write(kept)
+                self._wait_for_write(saved)
         self._gradients = [(p, p.grad) for p in (k.tensor for k in self._parameters) if p.is_leaf]
         for parameter, gradient in self._gradients:
             parameter.grad = gradient  # raises now if this could not be done again
 
-    def _wait_for_write(self, kept: "_Kept") -> None:
-        for storage in _storages(kept.tensor):
-            self._unwritten.setdefault(storage, []).append(kept)
+    def _wait_for_write(self, saved: "_SavedTensor") -> None:
+        for storage in _storages(saved.tensor):
+            self._unwritten.setdefault(storage, []).append(saved)
 
     def set_gradients_aside(self) -> None:
         """Leave every parameter without a gradient until all is put back."""
@@ -58,34 +52,31 @@ class KeptTensors:
             parameter.grad = None
 
     def before_write(self, tensor: Tensor) -> None:
-        """Copy the tensors in whose memory an operation is about to write.
-
-        Args:
-            tensor: Where it will write.
+        """Copy the tensors that share memory with ``tensor``, which is about to be written.
 
         Raises:
-            CanaryDeclined: That memory is one's that cannot be put back.
+            CanaryDeclined: One of them cannot be put back.
         """
         for storage in _storages(tensor):
             with self._copying:
-                for kept in self._unwritten.get(storage, ()):
-                    kept.keep_bits()
+                for saved in self._unwritten.get(storage, ()):
+                    saved.save_bits()
                 self._unwritten.pop(storage, None)  # not if that raised: the model may try again
 
     @property
     def nodes(self) -> frozenset[Any]:
         """The graph nodes that made these tensors."""
-        return frozenset(kept.node for kept in self._others if kept.node is not None)
+        return frozenset(saved.node for saved in self._others if saved.node is not None)
 
-    def steps_back(self) -> Iterator[Callable[[], None]]:
-        """Yield what puts back what has changed; a pending graph does not notice."""
-        for kept in (*self._parameters, *self._others):
-            yield kept.put_back
+    def restore_steps(self) -> Iterator[Callable[[], None]]:
+        """Yield the functions that put back all changes, without effect on pending graphs."""
+        for saved in (*self._parameters, *self._others):
+            yield saved.put_back
         for parameter, gradient in self._gradients:  # which have their types again
             yield partial(setattr, parameter, "grad", gradient)
 
 
-class _Kept:
+class _SavedTensor:
     """One tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
@@ -96,8 +87,8 @@ class _Kept:
         self._before = tensor.data  # the same memory, and no version counter of the tensor's
         self._bits: Tensor | None = None
 
-    def keep_bits(self) -> None:
-        """Copy what it holds.
+    def save_bits(self) -> None:
+        """Copy its content.
 
         Raises:
             CanaryDeclined: It is of a kind that cannot be copied back, or would have another graph.
@@ -117,7 +108,7 @@ class _Kept:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Put back its memory, what that held, and how often it had been written."""
+        """Put back its memory, its content, and its version counter."""
         if not _is_same(self.tensor.data, self._before):
             self.tensor.data = self._before
         if self._bits is not None:
@@ -154,10 +145,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _storages(tensor: Tensor) -> list[int]:
-    """Return which memory a tensor lies in: of one that is made of others, theirs.
-
-    Whatever writes into a sparse tensor writes into its values.
-    """
+    """Return the memory of a tensor, of its parts, or of a sparse one's values."""
     outer: Any = tensor
     if is_traceable_wrapper_subclass(outer):
         names, _ = outer.__tensor_flatten__()

@@ -2,9 +2,9 @@
 
 In a canary every worker runs the same two batches, forward and backward, with random generators
 that are seeded alike: the batch of a suspect twice, that of a peer once. Healthy workers that hold
-the same parameters must agree in every bit. So what follows the batch to all workers is data, what
-stays with a worker is its state or its hardware, and a worker that disagrees with itself computes
-at random.
+the same parameters must agree in every bit. So a difference that follows the batch to all workers
+is in the data, one that stays with a worker is in its state or its hardware, and a worker that
+disagrees with itself computes at random.
 """
 
 from dataclasses import dataclass
@@ -24,23 +24,23 @@ Bools = NDArray[np.bool_]
 
 
 class CanaryCause(StrEnum):
-    """What a canary proves."""
+    """The cause that a canary proves."""
 
     DATA = "data"
-    """All workers agree on both batches: what differs in training is what they are given."""
+    """All workers agree on both batches: in training, only their data differ."""
     STATE = "state"
     """Workers disagree whose parameters or buffers are known to differ."""
     HARDWARE = "hardware"
-    """Workers disagree, and nothing is known to differ in what they hold."""
+    """Workers disagree, and no parameters or buffers are known to differ."""
     NONDETERMINISTIC = "nondeterministic"
     """A worker disagrees with itself."""
     INCONCLUSIVE = "inconclusive"
-    """Results are missing, or nothing tells which of the workers is wrong."""
+    """Results are missing, or there is no majority of workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryResults:
-    """What W workers computed on the same two batches.
+    """Results of W workers on the same two batches.
 
     Attributes:
         suspect: The rank whose batch was run twice.
@@ -73,12 +73,11 @@ class CanaryResults:
 
 @dataclass(frozen=True, slots=True)
 class CanaryVerdict:
-    """What a canary proves, and of whom.
+    """The verdict of a canary, and the workers that it concerns.
 
     Attributes:
         verdict: The verdict.
-        ranks: The workers that it concerns: those that differ, or lack a result; for data, the
-            one whose batch it was.
+        ranks: The workers that differ, or lack a result; for data, the suspect.
         distance: Largest relative difference of a loss or a gradient norm from the median over
             workers; NaN when results are missing.
         exact: Whether all workers agree in every bit.
@@ -91,14 +90,15 @@ class CanaryVerdict:
 
     @property
     def within_rounding(self) -> bool:
-        """Whether workers differ by no more than another order of summation would explain."""
+        """Whether another order of summation would explain the differences."""
         return self.distance <= ROUNDING
 
 
 def results_of(step: GatheredStep) -> CanaryResults | None:
     """Return the results of the canary that all workers ran in a step; None without one."""
     columns = step.workers
-    of_W, against_W = columns["canary_of"], columns["canary_against"]
+    of_W = columns["canary_of"]
+    against_W = columns["canary_against"]
     ran = columns["canary_digest"] != MISSING_INT
     if not ran.all() or np.ptp(of_W) or np.ptp(against_W):
         return None
@@ -132,7 +132,7 @@ def judge(results: CanaryResults, *, differing: tuple[int, ...] = ()) -> CanaryV
     """Return the verdict of a canary.
 
     Args:
-        results: What the workers computed.
+        results: Results of the workers.
         differing: Workers whose parameters or buffers are known to differ from the others'.
     """
     if results.missing:
@@ -143,7 +143,7 @@ def judge(results: CanaryResults, *, differing: tuple[int, ...] = ()) -> CanaryV
     agreed = bool((keys_WD == keys_WD[0]).all())
     unsteady = results.digests_W != results.again_W
     if unsteady.all() and agreed and not np.ptp(results.again_W):
-        # only the random numbers of the second run's backward pass were others
+        # only the second run's backward pass had other random numbers
         return CanaryVerdict(CanaryCause.NONDETERMINISTIC, _ranks(unsteady), distance)
     if unsteady.any():
         return _judge_unsteady(results, distances_W, unsteady, differing)
@@ -156,9 +156,10 @@ def judge(results: CanaryResults, *, differing: tuple[int, ...] = ()) -> CanaryV
 def _judge_unsteady(
     results: CanaryResults, distances_W: Floats, unsteady: Bools, differing: tuple[int, ...]
 ) -> CanaryVerdict:
-    """Judge where some workers do not repeat their own bits."""
-    distance, most = float(distances_W.max()), 2 * unsteady.sum() > len(unsteady)
-    if not most or len(unsteady) == 1:  # alone, nothing tells rounding from chance
+    """Return the verdict where some workers do not repeat their own bits."""
+    distance = float(distances_W.max())
+    most = 2 * unsteady.sum() > len(unsteady)
+    if not most or len(unsteady) == 1:  # alone, it may be rounding or chance
         return CanaryVerdict(CanaryCause.NONDETERMINISTIC, _ranks(unsteady), distance)
     if distance <= ROUNDING:  # kernels that add in any order, as many do on accelerators
         return CanaryVerdict(CanaryCause.DATA, (results.suspect,), distance)

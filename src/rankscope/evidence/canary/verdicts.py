@@ -1,4 +1,4 @@
-"""The detector that reads canaries: what all workers computed on the same two batches."""
+"""The detector of canaries: it compares all workers' results on the same two batches."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from rankscope.evidence.canary.verdict import (
     judge,
     results_of,
 )
-from rankscope.evidence.state.roles import LOOK_EVERY
+from rankscope.evidence.state.roles import ROLES_EVERY
 from rankscope.stats.arrays import Floats
 from rankscope.stats.state import Stateful
 
@@ -48,10 +48,10 @@ _KINDS: Mapping[CanaryCause, tuple[str, str, list[str]]] = {
         ["compute.worker_outlier", "state.parameters_differ", "env.mismatch"],
     ),
 }
-"""By verdict: the finding and its rule, the cause, and what else may be the cause."""
+"""By verdict: the finding and its rule, the cause, and other possible causes."""
 
 _BETWEEN = (CanaryCause.HARDWARE, CanaryCause.INCONCLUSIVE)
-_MOST_TOLD = 16
+_MOST_RECORDED = 16
 
 _WHY_STATE = "their parameters or buffers are known to differ from the others'"
 _WHY_HARDWARE = "their parameters and inputs are the same as far as is known, so a device, a \
@@ -63,11 +63,10 @@ _CHECK_HARDWARE = "Compare device model, driver, library versions and precision 
 
 
 class CanaryVerdicts(Detector):
-    """What canaries prove: data, state, hardware or non-determinism.
+    """Reports whether canaries prove data, state, hardware or non-determinism.
 
-    A canary that agrees proves that a worker's data differ only where the worker does differ, in
-    the canary's step too: of a fault that comes and goes that is not known. Otherwise it says
-    nothing, as it should in a healthy run.
+    A canary on which all workers agree proves a fault in the data only while the suspect differs
+    from the others in most steps. Else there is no finding, as in a healthy run.
 
     Args:
         num_workers: W.
@@ -79,77 +78,81 @@ class CanaryVerdicts(Detector):
     def __init__(self, num_workers: int, suspected: Callable[[], Sequence[int]] = tuple) -> None:
         self._num_workers = num_workers
         self._suspected = suspected
-        self._differing: dict[int, int] = {}  # when they were last seen to
-        self._left_out_at: int | None = None  # when parameters that are not reduced differed
-        self._told: dict[str, _Told] = {}
+        self._differing: dict[int, int] = {}  # the last step of each, by rank
+        self._left_out_at: int | None = None  # last step in which unreduced parameters differed
+        self._faults: dict[str, _CanaryFault] = {}
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks when all workers ran a canary in it."""
+        """Process a step; report the result if all workers ran a canary in it."""
         gathered = step.gathered
         self._differing |= dict.fromkeys(differing_state(gathered), gathered.step)
-        known = {r for r, last in self._differing.items() if gathered.step - last <= LATENESS}
+        differing = {r for r, last in self._differing.items() if gathered.step - last <= LATENESS}
         if any(d.kind is StateKind.LEFT_OUT for d in gathered.differences):
             self._left_out_at = gathered.step
         results = results_of(gathered)
         if results is None:
-            return self._settle(known)
-        verdict = judge(results, differing=tuple(sorted(known)))
+            return self._settle(differing)
+        verdict = judge(results, differing=tuple(sorted(differing)))
         if verdict.verdict is CanaryCause.DATA and results.suspect not in self._suspected():
             return ()
         if verdict.verdict in _BETWEEN and self._left_out(gathered.step):
             return ()
         key = _KINDS[verdict.verdict][0]
-        told = self._told.setdefault(key, _Told(gathered.step))
-        told.add(gathered.step, verdict, describe_results(results, verdict))
-        return (self._evidence(key, told),)
+        fault = self._faults.setdefault(key, _CanaryFault(gathered.step))
+        fault.add(gathered.step, verdict, describe_results(results, verdict))
+        return (self._evidence(key, fault),)
 
     def _left_out(self, step: int) -> bool:
-        """Return whether workers hold parameters of their own, and so compute what they do."""
-        return self._left_out_at is not None and step - self._left_out_at <= 2 * LOOK_EVERY
+        """Return whether workers hold parameters of their own, which explain other results."""
+        return self._left_out_at is not None and step - self._left_out_at <= 2 * ROLES_EVERY
 
     def _settle(self, differing: set[int]) -> Iterable[FaultEvidence]:
-        """Turn to state what looked like hardware: digests take turns, and may come later."""
-        told = self._told.get(DIFFERS)
-        if told is None or told.verdict != CanaryCause.HARDWARE:
+        """Change a verdict of hardware to state, if a digest shows a difference later."""
+        fault = self._faults.get(DIFFERS)
+        if fault is None or fault.verdict != CanaryCause.HARDWARE:
             return ()
-        if not differing & set(told.ranks):
+        if not differing & set(fault.ranks):
             return ()
-        told.verdict = str(CanaryCause.STATE)
-        return (self._evidence(DIFFERS, told),)
+        fault.verdict = str(CanaryCause.STATE)
+        return (self._evidence(DIFFERS, fault),)
 
-    def _evidence(self, key: str, told: "_Told") -> FaultEvidence:
-        verdict = CanaryCause(told.verdict)
+    def _evidence(self, key: str, fault: "_CanaryFault") -> FaultEvidence:
+        verdict = CanaryCause(fault.verdict)
         _, cause, other_causes = _KINDS[verdict]
-        numbers: dict[str, Any] = {"canaries": told.count, "verdict": str(verdict), **told.numbers}
+        numbers: dict[str, Any] = {
+            "canaries": fault.count,
+            "verdict": str(verdict),
+            **fault.numbers,
+        }
         if other_causes:
             numbers["other_causes"] = other_causes
         return FaultEvidence(
             cause=cause,
-            severity=self._severity(verdict, told),
-            ranks=told.ranks,
-            first_step=told.first,
-            last_step=told.last,
-            count=told.count,
-            fields=_fields(told, verdict, self._num_workers),
+            severity=self._severity(verdict, fault),
+            ranks=fault.ranks,
+            first_step=fault.first,
+            last_step=fault.last,
+            count=fault.count,
+            fields=_fields(fault, verdict, self._num_workers),
             numbers=numbers,
             key=key,
         )
 
-    def _severity(self, verdict: CanaryCause, told: "_Told") -> Severity:
-        """Some workers that differ from themselves by rounding may only add in any order."""
-        some = len(told.ranks) < self._num_workers
-        by_order = verdict is CanaryCause.NONDETERMINISTIC and told.within_rounding and some
+    def _severity(self, verdict: CanaryCause, fault: "_CanaryFault") -> Severity:
+        """Return the severity; some workers may only add in any order, which is a note."""
+        some = len(fault.ranks) < self._num_workers
+        by_order = verdict is CanaryCause.NONDETERMINISTIC and fault.within_rounding and some
         if verdict is CanaryCause.DATA or by_order:
             return Severity.NOTE
         if verdict is CanaryCause.STATE:
             return Severity.ERROR
-        if verdict is CanaryCause.HARDWARE and not told.within_rounding:
+        if verdict is CanaryCause.HARDWARE and not fault.within_rounding:
             return Severity.ERROR
         return Severity.WARNING
 
 
 @dataclass
-class _Told(Stateful):
+class _CanaryFault(Stateful):
     """The canaries that led to one finding."""
 
     first: int
@@ -161,7 +164,7 @@ class _Told(Stateful):
     numbers: dict[str, Any] = field(default_factory=dict)
 
     def add(self, step: int, verdict: CanaryVerdict, numbers: dict[str, Any]) -> None:
-        """Take one more."""
+        """Add a canary."""
         self.last = step
         self.count += 1
         self.verdict = str(verdict.verdict)
@@ -185,15 +188,15 @@ def describe_results(results: CanaryResults, verdict: CanaryVerdict) -> dict[str
 
 
 def _first(values_W: Floats) -> list[float]:
-    return [float(value) for value in values_W[:_MOST_TOLD]]
+    return [float(value) for value in values_W[:_MOST_RECORDED]]
 
 
-def _fields(told: _Told, verdict: CanaryCause, num_workers: int) -> dict[str, object]:
-    ranks, numbers = name_ranks(told.ranks), told.numbers
+def _fields(fault: _CanaryFault, verdict: CanaryCause, num_workers: int) -> dict[str, object]:
+    numbers = fault.numbers
     state = verdict is CanaryCause.STATE
     distance = float(numbers["distance"])
     return {
-        "step": f"{told.last:,}",
+        "step": f"{fault.last:,}",
         "workers": count(num_workers, "worker"),
         "suspect": f"rank {numbers['suspect']}",
         "peer": f"rank {numbers['peer']}",
@@ -202,5 +205,5 @@ def _fields(told: _Told, verdict: CanaryCause, num_workers: int) -> dict[str, ob
         "agree": "agree in every bit" if numbers["same_bits"] else "agree up to rounding",
         "distance": "not finite" if distance == float("inf") else f"{distance:.1e}",
         "why": _WHY_STATE if state else _WHY_HARDWARE,
-        "check": _CHECK_STATE if state else _CHECK_HARDWARE.format(ranks=ranks),
+        "check": _CHECK_STATE if state else _CHECK_HARDWARE.format(ranks=name_ranks(fault.ranks)),
     }

@@ -11,13 +11,14 @@ from rankscope.bus.rules import describe, go_back
 from rankscope.bus.words import count, listed, name_ranks
 from rankscope.evidence.mesh.part import Replicated
 
-PARTIAL, DIFFER = "sync.partial_gradient", "state.replicas_differ"
+PARTIAL = "sync.partial_gradient"
+DIFFER = "state.replicas_differ"
 
 _PART = 0.25
-"""Relative distance of gradients from which on they are parts of one, whatever came before."""
+"""Relative distance from which on gradients count as parts of one."""
 
 _MUCH = 4  # times as far apart
-_ROTATION = 64  # steps in which most parameters have a turn
+_CYCLE = 64  # steps in which most parameters are read once
 _MOST_NAMED = 3
 _MOST_LINES = 3
 _MOST_RECORDED = 64
@@ -27,16 +28,16 @@ _Line = tuple[int, ...]  # ranks of the job along an axis
 
 @dataclass(slots=True)
 class _Fault:
-    """What is known of one kind of difference along an axis.
+    """One kind of difference along an axis.
 
     Attributes:
         first: The first step that shows it.
-        severity: How bad it is.
+        severity: Its severity.
         last: The last step that shows it.
-        count: How many steps have shown it.
-        apart: How far each parameter lies apart at most, by name.
+        count: The number of steps that show it.
+        apart: The largest distance of each parameter, by name.
         lines: By ranks along the axis, those that differ from most.
-        told: What was told last.
+        reported: The summary of the last report.
     """
 
     first: int
@@ -45,10 +46,10 @@ class _Fault:
     count: int = 0
     apart: dict[str, float] = field(default_factory=dict)
     lines: dict[_Line, tuple[int, ...]] = field(default_factory=dict)
-    told: object = None
+    reported: object = None
 
     def add(self, step: int, one: Replicated, apart: float, wait: int) -> None:
-        """Take a parameter; one that is found more than ``wait`` steps later is a consequence."""
+        """Add a parameter, unless it is new more than ``wait`` steps later: a consequence."""
         if one.name not in self.apart and step > self.first + wait:
             return
         self.first = min(self.first, step)
@@ -57,52 +58,51 @@ class _Fault:
         self.apart[one.name] = max(apart, self.apart.get(one.name, 0.0))
         self.lines[one.ranks] = one.odd
 
-    def news(self, *, everywhere: bool) -> bool:
-        """Return whether there is something to tell, as if it were told now.
+    def has_changed(self, *, everywhere: bool) -> bool:
+        """Return whether it has changed since the last report, and note this one.
 
-        Args:
-            everywhere: Whether all ranks differ that hold something of its parameters.
+        ``everywhere``: all ranks differ that hold some of its parameters.
         """
         counted = self.count.bit_length()
-        told = (self.severity, tuple(self.apart), dict(self.lines), counted, everywhere)
-        fresh, self.told = told != self.told, told
-        return fresh
+        summary = (self.severity, tuple(self.apart), dict(self.lines), counted, everywhere)
+        changed = summary != self.reported
+        self.reported = summary
+        return changed
 
 
 class AxisVerdict:
     """Judges what ranks replicate over one axis, step by step.
 
-    A gradient that differs while all parameters agree is partial: its parameters drift from then
-    on, and with them every other gradient, as a consequence. Where parameters differ first, it is
-    their gradients that do so as a consequence. The run's first step has all of them, and shows
-    which came first. Later they take turns; there, gradients that lie as far apart as parts do, and
-    much farther than their parameters, count as partial, and others as a consequence.
+    A gradient that differs while all parameters agree is partial: as a consequence, its parameters
+    drift from then on, and with them every other gradient. If parameters differ first, gradients
+    differ as a consequence. The run's first step reads all of them, and shows which came first. In
+    later steps, which read some, gradients count as partial if they are as far apart as parts, and
+    much farther than their parameters; others count as a consequence.
 
-    Where the axis cuts no parameter, nothing says that the ranks along it share one model. If a
-    parameter begins with other values there, it may be meant, and gradients are not judged.
+    If the axis cuts no parameter, the ranks along it may not share one model. A parameter that
+    begins with other values there may be intended, and gradients are not judged.
 
-    Args:
-        axis: Its name.
-        begun_at: The first step of the run.
+    ``begun_at`` is the first step of the run.
     """
 
     def __init__(self, axis: str, begun_at: int) -> None:
-        self._axis, self._begun_at = axis, begun_at
+        self._axis = axis
+        self._begun_at = begun_at
         self._partial: _Fault | None = None
         self._differ: _Fault | None = None
         self._met: dict[_Line, set[str]] = defaultdict(set)
         self._held: dict[str, set[_Line]] = defaultdict(set)  # by ranks along the axis
-        self._own: set[_Line] = set()  # whose models may be meant to differ
+        self._own: set[_Line] = set()  # their models may differ on purpose
 
     def observe(
         self, step: int, found: Sequence[Replicated], workers: Mapping[int, int]
     ) -> list[Finding]:
-        """Take what some ranks along the axis hold in a step.
+        """Process the replicas of some ranks along the axis in a step.
 
         Args:
             step: The step; those of the same ranks come in order.
-            found: What they hold, one parameter at least.
-            workers: By rank in the job, the worker of this run that it is.
+            found: Their replicas, of one parameter at least.
+            workers: Workers of this run, by rank in the job.
 
         Returns:
             Findings that are new, or have changed.
@@ -127,7 +127,7 @@ class AxisVerdict:
             part = one.gradient > max(_PART, _MUCH * one.parameter) or begins
             if one.gradient_differs and part:
                 self._partial = self._partial or _Fault(step, Severity.ERROR)
-                self._partial.add(step, one, one.gradient, _ROTATION)
+                self._partial.add(step, one, one.gradient, _CYCLE)
 
     def _see_parameters(self, step: int, found: Sequence[Replicated], met: set[str]) -> None:
         for one in found:
@@ -141,11 +141,11 @@ class AxisVerdict:
         for cause, fault in ((PARTIAL, self._partial), (DIFFER, self._differ)):
             if fault is None or fault.last != step:
                 continue
-            known = {rank for line in self._met for rank in line}
-            everywhere = workers.keys() <= known and all(
+            met = {rank for line in self._met for rank in line}
+            everywhere = workers.keys() <= met and all(
                 self._held[name] <= fault.lines.keys() for name in fault.apart
             )
-            if fault.news(everywhere=everywhere):
+            if fault.has_changed(everywhere=everywhere):
                 yield self._finding(cause, fault, workers, everywhere=everywhere)
 
     def _finding(
@@ -153,7 +153,8 @@ class AxisVerdict:
     ) -> Finding:
         concerned = {rank for line in fault.lines for rank in line}
         ranks = tuple(sorted(worker for rank, worker in workers.items() if rank in concerned))
-        names, apart = list(fault.apart), max(fault.apart.values())
+        names = list(fault.apart)
+        apart = max(fault.apart.values())
         more = [count(len(names) - _MOST_NAMED, "other")] if len(names) > _MOST_NAMED else []
         finite = math.isfinite(apart)
         numbers = {
@@ -188,19 +189,19 @@ class AxisVerdict:
 
 
 def _is_meant(one: Replicated) -> bool:
-    """Return whether something says that a parameter is one along the axis."""
+    """Return whether a parameter has to be equal along the axis."""
     return one.placed or one.cuts
 
 
 def _where(lines: Mapping[_Line, tuple[int, ...]]) -> str:
-    """Return which ranks of the job differ, as words: ``ranks 0 and 1, and ranks 2 and 3``.
+    """Return the ranks of the job that differ, in words: ``ranks 0 and 1, and ranks 2 and 3``.
 
-    Where most ranks along an axis agree, those that do not are named: ``rank 3 from ranks 0–2``.
+    If most ranks along an axis agree, those that do not are named: ``rank 3 from ranks 0–2``.
     """
-    told = []
+    parts = []
     for line, odd in sorted(lines.items())[:_MOST_LINES]:
         rest = [rank for rank in line if rank not in odd]
-        told.append(f"{name_ranks(odd)} from {name_ranks(rest)}" if rest else name_ranks(line))
-    more = len(lines) - len(told)
-    words = ", and ".join(told)
+        parts.append(f"{name_ranks(odd)} from {name_ranks(rest)}" if rest else name_ranks(line))
+    more = len(lines) - len(parts)
+    words = ", and ".join(parts)
     return f"{words}, and {count(more, 'other group')}" if more > 0 else words

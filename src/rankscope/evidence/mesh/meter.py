@@ -1,8 +1,7 @@
 """Reads parameters that are replicated over other axes than the data-parallel ones, some at a time.
 
-All of them are read in the first step, so that it is known where they begin. Later they take
-turns. Parameters are read before the step, gradients when the optimizer is about to get them:
-whatever adds up the parts of a gradient by hand has done so by then.
+The first step reads all of them, later ones a slot of them. Parameters are read before the step,
+gradients at the optimizer's call, when their parts have been summed by hand.
 """
 
 import logging
@@ -24,23 +23,23 @@ from rankscope.wrappers.fsdp2_model import ManagedParameter
 
 _log = logging.getLogger("rankscope")
 
-_EACH_UNTIL = PACE.state_in_turn  # steps of a run that have a turn each
-_MOST_AT_ONCE = 16  # parameters of a turn
-_TURNS = 64
+_SLOT_EACH_STEP = PACE.state_in_turn  # steps of a run with a slot each
+_MOST_AT_ONCE = 16  # parameters of a slot
+_NUM_SLOTS = 64
 _LEAST_BYTES = 1 << 18
 
 
 class PendingPart:
-    """What a rank has read of a step, on its way to the host.
+    """A rank's readings of a step, on their way to the host.
 
     Args:
         place: The rank's place in the mesh.
         layout: Digest of all of its parameters.
         cut: The axes over which some of them are cut.
         chosen: The parameters that were read.
-        types: In which each one's gradient was computed.
-        parameters: Of all of them, before the step.
-        gradients: Of those that have one.
+        types: Type of each one's gradient computation.
+        parameters: Their values before the step.
+        gradients: Gradients of those that have one.
     """
 
     def __init__(
@@ -53,8 +52,11 @@ class PendingPart:
         parameters: PendingRows,
         gradients: PendingRows | None,
     ) -> None:
-        self._place, self._layout, self._cut = place, layout, cut
-        self._chosen, self._types = chosen, types
+        self._place = place
+        self._layout = layout
+        self._cut = cut
+        self._chosen = chosen
+        self._types = types
         self._rows = (parameters, gradients)
 
     @property
@@ -100,17 +102,18 @@ class ReplicaMeter:
 
     Args:
         place: The rank's place in the mesh.
-        spacing: Steps from turn to turn, once a run has begun.
+        spacing: Steps from slot to slot, once a run has begun.
     """
 
     def __init__(self, place: MeshPlace, *, spacing: int) -> None:
-        self._place, self._spacing = place, spacing
+        self._place = place
+        self._spacing = spacing
         axes = list(place.axes)
         self._replicated = [p for p in place.parameters if any(over_axes(placements_of(p), axes))]
-        self._turns = _dealt(self._replicated)
+        self._slots = _dealt(self._replicated)
         over = [over_axes(placements_of(parameter), axes) for parameter in place.parameters]
         self._cut = tuple(a for at, a in enumerate(axes) if any(row[at] == 0 for row in over))
-        self._layout = word_of("\n".join(map(_described, place.parameters))) >> 1
+        self._layout = word_of("\n".join(map(_describe, place.parameters))) >> 1
         self._readers: dict[torch.device, TraceReader] = {}
         self._first: int | None = None
         self._step = -1
@@ -137,13 +140,13 @@ class ReplicaMeter:
 
     def see_applied(self) -> None:
         """Read gradients when ``optimizer.step`` is about to run; the last call counts."""
-        held = [(p.name, p.tensor.grad) for p in self._chosen]
-        given = [(name, gradient) for name, gradient in held if gradient is not None]
-        if given:
-            self._gradients = self._read(StateKind.APPLIED, given)
+        all_gradients = [(p.name, p.tensor.grad) for p in self._chosen]
+        gradients = [(name, gradient) for name, gradient in all_gradients if gradient is not None]
+        if gradients:
+            self._gradients = self._read(StateKind.APPLIED, gradients)
 
     def collect(self) -> PendingPart | None:
-        """Return what was read since the step began, without waiting; None if nothing was."""
+        """Return the readings of the step, without waiting; None if there are none."""
         part = None
         if self._parameters is not None:
             part = PendingPart(
@@ -171,8 +174,8 @@ class ReplicaMeter:
         if self._first is None:
             self._first = step
             return self._replicated
-        turn, between = (step, 0) if step < _EACH_UNTIL else divmod(step, self._spacing)
-        return () if between else self._turns[turn % len(self._turns)]
+        number, between = (step, 0) if step < _SLOT_EACH_STEP else divmod(step, self._spacing)
+        return () if between else self._slots[number % len(self._slots)]
 
     def _read(self, kind: StateKind, tensors: Sequence[tuple[str, Tensor]]) -> PendingRows:
         local = [(kind, name, _local(tensor)) for name, tensor in tensors]
@@ -184,21 +187,21 @@ class ReplicaMeter:
 
 
 def _dealt(parameters: Sequence[ManagedParameter]) -> list[list[ManagedParameter]]:
-    """Deal parameters out to turns, with about as many bytes each."""
+    """Deal parameters out to slots, with about as many bytes each."""
     sizes = [_local(p.tensor).nbytes for p in parameters]
-    budget = max(sum(sizes) // _TURNS, _LEAST_BYTES)
-    turns: list[list[ManagedParameter]] = []
+    budget = max(sum(sizes) // _NUM_SLOTS, _LEAST_BYTES)
+    slots: list[list[ManagedParameter]] = []
     left = 0
     for parameter, size in zip(parameters, sizes, strict=True):
         left -= size
-        if not turns or left < 0 or len(turns[-1]) == _MOST_AT_ONCE:
-            turns.append([])
+        if not slots or left < 0 or len(slots[-1]) == _MOST_AT_ONCE:
+            slots.append([])
             left = budget - size
-        turns[-1].append(parameter)
-    return turns
+        slots[-1].append(parameter)
+    return slots
 
 
-def _described(parameter: ManagedParameter) -> str:
+def _describe(parameter: ManagedParameter) -> str:
     placed = sorted(placements_of(parameter).items())
     return f"{parameter.name} {tuple(parameter.tensor.shape)} {placed}"
 

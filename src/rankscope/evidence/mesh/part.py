@@ -1,9 +1,9 @@
 """Parameters that ranks hold alike along an axis of a device mesh over which nothing is averaged.
 
 Along a tensor-, context- or expert-parallel axis, some parameters are cut, others are replicated.
-Nothing keeps replicas equal but equal gradients: where each rank computes a part of the gradient,
-somebody has to add the parts up. A part that is taken for the whole raises no error, and averaging
-over the data-parallel axis leaves it as it is.
+Only equal gradients keep replicas equal: if each rank computes a part of the gradient, the parts
+have to be summed. A missing sum raises no error, and averaging over the data-parallel axis does not
+repair it.
 
 Legend of shapes: N parameters, k numbers in a sketch, T ranks along an axis.
 """
@@ -26,25 +26,26 @@ _ARRAYS: Mapping[str, type[np.generic]] = {
     "norms_2N": np.float64,
     "sketches_2NK": np.float32,
 }
-_HELD, _PLACED = 1, 2
+_HELD = 1
+_PLACED = 2
 _COARSEST = UNIT_ROUNDOFF["bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
 class AxisPart:
-    """What one rank knows, in one step, of parameters that other ranks hold as well. A axes.
+    """One rank's readings, in one step, of parameters that other ranks hold as well. A axes.
 
     Attributes:
         rank: Its rank in the job.
-        axes: By the axis's name, the ranks of the job along it that this rank is one of.
+        axes: The ranks of the job along each axis, with this rank among them, by the axis's name.
         layout: Digest of the names, shapes and placements of all of its parameters.
         cut: The axes over which some of them are cut.
         names: Names of the parameters ``[N]``.
         types: The coarsest type in which each one's gradient is computed ``[N]``.
-        over_NA: 0 where a parameter is cut over an axis, 1 where each rank has it all, 2 where its
-            placement says so.
-        digests_2N: Digests of the parameters before the step, and of the gradients that the
-            optimizer is given; of this rank's share where the data-parallel axis cuts them.
+        over_NA: 0 if a parameter is cut over an axis, 1 if each rank has it all, 2 if its placement
+            states that.
+        digests_2N: Digests of the parameters before the step, and of the gradients at the
+            optimizer's call; of this rank's shard where the data-parallel axis cuts them.
         norms_2N: L2 norms of the same; NaN where there is none.
         sketches_2NK: Linear sketches of the same.
     """
@@ -75,7 +76,7 @@ class AxisPart:
 
     @classmethod
     def unpack(cls, content: bytes | memoryview) -> "AxisPart":
-        """Read one; its arrays look into ``content``.
+        """Read a part; its arrays are views of ``content``.
 
         Raises:
             PackedError: These bytes hold none.
@@ -116,14 +117,13 @@ class Replicated:
     Attributes:
         name: Its name.
         ranks: The ranks of the job along the axis ``[T]``.
-        placed: Whether its placement says that it is replicated; else it is a plain tensor.
-        cuts: Whether the axis cuts other parameters of the model, so that it is one model along it.
-        parameter: How far the ranks' values of it lie apart before the step, relative to its norm.
-        gradient: The same of the gradient that the optimizer is given; NaN if it is unknown.
+        placed: Whether its placement is replicated; else it is a plain tensor.
+        cuts: Whether the axis cuts other parameters, so that the ranks share one model.
+        parameter: The distance of the ranks' values before the step, relative to its norm.
+        gradient: The same of the gradient at the optimizer's call; NaN if unknown.
         odd: The ranks that differ from most; all where no majority agrees.
-        tolerance: What rounding may explain.
-        held: Whether the ranks hold something of it: where the data-parallel axis cuts a small one,
-            some have an empty share.
+        tolerance: The distance that rounding may explain.
+        held: Whether the ranks hold some elements of it: a shard of a small one may be empty.
     """
 
     name: str
@@ -138,17 +138,17 @@ class Replicated:
 
     @property
     def parameter_differs(self) -> bool:
-        """Whether rounding does not explain how far its values lie apart."""
+        """Whether its values differ by more than rounding explains."""
         return self.parameter > self.tolerance
 
     @property
     def gradient_differs(self) -> bool:
-        """Whether rounding does not explain how far its gradients lie apart."""
+        """Whether its gradients differ by more than rounding explains."""
         return self.gradient > self.tolerance
 
 
 def tolerance_of(dtype: str) -> float:
-    """Return by how much rounding may drive replicas apart, relative to their norm.
+    """Return the distance of replicas that rounding may explain, relative to their norm.
 
     Replicas that compute by themselves, in another order, agree in half of the digits of a type at
     least: the square root of its unit roundoff. Parts of a gradient do not agree in the first one.
@@ -161,20 +161,21 @@ def tolerance_of(dtype: str) -> float:
 
 
 def compare_along(axis: str, parts_T: Sequence[AxisPart]) -> list[Replicated]:
-    """Return what the ranks along an axis hold of the parameters that are replicated over it.
+    """Return the parameters that are replicated over an axis, compared between its ranks.
 
     Args:
         axis: Its name.
-        parts_T: What each rank knows, in the order of the axis.
+        parts_T: The readings of each rank, in the order of the axis.
 
     Returns:
-        One entry per parameter that none of them has cut over the axis; nothing where their models
-        are not the same, as those of pipeline stages.
+        One entry per parameter that is not cut over the axis; none if the ranks' models differ, as
+        those of pipeline stages do.
     """
     first = parts_T[0]
     if any(part.layout != first.layout or part.names != first.names for part in parts_T):
         return []
-    column, cuts = list(first.axes).index(axis), axis in first.cut
+    column = list(first.axes).index(axis)
+    cuts = axis in first.cut
     return [
         _compare(name, number, parts_T, placed=first.over_NA[number, column] == _PLACED, cuts=cuts)
         for number, name in enumerate(first.names)
@@ -224,11 +225,7 @@ def _apart(digests_T: Sequence[int], norms_T: Floats, sketches_TK: Floats) -> fl
 
 
 def over_axes(placements: Mapping[str, bool], axes: Sequence[str]) -> list[int]:
-    """Return a parameter's row of ``over_NA``.
-
-    Args:
-        placements: By axis that its placement names, whether it is replicated over it.
-        axes: Names of the axes ``[A]``.
+    """Return a parameter's row of ``over_NA``; ``placements`` states by axis if it is replicated.
 
     Example:
         >>> over_axes({"tp": False, "cp": True}, ["tp", "cp", "ep"])

@@ -1,4 +1,4 @@
-"""Replicas over a mesh's other axes, as one rank sends them to the root that compares them."""
+"""Reads one rank's replicas over a mesh's other axes, and sends them to the root."""
 
 import logging
 from collections import deque
@@ -18,14 +18,14 @@ _MOST_PENDING = 4  # steps that wait for their device
 
 
 class MeshProbe(Probe):
-    """Reads and sends what one rank replicates; all calls come on the training thread.
+    """Reads and sends one rank's replicas; all calls come on the training thread.
 
-    Whatever fails here ends the comparison over other axes, and nothing else.
+    A failure here only ends the comparison over other axes.
 
     Args:
-        mesh: The mesh, and the way to the root that compares it.
-        channel: The way to this run's root.
-        spacing: Steps from turn to turn, once a run has begun.
+        mesh: The mesh, with the link to the root that compares it.
+        channel: The link to this run's root.
+        spacing: Steps from slot to slot, once a run has begun.
     """
 
     def __init__(self, mesh: Any, channel: Channel, *, spacing: int) -> None:
@@ -35,7 +35,7 @@ class MeshProbe(Probe):
         self._pending: deque[tuple[int, PendingPart]] = deque()
         try:
             self._meter = ReplicaMeter(mesh.place, spacing=spacing)
-        except Exception as error:  # whatever the model is made of
+        except Exception as error:  # a model of an unknown kind
             self._end(error)
 
     def begin_step(self, step: int, *, paused: bool) -> None:
@@ -47,7 +47,7 @@ class MeshProbe(Probe):
         self._try(ReplicaMeter.see_applied)
 
     def collect(self, end: StepEnd) -> None:
-        """Send what was read, as soon as it is on the host."""
+        """Send the readings, as soon as they are on the host."""
         if not end.comparable:
             self.abort()
         self._try(partial(self._end_step, end.step))
@@ -57,7 +57,7 @@ class MeshProbe(Probe):
         self._try(ReplicaMeter.abort)
 
     def close(self) -> None:
-        """Send what waits, and close a guest's link."""
+        """Send the rest, and close a guest's link."""
         self._try(lambda _: self._hand_over(0))
         self._mesh.close()
 
@@ -96,7 +96,7 @@ class MeshProbe(Probe):
 
 
 def make_probe(job: Job) -> MeshProbe | None:
-    """Return what reads replicas over other axes; None where there are none."""
+    """Return the probe of replicas over other axes; None without such axes."""
     mesh = job.channel.mesh
     if mesh is None or not mesh.reaches:
         return None

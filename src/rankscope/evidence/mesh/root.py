@@ -1,7 +1,7 @@
-"""Collects at one root what ranks of several runs replicate over a mesh's axes, and compares it.
+"""Collects at one root the replicas of several runs over a mesh's axes, and compares them.
 
-Each data-parallel group records a run of its own. The root of the mesh's first one also hears of
-the others' replicas, from their ranks themselves.
+Each data-parallel group records a run of its own. The root of the mesh's first one also receives
+the others' replicas, directly from their ranks.
 """
 
 import logging
@@ -15,15 +15,13 @@ from rankscope.evidence.mesh.part import AxisPart, compare_along
 
 _log = logging.getLogger("rankscope")
 
-_MOST_WAITING = 1024  # steps of ranks along an axis, some of which have sent their part
+_MOST_WAITING = 1024  # incomplete steps of ranks along an axis
 
 
 class MeshAxes(Director):
-    """What is replicated over the axes of one mesh.
+    """The replicas over the axes of one mesh.
 
-    Args:
-        first_step: Number of the run's first step.
-        report: Takes each finding that has changed.
+    ``report`` takes each finding that has changed.
     """
 
     def __init__(self, first_step: int, report: Callable[[Finding], None]) -> None:
@@ -35,13 +33,7 @@ class MeshAxes(Director):
         self.findings: dict[str, Finding] = {}
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
-        """Take what a rank knows of a step.
-
-        Args:
-            rank: Its rank in this run; None if it belongs to another.
-            step: The step.
-            content: A packed :class:`AxisPart`.
-        """
+        """Process a rank's :class:`AxisPart` of a step; ``rank`` is None in another run."""
         try:
             part = AxisPart.unpack(content)
         except PackedError as error:
@@ -75,5 +67,5 @@ class MeshAxes(Director):
 
 
 def make_director(run: DirectedRun) -> MeshAxes:
-    """Return what compares replicas over a mesh's other axes."""
+    """Return the director that compares replicas over a mesh's other axes."""
     return MeshAxes(run.first_step, run.report)

@@ -18,9 +18,12 @@ from rankscope.stats.arrays import Ints
 
 STEPS_NEEDED = 3
 
-IDENTICAL, DIFFERS = "rng.identical", "rng.differs"
-BETWEEN, DIFFERS_BETWEEN = "rng-identical-between", "rng-differs-between"
-LOADERS, PRIVATE = "loader-rng-identical", "private-rng-identical"
+IDENTICAL = "rng.identical"
+DIFFERS = "rng.differs"
+BETWEEN = "rng-identical-between"
+DIFFERS_BETWEEN = "rng-differs-between"
+LOADERS = "loader-rng-identical"
+PRIVATE = "private-rng-identical"
 
 _GENERATORS = {1: "Python's", 2: "numpy's", 4: "torch's on the CPU", 8: "the accelerator's"}
 _DIGESTS = {"rng_digest": 4 | 8, "rng_digest_python": 1, "rng_digest_numpy": 2}
@@ -36,18 +39,18 @@ class EqualRandom(Detector):
     """Workers that draw the same random numbers; by plan, those that draw different ones.
 
     - Forward passes of several workers that start from equal states of a generator that they move.
-      That is a note: equal dropout masks on different data cost little, and many scripts seed all
-      ranks alike. Generators that never move are of no concern.
-    - The same of generators that move between the forward passes of two steps, a warning:
+      A note: equal dropout masks on different data cost little, and many scripts seed all ranks
+      alike. Generators that never move do not count.
+    - The same of generators that move between the forward passes of two steps. A warning:
       augmentation and sampling draw there.
-    - Generators that modules and data sets hold for themselves, and that move. A note: a data set
-      may shuffle alike on all ranks before it gives each its part.
+    - Private generators of modules and data sets that move. A note: a data set may shuffle alike on
+      all ranks before it is divided.
     - Processes of data loaders that start from equal states of a generator that they use, in one
       rank or in several.
 
     Args:
         num_workers: W.
-        plan: What is intended: the same random numbers, or (unless said) different ones.
+        plan: The intention: the same random numbers, or (by default) different ones.
     """
 
     SETTINGS = ("_num_workers", "_same")
@@ -58,22 +61,24 @@ class EqualRandom(Detector):
         self._forward = PersistentFault(STEPS_NEEDED)
         self._between = PersistentFault(STEPS_NEEDED, in_a_row=True)
         self._used = self._used_between = 0
-        self._loaders, self._private = PersistentFault(STEPS_NEEDED), PersistentFault(STEPS_NEEDED)
+        self._loaders = PersistentFault(STEPS_NEEDED)
+        self._private = PersistentFault(STEPS_NEEDED)
         self._shared = 0
         self._inside: set[int] = set()
         self._across: set[int] = set()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks while workers share random numbers, and when that ends."""
-        workers, number = step.gathered.workers, step.gathered.step
-        told: list[FaultEvidence] = []
+        """Process a step; report shared random numbers, and their end."""
+        workers = step.gathered.workers
+        number = step.gathered.step
+        found: list[FaultEvidence] = []
         if self._num_workers > 1 and step.some_known("rng_used"):
-            told += self._see_generators(number, workers)
+            found += self._see_generators(number, workers)
         if self._num_workers > 1 and step.some_known("rng_private") and not self._same:
-            told += self._see_private(number, workers["rng_private"])
+            found += self._see_private(number, workers["rng_private"])
         if step.some_known("loader_rng_repeats") and self._see_loaders(number, workers):
-            told.append(self._loader_evidence())
-        return told
+            found.append(self._loader_evidence())
+        return found
 
     def _see_generators(self, step: int, workers: Mapping[str, Ints]) -> Iterable[FaultEvidence]:
         used_W = np.maximum(workers["rng_used"], 0)

@@ -1,4 +1,4 @@
-"""What judges random generators."""
+"""The detector of shared random numbers."""
 
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
@@ -6,5 +6,5 @@ from rankscope.evidence.randomness.equal import EqualRandom
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     return (EqualRandom(run.num_workers, run.plan),)

@@ -1,7 +1,7 @@
-"""Random generators that the model's modules and the data set hold for themselves.
+"""Private random generators of the model's modules and of the data set.
 
-A generator that was seeded with something local, an index inside the rank, say, stands at the same
-place on all ranks, and none of the global ones shows it.
+One that was seeded with a local number, such as an index inside the rank, has the same state on all
+ranks, which the global generators do not show.
 """
 
 import contextlib
@@ -18,19 +18,22 @@ from torch.utils.data import DataLoader, Sampler
 from rankscope.gradients.fingerprint import digest_of, flattened, python_state_bytes
 
 KINDS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-"""What a random generator is."""
+"""Classes of random generators."""
 
-_MOST, _DEPTH, _BREADTH, _OBJECTS = 8, 3, 16, 512
+_MOST = 8  # generators
+_DEPTH = 3
+_BREADTH = 16
+_OBJECTS = 512
 _HOLDERS = (list, tuple, dict)
 _NOT_OPENED = (torch.Tensor, nn.Module, Sampler, DataLoader, type, str, bytes, np.ndarray)
 
 
 class PrivateRandomMeter:
-    """Tells in which states private generators stand that move from step to step.
+    """Digests the states of private generators that move from step to step.
 
-    It reads states and never draws. Generators are looked for once, in the attributes of modules,
-    of the data set and of what these hold, short lists included: at most eight. Samplers are left
-    out: theirs have to be alike. What processes of the data loader hold is not seen.
+    It reads states and never draws. It searches once, for at most eight generators, in attributes
+    of modules, of the data set and of their attributes, short lists included. Samplers are left
+    out, since theirs have to be alike; so are the processes of the data loader.
 
     Args:
         module: The model.
@@ -40,13 +43,13 @@ class PrivateRandomMeter:
     def __init__(self, module: nn.Module, loader: Any = None) -> None:
         holders = [*module.modules(), getattr(loader, "dataset", None)]
         self._generators: list[Any] = []
-        with contextlib.suppress(Exception):  # objects of any kind are looked at
+        with contextlib.suppress(Exception):  # attributes may be objects of any kind
             self._generators += islice(_generators_in(holders), _MOST)
         self._last: list[bytes] = []
         self._digest: int | None = None
 
     def before_forward(self) -> None:
-        """Look at the generators before a step's first forward pass."""
+        """Read the generators before a step's first forward pass."""
         if not self._generators:
             return
         states = list(map(_state_of, self._generators))
@@ -57,7 +60,8 @@ class PrivateRandomMeter:
 
     def collect(self) -> dict[str, int]:
         """Return ``rng_private``, a digest of the states of those that have moved, if any has."""
-        digest, self._digest = self._digest, None
+        digest = self._digest
+        self._digest = None
         return {} if digest is None else {"rng_private": digest}
 
 
@@ -82,7 +86,7 @@ def _generators_in(holders: Iterable[Any]) -> Iterator[Any]:
 
 
 def _attributes(value: Any) -> list[Any]:
-    """Return what an object holds, without asking it: no property of its own runs."""
+    """Return the attributes of an object, without running any property."""
     own = getattr(value, "__dict__", None)
     return [part for part in list(own.values()) if _may_hold(part)] if type(own) is dict else []
 
@@ -104,4 +108,4 @@ def _state_of(generator: Any) -> bytes:
             return flattened(generator.bit_generator.state)
         return flattened(generator.get_state(legacy=False))
     except Exception:
-        return b""  # cannot be told, as while a graph is being captured: then it never moves
+        return b""  # unknown, as during the capture of a graph: it counts as unmoved

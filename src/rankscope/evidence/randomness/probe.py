@@ -1,4 +1,4 @@
-"""Which random generators move in a step, and from which states."""
+"""Finds the random generators that a step moves, and their states at its start."""
 
 from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.evidence.randomness.meter import LoaderMeter, RandomMeter
@@ -9,8 +9,8 @@ class RandomnessProbe(Probe):
     """Collects fingerprints of one worker's random generators.
 
     Args:
-        shared: Reads the generators that all modules share.
-        private: Reads those that modules and data sets hold for themselves.
+        shared: Reads the global generators.
+        private: Reads those of modules and data sets.
         loader: Reads those of data-loader workers.
     """
 
@@ -22,13 +22,13 @@ class RandomnessProbe(Probe):
         self._loader = loader
 
     def before_forward(self, step: int, *, first: bool) -> None:
-        """Look at the generators before the step's first forward pass."""
+        """Read the generators before the step's first forward pass."""
         if first:
             self._shared.before_forward()
             self._private.before_forward()
 
     def after_forward(self) -> None:
-        """See which of them have moved."""
+        """Find those that have moved."""
         self._shared.after_forward()
 
     def collect(self, end: StepEnd) -> Ready | None:
@@ -49,7 +49,7 @@ class RandomnessProbe(Probe):
 
 
 def make_probe(job: Job) -> RandomnessProbe | None:
-    """Return what fingerprints generators; None where it is not compared."""
+    """Return the probe of generators; None where they are not compared."""
     if not job.exact:
         return None
     wrapped = job.wrapped

@@ -1,7 +1,7 @@
-"""A model in a DeepSpeed engine, as a reference step takes it.
+"""A model in a DeepSpeed engine, for a reference step.
 
-What is compared is what the engine has reduced, before its own step clips it. Under ZeRO 3 a plain
-copy with whole parameters runs, which all workers gather together.
+The gradient that the engine has reduced is compared, before its own step clips it. Under ZeRO 3 a
+plain copy with whole parameters runs, which all workers gather.
 """
 
 import sys
@@ -24,12 +24,7 @@ from rankscope.wrappers.reduced_types import reduced_types
 
 
 class EngineModel(WholeModel):
-    """A model in a DeepSpeed engine.
-
-    Args:
-        engine: The engine.
-        num_workers: W.
-    """
+    """A model in a DeepSpeed engine."""
 
     def __init__(self, engine: Any, num_workers: int) -> None:
         super().__init__(engine.module, num_workers)
@@ -46,7 +41,7 @@ class EngineModel(WholeModel):
         """Check that a worker can run the model alone, and that gradients can be read.
 
         Raises:
-            CanaryDeclined: It cannot, or they cannot.
+            CanaryDeclined: One of the two is impossible.
         """
         super().check()
         if not self._shards.available:
@@ -63,7 +58,7 @@ class EngineModel(WholeModel):
 
     @contextmanager
     def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
-        """Give the model itself or, under ZeRO 3, a plain copy with whole parameters."""
+        """Yield the model itself or, under ZeRO 3, a plain copy with whole parameters."""
         if not self._sharded:
             with super().plain() as given:
                 yield given
@@ -79,12 +74,12 @@ class EngineModel(WholeModel):
         yield plain_copy(self._engine.module, dict(whole)), trained
 
     def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
-        """Measure this worker's part of what was reduced."""
+        """Measure this worker's part of the reduced gradient."""
         sketcher.measure_many(list(self._shards.shards()), into)
 
 
 def loss_scale(engine: Any) -> Tensor:
-    """Return what DeepSpeed multiplies a loss by, besides dividing it by accumulation steps."""
+    """Return DeepSpeed's factor on a loss, without the division by accumulation steps."""
     with torch.enable_grad():
         one = torch.ones((), device=engine.device, dtype=torch.float32, requires_grad=True)
         loss = one.clone()

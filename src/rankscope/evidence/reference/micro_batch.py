@@ -1,9 +1,8 @@
-"""One micro-batch of a reference step: what is kept of its forward and backward pass, to run again.
+"""One micro-batch of a reference step: its forward and backward pass, saved to run again.
 
-What entered the model, the random generators, small buffers and the autocast are kept as the
-forward pass begins, and the gradients that the training's own backward pass brings to what the
-model has returned. So its gradient is computed once more without the loss function, which may be
-anywhere.
+Saved are the inputs of the model, the random generators, small buffers and the autocast as the
+forward pass begins, and the gradients of the model's outputs in the training's own backward pass.
+So the gradient of the parameters is computed once more without the loss function.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,20 +15,22 @@ from rankscope.evidence.canary.alone import ACCUMULATES, Autocast, alone
 from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch, restore_batch
 from rankscope.evidence.canary.layout import Layout, layout_of, local_of, part_in, whole_of
 from rankscope.evidence.canary.replay import check_graph, in_short, project
-from rankscope.evidence.canary.state import generators_of, kept
+from rankscope.evidence.canary.state import generators_of, preserved_state
 from rankscope.evidence.canary.tensors import AT_ONCE_BYTES
 from rankscope.wrappers.passes import hook_gradient, tensors_in
 from rankscope.wrappers.surroundings import outside
 
 MOST_BATCH_BYTES = 2**30
-"""Larger micro-batches are not kept; they stay in this process."""
+"""Larger micro-batches are declined; they stay in this process."""
 
-_EXACT, _COARSE = 4e-6, 0.25
-"""How far what a forward pass returns may lie from what it has returned in the training: relative
-in float32, and in roundings of 16 bits."""
+_EXACT = 4e-6
+"""Largest relative distance of the outputs from those in the training, in float32."""
+
+_COARSE = 0.25
+"""The same in a 16-bit type, in roundings."""
 
 _SLACK = 32.0
-"""How many times as far it may, where layers round otherwise than in the training."""
+"""Factor on both, where layers round otherwise than in the training."""
 
 _NOT_REPEATED = (
     "the forward pass does not repeat itself {}: it draws random numbers from generators of its "
@@ -45,18 +46,18 @@ Gradients = Sequence[Tensor | None]
 
 
 class MicroBatch:
-    """One forward pass of a training, and what its backward pass brought to what it returned.
+    """One forward pass of a training, and the gradients of its outputs.
 
     Args:
         module: The model itself, not its data-parallel wrapper.
         device: The device of its parameters.
-        args: What enters it by position.
-        kwargs: What enters it by name.
-        inner: Whether what others were computed from, such as logits, is compared as well when it
-            runs once more: the loss alone may hide what rounding does not explain.
+        args: Its inputs by position.
+        kwargs: Its inputs by name.
+        inner: Whether the second run also compares outputs from which others were computed, such
+            as logits: the loss alone may hide differences beyond rounding.
 
     Raises:
-        CanaryDeclined: It cannot be kept.
+        CanaryDeclined: The inputs cannot be copied.
     """
 
     def __init__(
@@ -82,32 +83,32 @@ class MicroBatch:
 
     @property
     def trained(self) -> bool:
-        """Whether some gradient has come back."""
+        """Whether some output has got a gradient."""
         return any(one.arrived for one in self._returned)
 
     @property
     def num_spread(self) -> int:
-        """How many of the gradients that have come back are spread over ranks."""
-        back = [one.gradient for one in self._returned if one.gradient is not None]
-        return sum(layout_of(gradient) is not None for gradient in back)
+        """The number of the outputs' gradients that are spread over ranks."""
+        gradients = [one.gradient for one in self._returned if one.gradient is not None]
+        return sum(layout_of(gradient) is not None for gradient in gradients)
 
     @property
     def computed_in(self) -> torch.dtype:
-        """The type of its autocast; float32 without."""
+        """The type of its autocast; float32 without one."""
         return self._autocast.dtype if self._autocast.enabled else torch.float32
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Make gradients whole that are spread over ranks, which gather them together."""
+        """Gather the outputs' gradients that are spread over ranks; all ranks call it."""
         for one in self._returned:
             if one.gradient is not None:
                 one.gradient = whole_of(one.gradient)
 
     @torch.no_grad()
     def see_output(self, output: object) -> None:
-        """Take what the forward pass has returned; hooks in its graph see what comes back."""
+        """Note the outputs of the forward pass, and hook their gradients."""
         tensors = _differentiable(output)
-        above = _behind(tensors)
+        above = _computed_from(tensors)
         self._returned = [
             _Returned(tensor, compared=self._inner or not numbers)
             for tensor, numbers in zip(tensors, above, strict=True)
@@ -115,7 +116,7 @@ class MicroBatch:
         for one, numbers in zip(self._returned, above, strict=True):
             one.above = [self._returned[number] for number in numbers]
         for one, tensor in zip(self._returned, tensors, strict=True):
-            hook_gradient(tensor, one.take)
+            hook_gradient(tensor, one.receive)
 
     def gradients(
         self,
@@ -125,28 +126,27 @@ class MicroBatch:
         rounds_in: torch.dtype | None = None,
         compared: bool = True,
     ) -> Gradients:
-        """Compute the gradients of what the training's backward pass was called on, once more.
+        """Compute the gradients of the training's loss once more.
 
         Args:
             module: The model, or a plain copy, with the parameters of the forward pass.
-            parameters: Whose gradients are asked for.
-            rounds_in: The type in which layers round, if otherwise than in the training; None:
-                they do as they did.
-            compared: Whether the forward pass is to return what it has returned in the training.
+            parameters: The parameters whose gradients are computed.
+            rounds_in: The type in which layers round; None if it is that of the training.
+            compared: Whether the outputs have to be those of the training.
 
         Returns:
-            One for each; None where it has no part in the loss.
+            One for each parameter; None where it has no part in the loss.
 
         Raises:
-            CanaryDeclined: It cannot be computed, or the forward pass does not repeat itself.
-            NotPutBackError: Something that it has changed could not be put back.
+            CanaryDeclined: They cannot be computed, or the forward pass does not repeat itself.
+            NotPutBackError: Some state that the run has changed could not be put back.
         """
         lost = next((one.lost for one in self._returned if one.lost), "")
         if lost:
             raise CanaryDeclined(f"what a backward pass brought could not be kept ({lost})")
         args, kwargs = restore_batch(self._batch.plain(), self._device)
         with (
-            kept(module, self._device, seed=None) as run,
+            preserved_state(module, self._device, seed=None) as run,
             alone(self._device, run, self._autocast),
         ):
             self._generators.put_back()
@@ -171,15 +171,15 @@ class MicroBatch:
 
     @torch.no_grad()
     def _fill_buffers(self, module: nn.Module) -> None:
-        """Put into small buffers what they held in the training, but where they hold it still."""
+        """Give small buffers their content in the training, unless it is unchanged."""
         for name, buffer in module.named_buffers():
             if name in self._buffers:
-                known, version, before = self._buffers[name]
-                if buffer is not known or buffer._version != version:
+                original, version, before = self._buffers[name]
+                if buffer is not original or buffer._version != version:
                     buffer.copy_(before)
 
     def _used(self, tensors: Sequence[Tensor]) -> "tuple[_Pairs, _Pairs]":
-        """Return what was returned with the gradients that start here, and what lies behind it."""
+        """Return the outputs at which the backward pass starts, and those that it passes."""
         pairs = list(zip(tensors, self._returned, strict=True))
         tops = [(tensor, one) for tensor, one in pairs if one.gradient is not None]
         return tops, [(tensor, one) for tensor, one in pairs if one.norm is not None]
@@ -188,7 +188,7 @@ class MicroBatch:
     def _compare(
         self, tensors: Sequence[Tensor], rounds_in: torch.dtype | None, *, values: bool
     ) -> None:
-        """Check that the forward pass has returned the same again."""
+        """Check that the outputs are those of the training."""
         if [tensor.shape for tensor in tensors] != [one.shape for one in self._returned]:
             raise CanaryDeclined("the model returns other tensors when a batch is run once more")
         coarsest = coarser(self.computed_in, rounds_in or torch.float32)
@@ -205,20 +205,20 @@ class MicroBatch:
 
 
 class _Returned:
-    """A tensor that the training's forward pass has returned.
+    """An output of the training's forward pass.
 
     Args:
         tensor: The tensor.
-        compared: Whether it is to be compared when it was computed once more.
+        compared: Whether the second run compares it.
 
     Attributes:
         layout: How ranks share it; None of a plain tensor.
-        above: What the model returned that was computed from it, such as the loss from logits.
-        gradient: What came back to it, where that does not come through those.
-        norm: The norm of what came back, where it may come through those; of this rank's part.
-        arrived: Whether anything came back.
-        backward: The autocast in which it did.
-        lost: What went wrong when it came; empty if nothing did.
+        above: Outputs that were computed from it, such as the loss from logits.
+        gradient: Its gradient, if that does not pass through those.
+        norm: The norm of this rank's part of its gradient, if that may pass through those.
+        arrived: Whether it has got a gradient.
+        backward: The autocast of the backward pass.
+        lost: The error at the arrival of the gradient; empty without.
     """
 
     def __init__(self, tensor: Tensor, *, compared: bool) -> None:
@@ -235,28 +235,30 @@ class _Returned:
         self.arrived = False
         self.backward = Autocast.in_force(tensor.device)
 
-    def take(self, gradient: Tensor) -> None:
-        """Take what a backward pass brings, into which nothing is raised."""
+    def receive(self, gradient: Tensor) -> None:
+        """Store a gradient from a backward pass; never raises into it."""
         try:
-            outside(self._take, gradient)
+            outside(self._receive, gradient)
         except Exception as error:
             self.lost = in_short(error)
 
-    def _take(self, gradient: Tensor) -> None:
-        self.arrived, self.backward = True, Autocast.in_force(gradient.device)
+    def _receive(self, gradient: Tensor) -> None:
+        self.arrived = True
+        self.backward = Autocast.in_force(gradient.device)
         with torch.no_grad():
             if any(one.arrived for one in self.above):
-                self.norm, self._inner = _norm(local_of(gradient)), layout_of(gradient)
+                self.norm = _norm(local_of(gradient))
+                self._inner = layout_of(gradient)
             elif self.gradient is None:
                 self.gradient = gradient.detach().clone()
             else:
                 self.gradient = self.gradient + gradient
 
     def check_inside(self, inside: Tensor | None) -> None:
-        """Check that what came back came through what was computed from it, all of it.
+        """Check that the whole gradient came through the outputs that were computed from this one.
 
         Raises:
-            CanaryDeclined: It did not: the loss takes several of the model's tensors.
+            CanaryDeclined: It did not: the loss depends on several of the model's outputs.
         """
         norm = 0.0 if inside is None else float(_norm(part_in(self._inner, inside)))
         seen = float(self.norm) if self.norm is not None else 0.0
@@ -276,7 +278,7 @@ def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 
 def _norm(tensor: Tensor) -> Tensor:
-    """Return the norm of a tensor, which may be large, without a copy in another type."""
+    """Return the norm of a tensor, without a copy in another type."""
     norm: Tensor = torch.linalg.vector_norm(tensor.detach(), dtype=torch.float32)
     return norm
 
@@ -287,7 +289,7 @@ def _differentiable(output: object) -> list[Tensor]:
     return list(found.values())
 
 
-def _behind(tensors: Sequence[Tensor]) -> list[set[int]]:
+def _computed_from(tensors: Sequence[Tensor]) -> list[set[int]]:
     """Return for each tensor the numbers of those that were computed from it."""
     places: dict[Any, list[int]] = {}
     for number, tensor in enumerate(tensors):

@@ -1,10 +1,9 @@
-"""Reference steps inside a training: kept, computed again and handed over in the training thread.
+"""Reference steps inside a training: a step's gradient is computed again, in the training thread.
 
-All of it happens between the step's last backward pass and the optimizer's call, when parameters
-are still those of the forward passes. Each worker works by itself. Only where parameters are
-sharded they gather whole ones together first, in the training's own process group, and only after
-all have said in its store that they will. What the numbers mean is decided elsewhere, see
-:mod:`rankscope.agent.verification`.
+This happens between the step's last backward pass and the optimizer's call, while parameters are
+still those of the forward passes. Each worker works by itself. If parameters are sharded, the
+workers first gather whole ones, in the training's own process group, after all of them have agreed
+in its store. The root judges the numbers, see :mod:`rankscope.evidence.reference.root`.
 """
 
 import math
@@ -19,7 +18,7 @@ from rankscope.evidence.canary.cost import is_out_of_memory
 from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.reference.engine import EngineModel
 from rankscope.evidence.reference.micro_batch import MicroBatch
-from rankscope.evidence.reference.reference import Held, ReferenceStep, WholeModel
+from rankscope.evidence.reference.reference import ReferenceModel, ReferenceStep, WholeModel
 from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.evidence.reference.unsharded import ReplicatedModel, ShardedModel
 from rankscope.private import lacking
@@ -28,7 +27,7 @@ from rankscope.wrappers.find import Wrapped, is_compiled
 from rankscope.wrappers.kinds import DEEPSPEED, FSDP2, REPLICATE
 
 AGREE_SECONDS = 30.0
-"""How long a rank waits for the others before they gather whole parameters together."""
+"""The longest wait of a rank for the others to agree on gathering whole parameters."""
 
 _NO_OPTIMIZER = "watch() was not given the optimizer, before whose call it is computed"
 _NO_MESH = "the other ranks of its mesh did not come to watch() in time"
@@ -36,11 +35,7 @@ _NO_CALL = "the optimizer was not called in this step, or with a closure"
 
 
 class ReferenceProbe(Probe):
-    """Reference steps of one watched model on one worker; all calls come on the training thread.
-
-    Args:
-        job: The training.
-    """
+    """Reference steps of one watched model on one worker; all calls come on the training thread."""
 
     def __init__(self, job: Job) -> None:
         wrapped: Wrapped = job.wrapped
@@ -50,16 +45,17 @@ class ReferenceProbe(Probe):
         self._at = frozenset(job.verify_at)
         mesh_meeting = None if channel.mesh is None else channel.mesh.ranks
         knows_optimizer = job.optimizer is not None
-        self._asked = False
+        self._requested = False
         self._step = -1
         self._due = -1
         self._why_not = _why_not(wrapped) or ("" if knows_optimizer else _NO_OPTIMIZER)
         if wrapped.mesh is not None and mesh_meeting is None:
             self._why_not = self._why_not or _NO_MESH
-        self._module, self._device = wrapped.module, wrapped.device
+        self._module = wrapped.module
+        self._device = wrapped.device
         engine = wrapped.kind is DEEPSPEED
         shards = wrapped.kind is FSDP2 or (engine and wrapped.replica is None)
-        # All that hold a part of a parameter gather whole ones together.
+        # All ranks that hold a part of a parameter take part in gathering it.
         self._meeting = (mesh_meeting or channel.meeting) if shards else None
         self._engine = wrapped.wrapper if engine else None
         self._reference: ReferenceStep | None = None
@@ -67,32 +63,27 @@ class ReferenceProbe(Probe):
             self._prepare(wrapped, job.seed)
         self._num_passes = 0
         self._passes: list[MicroBatch] = []
-        self._declined, self._spent = "", 0.0
+        self._declined = ""
+        self._spent = 0.0
         self.entering = self._done = False
         self._inside: MicroBatch | None = None
 
     def _prepare(self, wrapped: Wrapped, seed: int) -> None:
         try:
-            held = _held(wrapped)
+            model = _model(wrapped)
         except CanaryDeclined as reason:
             self._why_not = _in_words(reason)
         else:
-            self._reference = ReferenceStep(held, wrapped.device, wrapped.group.size(), seed)
+            self._reference = ReferenceStep(model, wrapped.device, wrapped.group.size(), seed)
 
     def ask(self) -> None:
-        """Compute the gradient of the next step that begins again; all workers ask for the same."""
-        self._asked = True
+        """Compute the gradient of the next step again; all workers request the same step."""
+        self._requested = True
 
     def listen(self, before_step: Callable[..., None]) -> Callable[[], object] | None:
-        """Have a bound method called where the gradient is computed, if no optimizer's hook serves.
+        """Hook ``before_step`` to DeepSpeed's engine, if any; return the hook's removal.
 
-        DeepSpeed's optimizers unscale, clip and move gradients before any such hook.
-
-        Args:
-            before_step: Called before the engine's step.
-
-        Returns:
-            What ends that; None if nothing has begun.
+        Its optimizers unscale, clip and move gradients before any hook of an optimizer.
         """
         if self._engine is None or self._why_not:
             return None
@@ -104,19 +95,20 @@ class ReferenceProbe(Probe):
         return self._due >= 0
 
     def begin_step(self, step: int, *, paused: bool) -> None:
-        """Take notice that a forward pass of a step of the training begins."""
+        """Note the beginning of a forward pass of the training."""
         if step != self._step:
             self._step = step
-            if self._asked or step in self._at:
-                self._asked = False
+            if self._requested or step in self._at:
+                self._requested = False
                 self._forget()
-                self._due, self._declined = step, self._why_not
+                self._due = step
+                self._declined = self._why_not
         if self.recompute_due:
             self._num_passes += 1
             self.entering = True
 
     def on_module_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Keep what a forward pass that has begun brings into the model."""
+        """Save the inputs of a forward pass that has begun."""
         if not self.entering:
             return
         self.entering = False
@@ -124,13 +116,14 @@ class ReferenceProbe(Probe):
             self._try(self._keep, args, kwargs)
 
     def on_module_output(self, output: object) -> None:
-        """Take what that forward pass has returned."""
-        inside, self._inside = self._inside, None
+        """Note the outputs of that forward pass."""
+        inside = self._inside
+        self._inside = None
         if inside is not None:
             self._try(inside.see_output, output)
 
     def see_reduced(self) -> None:
-        """Measure what the reduction has left, in a step that is computed again."""
+        """Measure the reduced gradient, in a step that is computed again."""
         if self.recompute_due and not self._declined:
             self._try(self._see_reduced)
 
@@ -138,10 +131,11 @@ class ReferenceProbe(Probe):
         """Compute the gradient again; the optimizer is about to be called.
 
         Raises:
-            NotPutBackError: It has left traces in the model.
+            NotPutBackError: Some state of the model could not be put back.
         """
         start = time.perf_counter()
-        step, part = self._due, None
+        step = self._due
+        part = None
         try:
             self._check(step)
             trained = [micro for micro in self._passes if micro.trained]
@@ -154,7 +148,8 @@ class ReferenceProbe(Probe):
                 raise
             self._declined = "it has found no memory"
         self._finish(step, part or ReferenceShare(declined=self._declined))
-        spent, self._spent = self._spent, 0.0
+        spent = self._spent
+        self._spent = 0.0
         self._leave_out(spent + time.perf_counter() - start)
 
     def collect(self, end: StepEnd) -> None:
@@ -166,9 +161,9 @@ class ReferenceProbe(Probe):
         self._done = False
 
     def abort(self) -> None:
-        """Begin the present step anew, which the training has broken off."""
+        """Reset the present step, which an exception has ended; it will begin again."""
         if self.recompute_due:
-            self._asked = True  # the same step is computed again when it begins once more
+            self._requested = True  # the same step is computed again when it begins once more
             self._step = -1
             self._forget()
 
@@ -186,14 +181,14 @@ class ReferenceProbe(Probe):
         self._passes.append(self._inside)
 
     def _check(self, step: int) -> None:
-        """Check that all is there that is needed, on all ranks where these work together.
+        """Check that the gradient can be computed again, on all ranks that gather parameters.
 
         Raises:
-            CanaryDeclined: It is not.
+            CanaryDeclined: It cannot.
         """
         problem = self._problem()
         if self._meeting is not None:
-            spread = sum(micro.num_spread for micro in self._passes)  # each is gathered, too
+            spread = sum(micro.num_spread for micro in self._passes)  # gathered, too
             topic = f"reference/{step}/{spread}"
             problem = self._meeting.agree(topic, problem, AGREE_SECONDS)
         if problem:
@@ -215,7 +210,7 @@ class ReferenceProbe(Probe):
         return ""
 
     def _try(self, work: Callable[..., None], *args: Any) -> None:
-        """Do some work; where it cannot be done, the step is not computed again."""
+        """Call a function; if it fails, the step is not computed again."""
         start = time.perf_counter()
         try:
             work(*args)
@@ -235,14 +230,17 @@ class ReferenceProbe(Probe):
         self._channel.send("reference", step, part.pack())
 
     def _forget(self) -> None:
-        self._due, self._num_passes, self._declined = -1, 0, ""
+        self._due = -1
+        self._num_passes = 0
+        self._declined = ""
         self._passes.clear()
-        self.entering, self._inside = False, None
+        self.entering = False
+        self._inside = None
         if self._reference is not None:
             self._reference.end()
 
 
-def _held(wrapped: Wrapped) -> Held:
+def _model(wrapped: Wrapped) -> ReferenceModel:
     if wrapped.kind is FSDP2:
         return _sharded(wrapped)
     if wrapped.kind is DEEPSPEED:
@@ -255,11 +253,12 @@ def _sharded(wrapped: Wrapped) -> ShardedModel:
     """Return a model under FSDP2.
 
     Raises:
-        CanaryDeclined: Other ranks than its workers and those that share their parameters take
-            part in a step.
+        CanaryDeclined: A step involves ranks other than its workers and those that share their
+            parameters.
     """
-    held, axes = ShardedModel(wrapped.wrapper), {} if wrapped.mesh is None else wrapped.mesh.axes
-    shared = held.tensor_parallel
+    model = ShardedModel(wrapped.wrapper)
+    axes = {} if wrapped.mesh is None else wrapped.mesh.axes
+    shared = model.tensor_parallel
     if shared is not None and len(shared.ranks) > 1 and axes.get(shared.name) != shared.ranks:
         raise CanaryDeclined(f"which ranks share its parameters along {shared.name} is not known")
     others = [axis for axis in axes if shared is None or axis != shared.name]
@@ -268,7 +267,7 @@ def _sharded(wrapped: Wrapped) -> ShardedModel:
             f"along {' and '.join(others)}, an axis of the mesh that shards no parameter, ranks "
             "may have parts of a batch, which no worker could run alone"
         )
-    return held
+    return model
 
 
 def _why_not(wrapped: Wrapped) -> str:
@@ -286,10 +285,10 @@ def _why_not(wrapped: Wrapped) -> str:
 
 
 def _in_words(reason: CanaryDeclined) -> str:
-    """Return why something is declined; what a canary says holds here as well."""
+    """Return the reason of a decline, with a canary's words for a reference step."""
     return str(reason).replace("a canary", "a reference step").replace("the canary", "it")
 
 
 def make_probe(job: Job) -> ReferenceProbe:
-    """Return what computes gradients again."""
+    """Return the probe of reference steps."""
     return ReferenceProbe(job)

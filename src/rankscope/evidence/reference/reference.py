@@ -1,13 +1,13 @@
 """The reference step on one worker: each micro-batch's gradient, computed again by itself.
 
-From what was kept of each micro-batch (:mod:`rankscope.evidence.reference.micro_batch`), the plain
-module computes its gradient once more, before the optimizer changes the parameters: without the
-wrapper and without adding up in ``.grad``.
+The plain module computes the gradient of each saved micro-batch
+(:mod:`rankscope.evidence.reference.micro_batch`) once more, before the optimizer changes the
+parameters: without the wrapper and without accumulation in ``.grad``.
 
-What is kept of a gradient are its norm and a sketch of each parameter. Sketches are linear, so
-micro-batches and workers are added up elsewhere, in float64 and in a fixed order. A sketch holds
-each element of a parameter that is no longer than it, and of any other tells the norm of a
-difference to within ``sqrt(2/k)`` of itself.
+Of a gradient, the norm and a sketch of each parameter are sent. Sketches are linear, so the root
+adds up micro-batches and workers, in float64 and in a fixed order. A sketch holds each element of a
+parameter that is no longer than it; for longer ones, it estimates the norm of a difference with a
+relative error of ``sqrt(2/k)``.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,8 +31,8 @@ from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 
 
-class Held(Protocol):
-    """A model as a reference step takes it."""
+class ReferenceModel(Protocol):
+    """A model in a reference step."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -40,15 +40,15 @@ class Held(Protocol):
 
     @property
     def types(self) -> tuple[str, ...]:
-        """The coarser type of those in which each gradient is added up and kept ``[P]``."""
+        """The coarser of the types in which each gradient is accumulated and stored ``[P]``."""
 
     @property
     def copies(self) -> int:
-        """How many workers hold each element of the reduced gradient."""
+        """The number of workers that hold each element of the reduced gradient."""
 
     @property
     def summed_workers(self) -> float:
-        """How many workers' gradients make a reduced one: 1 for their mean, W for their sum."""
+        """The reduced gradient over the workers' mean gradient: 1 for a mean, W for a sum."""
 
     @property
     def tensor_parallel(self) -> TensorParallel | None:
@@ -62,19 +62,14 @@ class Held(Protocol):
         """
 
     def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
-        """Measure what this worker holds of ``.grad``."""
+        """Measure this worker's part of ``.grad``."""
 
     def plain(self) -> AbstractContextManager[tuple[nn.Module, Sequence[Tensor]]]:
-        """Give what runs alone, and its trained parameters in the order of ``names``."""
+        """Yield the module to run alone, and its trained parameters in the order of ``names``."""
 
 
 class WholeModel:
-    """A model that each worker holds, as under DDP.
-
-    Args:
-        module: The model itself.
-        num_workers: W.
-    """
+    """A model that each worker holds, as under DDP."""
 
     summed_workers = 1.0
     tensor_parallel = None
@@ -84,7 +79,8 @@ class WholeModel:
         self.names = tuple(name for name, _ in named)
         self.types = tuple(str(p.dtype).removeprefix("torch.") for _, p in named)
         self.copies = num_workers
-        self._module, self._parameters = module, [parameter for _, parameter in named]
+        self._module = module
+        self._parameters = [parameter for _, parameter in named]
 
     def check(self) -> None:
         """Check that a worker can run it alone: see :func:`check_module`."""
@@ -97,69 +93,73 @@ class WholeModel:
 
     @contextmanager
     def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
-        """Give the model itself."""
+        """Yield the model itself."""
         yield self._module, self._parameters
 
 
 class ReferenceStep:
-    """Measures what one worker knows of a step whose gradient is computed again.
+    """Measures one worker's share of a reference step.
 
     Args:
-        held: The model.
+        model: The model.
         device: The device of its gradients.
-        num_workers: W, which together send so much.
+        num_workers: W, which limits the size of a message.
         seed: Seed of all signs; equal on all workers.
     """
 
-    def __init__(self, held: Held, device: torch.device, num_workers: int, seed: int) -> None:
-        self._held, self._device = held, device
-        self._num_workers, self._seed = num_workers, seed
+    def __init__(
+        self, model: ReferenceModel, device: torch.device, num_workers: int, seed: int
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._num_workers = num_workers
+        self._seed = seed
         self._sketcher: Sketcher | None = None
         self._reduced: GradientTotals | None = None
 
     @property
     def inner(self) -> bool:
         """Whether micro-batches are to compare more than the loss: see :class:`MicroBatch`."""
-        return self._held.tensor_parallel is not None
+        return self._model.tensor_parallel is not None
 
     def see_reduced(self, num_micro: int) -> None:
-        """Measure ``.grad`` as the reduction has left it; the last call counts.
-
-        Args:
-            num_micro: Micro-batches of the step so far.
+        """Measure the reduced ``.grad`` of ``num_micro`` micro-batches; the last call counts.
 
         Raises:
-            CanaryDeclined: What would be sent of it is too much.
+            CanaryDeclined: The message would be too large.
         """
         sketcher = self._prepare(num_micro)
         self._reduced = self._measure_grad(sketcher)
 
     def check(self, num_micro: int) -> None:
-        """Check that the gradient can be computed again, as far as is known before.
+        """Check that the gradient can be computed again.
 
         Raises:
             CanaryDeclined: It cannot.
         """
-        self._held.check()
+        self._model.check()
         self._prepare(num_micro)
 
     def compute(self, micro_batches: Sequence[MicroBatch]) -> ReferenceShare:
         """Measure ``.grad``, compute every micro-batch's gradient again, and wait for the device.
 
-        The last one is computed twice: operations that add in any order show there. All that ranks
-        do together comes first.
+        The last one is computed twice, to measure operations that add in any order. Collective
+        operations come first.
 
         Raises:
             CanaryDeclined: It cannot be computed.
-            NotPutBackError: Something that was changed could not be put back.
+            NotPutBackError: Some changed state could not be put back.
         """
         sketcher = self._prepare(len(micro_batches))
         given = self._measure_grad(sketcher)
-        none, shared = given.sketches.new_zeros(0, sketcher.width), self._held.tensor_parallel
-        replicas = none if shared is None else shared.sum_replicas(self._held.names, given.sketches)
+        none = given.sketches.new_zeros(0, sketcher.width)
+        shared = self._model.tensor_parallel
+        replicas = (
+            none if shared is None else shared.sum_replicas(self._model.names, given.sketches)
+        )
         for micro in micro_batches:
             micro.gather()
-        with self._held.plain() as (module, parameters):
+        with self._model.plain() as (module, parameters):
             last = micro_batches[-1]
             rounds_in = self._type_in(module.parameters(), last)
             terms = [
@@ -172,10 +172,10 @@ class ReferenceStep:
         again.subtract(terms[-1])
         reduced = none if self._reduced is None else self._reduced.sketches
         part = ReferenceShare(
-            names=self._held.names,
+            names=self._model.names,
             types=self._types(rounds_in),
-            copies=self._held.copies,
-            summed_workers=self._held.summed_workers,
+            copies=self._model.copies,
+            summed_workers=self._model.summed_workers,
             terms_MPK=torch.stack([term.sketches for term in terms]).cpu().numpy(),
             norms_MP=torch.stack([term.squared_norms for term in terms]).sqrt().cpu().numpy(),
             given_PK=given.sketches.cpu().numpy(),
@@ -188,8 +188,8 @@ class ReferenceStep:
         return part
 
     def _type_in(self, parameters: Iterable[Tensor], micro: MicroBatch) -> torch.dtype | None:
-        """Return the type in which layers round otherwise than in the training; None if in none."""
-        if self._held.tensor_parallel is None:
+        """Return the type in which layers round; None if it is that of the training."""
+        if self._model.tensor_parallel is None:
             return None
         kinds = {p.dtype for p in parameters if p.is_floating_point()}
         return reduce(coarser, kinds, micro.computed_in)
@@ -197,17 +197,17 @@ class ReferenceStep:
     def _types(self, rounds_in: torch.dtype | None) -> tuple[str, ...]:
         """Return the coarsest types in which each gradient was rounded ``[P]``."""
         if rounds_in is None:
-            return self._held.types
-        kinds = [coarser(getattr(torch, name), rounds_in) for name in self._held.types]
+            return self._model.types
+        kinds = [coarser(getattr(torch, name), rounds_in) for name in self._model.types]
         return tuple(str(kind).removeprefix("torch.") for kind in kinds)
 
     def end(self) -> None:
-        """Let go of what the step has left."""
+        """Free the buffers of the step."""
         self._sketcher = self._reduced = None
 
     def _prepare(self, num_micro: int) -> Sketcher:
-        """Return what measures so many gradients, in sketches as wide as they may be."""
-        names = self._held.names
+        """Return a sketcher of the greatest width that may be sent for so many gradients."""
+        names = self._model.names
         width = width_for(len(names), num_micro, self._num_workers)
         if not width:
             raise CanaryDeclined(
@@ -223,7 +223,7 @@ class ReferenceStep:
     @torch.no_grad()
     def _measure_grad(self, sketcher: Sketcher) -> GradientTotals:
         totals = sketcher.new_totals()
-        self._held.measure(sketcher, totals)
+        self._model.measure(sketcher, totals)
         return totals
 
     def _gradient_of(
@@ -234,13 +234,14 @@ class ReferenceStep:
         sketcher: Sketcher,
         rounds_in: torch.dtype | None,
     ) -> GradientTotals:
-        shared = self._held.tensor_parallel
-        apart = shared is not None and shared.replicas  # the training's outputs are no model's
+        shared = self._model.tensor_parallel
+        # the training's replicas differ, so its outputs do
+        apart = shared is not None and shared.replicas
         try:
             found = micro.gradients(module, parameters, rounds_in=rounds_in, compared=not apart)
-            found = found if shared is None else shared.parts(self._held.names, found)
+            found = found if shared is None else shared.parts(self._model.names, found)
             totals = sketcher.new_totals()
-            _measure(sketcher, self._held.names, found, totals)
+            _measure(sketcher, self._model.names, found, totals)
         except (CanaryDeclined, NotPutBackError):
             raise
         except Exception as error:

@@ -1,4 +1,4 @@
-"""Reference steps at the root: collects what the workers know of one, and concludes."""
+"""Reference steps at the root: collects the workers' shares of a step, and judges it."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -17,7 +17,7 @@ from rankscope.evidence.reference.words import declined, verified
 
 _log = logging.getLogger("rankscope")
 
-_MOST_BLUR = 0.5  # of a gradient's norm: beyond, that it agrees says nothing
+_MOST_BLUR = 0.5  # of a gradient's norm: beyond this, agreement proves nothing
 _MOST_STEPS = 4  # that wait for the workers' other messages
 
 
@@ -26,10 +26,10 @@ class Verifications(Director):
 
     Args:
         num_workers: W.
-        meant: What the plan says of the loss's weighting; None for nothing.
+        meant: The plan's weighting of the loss; None without.
         report: Takes each finding.
         by_loop: Whether the training's own loop reduces.
-        unasked: Steps that nobody has asked for, and nobody is told of.
+        silent_steps: Steps that yield no findings, since nobody asked for them.
     """
 
     def __init__(
@@ -39,18 +39,18 @@ class Verifications(Director):
         report: Callable[[Finding], None],
         *,
         by_loop: bool = False,
-        unasked: Collection[int] = (),
+        silent_steps: Collection[int] = (),
     ) -> None:
         self._by_loop = by_loop
         self._num_workers = num_workers
         self._meant = meant
         self._report = report
-        self._unasked = unasked
+        self._silent_steps = silent_steps
         self._parts: dict[int, dict[int, ReferenceShare]] = {}
         self.findings: dict[str, Finding] = {}
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
-        """Take what a worker knows of a step; it comes before that step's own message."""
+        """Store a worker's share of a step; it arrives before that step's own message."""
         if rank is None:
             return
         try:
@@ -71,7 +71,7 @@ class Verifications(Director):
 
     def _conclude(self, step: int, finding: Finding) -> None:
         del self._parts[step]
-        if step in self._unasked:
+        if step in self._silent_steps:
             _log.debug("a reference step that nobody asked for: %s", finding)
             return
         self.findings[finding.id] = finding
@@ -121,8 +121,10 @@ def _kind_of(part: ReferenceShare) -> tuple[object, ...]:
 
 
 def make_director(run: DirectedRun) -> Verifications:
-    """Return what concludes on reference steps."""
+    """Return the director of reference steps."""
     meant = Plan.of(run.options.get("plan")).loss_weighting
-    asked = run.options.get("verify_at", ())
-    unasked = {run.first_step + later for later in PACE.references}.difference(asked)
-    return Verifications(run.num_workers, meant, run.report, by_loop=run.by_loop, unasked=unasked)
+    requested = run.options.get("verify_at", ())
+    silent_steps = {run.first_step + later for later in PACE.references}.difference(requested)
+    return Verifications(
+        run.num_workers, meant, run.report, by_loop=run.by_loop, silent_steps=silent_steps
+    )

@@ -1,4 +1,4 @@
-"""What one worker knows of a step whose gradient was computed again, and the bytes it travels in.
+"""One worker's share of a reference step, and its bytes on the wire.
 
 Legend of shapes: W workers, M micro-batches of one worker, P parameters, k numbers in a sketch.
 """
@@ -11,16 +11,19 @@ from rankscope.bus.packing import PackedError, pack_arrays, unpack_arrays
 from rankscope.stats.arrays import Floats, Floats32
 
 WIDTHS = (251, 127, 61, 31)
-"""Widths of sketches, primes; the first whose sketches are not too much to send."""
+"""Widths of sketches, primes; the first one whose sketches may be sent is used."""
 
-MOST_BYTES, MOST_BYTES_OF_ALL = 12 << 20, 256 << 20
-"""What one worker may send of a step, and all of them together."""
+MOST_BYTES = 12 << 20
+"""The most bytes of one worker's share."""
+
+MOST_BYTES_OF_ALL = 256 << 20
+"""The most bytes of all workers' shares."""
 
 _FIELDS = ("terms_MPK", "norms_MP", "given_PK", "reduced_PK", "unsteady_P", "replicas_PK")
 
 
 def width_for(num_parameters: int, num_micro: int, num_workers: int) -> int:
-    """Return how wide the sketches of a step may be; 0 if none may be sent.
+    """Return the width of a step's sketches; 0 if none may be sent.
 
     Example:
         >>> width_for(num_parameters=200, num_micro=4, num_workers=8)
@@ -40,21 +43,21 @@ class ReferenceShare:
     Attributes:
         names: Names of the parameters ``[P]``.
         types: Their types ``[P]``, such as ``float32``.
-        terms_MPK: Sketches of the gradient of what the backward pass was called on, of each
-            micro-batch that took part, computed by itself.
-        norms_MP: Norms of the same, not estimated.
-        given_PK: Sketches of ``.grad`` as the optimizer's call finds it.
-        reduced_PK: Those of ``.grad`` as the reduction has left it; ``[0, k]`` if unknown.
-        unsteady_P: Norm of the difference between two computations of the last micro-batch; of
-            which one rounds otherwise where ranks along another axis share the parameters.
-        replicas_PK: Where they do, the sums over these ranks of ``given_PK`` for parameters of
-            which each holds all, 0 for the rest; ``[0, k]`` without such an axis.
-        copies: How many workers hold each element of ``.grad``; W: each has it all. Fewer: each
+        terms_MPK: Sketches of the gradient of each micro-batch's backward pass, computed again by
+            itself.
+        norms_MP: Their norms, not estimated.
+        given_PK: Sketches of ``.grad`` at the optimizer's call.
+        reduced_PK: Sketches of ``.grad`` after the reduction; ``[0, k]`` if unknown.
+        unsteady_P: Norm of the difference between two computations of the last micro-batch, one of
+            which rounds otherwise if ranks along another axis share the parameters.
+        replicas_PK: In that case, sums of ``given_PK`` over these ranks for parameters that each of
+            them holds whole, 0 for the rest; ``[0, k]`` without such an axis.
+        copies: The number of workers that hold each element of ``.grad``. With fewer than W, each
             has a shard, and the sketches of the shards add up to the whole one's.
-        summed_workers: How many workers' gradients the reduction is told to make one of: 1 for
-            their mean, W for their sum.
-        axis: What that axis is called.
-        declined: Why none of this is known; empty if it is.
+        summed_workers: The reduced gradient over the workers' mean gradient: 1 for a mean, W for a
+            sum.
+        axis: Name of that axis.
+        declined: The reason why all of this is missing; empty if it is not.
     """
 
     names: tuple[str, ...] = ()
@@ -84,7 +87,7 @@ class ReferenceShare:
 
     @classmethod
     def unpack(cls, content: bytes | memoryview) -> "ReferenceShare":
-        """Read one; its arrays look into ``content``.
+        """Read a share; its arrays are views of ``content``.
 
         Raises:
             PackedError: These bytes hold none.
@@ -112,7 +115,7 @@ class ReferenceShare:
 
     @property
     def _fits(self) -> bool:
-        """Whether all shapes go together."""
+        """Whether the shapes of the arrays fit each other."""
         if self.declined:
             return True
         if self.terms_MPK.ndim != 3 or not len(self.terms_MPK):

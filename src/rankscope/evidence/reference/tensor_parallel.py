@@ -1,15 +1,13 @@
 """Tensor parallelism in a reference step: parameters that the ranks along an axis of a mesh share.
 
-The plain copy has whole parameters, so all ranks along the axis compute the same gradient. What the
-optimizer of each was given is compared with the part of it that this rank holds. A parameter that
-all of them hold must have the whole gradient; where one has only a part of it, the sum over the
-axis shows that.
+The plain copy has whole parameters, so all ranks along the axis compute the same gradient. Each
+rank compares its part of it with the gradient that its optimizer gets. A parameter that all of them
+hold must have the whole gradient; if each has only a part of it, the sum over the axis shows that.
 
-Tensor parallelism adds in another order than one process does, and so rounds otherwise in the
-middle of the model. How far that may take a gradient is measured, by one micro-batch more whose
-parameters are moved by roundings. Where the ranks' replicas of a parameter differ, as they do once
-its gradient was not summed, the copy has what lies in the middle, and that micro-batch this rank's
-own.
+Tensor parallelism adds in another order than one process, and so rounds otherwise inside the model.
+The effect on a gradient is measured by one more run of a micro-batch, with parameters that are
+moved by roundings. If the ranks' replicas of a parameter differ, as they do once its gradient was
+not summed, the copy has the middle of them, and that run has this rank's own.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,9 +31,8 @@ class TensorParallel:
 
     Args:
         axis: The mesh along it.
-        name: What it is called.
-        placements: How parameters are laid out along it, by name; of all others each rank has a
-            replica.
+        name: Its name.
+        placements: Placements of parameters along it, by name; each rank has a replica of the rest.
 
     Attributes:
         ranks: The ranks along it.
@@ -59,12 +56,9 @@ class TensorParallel:
         ]
 
     def sum_replicas(self, names: Sequence[str], sketches_PK: Tensor) -> Tensor:
-        """Return sums over the axis of what its ranks hold each of parameters that they replicate.
+        """Return sums over the axis of the sketches of replicated parameters, 0 for the others.
 
-        All ranks along the axis call it together, in the training's own process group.
-
-        Returns:
-            Float32 ``[P, k]``; 0 for parameters of which each rank has a part.
+        All ranks along the axis call it, in the training's own process group.
         """
         each_P = torch.tensor([name not in self._cuts for name in names])
         summed = sketches_PK * each_P.to(sketches_PK.device)[:, None]
@@ -74,17 +68,14 @@ class TensorParallel:
     def middle_of(self, name: str, own: Tensor) -> Tensor:
         """Return the middle of the axis's replicas of a parameter; the same bits, if all are equal.
 
-        All ranks along the axis call it together.
-
-        Args:
-            name: The parameter's name.
-            own: What this rank has gathered of it.
+        All ranks along the axis call it, with their ``own`` replica.
         """
         if name in self._cuts or not own.is_floating_point():
             return own
         ends = torch.stack([own, -own])
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self._axis.get_group())
-        highest, lowest = ends[0], -ends[1]
+        highest = ends[0]
+        lowest = -ends[1]
         return torch.where(highest == lowest, own, lowest + (highest - lowest) / 2)
 
     @torch.no_grad()
@@ -94,8 +85,8 @@ class TensorParallel:
         One in four elements is moved, by one unit in the last place, up or down.
 
         Args:
-            parameters: Of the copy alone.
-            coarsest: A type in which layers compute; a parameter's own one counts if it is coarser.
+            parameters: Parameters of the copy alone.
+            coarsest: The type of the layers; a parameter's own one counts if it is coarser.
         """
         for parameter in parameters:
             if parameter in self.replicas:
@@ -108,13 +99,10 @@ class TensorParallel:
 
 
 def find_tensor_parallel(managed: Mapping[str, ManagedParameter]) -> TensorParallel | None:
-    """Return how a model under FSDP2 is tensor parallel; None if it is not.
-
-    Args:
-        managed: All of its parameters, by name.
+    """Return the tensor parallelism of a model under FSDP2, if any, from all its parameters.
 
     Raises:
-        CanaryDeclined: It is in a way that cannot be undone.
+        CanaryDeclined: It cannot be undone.
     """
     layouts = {name: _along(p) for name, p in managed.items() if p.is_dtensor}
     if not layouts:

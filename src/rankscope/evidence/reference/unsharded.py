@@ -1,9 +1,9 @@
 """A plain copy of a model that FSDP2 shards, with whole parameters, to run on one worker alone.
 
-Its modules are of the classes that they had before ``fully_shard``, without the hooks of FSDP2 and
-of tensor parallelism: nothing of FSDP2's own state is touched, and nothing communicates. What they
-hold is copied where it can be; the rest, random generators too, is shared. Where FSDP2 casts
-parameters, inputs and outputs, so does the copy.
+Its modules have the classes from before ``fully_shard``, without the hooks of FSDP2 and of tensor
+parallelism: FSDP2's own state stays untouched, and nothing communicates. Attributes are copied
+where possible; the others, and random generators, are shared. The copy casts parameters, inputs and
+outputs like FSDP2.
 """
 
 import copy
@@ -35,27 +35,17 @@ from rankscope.wrappers.fsdp2_shard import measure_shards
 from rankscope.wrappers.guard import ForeignHook
 
 _SHARDERS = ("torch.distributed.", "deepspeed.")
-"""Where hooks are made that no copy has."""
+"""Modules whose hooks are left out of a copy."""
 
 _MADE_BY = ("torch.distributed.fsdp", "torch.distributed._composable")
-"""Where the bases are of classes that take the place of a module's own."""
+"""Modules of the base classes that replace a module's own class."""
 
 
 class ShardedModel:
-    """A model under FSDP2, as a reference step takes it.
-
-    Args:
-        model: The model, to which or to parts of which ``fully_shard`` was applied.
-
-    Attributes:
-        names: Names of the trained parameters.
-        types: The coarser type of each, of those in which its gradient is added up and kept.
-        copies: How many workers hold each element.
-        tensor_parallel: The axis along which ranks share its parameters; None if each worker is one
-            rank.
+    """A model under FSDP2, for a reference step.
 
     Raises:
-        CanaryDeclined: They share them in a way that cannot be undone.
+        CanaryDeclined: Ranks share its parameters in a way that cannot be undone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -70,7 +60,7 @@ class ShardedModel:
 
     @property
     def summed_workers(self) -> float:
-        """How many workers' gradients make a reduced one: 1 for their mean, W for their sum."""
+        """The reduced gradient over the workers' mean gradient: 1 for a mean, W for a sum."""
         return 1 / self._trained[0].group.reduced_scale
 
     def check(self) -> None:
@@ -96,16 +86,17 @@ class ShardedModel:
 
     @contextmanager
     def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
-        """Give a plain copy with whole parameters; all workers gather them together.
+        """Yield a plain copy, and its trained parameters in the order of ``names``.
 
-        Yields:
-            The copy, and its trained parameters in the order of ``names``.
+        All workers gather the whole parameters.
         """
-        shared, whole = self.tensor_parallel, dict[str, nn.Parameter]()
-        memo: dict[int, Any] = {}  # what takes the place of what
+        shared = self.tensor_parallel
+        whole: dict[str, nn.Parameter] = {}
+        memo: dict[int, Any] = {}  # replacements, by the id of the original
         for name, managed in self._managed.items():
             sharded = managed.tensor
-            own, dtype = whole_of(sharded.detach()), managed.computed_in
+            own = whole_of(sharded.detach())
+            dtype = managed.computed_in
             full = own if shared is None else shared.middle_of(name, own)
             whole[name] = nn.Parameter(full.to(dtype), requires_grad=sharded.requires_grad)
             memo[id(sharded)] = whole[name]
@@ -124,22 +115,20 @@ class ReplicatedModel(WholeModel):
 
     @contextmanager
     def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
-        """Give a plain copy with the same parameters."""
+        """Yield a plain copy with the same parameters."""
         memo: dict[int, Any] = {id(p): p for p in self._module.parameters()}
         yield plain_copy(self._module, memo), self._parameters
 
 
 def _type_of(managed: ManagedParameter) -> str:
-    """Return the coarser type of those in which a gradient is added up and kept, by name."""
+    """Return the name of the coarser of the types in which a gradient is accumulated and stored."""
     return str(coarser(managed.summed_in, managed.tensor.dtype)).removeprefix("torch.")
 
 
 def plain_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a copy of a module tree without the hooks of what shards it.
+    """Return a copy of a module tree without the hooks that shard it.
 
-    Args:
-        model: The tree.
-        memo: What takes the place of its parameters, by their ids; modules are added.
+    ``memo`` holds the replacements of its parameters, by their ids; modules are added to it.
     """
     copies = {module: _shell(module) for module in model.modules()}
     memo |= {id(module): shell for module, shell in copies.items()}
@@ -159,7 +148,7 @@ def _shell(module: nn.Module) -> nn.Module:
 
 
 def _is_made(kind: type) -> bool:
-    """Return whether a class is one that takes the place of a module's own, or a part of it."""
+    """Return whether a class replaces a module's own class, or is a base of one that does."""
     return any(base.__module__.startswith(_MADE_BY) for base in kind.__mro__)
 
 
@@ -175,7 +164,7 @@ def _is_foreign(hook: Any) -> bool:
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a copy of what a module holds; what cannot be copied is shared."""
+    """Return a copy of a module's attribute, or the same object if it cannot be copied."""
     theirs = type(value).__module__.startswith("deepspeed.")
     if type(value) is dict or (theirs and isinstance(value, dict)):  # parameters, buffers, modules
         return {key: _copied(part, memo) for key, part in value.items()}
@@ -188,7 +177,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _cast_as(module: nn.Module, shell: nn.Module) -> None:
-    """Let a copy cast what enters and leaves it as FSDP2 does in the module."""
+    """Let a copy cast its inputs and outputs as FSDP2 does in the module."""
     if not isinstance(module, FSDPModule):
         return
     policy = casting_policy(module)

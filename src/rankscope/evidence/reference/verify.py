@@ -2,23 +2,23 @@
 
 Each worker has computed the gradient ``h_im`` of each of its micro-batches once more, by itself,
 as its own backward pass had multiplied it by ``s_im``. The gradient of the micro-batch's own mean
-loss is ``h_im / s_im``, and what one process would have computed is
+loss is ``h_im / s_im``, and that of a single process is
 
     r = sum_i sum_m  e_im h_im / s_im,
 
-with the weights e that are meant: ``1/(W M_i)`` where each worker's mean loss counts alike,
-``n_im / N`` where each label token does. It is compared with what the optimizer was given, for each
-parameter by the norm of the difference, within what rounding explains:
+with the intended weights e: ``1/(W M_i)`` if each worker's mean loss counts alike, ``n_im / N`` if
+each label token does. The gradient that the optimizer got is compared with it, for each parameter
+by the norm of the difference, within the bound of rounding:
 
     u (M + W + 4) sum_im |e_im / s_im| |h_im|,
 
-the first-order bound of a sum, with the unit roundoff u of the parameter's type. All of it is known
-as linear sketches (:mod:`rankscope.gradients.sketch`), which are added up in float64, one after the
+the first-order bound of a sum, with the unit roundoff u of the parameter's type. All gradients are
+linear sketches (:mod:`rankscope.gradients.sketch`), which are added up in float64, one after the
 other. A sketch holds each element of a parameter that is no longer than it; of a longer one it
-tells the norm of a difference to within 9 % (k = 251), which is all that the comparison needs. One
-element that is wrong in a large parameter stays below the bound if its error is.
+estimates the norm of a difference to within 9 % (k = 251), which suffices. A single wrong element
+of a large parameter stays below the bound if its error does.
 
-Where the two differ, the least-squares weights of the micro-batches in what was given say how.
+If the two differ, the least-squares weights of the micro-batches in the given gradient explain how.
 
 Legend of shapes: W workers, M micro-batches of one worker, N all micro-batches, worker by worker,
 P parameters, k numbers in a sketch.
@@ -41,14 +41,14 @@ from rankscope.stats.rounding import UNIT_ROUNDOFF
 Bools = NDArray[np.bool_]
 
 _LEAST_SCALER = 1024.0  # a gradient scaler's factor; anything smaller may be a loss's
-_CLEAR = 100.0  # a gradient so many times its bound has a direction that rounding leaves alone
-_VISIBLE = 2.0  # the same, where rounding leaves none so clear
+_CLEAR = 100.0  # a gradient so many times its bound has a direction beyond rounding
+_VISIBLE = 2.0  # the same, if no gradient is so clear
 _EQUAL = 0.02  # relative: weights this close are the same
-_UNCLEAR = 0.25  # standard errors of a weight beyond which it says nothing
+_UNCLEAR = 0.25  # standard error beyond which a weight is unknown
 
 
 class ReferenceAnswer(StrEnum):
-    """How what was given goes with what one process would have computed."""
+    """How the given gradient compares with that of a single process."""
 
     AGREES = "agrees"
     """It is the same, within rounding; or a multiple by clipping, after the reduction."""
@@ -57,14 +57,14 @@ class ReferenceAnswer(StrEnum):
     MICRO_BATCHES = "micro_batches"
     """Some micro-batches are missing."""
     WEIGHTING = "weighting"
-    """Micro-batches have other weights than are meant."""
+    """Micro-batches have other weights than intended."""
     PARAMETERS = "parameters"
     """A few parameters differ."""
     GRADIENT = "gradient"
-    """It differs, and none of these says how."""
+    """It differs in another way."""
 
 
-class Oddity(StrEnum):
+class GradientMismatch(StrEnum):
     """How a parameter's gradient differs."""
 
     NOT_REDUCED = "not_reduced"
@@ -76,7 +76,7 @@ class Oddity(StrEnum):
     PARTIAL = "partial"
     """Each rank along another axis of the mesh holds a part of it, which were not summed."""
     CHANGED = "changed"
-    """It differs, and none of these says how."""
+    """It differs in another way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +86,14 @@ class OddParameter:
     Attributes:
         name: Its name.
         how: How it differs.
-        factor: What it is of the reference; NaN if it is no multiple.
+        factor: Its ratio to the reference; NaN if it is no multiple.
         error: Relative norm of the difference.
         afterwards: Whether it was changed after the reduction.
         axis: The axis over which it was not summed; empty if that is not how it differs.
     """
 
     name: str
-    how: Oddity
+    how: GradientMismatch
     factor: float
     error: float
     afterwards: bool
@@ -102,26 +102,25 @@ class OddParameter:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What a reference step has shown.
+    """The result of a reference step.
 
     Attributes:
-        answer: In a word.
-        weighting: The weights that are meant, or fit best: a key of :func:`_weightings`.
-        error: Largest relative norm of a difference over the parameters that agree; over all, where
+        answer: The kind of result.
+        weighting: The intended weights, or those that fit best: a key of :func:`_weightings`.
+        error: Largest relative norm of a difference over the parameters that agree; over all, if
             too few do.
-        bound: What rounding explains of it there.
-        parameter: Where that is.
+        bound: The bound of rounding on it.
+        parameter: The parameter of that error.
         dtype: Its type.
-        factor: What was given over the reference.
-        clipped: What all of it was multiplied by after the reduction, if that is how they differ.
+        factor: The given gradient over the reference.
+        clipped: The factor of all gradients after the reduction, if they differ by that alone.
         in_loss: Whether the factor, or the weights, were there when backward was called.
-        changed: What most parameters' gradients were multiplied by after the reduction; NaN if
-            that is not known.
-        ratios: For each worker and micro-batch its weight over the one that is meant; empty where
-            it was not looked for.
+        changed: The factor of most parameters' gradients after the reduction; NaN if unknown.
+        ratios: For each worker and micro-batch, its weight over the intended one; empty where the
+            weights were not fitted.
         odd: The parameters that differ, where most agree, or where nothing was reduced.
         num_parameters: P.
-        blur: What rounding explains over the norm, of most parameters.
+        blur: The bound of rounding over the norm, for most parameters.
     """
 
     answer: ReferenceAnswer
@@ -154,11 +153,11 @@ def verify(
     """Return whether a step's gradient is what one process would have computed.
 
     Args:
-        parts_W: What each worker knows, all of them of the same parameters.
-        scales_W: What each micro-batch's mean loss was multiplied by before backward, by worker;
-            NaN if unknown. Then only the weights at which backward passes arrived are compared.
+        parts_W: Each worker's share, all of them of the same parameters.
+        scales_W: Factor of each micro-batch's mean loss before backward, by worker; NaN if unknown:
+            then the weights are those of the backward passes.
         tokens_W: Label tokens of each micro-batch; NaN if unknown.
-        meant: ``"token"`` or ``"worker"``: what is meant to count alike. None: either may.
+        meant: ``"token"`` or ``"worker"``, which should count alike; None if either may.
     """
     step = _Step(parts_W, scales_W)
     references = [
@@ -173,26 +172,29 @@ def verify(
 
 
 class _Step:
-    """The workers' parts, put together."""
+    """The shares of all workers."""
 
     def __init__(self, parts_W: Sequence[ReferenceShare], scales_W: Sequence[Floats]) -> None:
         first = parts_W[0]
-        self.names, self.types = first.names, first.types
-        self.num_workers, self.parts_W = len(parts_W), parts_W
+        self.names = first.names
+        self.types = first.types
+        self.num_workers = len(parts_W)
+        self.parts_W = parts_W
         self.counts_W = [len(part.terms_MPK) for part in parts_W]
         self.worker_N = np.repeat(np.arange(len(parts_W)), self.counts_W)
         self.terms = [term_PK for part in parts_W for term_PK in part.terms_MPK]
         self.norms_NP = np.concatenate([part.norms_MP for part in parts_W])
-        known = all(
+        complete = all(
             len(scales) == count and np.isfinite(scales).all() and scales.all()
             for scales, count in zip(scales_W, self.counts_W, strict=True)
         )
-        self.knows_scales = known
-        self.scales_N = np.concatenate(scales_W) if known else np.ones(len(self.terms))
-        self.given_W = _held([part.given_PK for part in parts_W], first.copies)
+        self.knows_scales = complete
+        self.scales_N = np.concatenate(scales_W) if complete else np.ones(len(self.terms))
+        self.given_W = _gathered([part.given_PK for part in parts_W], first.copies)
         self.given = _distinct(self.given_W)
-        self.axis, replicas_W = first.axis, [part.replicas_PK for part in parts_W]
-        self.replicas_PK = _held(replicas_W, first.copies)[0] if self.axis else None
+        self.axis = first.axis
+        replicas_W = [part.replicas_PK for part in parts_W]
+        self.replicas_PK = _gathered(replicas_W, first.copies)[0] if self.axis else None
         self.roundoff_P = np.array(
             [UNIT_ROUNDOFF.get(t, UNIT_ROUNDOFF["float32"]) for t in self.types]
         )
@@ -206,7 +208,7 @@ class _Step:
         return total
 
     def bound_of(self, factors_N: Floats) -> Floats:
-        """Return what rounding explains of such a sum ``[P]``."""
+        """Return the bound of rounding on such a sum ``[P]``."""
         roundings = max(self.counts_W) + self.num_workers + 4
         sizes_P = np.abs(factors_N) @ self.norms_NP
         unsteady_NP = np.stack([part.unsteady_P for part in self.parts_W])[self.worker_N]
@@ -217,15 +219,14 @@ class _Step:
 
     @cached_property
     def changes(self) -> tuple[float, Bools] | None:
-        """What happened to the gradient after the reduction; None if it is not known.
+        """The gradient's factor after the reduction, and which parameters have another ``[P]``.
 
-        Returns:
-            By which factor it was multiplied, and which parameters changed otherwise ``[P]``.
+        None if they are not known.
         """
         first = self.parts_W[0]
         if not all(len(part.reduced_PK) for part in self.parts_W):
             return None
-        reduced_PK = _held([part.reduced_PK for part in self.parts_W], first.copies)[0]
+        reduced_PK = _gathered([part.reduced_PK for part in self.parts_W], first.copies)[0]
         ratios_P = _ratios(self.given_W[0], reduced_PK)
         known_P = np.isfinite(ratios_P)
         factor = float(median(ratios_P[known_P])) if known_P.any() else 1.0
@@ -235,10 +236,12 @@ class _Step:
 
 
 class _Reference:
-    """What one process would have computed, with one kind of weights."""
+    """The gradient of a single process, with one kind of weights."""
 
     def __init__(self, step: _Step, weighting: str, weights_N: Floats) -> None:
-        self.step, self.weighting, self.weights_N = step, weighting, weights_N
+        self.step = step
+        self.weighting = weighting
+        self.weights_N = weights_N
         factors_N = weights_N / step.scales_N
         self.sum_PK = step.sum_of(factors_N)
         self.bound_P = step.bound_of(factors_N)
@@ -246,19 +249,19 @@ class _Reference:
 
     @cached_property
     def clear(self) -> Bools:
-        """Which parameters' gradients have a direction that rounding leaves alone ``[P]``."""
+        """Which parameters' gradients have a direction beyond rounding ``[P]``."""
         clear_P: Bools = self.norm_P > _CLEAR * self.bound_P
         return clear_P if clear_P.any() else self.norm_P > _VISIBLE * self.bound_P
 
     @cached_property
     def factor(self) -> float:
-        """What was given over the reference, for most parameters."""
+        """The given gradient over the reference, for most parameters."""
         ratios_P = _ratios(self.step.given[0], self.sum_PK)
         clear_P = np.isfinite(ratios_P) & self.clear
         return float(median(ratios_P[clear_P])) if clear_P.any() else 1.0
 
     def distances(self, factor: float) -> Floats:
-        """Return how far what was given is from a multiple, on the worker where it is most."""
+        """Return the given gradient's distance from a multiple, on the farthest worker ``[P]``."""
         far = [_norms(given_PK - factor * self.sum_PK) for given_PK in self.step.given]
         farthest_P: Floats = np.max(far, axis=0)
         return farthest_P
@@ -270,7 +273,8 @@ class _Reference:
 
     def describe(self, answer: ReferenceAnswer, *, factor: float, **more: object) -> Verification:
         """Return an answer with the largest difference from a multiple of the reference."""
-        far_P, agree_P = self.distances(factor), self.agreeing(factor)
+        far_P = self.distances(factor)
+        agree_P = self.agreeing(factor)
         relative_P = _over(far_P, abs(factor) * self.norm_P)
         among_P = agree_P if answer is ReferenceAnswer.PARAMETERS or agree_P.all() else ~agree_P
         clear_P = among_P & (self.norm_P > self.bound_P)
@@ -291,9 +295,9 @@ class _Reference:
 
 
 def _weightings(step: _Step, tokens_W: Sequence[Floats], meant: str | None) -> Mapping[str, Floats]:
-    """Return the weights that may be meant, by name, each ``[N]`` with the sum 1.
+    """Return the weights that may be intended, by name, each ``[N]`` with the sum 1.
 
-    ``backward``: those at which the backward passes arrived, where the loss is not known.
+    ``backward``: those of the backward passes, if the loss is not known.
     ``worker``: each micro-batch of a worker counts alike, and each worker. ``tokens_of_worker``:
     each label token of a worker, and each worker. ``token``: each label token.
     """
@@ -333,7 +337,7 @@ def _find_factor(reference: _Reference) -> Verification | None:
 
 
 def _is_clipped(reference: _Reference, factor: float) -> bool:
-    """Return whether only what came after a sound reduction has made the gradient smaller."""
+    """Return whether the gradient became smaller after a sound reduction."""
     step = reference.step
     if step.changes is None or not 0 < factor < 1:
         return False
@@ -345,7 +349,7 @@ def _is_clipped(reference: _Reference, factor: float) -> bool:
 
 
 def _is_in_loss(step: _Step) -> bool:
-    """Return whether the reduction gave the mean of what backward passes have brought to it."""
+    """Return whether the reduction gave the mean of the backward passes' gradients."""
     alike_N = step.scales_N * step.parts_W[0].summed_workers / step.num_workers
     return bool(_Reference(step, "backward", alike_N).agreeing(1.0).all())
 
@@ -353,10 +357,11 @@ def _is_in_loss(step: _Step) -> bool:
 def _find_odd(reference: _Reference) -> Verification | None:
     """Return an answer where at least half of the parameters agree."""
     for factor in dict.fromkeys((1.0, reference.factor)):
-        agree_P, clear_P = reference.agreeing(factor), reference.clear
+        agree_P = reference.agreeing(factor)
+        clear_P = reference.clear
         if factor and 2 * (agree_P & clear_P).sum() >= max(clear_P.sum(), 1):
             places = np.flatnonzero(~agree_P).tolist()
-            odd = tuple(_oddity(reference, at, factor) for at in places)
+            odd = tuple(_odd_parameter(reference, at, factor) for at in places)
             return reference.describe(ReferenceAnswer.PARAMETERS, factor=factor, odd=odd)
     return None
 
@@ -366,14 +371,15 @@ def _find_unreduced(reference: _Reference) -> Verification | None:
     step = reference.step
     if len(step.given) == 1:
         return None
-    odd = tuple(_oddity(reference, at, 1.0) for at in range(len(step.names)))
-    if any(one.how is not Oddity.NOT_REDUCED for one in odd):
+    odd = tuple(_odd_parameter(reference, at, 1.0) for at in range(len(step.names)))
+    if any(one.how is not GradientMismatch.NOT_REDUCED for one in odd):
         return None
     return reference.describe(ReferenceAnswer.PARAMETERS, factor=1.0, odd=odd)
 
 
-def _oddity(reference: _Reference, at: int, factor: float) -> OddParameter:
-    step, bound = reference.step, abs(factor) * float(reference.bound_P[at])
+def _odd_parameter(reference: _Reference, at: int, factor: float) -> OddParameter:
+    step = reference.step
+    bound = abs(factor) * float(reference.bound_P[at])
     whole_K = factor * reference.sum_PK[at]
     given_WK = [given_PK[at] for given_PK in step.given_W]
     afterwards = step.changes is not None and bool(step.changes[1][at])
@@ -386,22 +392,26 @@ def _oddity(reference: _Reference, at: int, factor: float) -> OddParameter:
         return all(np.linalg.norm(given_K - own_K) <= 2 * step.num_workers * bound
                    for given_K, own_K in pairs)  # fmt: skip
 
-    how, ratio_told, axis = Oddity.CHANGED, float("nan"), ""
+    how = GradientMismatch.CHANGED
+    own_ratio = float("nan")
+    axis = ""
     if not any(given_K.any() for given_K in given_WK):
-        how = Oddity.MISSING
+        how = GradientMismatch.MISSING
     elif len(given_WK) > 1 and fits(_own_gradients(reference, at, factor)):
-        how = Oddity.NOT_REDUCED
+        how = GradientMismatch.NOT_REDUCED
     elif _is_partial(reference, at, whole_K, ratio):
-        how, axis = Oddity.PARTIAL, step.axis
+        how = GradientMismatch.PARTIAL
+        axis = step.axis
     elif np.isfinite(ratio) and fits([ratio * whole_K] * len(given_WK)):
-        how, ratio_told = Oddity.SCALE, ratio
-    return OddParameter(step.names[at], how, ratio_told, error, afterwards, axis)
+        how = GradientMismatch.SCALE
+        own_ratio = ratio
+    return OddParameter(step.names[at], how, own_ratio, error, afterwards, axis)
 
 
 def _is_partial(reference: _Reference, at: int, whole_K: Floats, ratio: float) -> bool:
-    """Return whether ranks along another axis hold what makes a parameter's gradient together.
+    """Return whether a parameter's gradient is the sum of its parts on ranks along another axis.
 
-    What is a multiple of the whole gradient on each of them may make it by chance.
+    A multiple of the whole gradient on each of them may sum up to it by chance.
     """
     step = reference.step
     if step.replicas_PK is None:
@@ -413,7 +423,7 @@ def _is_partial(reference: _Reference, at: int, whole_K: Floats, ratio: float) -
 
 
 def _own_gradients(reference: _Reference, at: int, factor: float) -> list[Floats]:
-    """Return each worker's own gradient of a parameter, which it would hold without a reduction."""
+    """Return each worker's own gradient of a parameter, without a reduction."""
     step = reference.step
     factors_N = factor * step.num_workers * reference.weights_N / step.scales_N
     own_WK = [np.zeros(len(reference.sum_PK[at])) for _ in step.parts_W]
@@ -423,14 +433,15 @@ def _own_gradients(reference: _Reference, at: int, factor: float) -> list[Floats
 
 
 def _find_weights(reference: _Reference) -> Verification | None:
-    """Return an answer where other weights of the micro-batches explain what was given."""
+    """Return an answer where other weights of the micro-batches explain the given gradient."""
     step = reference.step
     factors_N, errors_N = _fit(step)
     fitted = _Reference(step, reference.weighting, factors_N * step.scales_N)
     if not np.all(fitted.distances(1.0) <= 2 * fitted.bound_P + reference.bound_P):
         return None
     to_ratios_N = step.scales_N / reference.weights_N
-    ratios_N, unsure_N = factors_N * to_ratios_N, errors_N * np.abs(to_ratios_N)
+    ratios_N = factors_N * to_ratios_N
+    unsure_N = errors_N * np.abs(to_ratios_N)
     if not np.all(unsure_N < _UNCLEAR):
         return None
     absent_N = np.abs(ratios_N) <= np.maximum(_EQUAL, 4 * unsure_N)
@@ -448,9 +459,10 @@ def _find_weights(reference: _Reference) -> Verification | None:
 
 
 def _fit(step: _Step) -> tuple[Floats, Floats]:
-    """Return the least-squares factors of all terms in what was given, and their errors ``[N]``."""
+    """Return the least-squares factors of all terms in the given gradient, and their errors."""
     given_PK = step.given[0]
-    products_NN, towards_N = np.zeros((len(step.terms),) * 2), np.zeros(len(step.terms))
+    products_NN = np.zeros((len(step.terms),) * 2)
+    towards_N = np.zeros(len(step.terms))
     for at, given_K in enumerate(given_PK):
         terms_NK = np.stack([term_PK[at] for term_PK in step.terms]).astype(np.float64)
         products_NN += terms_NK @ terms_NK.T
@@ -465,21 +477,21 @@ def _fit(step: _Step) -> tuple[Floats, Floats]:
 
 
 def _simplicity(found: Verification) -> tuple[bool, int, float]:
-    """Return what makes one answer a better one than another: fewer different weights."""
+    """Return the sort key of an answer: the one with the fewest different weights is best."""
     kinds = {round(ratio / _EQUAL) for ratios in found.ratios for ratio in ratios}
     return found.answer is ReferenceAnswer.WEIGHTING, len(kinds) + len(found.odd), found.error
 
 
-def _held(held_W: Sequence[Floats32], copies: int) -> list[Floats]:
-    """Return the gradient that each worker holds; where they hold shards, the one of all."""
-    wide_W = [held_PK.astype(np.float64) for held_PK in held_W]
-    if copies >= len(held_W):
+def _gathered(parts_W: Sequence[Floats32], copies: int) -> list[Floats]:
+    """Return the gradient of each worker; if they hold shards, the one of all."""
+    wide_W = [part_PK.astype(np.float64) for part_PK in parts_W]
+    if copies >= len(parts_W):
         return wide_W
     return [sum(wide_W, start=np.zeros(wide_W[0].shape)) / copies]
 
 
 def _distinct(given_W: Sequence[Floats]) -> list[Floats]:
-    """Return the gradients that differ in some bit; one, where all workers hold the same."""
+    """Return the gradients without those that are equal in all bits."""
     return list({given_PK.tobytes(): given_PK for given_PK in given_W}.values())
 
 
@@ -489,7 +501,7 @@ def _norms(values_PK: NDArray[np.floating]) -> Floats:
 
 
 def _ratios(given_PK: NDArray[np.floating], reference_PK: NDArray[np.floating]) -> Floats:
-    """Return the factor of each parameter's reference that comes nearest; NaN of nothing."""
+    """Return the least-squares factor of each parameter's reference; NaN if that is 0."""
     reference_PK = reference_PK.astype(np.float64)
     squares_P = np.square(reference_PK).sum(axis=1)
     products_P = (given_PK * reference_PK).sum(axis=1)
@@ -497,13 +509,13 @@ def _ratios(given_PK: NDArray[np.floating], reference_PK: NDArray[np.floating]) 
 
 
 def _over(values: Floats, sizes: Floats) -> Floats:
-    """Return ratios; 0 of nothing and nothing, infinity where there should be nothing."""
+    """Return ratios; 0 / 0 is 0, and x / 0 is infinity."""
     safe = np.where(sizes > 0, sizes, 1.0)
     return np.where(sizes > 0, values / safe, np.where(values > 0, np.inf, 0.0))
 
 
 def missing_by_worker(ratios: Sequence[Sequence[float]]) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield each worker that lacks micro-batches, and which.
+    """Yield each worker that lacks micro-batches, and their numbers.
 
     Example:
         >>> list(missing_by_worker([[0.0, 0.0, 1.0], [1.0, 1.0, 1.0]]))

@@ -1,4 +1,4 @@
-"""What a reference step has shown, in words."""
+"""The findings of reference steps, in words."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.rules import describe
 from rankscope.bus.words import count, listed, name_ranks
 from rankscope.evidence.reference.verify import (
-    Oddity,
+    GradientMismatch,
     OddParameter,
     ReferenceAnswer,
     Verification,
@@ -32,25 +32,25 @@ _BY_OPTIMIZER = (
     "the optimizer was given each worker's own gradient: it reduces by itself, or nobody does"
 )
 
-_MOST_CHANGED = 1e-6  # relative, by which rounding changes what is multiplied by 1
+_MOST_CHANGED = 1e-6  # relative effect of rounding on a factor of 1
 
 
 def verified(
     found: Verification, step: int, num_workers: int, num_micro: int, *, by_loop: bool = False
 ) -> Finding:
-    """Return a finding that tells what a reference step has shown.
+    """Return the finding of a reference step.
 
-    A loop that reduces by itself may clip before its gradient is seen, may mean a sum, and may
+    A loop that reduces by itself may clip before its gradient is seen, may intend a sum, and may
     leave the reduction to its optimizer.
 
     Args:
-        found: What it has shown.
+        found: The result.
         step: The step.
         num_workers: W.
         num_micro: The most micro-batches of a worker.
         by_loop: Whether the training's own loop reduces.
     """
-    if by_loop and any(odd.how is Oddity.NOT_REDUCED for odd in found.odd):
+    if by_loop and any(odd.how is GradientMismatch.NOT_REDUCED for odd in found.odd):
         return declined(_BY_OPTIMIZER, (), step)
     if by_loop and found.answer is ReferenceAnswer.SCALE and 0 < found.factor < 1:
         clips = not _guess(found.factor, num_workers, num_micro)
@@ -71,7 +71,7 @@ def verified(
 
 
 def _severity(found: Verification, num_workers: int, num_micro: int) -> Severity:
-    """Return how bad it is: a loss may have a factor, and micro-batches weights, on purpose."""
+    """Return the severity: a loss may have a factor, and micro-batches weights, on purpose."""
     if found.answer is ReferenceAnswer.AGREES:
         return Severity.NOTE
     meant = False
@@ -87,11 +87,11 @@ def _severity(found: Verification, num_workers: int, num_micro: int) -> Severity
 
 
 def declined(why: str, ranks: Sequence[int], step: int) -> Finding:
-    """Return a finding that tells why a step's gradient was not computed again.
+    """Return the finding of a step whose gradient was not computed again.
 
     Args:
         why: The reason, without a full stop.
-        ranks: The workers that have said so.
+        ranks: The workers with that reason; empty for all.
         step: The step.
     """
     named = f" ({name_ranks(ranks)})" if ranks else ""
@@ -146,19 +146,19 @@ def _fields(found: Verification, num_workers: int, num_micro: int) -> dict[str, 
 
 
 def _guess(factor: float, num_workers: int, num_micro: int) -> str:
-    """Return what a factor looks like."""
-    known = [
+    """Return the likely cause of a factor, in words; empty without."""
+    causes = [
         (num_workers, "summed over the workers and not averaged"),
         (1 / num_workers, "averaged over the workers twice"),
         (num_micro, "summed over micro-batches and not averaged"),
         (1 / num_micro, "averaged over micro-batches twice"),
     ]
-    fitting = [words for value, words in known if value != 1 and abs(factor / value - 1) < _SAME]
+    fitting = [words for value, words in causes if value != 1 and abs(factor / value - 1) < _SAME]
     return f", as if {' or '.join(fitting)}" if fitting else ""
 
 
 def _place(found: Verification) -> str:
-    """Return where a factor or weights have come in."""
+    """Return the moment at which a factor or weights appeared."""
     if found.in_loss:
         return "it was so when backward was called"
     if abs(found.changed - 1) > _MOST_CHANGED:
@@ -167,7 +167,7 @@ def _place(found: Verification) -> str:
 
 
 def _others(factor: float) -> str:
-    """Return what is said of the micro-batches that are there."""
+    """Return the weight of the micro-batches that are there, in words."""
     if abs(factor - 1) <= _SAME:
         return ""
     return f"; the others count {factor:.3g} times what is meant"
@@ -196,7 +196,8 @@ def _missing(found: Verification) -> str:
 
 def _numbered(which: Sequence[int]) -> str:
     """Return micro-batches by their numbers, from 1 on."""
-    first, last = which[0] + 1, which[-1] + 1
+    first = which[0] + 1
+    last = which[-1] + 1
     if len(which) == 1:
         return f"micro-batch {first}"
     if len(which) > 2 and last - first == len(which) - 1:
@@ -210,7 +211,8 @@ def _weights(found: Verification) -> str:
     parts = []
     for rank in _ranks(found):
         own = [ratio / common for ratio in found.ratios[rank]]
-        least, most = min(own), max(own)
+        least = min(own)
+        most = max(own)
         if most - least <= _SAME * most:
             parts.append(f"{name_ranks([rank])} {most:.3g} times")
         else:
@@ -253,9 +255,9 @@ def _odd(found: Verification) -> str:
     parts = []
     for how, names in by_how.items():
         more = len(names) - _MOST_NAMED
-        told = [*names[:_MOST_NAMED], *([count(more, "other")] if more > 0 else [])]
+        named = [*names[:_MOST_NAMED], *([count(more, "other")] if more > 0 else [])]
         everywhere = len(names) == found.num_parameters
-        parts.append((f"in {'every parameter' if everywhere else listed(told)}", how))
+        parts.append((f"in {'every parameter' if everywhere else listed(named)}", how))
     if len(parts) == 1:
         ((where, how),) = parts
         return f"{where}{'' if len(found.odd) == found.num_parameters else ' alone'}: {how}"
@@ -263,14 +265,14 @@ def _odd(found: Verification) -> str:
 
 
 def _how(one: OddParameter) -> str:
-    said = {
-        Oddity.NOT_REDUCED: "not reduced, every worker holds its own",
-        Oddity.MISSING: "there is none",
-        Oddity.SCALE: f"{one.factor:.3g} of it",
-        Oddity.PARTIAL: f"not reduced over {one.axis}",
-        Oddity.CHANGED: f"by {one.error:.2g} of its norm",
+    words = {
+        GradientMismatch.NOT_REDUCED: "not reduced, every worker holds its own",
+        GradientMismatch.MISSING: "there is none",
+        GradientMismatch.SCALE: f"{one.factor:.3g} of it",
+        GradientMismatch.PARTIAL: f"not reduced over {one.axis}",
+        GradientMismatch.CHANGED: f"by {one.error:.2g} of its norm",
     }[one.how]
-    return f"{said}, since something after the reduction" if one.afterwards else said
+    return f"{words}, since something after the reduction" if one.afterwards else words
 
 
 def _numbers(found: Verification) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What differs between workers that should hold the same, from their digests."""
+"""From all workers' digests to the state that differs between them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,12 @@ from rankscope.bus.replicas import (
     TensorTrace,
     differences,
 )
-from rankscope.evidence.state.roles import Stillness, changed_gradients, resting, role_differences
+from rankscope.evidence.state.roles import (
+    UnchangedParameters,
+    changed_gradients,
+    role_differences,
+    unchanged_differences,
+)
 from rankscope.stats.arrays import Ints
 
 _Kinds = tuple[StateKind, ...]
@@ -25,11 +30,11 @@ _Named = tuple[_Kinds, tuple[str, ...]]
 
 
 class ComparedState(Combiner):
-    """Digests of all workers; what they are of is named once, by the first worker."""
+    """Compares the digests of all workers; the first worker sends their names once."""
 
     def __init__(self) -> None:
         self._names: dict[int, _Named] = {}
-        self._stillness = Stillness()
+        self._unchanged = UnchangedParameters()
 
     def learn(self, rank: int, message: Message) -> None:
         """Learn names from a message that has just arrived."""
@@ -40,10 +45,10 @@ class ComparedState(Combiner):
             self._names[int(items)] = tuple(map(StateKind, kinds)), tuple(names)
 
     def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
-        """Return what differs, and the first worker's traced tensors."""
+        """Return the differences, and the first worker's traced tensors."""
         found = (
             *self._differences(messages_W, columns["replica"]),
-            *self._resting(messages_W, columns),
+            *self._unchanged_parameters(messages_W, columns),
             *_named_differences(messages_W),
         )
         return {"differences": found, "trace": self._trace(messages_W[0])}
@@ -61,21 +66,21 @@ class ComparedState(Combiner):
             replicas_W,
         )
 
-    def _resting(
+    def _unchanged_parameters(
         self, messages_W: Sequence[Message], columns: Columns
     ) -> tuple[StateDifference, ...]:
-        """Return the parameters of the first worker that do not change, as far as it tells."""
+        """Return the parameters of the first worker that do not change."""
         first = messages_W[0]
         kinds, names = self._names.get(first.items, ((), ()))
         if len(kinds) != len(first.digests_D):
             return ()
         updates = bool(columns["optimizer_steps"][0] > 0 and columns["lr"][0] > 0)
         digests = first.digests_D.tolist()
-        found = self._stillness.see(first.step, kinds, names, digests, updates=updates)
-        return resting(found, len(messages_W))
+        found = self._unchanged.see(first.step, kinds, names, digests, updates=updates)
+        return unchanged_differences(found, len(messages_W))
 
     def _trace(self, message: Message) -> TensorTrace | None:
-        """Return the tensors of the first worker, where they are traced; its message names them."""
+        """Return the first worker's traced tensors, if there are any."""
         if not len(message.traced_digests_N):
             return None
         named = json.loads(message.names.tobytes())["traced"]
@@ -90,18 +95,18 @@ class ComparedState(Combiner):
 
 
 def make_combiner(layout: Layout) -> ComparedState:
-    """Return what combines digests."""
+    """Return the combiner of digests."""
     return ComparedState()
 
 
 def _named_differences(messages_W: Sequence[Message]) -> tuple[StateDifference, ...]:
-    """Return gradients that were changed otherwise than most, and roles where all have looked."""
+    """Return gradients that changed otherwise than most, and roles where all have sent them."""
     if not any(len(message.names) for message in messages_W):
         return ()
-    said_W = [json.loads(m.names.tobytes()) if len(m.names) else {} for m in messages_W]
-    roles_W = [said.get("roles") for said in said_W]
+    names_W = [json.loads(m.names.tobytes()) if len(m.names) else {} for m in messages_W]
+    roles_W = [names.get("roles") for names in names_W]
     roles = role_differences([each for each in roles_W if each]) if all(roles_W) else ()
-    return (*changed_gradients([said.get("changed", ()) for said in said_W]), *roles)
+    return (*changed_gradients([names.get("changed", ()) for names in names_W]), *roles)
 
 
 def _tensors(message: Message, kinds: _Kinds, names: tuple[str, ...], begin: int) -> TensorTrace:

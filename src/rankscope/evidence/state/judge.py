@@ -1,4 +1,4 @@
-"""What judges state: digests that should agree, and parameters that never change."""
+"""The detectors of state: digests that should agree, and parameters that never change."""
 
 from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.detector import Detector
@@ -7,11 +7,11 @@ from rankscope.evidence.state.learning import NotUpdated
 from rankscope.evidence.state.unequal import UnequalState
 
 STATE_STEPS = 64
-"""Steps in which the digests have gone through parameters, buffers and optimizer state."""
+"""Steps of one cycle through parameters, buffers and optimizer state."""
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     plan = run.plan
     return (
         UnequalState(
@@ -26,6 +26,6 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
 
 
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:
-    """Return what a run is checked for."""
+    """Return the checks of a run."""
     impossible = "" if run.options.get("evidence", True) else "evidence=False"
     return (Check("parameters, buffers and optimizer state", STATE_STEPS, impossible),)

@@ -1,7 +1,6 @@
 """The detector of parameters that do not learn though they are trained, or are updated twice.
 
-Whether a parameter rests is found by :class:`rankscope.evidence.state.roles.Stillness`, from
-digests of its bits and of its gradient.
+The differences come from :class:`rankscope.evidence.state.roles.UnchangedParameters`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -41,34 +40,35 @@ class NotUpdated(Detector):
     """
 
     def __init__(self) -> None:
-        self._names: dict[str, dict[str, bool]] = {}  # whether it is so still, by key
+        self._names: dict[str, dict[str, bool]] = {}  # whether the fault is open, by key and name
         self._spans: dict[str, PersistentFault] = {}
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of what rests, moves again, or is held twice."""
-        told: dict[str, None] = {}
+        """Process a step; report parameters that stop changing, change again, or are held twice."""
+        changed: dict[str, None] = {}
         for found in step.gathered.differences:
             if found.kind is StateKind.RESTING:
-                so = bool(found.unchanged_W[0])
+                is_open = bool(found.unchanged_W[0])
                 keys: tuple[str, ...] = (ALONE, HELD, NOTHING)
-                if so:  # when it moves again, the optimizer may hold it by now
+                if is_open:  # when it changes again, the optimizer may hold it by now
                     keys = (_key_of(int(found.digests_W[0])),)
             elif found.kind is StateKind.ROLE and np.all(found.digests_W & Role.TWICE):
-                so, keys = True, (TWICE,)
+                is_open = True
+                keys = (TWICE,)
             else:
                 continue
             for key in keys:
-                if self._take(key, found.name, step.gathered.step, so=so):
-                    told[key] = None
-        return [self._evidence(key) for key in told]
+                if self._update(key, found.name, step.gathered.step, is_open=is_open):
+                    changed[key] = None
+        return [self._evidence(key) for key in changed]
 
-    def _take(self, key: str, name: str, step: int, *, so: bool) -> bool:
-        """Take what is known of one parameter; return whether there is something to tell."""
+    def _update(self, key: str, name: str, step: int, *, is_open: bool) -> bool:
+        """Note one parameter's fault; return whether the finding changes."""
         names = self._names.setdefault(key, {})
-        if name not in names and (not so or len(names) >= _MOST_NAMES):
+        if name not in names and (not is_open or len(names) >= _MOST_NAMES):
             return False
-        names[name] = so
-        if so:
+        names[name] = is_open
+        if is_open:
             span = self._spans.setdefault(key, PersistentFault())
             if span.last != step:
                 span.see(step)
@@ -76,10 +76,12 @@ class NotUpdated(Detector):
         return True
 
     def _evidence(self, key: str) -> FaultEvidence:
-        names = [name for name, so in self._names[key].items() if so] or list(self._names[key])
+        still = [name for name, is_open in self._names[key].items() if is_open]
+        names = still or list(self._names[key])
         span = self._spans[key]
         over = "" if span.open else " They change again."
-        shown, rest = names[:_NAMED], len(names) - _NAMED
+        shown = names[:_NAMED]
+        rest = len(names) - _NAMED
         words = listed([*shown, count(rest, "other")] if rest > 0 else shown)
         fields = {"names": words, "over": over}
         cause = key if key == TWICE else ALONE
@@ -94,12 +96,12 @@ def _key_of(word: int) -> str:
 
 
 def role_words(differ: Sequence[StateDifference]) -> str:
-    """Return in what the roles of parameters differ between workers."""
+    """Return the differences of parameters' roles between workers, in words."""
     return "; ".join(dict.fromkeys(word for d in differ for word in _role_words(d.digests_W)))
 
 
 def _role_words(words_W: Ints) -> Iterable[str]:
-    """Yield in what a parameter's roles differ."""
+    """Yield the differences of one parameter's roles."""
     for role, with_it, without in _ROLE_WORDS:
         yield from _on_some((words_W & role).astype(bool), with_it, without)
     ties_W = np.array([tie_of(int(word)) for word in words_W])

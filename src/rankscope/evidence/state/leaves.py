@@ -1,4 +1,4 @@
-"""What is compared in whatever an optimizer keeps, and what a survey of a model goes by."""
+"""The comparable parts of an optimizer's state, and a signature of a model."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
@@ -18,21 +18,17 @@ _held = attrgetter("_modules", "_parameters", "_buffers")
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 
 Leaf = tuple[int, Tensor | int, int, int | None]
-"""An odd weight; a tensor, or the digest of something else; and the range that counts of it."""
+"""An odd weight; a tensor, or the digest of a plain value; and the tensor's range that counts."""
 
 
 def optimizer_state(optimizer: object, parameter: Tensor) -> object:
-    """Return what an optimizer keeps for a parameter, None if it keeps nothing."""
+    """Return the optimizer state of a parameter; None without."""
     states = getattr(optimizer, "state", None)
     return states.get(parameter) if isinstance(states, Mapping) else None
 
 
 def digest_optimizer(optimizer: object, parameter: Tensor, part: Slice) -> PendingDigest:
-    """Return a digest of all that an optimizer keeps for a parameter; 0 if it keeps nothing.
-
-    Of state that is cut with its parameter, the same share counts, elements of the same places
-    where the shapes are equal.
-    """
+    """Return a digest of the optimizer state of a slice of a parameter; 0 without."""
     digest = PendingDigest()
     state = optimizer_state(optimizer, parameter)
     for weight, leaf, start, stop in () if state is None else state_leaves(state, part):
@@ -42,7 +38,7 @@ def digest_optimizer(optimizer: object, parameter: Tensor, part: Slice) -> Pendi
 
 
 def state_leaves(state: object, part: Slice, weight: int = 1) -> Iterator[Leaf]:
-    """Yield what makes up a state: the sum of its leaves' digests times weights is its digest."""
+    """Yield the leaves of a state: its digest is the weighted sum of their digests."""
     if isinstance(state, Tensor):
         yield weight, state, *_share(state, part)
         return
@@ -52,8 +48,8 @@ def state_leaves(state: object, part: Slice, weight: int = 1) -> Iterator[Leaf]:
     elif isinstance(state, (list, tuple)):
         pairs = enumerate(state)
     else:
-        known = f"{type(state).__name__} {state!r}" if isinstance(state, _PLAIN) else type(state)
-        yield weight, word_of(f"value {known}"), 0, None
+        plain = f"{type(state).__name__} {state!r}" if isinstance(state, _PLAIN) else type(state)
+        yield weight, word_of(f"value {plain}"), 0, None
         return
     yield weight, _word_of_length(len(state)), 0, None
     for key, value in pairs:  # in any order: they are added up
@@ -86,15 +82,14 @@ def _share(state: Tensor, part: Slice) -> tuple[int, int | None]:
 
 
 def signature(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[object] | None:
-    """Return what a survey of the model goes by, in a form that is soon made and compared.
+    """Return a signature of a model and its optimizer, which is equal while neither has changed.
 
-    Returns:
-        Equal lists for a model in which nothing of it has changed; None where that cannot be told,
-        as of parameters without a shape as yet.
+    None where there is none, as of parameters that have no shape yet.
     """
     try:
         groups = [group["params"] for group in getattr(optimizer, "param_groups", ())]
-        holders, seen = [module], {id(module)}
+        holders = [module]
+        seen = {id(module)}
         for holder in holders:
             for inner in holder._modules.values():
                 if inner is not None and id(inner) not in seen:

@@ -1,10 +1,9 @@
 """Exact digests of a model's state, of some of it at a time.
 
-Parameters, buffers, the optimizer's state and the gradients take turns, so that a step pays for a
-small part of them, and all of them are compared within one rotation. A run's first steps have a
-turn each, later every few steps have one, that reads so much more: what a turn costs besides its
-reads is paid less often. What is read at a moment of a step is read together: by one call on the
-host, by one launch on an accelerator.
+Each step reads one slot of the digest schedule: a small part of parameters, buffers, optimizer
+state and gradients. All of them are compared within one cycle of the schedule. A run's first steps
+have a slot each. Later only every few steps have one, which is larger, since a slot has a fixed
+cost too. All reads at one moment of a step are one call on the host, one launch on an accelerator.
 """
 
 import logging
@@ -17,21 +16,21 @@ from torch import Tensor, nn
 from rankscope.bus.pace import PACE
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.state.leaves import optimizer_state, signature, state_leaves
-from rankscope.evidence.state.look import look_at
+from rankscope.evidence.state.parameter_roles import read_roles
 from rankscope.evidence.state.plan import DigestSchedule, Lasting, Slice, survey
-from rankscope.evidence.state.readings import PendingDigests, PendingReading, Recurring, prepare
-from rankscope.evidence.state.roles import is_looked_at
-from rankscope.evidence.state.turn import NOTHING, PendingLook, PendingState, Seen, Turn
+from rankscope.evidence.state.readings import CachedReading, PendingDigests, PendingReading, prepare
+from rankscope.evidence.state.roles import is_role_step
+from rankscope.evidence.state.slot import NOTHING, DigestSlot, PendingRoles, PendingState, Seen
 from rankscope.gradients.digest import digest_bits, word_of
 
 _UNREADABLE = word_of("cannot be read")
 _MASK = (1 << 64) - 1
-_MOST_TURNS = 1024  # that are kept
-_EACH_UNTIL = PACE.state_in_turn
-"""Steps of a run that have a turn each: where its workers begin is compared at once."""
+_MOST_SLOTS = 1024  # in memory
+_SLOT_EACH_STEP = PACE.state_in_turn
+"""Steps of a run that have a slot each, to compare the initial state at once."""
 _MOST_UNSENT = 8
-"""Steps without a broadcast of DDP's after which none is expected. One step has none after an
-evaluation, whose own broadcast was before."""
+"""Steps without a broadcast by DDP after which none is expected. One step has none after an
+evaluation, which has already broadcast."""
 
 _log = logging.getLogger("rankscope")
 
@@ -39,29 +38,29 @@ _log = logging.getLogger("rankscope")
 class StateMeter:
     """Digests some of a model's state at a time; all calls come on the training thread.
 
-    No call waits for the device, raises, or changes anything. What cannot be read has a digest
-    of its own, and a gradient that is missing has the digest 0.
+    No call waits for the device, raises, or changes anything. Unreadable tensors have a digest of
+    their own, missing gradients the digest 0.
 
     Args:
         module: The model, without what wraps it for data parallelism.
         optimizer: The optimizer; None if it is not known, or if its state is not replicated.
         replicated: Whether workers hold the same parameters; if not, only buffers are compared.
-        reduces: Tells whether the gradient of a parameter is reduced at all; None if all are.
+        reduces: Returns whether the gradient of a parameter is reduced at all; None if all are.
         left_out: Names of parameters and buffers that each worker may have for itself.
-        broadcasts: Tells whether DDP has broadcast buffers before the forward pass that is about to
-            enter the module; None where it never does.
-        lasting: Tells what lasts of a parameter that is replaced while the model computes, and
-            which parameters each worker may have for itself; None if all that hangs in it lasts.
+        broadcasts: Returns whether DDP has broadcast buffers before the forward pass that is about
+            to enter the module; None where it never does.
+        lasting: Returns the lasting tensor of a parameter that is replaced while the model
+            computes; None if all parameters last.
         device: Where the model lives.
         max_items: Digests, at most, for each step.
-        turns: Steps within which everything has its turn.
-        spacing: Steps from turn to turn, once a run has begun.
-        local_steps: So many steps in a row share a turn and have no spacing, so that what has a
-            turn is read after an average of the workers' parameters; 0 for steps of their own.
+        num_slots: Steps of one cycle of the digest schedule.
+        spacing: Steps from slot to slot, once a run has begun.
+        local_steps: Steps in a row that share a slot, without spacing, so that one of them follows
+            an average of the workers' parameters; 0 for one slot per step.
         sums_by_hand: Whether some gradients may be summed over other axes of a mesh after the
-            reduction; then it is not told which of them were changed.
-        shards: Whether gradients of parameters that are not replicated are read, each worker's
-            shards of them, for how they change between the reduction and the optimizer alone.
+            reduction; then changes after the reduction are not recorded.
+        shards: Whether to read each worker's gradient shards of parameters that are not replicated,
+            only to find changes between the reduction and the optimizer.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class StateMeter:
         lasting: Lasting | None = None,
         device: torch.device | None = None,
         max_items: int = 32,
-        turns: int = 64,
+        num_slots: int = 64,
         spacing: int = 1,
         local_steps: int = 0,
         sums_by_hand: bool = False,
@@ -93,46 +92,48 @@ class StateMeter:
             replicated=replicated,
             shards=shards,
             called=optimizer is not None,
-            turns=max(turns // spacing, 1),
+            num_slots=max(num_slots // spacing, 1),
             max_items=max_items * spacing,
         )
-        self._spacing, self._local_steps = spacing, local_steps
+        self._spacing = spacing
+        self._local_steps = local_steps
         self._sums_by_hand = sums_by_hand
-        self._alike = replicated
+        self._replicated = replicated
         self._plan: DigestSchedule | None = None
         self._signature: list[object] | None = None
-        self._turns: dict[tuple[int, ...], Turn] = {}
-        self._told = False
+        self._slots: dict[tuple[int, ...], DigestSlot] = {}
+        self._warned = False
         self._unsent = 0
-        self._turn = NOTHING
+        self._slot = NOTHING
         self._seen = _nothing()
         self._first_step: int | None = None
-        self._looks = False  # at the parameters, in this step
-        self._look: PendingLook | None = None
+        self._roles_due = False
+        self._roles: PendingRoles | None = None
         prepare(torch.device("cpu") if device is None else device)
 
     @property
     def wanted_names(self) -> Collection[str]:
-        """Names of the parameters of which :meth:`see_local` wants to see the gradient."""
-        return self._turn.wanted
+        """Names of the parameters whose local gradient :meth:`see_local` reads."""
+        return self._slot.wanted
 
     def begin_step(self, step: int) -> None:
         """Choose what to read in a step, at its first forward pass."""
         self._clear()
         self._first_step = step if self._first_step is None else self._first_step
-        self._looks = is_looked_at(step, self._first_step)
-        turn, between = (step, 0) if step < _EACH_UNTIL else divmod(step, self._spacing)
+        self._roles_due = is_role_step(step, self._first_step)
+        number, between = (step, 0) if step < _SLOT_EACH_STEP else divmod(step, self._spacing)
         if self._local_steps:
-            turn, between = step // self._local_steps, 0
+            number = step // self._local_steps
+            between = 0
         if between:
             return
         try:
-            if self._plan is None or turn % self._plan.length == 0:
+            if self._plan is None or number % self._plan.length == 0:
                 self._make_plan()
             assert self._plan is not None
-            self._turn = self._turn_of(self._plan, turn)
+            self._slot = self._slot_of(self._plan, number)
         except Exception as error:  # a model that cannot be listed
-            self._tell(error)
+            self._warn_once(error)
 
     def before_forward(self) -> None:
         """Count the steps in which DDP broadcasts no buffers: the first pass is about to begin."""
@@ -144,13 +145,14 @@ class StateMeter:
 
         A forward pass after an evaluation finds them broadcast already, and reads nothing.
         """
-        rows, seen = self._turn.broadcast, self._seen
+        rows = self._slot.broadcast
+        seen = self._seen
         if self._broadcasts is None or not self._broadcasts():
             return
         self._unsent = 0
         if rows.slices and seen.broadcast is None:
             tensors = [part.place.current() for part in rows.slices]
-            seen.broadcast = self._read(self._turn.recurring.broadcast, rows.slices, tensors)
+            seen.broadcast = self._read(self._slot.cached.broadcast, rows.slices, tensors)
 
     def see_local(self, name: str, gradient: Tensor) -> None:
         """Take the local gradient of a parameter, before the reduction; the last one counts.
@@ -159,30 +161,30 @@ class StateMeter:
             name: The parameter's canonical name.
             gradient: Any shape; it may be overwritten as soon as this returns.
         """
-        if name not in self._turn.wanted:
+        if name not in self._slot.wanted:
             return
         if not gradient.is_cpu:
             self.see_locals(((name, gradient),))
             return
-        for number, part in self._turn.wanted[name]:
+        for number, part in self._slot.wanted[name]:
             try:
                 digest = digest_bits(gradient, part.start, part.stop).known & _MASK
-            except Exception as error:  # whatever kind of tensor it is
-                self._tell(error)
+            except Exception as error:  # a tensor of an unusual kind
+                self._warn_once(error)
                 digest = _UNREADABLE
             self._saw_local((number,), PendingReading([digest], [0.0]))
 
     def see_locals(self, gradients: Iterable[tuple[str, Tensor]]) -> None:
         """Take local gradients of several parameters at once, each as in :meth:`see_local`."""
-        if not self._turn.wanted:
+        if not self._slot.wanted:
             return
         shown = list(gradients)
-        local = self._turn.local_of(tuple([name for name, _ in shown]))
+        local = self._slot.local_of(tuple([name for name, _ in shown]))
         if not local.numbers:
             return
         tensors = [shown[source][1] for source in local.sources]
-        self._saw_local(local.numbers, self._read(local.recurring, local.slices, tensors))
-        self._seen.before = local.recurring
+        self._saw_local(local.numbers, self._read(local.cached, local.slices, tensors))
+        self._seen.before = local.cached
 
     def _saw_local(self, numbers: tuple[int, ...], reading: PendingReading) -> None:
         self._seen.local.pop(numbers, None)  # the last one counts
@@ -190,49 +192,47 @@ class StateMeter:
 
     def see_reduced(self) -> None:
         """Read gradients right after the reduction."""
-        if self._turn is not NOTHING:
-            self._read_gradients(StateKind.REDUCED, self._turn.reduced.slices)
+        if self._slot is not NOTHING:
+            self._read_gradients(StateKind.REDUCED, self._slot.reduced.slices)
 
     def see_applied(self) -> None:
         """Read gradients when ``optimizer.step`` is about to run; its first call counts."""
-        if self._turn is NOTHING or self._optimizer is None:
+        if self._slot is NOTHING or self._optimizer is None:
             return
         if StateKind.APPLIED not in self._seen.gradients:
-            self._read_gradients(StateKind.APPLIED, self._turn.applied.slices)
+            self._read_gradients(StateKind.APPLIED, self._slot.applied.slices)
 
     def see_state(self) -> None:
         """Read parameters, buffers and the optimizer's state, after the step."""
-        if self._looks:
-            self._look_at_parameters()
-        turn, seen = self._turn, self._seen
-        if turn is NOTHING:
+        if self._roles_due:
+            self._read_roles()
+        slot = self._slot
+        seen = self._seen
+        if slot is NOTHING:
             return
-        known = turn.recurring
-        tensors = [part.place.current(self._lasting) for part in turn.read]
+        cached = slot.cached
+        tensors = [part.place.current(self._lasting) for part in slot.read]
         try:
-            marks = self._add_kept(tensors, turn)
-        except Exception:  # whatever an optimizer keeps: it is looked at one by one
+            marks = self._add_kept(tensors, slot)
+        except Exception:  # unusual optimizer state: its parts are read one by one
             marks = None
-        reading = self._begin_again(known.state, tensors) if marks == known.marks else None
+        reading = self._begin_again(cached.state, tensors) if marks == cached.marks else None
         if reading is None:
-            reading = self._read_state(turn, tensors, marks)
-        seen.state, (seen.weights, seen.starts) = reading, known.leaves
+            reading = self._read_state(slot, tensors, marks)
+        seen.state = reading
+        seen.weights, seen.starts = cached.leaves
 
-    def _add_kept(self, tensors: list[Tensor | None], turn: Turn) -> list[object] | None:
-        """Add what the optimizer keeps for a turn's parameters, where that is nothing but tensors.
-
-        Args:
-            tensors: Begins with the parameters.
-            turn: The turn.
+    def _add_kept(self, tensors: list[Tensor | None], slot: DigestSlot) -> list[object] | None:
+        """Append the optimizer state of a slot's parameters, with which ``tensors`` begins.
 
         Returns:
-            What it is called; None if it is anything else.
+            Names of that state; None if some of it may be no tensor.
         """
         states = getattr(self._optimizer, "state", None)
         marks: list[object] = []
         if not isinstance(states, dict):
-            return None if turn.kept_of else marks
-        for number in turn.kept_of:
+            return None if slot.kept_of else marks
+        for number in slot.kept_of:
             state = states.get(tensors[number])
             if state is None:
                 marks.append(None)
@@ -244,67 +244,71 @@ class StateMeter:
         return marks
 
     def _read_state(
-        self, turn: Turn, tensors: list[Tensor | None], marks: list[object] | None
+        self, slot: DigestSlot, tensors: list[Tensor | None], marks: list[object] | None
     ) -> PendingReading:
-        """Look at all of a turn's state, and learn it for the next time, if it is like others'."""
-        reading, known = PendingDigests(), turn.recurring
-        for part, tensor in zip(turn.read, tensors, strict=False):
+        """Read all of a slot's state; cache the reading if it holds plain tensors only."""
+        reading = PendingDigests()
+        cached = slot.cached
+        for part, tensor in zip(slot.read, tensors, strict=False):
             if tensor is None:
                 reading.add_word(0)
             else:
                 self._add(reading, tensor, part)
         weights: list[int] = []
         starts = []
-        for part in turn.optimizer.slices:
+        for part in slot.optimizer.slices:
             starts.append(len(weights))
             self._add_optimizer(reading, weights, part)
-        known.leaves = weights, starts
-        known.marks = marks or []
+        cached.leaves = weights, starts
+        cached.marks = marks or []
         if marks is not None:
-            known.state.learn(reading, tensors)
+            cached.state.learn(reading, tensors)
         return self._begin(reading)
 
     def collect(self) -> PendingState:
-        """Return what was read since the step began, without waiting, and begin anew."""
+        """Return the readings of the step, without waiting, and start anew."""
         layout = None if self._plan is None else self._plan.layout
-        turn, seen = self._turn, self._seen
-        if turn is NOTHING:
-            pending = PendingState(turn, seen, layout, look=self._look)
+        slot = self._slot
+        seen = self._seen
+        if slot is NOTHING:
+            pending = PendingState(slot, seen, layout, roles=self._roles)
         else:
             if self._reduces is not None:
-                seen.reduced = [self._is_reduced(part) for part in turn.reduced.slices]
+                seen.reduced = [self._is_reduced(part) for part in slot.reduced.slices]
             sent = self._unsent <= _MOST_UNSENT
             pending = PendingState(
-                turn,
+                slot,
                 seen,
                 layout,
                 sent=sent,
-                look=self._look,
-                tells_changed=not self._sums_by_hand,
-                alike=self._alike,
+                roles=self._roles,
+                finds_changed=not self._sums_by_hand,
+                replicated=self._replicated,
             )
         self._clear()
         return pending
 
     def _clear(self) -> None:
-        self._turn, self._seen = NOTHING, _nothing()
-        self._looks, self._look = False, None
+        self._slot = NOTHING
+        self._seen = _nothing()
+        self._roles_due = False
+        self._roles = None
 
-    def _look_at_parameters(self) -> None:
-        """See how each parameter takes part in the training, and read those not reduced."""
+    def _read_roles(self) -> None:
+        """Read the role of each parameter, and the values of those not reduced."""
         try:
-            look = look_at(self._module, self._optimizer, self._left_out, self._lasting)
+            found = read_roles(self._module, self._optimizer, self._left_out, self._lasting)
         except Exception as error:  # a model that cannot be listed
-            self._tell(error)
+            self._warn_once(error)
             return
         reading = PendingDigests()
-        for tensor in look.left_out.values():
+        for tensor in found.left_out.values():
             try:
                 reading.add(tensor, 0, None)
-            except Exception as error:  # whatever kind of tensor it is
-                self._tell(error)
+            except Exception as error:  # a tensor of an unusual kind
+                self._warn_once(error)
                 reading.add_unreadable(_UNREADABLE)
-        self._look = PendingLook(look.roles, tuple(look.left_out), self._begin(reading))
+        self._roles = PendingRoles(found.roles, tuple(found.left_out), self._begin(reading))
 
     def _make_plan(self) -> None:
         marks = signature(self._module, self._optimizer)
@@ -319,17 +323,17 @@ class StateMeter:
         )
         if self._plan is None or found != self._plan.found:
             self._plan = self._new_plan(found)
-            self._turns.clear()
+            self._slots.clear()
         self._signature = marks
 
-    def _turn_of(self, plan: DigestSchedule, number: int) -> Turn:
+    def _slot_of(self, plan: DigestSchedule, number: int) -> DigestSlot:
         place = plan.place(number)
-        turn = self._turns.get(place)
-        if turn is None:
-            if len(self._turns) >= _MOST_TURNS:
-                self._turns.clear()
-            turn = self._turns[place] = Turn(plan.chosen(number))
-        return turn
+        slot = self._slots.get(place)
+        if slot is None:
+            if len(self._slots) >= _MOST_SLOTS:
+                self._slots.clear()
+            slot = self._slots[place] = DigestSlot(plan.items(number))
+        return slot
 
     def _is_reduced(self, part: Slice) -> bool:
         parameter = part.place.current(self._lasting)
@@ -338,20 +342,20 @@ class StateMeter:
     def _read_gradients(self, kind: StateKind, slices: Sequence[Slice]) -> None:
         parameters = [part.place.current(self._lasting) for part in slices]
         gradients = [None if p is None else p.grad for p in parameters]
-        recurring, seen = self._turn.recurring.gradients, self._seen
-        seen.gradients[kind] = self._read(recurring, slices, gradients, norm=True)
-        seen.before = recurring
+        cached = self._slot.cached.gradients
+        self._seen.gradients[kind] = self._read(cached, slices, gradients, norm=True)
+        self._seen.before = cached
 
     def _read(
         self,
-        recurring: Recurring,
+        cached: CachedReading,
         slices: Sequence[Slice],
         tensors: Sequence[Tensor | None],
         *,
         norm: bool = False,
     ) -> PendingReading:
-        """Read slices of tensors; what is missing has the digest 0."""
-        again = self._begin_again(recurring, tensors, self._seen.before)
+        """Read slices of tensors; missing tensors have the digest 0."""
+        again = self._begin_again(cached, tensors, self._seen.before)
         if again is not None:
             return again
         reading = PendingDigests()
@@ -360,23 +364,23 @@ class StateMeter:
                 reading.add_word(0)
             else:
                 self._add(reading, tensor, part, norm=norm)
-        recurring.learn(reading, tensors)
+        cached.learn(reading, tensors)
         return self._begin(reading)
 
     def _begin_again(
         self,
-        recurring: Recurring,
+        cached: CachedReading,
         tensors: Sequence[Tensor | None],
-        before: Recurring | None = None,
+        before: CachedReading | None = None,
     ) -> PendingReading | None:
-        """Begin a reading that was learnt, of tensors like those; None if it cannot be."""
+        """Begin a cached reading, if the tensors are like those before; else return None."""
         try:
-            return recurring.begin(tensors, before)
-        except Exception:  # whatever they are: they are looked at one by one
+            return cached.begin(tensors, before)
+        except Exception:  # unusual tensors: they are read one by one
             return None
 
     def _add_optimizer(self, reading: PendingDigests, weights: list[int], part: Slice) -> None:
-        """Add what the optimizer keeps for a slice, if it keeps anything yet."""
+        """Add the optimizer state of a slice, if there is any yet."""
         first = len(reading)
         try:
             parameter = part.place.current(self._lasting)
@@ -387,8 +391,8 @@ class StateMeter:
                 else:
                     reading.add(leaf, start, stop)
                 weights.append(weight)
-        except Exception as error:  # whatever an optimizer keeps
-            self._tell(error)
+        except Exception as error:  # unusual optimizer state
+            self._warn_once(error)
             del weights[len(weights) - (len(reading) - first) :]
             reading.forget(first)
             reading.add_word(_UNREADABLE)
@@ -399,23 +403,23 @@ class StateMeter:
     ) -> None:
         try:
             reading.add(tensor, part.start, part.stop, norm=norm)
-        except Exception as error:  # whatever kind of tensor it is
-            self._tell(error)
+        except Exception as error:  # a tensor of an unusual kind
+            self._warn_once(error)
             reading.add_unreadable(_UNREADABLE)
 
     def _begin(self, reading: PendingDigests) -> PendingReading:
         try:
             return reading.begin()
         except Exception as error:  # of the device, or of the copy to the host
-            self._tell(error)
+            self._warn_once(error)
             unread = PendingDigests()
             for _ in range(len(reading)):
                 unread.add_unreadable(_UNREADABLE)
             return unread.begin()
 
-    def _tell(self, error: Exception) -> None:
-        if not self._told:
-            self._told = True
+    def _warn_once(self, error: Exception) -> None:
+        if not self._warned:
+            self._warned = True
             _log.warning(
                 "some of the model's or the optimizer's state cannot be read, and is not compared "
                 "between workers: %s: %s",

@@ -1,7 +1,6 @@
-"""Whose turn it is: a rotation through all parameters and buffers of a model.
+"""The digest schedule: which parameters and buffers of a model are compared in which slot.
 
-A plan follows from names, shapes and types alone, and the place in it from the turn's number. So
-workers with equal models choose the same items, whatever else happened to them.
+It depends on names, shapes and types alone. So workers with equal models choose the same items.
 """
 
 import math
@@ -25,8 +24,8 @@ _NORMS: type[nn.Module] = find("torch.nn.modules.batchnorm._NormBase") or nn.Mod
 _BROADCAST = (StateKind.STATISTICS, StateKind.BROADCAST)
 _SHARD = (StateKind.REDUCED, StateKind.APPLIED)
 Lasting = Callable[[nn.Module, str], Tensor | None]
-"""Returns what lasts of a module's parameter, where it is replaced while the model computes; None
-for a parameter that each worker may have for itself."""
+"""Returns the lasting tensor of a module's parameter, which is replaced while the model computes;
+None for a parameter that each worker may have for itself."""
 
 _SHARDED = frozenset(
     {
@@ -38,28 +37,21 @@ _SHARDED = frozenset(
         "ZeroRedundancyOptimizer",
     }
 )
-_LEAST_BYTES = 1 << 18  # of a turn, so that small models are done in a few turns
-_GROWTH = (1.0, 1.15, 1.4, 1.8, 2.5, 4.0, 8.0, 16.0)  # of a turn's share, until all turns suffice
+_LEAST_BYTES = 1 << 18  # of a slot, so that small models need few of them
+_GROWTH = (1.0, 1.15, 1.4, 1.8, 2.5, 4.0, 8.0, 16.0)  # of a slot's bytes, until the slots suffice
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where a tensor hangs in a model; what hangs there may be replaced.
+    """The place of a tensor in a model; the tensor there may be replaced."""
 
-    Attributes:
-        name: The canonical name.
-        holder: The module that it belongs to.
-        key: What the module calls it.
-        is_buffer: Whether it is a buffer.
-    """
-
-    name: str
+    name: str  # canonical
     holder: nn.Module
-    key: str
+    key: str  # its name in ``holder``
     is_buffer: bool
 
     def current(self, lasting: Lasting | None = None) -> Tensor | None:
-        """Return the tensor that hangs there now, or what lasts of it."""
+        """Return the tensor in this place now, or its lasting one."""
         found = self.holder._buffers if self.is_buffer else self.holder._parameters
         tensor = found.get(self.key)
         if tensor is None or self.is_buffer or lasting is None:
@@ -68,12 +60,12 @@ class TensorPlace:
 
 
 class FoundState(NamedTuple):
-    """What a plan goes by; but for the module, equal on workers with equal models.
+    """A parameter or buffer of a model; equal on workers with equal models, but for the module.
 
     Attributes:
         holder: The module that it belongs to.
         prefix: The module's name.
-        key: What the module calls it.
+        key: Its name in the module.
         is_buffer: Whether it is a buffer.
         shape: Its shape; of a DTensor, that of the whole.
         length: Elements on a worker; of a DTensor, about a shard's.
@@ -117,36 +109,29 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What shares a digest of each of its kinds: a tensor, a range of it, or several small ones.
-
-    Attributes:
-        name: What it is called.
-        kinds: What is digested of it.
-        bytes: Its size, the optimizer's state not counted in.
-        slices: What it is made of.
-    """
+    """A tensor, a range of it, or several small ones, with one digest for each of its kinds."""
 
     name: str
     kinds: Kinds
-    bytes: int
+    bytes: int  # without the optimizer's state
     slices: tuple[Slice, ...]
 
     @property
     def whole(self) -> bool:
-        """Whether nothing of it lies in another item."""
+        """Whether no part of its tensor is in another item."""
         return self.slices[0].start == 0 and self.slices[0].stop is None
 
 
 class DigestSchedule:
-    """One rotation through a model.
+    """The slots in which the parameters and buffers of a model are compared, one after the other.
 
     Args:
-        found: What the model has.
-        replicated: Whether workers hold the same parameters; if not, only buffers have turns.
-        shards: Whether the gradients of parameters that are not replicated have turns as well.
-        called: Whether it can be seen when the optimizer is called.
-        turns: Turns that a rotation may take.
-        max_items: Digests of a turn, at most.
+        found: Parameters and buffers of the model.
+        replicated: Whether workers hold the same parameters; if not, only buffers are compared.
+        shards: Whether gradients of parameters that are not replicated are compared as well.
+        called: Whether the optimizer's call can be observed.
+        num_slots: The most slots of one cycle.
+        max_items: The most digests of a slot.
     """
 
     def __init__(
@@ -156,12 +141,12 @@ class DigestSchedule:
         replicated: bool,
         shards: bool = False,
         called: bool,
-        turns: int,
+        num_slots: int,
         max_items: int,
     ) -> None:
         self.found = found
-        asked = 9 if replicated else 7  # who trains what may differ between owners
-        words = [f"{each.name} {each[3:5]} {each[6:asked]}" for each in found]
+        end = 9 if replicated else 7  # owners may train different parameters
+        words = [f"{each.name} {each[3:5]} {each[6:end]}" for each in found]
         self.layout = word_of(f"{replicated} {called} " + "\n".join(words)) >> 1
         kinds = (_kinds(each, called) if replicated else _SHARD for each in found)
         parameters = [
@@ -176,19 +161,18 @@ class DigestSchedule:
         ]
         share = max(1, max_items // 8) if parameters else max_items
         rest = max_items - share if buffers else max_items
-        self._rotations = (_rounds(parameters, turns, rest), _rounds(buffers, turns, share))
-
-        self._lengths = tuple(len(rounds) for rounds in self._rotations)
+        self._cycles = (_deal(parameters, num_slots, rest), _deal(buffers, num_slots, share))
+        self._lengths = tuple(len(slots) for slots in self._cycles)
         self.length = max(self._lengths)
-        """Turns of a rotation."""
+        """Slots of a cycle."""
 
-    def place(self, turn: int) -> tuple[int, ...]:
-        """Return where a turn stands in the rotation; turns of equal places have equal items."""
-        return tuple([turn % length for length in self._lengths])
+    def place(self, number: int) -> tuple[int, ...]:
+        """Return the place of a slot in the cycle; slots of equal places have equal items."""
+        return tuple([number % length for length in self._lengths])
 
-    def chosen(self, turn: int) -> list[Item]:
-        """Return the items of a turn: parameters, then buffers."""
-        return [item for rounds in self._rotations for item in rounds[turn % len(rounds)]]
+    def items(self, number: int) -> list[Item]:
+        """Return the items of a slot: parameters, then buffers."""
+        return [item for slots in self._cycles for item in slots[number % len(slots)]]
 
 
 def survey(
@@ -199,13 +183,13 @@ def survey(
     *,
     broadcast: bool = False,
 ) -> list[FoundState]:
-    """Return what a model holds now, each tensor once, in the order of its modules.
+    """Return the parameters and buffers of a model, each once, in the order of its modules.
 
     Args:
         module: The model.
         optimizer: The optimizer; None if it is not known.
         left_out: Names of parameters and buffers that each worker may have for itself.
-        lasting: Tells what lasts of a parameter; None if all that hangs in the model does.
+        lasting: Returns the lasting tensor of a parameter; None if all parameters last.
         broadcast: Whether DDP broadcasts buffers.
     """
     groups = () if is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
@@ -221,17 +205,17 @@ def survey(
                     continue
                 seen.add(id(tensor))
                 shape, length = known_size(tensor)
-                asked = (tensor.requires_grad, id(tensor) in owned)
+                flags = (tensor.requires_grad, id(tensor) in owned)
                 apart = broadcast and is_buffer and _drifts_apart(holder, key)
                 each = FoundState(
-                    holder, prefix, key, is_buffer, shape, length, tensor.dtype, *asked
+                    holder, prefix, key, is_buffer, shape, length, tensor.dtype, *flags
                 )
                 found.append(each._replace(broadcast=apart))
     return found
 
 
 def _drifts_apart(holder: nn.Module, key: str) -> bool:
-    """Return whether a forward pass in training changes a buffer on each worker for itself."""
+    """Return whether a forward pass in training changes a buffer differently on each worker."""
     return (
         key in RUNNING_STATISTICS
         and isinstance(holder, _NORMS)
@@ -240,7 +224,7 @@ def _drifts_apart(holder: nn.Module, key: str) -> bool:
 
 
 def is_sharded(optimizer: object) -> bool:
-    """Return whether an optimizer, or one that it wraps, is known to keep its state in shares."""
+    """Return whether an optimizer, or one that it wraps, is of a kind that shards its state."""
     names = {kind.__name__ for kind in type(optimizer).__mro__}
     inner = getattr(optimizer, "optimizer", None)
     return bool(names & _SHARDED) or (inner is not None and is_sharded(inner))
@@ -277,32 +261,34 @@ def _item(each: FoundState, kinds: Kinds) -> Item:
     return Item(place.name, kinds, each.bytes, (Slice(place, each.length),))
 
 
-def _rounds(whole: list[Item], turns: int, slots: int) -> list[list[Item]]:
-    """Deal items out to turns: at most ``slots`` digests in each, and about as many bytes."""
+def _deal(whole: list[Item], num_slots: int, max_items: int) -> list[list[Item]]:
+    """Deal items out to slots: at most ``max_items`` digests in each, and about as many bytes."""
     if not whole:
         return [[]]
     total = sum(item.bytes for item in whole)
-    crowd = sum(len(item.kinds) for item in whole) / (slots * turns)
-    rounds: list[list[Item]] = [[]]
+    crowd = sum(len(item.kinds) for item in whole) / (max_items * num_slots)
+    slots: list[list[Item]] = [[]]
     for growth in _GROWTH:
-        budget = max(_LEAST_BYTES, math.ceil(growth * total / turns))
+        budget = max(_LEAST_BYTES, math.ceil(growth * total / num_slots))
         cut = [part for item in whole for part in _cut(item, budget)]
-        rounds = _dealt(_joined(cut, budget, math.ceil(growth * crowd)), budget, slots)
-        if len(rounds) <= turns:
+        slots = _fill(_joined(cut, budget, math.ceil(growth * crowd)), budget, max_items)
+        if len(slots) <= num_slots:
             break
-    return rounds
+    return slots
 
 
-def _dealt(items: Iterable[Item], budget: int, slots: int) -> list[list[Item]]:
-    rounds: list[list[Item]] = [[]]
+def _fill(items: Iterable[Item], budget: int, max_items: int) -> list[list[Item]]:
+    slots: list[list[Item]] = [[]]
     size = count = 0
     for item in items:
-        size, count = size + item.bytes, count + len(item.kinds)
-        if rounds[-1] and (size > budget or count > slots):
-            rounds.append([])
-            size, count = item.bytes, len(item.kinds)
-        rounds[-1].append(item)
-    return rounds
+        size += item.bytes
+        count += len(item.kinds)
+        if slots[-1] and (size > budget or count > max_items):
+            slots.append([])
+            size = item.bytes
+            count = len(item.kinds)
+        slots[-1].append(item)
+    return slots
 
 
 def _cut(item: Item, budget: int) -> Iterator[Item]:
@@ -323,12 +309,12 @@ def _cut(item: Item, budget: int) -> Iterator[Item]:
         )
 
 
-def _joined(items: Iterable[Item], budget: int, together: int) -> Iterator[Item]:
-    """Yield items that hold up to ``together`` neighbours each, of limited size in all."""
+def _joined(items: Iterable[Item], budget: int, most: int) -> Iterator[Item]:
+    """Yield items of up to ``most`` neighbours each, of at most ``budget`` bytes in all."""
     group: list[Item] = []
     for item in items:
         if group and not (
-            len(group) < together
+            len(group) < most
             and item.kinds == group[0].kinds
             and item.whole
             and group[0].whole

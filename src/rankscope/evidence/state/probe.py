@@ -12,14 +12,14 @@ from torch import Tensor
 from rankscope.bus.probe import Job, MessagePart, Pending, Probe, StepEnd
 from rankscope.bus.replicas import TensorTrace
 from rankscope.evidence.state.meter import StateMeter
+from rankscope.evidence.state.slot import PendingState
 from rankscope.evidence.state.trace import PendingTrace, TraceMeter
-from rankscope.evidence.state.turn import PendingState
 from rankscope.wrappers.fsdp2_lookup import ShardLookup
 from rankscope.wrappers.kinds import FSDP2, MEGATRON
 
 
-class KnownNames:
-    """Names of what digests are of: sent once by the first worker, for they are the same on all.
+class SentNames:
+    """Names of the digested items, which are equal on all workers: the first one sends them once.
 
     Args:
         sends: Whether this worker sends names.
@@ -38,24 +38,17 @@ class KnownNames:
 
 
 @dataclass(frozen=True, slots=True)
-class PendingDigests:
-    """The digests and traces of one step; they may still be on the device.
-
-    Attributes:
-        state: The digests; None where nothing was compared.
-        trace: The step's tensors, where they are traced.
-        names: What the root knows already.
-        replica: Number of the workers that hold the same; None where each parameter has one owner.
-    """
+class PendingStateMessage:
+    """The digests and traces of one step; they may still be on the device."""
 
     state: PendingState | None
     trace: PendingTrace | None
-    names: KnownNames
+    names: SentNames
     replica: int | None
 
     @property
     def ready(self) -> bool:
-        """Whether all can be read without waiting."""
+        """Whether :meth:`read` would not wait."""
         parts = [part for part in (self.trace, self.state) if part is not None]
         return all(part.ready for part in parts)
 
@@ -83,8 +76,8 @@ class PendingDigests:
         arrays: dict[str, bytes],
         names: dict[str, Any],
     ) -> int:
-        state, known = pending.read()
-        values.update(known)
+        state, signals = pending.read()
+        values.update(signals)
         arrays["digests_D"] = state.digests_D.tobytes()
         arrays["unchanged_D"] = state.unchanged_D.tobytes()
         if len(state.names) and self.names.are_new(state.items):
@@ -102,21 +95,21 @@ class StateProbe(Probe):
     """Compares one worker's state exactly.
 
     Args:
-        meter: Digests what should be equal; None where nothing is compared.
+        meter: Digests state; None where nothing is compared.
         tracer: Traces tensors; None without.
-        names: What the root knows already.
+        names: Names that the root has received.
         replica: Workers with equal numbers hold the same parameters; None where each parameter has
             one owner.
-        updates_all: Whether the model holds what a step leaves as soon as ``optimizer.step``
-            returns. Then it is read there, for what a script does to it after its last step is
-            no part of the training. Else it is read when the step is collected.
+        updates_all: Whether the model holds the new state as soon as ``optimizer.step`` returns.
+            Then it is read there, before the script may change it. Else it is read when the step is
+            collected.
     """
 
     def __init__(
         self,
         meter: StateMeter | None,
         tracer: TraceMeter | None,
-        names: KnownNames,
+        names: SentNames,
         *,
         replica: int | None,
         updates_all: bool,
@@ -135,13 +128,13 @@ class StateProbe(Probe):
         return () if self._meter is None else self._meter.wanted_names
 
     def begin_step(self, step: int, *, paused: bool) -> None:
-        """Choose what to read in a step, unless it has begun already."""
+        """Choose the items to read in a step, unless it has begun already."""
         self._begin(step)
         if self._tracer is not None:
             self._tracer.begin_step(step, paused=paused)
 
     def before_forward(self, step: int, *, first: bool) -> None:
-        """See whether DDP broadcasts buffers."""
+        """Check whether DDP broadcasts buffers."""
         if first and self._meter is not None:
             self._meter.before_forward()
 
@@ -173,13 +166,13 @@ class StateProbe(Probe):
             self._meter.see_applied()
 
     def after_update(self, optimizer: Any, *, complete: bool) -> None:
-        """Read what the step has left, if it has left it by now; the last call counts."""
+        """Read the new state, if it is complete; the last call counts."""
         if complete and self._updates_all and self._meter is not None:
             self._meter.see_state()
             self._is_read = True
 
     def collect(self, end: StepEnd) -> Pending:
-        """Read what was not read yet, and return all."""
+        """Read the rest, and return all readings of the step."""
         state = self._collect_state(end)
         trace = None
         if self._tracer is not None:
@@ -188,7 +181,7 @@ class StateProbe(Probe):
                 self._tracer.abort()
             trace, seconds = self._tracer.collect()
             end.leave_out(seconds)
-        return PendingDigests(state, trace, self._names, self._replica)
+        return PendingStateMessage(state, trace, self._names, self._replica)
 
     def _collect_state(self, end: StepEnd) -> PendingState | None:
         if self._meter is None:
@@ -220,12 +213,12 @@ class StateProbe(Probe):
 
 
 def make_probe(job: Job) -> StateProbe:
-    """Return what compares the state of a model."""
+    """Return the probe of a model's state."""
     wrapped = job.wrapped
     return StateProbe(
         _meter(job) if job.exact else None,
         _tracer(job) if job.trace else None,
-        KnownNames(sends=job.rank == 0),
+        SentNames(sends=job.rank == 0),
         replica=wrapped.replica,
         updates_all=not job.local_steps and _updates_all(wrapped, job.optimizer),
     )
@@ -270,8 +263,8 @@ def _lasting(wrapped: Any) -> ShardLookup | None:
 def _updates_all(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
     """Return whether each worker holds the new parameters as soon as ``optimizer.step`` returns.
 
-    Not where DeepSpeed gathers them afterwards, nor where the optimizer that is known holds a part
-    of them: others update the rest, perhaps on other workers.
+    Not where DeepSpeed gathers them afterwards, nor where the known optimizer holds only a part of
+    them.
     """
     if optimizer is None or not wrapped.kind.updates_at_once:
         return False
@@ -280,7 +273,7 @@ def _updates_all(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
 
 
 def _keeps_state_alike(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
-    """Return whether an optimizer's state is kept by parameter, and is the same on replicas.
+    """Return whether an optimizer's state is stored by parameter, and is the same on replicas.
 
     DeepSpeed's is sharded, or flat; Megatron-core's, where it updates copies of the parameters.
     """
@@ -290,7 +283,7 @@ def _keeps_state_alike(wrapped: Any, optimizer: torch.optim.Optimizer | None) ->
 
 
 def _add_trace(arrays: dict[str, bytes], trace: TensorTrace) -> dict[str, Any]:
-    """Put a trace into a message; what the model held before comes first. Return the names."""
+    """Put a trace into a message, after that of the initial model; return the names."""
     parts = [part for part in (trace.initial, trace) if part is not None]
     columns: tuple[tuple[str, str, type[np.generic]], ...] = (
         ("traced_digests_N", "digests_N", np.int64),

@@ -1,8 +1,7 @@
-"""Reads many parts of tensors at one moment of a step: their digests, and squared norms of some.
+"""Digests of many parts of tensors at one moment of a step, and squared norms of some.
 
-What lies in the host's memory is read by one call, what lies on an accelerator by one launch,
-however many parts there are. Anything else (sparse, not contiguous, of a subclass) is read by
-itself.
+All parts in the host's memory are read by one call, all parts on an accelerator by one launch.
+Other tensors (sparse, not contiguous, of a subclass) are read one by one.
 """
 
 import math
@@ -30,92 +29,101 @@ from rankscope.gradients.kernels.flat import check_memory
 from rankscope.gradients.kernels.many import DeviceParts, Launched, device_reader
 
 _MASK = (1 << 64) - 1
-_bytes_of, _dtype_of, _is_on_host = map(attrgetter, ("nbytes", "dtype", "is_cpu"))
+_bytes_of = attrgetter("nbytes")
+_dtype_of = attrgetter("dtype")
+_is_on_host = attrgetter("is_cpu")
 
 _kinds: dict[tuple[torch.dtype, int], tuple[int, int, int]] = {}
 
 
 class PendingDigests:
-    """Parts of tensors that are to be read at one moment, each with a number of its own, from 0."""
+    """Parts of tensors to read at one moment, numbered from 0."""
 
-    __slots__ = ("_devices", "_kept", "_known", "_lying", "_native", "_odd", "_parts", "_squares")
+    __slots__ = (
+        "_devices",
+        "_in_memory",
+        "_kept",
+        "_native",
+        "_parts",
+        "_single",
+        "_squares",
+        "_words",
+    )
 
     def __init__(self) -> None:
         self._native = native_sum()
-        self._known: list[int] = []
-        self._kept: list[Tensor] = []  # until they are read; some are made when they are asked for
-        self._lying: list[int] = []  # numbers of those that are kept
-        self._parts: list[int] = []  # on the host: address, bytes, and what they hold
+        self._words: list[int] = []
+        self._kept: list[Tensor] = []  # alive until they are read
+        self._in_memory: list[int] = []  # numbers of the kept tensors' parts
+        self._parts: list[int] = []  # on the host: address, bytes, number format
         self._devices: dict[torch.device, DeviceParts] = {}
-        self._odd: list[tuple[int, PendingDigest]] = []
+        self._single: list[tuple[int, PendingDigest]] = []
         self._squares: list[tuple[int, float | Tensor]] = []
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._words)
 
     def add(
         self, tensor: Tensor, start: int = 0, stop: int | None = None, *, norm: bool = False
     ) -> None:
-        """Add elements ``[start, stop)`` of a tensor, clipped to it; see ``digest_tensor``.
+        """Add elements ``[start, stop)`` of a tensor, as they will be when :meth:`begin` is called.
 
-        Nothing is added when it raises, as it may with tensors of unknown kinds.
-
-        Args:
-            tensor: Any; what it holds when :meth:`begin` is called counts.
-            start: First element.
-            stop: The element after the last; None for all.
-            norm: Whether to add up its squares; of a sparse tensor, those of all its values.
+        It may raise with tensors of unknown kinds, and adds nothing then. ``norm`` adds up squares
+        too; of a sparse tensor, those of all its values. See ``digest_tensor``.
         """
         if type(tensor) is not Tensor and isinstance(tensor, DTensor):
             tensor = tensor.to_local()
         if not lies_in_memory(tensor):
-            self._add_odd(tensor, start, stop, norm=norm)
+            self._add_single(tensor, start, stop, norm=norm)
             return
-        length, dtype, address = tensor.numel(), tensor.dtype, tensor.data_ptr()
+        length = tensor.numel()
+        dtype = tensor.dtype
+        address = tensor.data_ptr()
         if start or stop is not None:
             stop = length if stop is None else min(stop, length)
             start = min(start, stop)
-            length, address = stop - start, address + start * dtype.itemsize
-        known, size, numbers = _kinds.get((dtype, length)) or _learn(dtype, length)
+            length = stop - start
+            address += start * dtype.itemsize
+        word, size, numbers = _kinds.get((dtype, length)) or _learn(dtype, length)
         if tensor.is_cpu and self._native is not None:
             self._parts += (address, size, numbers if norm else 0)
         else:
             device = tensor.device
             reader = device_reader(device)
             if reader is None or (norm and not numbers):
-                self._add_odd(tensor, start, stop, norm=norm)
+                self._add_single(tensor, start, stop, norm=norm)
                 return
             parts = self._devices.setdefault(device, DeviceParts(reader))
-            parts.add(len(self._known), address, size, numbers, norm=norm)
+            parts.add(len(self._words), address, size, numbers, norm=norm)
             self._parts += (0, 0, 0)
         self._kept.append(tensor)
-        self._lying.append(len(self._known))
-        self._known.append(known)
+        self._in_memory.append(len(self._words))
+        self._words.append(word)
 
     def add_digest(self, digest: PendingDigest) -> None:
-        """Add a digest that is known, or computed already."""
+        """Add a digest that a device may still compute."""
         if digest.pending:
-            self._odd.append((len(self._known), digest))
+            self._single.append((len(self._words), digest))
         self.add_word(digest.known & _MASK)
 
     def add_word(self, word: int) -> None:
         """Add a digest that is known."""
-        self._known.append(word)
+        self._words.append(word)
         self._parts += (0, 0, 0)
 
     def add_unreadable(self, word: int) -> None:
-        """Add a digest that stands for what cannot be read; its sum of squares is unknown."""
-        self._squares.append((len(self._known), math.nan))
+        """Add a digest that stands for an unreadable tensor; its sum of squares is NaN."""
+        self._squares.append((len(self._words), math.nan))
         self.add_word(word)
 
     def forget(self, length: int) -> None:
-        """Forget what was added after the first so many; only words may be added afterwards."""
-        del self._known[length:], self._parts[3 * length :]
-        while self._lying and self._lying[-1] >= length:
-            del self._lying[-1], self._kept[-1]
+        """Drop the parts after the first ``length``; only words may be added afterwards."""
+        del self._words[length:], self._parts[3 * length :]
+        while self._in_memory and self._in_memory[-1] >= length:
+            del self._in_memory[-1], self._kept[-1]
         for parts in self._devices.values():
             parts.forget(length)
-        self._odd = [odd for odd in self._odd if odd[0] < length]
+        self._single = [single for single in self._single if single[0] < length]
         self._squares = [square for square in self._squares if square[0] < length]
 
     def begin(self) -> "PendingReading":
@@ -124,30 +132,30 @@ class PendingDigests:
         return self._begin(None if host is None else host.read())
 
     def _on_host(self) -> Parts | None:
-        """Return what lies in the host's memory, if something does."""
+        """Return the parts in the host's memory, if there are any."""
         if self._native is None or not any(self._parts[1::3]):
             return None
-        return Parts(self._native, self._parts, self._known)
+        return Parts(self._native, self._parts, self._words)
 
     def _begin(self, of_host: tuple[list[int], list[float]] | None) -> "PendingReading":
         if of_host is None:
-            of_host = list(self._known), [0.0] * len(self._known)
+            of_host = list(self._words), [0.0] * len(self._words)
         launched = [parts.launch() for parts in self._devices.values()] if self._devices else ()
-        return PendingReading(*of_host, launched, self._odd, self._squares)
+        return PendingReading(*of_host, launched, self._single, self._squares)
 
-    def _add_odd(self, tensor: Tensor, start: int, stop: int | None, *, norm: bool) -> None:
+    def _add_single(self, tensor: Tensor, start: int, stop: int | None, *, norm: bool) -> None:
         digest = digest_bits(tensor, start, stop)
-        number = len(self._known)
+        number = len(self._words)
         if norm:
             squares = list(_squares(tensor, start, stop))
             self._squares += [(number, square) for square in squares]
         self.add_digest(digest)
 
 
-class Recurring:
-    """A reading that is begun anew in one step after another, of tensors that are made anew.
+class CachedReading:
+    """A reading that is repeated with new tensors of the same sizes and types.
 
-    As long as they are alike, only their addresses are looked up. It holds none of them.
+    It holds none of them, and only looks up their addresses.
     """
 
     __slots__ = ("_form", "_host", "_offsets", "_pointers", "_reading", "_types")
@@ -161,34 +169,32 @@ class Recurring:
         self._offsets: list[int] | None = None
 
     def learn(self, reading: PendingDigests, tensors: Sequence[Tensor | None]) -> None:
-        """Take a reading that is about to begin for one that recurs, if all of it lies in memory.
+        """Cache a reading before it begins, if all of its tensors lie in memory.
 
-        Args:
-            reading: It is kept.
-            tensors: What was added to it, but for words, in the same order.
+        ``tensors`` are those that were added to it, in the same order.
         """
         self._reading = None
         kept = reading._kept
-        lies = len(kept) == len(tensors) and all(map(is_, kept, tensors))
-        if not lies or reading._odd or reading._squares or any(map(Tensor.is_complex, kept)):
+        plain = len(kept) == len(tensors) and all(map(is_, kept, tensors))
+        if not plain or reading._single or reading._squares or any(map(Tensor.is_complex, kept)):
             return
         reading._kept = []
-        self._form, self._types = _form_of(kept), list(map(_dtype_of, kept))
+        self._form = _form_of(kept)
+        self._types = list(map(_dtype_of, kept))
         self._pointers = list(map(Tensor.data_ptr, kept))
-        self._reading, self._host = reading, reading._on_host()
-        if reading._lying == list(range(len(reading))) and not reading._devices:
+        self._reading = reading
+        self._host = reading._on_host()
+        if reading._in_memory == list(range(len(reading))) and not reading._devices:
             self._offsets = list(map(sub, reading._parts[::3], self._pointers))
         else:
             self._offsets = None
 
     def begin(
-        self, tensors: Sequence[Any], before: "Recurring | None" = None
+        self, tensors: Sequence[Any], before: "CachedReading | None" = None
     ) -> "PendingReading | None":
-        """Read tensors like those of the reading that was learnt, None if these are others.
+        """Read tensors like those of the cached reading; return None if these are others.
 
-        Args:
-            tensors: What is to be read.
-            before: Has just read the same tensors, as far as they are still where they were.
+        ``before`` has just read the same tensors, at the addresses that have not changed since.
         """
         if self._reading is None or not ORDINARY.issuperset(map(type, tensors)):
             return None
@@ -209,10 +215,11 @@ class Recurring:
         return self._pointers == pointers and self._form == form and self._reading is not None
 
     def _have_memory(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether tensors like those that were learnt lie on the host, all of them there."""
+        """Return whether all tensors lie in the host's memory, with room for the cached sizes."""
         if not all(map(_is_on_host, tensors)) or self._types != list(map(_dtype_of, tensors)):
             return False
-        sizes, rooms = self._form[0], [each.untyped_storage().nbytes() for each in tensors]
+        sizes = self._form[0]
+        rooms = [each.untyped_storage().nbytes() for each in tensors]
         if rooms == sizes:
             return True
         offsets = map(Tensor.storage_offset, tensors)
@@ -221,14 +228,14 @@ class Recurring:
 
 
 class PendingReading:
-    """What was read, part of which may still be computed on devices. N parts.
+    """Digests and sums of squares of N parts, some of which devices may still compute.
 
     Args:
-        digests: What the host knows of the digests, below 2^64.
-        squares: What it knows of the sums of squares.
-        launched: What devices compute of whole sets of parts.
-        odd: What they compute of single digests, with the part's number.
-        odd_squares: More sums of squares of single parts, with its number.
+        digests: Digests from the host, below 2^64.
+        squares: Sums of squares from the host.
+        launched: Sets of parts that devices read.
+        single: Single digests on devices, with the part's number.
+        single_squares: More sums of squares of single parts, with the part's number.
     """
 
     __slots__ = ("_arrived", "_digests", "_launched", "_squares", "_terms")
@@ -238,14 +245,16 @@ class PendingReading:
         digests: list[int],
         squares: list[float],
         launched: Sequence[Launched] = (),
-        odd: Sequence[tuple[int, PendingDigest]] = (),
-        odd_squares: Sequence[tuple[int, float | Tensor]] = (),
+        single: Sequence[tuple[int, PendingDigest]] = (),
+        single_squares: Sequence[tuple[int, float | Tensor]] = (),
     ) -> None:
-        self._digests, self._squares, self._launched = digests, squares, launched
+        self._digests = digests
+        self._squares = squares
+        self._launched = launched
         self._terms: dict[torch.device, list[tuple[int, int | None]]] = {}
         self._arrived: dict[torch.device, HostCopy] = {}
-        if odd or odd_squares:
-            self._begin_to_copy(odd, odd_squares)
+        if single or single_squares:
+            self._begin_to_copy(single, single_squares)
 
     @property
     def ready(self) -> bool:
@@ -260,7 +269,8 @@ class PendingReading:
         return self._digests, self._squares
 
     def _add_up(self) -> None:
-        digests, squares = self._digests, self._squares
+        digests = self._digests
+        squares = self._squares
         for each in self._launched:
             each.add_to(digests, squares)
         for device, terms in self._terms.items():
@@ -270,16 +280,17 @@ class PendingReading:
                     squares[i] += float(value.view(np.float64))
                 else:
                     digests[i] = digests[i] + factor * int(value) & _MASK
-        self._launched, self._terms = (), {}
+        self._launched = ()
+        self._terms = {}
 
     def _begin_to_copy(
         self,
-        odd: Sequence[tuple[int, PendingDigest]],
+        single: Sequence[tuple[int, PendingDigest]],
         squares: Sequence[tuple[int, float | Tensor]],
     ) -> None:
         tensors: dict[torch.device, list[Tensor]] = defaultdict(list)
         terms: dict[torch.device, list[tuple[int, int | None]]] = defaultdict(list)
-        for number, digest in odd:
+        for number, digest in single:
             for factor, tensor in digest.pending:
                 tensors[tensor.device].append(tensor)
                 terms[tensor.device].append((number, factor))
@@ -294,32 +305,33 @@ class PendingReading:
 
 
 def prepare(device: torch.device) -> None:
-    """Compile now what reads on a device; later, a backward pass would have to wait for it."""
+    """Compile the kernels of a device now, so that no backward pass waits for it."""
     native_sum()
     if device.type != "cpu":
         device_reader(device)
 
 
 def _learn(dtype: torch.dtype, length: int) -> tuple[int, int, int]:
-    """Return the constant part of a digest, the bytes, and what they are called in C."""
-    known = (word_of(f"{dtype} {length}"), length * dtype.itemsize, NUMBERS.get(dtype, 0))
+    """Return the constant part of a digest, the bytes, and their number format in C."""
+    entry = (word_of(f"{dtype} {length}"), length * dtype.itemsize, NUMBERS.get(dtype, 0))
     if len(_kinds) > 1 << 14:
         _kinds.clear()
-    _kinds[dtype, length] = known
-    return known
+    _kinds[dtype, length] = entry
+    return entry
 
 
 def _form_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[bool]]:
-    """Return what decides how much of their memory is read."""
+    """Return size and contiguity of each tensor, which decide how much memory is read."""
     return list(map(_bytes_of, tensors)), list(map(Tensor.is_contiguous, tensors))
 
 
 def _squares(tensor: Tensor, start: int, stop: int | None) -> Iterator[float | Tensor]:
-    """Yield sums of squares that together are those of a part of a gradient."""
+    """Yield sums of squares that add up to that of a part of a gradient."""
     tensor = tensor.detach()
     if tensor.layout != torch.strided:
         tensor = tensor._values() if tensor.is_sparse else tensor.values()
-        start, stop = 0, None
+        start = 0
+        stop = None
     stop = tensor.numel() if stop is None else min(stop, tensor.numel())
     if start >= stop:
         return

@@ -1,8 +1,8 @@
 """How each parameter takes part in the training: whether it is trained, updated, reduced, tied.
 
-A worker looks at its parameters when it begins to train, once more some steps later, since some
-optimizers are built late, and rarely after that. What differs between workers is a fault; what all
-do alike may be one.
+A worker reads the roles when it begins to train, once more some steps later, since some optimizers
+are built late, and rarely after that. A difference between workers is a fault; equal roles may hold
+one, too.
 
 Legend of shapes: N parameters.
 """
@@ -19,61 +19,51 @@ from rankscope.bus.pace import PACE
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.stats.arrays import Ints, digest_of
 
-FIRST_LOOKS = (0, PACE.later_look)
-"""Steps of a session in which a worker looks at its parameters."""
+FIRST_ROLE_STEPS = (0, PACE.later_look)
+"""Steps of a session, counted from its first, in which a worker reads the roles."""
 
-LOOK_EVERY = PACE.look_every
-"""And it looks in all multiples of this."""
+ROLES_EVERY = PACE.look_every
+"""It also reads them in all multiples of this."""
 
 MOST_NAMED = 64
-"""Parameters that are told of one look."""
+"""Parameters in one record, at most."""
 
 _TIED_FROM = 8  # bits
 
 
 class Role(IntFlag):
-    """What is known of a parameter; above these bits, a digest of what it is tied to."""
+    """The role of a parameter; the bits above hold a digest of the parameter that it is tied to."""
 
     TRAINED = 1
     """It requires a gradient."""
     OWNED = 2
-    """It is in a parameter group of the optimizer that is known."""
+    """It is in a parameter group of the known optimizer."""
     TWICE = 4
     """It is in the parameter groups more than once."""
     LEFT_OUT = 8
-    """The wrapper was told not to reduce its gradient."""
+    """The wrapper does not reduce its gradient, by request."""
     ALL_REST = 16
-    """No parameter has changed since this one did, though updates were asked for."""
+    """No parameter has changed since this one did, though the optimizer was called."""
 
 
-def is_looked_at(step: int, first: int) -> bool:
-    """Return whether a worker looks at its parameters in a step of a session.
-
-    Args:
-        step: The step.
-        first: The session's first step.
-    """
-    return step - first in FIRST_LOOKS or step % LOOK_EVERY == 0
+def is_role_step(step: int, first: int) -> bool:
+    """Return whether a worker reads its parameters' roles in a step; ``first`` is the session's."""
+    return step - first in FIRST_ROLE_STEPS or step % ROLES_EVERY == 0
 
 
 def role_word(role: Role, tied_to: str = "") -> int:
-    """Return the word of a parameter.
-
-    Args:
-        role: Its role.
-        tied_to: Name of the parameter that is the same tensor and comes before it in the model.
-    """
+    """Return the word of a parameter; ``tied_to`` names the same tensor earlier in the model."""
     return int(role) | (digest_of(tied_to.encode()) >> _TIED_FROM << _TIED_FROM if tied_to else 0)
 
 
 def tie_of(word: int) -> int:
-    """Return the digest of what a parameter is tied to; 0 if it is not."""
+    """Return the digest of the parameter that this one is tied to; 0 without."""
     return word >> _TIED_FROM
 
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """One worker's look at its parameters.
+    """The roles of one worker's parameters.
 
     Attributes:
         names: Canonical names of the parameters ``[N]``.
@@ -89,26 +79,26 @@ class Roles:
         """Return it for a message: most parameters of a model have one role.
 
         Args:
-            named: Whether to tell the names, not their digest alone.
+            named: Whether to include the names, not their digest alone.
         """
         most = Counter(self.words).most_common(1)[0][0] if self.words else 0
         others: dict[int, list[int]] = {}
         for number, word in enumerate(self.words):
             if word != most:
                 others.setdefault(word, []).append(number)
-        told: dict[str, Any] = {
+        content: dict[str, Any] = {
             "of": digest_of("\n".join(self.names).encode()),
             "count": len(self.words),
         }
-        told |= {"most": most, "others": list(others.items()), "left_out": dict(self.left_out)}
-        return told | ({"names": list(self.names)} if named else {})
+        content |= {"most": most, "others": list(others.items()), "left_out": dict(self.left_out)}
+        return content | ({"names": list(self.names)} if named else {})
 
 
-def role_differences(told_W: Sequence[Mapping[str, Any]]) -> tuple[StateDifference, ...]:
-    """Return what is to be told of the roles of all workers' parameters.
+def role_differences(roles_W: Sequence[Mapping[str, Any]]) -> tuple[StateDifference, ...]:
+    """Return the differences of roles between workers, and roles that are faults on all of them.
 
     Args:
-        told_W: What each worker's :meth:`Roles.to_json` returned; the first one's with names.
+        roles_W: Each worker's :meth:`Roles.to_json`; the first one's with names.
 
     Returns:
         Of the kind ``role``, the parameters whose words differ between workers, and those that all
@@ -116,25 +106,25 @@ def role_differences(told_W: Sequence[Mapping[str, Any]]) -> tuple[StateDifferen
         names. Of the kind ``left-out``, those that are not reduced, and differ. At most
         ``MOST_NAMED`` of each.
     """
-    first = told_W[0]
-    told: list[StateDifference] = []
-    if "names" in first and all(one["of"] == first["of"] for one in told_W):
-        words_WN = np.array([_words(one) for one in told_W], np.int64)
+    first = roles_W[0]
+    found: list[StateDifference] = []
+    if "names" in first and all(one["of"] == first["of"] for one in roles_W):
+        words_WN = np.array([_words(one) for one in roles_W], np.int64)
         differs_N = (words_WN != words_WN[:1]).any(axis=0)
         twice_N = (words_WN & Role.TWICE).astype(bool).any(axis=0)
         chosen = (differs_N | twice_N).nonzero()[0].tolist()[:MOST_NAMED]
-        told += [_difference(StateKind.ROLE, first["names"][n], words_WN[:, n]) for n in chosen]
-    names = [name for name in first["left_out"] if all(name in one["left_out"] for one in told_W)]
+        found += [_difference(StateKind.ROLE, first["names"][n], words_WN[:, n]) for n in chosen]
+    names = [name for name in first["left_out"] if all(name in one["left_out"] for one in roles_W)]
     for name in names[:MOST_NAMED]:
-        digests_W = np.array([one["left_out"][name] for one in told_W], np.int64)
+        digests_W = np.array([one["left_out"][name] for one in roles_W], np.int64)
         if (digests_W != digests_W[0]).any():
-            told.append(_difference(StateKind.LEFT_OUT, name, digests_W))
-    return tuple(told)
+            found.append(_difference(StateKind.LEFT_OUT, name, digests_W))
+    return tuple(found)
 
 
-def _words(told: Mapping[str, Any]) -> Ints:
-    words_N = np.full(int(told["count"]), int(told["most"]), np.int64)
-    for word, numbers in told["others"]:
+def _words(roles: Mapping[str, Any]) -> Ints:
+    words_N = np.full(int(roles["count"]), int(roles["most"]), np.int64)
+    for word, numbers in roles["others"]:
         words_N[list(numbers)] = int(word)
     return words_N
 
@@ -143,23 +133,26 @@ def _difference(kind: StateKind, name: str, digests_W: Ints) -> StateDifference:
     return StateDifference(kind, name, digests_W.copy(), np.zeros(len(digests_W), bool))
 
 
-class Stillness:
+class UnchangedParameters:
     """Finds parameters that have a gradient and never change, while others do.
 
-    It follows the digests of one worker, turn by turn of the rotation. Of a parameter it says that
-    it rests if its bits are those of two turns before or more (four, if the optimizer is known to
-    hold it: its learning rate may be 0 on purpose), if its reduced gradient has had other bits in
-    between, so that it is not zero, and if a parameter that the optimizer holds has changed since.
-    Or if no parameter at all has changed since, in 32 steps in which the optimizer was called with
-    a learning rate above 0. So nothing is said in a warm-up from 0, nor of experts that see no
-    token. It tells at twice as many turns each time, and once more when it moves again.
+    It follows the digests of one worker, slot by slot. A parameter counts as unchanged if
+
+    - its bits are those of its last two digests or more (four if the optimizer holds it, since its
+      learning rate may be 0 on purpose),
+    - its reduced gradient has changed in between, so that it is not zero,
+    - and a parameter that the optimizer holds has changed since; or none at all has changed, in 32
+      steps in which the optimizer was called with a learning rate above 0.
+
+    So neither a warm-up from 0 nor an expert without tokens counts. A parameter is returned each
+    time that the number of equal digests has doubled, and once more when it changes again.
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, _Parameter] = {}
-        self._moved_since = -1  # the last step in which what has changed since was as before
-        self._any_moved_since = -1  # the same of parameters that the optimizer does not hold, too
-        self._updates = 0  # steps so far in which the optimizer was to change something
+        self._parameters: dict[str, _Parameter] = {}
+        self._moved_since = -1  # last unchanged step of a held parameter that has changed since
+        self._any_moved_since = -1  # the same of any parameter
+        self._updates = 0  # steps with a learning rate above 0
 
     def see(
         self,
@@ -170,60 +163,62 @@ class Stillness:
         *,
         updates: bool = False,
     ) -> list[tuple[str, Role, bool]]:
-        """Take a step's digests.
+        """Process a step's digests.
 
         Args:
             step: The step.
-            kinds: Of the digests.
-            names: What they are of.
+            kinds: Kind of each digest.
+            names: Name of each digested item.
             digests: The digests.
             updates: Whether the optimizer was called with a learning rate above 0.
 
         Returns:
-            For each parameter that is to be told: its name, its role, and whether it rests.
+            Name, role, and whether it is unchanged, of each parameter to record.
         """
         self._updates += updates
-        turn: dict[str, dict[StateKind, int]] = {}
+        by_name: dict[str, dict[StateKind, int]] = {}
         for kind, name, digest in zip(kinds, names, digests, strict=True):
-            turn.setdefault(name, {})[kind] = digest
-        told = []
-        trained = [(n, of) for n, of in turn.items() if {_PARAMETER, _REDUCED} <= of.keys()]
+            by_name.setdefault(name, {})[kind] = digest
+        found = []
+        trained = [(n, of) for n, of in by_name.items() if {_PARAMETER, _REDUCED} <= of.keys()]
         for name, of in trained:
-            known = self._known.get(name)
-            if known is None or known.digest != of[_PARAMETER]:
-                if known is not None:
-                    self._any_moved_since = max(self._any_moved_since, known.last)
+            parameter = self._parameters.get(name)
+            if parameter is None or parameter.digest != of[_PARAMETER]:
+                if parameter is not None:
+                    self._any_moved_since = max(self._any_moved_since, parameter.last)
                     if StateKind.OPTIMIZER in of:
-                        self._moved_since = max(self._moved_since, known.last)
-                    if known.told:
-                        told.append((name, _role(of), False))
-                known = self._known[name] = _Parameter(of[_PARAMETER], step, self._updates)
+                        self._moved_since = max(self._moved_since, parameter.last)
+                    if parameter.reported:
+                        found.append((name, _role(of), False))
+                parameter = _Parameter(of[_PARAMETER], step, self._updates)
+                self._parameters[name] = parameter
             else:
-                known.turns += 1
-            known.last = step
-            if of[_REDUCED] and len(known.gradients) < _DIFFERENT:
-                known.gradients.add(of[_REDUCED])
+                parameter.repeats += 1
+            parameter.last = step
+            if of[_REDUCED] and len(parameter.gradients) < _DIFFERENT:
+                parameter.gradients.add(of[_REDUCED])
         for name, of in trained:
-            known = self._known[name]
-            if self._rests(known, owned=StateKind.OPTIMIZER in of):
-                known.told = known.turns
-                others_rest = self._any_moved_since < known.first
-                told.append((name, _role(of) | (Role.ALL_REST if others_rest else Role(0)), True))
-        return told[:MOST_NAMED]
+            parameter = self._parameters[name]
+            if self._is_unchanged(parameter, owned=StateKind.OPTIMIZER in of):
+                parameter.reported = parameter.repeats
+                others_too = self._any_moved_since < parameter.first
+                found.append((name, _role(of) | (Role.ALL_REST if others_too else Role(0)), True))
+        return found[:MOST_NAMED]
 
-    def _rests(self, known: "_Parameter", *, owned: bool) -> bool:
-        due = max(_TURNS * (1 + owned), 2 * known.told)
-        has_gradient = len(known.gradients) == _DIFFERENT
-        if known.turns < due or not has_gradient:
+    def _is_unchanged(self, parameter: "_Parameter", *, owned: bool) -> bool:
+        due = max(_REPEATS * (1 + owned), 2 * parameter.reported)
+        has_gradient = len(parameter.gradients) == _DIFFERENT
+        if parameter.repeats < due or not has_gradient:
             return False
-        asked_for = self._updates - known.updates >= _UPDATES
-        return self._moved_since >= known.first or (
-            asked_for and self._any_moved_since < known.first
+        updated = self._updates - parameter.updates >= _UPDATES
+        return self._moved_since >= parameter.first or (
+            updated and self._any_moved_since < parameter.first
         )
 
 
-_PARAMETER, _REDUCED = StateKind.PARAMETER, StateKind.REDUCED
-_TURNS = 2
+_PARAMETER = StateKind.PARAMETER
+_REDUCED = StateKind.REDUCED
+_REPEATS = 2
 _DIFFERENT = 2  # gradients
 _UPDATES = 32  # steps: rounding may lose a few updates of a small rate
 
@@ -238,15 +233,15 @@ class _Parameter:
     first: int  # step with this digest
     updates: int  # before that step
     last: int = -1
-    turns: int = 0  # with the digest of the turn before
-    told: int = 0
+    repeats: int = 0  # of this digest
+    reported: int = 0  # number of repeats at the last report
     gradients: set[int] = field(default_factory=set)
 
 
-def resting(
+def unchanged_differences(
     found: Iterable[tuple[str, Role, bool]], num_workers: int
 ) -> tuple[StateDifference, ...]:
-    """Return what :meth:`Stillness.see` has found, for the record; what holds of all workers."""
+    """Return the result of :meth:`UnchangedParameters.see` for the record, alike on all workers."""
     return tuple(
         StateDifference(
             StateKind.RESTING, name, np.full(num_workers, int(role)), np.full(num_workers, rests)
@@ -256,11 +251,7 @@ def resting(
 
 
 def changed_gradients(names_W: Sequence[Sequence[str]]) -> tuple[StateDifference, ...]:
-    """Return the gradients that were scaled otherwise than most before they were applied.
-
-    Args:
-        names_W: Names of the parameters, by worker.
-    """
+    """Return the gradients, named by worker, that were scaled otherwise than most before use."""
     names = list(dict.fromkeys(name for names in names_W for name in names))[:MOST_NAMED]
     digests_W = np.zeros(len(names_W), np.int64)
     return tuple(StateDifference(StateKind.CHANGED, n, digests_W, digests_W != 0) for n in names)

@@ -36,7 +36,7 @@ from rankscope.gradients.totals import GradientTotals
 UNREADABLE = PendingDigest(word_of("cannot be read"))
 
 DigestRow = tuple[StateKind, str, PendingDigest]
-"""What a tensor is, its name, and its digest, which may still be computed."""
+"""A tensor's kind, its name, and its digest, which a device may still compute."""
 
 _SEED = 0  # of the signs, whatever the seed of the run
 _ROWS = 64  # pieces that are folded at once
@@ -51,9 +51,6 @@ class TraceReader:
     """Reads tensors without waiting for their device, in scratch space of a fixed size.
 
     Calls on one accelerator must follow one another on its stream.
-
-    Args:
-        device: Where the tensors live.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -62,17 +59,17 @@ class TraceReader:
         self._signs: dict[str, ParameterSigns] = {}
         self._scratch = GradientTotals.zeros(_ROWS, DEFAULT_WIDTH, device)
         self._piece = _PIECE.get(device.type, _PIECE_ACCELERATOR)
-        self._told = False
+        self._logged = False
 
     @torch.no_grad()
     def read(
         self, tensors: Iterable[tuple[StateKind, str, Tensor]], digests: Iterable[DigestRow] = ()
     ) -> "PendingRows":
-        """Start to read tensors; whatever happens to them later is not seen.
+        """Start to read tensors as they are now.
 
         Args:
-            tensors: What each is, its canonical name, and the tensor: any shape, layout and dtype.
-            digests: Further rows, of which only a digest is known.
+            tensors: Kind, canonical name, and a tensor of any shape, layout and dtype.
+            digests: Further rows, without norm and sketch.
 
         Returns:
             One row per tensor, in order, then those of ``digests``.
@@ -110,7 +107,7 @@ class TraceReader:
         )
 
     def _pieces(self, tensor: Tensor) -> Iterator[tuple[int, Tensor | None]]:
-        """Yield position and elements of a tensor's pieces; None for what cannot be read."""
+        """Yield position and elements of a tensor's pieces; None for unreadable elements."""
         try:
             if isinstance(tensor, DTensor):
                 tensor = tensor.to_local()
@@ -120,8 +117,8 @@ class TraceReader:
             for position, flat in flat_parts(tensor):
                 for start in range(0, len(flat), self._piece):
                     yield position + start, flat[start : start + self._piece].contiguous()
-        except Exception as error:  # whatever kind of tensor it is
-            self._tell(error)
+        except Exception as error:  # a tensor of an unusual kind
+            self._log_once(error)
             yield 0, None
 
     def _measure(self, name: str, piece: Tensor | None, position: int, row: int) -> None:
@@ -133,26 +130,26 @@ class TraceReader:
                 first = signs.first % DEFAULT_WIDTH + position
                 self._kernel.measure(piece, signs, first, self._scratch, row)
                 return
-        except Exception as error:  # whatever dtype it has
-            self._tell(error)
+        except Exception as error:  # a tensor of an unusual type
+            self._log_once(error)
         self._scratch.squared_norms[row] = math.nan
 
     def _add_digest(self, tensor: Tensor, reading: PendingDigests) -> None:
         try:
             reading.add(tensor)
-        except Exception as error:  # whatever kind of tensor it is
-            self._tell(error)
+        except Exception as error:  # a tensor of an unusual kind
+            self._log_once(error)
             reading.add_digest(UNREADABLE)
 
     def _empty(self, used: int, folded: list[Tensor], squares: list[Tensor]) -> None:
-        """Fold what lies in the first rows of the scratch space, and clear it."""
+        """Fold the first rows of the scratch space, and clear it."""
         folded.append(fold(self._scratch.sketches[:used].double(), TRACE_WIDTH, _SEED))
         squares.append(self._scratch.squared_norms[:used].clone())
         self._scratch.reset()
 
-    def _tell(self, error: Exception) -> None:
-        if not self._told:
-            self._told = True
+    def _log_once(self, error: Exception) -> None:
+        if not self._logged:
+            self._logged = True
             _log.debug("some tensors cannot be traced: %s", error)
 
 
@@ -160,9 +157,9 @@ class PendingRows:
     """Rows of a trace on their way to the host. P pieces of the tensors.
 
     Args:
-        rows: What each tensor is, and its name.
-        num_read: How many of them were read in pieces; of the others only a digest is known.
-        digests: Of all.
+        rows: Kind and name of each tensor.
+        num_read: How many of them were read in pieces; the others have a digest only.
+        digests: Digests of all rows.
         owners_P: The row to which each piece belongs.
         sketches: float64 ``[P, k]``.
         squared_norms: float64 ``[P]``.
@@ -181,7 +178,8 @@ class PendingRows:
         self._num_read = num_read
         self._digests = digests
         self._owners_P = owners_P
-        self._sketches, self._squared_norms = sketches, squared_norms
+        self._sketches = sketches
+        self._squared_norms = squared_norms
 
     @property
     def ready(self) -> bool:
@@ -216,15 +214,10 @@ def _lies_in_memory(tensor: Tensor, device: torch.device) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class PendingTrace:
-    """A step's trace on its way to the host.
-
-    Attributes:
-        rows: In the order in which they were read.
-        initial: What the model held before the step, in the first one.
-    """
+    """A step's trace on its way to the host."""
 
     rows: tuple[PendingRows, ...]
-    initial: PendingRows | None = None
+    initial: PendingRows | None = None  # the model before the first step
 
     @property
     def ready(self) -> bool:
@@ -245,9 +238,9 @@ class TraceMeter:
         module: The model, without what wraps it for data parallelism.
         parameters: The parameters that are trained, by canonical name, whole on this rank.
         device: Where they live.
-        optimizer: The optimizer, if known: what it remembers at the start is digested.
+        optimizer: The optimizer, if known: its state at the start is digested.
         every: Steps that are multiples of this are traced.
-        leave_out: Takes the seconds that were spent, for they are no part of the budget.
+        leave_out: Takes the seconds that were spent, which do not count as overhead.
     """
 
     def __init__(
@@ -273,7 +266,7 @@ class TraceMeter:
         self._reduced: PendingRows | None = None
         self._since_reduced = 0.0
         self.busy_seconds = 0.0
-        """What tracing took between the last two reductions: it kept this rank, and no other."""
+        """Seconds that this rank alone spent on tracing between the last two reductions."""
 
     def begin_step(self, step: int, *, paused: bool) -> None:
         """Begin a step, unless it has begun already; before its first forward pass."""
@@ -289,7 +282,8 @@ class TraceMeter:
 
     def see_reduced(self) -> None:
         """Read the gradients right after the reduction; the last call in a step counts."""
-        self.busy_seconds, self._since_reduced = self._since_reduced, 0.0
+        self.busy_seconds = self._since_reduced
+        self._since_reduced = 0.0
         if not self._due:
             return
         start = time.perf_counter()
@@ -302,11 +296,7 @@ class TraceMeter:
         self._leave_out(self._spent(start))
 
     def collect(self) -> tuple[PendingTrace | None, float]:
-        """Read the parameters after the step.
-
-        Returns:
-            The step's trace, None of one that is not traced, and the seconds that reading took.
-        """
+        """Read the parameters after the step; return its trace, if any, and the seconds spent."""
         start = time.perf_counter()
         rows = []
         if self._due and self._reduced is not None:
@@ -320,7 +310,8 @@ class TraceMeter:
     def abort(self) -> None:
         """Forget a step that was never finished."""
         self._reduced = None
-        self._step, self._due = -1, False
+        self._step = -1
+        self._due = False
 
     def _spent(self, start: float) -> float:
         seconds = time.perf_counter() - start
@@ -334,12 +325,12 @@ class TraceMeter:
             yield StateKind.BUFFER, canonical_name(name), buffer
 
     def _remembered(self) -> Iterator[DigestRow]:
-        """Yield digests of what the optimizer knows of each parameter, where it knows anything."""
+        """Yield digests of the optimizer state of each parameter that has some."""
         for name, parameter in self._parameters.items():
             whole = Slice(TensorPlace(name, self._module, "", is_buffer=False), parameter.numel())
             try:
                 digest = digest_optimizer(self._optimizer, parameter, whole)
-            except Exception:  # whatever an optimizer keeps
+            except Exception:  # unusual optimizer state
                 digest = UNREADABLE
             if digest.known or digest.pending:
                 yield StateKind.OPTIMIZER, name, digest

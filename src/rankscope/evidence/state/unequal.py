@@ -1,7 +1,7 @@
 """The detector of state that should be equal on several workers and is not.
 
-It reads digests, so a single difference is proof. Which worker is wrong is told by majority; among
-two workers, or where no two agree, all are named.
+It compares digests, so a single difference is proof. The minority is wrong; among two workers, or
+where no two agree, all are named.
 """
 
 import math
@@ -21,12 +21,12 @@ from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count
 from rankscope.evidence.state.learning import role_words
-from rankscope.evidence.state.roles import LOOK_EVERY
+from rankscope.evidence.state.roles import ROLES_EVERY
 from rankscope.stats.arrays import Ints
 from rankscope.stats.state import Stateful
 
 HEALED_AFTER = 128
-"""Steps without a difference, after which a fault is over: twice the turn of all tensors."""
+"""Steps without a difference, after which a fault is over: two cycles of the digest schedule."""
 
 AVERAGES = "averages-differ"
 
@@ -43,8 +43,9 @@ _CAUSES = {
     StateKind.OPTIMIZER: "state.optimizer_differs",
 }
 _DRIFTING = "running-statistics"
-_ROLES, _LEFT_OUT = "roles-differ", "left-out-drifts"
-_LOOKED_AT = (_ROLES, _LEFT_OUT)
+_ROLES = "roles-differ"
+_LEFT_OUT = "left-out-drifts"
+_OF_ROLES = (_ROLES, _LEFT_OUT)
 
 
 class UnequalState(Detector):
@@ -61,8 +62,8 @@ class UnequalState(Detector):
     - A parameter that some workers train, update or tie otherwise than others.
     - A parameter that is left out of the reduction, and differs.
 
-    A loop that reduces by itself may leave that to its optimizer, which may keep its state in
-    shares: gradients at its call and its state are told only of parameters that differ after it.
+    A loop that reduces by itself may leave that to its optimizer, which may shard its state: there,
+    gradients at its call and its state count only for parameters that differ after it.
 
     Args:
         num_workers: W.
@@ -93,25 +94,23 @@ class UnequalState(Detector):
         self._local_steps = local_steps
         self._between = _Between(-1)
         self._faults: dict[str, _Difference] = {}
-        self._applied_alike = (
-            False  # in the last step with gradients that nothing was seen to reduce
-        )
+        self._applied_alike = False  # in the last step with digests of applied gradients
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of what differs in it, and of what has healed."""
+        """Process a step; report differences in it, and differences that have ended."""
         if self._num_workers < 2:
             return ()
         gathered = step.gathered
-        told: list[FaultEvidence] = []
+        found: list[FaultEvidence] = []
         for seen in self._differences(step):
             fault = self._faults.setdefault(seen.key, _Difference(seen.cause))
             fault.add(gathered.step, seen)
-            told.append(self._evidence(seen.key, fault))
+            found.append(self._evidence(seen.key, fault))
         for key, fault in self._faults.items():
-            healed_after = HEALED_AFTER if key not in _LOOKED_AT else 2 * LOOK_EVERY
+            healed_after = HEALED_AFTER if key not in _OF_ROLES else 2 * ROLES_EVERY
             if gathered.step - fault.last >= healed_after and fault.close():
-                told.append(self._evidence(key, fault))
-        return told
+                found.append(self._evidence(key, fault))
+        return found
 
     def _evidence(self, key: str, fault: "_Difference") -> FaultEvidence:
         meant = key == _DRIFTING or (self._local_buffers and key == "state.buffers_differ")
@@ -120,8 +119,9 @@ class UnequalState(Detector):
         return fault.describe(key, severity, self._num_workers)
 
     def _differences(self, step: Step) -> Iterable["_Seen"]:
-        """Yield all that differs in a step."""
-        gathered, workers = step.gathered, step.gathered.workers
+        """Yield the differences in a step."""
+        gathered = step.gathered
+        workers = gathered.workers
         if self._by_loop:
             gathered = replace(gathered, differences=_where_parameters_differ(gathered))
         replicas_W = workers["replica"]
@@ -141,7 +141,8 @@ class UnequalState(Detector):
         roles = [d for d in gathered.differences if d.kind is StateKind.ROLE]
         differ = [d for d in roles if (d.digests_W != d.digests_W[0]).any()]
         if differ:
-            ranks, words = sorted({r for d in differ for r in _odd_of(d)}), role_words(differ)
+            ranks = sorted({r for d in differ for r in _odd_of(d)})
+            words = role_words(differ)
             yield _Seen("state.parameters_differ", ranks, _names(differ), words, _ROLES)
         if self._local_steps:
             yield from self._after_averages(step)
@@ -161,9 +162,11 @@ class UnequalState(Detector):
                 yield _Seen(cause, ranks, _names(found), own_key=own_key)
 
     def _after_averages(self, step: Step) -> Iterable["_Seen"]:
-        """Yield what differs after the average that a number of local steps has to contain."""
-        gathered, replicas_W = step.gathered, step.gathered.workers["replica"]
-        number, local_steps = gathered.step, self._local_steps
+        """Yield the differences after the average that a number of local steps has to contain."""
+        gathered = step.gathered
+        replicas_W = gathered.workers["replica"]
+        number = gathered.step
+        local_steps = self._local_steps
         buffers = [d for d in gathered.differences if d.kind is StateKind.BUFFER]
         if buffers:
             cause = _CAUSES[StateKind.BUFFER]
@@ -183,7 +186,7 @@ class UnequalState(Detector):
     def _reduced_elsewhere(self, applied_W: Ints) -> bool:
         """Return whether all optimizers get the same bits: then the training itself reduces them.
 
-        Where a step does not tell, the last one that told counts.
+        In a step without these digests, the last one with them counts.
         """
         known_W = applied_W != MISSING_INT
         if known_W.any():
@@ -214,25 +217,22 @@ class UnequalState(Detector):
             yield _Seen("sync.gradients_differ", _odd(rest, replicas_W), _names(rest), words)
         calls_W = gathered.workers["optimizer_steps"]
         if not gathered.differences or (calls_W != calls_W[0]).any():
-            return  # some called no optimizer: another detector speaks of it
-        known = {d.name for d in reduced}
+            return  # some called no optimizer: another detector reports it
+        names = {d.name for d in reduced}
         applied = [
-            d for d in gathered.differences if d.kind is StateKind.APPLIED and d.name not in known
+            d for d in gathered.differences if d.kind is StateKind.APPLIED and d.name not in names
         ]
         if applied and norms is None:
             yield _changed_later(gathered, applied, _odd(applied, replicas_W))
 
 
 class _Between(Stateful):
-    """As many steps in a row as lie between two averages: one of them has the workers agree.
-
-    Args:
-        number: Which of these rows of steps it is.
+    """The steps of one interval between two averages: in one of them, the workers have to agree.
 
     Attributes:
-        steps: How many of them have been compared.
+        steps: The number of steps that have been compared.
         ranks: The workers that differ in the step in which fewest do.
-        names: What differs there, by its name in the model.
+        names: Names of the differing parameters there.
     """
 
     def __init__(self, number: int) -> None:
@@ -242,29 +242,22 @@ class _Between(Stateful):
         self.names: list[str] = []
 
     def add(self, ranks: list[int], names: list[str]) -> None:
-        """Take one step in which parameters were compared."""
+        """Add a step in which parameters were compared."""
         if not self.steps or len(ranks) < len(self.ranks):
-            self.ranks, self.names = ranks, names
+            self.ranks = ranks
+            self.names = names
         self.steps += 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What differs in one step.
-
-    Attributes:
-        cause: Name of the cause.
-        ranks: The workers concerned.
-        names: What differs, by its name in the model.
-        words: What the finding says of it.
-        own_key: Names the fault, where the cause does not.
-    """
+    """A difference in one step."""
 
     cause: str
     ranks: Sequence[int]
-    names: Sequence[str] = ()
-    words: str = ""
-    own_key: str = ""
+    names: Sequence[str] = ()  # of the differing tensors
+    words: str = ""  # for the finding
+    own_key: str = ""  # of the fault, where the cause is no key
 
     @property
     def key(self) -> str:
@@ -272,11 +265,7 @@ class _Seen:
 
 
 class _Difference(PersistentFault):
-    """One kind of difference over the run.
-
-    Args:
-        cause: Name of the cause.
-    """
+    """One kind of difference over the run."""
 
     def __init__(self, cause: str = "") -> None:
         super().__init__()
@@ -286,7 +275,7 @@ class _Difference(PersistentFault):
         self._words = ""
 
     def add(self, step: int, seen: _Seen) -> None:
-        """Take what one step shows."""
+        """Add the difference in one step."""
         self.see(step, seen.ranks)
         self._words = self._words or seen.words
         for name in seen.names:
@@ -297,7 +286,7 @@ class _Difference(PersistentFault):
                 self._names.append(name)
 
     def describe(self, key: str, severity: Severity, num_workers: int) -> FaultEvidence:
-        """Return what is known of it."""
+        """Return the evidence so far."""
         fields = {
             "differ": "differs" if len(self.ranks) == 1 else "differ",
             "names": self._name_words(),
@@ -328,7 +317,7 @@ def _parameters_differ(gathered: GatheredStep) -> bool:
 
 
 def _where_parameters_differ(gathered: GatheredStep) -> tuple[StateDifference, ...]:
-    """Return what differs in a step of a loop that reduces by itself, or lets its optimizer do it.
+    """Return the differences in a step of a loop that reduces by itself, or by its optimizer.
 
     An optimizer that reduces gets gradients that differ; its state differs where it keeps shares.
     """
@@ -346,8 +335,9 @@ def _where_parameters_differ(gathered: GatheredStep) -> tuple[StateDifference, .
 def _changed_later(
     gathered: GatheredStep, applied: Sequence[StateDifference], ranks: Sequence[int]
 ) -> _Seen:
-    """Return what happened to gradients between the reduction and ``optimizer.step``."""
-    names, scales_W = _names(applied), gathered.workers["applied_scale"]
+    """Return the difference of gradients that changed between the reduction and the optimizer."""
+    names = _names(applied)
+    scales_W = gathered.workers["applied_scale"]
     scale = _own_scale(scales_W, ranks)
     if scale is None:
         words = "its bits were changed between the reduction and optimizer.step"
@@ -378,18 +368,20 @@ def _names(found: Sequence[StateDifference]) -> list[str]:
 def _unequal_norms(gathered: GatheredStep, replicas_W: Ints) -> tuple[list[int], bool] | None:
     """Return the workers whose reduced gradient has another norm, and whether it is the local one.
 
-    None when the norms agree, or are not those of the same gradient: where only shards of it are
-    in reach, as with ZeRO, no digest of it is taken.
+    None when the norms agree, or are not those of the same gradient, as of ZeRO's shards, of
+    which there is no digest.
     """
-    norms_W, local_W = gathered.workers["reduced_norm"], gathered.workers["grad_norm"]
+    norms_W = gathered.workers["reduced_norm"]
+    local_W = gathered.workers["grad_norm"]
     if not gathered.observed:
         return None
-    lowest, highest = float(norms_W.min()), float(norms_W.max())
+    lowest = float(norms_W.min())
+    highest = float(norms_W.max())
     scale = max(abs(lowest), abs(highest))
     if not math.isfinite(scale) or highest - lowest <= _NORM_DIFFERS * scale:
         return None
-    together = replicas_W[0] != MISSING_INT and bool((replicas_W == replicas_W[0]).all())
-    if not together or (gathered.workers["reduced_digest"] == MISSING_INT).any():
+    replicated = replicas_W[0] != MISSING_INT and bool((replicas_W == replicas_W[0]).all())
+    if not replicated or (gathered.workers["reduced_digest"] == MISSING_INT).any():
         return None
     own_W = np.abs(norms_W - local_W) <= _SAME_NORM * scale
     if own_W.all():
@@ -402,7 +394,7 @@ def _unequal_norms(gathered: GatheredStep, replicas_W: Ints) -> tuple[list[int],
 
 
 def _own_scale(scales_W: NDArray[np.float64], ranks: Sequence[int]) -> float | None:
-    """Return by what the gradients of these ranks were scaled, if not as the others' were."""
+    """Return the factor of these ranks' gradients, if it is not the others'; else None."""
     own = scales_W[list(ranks)]
     if not len(own) or not np.isfinite(scales_W).all() or len(ranks) == len(scales_W):
         return None

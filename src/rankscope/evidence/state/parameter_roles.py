@@ -1,4 +1,4 @@
-"""A look at how each parameter of a model takes part in the training."""
+"""Reads the role of each parameter of a model in the training."""
 
 from collections import Counter
 from collections.abc import Container
@@ -11,31 +11,23 @@ from rankscope.evidence.state.plan import Lasting, TensorPlace, is_sharded, know
 from rankscope.evidence.state.roles import MOST_NAMED, Role, Roles, role_word
 
 
-class Look(NamedTuple):
-    """What a worker sees when it looks at its parameters.
-
-    Attributes:
-        roles: Of all of them.
-        left_out: Those that are trained and not reduced, by name and shape.
-    """
+class ParameterRoles(NamedTuple):
+    """The roles of a model's parameters, and those that are trained and not reduced."""
 
     roles: Roles
-    left_out: dict[str, Tensor]
+    left_out: dict[str, Tensor]  # by name and shape
 
 
-def look_at(
+def read_roles(
     module: nn.Module,
     optimizer: torch.optim.Optimizer | None,
     left_out: Container[str] = (),
     lasting: Lasting | None = None,
-) -> Look:
-    """Look at a model's parameters; one that hangs in several places is named for each.
+) -> ParameterRoles:
+    """Return the roles of a model's parameters; a shared one has a role for each of its names.
 
-    Args:
-        module: The model.
-        optimizer: The optimizer; None if it is not known.
-        left_out: Names of parameters that the wrapper does not reduce.
-        lasting: Tells what lasts of a parameter; None if all that hangs in the model does.
+    The wrapper does not reduce those named in ``left_out``; ``lasting`` returns the lasting tensor
+    of a parameter, None if all parameters last.
     """
     groups = () if is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
     counts = Counter(id(parameter) for group in groups for parameter in group["params"])
@@ -53,7 +45,7 @@ def look_at(
             words[place.name] = role_word(role, "" if first == place.name else first)
             if {Role.TRAINED, Role.LEFT_OUT} <= set(role) and len(alone) < MOST_NAMED:
                 alone[f"{place.name} {known_size(tensor)[0]}"] = tensor
-    return Look(Roles(tuple(words), tuple(words.values())), alone)
+    return ParameterRoles(Roles(tuple(words), tuple(words.values())), alone)
 
 
 def _role(tensor: Tensor, count: int, *, apart: bool) -> Role:

@@ -1,4 +1,4 @@
-"""The items of one step of the rotation, laid out for reading, and what the step yields of them.
+"""The items that are digested in one step, and their digests on the way to the host.
 
 Digests are sums modulo 2^64 over parts, each times an odd weight: of a tensor's slices, and of what
 an optimizer keeps for each.
@@ -17,7 +17,7 @@ import numpy as np
 
 from rankscope.bus.replicas import StateDigests, StateKind, digest_of_digests
 from rankscope.evidence.state.plan import Item, Slice
-from rankscope.evidence.state.readings import PendingReading, Recurring
+from rankscope.evidence.state.readings import CachedReading, PendingReading
 from rankscope.evidence.state.roles import Roles
 from rankscope.gradients.digest import word_of
 
@@ -34,18 +34,15 @@ _ALWAYS = frozenset(StateKind) - {StateKind.BROADCAST}
 _NO_GRADIENTS = frozenset(StateKind) - {*_GRADIENTS}
 
 _MASK = (1 << 64) - 1
-_FEWEST = 3  # gradients that can tell what most have in common
-_SAME_FACTOR = 0.01  # what rounding makes of one, in bfloat16 and a few elements
-_MOST_LOCAL = 8  # sets of local gradients of a turn that are known
+_FEWEST = 3  # gradients, to know the factor that most share
+_SAME_FACTOR = 0.01  # relative: rounding in bfloat16, over a few elements
+_MOST_LOCAL = 8  # cached sets of local gradients of a slot
 
 
 class Rows:
-    """Which digests of a step are of one kind, and of which parts each is made.
+    """The digests of one kind in a step, and the slices that each is made of.
 
-    Args:
-        kind: Their kind.
-        items: All items of the step.
-        first: Number of the first part of this kind in what is read of all.
+    ``first`` is the number of the first slice of this kind among all that are read.
     """
 
     def __init__(self, kind: StateKind, items: Sequence[Item], first: int = 0) -> None:
@@ -59,18 +56,15 @@ class Rows:
                 self.slices += item.slices
                 self.ends.append(len(self.slices))
             before += len(item.kinds)
-        self.kind, self.first = kind, first
+        self.kind = kind
+        self.first = first
         step = self.rows[1] - self.rows[0] if len(self.rows) > 1 else 1
         places = range(self.rows[0], self.rows[-1] + 1, step) if self.rows else range(0)
         regular = self.rows == list(places)
         self._places = slice(places.start, places.stop, step) if regular else None
 
     def fill(self, digests: list[int], parts: list[int]) -> int | None:
-        """Fill in one digest per row from one per slice; a single one is the item's own.
-
-        Returns:
-            A digest of them all; None where there are no rows.
-        """
+        """Fill in one digest per row from one per slice; return a digest of all, if any."""
         if len(self.rows) < len(self.slices):
             parts = self._joined(parts)
         self.put(digests, parts)
@@ -85,7 +79,8 @@ class Rows:
                 into[row] = value
 
     def _joined(self, parts: list[int]) -> list[int]:
-        joined, start = [], 0
+        joined = []
+        start = 0
         for end in self.ends:
             if end - start == 1:
                 joined.append(parts[start])
@@ -97,48 +92,37 @@ class Rows:
 
 
 class Local(NamedTuple):
-    """What is read of local gradients that are shown together.
-
-    Attributes:
-        numbers: Of the slices.
-        slices: What is read.
-        sources: Number of the gradient that each is of.
-        recurring: Their reading.
-    """
+    """The slices to read of local gradients that arrive together."""
 
     numbers: tuple[int, ...]
     slices: tuple[Slice, ...]
-    sources: tuple[int, ...]
-    recurring: Recurring
+    sources: tuple[int, ...]  # number of the gradient of each slice
+    cached: CachedReading
 
 
-class Readings:
-    """What is known of the readings of a turn's earlier steps.
+class CachedReadings:
+    """Readings of a slot's earlier steps.
 
     Attributes:
-        state: Of parameters, buffers, and what the optimizer keeps.
-        marks: What that was called.
-        leaves: Weights of its parts, and which of them is the first of each slice.
-        gradients: Of gradients, when they have been reduced, and when they are applied.
-        broadcast: Of running statistics, when they have been broadcast.
-        local: Of those before the reduction, by the names of their parameters.
+        state: Parameters, buffers and optimizer state.
+        marks: Names of the optimizer state that was read.
+        leaves: Weights of its parts, and the number of each slice's first part.
+        gradients: Reduced gradients and applied gradients.
+        broadcast: Running statistics after their broadcast.
+        local: Gradients before the reduction, by the names of their parameters.
     """
 
     def __init__(self) -> None:
-        self.state = Recurring()
+        self.state = CachedReading()
         self.marks: list[object] = []
         self.leaves: tuple[Sequence[int], Sequence[int]] = ((), ())
-        self.gradients = Recurring()
-        self.broadcast = Recurring()
+        self.gradients = CachedReading()
+        self.broadcast = CachedReading()
         self.local: dict[tuple[str, ...], Local] = {}
 
 
-class Turn:
-    """The items that are compared in a step.
-
-    Args:
-        items: In the order in which they are told.
-    """
+class DigestSlot:
+    """The items that are compared in a step, in the order of their digests."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.kinds = tuple(kind for item in items for kind in item.kinds)
@@ -155,41 +139,41 @@ class Turn:
         self.read = [*parameters.slices, *buffers.slices, *statistics.slices]
         numbers = {part: number for number, part in enumerate(parameters.slices)}
         self.kept_of = [numbers[part] for part in self.optimizer.slices]
-        """Which of the parameters it is for which the optimizer keeps something."""
-        self.recurring = Readings()
+        """Numbers of the parameters for which the optimizer keeps state."""
+        self.cached = CachedReadings()
         self.wanted: dict[str, list[tuple[int, Slice]]] = {}
         """Slices of reduced gradients and their numbers, by the parameter's name."""
         for number, part in enumerate(self.reduced.slices):
             self.wanted.setdefault(part.place.name, []).append((number, part))
 
     def local_of(self, names: tuple[str, ...]) -> Local:
-        """Return what is read of the local gradients of parameters."""
-        known = self.recurring.local
-        local = known.get(names)
+        """Return the slices to read of the local gradients of parameters."""
+        cached = self.cached.local
+        local = cached.get(names)
         if local is None:
-            if len(known) >= _MOST_LOCAL:
-                known.clear()
+            if len(cached) >= _MOST_LOCAL:
+                cached.clear()
             read = [
                 (number, part, source)
                 for source, name in enumerate(names)
                 for number, part in self.wanted.get(name, ())
             ]
             numbers, slices, sources = zip(*read, strict=True) if read else ((), (), ())
-            local = known[names] = Local(numbers, slices, sources, Recurring())
+            local = cached[names] = Local(numbers, slices, sources, CachedReading())
         return local
 
 
 @dataclass(slots=True)
 class Seen:
-    """What was read in one step; None what was not.
+    """The readings of one step; None for those that were not taken.
 
     Attributes:
-        state: Parameters and buffers, then what the optimizer keeps.
-        weights: Of the leaves of what the optimizer keeps.
-        starts: Which of them is the first of each slice.
-        gradients: At the two moments at which gradients are read.
+        state: Parameters and buffers, then optimizer state.
+        weights: Weights of the leaves of the optimizer state.
+        starts: Number of each slice's first leaf.
+        gradients: Reduced gradients and applied gradients.
         before: The last reading of gradients.
-        local: What was read before the reduction, by the numbers of the slices of the reduced
+        local: Gradients before the reduction, by the numbers of the slices of the reduced
             gradient; later ones count.
         reduced: Which slices of the reduced gradient are reduced at all; None if all are.
         broadcast: Running statistics right after DDP has broadcast them.
@@ -199,28 +183,22 @@ class Seen:
     weights: Sequence[int]
     starts: Sequence[int]
     gradients: dict[StateKind, PendingReading]
-    before: Recurring | None
+    before: CachedReading | None
     local: dict[tuple[int, ...], PendingReading]
     reduced: Sequence[bool] | None
     broadcast: PendingReading | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class PendingLook:
-    """A worker's look at its parameters, part of which may still be read.
-
-    Attributes:
-        roles: What it has seen.
-        names: Names and shapes of the parameters that are not reduced.
-        left_out: What was read of them.
-    """
+class PendingRoles:
+    """The roles of a worker's parameters, and digests of those not reduced, on their way."""
 
     roles: Roles
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # and shapes, of the parameters that are not reduced
     left_out: PendingReading
 
     def read(self) -> Roles:
-        """Wait for the device, and return it with the digests of what is not reduced."""
+        """Wait for the device; return the roles with the digests of what is not reduced."""
         digests, _ = self.left_out.read()
         named = zip(self.names, (digest >> 1 for digest in digests), strict=True)
         return replace(self.roles, left_out=dict(named))
@@ -230,37 +208,41 @@ class PendingState:
     """The digests of one step on their way to the host.
 
     Args:
-        turn: What was to be read.
-        seen: What was.
+        slot: The items to read.
+        seen: The readings.
         layout: Digest of the plan; None without one.
         sent: Whether DDP broadcasts running statistics; else they are buffers like others.
-        look: The worker's look at its parameters; None in most steps.
-        tells_changed: Whether to tell which gradients were changed after the reduction.
-        alike: Whether other workers hold the same gradients after the reduction; if not, their
-            digests are kept back, since they would only differ.
+        roles: Roles of the worker's parameters; None in most steps.
+        finds_changed: Whether to find gradients that were changed after the reduction.
+        replicated: Whether other workers hold the same reduced gradients; if not, their digests
+            are left out, since they would only differ.
     """
 
     def __init__(
         self,
-        turn: Turn,
+        slot: DigestSlot,
         seen: Seen,
         layout: int | None,
         *,
         sent: bool = True,
-        look: "PendingLook | None" = None,
-        tells_changed: bool = True,
-        alike: bool = True,
+        roles: PendingRoles | None = None,
+        finds_changed: bool = True,
+        replicated: bool = True,
     ) -> None:
-        self._tells_changed, self._alike = tells_changed, alike
-        self._turn, self._seen, self._layout, self._sent = turn, seen, layout, sent
-        self._look = look
+        self._finds_changed = finds_changed
+        self._replicated = replicated
+        self._slot = slot
+        self._seen = seen
+        self._layout = layout
+        self._sent = sent
+        self._roles = roles
         self.changed: tuple[str, ...] = ()
         """Parameters whose gradient was changed otherwise than most; known once read."""
 
     @property
     def roles(self) -> Roles | None:
-        """How each parameter takes part in the training, where the worker has looked; may wait."""
-        return None if self._look is None else self._look.read()
+        """Roles of the parameters, in a step in which they were read; may wait for the device."""
+        return None if self._roles is None else self._roles.read()
 
     @property
     def ready(self) -> bool:
@@ -268,82 +250,85 @@ class PendingState:
         seen = self._seen
         readings = [*seen.gradients.values(), *seen.local.values()]
         readings += [one for one in (seen.state, seen.broadcast) if one is not None]
-        readings += [] if self._look is None else [self._look.left_out]
+        readings += [] if self._roles is None else [self._roles.left_out]
         return all(reading.ready for reading in readings)
 
     def read(self) -> tuple[StateDigests, dict[str, float | int]]:
         """Wait for the device.
 
         Returns:
-            The digests, and LOCAL signals: ``state_layout`` and, as far as they are known,
+            The digests, and LOCAL signals: ``state_layout`` and, where they were read,
             ``param_digest``, ``buffer_digest``, ``optimizer_digest``, ``reduced_digest``,
             ``applied_digest`` and ``applied_scale``.
         """
-        turn = self._turn
+        slot = self._slot
         values: dict[str, float | int] = {}
         if self._layout is not None:
             values["state_layout"] = self._layout
-        if turn is NOTHING:
+        if slot is NOTHING:
             return _NO_DIGESTS, values
-        digests, unchanged = [0] * len(turn.kinds), bytearray(len(turn.kinds))
+        digests = [0] * len(slot.kinds)
+        unchanged = bytearray(len(slot.kinds))
         if self._seen.state is not None:
             self._read_state(self._seen.state, digests, values)
         self._read_gradients(digests, unchanged, values)
         digests_D = np.frombuffer(array("Q", digests), np.int64)
-        state = StateDigests(turn.kinds, turn.names, digests_D, np.frombuffer(unchanged, bool))
-        if not self._alike:
+        state = StateDigests(slot.kinds, slot.names, digests_D, np.frombuffer(unchanged, bool))
+        if not self._replicated:
             state = _only(state, _NO_GRADIENTS)
         if self._seen.state is None:
             return _only(state, _GRADIENTS), values
-        if self._seen.broadcast is None and turn.broadcast.slices:
+        if self._seen.broadcast is None and slot.broadcast.slices:
             state = _only(state, _ALWAYS)
         return (state if self._sent else _with_statistics_as_buffers(state)), values
 
     def _read_state(
         self, reading: PendingReading, digests: list[int], values: dict[str, float | int]
     ) -> None:
-        turn, seen = self._turn, self._seen
+        slot = self._slot
+        seen = self._seen
         parts, _ = reading.read()
-        for rows in turn.tensors:
+        for rows in slot.tensors:
             own = parts[rows.first : rows.first + len(rows.slices)]
-            _tell(values, rows, rows.fill(digests, own))
+            _set_digest(values, rows, rows.fill(digests, own))
         if seen.broadcast is not None:
-            turn.broadcast.fill(digests, seen.broadcast.read()[0])
-        weighted = list(map(mul, seen.weights, parts[len(turn.read) :]))
+            slot.broadcast.fill(digests, seen.broadcast.read()[0])
+        weighted = list(map(mul, seen.weights, parts[len(slot.read) :]))
         limits = pairwise((*seen.starts, len(weighted)))
-        kept = [sum(weighted[first:last]) & _MASK for first, last in limits]
-        _tell(values, turn.optimizer, turn.optimizer.fill(digests, kept))
+        sums = [sum(weighted[first:last]) & _MASK for first, last in limits]
+        _set_digest(values, slot.optimizer, slot.optimizer.fill(digests, sums))
 
     def _read_gradients(
         self, digests: list[int], unchanged: bytearray, values: dict[str, float | int]
     ) -> None:
         squares: dict[StateKind, float] = {}
         each: list[list[float]] = []
-        for rows in (self._turn.reduced, self._turn.applied):
+        for rows in (self._slot.reduced, self._slot.applied):
             reading = self._seen.gradients.get(rows.kind)
             if reading is None:
                 continue
             parts, parts_squares = reading.read()
             digest = rows.fill(digests, parts)
-            if self._alike:
-                _tell(values, rows, digest)
+            if self._replicated:
+                _set_digest(values, rows, digest)
             squares[rows.kind] = sum(parts_squares)
             each.append(parts_squares)
             if rows.kind is StateKind.REDUCED:
-                self._tell_unchanged(unchanged, parts)
+                self._fill_unchanged(unchanged, parts)
         reduced = squares.get(StateKind.REDUCED, 0.0)
         if StateKind.APPLIED in squares and 0 < reduced < math.inf:
             values["applied_scale"] = math.sqrt(squares[StateKind.APPLIED] / reduced)
-            if not self._tells_changed:
+            if not self._finds_changed:
                 return
             factor, odd = odd_factors(*each)
             values["applied_odd"] = factor
-            slices = self._turn.reduced.slices
+            slices = self._slot.reduced.slices
             self.changed = tuple(dict.fromkeys(slices[number].place.name for number in odd))
 
-    def _tell_unchanged(self, unchanged: bytearray, parts: list[int]) -> None:
+    def _fill_unchanged(self, unchanged: bytearray, parts: list[int]) -> None:
         """Fill in which gradients the reduction left as they were, in all their slices."""
-        seen, rows = self._seen, self._turn.reduced
+        seen = self._seen
+        rows = self._slot.reduced
         before: dict[int, int] = {}
         for numbers, reading in seen.local.items():
             before.update(zip(numbers, reading.read()[0], strict=True))
@@ -368,8 +353,9 @@ def odd_factors(
         applied_N: When the optimizer was called.
 
     Returns:
-        The factor that is furthest from that of most, over it, and whose it is not; 1 if it is that
-        of all, NaN where fewer than three are known or most do not share one.
+        The ratio of the most deviating factor to the common one, and the numbers of the gradients
+        that deviate. The ratio is 1 if none does; NaN where fewer than three factors are known, or
+        most gradients do not share one.
 
     Example:
         >>> odd_factors([4.0, 1.0, 9.0, 0.0], [1.0, 0.25, 81.0, 0.0])  # clipped by 0.5, but one
@@ -392,7 +378,7 @@ def odd_factors(
     return max(ratios, key=lambda ratio: abs(ratio - 1), default=1.0), tuple(odd)
 
 
-NOTHING = Turn(())
+NOTHING = DigestSlot(())
 _NO_DIGESTS = StateDigests()
 
 
@@ -412,7 +398,7 @@ def _with_statistics_as_buffers(state: StateDigests) -> StateDigests:
     return replace(state, kinds=tuple(buffer.get(kind, kind) for kind in state.kinds))
 
 
-def _tell(values: dict[str, float | int], rows: Rows, digest: int | None) -> None:
+def _set_digest(values: dict[str, float | int], rows: Rows, digest: int | None) -> None:
     if digest is None:
         return
     column = _COLUMNS[rows.kind]
