@@ -209,7 +209,8 @@ class Run:
         missing = [name for name in dict.fromkeys(names) if name not in known]
         if missing:
             known = known | read_overviews(self.path, missing, self.num_workers, max_bins)
-            self._seen, self._overviews = seen, known
+            self._seen = seen
+            self._overviews = known
         return {name: known[name] for name in names}
 
     def sampled(self, table: Table | str, *names: str, max_rows: int) -> Columns:
@@ -255,7 +256,8 @@ class Run:
         if max_frames is None:
             rows = self.columns(Table.PAIRS, *names)
         else:
-            files, schema = self._files(Table.PAIRS), schema_with(Table.PAIRS, names)
+            files = self._files(Table.PAIRS)
+            schema = schema_with(Table.PAIRS, names)
             rows = to_columns(Table.PAIRS, even_single_rows(files, schema, max_frames), names)
         num_pairs = max(map(len, rows["cosines"]), default=0)
         width = (1 + math.isqrt(1 + 8 * num_pairs)) // 2 if num_pairs else self.num_workers
@@ -274,7 +276,8 @@ class Run:
 
     def count_samples(self) -> Coverage:
         """Return the same from the samples themselves, in pieces: for many, without roll-ups."""
-        counted, schema = DistinctSamples(), schema_with(Table.SAMPLES, ["step", "samples"])
+        counted = DistinctSamples()
+        schema = schema_with(Table.SAMPLES, ["step", "samples"])
         moments = []
         for file in self._files(Table.SAMPLES):
             for rows in read_pieces(file, schema):

@@ -87,7 +87,8 @@ class _StepCursor:
         return {name: np.concatenate([part[name] for part in taken]) for name in taken[0]}
 
     def _next_block(self) -> bool:
-        self._rows, self._at = next(self._blocks, {}), 0
+        self._rows = next(self._blocks, {})
+        self._at = 0
         return bool(self._rows)
 
 

@@ -93,7 +93,8 @@ class RollupRows:
         """Take the rows of consecutive steps; return folder and rows of what they complete."""
         if Table.WORKERS not in rows:
             return []
-        samples, workers = rows.get(Table.SAMPLES), rows[Table.WORKERS]
+        samples = rows.get(Table.SAMPLES)
+        workers = rows[Table.WORKERS]
         steps = np.asarray(workers["step"])
         values_SN = np.stack([_as_floats(workers[s.name], s.dtype) for s in quantities()])
         steps_T, starts_T = np.unique(steps, return_index=True)
@@ -104,7 +105,8 @@ class RollupRows:
             if samples is not None:
                 last = len(samples["step"]) if end == len(steps_T) else samples_at[end]
                 self._add_samples(samples["samples"][samples_at[first] : last])
-            begin, width = starts_T[first], int(widths_T[first])
+            begin = starts_T[first]
+            width = int(widths_T[first])
             values = values_SN[:, begin : begin + (end - first) * width]
             values_TSW = values.reshape(len(values_SN), end - first, width).swapaxes(0, 1)
             completed = self._rollups.add(steps_T[first:end], values_TSW)
@@ -124,7 +126,8 @@ class RollupRows:
         breaks_T = gap_T | (np.diff(widths_T, prepend=self._last_width) != 0)
         begins_T |= breaks_T
         begins_T[1:] |= breaks_T[:-1]
-        self._last_step, self._last_width = int(steps_T[-1]), int(widths_T[-1])
+        self._last_step = int(steps_T[-1])
+        self._last_width = int(widths_T[-1])
         starts = np.flatnonzero(begins_T).tolist() or [0]
         starts = starts if starts[0] == 0 else [0, *starts]
         return pairwise([*starts, len(steps_T)])

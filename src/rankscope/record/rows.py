@@ -151,7 +151,8 @@ def _flat(blocks: Sequence[Floats | None], shapes: Sequence[tuple[int, int]]) ->
 
 def _digest_rows(report: StepReport) -> Rows:
     step = report.gathered
-    width, count = step.num_workers, len(step.differences)
+    width = step.num_workers
+    count = len(step.differences)
     if not count:
         return {"step": np.empty(0, np.int64)}
     return {
@@ -165,7 +166,8 @@ def _digest_rows(report: StepReport) -> Rows:
 
 
 def _trace_rows(report: StepReport) -> Rows:
-    trace, step = report.gathered.trace, report.gathered.step
+    trace = report.gathered.trace
+    step = report.gathered.step
     if trace is None:
         return {"step": np.empty(0, np.int64)}
     blocks = [_trace_block(trace, step)]

@@ -230,9 +230,11 @@ def begin_copy(store: Store) -> Store:
 
 def _bring_previous(store: Store) -> None:
     """Bring what tells of the runs that a directory and its numbered siblings hold."""
-    number, previous = 1, None
+    number = 1
+    previous = None
     while _is_there(one := store if number == 1 else store.sibling(f"{store.name}-{number}")):
-        number, previous = number + 1, one
+        number += 1
+        previous = one
     if previous is None or (previous.copy / _UNSENT).exists():
         return
     parts: dict[str, list[str]] = {}
@@ -274,7 +276,9 @@ class Mirror:
     """
 
     def __init__(self, copy: Path, store: Store, interval: float = _INTERVAL) -> None:
-        self._copy, self._store, self._interval = copy, store, interval
+        self._copy = copy
+        self._store = store
+        self._interval = interval
         self._sent: dict[str, tuple[int, int]] = {}
         self._failed = False
         self._closing = threading.Event()
@@ -387,7 +391,8 @@ def _bring(files: "FileSystem", found: "dict[str, FileInfo]", copy: Path) -> Non
     names = sorted(found, key=_send_order)
     with TemporaryDirectory(prefix=".", dir=copy) as hidden:
         for name in reversed(names):
-            path, time_ns = Path(hidden, name), found[name].mtime_ns or 0
+            path = Path(hidden, name)
+            time_ns = found[name].mtime_ns or 0
             path.parent.mkdir(parents=True, exist_ok=True)
             copy_files(
                 found[name].path,

@@ -212,7 +212,10 @@ def _thinned(
     files: Sequence[Path],
 ) -> pa.Table:
     """Return the rows of each n-th step of rows in the order of their steps."""
-    kept, total, seen, last = [schema.empty_table()], 0, -1, None
+    kept = [schema.empty_table()]
+    total = 0
+    seen = -1
+    last = None
     for rows in pieces:
         steps = to_numpy(rows["step"], DType.INT)
         if not len(steps):
@@ -220,7 +223,9 @@ def _thinned(
         before = ~steps[0] if last is None else last
         number = seen + np.cumsum(np.diff(steps, prepend=before) != 0)
         kept.append(rows.filter(pa.array(number % every == 0)))
-        seen, last, total = int(number[-1]), steps[-1], total + len(kept[-1])
+        seen = int(number[-1])
+        last = steps[-1]
+        total += len(kept[-1])
         if total > 2 * max_rows + LARGE_ROWS:
             raise RunError(
                 f"{files[0].parent} holds more than {total:,} rows in {seen // every + 1:,} steps, "
@@ -323,7 +328,8 @@ def even_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Tab
 
 
 def _even_part(file: Path, schema: pa.Schema, choose: Choice, share: int) -> pa.Table:
-    most, rows = max(share, LARGE_ROWS), _num_rows(file, choose)
+    most = max(share, LARGE_ROWS)
+    rows = _num_rows(file, choose)
     if rows <= most:
         return read_part(file, schema, choose)
     pieces = read_pieces(file, schema, choose)
@@ -333,7 +339,8 @@ def _even_part(file: Path, schema: pa.Schema, choose: Choice, share: int) -> pa.
 def latest_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
     """Return the last rows of a table, in whole row groups: at least one, unless it is large."""
     parts: list[pa.Table] = []
-    left, whole = max_rows, True
+    left = max_rows
+    whole = True
 
     def choose(footer: Any) -> Sequence[int]:
         nonlocal whole
@@ -357,7 +364,8 @@ def latest_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.T
 def _last_part(file: Path, schema: pa.Schema, choose: Choice, max_rows: int) -> pa.Table:
     if _num_rows(file, choose) <= _MOST_ROWS:
         return read_part(file, schema, choose)
-    kept, total = deque([schema.empty_table()]), 0
+    kept = deque([schema.empty_table()])
+    total = 0
     for rows in read_pieces(file, schema, choose):
         kept.append(rows)
         total += len(rows)
@@ -399,7 +407,8 @@ def _rows_at(file: Path, schema: pa.Schema, rows_R: Ints) -> pa.Table:
             wanted.append(rows_R[group_R == group] - skipped)
         return list(groups)
 
-    found, begin = [schema.empty_table()], 0
+    found = [schema.empty_table()]
+    begin = 0
     for rows in read_pieces(file, schema, choose):
         places = np.concatenate(wanted) - begin
         found.append(rows.take(places[(places >= 0) & (places < len(rows))]))

@@ -104,14 +104,17 @@ class GrowingPart:
 
     def _merged(self, rows: pa.Table) -> tuple[tuple[_Group, ...], pa.Table, int]:
         """Merge new rows with the last groups while there are enough of one level."""
-        groups, level = self._groups, 0
+        groups = self._groups
+        level = 0
         while [g.level for g in groups[1 - _MERGE :]] == [level] * (_MERGE - 1):
             last = groups[1 - _MERGE :]
             size = sum(group.num_bytes for group in last) + rows.nbytes
             kept = [group.rows for group in last if group.rows is not None]
             if size > _LARGE_GROUP_BYTES or len(kept) < len(last):
                 break
-            groups, rows, level = groups[: 1 - _MERGE], pa.concat_tables([*kept, rows]), level + 1
+            groups = groups[: 1 - _MERGE]
+            rows = pa.concat_tables([*kept, rows])
+            level += 1
         return groups, rows.combine_chunks(), level
 
 
@@ -121,7 +124,9 @@ def _forgotten(groups: Sequence[_Group]) -> tuple[_Group, ...]:
     A group is merged with its neighbours of the same level, of which it needs three and no more,
     with none of a higher level behind it.
     """
-    kept, highest, behind = [], 0, 0
+    kept = []
+    highest = 0
+    behind = 0
     for group in reversed(groups):
         behind = behind + 1 if group.level == highest else 1
         may_merge = group.level >= highest and behind < _MERGE
@@ -439,7 +444,8 @@ class _PartWriter:
         """Mark all rows added so far for the next write."""
         self._staged += self._pending
         self._staged_bytes += self._pending_bytes
-        self._pending, self._pending_bytes = [], 0
+        self._pending = []
+        self._pending_bytes = 0
 
     def write(self) -> None:
         """Write the staged rows into the growing part; on an error they stay staged."""
@@ -451,10 +457,12 @@ class _PartWriter:
         except OSError as error:
             raise write_error(self._folder, error) from error
         if self._part.size and not is_file(self._file):  # somebody has removed it
-            self._number, self._part = self._number + 1, GrowingPart()
+            self._number += 1
+            self._part = GrowingPart()
         grown, tail = self._part.grown(self._to_arrow(self._staged))
         extend(self._file, self._part.size, tail)
-        self._staged, self._staged_bytes = [], 0
+        self._staged = []
+        self._staged_bytes = 0
         self._part = grown
         if grown.num_bytes >= PART_BYTES:
             self._number += 1

@@ -67,10 +67,12 @@ class StepCollector:
     ) -> None:
         self.paused = self._evaluating = self._runs_model = False
         self.step = first_step
-        self._knows_optimizer, self._warned = optimizer is not None, False
+        self._knows_optimizer = optimizer is not None
+        self._warned = False
         self.intervals = Intervals(instruments.every)
         self._guard = guard
-        self._send, self._take_read_seconds = send, instruments.take_read_seconds
+        self._send = send
+        self._take_read_seconds = instruments.take_read_seconds
         self._module = instruments.module
         self._later_seconds = 0.0  # of the present work, that count elsewhere
         job = instruments.make_job(

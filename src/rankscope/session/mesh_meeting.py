@@ -103,7 +103,8 @@ def meet_mesh(
         address: Where the agent of this rank's run is reached on it.
         secret: What that agent asks for.
     """
-    place, world = wrapped.mesh, dist.group.WORLD
+    place = wrapped.mesh
+    world = dist.group.WORLD
     if place is None or world is None:
         return None
     own = dist.get_process_group_ranks(group)[0]

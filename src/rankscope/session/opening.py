@@ -50,7 +50,7 @@ _PREVIOUS_SECONDS = 10.0  # that the agent of the run before may take to write w
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Opened:
+class RunHandle:
     """A run that has begun, as one rank sees it.
 
     Attributes:
@@ -113,7 +113,7 @@ class Opened:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Intent:
+class RunRequest:
     """What a run is to be.
 
     Attributes:
@@ -143,23 +143,23 @@ def _end_lost_run(run_dir: Path, pid: int | None, how: str) -> None:
         _log.debug("%s cannot say that its agent has ended: %s", run_dir, error)
 
 
-def open_run(group: dist.ProcessGroup, intent: Intent) -> Opened:
+def open_run(group: dist.ProcessGroup, request: RunRequest) -> RunHandle:
     """Agree on options with all ranks, open the run's directory on rank 0, and find the agent.
 
     Where some rank does not come, nothing is watched, and the training goes on.
 
     Args:
         group: The ranks; all of them call this at the same point of the program.
-        intent: What the run is to be.
+        request: What the run is to be.
 
     Raises:
         RankscopeError: Some rank cannot begin; of the same kind on all of them.
     """
     meeting = Rendezvous(group)
     try:
-        return _open_run(meeting, intent)
+        return _open_run(meeting, request)
     except LateError as error:
-        return Opened(
+        return RunHandle(
             rank=meeting.rank,
             num_workers=meeting.num_workers,
             first_step=0,
@@ -173,21 +173,21 @@ def open_run(group: dist.ProcessGroup, intent: Intent) -> Opened:
         )
 
 
-def _open_run(meeting: Rendezvous, intent: Intent) -> Opened:
+def _open_run(meeting: Rendezvous, request: RunRequest) -> RunHandle:
     info: dict[str, Any] = {}
     problem = None
     try:
-        info = intent.describe()
+        info = request.describe()
     except Exception as error:
         problem = _problem_of(error, f"rank {meeting.rank} cannot begin to watch")
-    agreement = {"schema": schema_hash(), VARIABLE: PACE is EAGER, **to_plain(intent.options)}
+    agreement = {"schema": schema_hash(), VARIABLE: PACE is EAGER, **to_plain(request.options)}
     hello = {"agreement": agreement, "facts": info.pop("facts", {}), "host": host_name()}
     if problem is not None:
         hello |= {"problem": str(problem), "kind": type(problem).__name__}
     hellos = meeting.gather(json.dumps(to_plain(hello)).encode())
-    begun = _Begun()
+    root_run = _RootRun()
     if hellos is not None:
-        answer, begun = _answer([json.loads(each) for each in hellos], info, intent)
+        answer, root_run = _answer([json.loads(each) for each in hellos], info, request)
         ranks_of = answer.pop("ranks_of", {})
         for host, count in ranks_of.items():
             meeting.write(f"ranks/{host}", str(count).encode())
@@ -199,12 +199,12 @@ def _open_run(meeting: Rendezvous, intent: Intent) -> Opened:
         raise problem
     if "problem" in answer:
         kind = getattr(errors, answer["kind"], RunError)
-        raise begun.problem or kind.__new__(kind, answer["problem"])  # it is whole
-    return _connect(meeting, answer, begun, intent)
+        raise root_run.problem or kind.__new__(kind, answer["problem"])  # it is whole
+    return _connect(meeting, answer, root_run, request)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Begun:
+class _RootRun:
     """What rank 0 alone has of a run."""
 
     path: Path | None = None
@@ -216,24 +216,24 @@ class _Begun:
 
 
 def _answer(
-    hellos: list[dict[str, Any]], info: dict[str, Any], intent: Intent
-) -> tuple[dict[str, Any], _Begun]:
+    hellos: list[dict[str, Any]], info: dict[str, Any], request: RunRequest
+) -> tuple[dict[str, Any], _RootRun]:
     """Return what rank 0 says to all ranks, and what it has begun."""
     for hello in hellos:
         if "problem" in hello:
-            return {"problem": hello["problem"], "kind": hello["kind"]}, _Begun()
+            return {"problem": hello["problem"], "kind": hello["kind"]}, _RootRun()
     try:
         _check_agreement(hellos)
-        begun, first_step = _begin(info.pop("run_dir"), hellos, info, intent)
+        root_run, first_step = _begin(info.pop("run_dir"), hellos, info, request)
     except Exception as error:
         problem = _problem_of(error, f"rank 0 cannot begin the run in {info.get('run_dir')}")
-        return {"problem": str(problem), "kind": type(problem).__name__}, _Begun(problem=problem)
+        return {"problem": str(problem), "kind": type(problem).__name__}, _RootRun(problem=problem)
     return {
         "first_step": first_step,
         "secret": secrets.token_hex(16),
         "host": hellos[0]["host"],
         "ranks_of": Counter(hello["host"] for hello in hellos),
-    }, begun
+    }, root_run
 
 
 def _check_agreement(hellos: list[dict[str, Any]]) -> None:
@@ -257,8 +257,8 @@ def _check_agreement(hellos: list[dict[str, Any]]) -> None:
 
 
 def _begin(
-    place: Path | Store, hellos: list[dict[str, Any]], info: dict[str, Any], intent: Intent
-) -> tuple[_Begun, int]:
+    place: Path | Store, hellos: list[dict[str, Any]], info: dict[str, Any], request: RunRequest
+) -> tuple[_RootRun, int]:
     given = info.pop("sinks")
     planned = plan_sinks(given) if dist.get_rank() == 0 else ()
     if given and not planned:  # one tracker, one port, one webhook for the job
@@ -267,7 +267,7 @@ def _begin(
         "num_workers": len(hellos),
         "world_size": dist.get_world_size(),
         "ranks": [{"rank": rank, **hello["facts"]} for rank, hello in enumerate(hellos)],
-        "options": intent.options,
+        "options": request.options,
         **info,
         "versions": {"torch": str(torch.__version__), **info.get("versions", {})},
         "config": without_secrets(to_plain(info.get("config", {}))),
@@ -276,21 +276,21 @@ def _begin(
     run_dir = store.copy if store is not None else Path(str(place))
     while True:
         previous, path = _free_directory(run_dir, store)
-        start = _state_after(previous, info) if intent.options["resume"] else None
-        told = dict(info)
+        start = _state_after(previous, info) if request.options["resume"] else None
+        described = dict(info)
         if previous is not None and start is not None:
-            told |= {"continues": previous.name, "first_step": start["step"] + 1}
+            described |= {"continues": previous.name, "first_step": start["step"] + 1}
         try:
-            begun = begin_run(path, told, b"" if start is None else pack_state(start))
+            written = begin_run(path, described, b"" if start is None else pack_state(start))
         except RunTakenError:  # by a job that begins at the same time: the next sibling is ours
             continue
-        return _Begun(
+        return _RootRun(
             path,
             None if store is None else store.sibling(path.name),
-            to_plain(begun),
+            to_plain(written),
             tuple(sink.spec for sink in planned if sink.spec),
             tuple(sink for sink in planned if not sink.spec),
-        ), told.get("first_step", 0)
+        ), described.get("first_step", 0)
 
 
 def _state_after(previous: Path | None, info: Mapping[str, Any]) -> Any:
@@ -328,42 +328,44 @@ def _runs_here(agent: Mapping[str, Any]) -> bool:
 
 
 def _connect(
-    meeting: Rendezvous, answer: Mapping[str, Any], begun: _Begun, intent: Intent
-) -> Opened:
-    rank, secret, own_host = meeting.rank, answer["secret"], host_name()
+    meeting: Rendezvous, answer: Mapping[str, Any], root_run: _RootRun, request: RunRequest
+) -> RunHandle:
+    rank = meeting.rank
+    secret = answer["secret"]
+    own_host = host_name()
     place = f"agent/{own_host}"
     agent = None
     leads = rank == 0 or (own_host != answer["host"] and meeting.is_first(f"leads/{own_host}"))
     if leads:
-        agent, address = _start_agent(secret, in_thread=intent.in_thread)
-        if begun.path is not None and not address:
+        agent, address = _start_agent(secret, in_thread=request.in_thread)
+        if root_run.path is not None and not address:
             with contextlib.suppress(Exception):
-                end_lost_run(begun.path, None, "none could be started")
+                end_lost_run(root_run.path, None, "none could be started")
         meeting.write(place, address.encode())
     else:
         address = meeting.read(place)[0].decode()
     hello: dict[str, Any] = {"rank": rank, "secret": secret}
     if leads:
         num_local = int(meeting.read(f"ranks/{own_host}")[0])
-        layout = intent.layout.to_json()
+        layout = request.layout.to_json()
         hello["forward"] = {"host": rank, "num_local": num_local, "layout": layout}
-    if begun.path is not None:
-        hello["root"] = _setup(begun, answer["first_step"], intent)
+    if root_run.path is not None:
+        hello["root"] = _setup(root_run, answer["first_step"], request)
         hello["root"] |= {"hosts": answer["hosts"], "num_local": hello.pop("forward")["num_local"]}
         hello["root"]["master"] = os.environ.get("MASTER_ADDR")
-    return Opened(
+    return RunHandle(
         rank=rank,
         num_workers=meeting.num_workers,
         first_step=answer["first_step"],
-        run_dir=begun.path,
+        run_dir=root_run.path,
         address=address,
         hello=hello,
         meeting=meeting,
         awaits_invitation="forward" in hello,
         agent=agent,
-        info=begun.info,
-        local_sinks=begun.local_sinks,
-        store="" if begun.store is None else str(begun.store),
+        info=root_run.info,
+        local_sinks=root_run.local_sinks,
+        store="" if root_run.store is None else str(root_run.store),
     )
 
 
@@ -377,25 +379,25 @@ def _start_agent(secret: str, *, in_thread: bool) -> tuple[Started | None, str]:
         return None, ""
 
 
-def _setup(begun: _Begun, first_step: int, intent: Intent) -> dict[str, Any]:
+def _setup(root_run: _RootRun, first_step: int, request: RunRequest) -> dict[str, Any]:
     """Return what the root has to know, as JSON can hold it."""
-    options = intent.options
+    options = request.options
     return {
         "host": host_name(),
-        "run_dir": str(Path(begun.path or "").absolute()),
-        "store": "" if begun.store is None else str(begun.store),
-        "info": begun.info,
-        "layout": intent.layout.to_json(),
+        "run_dir": str(Path(root_run.path or "").absolute()),
+        "store": "" if root_run.store is None else str(root_run.store),
+        "info": root_run.info,
+        "layout": request.layout.to_json(),
         "first_step": first_step,
-        "flush_seconds": intent.flush_seconds,
-        "hang_seconds": intent.hang_seconds,
+        "flush_seconds": request.flush_seconds,
+        "hang_seconds": request.hang_seconds,
         "budget": options["overhead_budget"],
         "every": options["every"],
         "canary": options["canary"],
         "canary_every": options["canary_every"],
-        "sinks": list(begun.sinks),
-        "relays": bool(begun.local_sinks),
-        "announce": intent.announce,
+        "sinks": list(root_run.sinks),
+        "relays": bool(root_run.local_sinks),
+        "announce": request.announce,
     }
 
 
@@ -423,10 +425,13 @@ def _free_directory(run_dir: Path, store: Store | None = None) -> tuple[Path | N
 
     Siblings count without a gap: ``exp-2024`` beside ``exp`` is another experiment.
     """
-    previous, candidate, number = None, run_dir, 1
+    previous = None
+    candidate = run_dir
+    number = 1
     while is_run(candidate):
         number += 1
-        previous, candidate = candidate, run_dir.with_name(f"{run_dir.name}-{number}")
+        previous = candidate
+        candidate = run_dir.with_name(f"{run_dir.name}-{number}")
     if previous is not None:
         shown = (
             (run_dir, candidate)

@@ -39,7 +39,7 @@ from rankscope.session.inbox import Inbox, OnFinding
 from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
 from rankscope.session.mesh_meeting import JoinedMesh
-from rankscope.session.opening import Opened
+from rankscope.session.opening import RunHandle
 from rankscope.session.outbox import Outbox
 from rankscope.sinks import Sinks
 from rankscope.wrappers.find import has_closure, is_compiled, is_training, tell_if_wrapped_anew
@@ -66,7 +66,7 @@ class Scope:
         model: What the training calls: the wrapped model, or the compiled wrapper.
         optimizer: Its optimizer, if known, or several as one.
         instruments: What measures the model's gradients, and how.
-        opened: The run that has begun, and the way to the agent.
+        handle: The run that has begun, and the way to the agent.
         on_finding: Called with each finding that opens, gets worse or closes.
         mesh: The mesh that the run is a part of; None without one.
         sinks: Sinks that live in this process; None without.
@@ -78,34 +78,37 @@ class Scope:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         instruments: Instruments,
-        opened: Opened,
+        handle: RunHandle,
         *,
         on_finding: OnFinding | None,
         mesh: JoinedMesh | None = None,
         sinks: Sinks | None = None,
         announce_end: bool = False,
     ) -> None:
-        self._opened, self._announces_end = opened, announce_end
+        self._handle = handle
+        self._announces_end = announce_end
         self._off = self._closed = self._inside = self._training = self._bypassing = False
         self._pid = os.getpid()
         self._guard = Guard(self._fail, clock_of(instruments.device))
-        channel = Channel(self._send_evidence, self._has_room, opened.meeting, mesh)
+        channel = Channel(self._send_evidence, self._has_room, handle.meeting, mesh)
         self._collector = StepCollector(
-            instruments, optimizer, self._guard, self._send, opened.first_step, channel
+            instruments, optimizer, self._guard, self._send, handle.first_step, channel
         )
         self._mark = _new_mark()
-        self._link = opened.connect(self._collector.reduced_copies, self._mark)
-        self._outbox = Outbox(self._link, opened.rank)
-        self._inbox = Inbox(self._link, opened, self._collector, on_finding, sinks)
+        self._link = handle.connect(self._collector.reduced_copies, self._mark)
+        self._outbox = Outbox(self._link, handle.rank)
+        self._inbox = Inbox(self._link, handle, self._collector, on_finding, sinks)
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(ForeignHook(self._before_forward), with_kwargs=True),
             model.register_forward_hook(ForeignHook(self._after_forward), with_kwargs=True),
         ]
-        self._model, inner = model, instruments.module
+        self._model = model
+        inner = instruments.module
         self._hooks_inside = inner is not model and not (is_compiled(model) or is_compiled(inner))
         if self._hooks_inside:
             hook = partial(ForeignHook, compiled=False)
-            before, after = hook(self._before_inner_forward), hook(self._after_inner_forward)
+            before = hook(self._before_inner_forward)
+            after = hook(self._after_inner_forward)
             self._hooks.append(inner.register_forward_pre_hook(before, with_kwargs=True))
             self._hooks.append(inner.register_forward_hook(after, with_kwargs=True))
         for each in all_of(optimizer):
@@ -120,7 +123,7 @@ class Scope:
     @property
     def run_dir(self) -> Path | None:
         """The run's directory; None on all ranks but 0."""
-        return self._opened.run_dir
+        return self._handle.run_dir
 
     @property
     def latest(self) -> StepReport | None:
@@ -273,7 +276,7 @@ class Scope:
                 hook.remove()
             self._collector.remove()
             if settled:
-                self._say_goodbye(timeout, interrupted=interrupted)
+                self._finish(timeout, interrupted=interrupted)
         except RankscopeError as error:
             self._warn(error)
         finally:  # Ctrl-C cuts the wait short, and loses nothing that was handed over
@@ -282,13 +285,13 @@ class Scope:
             if self._mark is not None:
                 self._mark.close()
             self._inbox.close_sinks()
-            if self._opened.agent is not None and self._inbox.done:
-                self._opened.agent.wait(_AGENT_SECONDS)
-        if self._announces_end and self._opened.run_dir is not None:
-            announce(logging.INFO, where_recorded(self._opened.run_dir, self._opened.store))
-        self._inbox.tell(None)
+            if self._handle.agent is not None and self._inbox.done:
+                self._handle.agent.wait(_AGENT_SECONDS)
+        if self._announces_end and self._handle.run_dir is not None:
+            announce(logging.INFO, where_recorded(self._handle.run_dir, self._handle.store))
+        self._inbox.notify(None)
 
-    def _say_goodbye(self, timeout: float, *, interrupted: bool) -> None:
+    def _finish(self, timeout: float, *, interrupted: bool) -> None:
         """Hand over what is left, and wait for the agent's last word.
 
         Raises:
@@ -296,14 +299,14 @@ class Scope:
         """
         self._outbox.flush()
         why = "its training was interrupted" if interrupted else "it closed its scope"
-        self._say_bye(complete=not interrupted, why=why)
+        self._send_bye(complete=not interrupted, why=why)
         until = time.monotonic() + timeout
         self._link.drain(timeout)
         while not self._inbox.done and time.monotonic() < until:
             if self._inbox.wait(min(until - time.monotonic(), 0.5)):
                 until = time.monotonic() + timeout  # the agent is busy with what it has
         if not self._inbox.done and not interrupted:
-            told = self._opened.agent is not None and timeout >= CLOSE_SECONDS_AFTER_ERROR
+            told = self._handle.agent is not None and timeout >= CLOSE_SECONDS_AFTER_ERROR
             level = logging.WARNING if told else logging.INFO
             _log.log(
                 level,
@@ -311,11 +314,11 @@ class Scope:
                 "and the agent closes the record by itself",
             )
 
-    def _say_bye(self, *, complete: bool, why: str) -> None:
+    def _send_bye(self, *, complete: bool, why: str) -> None:
         said = {
             "complete": complete, "why": why, "without_room": self._outbox.num_without_room
         }  # fmt: skip
-        self._link.send(FrameKind.BYE, json.dumps(said).encode(), rank=self._opened.rank)
+        self._link.send(FrameKind.BYE, json.dumps(said).encode(), rank=self._handle.rank)
 
     def __enter__(self) -> Self:
         return self
@@ -344,7 +347,7 @@ class Scope:
             self._guard(self._begin_forward, model, args, kwargs)
             self._beat("forward")
             if not self._off:
-                self._inbox.tell(self._collector.step)
+                self._inbox.notify(self._collector.step)
 
     def _begin_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         self._inbox.read()
@@ -355,7 +358,7 @@ class Scope:
     def _keep_pace(self, step: int) -> None:
         """Wait until the root has judged a step, so that what it decides comes in time."""
         start = time.perf_counter()
-        if step >= self._opened.first_step:
+        if step >= self._handle.first_step:
             self._outbox.flush()
             self._inbox.await_report(step)
         self._guard.leave_out(time.perf_counter() - start)
@@ -424,7 +427,7 @@ class Scope:
         self._outbox.send(step)
 
     def _send_evidence(self, name: str, step: int, content: Content) -> None:
-        self._link.send(FrameKind.EVIDENCE, tag(name, content), rank=self._opened.rank, step=step)
+        self._link.send(FrameKind.EVIDENCE, tag(name, content), rank=self._handle.rank, step=step)
 
     def _has_room(self) -> bool:
         return self._link.has_room
@@ -437,23 +440,23 @@ class Scope:
             self._guard.open = False
             self._warn(error)
             with contextlib.suppress(Exception):  # it may be the link that has failed
-                self._say_bye(complete=False, why="its monitor has switched itself off")
+                self._send_bye(complete=False, why="its monitor has switched itself off")
             self._link.close()
 
     def _warn(self, error: Exception) -> None:
         foreseen = isinstance(error, RankscopeError)  # such a message says it all
         ended = isinstance(error, AgentEndedError)  # each host's first rank says it
         _log.log(
-            logging.INFO if ended and self._opened.agent is None else logging.WARNING,
+            logging.INFO if ended and self._handle.agent is None else logging.WARNING,
             "rankscope has switched itself off on rank %d after step %d; training goes on. %s",
-            self._opened.rank,
+            self._handle.rank,
             self._collector.step - 1,
             error if foreseen else f"{type(error).__name__}: {error}",
             exc_info=None if foreseen else error,
         )
         if ended:
             with contextlib.suppress(Exception):
-                self._opened.note_end_of_agent()
+                self._handle.note_end_of_agent()
 
     def _leave_to_parent(self) -> None:
         """Do nothing any more, in a process that was forked from the training's."""

@@ -27,7 +27,7 @@ from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
 from rankscope.session.mesh_meeting import join_mesh, meet_mesh
-from rankscope.session.opening import Intent, Opened, host_name, open_run
+from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
 from rankscope.session.options import WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
 from rankscope.sinks import RunInfo, SinkOption, Sinks
@@ -104,7 +104,7 @@ def watch(
         MissingExtraError: The package of a sink is not installed.
         RunError: Rank 0 cannot write ``run_dir``, or some rank cannot begin for another reason.
     """
-    speak_on_stderr()
+    log_to_stderr()
     options = WatchOptions.of(options, more)
     tier = chosen_tier(tier)
     intended = Plan.of(plan)
@@ -144,9 +144,9 @@ def watch(
             "run_dir": _own_directory(run_dir, dist.get_process_group_ranks(group)),
         }
 
-    opened = open_run(
+    handle = open_run(
         group,
-        Intent(
+        RunRequest(
             options=described,
             describe=describe,
             layout=instruments.layout,
@@ -157,19 +157,20 @@ def watch(
         ),
     )
     mesh = None
-    if not local_steps and not opened.problem:
-        host, secret = host_name(), opened.hello["secret"]
-        met = meet_mesh(wrapped, group, host=host, address=opened.address, secret=secret)
+    if not local_steps and not handle.problem:
+        host = host_name()
+        secret = handle.hello["secret"]
+        met = meet_mesh(wrapped, group, host=host, address=handle.address, secret=secret)
         if met is not None:
             mesh = join_mesh(met, host=host, compares=options.evidence)
     return Scope(
         model,
         optimizer,
         instruments,
-        opened,
+        handle,
         on_finding=on_finding,
         mesh=mesh,
-        sinks=_local_sinks(opened),
+        sinks=_local_sinks(handle),
         announce_end=options.announce,
     )
 
@@ -179,7 +180,7 @@ def _one_of(optimizers: list[torch.optim.Optimizer]) -> Any:
     return JointOptimizer(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
 
 
-def speak_on_stderr() -> None:
+def log_to_stderr() -> None:
     """Let the logger ``rankscope`` write to the error stream, not where the root logger writes.
 
     That may be the script's output, which belongs to the script. A logger that was configured by
@@ -217,13 +218,13 @@ def _in_thread(agent: str | None) -> bool:
     return given == "thread"
 
 
-def _local_sinks(opened: Opened) -> Sinks | None:
+def _local_sinks(handle: RunHandle) -> Sinks | None:
     """Start the sinks that have to live in this process: objects, and the training's trackers."""
-    if not opened.local_sinks or opened.run_dir is None:
+    if not handle.local_sinks or handle.run_dir is None:
         return None
-    info = opened.info
-    run = RunInfo(opened.run_dir, opened.num_workers, info["config"], info["options"])
-    return Sinks(opened.local_sinks, run)
+    info = handle.info
+    run = RunInfo(handle.run_dir, handle.num_workers, info["config"], info["options"])
+    return Sinks(handle.local_sinks, run)
 
 
 def _own_directory(run_dir: str | Path, ranks: list[int]) -> Path | Store:

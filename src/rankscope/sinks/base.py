@@ -59,7 +59,7 @@ class SinkError(RankscopeError):
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a sink is told once, before the first step.
+    """The run as a sink gets it, once, before the first step.
 
     Attributes:
         run_dir: The run's directory.
@@ -132,7 +132,8 @@ class StepValues:
         for severity in Severity:
             yield findings_name(severity), float(self.open_findings.get(severity, 0))
         places = [(rank, self.ranks.index(rank)) for rank in self.named if rank in self.ranks]
-        spreads, values = self.spread_CX.tolist(), self.values_CR
+        spreads = self.spread_CX.tolist()
+        values = self.values_CR
         for index, signal in enumerate(WORKER_SIGNALS):
             for which, value in zip(SPREAD, spreads[index], strict=True):
                 if isfinite(value):
@@ -232,7 +233,8 @@ def _spread(values_CW: Floats) -> Floats:
     counts_C = np.isfinite(values_CW).sum(axis=1)
     with np.errstate(invalid="ignore", over="ignore"):
         means_C = np.nansum(values_CW, axis=1) / np.where(counts_C, counts_C, np.nan)
-    low_C, high_C = np.fmin.reduce(values_CW, axis=1), np.fmax.reduce(values_CW, axis=1)
+    low_C = np.fmin.reduce(values_CW, axis=1)
+    high_C = np.fmax.reduce(values_CW, axis=1)
     return np.stack([low_C, means_C, high_C], axis=1)
 
 
@@ -260,7 +262,7 @@ class NewsSink(ABC):
     """A sink that tells what is new about findings; a subclass that takes steps says so.
 
     Args:
-        severity: Findings that never were this bad are not told.
+        severity: Findings that were never this severe are left out.
     """
 
     takes_steps = False
@@ -277,7 +279,7 @@ class NewsSink(ABC):
 
     @property
     def run(self) -> RunInfo:
-        """What the sink was told first."""
+        """The run, from ``open``."""
         assert self._info is not None, "open comes first"
         return self._info
 
@@ -288,10 +290,10 @@ class NewsSink(ABC):
         """Tell of a finding that opened, got worse or closed."""
         event = self._events.of(finding)
         if event is not None and event.is_news:
-            self.tell(finding, event)
+            self.notify(finding, event)
 
     @abstractmethod
-    def tell(self, finding: Finding, event: FindingEvent) -> None:
+    def notify(self, finding: Finding, event: FindingEvent) -> None:
         """Tell what is new about a finding."""
 
     def close(self) -> None:  # noqa: B027 - not all hold something

@@ -30,7 +30,7 @@ class CommandSink(NewsSink):
 
     Args:
         command: For the shell. Nothing of a finding is put into it.
-        severity: Findings that never were this bad are not told.
+        severity: Findings that were never this severe are left out.
         seconds: A command that takes longer is killed, with all that it started.
     """
 
@@ -41,20 +41,20 @@ class CommandSink(NewsSink):
         self._command = command
         self._seconds = seconds
         self._running: subprocess.Popen[bytes] | None = None
-        self._told = False
+        self._warned = False
         # Registered before the scope's own exit handler, and so called after it.
         atexit.register(_kill_at_exit, weakref.ref(self), os.getpid())
 
-    def tell(self, finding: Finding, event: FindingEvent) -> None:
+    def notify(self, finding: Finding, event: FindingEvent) -> None:
         """Run the command for a finding that opened, got worse or closed."""
         # A file, not a pipe: a process that is forked meanwhile would keep the pipe from ending.
-        with _new_file() as told:
-            told.write(json.dumps(plain_finding(finding)).encode())
-            told.seek(0)
+        with _new_file() as content:
+            content.write(json.dumps(plain_finding(finding)).encode())
+            content.seek(0)
             self._running = subprocess.Popen(
                 self._command,
                 shell=True,  # it is the user's own command line
-                stdin=told,
+                stdin=content,
                 env={**os.environ, **self._variables(finding, event)},
                 start_new_session=True,
             )
@@ -63,10 +63,10 @@ class CommandSink(NewsSink):
         except subprocess.TimeoutExpired:
             self.kill()
             self._running.wait()
-            self._tell(f"took longer than {self._seconds:g} s and was killed")
+            self._warn(f"took longer than {self._seconds:g} s and was killed")
             return
         if self._running.returncode:
-            self._tell(f"ended with exit code {self._running.returncode}")
+            self._warn(f"ended with exit code {self._running.returncode}")
 
     def kill(self) -> None:
         """Kill the command that runs now, if one does, with all that it started."""
@@ -74,9 +74,9 @@ class CommandSink(NewsSink):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._running.pid, signal.SIGKILL)
 
-    def _tell(self, problem: str) -> None:
-        if not self._told:
-            self._told = True
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
             _log.warning(
                 "sink command: it %s; it is run again for the next finding, and this is not said "
                 "again",

@@ -55,7 +55,8 @@ class Feeder:
         self._sink = sink
         self._info = run
         self._takes_steps = bool(getattr(sink, "takes_steps", True))
-        self._max_steps, self._max_findings = max_steps, max_findings
+        self._max_steps = max_steps
+        self._max_findings = max_findings
         self._numbers = itertools.count()
         self._steps: deque[tuple[int, StepValues]] = deque()
         self._findings: deque[tuple[int, Finding]] = deque()

@@ -54,7 +54,7 @@ class MlflowSink(NewsSink):
         if len(self._waiting) >= BATCH or self._clock() - self._sent >= SECONDS:
             self._send()
 
-    def tell(self, finding: Finding, event: FindingEvent) -> None:
+    def notify(self, finding: Finding, event: FindingEvent) -> None:
         """Keep a finding that opened, got worse or closed as a tag of the run."""
         self._attach()
         text = sentence(finding, event)[:MAX_TAG]
@@ -69,7 +69,9 @@ class MlflowSink(NewsSink):
 
     def _send(self) -> None:
         self._attach()
-        waiting, self._waiting, self._sent = self._waiting, [], self._clock()
+        waiting = self._waiting
+        self._waiting = []
+        self._sent = self._clock()
         for first in range(0, len(waiting), BATCH):
             batch = waiting[first : first + BATCH]
             self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
@@ -87,7 +89,8 @@ class MlflowSink(NewsSink):
         self._run_id = self._active_run_id()
         if not self._run_id:
             run = client.create_run(self._experiment_id(client), run_name=info.run_dir.name)
-            self._run_id, self._owns = run.info.run_id, True
+            self._run_id = run.info.run_id
+            self._owns = True
         client.set_tag(self._run_id, "rankscope.run_dir", str(info.run_dir))
         return client
 

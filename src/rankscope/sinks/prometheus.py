@@ -96,7 +96,9 @@ class PrometheusSink:
     def collect(self) -> list[Any]:
         """Return the latest values; called by whoever scrapes, in the server's thread."""
         with self._lock:
-            run, steps, workers = self._of_run(), self._of_steps(), self._of_workers()
+            run = self._of_run()
+            steps = self._of_steps()
+            workers = self._of_workers()
             return [*run, *steps, *workers, *self._of_findings()]
 
     def _of_run(self) -> Iterator[Any]:

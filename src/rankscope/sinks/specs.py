@@ -136,7 +136,8 @@ def _split_url(url: str) -> SplitResult:
     expected = "the sink webhook expected webhook:URL with http:// or https:// and a host"
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname or "", parts.port
+        host = parts.hostname or ""
+        _ = parts.port
         host.encode("idna")
     except ValueError:  # its message may hold what comes before the path
         raise UsageError(f"{expected}, and a port up to 65535 if any") from None

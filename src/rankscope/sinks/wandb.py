@@ -49,7 +49,7 @@ class WandbSink(NewsSink):
         """Log a step."""
         self._attached().log({"rankscope/step": step.step, **step.flat()})
 
-    def tell(self, finding: Finding, event: FindingEvent) -> None:
+    def notify(self, finding: Finding, event: FindingEvent) -> None:
         """Send an alert for a finding that opened or got worse, and keep it in the summary."""
         message = {
             "id": finding.id,
@@ -57,7 +57,7 @@ class WandbSink(NewsSink):
             "title": f"rankscope: {finding.cause}"[:63],
             "level": None if event is FindingEvent.CLOSED else _LEVELS[finding.severity],
         }
-        self._attached().tell(message)
+        self._attached().notify(message)
 
     def close(self) -> None:
         """Finish a run of our own; one that is the training's is left open."""
@@ -88,7 +88,7 @@ class _TheirRun:
     def log(self, values: dict[str, float]) -> None:
         self._try(lambda run: run.log(values, commit=False))
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def notify(self, message: dict[str, Any]) -> None:
         self._try(lambda run: self._take(run, message))
 
     def finish(self) -> None:
@@ -120,7 +120,7 @@ class _OwnRun:
             # Not W&B's helper process of the training, which would wait for this run at its exit.
             env={key: v for key, v in os.environ.items() if key != "WANDB_SERVICE"},
         )
-        self._say(
+        self._send(
             {
                 "project": project,
                 "dir": os.environ.get("WANDB_DIR") or str(info.run_dir),
@@ -140,17 +140,17 @@ class _OwnRun:
             raise SinkError(f"Weights & Biases cannot start a run: {problem}")
 
     def log(self, values: dict[str, float]) -> None:
-        self._say({"log": values})
+        self._send({"log": values})
 
-    def tell(self, message: dict[str, Any]) -> None:
-        self._say(message)
+    def notify(self, message: dict[str, Any]) -> None:
+        self._send(message)
 
     def finish(self) -> None:
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
             with contextlib.suppress(SinkError):  # it has ended already
                 # What is forked from here holds its input open, so that it would see no end of it.
-                self._say({"end": True})
+                self._send({"end": True})
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
@@ -170,7 +170,7 @@ class _OwnRun:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message) + "\n")

@@ -19,7 +19,8 @@ def main() -> None:
     """Read lines until one says that it is the last, or there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what W&B prints is no answer
-    problem, run = "", None
+    problem = ""
+    run = None
     try:
         settings = wandb.Settings(console="off")
         run = wandb.init(settings=settings, **json.loads(sys.stdin.readline()))

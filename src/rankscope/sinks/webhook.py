@@ -45,7 +45,8 @@ class _SameHostRedirects(urllib.request.HTTPRedirectHandler):
         Raises:
             HTTPError: There is none.
         """
-        here, there = urlsplit(req.full_url), urlsplit(newurl)
+        here = urlsplit(req.full_url)
+        there = urlsplit(newurl)
         alike = here.hostname == there.hostname and there.scheme in (here.scheme, "https")
         if code not in _WITH_BODY or not alike:
             raise urllib.error.HTTPError(newurl, code, msg, headers, fp)
@@ -63,7 +64,7 @@ class WebhookSink(NewsSink):
 
     Args:
         url: Where to post; never shown, as it may hold a secret.
-        severity: Findings that never were this bad are not told.
+        severity: Findings that were never this severe are left out.
         sleep: Waits some seconds.
     """
 
@@ -77,9 +78,9 @@ class WebhookSink(NewsSink):
         super().__init__(severity)
         self._url = url
         self._sleep = sleep
-        self._told = False
+        self._warned = False
 
-    def tell(self, finding: Finding, event: FindingEvent) -> None:
+    def notify(self, finding: Finding, event: FindingEvent) -> None:
         """Post a finding that opened, got worse or closed.
 
         Raises:
@@ -92,8 +93,8 @@ class WebhookSink(NewsSink):
             "finding": plain_finding(finding),
         }
         problem = self._post(json.dumps(body).encode())
-        if problem and not self._told:
-            self._told = True
+        if problem and not self._warned:
+            self._warned = True
             _log.warning(
                 "sink webhook could not tell of %s after %d tries (%s); it goes on with the next "
                 "finding, and this is not said again",

@@ -23,7 +23,7 @@ from rankscope.verdict.checks import checks_of
 from rankscope.verdict.dispersion_words import Values
 from rankscope.verdict.noise_scale import dispersion_numbers, noise_numbers
 from rankscope.verdict.rules import settled_by
-from rankscope.verdict.verdicts import Course, Verdict, judge, statements
+from rankscope.verdict.verdicts import RunProgress, Verdict, judge, statements
 
 _MEANS = (
     "loss_std",
@@ -83,15 +83,20 @@ def assess(run: Run) -> Assessment:
         RunError: A file of the run cannot be read.
     """
     values = measure(run)
-    findings, course = run.findings(), course_of(run)
+    findings = run.findings()
+    progress = progress_of(run)
     known = values["samples_drawn"] is not None
     checks = checks_of(run.num_workers, run.info.get("options"), samples=known)
-    course = replace(course, checks=checks)
-    verdict: Verdict = judge(values, findings, course)
+    progress = replace(progress, checks=checks)
+    verdict: Verdict = judge(values, findings, progress)
     return Assessment(
         severity=_worst(findings, verdict.severity),
         headline=verdict.headline,
-        statements=(*statements(values, findings, course), *_say_missing(run), *_say_long(run)),
+        statements=(
+            *statements(values, findings, progress),
+            *_describe_missing(run),
+            *_describe_long(run),
+        ),
         recommendation=verdict.recommendation,
         values=values,
         early=verdict.early,
@@ -107,14 +112,14 @@ def replay_command(run: Run, finding: Finding) -> str:
     return "" if bundle is None else f"rankscope replay {shlex.quote(str(bundle))}"
 
 
-def course_of(run: Run) -> Course:
+def progress_of(run: Run) -> RunProgress:
     """Return how far a recorded run came.
 
     Raises:
         RunError: The files of its steps cannot be listed.
     """
     steps = step_range(run.path, Table.STEPS)
-    return Course(run.status, -1 if steps is None else steps[1], _earlier_steps(run))
+    return RunProgress(run.status, -1 if steps is None else steps[1], _earlier_steps(run))
 
 
 def _earlier_steps(run: Run) -> int | None:
@@ -157,7 +162,8 @@ def _total(run: Run, values_T: Floats) -> float:
 def _has_tokens(run: Run) -> bool:
     """Return whether label tokens were counted: other numbers than those of the samples."""
     seen = run.overviews("loss_weight", "num_samples")
-    weights_BW, samples_BW = seen["loss_weight"].mean_BW, seen["num_samples"].mean_BW
+    weights_BW = seen["loss_weight"].mean_BW
+    samples_BW = seen["num_samples"].mean_BW
     return bool((np.isfinite(weights_BW) & (weights_BW != samples_BW)).any())
 
 
@@ -165,7 +171,8 @@ def _cost(run: Run) -> Values:
     """Return the monitor's share of the training's time, and the widest sampling interval."""
     columns = run.steps("step", "overhead_seconds", "interval")
     longest = _longest_seconds(run, columns["step"])
-    overheads, intervals = columns["overhead_seconds"][1:], _known(columns["interval"])
+    overheads = columns["overhead_seconds"][1:]
+    intervals = _known(columns["interval"])
     known = np.isfinite(overheads) & (longest[1:] > 0) if len(overheads) else overheads > 0
     time = float(np.sum(longest[1:][known] - overheads[known]))
     widest = np.nanmax(intervals) if np.isfinite(intervals).any() else math.nan
@@ -186,9 +193,11 @@ def _cost_of_a_step(run: Run) -> Values:
     rows = run.sampled(
         Table.WORKERS, "rank", "overhead_seconds", "read_seconds", max_rows=MAX_COSTS
     )
-    reads_R, costs_R = rows["read_seconds"], rows["overhead_seconds"]
+    reads_R = rows["read_seconds"]
+    costs_R = rows["overhead_seconds"]
     known_R = np.isfinite(reads_R) & np.isfinite(costs_R)
-    fixed, read = [], []
+    fixed = []
+    read = []
     for rank in np.unique(rows["rank"][known_R]):
         own_R = known_R & (rows["rank"] == rank)
         fixed.append(np.median(costs_R[own_R] - reads_R[own_R]))
@@ -235,7 +244,8 @@ def _samples(run: Run, drawn: int) -> Values:
         return _estimated_samples(run, coverage, drawn)
     if run.num_samples > MAX_SAMPLES:
         counted = run.count_samples()
-        number, distinct = int(counted.drawn_B[-1]), int(counted.distinct_B[-1])
+        number = int(counted.drawn_B[-1])
+        distinct = int(counted.distinct_B[-1])
     else:
         samples = np.sort(run.sample_ids())
         number = len(samples)
@@ -265,10 +275,11 @@ def _known(column: np.ndarray) -> Floats:
     return np.where(column == MISSING_INT, np.nan, column.astype(np.float64))
 
 
-def _say_missing(run: Run) -> tuple[str, ...]:
+def _describe_missing(run: Run) -> tuple[str, ...]:
     """Return what the record itself says that it lacks, and of which ranks."""
     said = []
-    lost, unwritten = run.info.get("lost_steps"), run.info.get("unwritten")
+    lost = run.info.get("lost_steps")
+    unwritten = run.info.get("unwritten")
     if lost:
         ranks = [int(rank) for rank in run.info.get("lost_of", {})]
         whose = name_ranks(ranks) if ranks else "a worker"
@@ -289,7 +300,7 @@ def _say_missing(run: Run) -> tuple[str, ...]:
     return tuple(said)
 
 
-def _say_long(run: Run) -> tuple[str, ...]:
+def _describe_long(run: Run) -> tuple[str, ...]:
     said = []
     if run.num_rows(Table.STEPS) > MAX_STEPS:
         said.append(

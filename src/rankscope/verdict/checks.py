@@ -31,7 +31,7 @@ def missing_steps(checks: Sequence[Check], num_steps: int) -> int:
     return max(0, max(needed, default=0) - num_steps)
 
 
-def say_checks(checks: Sequence[Check], num_steps: int) -> tuple[str, ...]:
+def describe_checks(checks: Sequence[Check], num_steps: int) -> tuple[str, ...]:
     """Return what was checked, what was not yet, and what cannot be, one sentence each."""
     possible = [check for check in checks if not check.impossible]
     done = [check.what for check in possible if check.needs <= num_steps]

@@ -101,7 +101,8 @@ class Diagnosis:
             self._batches.restore(state["batches"])
             findings = [Finding.from_json(event) for event in state["findings"]]
             told = [(Finding.from_json(event), int(count)) for event, count in state["told"]]
-            self._num_steps, self._step = int(state["num_steps"]), int(state["step"])
+            self._num_steps = int(state["num_steps"])
+            self._step = int(state["step"])
         except StateError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

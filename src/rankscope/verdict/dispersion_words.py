@@ -8,7 +8,7 @@ Values = dict[str, float | int | None]
 """The numbers of an assessment by name; None where one is undefined."""
 
 
-def say_dispersion(values: Values) -> str:
+def describe_dispersion(values: Values) -> str:
     """Return how the loss dispersion compares with sampling, or that this cannot be known."""
     figures = dispersion_figures(values)
     if values["num_workers"] == 1 or values["loss_std"] is None:
@@ -38,7 +38,8 @@ def dispersion_figures(values: Mapping[str, Any]) -> tuple[str, str, str] | None
     They are rounded so that they divide. The ratio is one of root mean squares over steps, and the
     std a mean over steps; what sampling explains follows from both. None where it is not known.
     """
-    observed, ratio = values.get("loss_std"), values.get("dispersion_ratio")
+    observed = values.get("loss_std")
+    ratio = values.get("dispersion_ratio")
     if observed is None or ratio is None:
         return None
     whole = observed / ratio if observed and ratio else values.get("loss_std_expected")
@@ -49,7 +50,7 @@ def dispersion_figures(values: Mapping[str, Any]) -> tuple[str, str, str] | None
     return texts[0], f"{shown / expected:.2f}", texts[1]
 
 
-def say_gradients(values: Values) -> str:
+def describe_gradients(values: Values) -> str:
     """Return how the dispersion of gradients compares with that of micro-batches, if known."""
     ratio = values["gradient_ratio"]
     if ratio is None:
@@ -60,13 +61,11 @@ def say_gradients(values: Values) -> str:
     )
 
 
-def say_noise_scale(values: Values, causes: set[str]) -> str:
+def describe_noise_scale(values: Values, causes: set[str]) -> str:
     """Return the gradient noise scale in words; nothing where workers share data."""
-    scale, low, batch = (
-        values["noise_scale"],
-        values["noise_scale_low"],
-        values["noise_scale_batch"],
-    )
+    scale = values["noise_scale"]
+    low = values["noise_scale_low"]
+    batch = values["noise_scale_batch"]
     if batch is None or "data.duplicate_batches" in causes or low is None:
         return ""
     from_micro = values["noise_scale_from_micro"]
@@ -91,7 +90,8 @@ def say_noise_scale(values: Values, causes: set[str]) -> str:
 def _interval(
     values: Values, name: str, show: Callable[[float | None], str] = lambda end: f"{end:.2f}"
 ) -> str:
-    low, high = values[f"{name}_low"], values[f"{name}_high"]
+    low = values[f"{name}_low"]
+    high = values[f"{name}_high"]
     if low is None or high is None:
         return ""
     return f" (95 % interval {show(low)} to {show(high)})"

@@ -64,7 +64,8 @@ class LoadedRun:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.path, self.info = run.path, run.info
+        self.path = run.path
+        self.info = run.info
 
     @property
     def steps(self) -> pa.Table:
@@ -127,7 +128,8 @@ class LoadedRun:
 
     def _repr_html_(self) -> str:
         verdict = self._verdict()
-        said, colour = verdict.assessment, _COLOURS[verdict.severity]
+        said = verdict.assessment
+        colour = _COLOURS[verdict.severity]
         rows = "".join(map(_row, verdict.findings))
         return (
             f'<div style="border-left:4px solid {colour};padding:4px 14px;max-width:60em">'

@@ -16,18 +16,18 @@ class Announcer:
     """Says in one line each what changes about warnings and errors, and at the end the verdict.
 
     Notes, and findings that another one explains, are only counted at the end; but for a note that
-    answers the question of a finding that was told.
+    answers the question of a finding that was news.
 
     Args:
-        say: Sends a line; whether it speaks of a fault.
+        write: Sends a line; whether it speaks of a fault.
     """
 
-    def __init__(self, say: Callable[[str, bool], None]) -> None:
-        self._say = say
+    def __init__(self, write: Callable[[str, bool], None]) -> None:
+        self._write = write
         self._num_lines = 0
         self._announced: set[str] = set()
 
-    def take(
+    def announce(
         self, changed: Sequence[tuple[Finding, FindingEvent]], known: Sequence[Finding]
     ) -> None:
         """Say what changes about findings.
@@ -36,22 +36,24 @@ class Announcer:
             changed: The findings, and what has changed about each.
             known: All findings of the run.
         """
-        told = [one for one in changed if self._is_told(*one, known)]
-        if not told:
+        news = [one for one in changed if self._should_announce(*one, known)]
+        if not news:
             return
         causes = explanations(known)
-        for finding, event in told:
+        for finding, event in news:
             if event is not FindingEvent.CLOSED and causes.get(finding.id) is not None:
                 continue
             self._num_lines += 1
             if self._num_lines > MOST_LINES:
                 if self._num_lines == MOST_LINES + 1:
-                    self._say("Further findings are only recorded, not printed.", True)
+                    self._write("Further findings are only recorded, not printed.", True)
                 return
             self._announced.add(finding.id)
-            self._say(line_of(finding, event), event is not FindingEvent.CLOSED)
+            self._write(line_of(finding, event), event is not FindingEvent.CLOSED)
 
-    def _is_told(self, finding: Finding, event: FindingEvent, known: Sequence[Finding]) -> bool:
+    def _should_announce(
+        self, finding: Finding, event: FindingEvent, known: Sequence[Finding]
+    ) -> bool:
         if event is FindingEvent.CLOSED:
             return finding.id in self._announced
         if finding.severity > Severity.NOTE:
@@ -73,7 +75,7 @@ class Announcer:
             return
         missing = missing_steps(checks_of(num_workers, options), num_steps)
         seen = f"{count(num_steps, 'step')} of {count(num_workers, 'worker')}"
-        self._say(f"{seen}: {verdict_line(known, missing)}", False)
+        self._write(f"{seen}: {verdict_line(known, missing)}", False)
 
 
 def line_of(finding: Finding, event: FindingEvent) -> str:

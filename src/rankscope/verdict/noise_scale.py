@@ -170,7 +170,8 @@ def _micro(rows: Columns, steps_T: Ints, width: int) -> tuple[Floats, Ints, Floa
     scales = rows["loss_scale"][here]
     with np.errstate(over="ignore"):
         means_T = sums(np.square(rows["grad_norm"][here])).mean(axis=1)
-        scales_TW, scale_squares_TW = sums(scales), sums(np.square(scales))
+        scales_TW = sums(scales)
+        scale_squares_TW = sums(np.square(scales))
     counts_TW = np.bincount(cells, minlength=size).reshape(-1, width)
     equal_T = (counts_TW == counts_TW[:, :1]).all(axis=1)
     num_micro_T = np.where(equal_T, counts_TW[:, 0], 1).astype(np.int64)

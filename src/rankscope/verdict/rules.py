@@ -64,7 +64,8 @@ def settles(answer: Finding, finding: Finding) -> bool:
     rule = RULES.get(answer.id)
     if rule is None or finding.cause not in rule.settles or answer.last_step < finding.first_step:
         return False
-    asked, answered = set(finding.ranks), set(answer.ranks)
+    asked = set(finding.ranks)
+    answered = set(answer.ranks)
     return bool(asked & answered if finding.cause == "inconclusive" else asked <= answered)
 
 

@@ -11,12 +11,12 @@ from rankscope.bus.checks import Check
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.budget import bound_in_words
-from rankscope.verdict.checks import missing_steps, say_checks
+from rankscope.verdict.checks import describe_checks, missing_steps
 from rankscope.verdict.dispersion_words import (
     Values,
-    say_dispersion,
-    say_gradients,
-    say_noise_scale,
+    describe_dispersion,
+    describe_gradients,
+    describe_noise_scale,
     short,
     spread_in_words,
 )
@@ -50,7 +50,7 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class RunProgress:
     """How far a run came.
 
     Attributes:
@@ -77,35 +77,35 @@ class Course:
         return self.status in ("incomplete", "interrupted") and self.last_step >= 0
 
 
-_BEGUN = Course()
+_BEGUN = RunProgress()
 
 
-def judge(values: Values, findings: Sequence[Finding], course: Course = _BEGUN) -> Verdict:
+def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _BEGUN) -> Verdict:
     """Return the verdict: the worst finding's, or else what the numbers allow to say.
 
     Args:
         values: The numbers of the assessment.
         findings: What was found.
-        course: How far the run came. Where its record ends early, it is not called healthy.
+        progress: How far the run came. Where its record ends early, it is not called healthy.
     """
     if not values["steps"]:
-        return _NOTHING_RECORDED if course.ended else _NOTHING_YET
-    verdict = _judge(values, findings, course)
+        return _NOTHING_RECORDED if progress.ended else _NOTHING_YET
+    verdict = _judge(values, findings, progress)
     if _causes(findings):
         return verdict
-    if course.cut_short:
-        return _cut_short(verdict, course)
-    missing = missing_steps(course.checks, _steps(values, course))
+    if progress.cut_short:
+        return _cut_short(verdict, progress)
+    missing = missing_steps(progress.checks, _steps(values, progress))
     if verdict.severity or not missing:
         return verdict
-    return _too_early(verdict, values, course, missing)
+    return _too_early(verdict, values, progress, missing)
 
 
-def _steps(values: Values, course: Course) -> int:
-    return _number(values, "steps") + (course.earlier_steps or 0)
+def _steps(values: Values, progress: RunProgress) -> int:
+    return _number(values, "steps") + (progress.earlier_steps or 0)
 
 
-def _judge(values: Values, findings: Sequence[Finding], course: Course) -> Verdict:
+def _judge(values: Values, findings: Sequence[Finding], progress: RunProgress) -> Verdict:
     """Return the verdict. A single gross value is left out: data alone may bring one about.
 
     Those that come again on one worker (``gross-outliers``) are not, for chance is ruled out, nor
@@ -113,7 +113,7 @@ def _judge(values: Values, findings: Sequence[Finding], course: Course) -> Verdi
     """
     told = [f for f in findings if f.cause != "time.straggler" and not _is_single(f)]
     if not told:
-        return _without_findings(values, course)
+        return _without_findings(values, progress)
     worst = ranked(told)[0]
     if worst.id in _BY_CAUSE:
         return replace(_BY_CAUSE[worst.id](values, worst), about=worst)
@@ -126,24 +126,24 @@ def _is_single(finding: Finding) -> bool:
 
 
 def statements(
-    values: Values, findings: Sequence[Finding], course: Course = _BEGUN
+    values: Values, findings: Sequence[Finding], progress: RunProgress = _BEGUN
 ) -> tuple[str, ...]:
     """Return what the metrics and the samples say, and what they cannot say."""
     if not values["steps"]:
         return ()
     causes = _causes(findings)
     parts = (
-        _say_end(course) if course.cut_short and causes else "",
-        _say_loss(values),
-        _say_metrics(values),
-        say_dispersion(values),
-        say_gradients(values),
-        say_noise_scale(values, causes),
-        _say_samples(values, causes),
-        _say_limits(values, causes),
-        _say_budget(values, findings, course),
-        *say_checks(course.checks, _steps(values, course)),
-        _say_cost(values),
+        _describe_end(progress) if progress.cut_short and causes else "",
+        _describe_loss(values),
+        _describe_metrics(values),
+        describe_dispersion(values),
+        describe_gradients(values),
+        describe_noise_scale(values, causes),
+        _describe_samples(values, causes),
+        _describe_limits(values, causes),
+        _describe_budget(values, findings, progress),
+        *describe_checks(progress.checks, _steps(values, progress)),
+        _describe_cost(values),
     )
     return tuple(part for part in parts if part)
 
@@ -171,7 +171,8 @@ def _nonfinite(values: Values, finding: Finding) -> Verdict:
 
 
 def _duplicates(values: Values, finding: Finding) -> Verdict:
-    num_workers, useful = values["num_workers"], _number(finding, "workers_with_own_batches")
+    num_workers = values["num_workers"]
+    useful = _number(finding, "workers_with_own_batches")
     whole = len(finding.ranks) == num_workers
     every = "Both workers" if num_workers == 2 else f"All {num_workers} workers"
     who = every if whole else name_ranks(finding.ranks).capitalize()
@@ -218,12 +219,12 @@ _BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
 }
 
 
-def _cut_short(verdict: Verdict, course: Course) -> Verdict:
+def _cut_short(verdict: Verdict, progress: RunProgress) -> Verdict:
     """Return a verdict that claims nothing of steps that were not watched."""
     own = "" if verdict.recommendation == NOTHING_TO_CHANGE else f"{verdict.recommendation} "
     return replace(
         verdict,
-        headline=f"{verdict.headline} {_say_end(course)}",
+        headline=f"{verdict.headline} {_describe_end(progress)}",
         recommendation=f"{own}See the log: it says what ended the training, or why rankscope ended "
         "before it.",
         severity=verdict.severity or Severity.NOTE,
@@ -231,27 +232,29 @@ def _cut_short(verdict: Verdict, course: Course) -> Verdict:
     )
 
 
-def _too_early(verdict: Verdict, values: Values, course: Course, missing: int) -> Verdict:
+def _too_early(verdict: Verdict, values: Values, progress: RunProgress, missing: int) -> Verdict:
     """Return a verdict that does not take the silence of checks for health that need more steps."""
-    headline, recommendation = verdict.headline, verdict.recommendation
-    steps, more = count(_steps(values, course), "step"), count(missing, "more step")
+    headline = verdict.headline
+    recommendation = verdict.recommendation
+    steps = count(_steps(values, progress), "step")
+    more = count(missing, "more step")
     if headline.startswith("Healthy"):
-        headline = f"{TOO_EARLY[course.ended]}: no fault found in {steps}."
+        headline = f"{TOO_EARLY[progress.ended]}: no fault found in {steps}."
     if recommendation == NOTHING_TO_CHANGE:
-        verb = "Train for" if course.ended else "Let it run for"
+        verb = "Train for" if progress.ended else "Let it run for"
         recommendation = f"{verb} {more}: then every check has had its chance."
     return replace(verdict, headline=headline, recommendation=recommendation, early=True)
 
 
-def _say_end(course: Course) -> str:
+def _describe_end(progress: RunProgress) -> str:
     return (
-        f"The record ends early, with step {course.last_step:,}: the training stopped there, or "
+        f"The record ends early, with step {progress.last_step:,}: the training stopped there, or "
         "went on unwatched."
     )
 
 
-def _without_findings(values: Values, course: Course) -> Verdict:
-    healthy = "No fault found" if course.cut_short else "Healthy"
+def _without_findings(values: Values, progress: RunProgress) -> Verdict:
+    healthy = "No fault found" if progress.cut_short else "Healthy"
     num_workers = values["num_workers"]
     if num_workers == 1:
         return Verdict("One worker: there is nothing to compare it with.", NOTHING_TO_CHANGE)
@@ -294,8 +297,9 @@ def _without_samples(values: Values) -> Verdict:
 # Statements --------------------------------------------------------------------------------
 
 
-def _say_loss(values: Values) -> str:
-    first, last = values["loss_first"], values["loss_last"]
+def _describe_loss(values: Values) -> str:
+    first = values["loss_first"]
+    last = values["loss_last"]
     if first is None or last is None:
         return "No loss was measured."
     return (
@@ -305,7 +309,7 @@ def _say_loss(values: Values) -> str:
     )
 
 
-def _say_metrics(values: Values) -> str:
+def _describe_metrics(values: Values) -> str:
     if values["num_workers"] == 1:
         return "Dispersion and direction compare workers, so they are not defined for one."
     parts = []
@@ -322,7 +326,7 @@ def _say_metrics(values: Values) -> str:
     return f"On average over steps, {'; '.join(parts)}." if parts else ""
 
 
-def _say_samples(values: Values, causes: set[str]) -> str:
+def _describe_samples(values: Values, causes: set[str]) -> str:
     if values["samples_drawn"] is None:
         return "The samples were not identified, so repeated ones cannot be seen."
     text = f"In the whole run, {_coverage(values)}"
@@ -338,7 +342,7 @@ def _say_samples(values: Values, causes: set[str]) -> str:
     return text + "."
 
 
-def _say_limits(values: Values, causes: set[str]) -> str:
+def _describe_limits(values: Values, causes: set[str]) -> str:
     if values["num_workers"] == 1:
         return ""
     if "data.duplicate_batches" in causes:
@@ -362,32 +366,35 @@ def _say_limits(values: Values, causes: set[str]) -> str:
     )
 
 
-def _say_budget(values: Values, findings: Sequence[Finding], course: Course) -> str:
+def _describe_budget(values: Values, findings: Sequence[Finding], progress: RunProgress) -> str:
     """Return what silence about outliers is worth: less after the steps of earlier runs."""
-    steps, num_workers = int(values["steps"] or 0), values["num_workers"] or 0
+    steps = int(values["steps"] or 0)
+    num_workers = values["num_workers"] or 0
     found = any("false_alarm_probability" in finding.evidence for finding in findings)
     if found or num_workers < 2:
         return ""
     text = "No worker stands out from the others in loss, gradient or amount of data."
-    if course.earlier_steps is None:
+    if progress.earlier_steps is None:
         return text
-    whole = "run" if not course.earlier_steps else "training"
-    steps += course.earlier_steps
-    before = ", those before its restarts included," if course.earlier_steps else ""
+    whole = "run" if not progress.earlier_steps else "training"
+    steps += progress.earlier_steps
+    before = ", those before its restarts included," if progress.earlier_steps else ""
     return (
         f"{text} A healthy {whole} of {count(steps, 'step')}{before} raises a finding of that kind "
         f"with a probability of at most {bound_in_words(steps)}."
     )
 
 
-def _say_cost(values: Values) -> str:
-    share, interval = values["overhead_share"], values["interval"]
+def _describe_cost(values: Values) -> str:
+    share = values["overhead_share"]
+    interval = values["interval"]
     if share is None:
         return ""
     text = f"Watching took {share:.1%} of the training's own time on the slowest worker"
     if interval is not None and interval > 1:
         text += f"; gradients were measured every {int(interval)} steps at the widest"
-    fixed, read = values["overhead_fixed_seconds"], values["overhead_read_seconds"]
+    fixed = values["overhead_fixed_seconds"]
+    read = values["overhead_read_seconds"]
     if fixed is None or read is None:
         return text + "."
     shown = [f"{1e3 * seconds:.2g}" for seconds in (fixed, read)]
@@ -406,14 +413,17 @@ def _say_cost(values: Values) -> str:
 
 
 def _coverage(values: Values) -> str:
-    drawn, distinct = values["samples_drawn"], values["distinct_samples"]
+    drawn = values["samples_drawn"]
+    distinct = values["distinct_samples"]
     if drawn is None or distinct is None:
         return "the samples are not recorded"
     return f"{distinct:,} of the {drawn:,} samples drawn are different"
 
 
 def _all_alike(values: Values) -> bool:
-    cosine, spread, loss = values["cosine_mean"], values["loss_range"], values["loss_last"]
+    cosine = values["cosine_mean"]
+    spread = values["loss_range"]
+    loss = values["loss_last"]
     if cosine is None or spread is None or loss is None or _number(values, "steps") < _FEW_STEPS:
         return False
     return cosine >= _ALIKE_COSINE and spread <= _ALIKE_LOSS * max(1.0, abs(loss))
@@ -421,7 +431,8 @@ def _all_alike(values: Values) -> bool:
 
 def _gradients_differ(values: Values) -> bool:
     """Return whether norms or directions of the workers' gradients differ by more than rounding."""
-    spread, cosine = values["grad_norm_std"], values["cosine_mean"]
+    spread = values["grad_norm_std"]
+    cosine = values["cosine_mean"]
     apart = cosine is not None and cosine < _ALIKE_COSINE
     return apart or (spread is not None and spread > _ALIKE_LOSS)
 

@@ -137,7 +137,8 @@ def coverage_in_words(values: Values) -> str:
 
 def tiles(values: Values) -> list[dict[str, str]]:
     """Return the key numbers of a run: label, value, note, and the share of a full bar if any."""
-    first, last = values.get("loss_first"), values.get("loss_last")
+    first = values.get("loss_first")
+    last = values.get("loss_last")
     unit = TOKENS if values.get("loss_per_token") else "mean over the workers"
     batch: Any = values.get("effective_batch")
     batch_note = "" if missing(batch) else f"{float(batch):.1f} different per step"
