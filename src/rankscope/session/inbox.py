@@ -1,4 +1,4 @@
-"""What comes back from the agent: read between two steps, and told at the beginning of one."""
+"""Frames from the agent: read between two steps, findings delivered at the beginning of one."""
 
 import json
 import logging
@@ -22,26 +22,25 @@ _log = logging.getLogger("rankscope")
 OnFinding = Callable[[Finding], None]
 
 SLOW_SECONDS = 1.0
-"""After which it is said that a training waits for its ``on_finding``."""
-
+"""Seconds in ``on_finding`` after which a warning is logged."""
 
 REPORT_SECONDS = 10.0
-"""That :meth:`Inbox.await_report` waits: a rank may have ended, and others go on without it."""
+"""Seconds that :meth:`Inbox.await_report` waits: a rank may have ended."""
 
 
 class Inbox:
-    """Takes the agent's frames in the training's own thread; nothing waits for them.
+    """Handles the agent's frames in the training's own thread, without waiting for them.
 
     Args:
-        link: The way to the agent.
+        link: The link to the agent.
         handle: The run.
-        collector: Is told how often to measure.
+        collector: Gets intervals and requests.
         on_finding: Called with each finding that opens, gets worse or closes.
         sinks: Sinks that live in this process; None without.
 
     Attributes:
         findings: All findings by id, each in its latest state.
-        done: Whether the agent has said its last word.
+        done: Whether the agent has sent its last frame.
     """
 
     def __init__(
@@ -62,8 +61,8 @@ class Inbox:
         self._patience = REPORT_SECONDS
         self._packed: bytes | None = None
         self._latest: StepReport | None = None
-        self._due: list[tuple[int, Finding]] = []  # to be told from a step on
-        self._news: list[Finding] = []  # not shown to this process's sinks as yet
+        self._due: list[tuple[int, Finding]] = []  # with the step from which on_finding gets each
+        self._news: list[Finding] = []  # for the sinks of this process
         self._fed = -1
         self.findings: dict[str, Finding] = {}
         self.done = False
@@ -83,7 +82,7 @@ class Inbox:
 
     @property
     def latest(self) -> StepReport | None:
-        """The last report that has come."""
+        """The latest report."""
         if self._packed is not None:
             packed = self._packed
             self._packed = None
@@ -91,7 +90,7 @@ class Inbox:
         return self._latest
 
     def read(self) -> None:
-        """Take what has come in by now.
+        """Handle the frames that have arrived.
 
         Raises:
             LinkError: The agent has ended, or has switched this worker off.
@@ -101,7 +100,7 @@ class Inbox:
         self._handle_all(self._link.poll())
 
     def wait(self, seconds: float) -> bool:
-        """Take what comes in, as soon as something does; return whether something did.
+        """Wait up to so many seconds for frames, and handle them; return whether any came.
 
         Raises:
             LinkError: The agent has ended, or has switched this worker off.
@@ -111,7 +110,7 @@ class Inbox:
         return bool(frames)
 
     def subscribe(self) -> None:
-        """Ask for the steps' reports, and take what has come in.
+        """Request the report of each step from now on, and handle the frames that have arrived.
 
         Raises:
             LinkError: The agent has ended, or has switched this worker off.
@@ -122,7 +121,7 @@ class Inbox:
         self.read()
 
     def await_report(self, step: int) -> None:
-        """Wait until the root has judged a step; after one that does not come, never again.
+        """Wait until the root has judged a step; after one timeout, never again.
 
         Raises:
             LinkError: The agent has ended, or has switched this worker off.
@@ -134,15 +133,12 @@ class Inbox:
             if left <= 0:
                 self._patience = 0.0
                 return
-            self.wait(min(left, 0.1))  # and push what has not been sent as yet
+            self.wait(min(left, 0.1))  # and send waiting frames
 
     def notify(self, step: int | None) -> None:
-        """Tell findings whose step has come, on every rank in the same one.
+        """Call ``on_finding`` with the findings due at a step, the same on all ranks; None: all.
 
-        What the user's function raises to end the training, such as ``SystemExit``, is raised.
-
-        Args:
-            step: The step that begins; None to tell all.
+        ``SystemExit`` and the like from the user's function end the training.
         """
         if not self._due or self._notifying:
             return
@@ -156,7 +152,7 @@ class Inbox:
             self._notifying = False
 
     def close_sinks(self) -> None:
-        """Hand what was found last to the sinks of this process, and end them."""
+        """Pass the last findings to the sinks of this process, and close them."""
         if self._sinks is not None:
             self._sinks.findings(self._news)
             self._sinks.close()
@@ -174,7 +170,7 @@ class Inbox:
             self._warned_slow = True
             _log.warning(
                 "on_finding took %.1f s for %s on rank %d, and the training waited for it: it is "
-                "called between two steps. This is not said again",
+                "called between two steps. This warning is not repeated",
                 seconds,
                 finding.id,
                 self._handle.rank,
@@ -233,11 +229,11 @@ class Inbox:
             raise AgentEndedError(frame.payload.decode())
 
     def _handle_invitation(self, frame: Frame) -> None:
-        """Let the agents of other hosts know how the root is reached."""
+        """Publish the root's invitation to the agents of other hosts."""
         self._handle.meeting.write("invitation", frame.payload)
 
     def _look_for_invitation(self) -> None:
-        """Tell the agent of this host how the root is reached, once that is known."""
+        """Send the root's invitation to the agent of this host, once it is published."""
         invitation = self._handle.meeting.look("invitation")
         if invitation is not None:
             self._awaits_invitation = False

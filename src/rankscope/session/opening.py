@@ -1,7 +1,7 @@
-"""How a run begins on all ranks or on none: what they agree on, and what rank 0 opens.
+"""Begins a run on all ranks or on none: they agree on options, and rank 0 opens the directory.
 
-What one rank alone cannot do is told to all of them. If it just raised, the others would wait for
-it, up to half an hour.
+An error on one rank is raised on all of them. Otherwise the others would wait for that rank, up to
+half an hour.
 """
 
 import contextlib
@@ -44,9 +44,9 @@ from rankscope.wrappers.rendezvous import LateError, Rendezvous
 _log = logging.getLogger("rankscope")
 
 _AGENT_ENDS_SECONDS = 0.2  # from the end of its sockets to that of its process
-_RECORD_ENDS_SECONDS = 1.0  # that a training waits for a lost run to be ended in its record
-_STARTING_SECONDS = 5.0  # that the agent of a run that has just begun may take to start
-_PREVIOUS_SECONDS = 10.0  # that the agent of the run before may take to write what it knows
+_RECORD_ENDS_SECONDS = 1.0  # that a training waits for the end of a lost run to be recorded
+_STARTING_SECONDS = 5.0  # that the agent of a new run may take to start
+_PREVIOUS_SECONDS = 10.0  # that the agent of the run before may take to write its data
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,13 +58,13 @@ class RunHandle:
         num_workers: W.
         first_step: Number of the first step.
         run_dir: The run's directory; None on all ranks but 0.
-        store: Its address in an object store, which it is a copy of; empty otherwise.
-        address: Where the agent listens.
-        hello: What this rank tells it first.
-        meeting: Where the ranks have met.
-        awaits_invitation: Whether this rank has to tell its agent how the root is reached.
+        store: The run's address in an object store; empty without.
+        address: The agent's address.
+        hello: The content of this rank's first frame.
+        meeting: The rendezvous of all ranks.
+        awaits_invitation: Whether this rank has to send the root's invitation to its agent.
         agent: The agent, on the rank that has started it.
-        info: What ``run.json`` says, on rank 0.
+        info: The content of ``run.json``, on rank 0.
         local_sinks: Sinks that live in the training's process, on rank 0.
         problem: Why nothing is watched, where some rank did not come; else empty.
     """
@@ -84,12 +84,7 @@ class RunHandle:
     store: str = ""
 
     def connect(self, reduced_copies: int, mark: ProgressMark | None) -> Link:
-        """Return the way to the agent.
-
-        Args:
-            reduced_copies: How many workers hold each element of the reduced gradient.
-            mark: Where this rank notes how far it is; None without.
-        """
+        """Return the link to the agent."""
         hello = {**self.hello, "thread": threading.get_native_id()}
         if mark is not None:
             hello["progress"] = mark.fileno()
@@ -101,7 +96,7 @@ class RunHandle:
         return Link(partial(launch.connect, self.address, self.problem), frame, wake)
 
     def note_end_of_agent(self) -> None:
-        """Say in the record that it ends here, on rank 0, if the agent's process has ended."""
+        """Record, on rank 0, that the run ends here if the agent's process has ended."""
         if self.agent is None or self.run_dir is None:
             return
         how = self.agent.ending(_AGENT_ENDS_SECONDS)
@@ -109,18 +104,18 @@ class RunHandle:
             args = self.run_dir, self.agent.pid, how
             thread = threading.Thread(target=_end_lost_run, args=args, daemon=True)
             thread.start()
-            thread.join(_RECORD_ENDS_SECONDS)  # the directory may stand still
+            thread.join(_RECORD_ENDS_SECONDS)  # the file system may hang
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRequest:
-    """What a run is to be.
+    """The settings of a run to begin.
 
     Attributes:
-        options: What must be equal on all ranks, as plain values.
-        describe: Returns what this rank says of itself: ``facts``, ``config``, ``training``,
-            ``sinks``, and ``run_dir``, the directory that rank 0 writes.
-        layout: How messages are to be read.
+        options: Options that must be equal on all ranks, as plain values.
+        describe: Returns this rank's ``facts``, ``config``, ``training``, ``sinks``, and
+            ``run_dir``, the directory that rank 0 writes.
+        layout: The layout of messages.
         flush_seconds: Longest time that measured values stay in the agent's memory.
         hang_seconds: How long a step may take; None for any time.
         in_thread: Whether agents live in threads of the training's processes.
@@ -140,7 +135,7 @@ def _end_lost_run(run_dir: Path, pid: int | None, how: str) -> None:
     try:
         end_lost_run(run_dir, pid, how)
     except Exception as error:
-        _log.debug("%s cannot say that its agent has ended: %s", run_dir, error)
+        _log.debug("the end of the agent cannot be recorded in %s: %s", run_dir, error)
 
 
 def open_run(group: dist.ProcessGroup, request: RunRequest) -> RunHandle:
@@ -148,9 +143,7 @@ def open_run(group: dist.ProcessGroup, request: RunRequest) -> RunHandle:
 
     Where some rank does not come, nothing is watched, and the training goes on.
 
-    Args:
-        group: The ranks; all of them call this at the same point of the program.
-        request: What the run is to be.
+    All ranks of the group call it at the same point of the program.
 
     Raises:
         RankscopeError: Some rank cannot begin; of the same kind on all of them.
@@ -199,13 +192,15 @@ def _open_run(meeting: Rendezvous, request: RunRequest) -> RunHandle:
         raise problem
     if "problem" in answer:
         kind = getattr(errors, answer["kind"], RunError)
-        raise root_run.problem or kind.__new__(kind, answer["problem"])  # it is whole
+        raise root_run.problem or kind.__new__(
+            kind, answer["problem"]
+        )  # __new__: the message is complete
     return _connect(meeting, answer, root_run, request)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _RootRun:
-    """What rank 0 alone has of a run."""
+    """The part of a run that rank 0 alone has."""
 
     path: Path | None = None
     store: Store | None = None
@@ -218,7 +213,7 @@ class _RootRun:
 def _answer(
     hellos: list[dict[str, Any]], info: dict[str, Any], request: RunRequest
 ) -> tuple[dict[str, Any], _RootRun]:
-    """Return what rank 0 says to all ranks, and what it has begun."""
+    """Begin the run on rank 0; return its answer to all ranks, and the run."""
     for hello in hellos:
         if "problem" in hello:
             return {"problem": hello["problem"], "kind": hello["kind"]}, _RootRun()
@@ -249,9 +244,9 @@ def _check_agreement(hellos: list[dict[str, Any]]) -> None:
                     f"{sorted(others - own) or 'none'}; look for what freezes, ties or adds "
                     "parameters on some ranks only"
                 )
-            said = {key: hello["agreement"].get(key) for key in keys}
+            own = {key: hello["agreement"].get(key) for key in keys}
             raise UsageError(
-                f"watch() expected the same options on every rank, got {said} on rank {rank} and "
+                f"watch() expected the same options on every rank, got {own} on rank {rank} and "
                 f"{ {key: first[key] for key in keys} } on rank 0; pass equal options"
             )
 
@@ -304,19 +299,19 @@ def _state_after(previous: Path | None, info: Mapping[str, Any]) -> Any:
 
 
 def _wait_for_agent(previous: Path) -> None:
-    """Let the agent of a run that has just been killed write what it was sent.
+    """Wait until the agent of a killed run has written its data.
 
-    A run that has just begun names none: its agent is starting, and steps wait in its socket.
+    A new run may not name its agent yet: it is starting, and steps wait in its socket.
     """
     until = time.monotonic() + _PREVIOUS_SECONDS
     while time.monotonic() < until:
         try:
-            said = parse(read_file(previous / "run.json"))
+            info = parse(read_file(previous / "run.json"))
             age = time.time() - (previous / "run.json").stat().st_mtime
         except (OSError, ValueError):
             return
-        agent = said.get("agent")
-        if said.get("status") != "running" or (agent is None and age > _STARTING_SECONDS):
+        agent = info.get("agent")
+        if info.get("status") != "running" or (agent is None and age > _STARTING_SECONDS):
             return
         if agent is not None and not _runs_here(agent):
             return
@@ -370,17 +365,17 @@ def _connect(
 
 
 def _start_agent(secret: str, *, in_thread: bool) -> tuple[Started | None, str]:
-    """Return this host's agent, and its address; an empty one where there can be no agent."""
+    """Start this host's agent; return it and its address, which is empty after a failure."""
     try:
         listening, address = launch.listen()
         return launch.start(listening, secret, thread=in_thread), address
-    except Exception as error:  # the others wait for an answer
+    except Exception as error:  # the other ranks wait for an answer
         _log.warning("no agent of the monitor can be started (%s: %s)", type(error).__name__, error)
         return None, ""
 
 
 def _setup(root_run: _RootRun, first_step: int, request: RunRequest) -> dict[str, Any]:
-    """Return what the root has to know, as JSON can hold it."""
+    """Return the setup of the root, as plain values."""
     options = request.options
     return {
         "host": host_name(),
@@ -402,7 +397,7 @@ def _setup(root_run: _RootRun, first_step: int, request: RunRequest) -> dict[str
 
 
 def host_name() -> str:
-    """Return what two processes have in common that can open each other's sockets."""
+    """Return a name that is equal in two processes that can open each other's sockets."""
     parts = [socket.gethostname(), str(os.getuid()) if hasattr(os, "getuid") else ""]
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -412,7 +407,7 @@ def host_name() -> str:
 
 
 def _problem_of(error: Exception, sentence: str) -> RankscopeError:
-    """Return why this rank cannot begin: an error of ours as it is, of any other a sentence."""
+    """Return the error to raise on all ranks: ours as it is, any other as a RunError."""
     if isinstance(error, RankscopeError):
         return error
     problem = RunError(f"{sentence} ({type(error).__name__}: {error})")
@@ -421,7 +416,7 @@ def _problem_of(error: Exception, sentence: str) -> RankscopeError:
 
 
 def _free_directory(run_dir: Path, store: Store | None = None) -> tuple[Path | None, Path]:
-    """Return the run before, if ``run_dir`` holds one already, and where to record this one.
+    """Return the run before, if ``run_dir`` holds one already, and the directory for this one.
 
     Siblings count without a gap: ``exp-2024`` beside ``exp`` is another experiment.
     """

@@ -29,9 +29,9 @@ class CommandSink(NewsSink):
     ``RANKSCOPE_EXPLANATION`` and ``RANKSCOPE_NEXT_CHECK``. It writes where the training writes.
 
     Args:
-        command: For the shell. Nothing of a finding is put into it.
+        command: The command for the shell; no part of a finding is put into it.
         severity: Findings that were never this severe are left out.
-        seconds: A command that takes longer is killed, with all that it started.
+        seconds: A command that takes longer is killed, with its child processes.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class CommandSink(NewsSink):
         self._seconds = seconds
         self._running: subprocess.Popen[bytes] | None = None
         self._warned = False
-        # Registered before the scope's own exit handler, and so called after it.
+        # Registered before the scope's own exit handler, so called after it.
         atexit.register(_kill_at_exit, weakref.ref(self), os.getpid())
 
     def notify(self, finding: Finding, event: FindingEvent) -> None:
         """Run the command for a finding that opened, got worse or closed."""
-        # A file, not a pipe: a process that is forked meanwhile would keep the pipe from ending.
+        # A file, not a pipe: a process forked meanwhile would keep the pipe open.
         with _new_file() as content:
             content.write(json.dumps(plain_finding(finding)).encode())
             content.seek(0)
@@ -69,7 +69,7 @@ class CommandSink(NewsSink):
             self._warn(f"ended with exit code {self._running.returncode}")
 
     def kill(self) -> None:
-        """Kill the command that runs now, if one does, with all that it started."""
+        """Kill the running command, if any, with its child processes."""
         if self._running is not None and self._running.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._running.pid, signal.SIGKILL)
@@ -78,8 +78,8 @@ class CommandSink(NewsSink):
         if not self._warned:
             self._warned = True
             _log.warning(
-                "sink command: it %s; it is run again for the next finding, and this is not said "
-                "again",
+                "sink command: it %s; it is run again for the next finding, and this warning is "
+                "not repeated",
                 problem,
             )
 
@@ -99,10 +99,10 @@ class CommandSink(NewsSink):
 
 
 def _new_file() -> IO[bytes]:
-    """Return an empty file without a name: in memory if that can be; a disk may be full."""
+    """Return an empty file without a name: in memory if possible, since a disk may be full."""
     try:
         return os.fdopen(os.memfd_create("rankscope"), "w+b")
-    except (AttributeError, OSError):  # another system than Linux, or it is forbidden
+    except (AttributeError, OSError):  # not Linux, or forbidden
         return tempfile.TemporaryFile()
 
 

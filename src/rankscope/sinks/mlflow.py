@@ -15,16 +15,16 @@ from rankscope.bus.finding_events import FindingEvent
 from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, sentence
 
 BATCH = 900
-"""Values that are sent at once; MLflow takes 1,000."""
+"""Most values in a request; MLflow takes 1,000."""
 
 SECONDS = 5.0
-"""Values are sent at the first step that comes so long after the last sending."""
+"""Seconds after which the next step sends the kept values."""
 
 MAX_TAG = 4000
 
 
 class MlflowSink(NewsSink):
-    """Logs to the run that the training has open when its first step is there, else to a new one.
+    """Logs to the training's run that is open at its first step, else to a new one.
 
     Args:
         experiment: The experiment of a new run; MLflow's own choice, if None.
@@ -44,10 +44,10 @@ class MlflowSink(NewsSink):
         self._owns = False
         self._waiting: list[Any] = []
         self._sent = clock()
-        self._found = mlflow.active_run()  # active runs belong to threads: this is the caller's
+        self._found = mlflow.active_run()  # runs are active per thread: this is the caller's
 
     def step(self, step: StepValues) -> None:
-        """Keep a step, and send what has been kept once it is much or old."""
+        """Keep a step, and send the kept values once they are many or old."""
         stamp = round(1000 * step.time)
         values = step.flat().items()
         self._waiting += [Metric(name, value, stamp, step.step) for name, value in values]
@@ -111,6 +111,6 @@ class MlflowSink(NewsSink):
 
 
 def _active_in_any_thread() -> Any:
-    """Return the run that the training opened after ``watch``; None if MLflow cannot tell."""
+    """Return the run that the training opened after ``watch``; None if MLflow does not show it."""
     look = getattr(mlflow.tracking.fluent, "_get_latest_active_run", None)
     return None if look is None else look()

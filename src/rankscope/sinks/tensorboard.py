@@ -17,7 +17,7 @@ FLUSH_SECONDS = 10
 
 
 class TensorBoardSink(NewsSink):
-    """Writes every number as a scalar, and what is new about findings as text.
+    """Writes numbers as scalars, and events of findings as text.
 
     Args:
         log_dir: Directory of the event file; ``tensorboard`` in the run's directory, if None.

@@ -19,21 +19,20 @@ from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, plain
 _log = logging.getLogger("rankscope")
 
 EXIT_SECONDS = 10.0
-"""How long the exit of the training waits for the upload of a run of ours."""
+"""Seconds that the training's exit waits for the upload of our own run."""
 
 _LEVELS = {Severity.NOTE: "INFO", Severity.WARNING: "WARN", Severity.ERROR: "ERROR"}
 
 
 class WandbSink(NewsSink):
-    """Logs to the run that the training has open when its first step is there, else to a new one.
+    """Logs to the training's run that is open at its first step, else to a new one.
 
-    The rows of a run that is the training's own remain the training's own: numbers are added to
-    the row that is open, and no row and no step is made. A new run gets a row per step, and is kept
-    by another process.
+    In the training's run, numbers are added to the open row, and no row or step is made. A new run
+    gets a row per step, and belongs to another process.
 
     Args:
-        project: A project. An open run of another project is then left alone. If None, the
-            project of the environment.
+        project: A project; an open run of another project is then not used. If None, the project
+            of the environment.
     """
 
     takes_steps = True
@@ -42,7 +41,7 @@ class WandbSink(NewsSink):
         super().__init__()
         self._project = project
         self._run: _TheirRun | _OwnRun | None = None
-        # Registered before the scope's own exit handler, and so called after it.
+        # Registered before the scope's own exit handler, so called after it.
         atexit.register(_end_at_exit, weakref.ref(self), os.getpid())
 
     def step(self, step: StepValues) -> None:
@@ -60,7 +59,7 @@ class WandbSink(NewsSink):
         self._attached().notify(message)
 
     def close(self) -> None:
-        """Finish a run of our own; one that is the training's is left open."""
+        """Finish our own run; the training's run is left open."""
         if self._run is not None:
             self._run.finish()
 
@@ -107,7 +106,7 @@ class _TheirRun:
 
 
 class _OwnRun:
-    """A run that another process keeps."""
+    """Our own run, in another process."""
 
     def __init__(self, info: RunInfo, project: str | None) -> None:
         script = str(Path(__file__).with_name("wandb_process.py"))
@@ -115,9 +114,9 @@ class _OwnRun:
             [sys.executable, "-P", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # an interrupt of the training is none of its upload
+            start_new_session=True,  # Ctrl-C in the training does not end its upload
             text=True,
-            # Not W&B's helper process of the training, which would wait for this run at its exit.
+            # Without the training's W&B helper process, which would wait for this run at its exit.
             env={key: v for key, v in os.environ.items() if key != "WANDB_SERVICE"},
         )
         self._send(
@@ -149,14 +148,14 @@ class _OwnRun:
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
             with contextlib.suppress(SinkError):  # it has ended already
-                # What is forked from here holds its input open, so that it would see no end of it.
+                # Forked processes hold its input open, so closing it is no end.
                 self._send({"end": True})
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
 
     def end(self, seconds: float) -> None:
-        """Wait so long for the upload, then kill the process and all that it started."""
+        """Wait so long for the upload, then kill the process and its children."""
         if self._process.returncode is not None:
             return
         try:

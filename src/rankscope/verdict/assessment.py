@@ -35,24 +35,24 @@ _MEANS = (
 )
 _ENDS = 5
 MAX_SAMPLES = 2**23
-"""Identities of samples that are counted exactly: 64 MB of them."""
+"""Most samples that are counted exactly: 64 MB of ids."""
 
 MAX_COSTS = 2**16
-"""Steps and workers whose costs a median is taken of."""
+"""Rows for the median cost of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """What a run's configuration does, and what to change.
+    """The verdict on a run, and what to change.
 
     Attributes:
-        severity: The worst that was found; None when the run is healthy.
+        severity: The worst severity of a finding; None when the run is healthy.
         headline: The verdict in one sentence; another one where the record ends early.
-        statements: What the metrics say and what they cannot say, one sentence or two each.
+        statements: What the metrics show and what they cannot, one sentence or two each.
         recommendation: What to change.
         values: The numbers behind it; None where a number is undefined. Means are over steps.
         early: Whether some check needs more steps than the run has.
-        command: What to run next, ready to be pasted; empty where there is nothing.
+        command: The next command to run; empty without one.
     """
 
     severity: Severity | None
@@ -72,12 +72,8 @@ class Assessment:
 def assess(run: Run) -> Assessment:
     """Assess a recorded run, finished or not.
 
-    Args:
-        run: The run; its tables and its findings are read.
-
-    Returns:
-        The assessment. Dispersion is judged in words, against what sampling alone would give;
-        only findings, exact equality of all workers, and a record that ends early set a severity.
+    Dispersion is compared in words with that of sampling alone. Only findings, exact equality of
+    all workers, and a record that ends early set a severity.
 
     Raises:
         RunError: A file of the run cannot be read.
@@ -105,7 +101,7 @@ def assess(run: Run) -> Assessment:
 
 
 def replay_command(run: Run, finding: Finding) -> str:
-    """Return the command that shows the batches of a finding again; empty where none are kept."""
+    """Return the command that replays the batches of a finding; empty where none are kept."""
     answer = settled_by(finding, run.findings()) or finding
     until = answer.last_step if answer.id in CANARIES else -1
     bundle = latest_bundle(run.path, {finding.id, answer.id}, until)
@@ -113,7 +109,7 @@ def replay_command(run: Run, finding: Finding) -> str:
 
 
 def progress_of(run: Run) -> RunProgress:
-    """Return how far a recorded run came.
+    """Return the progress of a recorded run.
 
     Raises:
         RunError: The files of its steps cannot be listed.
@@ -127,7 +123,7 @@ def _earlier_steps(run: Run) -> int | None:
 
 
 def measure(run: Run) -> Values:
-    """Return the numbers of an assessment by name, from the recorded tables.
+    """Compute the numbers of an assessment by name, from the recorded tables.
 
     Raises:
         RunError: A file of the run cannot be read.
@@ -154,13 +150,13 @@ def measure(run: Run) -> Values:
 
 
 def _total(run: Run, values_T: Floats) -> float:
-    """Return the sum over all steps, from those that were read."""
+    """Estimate the sum over all steps from those that were read."""
     known_T = values_T[np.isfinite(values_T)]
     return float(known_T.sum()) * run.num_rows(Table.STEPS) / max(len(values_T), 1)
 
 
 def _has_tokens(run: Run) -> bool:
-    """Return whether label tokens were counted: other numbers than those of the samples."""
+    """Return whether label tokens were counted: their numbers differ from those of samples."""
     seen = run.overviews("loss_weight", "num_samples")
     weights_BW = seen["loss_weight"].mean_BW
     samples_BW = seen["num_samples"].mean_BW
@@ -186,9 +182,9 @@ def _cost(run: Run) -> Values:
 
 
 def _cost_of_a_step(run: Run) -> Values:
-    """Return what the slowest worker pays in every step, and besides where gradients are read.
+    """Return the slowest worker's cost in every step, and the extra cost of reading gradients.
 
-    Both in seconds, medians over steps.
+    Both are medians over steps, in seconds.
     """
     rows = run.sampled(
         Table.WORKERS, "rank", "overhead_seconds", "read_seconds", max_rows=MAX_COSTS
@@ -210,11 +206,11 @@ def _cost_of_a_step(run: Run) -> Values:
 
 
 def _budget(run: Run) -> float | None:
-    """Return the budget of the overhead if it was not kept."""
-    said = run.info.get("overhead")
-    if not isinstance(said, dict) or said.get("within_budget") is not False:
+    """Return the budget of the overhead if it was exceeded."""
+    overhead = run.info.get("overhead")
+    if not isinstance(overhead, dict) or overhead.get("within_budget") is not False:
         return None
-    budget = said.get("budget")
+    budget = overhead.get("budget")
     return float(budget) if isinstance(budget, int | float) else None
 
 
@@ -222,7 +218,7 @@ def _longest_seconds(run: Run, steps_T: Ints) -> Floats:
     """Return the slowest worker's time of each step; in a long run, that of its bin of steps."""
     if not run.is_long:
         known_R, seconds_RW = run.per_worker("step_seconds")
-        longest_T = np.zeros(len(steps_T))  # a run that still grows may have got steps since
+        longest_T = np.zeros(len(steps_T))  # a growing run may have new steps
         _, at_T, at_R = np.intersect1d(steps_T, known_R, return_indices=True)
         longest_T[at_T] = _largest(seconds_RW)[at_R]
         return longest_T
@@ -238,7 +234,7 @@ def _largest(values_TW: Floats) -> Floats:
 
 
 def _samples(run: Run, drawn: int) -> Values:
-    """Return how many samples the whole run drew, and how many different ones."""
+    """Count the samples of the whole run, and the different ones."""
     coverage = run.coverage() if drawn > MAX_SAMPLES else None
     if coverage is not None:
         return _estimated_samples(run, coverage, drawn)
@@ -258,7 +254,7 @@ def _samples(run: Run, drawn: int) -> Values:
 
 
 def _estimated_samples(run: Run, coverage: Coverage, drawn: int) -> Values:
-    """Return the same of a run with too many samples to count again, from its roll-ups."""
+    """Estimate the same from roll-ups, for a run with too many samples."""
     columns = run.steps("step", "samples_drawn")
     counted_T = _known(columns["samples_drawn"])[columns["step"] <= coverage.step_B[-1]]
     share = int(coverage.distinct_B[-1]) / int(coverage.drawn_B[-1])
@@ -276,49 +272,49 @@ def _known(column: np.ndarray) -> Floats:
 
 
 def _describe_missing(run: Run) -> tuple[str, ...]:
-    """Return what the record itself says that it lacks, and of which ranks."""
-    said = []
+    """Describe the recorded gaps of a run, and their ranks."""
+    sentences = []
     lost = run.info.get("lost_steps")
     unwritten = run.info.get("unwritten")
     if lost:
         ranks = [int(rank) for rank in run.info.get("lost_of", {})]
         whose = name_ranks(ranks) if ranks else "a worker"
-        said.append(
+        sentences.append(
             f"{count(len(lost), 'step')} of this run {'is' if len(lost) == 1 else 'are'} not on "
             f"record: what {whose} measured was lost between hosts."
         )
     if unwritten:
-        said.append(
+        sentences.append(
             f"The record ends before step {unwritten['first_step']:,}, and lacks "
             f"{count(unwritten['steps'], 'step')}: its directory could not be written for too long."
         )
     for rank, steps in run.info.get("without_room", {}).items():
-        said.append(
+        sentences.append(
             f"The gradient of rank {rank} was left out in {count(steps, 'step')}, which count as "
             "not observed: the monitor's agent did not keep up."
         )
-    return tuple(said)
+    return tuple(sentences)
 
 
 def _describe_long(run: Run) -> tuple[str, ...]:
-    said = []
+    sentences = []
     if run.num_rows(Table.STEPS) > MAX_STEPS:
-        said.append(
+        sentences.append(
             f"Of the {run.num_rows(Table.STEPS):,} steps of this run, up to {MAX_STEPS:,} were "
             "read, evenly chosen: means and sums over steps are estimates."
         )
     if run.is_long:
-        said.append(
+        sentences.append(
             "This run is too long to read every row again: the time that watching took, the number "
-            "of different samples and what is said of micro-batches are estimates, from roll-ups "
-            "and from an even choice of steps."
+            "of different samples and the values of micro-batches are estimates, from roll-ups and "
+            "from evenly chosen steps."
         )
     elif run.num_samples > MAX_SAMPLES:
-        said.append(
+        sentences.append(
             "This run drew too many samples to count each again: the number of different ones is "
             "an estimate, with an error of about 0.5 %."
         )
-    return tuple(said)
+    return tuple(sentences)
 
 
 def _defined(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""What an assessment says of dispersion against sampling, and of the gradient noise scale."""
+"""Dispersion against sampling, and the gradient noise scale, in words."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,14 +9,14 @@ Values = dict[str, float | int | None]
 
 
 def describe_dispersion(values: Values) -> str:
-    """Return how the loss dispersion compares with sampling, or that this cannot be known."""
+    """Describe the loss dispersion compared with that of sampling, if known."""
     figures = dispersion_figures(values)
     if values["num_workers"] == 1 or values["loss_std"] is None:
         return ""
     if figures is None:
         return (
             "How much dispersion sampling alone would give cannot be known: each worker reported "
-            "one loss per step. One loss per sample, or several micro-batches, would tell."
+            "one loss per step. One loss per sample, or several micro-batches, would show it."
         )
     observed, ratio, expected = figures
     band = _band(values)
@@ -33,10 +33,10 @@ def describe_dispersion(values: Values) -> str:
 
 
 def dispersion_figures(values: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return the loss std, its ratio to what sampling explains, and that, as they are printed.
+    """Return the loss std, its ratio to the std by sampling, and the latter, as printed.
 
     They are rounded so that they divide. The ratio is one of root mean squares over steps, and the
-    std a mean over steps; what sampling explains follows from both. None where it is not known.
+    std a mean over steps; the std by sampling follows from both. None where it is unknown.
     """
     observed = values.get("loss_std")
     ratio = values.get("dispersion_ratio")
@@ -51,7 +51,7 @@ def dispersion_figures(values: Mapping[str, Any]) -> tuple[str, str, str] | None
 
 
 def describe_gradients(values: Values) -> str:
-    """Return how the dispersion of gradients compares with that of micro-batches, if known."""
+    """Describe the dispersion of gradients compared with that of micro-batches, if known."""
     ratio = values["gradient_ratio"]
     if ratio is None:
         return ""
@@ -62,7 +62,7 @@ def describe_gradients(values: Values) -> str:
 
 
 def describe_noise_scale(values: Values, causes: set[str]) -> str:
-    """Return the gradient noise scale in words; nothing where workers share data."""
+    """Describe the gradient noise scale; empty where workers share data."""
     scale = values["noise_scale"]
     low = values["noise_scale_low"]
     batch = values["noise_scale_batch"]
@@ -82,7 +82,7 @@ def describe_noise_scale(values: Values, causes: set[str]) -> str:
     if not from_micro:
         text += (
             ". Without micro-batches it follows from local and reduced norms alone: it is the "
-            "weighted cosine in other words, and cannot tell shared data from quiet gradients"
+            "weighted cosine in other words, and cannot separate shared data from quiet gradients"
         )
     return f"{text}."
 
@@ -100,8 +100,8 @@ def _interval(
 def spread_in_words(values: Values) -> str | None:
     """Return whether losses lie ``closer``, ``about`` or ``further`` apart than by sampling.
 
-    The band around 1 is 40 % and three standard errors that the ratio would have for normal
-    losses, since short runs and few workers measure it badly.
+    The band around 1 is 40 % plus three standard errors of the ratio for normal losses, since short
+    runs and few workers measure it badly.
     """
     ratio = values["dispersion_ratio"]
     if ratio is None:
@@ -118,7 +118,7 @@ def _band(values: Values) -> float:
 
 
 def short(value: float | None) -> str:
-    """Return a number with three significant digits, without an exponent where that reads well."""
+    """Return a number with three significant digits, if possible without an exponent."""
     if value is None:
         return "an unknown amount"
     if value == 0:

@@ -1,4 +1,4 @@
-"""What is said of findings while the training goes on: opened, worse, closed, and the verdict."""
+"""Announcements during the training: findings that open, get worse or close, and the verdict."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,13 +13,11 @@ MOST_LINES = 20
 
 
 class Announcer:
-    """Says in one line each what changes about warnings and errors, and at the end the verdict.
+    """Writes a line for each change of warnings and errors, and the verdict at the end.
 
-    Notes, and findings that another one explains, are only counted at the end; but for a note that
-    answers the question of a finding that was news.
-
-    Args:
-        write: Sends a line; whether it speaks of a fault.
+    Notes, and findings that another one explains, are only counted at the end; but a note that
+    settles an announced finding is announced, too. ``write`` gets each line, and whether it is
+    about a fault.
     """
 
     def __init__(self, write: Callable[[str, bool], None]) -> None:
@@ -30,12 +28,7 @@ class Announcer:
     def announce(
         self, changed: Sequence[tuple[Finding, FindingEvent]], known: Sequence[Finding]
     ) -> None:
-        """Say what changes about findings.
-
-        Args:
-            changed: The findings, and what has changed about each.
-            known: All findings of the run.
-        """
+        """Announce changed findings, each with its event; ``known`` are all of the run."""
         news = [one for one in changed if self._should_announce(*one, known)]
         if not news:
             return
@@ -63,14 +56,7 @@ class Announcer:
     def conclude(
         self, known: Sequence[Finding], *, num_steps: int, num_workers: int, options: object
     ) -> None:
-        """Say what the whole run has shown.
-
-        Args:
-            known: All findings of the run, in their last state.
-            num_steps: Steps that were judged.
-            num_workers: Workers.
-            options: What ``run.json`` says of the options of ``watch``.
-        """
+        """Announce the verdict, from all findings of the run in their last state."""
         if not num_steps:
             return
         missing = missing_steps(checks_of(num_workers, options), num_steps)
@@ -84,17 +70,11 @@ def line_of(finding: Finding, event: FindingEvent) -> str:
     if event is FindingEvent.CLOSED:
         return f"closed: {finding.cause}{who} has not been seen since step {finding.last_step:,}."
     now = f"now {finding.severity}" if event is FindingEvent.WORSE else str(finding.severity)
-    said = first_sentence(finding)
-    return f"{now}: {said} [{finding.cause}, since step {finding.first_step:,}]"
+    return f"{now}: {first_sentence(finding)} [{finding.cause}, since step {finding.first_step:,}]"
 
 
 def verdict_line(findings: Sequence[Finding], missing: int = 0) -> str:
-    """Return all findings of a run in one line, the worst one in words.
-
-    Args:
-        findings: The findings.
-        missing: Steps that some check would need besides.
-    """
+    """Return all findings in one line, the worst in words; ``missing``: further steps needed."""
     faults = [finding for finding in findings if finding.severity > Severity.NOTE]
     notes = len(findings) - len(faults)
     if not faults:

@@ -21,14 +21,14 @@ from rankscope.stats.noise_scale import (
 Numbers = Mapping[str, float | int | None]
 
 MAX_MICRO_ROWS = 2**20
-"""Rows of the micro-batches that are read of a long run: those of an even choice of its steps."""
+"""Most rows of micro-batches that are read of a long run, from evenly chosen steps."""
 
 _MICRO = ("step", "rank", "grad_norm", "loss_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """What norms say of T steps, before the question which of them count.
+    """Norms of T steps, before the choice of those that count.
 
     Attributes:
         steps_T: Their numbers.
@@ -92,7 +92,7 @@ def noise_numbers(run: Run) -> Numbers:
 def expected_cosines(run: Run) -> tuple[Ints, Floats]:
     """Return the cosine between workers that sampling alone would give, step by step.
 
-    The micro-batches inside a worker tell how far its gradient lies from the true one by chance:
+    The micro-batches of a worker show how far its gradient lies from the true one by chance:
     of the squared norm ``a`` of a worker's gradient, ``v`` is such noise, and two workers that draw
     from the same distribution share the rest. Their cosine, weighted by norms, is 1 − v/a. It is
     an estimate from one step, and can be negative.

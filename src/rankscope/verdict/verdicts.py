@@ -1,7 +1,7 @@
 """The words of an assessment: headline, recommendation and statements.
 
-Dispersion is put into words against its null only. A ratio far from 1 is a reason to look, never
-a finding: what is certain comes from findings, and from exact equality.
+Dispersion is only compared with its null. A ratio far from 1 is a reason to look, never a finding:
+certainty comes from findings, and from exact equality.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ from rankscope.verdict.rules import first_sentence, next_check_of, ranked
 
 NOTHING_TO_CHANGE = "Nothing to change."
 TOO_EARLY = ("Too early to judge", "Too short to judge")
-"""How the headline of a run of too few steps begins: one that goes on, and one that has ended."""
+"""Beginning of the headline of a run of too few steps, by whether it has ended."""
 _ALIKE_LOSS = 1e-6
 _ALIKE_COSINE = 0.999
 _FEW_STEPS = 3
@@ -32,14 +32,14 @@ _FEW_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is said of a run.
+    """The verdict on a run, in words.
 
     Attributes:
         headline: What is wrong, or that nothing is.
         recommendation: What to do.
-        severity: How bad it is, where no finding says so.
+        severity: The severity, where no finding has one.
         early: Whether some check needs more steps.
-        about: The finding that it is about, if any.
+        about: The finding behind it, if any.
     """
 
     headline: str
@@ -51,14 +51,14 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """How far a run came.
+    """The progress of a run.
 
     Attributes:
         status: ``running``, ``complete``, ``incomplete`` or ``interrupted``.
         last_step: The last step on record; -1 without any.
-        earlier_steps: Steps of the runs that it continues, as far as detectors remember them; None
-            where that is not known.
-        checks: What it is checked for.
+        earlier_steps: Number of steps of the runs that it continues, from the detectors' state;
+            None if unknown.
+        checks: The checks of the run.
     """
 
     status: str = "running"
@@ -81,12 +81,9 @@ _BEGUN = RunProgress()
 
 
 def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _BEGUN) -> Verdict:
-    """Return the verdict: the worst finding's, or else what the numbers allow to say.
+    """Return the verdict: that of the worst finding, or else of the numbers.
 
-    Args:
-        values: The numbers of the assessment.
-        findings: What was found.
-        progress: How far the run came. Where its record ends early, it is not called healthy.
+    A run whose record ends early is not called healthy.
     """
     if not values["steps"]:
         return _NOTHING_RECORDED if progress.ended else _NOTHING_YET
@@ -106,15 +103,15 @@ def _steps(values: Values, progress: RunProgress) -> int:
 
 
 def _judge(values: Values, findings: Sequence[Finding], progress: RunProgress) -> Verdict:
-    """Return the verdict. A single gross value is left out: data alone may bring one about.
+    """Return the verdict, without single gross values: data alone may cause one.
 
-    Those that come again on one worker (``gross-outliers``) are not, for chance is ruled out, nor
-    those that came three times in 50 steps.
+    Repeated ones on one worker (``gross-outliers``) count, since chance is ruled out, and so do
+    three in 50 steps.
     """
-    told = [f for f in findings if f.cause != "time.straggler" and not _is_single(f)]
-    if not told:
+    shown = [f for f in findings if f.cause != "time.straggler" and not _is_single(f)]
+    if not shown:
         return _without_findings(values, progress)
-    worst = ranked(told)[0]
+    worst = ranked(shown)[0]
     if worst.id in _BY_CAUSE:
         return replace(_BY_CAUSE[worst.id](values, worst), about=worst)
     return Verdict(first_sentence(worst), next_check_of(worst, findings), about=worst)
@@ -128,7 +125,7 @@ def _is_single(finding: Finding) -> bool:
 def statements(
     values: Values, findings: Sequence[Finding], progress: RunProgress = _BEGUN
 ) -> tuple[str, ...]:
-    """Return what the metrics and the samples say, and what they cannot say."""
+    """Return what the metrics and the samples show, and what they cannot show."""
     if not values["steps"]:
         return ()
     causes = _causes(findings)
@@ -149,7 +146,7 @@ def statements(
 
 
 def _causes(findings: Sequence[Finding]) -> set[str]:
-    """Return the causes of what was found, notes aside."""
+    """Return the causes of all findings but notes."""
     return {finding.cause for finding in findings if finding.severity > Severity.NOTE}
 
 
@@ -209,7 +206,7 @@ _NOTHING_YET = Verdict(
 _NOTHING_RECORDED = Verdict(
     "Nothing was recorded: the run ended before its first step had.",
     "Let it take a few steps. A step ends with a backward pass that synchronises gradients, so not "
-    "inside no_sync, of the model that watch() got; see the log for what the monitor said.",
+    "inside no_sync, of the model that watch() got; see the log for the monitor's warnings.",
     Severity.WARNING,
 )
 _BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
@@ -220,12 +217,12 @@ _BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
 
 
 def _cut_short(verdict: Verdict, progress: RunProgress) -> Verdict:
-    """Return a verdict that claims nothing of steps that were not watched."""
+    """Extend a verdict for a record that ends early."""
     own = "" if verdict.recommendation == NOTHING_TO_CHANGE else f"{verdict.recommendation} "
     return replace(
         verdict,
         headline=f"{verdict.headline} {_describe_end(progress)}",
-        recommendation=f"{own}See the log: it says what ended the training, or why rankscope ended "
+        recommendation=f"{own}See the log for the end of the training, or why rankscope ended "
         "before it.",
         severity=verdict.severity or Severity.NOTE,
         early=False,
@@ -233,7 +230,7 @@ def _cut_short(verdict: Verdict, progress: RunProgress) -> Verdict:
 
 
 def _too_early(verdict: Verdict, values: Values, progress: RunProgress, missing: int) -> Verdict:
-    """Return a verdict that does not take the silence of checks for health that need more steps."""
+    """Extend a verdict for a run in which some checks need more steps."""
     headline = verdict.headline
     recommendation = verdict.recommendation
     steps = count(_steps(values, progress), "step")
@@ -241,8 +238,8 @@ def _too_early(verdict: Verdict, values: Values, progress: RunProgress, missing:
     if headline.startswith("Healthy"):
         headline = f"{TOO_EARLY[progress.ended]}: no fault found in {steps}."
     if recommendation == NOTHING_TO_CHANGE:
-        verb = "Train for" if progress.ended else "Let it run for"
-        recommendation = f"{verb} {more}: then every check has had its chance."
+        verb = "Train" if progress.ended else "Run"
+        recommendation = f"{verb} {more} to complete all checks."
     return replace(verdict, headline=headline, recommendation=recommendation, early=True)
 
 
@@ -353,7 +350,7 @@ def _describe_limits(values: Values, causes: set[str]) -> str:
     if "data.overlapping_shards" in causes:
         return (
             "None of the three metrics shows this: they look as they do with disjoint shards. "
-            "Only the identity of the samples tells."
+            "Only the identity of the samples shows it."
         )
     if values["loss_std"] == 0 and _gradients_differ(values):
         return (
@@ -361,13 +358,13 @@ def _describe_limits(values: Values, causes: set[str]) -> str:
             "was probably averaged before it was recorded."
         )
     return (
-        "The three metrics alone cannot tell disjoint shards from overlapping ones; the identity "
+        "The three metrics alone cannot distinguish disjoint from overlapping shards; the identity "
         "of the samples can."
     )
 
 
 def _describe_budget(values: Values, findings: Sequence[Finding], progress: RunProgress) -> str:
-    """Return what silence about outliers is worth: less after the steps of earlier runs."""
+    """Describe the false-alarm probability behind the absence of outliers."""
     steps = int(values["steps"] or 0)
     num_workers = values["num_workers"] or 0
     found = any("false_alarm_probability" in finding.evidence for finding in findings)
