@@ -198,7 +198,7 @@ def judge_hang(
     gone = set(left)
     there = {rank: place for rank, place in sorted(places.items()) if rank not in gone}
     suspects = [
-        *_exact(there, states),
+        *_ended_or_stopped(there, states),
         *_left(places, gone),
         *_missing(num_workers, places, gone),
     ] or _behind(there, states)
@@ -254,7 +254,9 @@ def _ahead(report: HangReport, known: Mapping[int, Stack]) -> tuple[Standing, ..
     return tuple(Standing(rank, Fate.AHEAD, CodePlace(report.step)) for rank in report.waiting)
 
 
-def _exact(there: Mapping[int, CodePlace], states: Mapping[int, ProcessState]) -> list[Standing]:
+def _ended_or_stopped(
+    there: Mapping[int, CodePlace], states: Mapping[int, ProcessState]
+) -> list[Standing]:
     fates = {ProcessState.ENDED: Fate.ENDED, ProcessState.STOPPED: Fate.STOPPED}
     if all(states.get(rank) == ProcessState.STOPPED for rank in there):
         return []  # the whole job is suspended; no rank waits

@@ -181,8 +181,8 @@ def hang_finding(
     is_exact = bool(report.with_fate(Fate.ENDED, Fate.STOPPED))
     severity = Severity.ERROR if is_exact else Severity.WARNING
     fields = {
-        "Course": _course(report),
-        "what": _what(report),
+        "Course": _duration_words(report),
+        "what": _suspect_words(report),
         "stacks": _stack_words(shown, over=report.recovered),
     }
     explanation, next_check = describe("time.hang", severity, fields)
@@ -207,14 +207,14 @@ def _is_plain(report: HangReport) -> bool:
     return report.phase == "backward" or bool(report.with_fate(Fate.ENDED, Fate.STOPPED))
 
 
-def _course(report: HangReport) -> str:
+def _duration_words(report: HangReport) -> str:
     waited = f"{report.seconds:,.0f} s"
     if report.recovered:
         return f"Step {report.step:,} ended only after {waited}"
     return f"Step {report.step:,} has not ended for {waited}"
 
 
-def _what(report: HangReport) -> str:
+def _suspect_words(report: HangReport) -> str:
     over = report.recovered
     if not report.suspects:
         are, does = ("were", "did") if over else ("are", "does")

@@ -244,9 +244,9 @@ def _check_agreement(hellos: list[dict[str, Any]]) -> None:
                     f"{sorted(others - own) or 'none'}; look for what freezes, ties or adds "
                     "parameters on some ranks only"
                 )
-            own = {key: hello["agreement"].get(key) for key in keys}
+            given = {key: hello["agreement"].get(key) for key in keys}
             raise UsageError(
-                f"watch() expected the same options on every rank, got {own} on rank {rank} and "
+                f"watch() expected the same options on every rank, got {given} on rank {rank} and "
                 f"{ {key: first[key] for key in keys} } on rank 0; pass equal options"
             )
 
