@@ -65,7 +65,7 @@ def _train(name: str, blocks: int, pin: bool, warm_up: int) -> Row:
     trained = [_make(width, layers) for _ in range(2)]
     with tempfile.TemporaryDirectory() as folder:
         scope = rankscope.watch(*trained[1], run_dir=Path(folder) / "run")
-        agent = scope._opened.agent
+        agent = scope._handle.agent
         pid = None if agent is None else agent.pid
         if pin and pid is not None:
             os.sched_setaffinity(pid, cores[1:2] or cores)

@@ -18,7 +18,7 @@ from rankscope.agent.assembly import Assembly
 from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.message import StepMessage, pack_values
 from rankscope.agent.summarize import summarize
-from rankscope.agent.summary import HostSummary, host_summary, lean_layout, with_directions
+from rankscope.agent.summary import HostSummary, host_summary, summary_layout, with_directions
 from rankscope.bus.columns import DType, Source, Table
 from rankscope.bus.layout import Layout
 from rankscope.bus.measured import sizes_of
@@ -162,7 +162,7 @@ def step_of(layout: Layout, contents: Sequence[Sequence[bytes]]) -> GatheredStep
             replace(one, messages=dict(zip(ranks, one.messages.values(), strict=True)))
         )
     lean = [message for one in summaries for message in one.messages.values()]
-    gathered = Assembly(lean_layout(layout), 0).step_of(lean, 1)
+    gathered = Assembly(summary_layout(layout), 0).step_of(lean, 1)
     return with_directions(gathered, summaries, layout)
 
 

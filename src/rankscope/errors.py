@@ -2,21 +2,21 @@
 
 ::
 
-    RankscopeError                 every error that is ours; the command line prints it in one line
+    RankscopeError                 every error of rankscope; the command line prints it in one line
     ├── UsageError (ValueError)    an argument or option that cannot work
     ├── DataError (ValueError)     a data file or record that cannot be used
     ├── RunError (ValueError)      a run directory that cannot be read or written
-    │   └── record: RunTakenError (another job has begun a run in the directory)
+    │   ├── files: RunTakenError (another job has begun a run in the directory)
+    │   └── wrappers.rendezvous: LateError (a rank does not call ``watch``)
     ├── UnsupportedError           a way of training that cannot be watched (yet)
     ├── MissingExtraError          an optional dependency that is not installed
-    ├── study.launch: StudyInterrupted, WorkerFailedError
-    ├── meeting: LateError (a rank that does not call ``watch``); the training goes on unwatched
-    ├── capture.canary_batch: CanaryDeclined (a model or batch that no canary can run)
-    ├── capture.canary_state: NotPutBackError (what a canary has changed)
+    ├── lab.study.launch: StudyInterrupted, WorkerFailedError
+    ├── evidence.canary.batch: CanaryDeclined (a model or batch that no canary can run)
+    ├── evidence.canary.state: NotPutBackError (state that a canary has changed)
     └── agent: LinkError, FrameError, MessageError, HostsError; these never leave the monitor
 
-Each message says what was expected, what came, and what to do. None of them is ever raised into
-a training loop after ``watch`` has returned: from then on the monitor disables itself instead.
+Each message has the expected value, the actual one, and the remedy. None of them is raised into a
+training loop after ``watch`` has returned: from then on the monitor disables itself instead.
 """
 
 import json
@@ -71,11 +71,11 @@ def install_command(extra: str) -> str:
 
 
 def _requirement(extra: str) -> str:
-    """Return what pip calls this project, with an extra: PEP 610 tells where it came from."""
+    """Return pip's requirement of this project with an extra, from its origin (PEP 610)."""
     named = f"rankscope[{extra}]"
     try:
-        told = metadata.distribution("rankscope").read_text("direct_url.json")
-        origin = json.loads(told) if told else {}
+        text = metadata.distribution("rankscope").read_text("direct_url.json")
+        origin = json.loads(text) if text else {}
         url = str(origin["url"]) if origin else ""
     except (metadata.PackageNotFoundError, OSError, ValueError, KeyError, TypeError):
         return named

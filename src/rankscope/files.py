@@ -1,4 +1,4 @@
-"""Files that are whole at every moment, and plain JSON values to put into them."""
+"""Atomic writes of files, and plain JSON values."""
 
 import contextlib
 import errno
@@ -22,7 +22,7 @@ DAMAGES = (
     *(NotImplementedError, OverflowError, RecursionError, SyntaxError),
     *(zipfile.BadZipFile, zlib.error),
 )
-"""What reading a NumPy archive, or the JSON that belongs to it, raises when it is damaged."""
+"""Errors of reading a damaged NumPy archive, or its JSON."""
 
 _PIECE = 2**20
 
@@ -30,15 +30,14 @@ _PIECE = 2**20
 def cache_root() -> Path:
     """Return this user's cache of rankscope: below ``$XDG_CACHE_HOME``, or ``~/.cache``.
 
-    Raises:
-        RuntimeError: There is no home directory.
+    Raises a RuntimeError without a home directory.
     """
     root = os.environ.get("XDG_CACHE_HOME")
     return (Path(root) if root else Path.home() / ".cache") / "rankscope"
 
 
 def read_own(path: Path) -> bytes | None:
-    """Return what is in a file that only this user can write; None without such a file."""
+    """Return the content of a file that only this user can write; None without such a file."""
     try:
         status = path.lstat()
         alone = status.st_uid == os.getuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
@@ -48,7 +47,7 @@ def read_own(path: Path) -> bytes | None:
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value as JSON can hold it: numpy made plain, numbers that are not finite null."""
+    """Return a value as plain JSON: numpy made plain, non-finite numbers None."""
     if isinstance(value, Mapping):
         return {str(key): to_plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):
@@ -68,7 +67,7 @@ def archive_of(arrays: Mapping[str, Any]) -> bytes:
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a path leads to a file; False, too, where that cannot be told.
+    """Return whether a path leads to a file; False, too, after an error.
 
     ``Path.is_file`` raises there until Python 3.14: the directory may not be entered, the name is
     too long, the server has gone.
@@ -77,7 +76,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_directory(path: Path) -> bool:
-    """Return whether a path leads to a directory; False, too, where that cannot be told."""
+    """Return whether a path leads to a directory; False, too, after an error."""
     return os.path.isdir(path)  # noqa: PTH112
 
 
@@ -107,11 +106,7 @@ def read_file(path: Path) -> bytes:
 
 
 def parse(content: bytes | str) -> Any:
-    """Return what JSON says.
-
-    Raises:
-        ValueError: It is not JSON, or nested too deep.
-    """
+    """Parse JSON; raise a ValueError if it is malformed, or nested too deep."""
     try:
         return json.loads(content)
     except RecursionError as error:
@@ -131,13 +126,12 @@ class RunTakenError(RunError):
 
 
 def create_directory(path: Path, mark: str, leftovers: Collection[str] = ()) -> None:
-    """Create a directory and its parents; one that holds nothing of use may be there already.
+    """Create a directory and its parents; it may exist if it holds only leftovers.
 
     Args:
         path: The directory.
-        mark: The file that a job which has taken the directory put there, see ``claim``.
-        leftovers: Names of files that a start which did not get so far may have left, besides
-            hidden ones that were never finished.
+        mark: The file by which a job claims the directory, see ``claim``.
+        leftovers: Names of files that a failed start may have left, besides hidden unfinished ones.
 
     Raises:
         RunTakenError: Another job has taken it.
@@ -169,11 +163,7 @@ def write_error(path: Path, error: OSError) -> RunError:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file as a whole: readers see the old one until the new one is on disk.
-
-    Args:
-        path: The file to write or replace.
-        content: What it holds then.
+    """Write or replace a file: readers see the old one until the new one is on disk.
 
     Raises:
         RunError: It cannot be written; the old file is then untouched.
@@ -183,12 +173,12 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def extend(path: Path, size: int, tail: bytes) -> None:
-    """Add to a file as a whole: readers see the old one until the new one is on disk.
+    """Replace the end of a file: readers see the old one until the new one is on disk.
 
     Args:
-        path: The file; it need not exist where ``size`` is 0.
-        size: How many of its bytes remain at its beginning.
-        tail: What follows on them then.
+        path: The file; it need not exist if ``size`` is 0.
+        size: Number of bytes to keep at its beginning.
+        tail: The bytes after them.
 
     Raises:
         RunError: It cannot be written, or is shorter; it is then untouched.
@@ -199,14 +189,14 @@ def extend(path: Path, size: int, tail: bytes) -> None:
 
 @contextlib.contextmanager
 def staged(path: Path, content: bytes, *, after: int = 0) -> Iterator[Path]:
-    """Write the content of a file to the disk under a hidden name, which no other writer uses.
+    """Write a file to the disk under a unique hidden name, for the caller to rename or link.
 
-    Whoever asked for it renames or links it; it is removed afterwards if it still is there.
+    It is removed afterwards if it still exists.
 
     Args:
-        path: The file that it shall become.
-        content: What it holds.
-        after: How many bytes of the file as it is now it holds before that.
+        path: The final path.
+        content: The content.
+        after: Number of bytes of the present file to put before the content.
 
     Raises:
         RunError: It cannot be written, or not be renamed.
@@ -227,7 +217,7 @@ def staged(path: Path, content: bytes, *, after: int = 0) -> Iterator[Path]:
 
 
 def _copy_beginning(path: Path, size: int, target: IO[bytes]) -> None:
-    """Copy the first bytes of a file, without having them all in memory."""
+    """Copy the first bytes of a file in pieces."""
     if not size:
         return
     with path.open("rb", buffering=0) as source:
@@ -240,11 +230,7 @@ def _copy_beginning(path: Path, size: int, target: IO[bytes]) -> None:
 
 
 def claim(path: Path, content: bytes) -> None:
-    """Write a file that is not there yet, as a whole: of several jobs at once, one succeeds.
-
-    Args:
-        path: The file, which stands for the directory that holds it.
-        content: What it holds then.
+    """Create a file with its content: of several jobs at once, one succeeds.
 
     Raises:
         RunTakenError: Another job was first.
@@ -254,9 +240,9 @@ def claim(path: Path, content: bytes) -> None:
         try:
             path.hardlink_to(hidden)
         except FileExistsError:
-            if not path.samefile(hidden):  # the same: the file server's first answer was lost
+            if not path.samefile(hidden):  # the same file: the server's first answer was lost
                 raise RunTakenError(_not_empty(path.parent)) from None
-        except OSError:  # no links on this file system
+        except OSError:  # the file system has no links
             _claim_without_links(path, hidden)
 
 
@@ -269,11 +255,10 @@ def _claim_without_links(path: Path, hidden: Path) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append whole lines to a file, through to the disk, in place of a torn one at its end.
+    """Append lines to a file, through to the disk, in place of an incomplete one at its end.
 
     Raises:
-        RunError: They cannot be written; the file is then cut back to what it was, now or, where
-            that fails, too, before the next lines.
+        RunError: They cannot be written; the file is then cut back, now or before the next lines.
     """
     try:
         with path.open("ab+", buffering=0) as file:

@@ -151,7 +151,7 @@ def accidents(rank, folder):
         for limit, value in limits.items():
             setattr(link, limit, value)
         loop = Loop(rank, f"{folder}/{name}", agent="process", flush_seconds=0.05)
-        started = loop.scope._opened.agent
+        started = loop.scope._handle.agent
         wait_until(partial(has_greeted, loop))
         for step in range(STEPS):
             let_agents_catch_up(loop, step)

@@ -45,7 +45,7 @@ def said(changed, known=()):
     lines = []
     announcer = Announcer(lambda line, is_fault: lines.append((line, is_fault)))
     for finding, change in changed:
-        announcer.take([(finding, change)], known or [finding])
+        announcer.announce([(finding, change)], known or [finding])
     return lines
 
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.agent.branches import Branches
 from rankscope.agent.forwarder import Forwarder
 from rankscope.agent.frames import ALL_RANKS, Frame, FrameKind, FrameReader, pack
 from rankscope.agent.hosts import Invitation
 from rankscope.agent.local_ranks import LocalRanks
+from rankscope.agent.remote_hosts import RemoteHosts
 from rankscope.bus.layout import Layout
 from support.relay import Relay
 
@@ -26,8 +26,8 @@ class Host:
     """
 
     def __init__(self):
-        self.branches = Branches("127.0.0.1", None)
-        invitation = Invitation.decode(self.branches.invitation)
+        self.remote = RemoteHosts("127.0.0.1", None)
+        invitation = Invitation.decode(self.remote.invitation)
         (endpoint,) = invitation.endpoints
         address, _, port = endpoint.rpartition(":")
         self.relay = Relay(int(port))
@@ -42,14 +42,14 @@ class Host:
 
     def __exit__(self, *_):
         for rank in RANKS:  # nothing is wanted any more
-            self.branches.send(rank, pack(FrameKind.DONE, rank=rank))
+            self.remote.send(rank, pack(FrameKind.DONE, rank=rank))
         limit = time.monotonic() + 60.0
         while not self.forwarder.finished:
             assert time.monotonic() < limit
-            self.branches.poll()
+            self.remote.poll()
             self.forwarder.work()
         self.relay.__exit__()
-        self.branches.close(0.0)
+        self.remote.close(0.0)
 
     def take(self, kind, rank, step=-1, payload=b"{}"):
         self.forwarder.take(rank, Frame(kind, rank, step, payload), time.time())
@@ -63,7 +63,7 @@ class Host:
         while not done():
             assert time.monotonic() < limit, (self.at_root, self.at_ranks)
             self.forwarder.work()
-            self.at_root += [frame[:3] for _, frame, _ in self.branches.poll()]
+            self.at_root += [frame[:3] for _, frame, _ in self.remote.poll()]
             time.sleep(0.005)
         self.at_root.clear()
 
@@ -99,7 +99,7 @@ def test_after_a_break_the_root_knows_who_is_there_and_who_has_left(host):
     host.relay.drop()
     host.take(FrameKind.STEP, 2, 7)
     host.until(lambda: set(lasting) <= set(host.at_root))
-    host.branches.send(ALL_RANKS, pack(FrameKind.INTERVAL, b"4", step=40))
+    host.remote.send(ALL_RANKS, pack(FrameKind.INTERVAL, b"4", step=40))
     host.until(lambda: (FrameKind.INTERVAL, ALL_RANKS, 40) in host.at_ranks)
 
 
@@ -110,6 +110,6 @@ def test_a_host_that_reads_nothing_for_long_hears_of_it_once_it_does(host):
     host.until(lambda: len(host.at_root) == 2)
     content = json.dumps("x" * 100_000).encode()
     for _ in range(2000):  # more than the queue and the sockets hold
-        host.branches.send(2, pack(FrameKind.LATEST, content, rank=2))
+        host.remote.send(2, pack(FrameKind.LATEST, content, rank=2))
     host.until(lambda: {(FrameKind.HELLO, rank, -1) for rank in RANKS} <= set(host.at_root))
     assert len(host.at_ranks) < 2000

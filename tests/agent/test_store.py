@@ -86,7 +86,7 @@ def train_on(rank, folder):
     over, waits = threading.Event(), []
     if rank == 0:
         files.os.fsync = lambda _: waits.append(over.wait(30.0))
-        os.kill(loop.scope._opened.agent.pid, signal.SIGKILL)
+        os.kill(loop.scope._handle.agent.pid, signal.SIGKILL)
         wait_until(lambda: (loop.scope.findings, loop.warnings)[1])  # it has noticed
     for step in range(5):
         loop.step(step)

@@ -8,7 +8,7 @@ import pytest
 from rankscope.agent.assembly import Assembly
 from rankscope.agent.message import MessageError, StepMessage, pack_values
 from rankscope.agent.summarize import summarize
-from rankscope.agent.summary import HostSummary, host_summary, lean_layout, with_directions
+from rankscope.agent.summary import HostSummary, host_summary, summary_layout, with_directions
 from rankscope.bus.layout import Layout
 from rankscope.bus.measured import sizes_of
 from rankscope.stats.consensus import in_turn, narrowing_for
@@ -75,7 +75,7 @@ def by_hosts(messages, layout=LAYOUT, per_host=7):
     hosts = [{r: m for r, m in messages.items() if r % num_hosts == h} for h in range(num_hosts)]
     summaries = [HostSummary.unpack(host_summary(own, layout)) for own in hosts]
     lean = {rank: message for one in summaries for rank, message in one.messages.items()}
-    gathered = Assembly(lean_layout(layout), 0).step_of([lean[r] for r in sorted(lean)], 1)
+    gathered = Assembly(summary_layout(layout), 0).step_of([lean[r] for r in sorted(lean)], 1)
     return with_directions(gathered, summaries, layout)
 
 

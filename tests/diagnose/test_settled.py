@@ -52,10 +52,10 @@ def test_where_nobody_knows_who_is_at_fault_an_answer_about_one_of_them_counts()
 def test_the_answer_is_told_while_the_training_goes_on():
     said: list[str] = []
     announcer = Announcer(lambda line, fault: said.append(line))
-    announcer.take([(CANARY, FindingEvent.OPENED)], [CANARY])
+    announcer.announce([(CANARY, FindingEvent.OPENED)], [CANARY])
     assert said == []  # a note, about nothing that was told
-    announcer.take([(OUTLIER, FindingEvent.OPENED)], [OUTLIER])
-    announcer.take([(CANARY, FindingEvent.OPENED)], [OUTLIER, CANARY])
+    announcer.announce([(OUTLIER, FindingEvent.OPENED)], [OUTLIER])
+    announcer.announce([(CANARY, FindingEvent.OPENED)], [OUTLIER, CANARY])
     assert said[1].startswith("note: The canary agrees: the data differ.")
 
 

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.bus.columns import Table
-from rankscope.session.start import speak_on_stderr
+from rankscope.session.start import log_to_stderr
 from rankscope.wrappers import rendezvous
 from support.loops import Loop
 from support.models import make_model
@@ -32,8 +32,8 @@ def written(monkeypatch):
 
 
 def test_the_monitor_speaks_on_stderr_wherever_the_root_logger_writes(written, capsys):
-    speak_on_stderr()
-    speak_on_stderr()
+    log_to_stderr()
+    log_to_stderr()
     logging.getLogger("rankscope").warning("heard")
     assert (written.getvalue(), *capsys.readouterr()) == ("", "", "heard\n")
 
@@ -42,16 +42,16 @@ def test_the_monitor_speaks_on_stderr_wherever_the_root_logger_writes(written, c
 def test_a_logger_that_is_configured_by_name_is_the_users(written, capsys, when):
     own, logger = io.StringIO(), logging.getLogger("rankscope")
     if when == "after":
-        speak_on_stderr()
+        log_to_stderr()
     logger.addHandler(logging.StreamHandler(own))
-    speak_on_stderr()
+    log_to_stderr()
     logger.warning("heard")
     assert (own.getvalue(), *capsys.readouterr()) == ("heard\n", "", "")
     assert written.getvalue() == ("heard\n" if when == "before" else "")
 
 
 def test_a_logger_that_propagates_again_is_heard_once(written, capsys):
-    speak_on_stderr()
+    log_to_stderr()
     logging.getLogger("rankscope").propagate = True
     logging.getLogger("rankscope").warning("heard")
     assert (written.getvalue(), *capsys.readouterr()) == ("heard\n", "", "")

@@ -88,7 +88,7 @@ def close_files(loop: Loop) -> Undo:
 
 def kill_agent(loop: Loop) -> Undo:
     """End the agent without a word: its sockets close."""
-    server = loop.scope._opened.agent.agent._server
+    server = loop.scope._handle.agent.agent._server
     server._closing = True
     server._thread.join()
     for connection in server._connections.values():
@@ -144,8 +144,8 @@ def train(rank: int, kind: str, run_dir: str | None) -> dict[str, Any]:
         dist.barrier()
     if undo is not None:
         undo()
-    if run_dir is not None and loop.scope._opened.agent is not None and kind != "dead agent":
-        loop.scope._opened.agent.wait(60)
+    if run_dir is not None and loop.scope._handle.agent is not None and kind != "dead agent":
+        loop.scope._handle.agent.wait(60)
     return {"warnings": loop.warnings, "bits": loop.bits()}
 
 

@@ -41,8 +41,8 @@ def train(rank: int, run_dir: str) -> dict[str, Any]:
             if step % 100 == 99:
                 wait_for(scope, step - 1)  # the books of a step close when the next begins
             if step + 1 in COUNTED_AFTER:
-                if scope._opened.agent is not None:
-                    scope._opened.agent.agent.root._record.flush()
+                if scope._handle.agent is not None:
+                    scope._handle.agent.agent.root._record.flush()
                 counts.append(count())
     return {"warnings": warnings, "counts": counts}
 

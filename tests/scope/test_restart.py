@@ -15,7 +15,7 @@ from rankscope.bus.step import as_recorded
 from rankscope.errors import RunError
 from rankscope.record import RunWriter, begin, writer
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
-from rankscope.session.opening import Intent, _begin, _free_directory
+from rankscope.session.opening import RunRequest, _begin, _free_directory
 from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import Loop, root_of
 from support.ranks import RankError, run_ranks
@@ -152,9 +152,9 @@ def test_a_job_that_another_has_overtaken_records_beside_it(tmp_path, monkeypatc
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     hellos = [{"facts": {"host": host}} for host in ("a", "b")]
     options = {"resume": True, "groups": []}
-    intent = Intent(options, dict, Layout(2), 10.0, None, in_thread=True)
-    begun, first_step = _begin(tmp_path / "run", hellos, {"sinks": ()}, intent)
-    assert (begun.path, first_step) == (tmp_path / "run-2", 0)
+    request = RunRequest(options, dict, Layout(2), 10.0, None, in_thread=True)
+    root_run, first_step = _begin(tmp_path / "run", hellos, {"sinks": ()}, request)
+    assert (root_run.path, first_step) == (tmp_path / "run-2", 0)
     assert "continues" not in Run.open(tmp_path / "run-2").info
 
 

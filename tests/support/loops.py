@@ -37,7 +37,7 @@ def collect_warnings() -> list[str]:
 
 def root_of(loop: "Loop") -> Any:
     """Return what judges the steps of a loop, which lives in a thread of rank 0."""
-    agent = loop.scope._opened.agent.agent
+    agent = loop.scope._handle.agent.agent
     while agent.root is None:
         time.sleep(0.01)
     return agent.root

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.verdict.assessment import assess
-from rankscope.verdict.dispersion_words import say_dispersion
-from rankscope.verdict.verdicts import _say_cost
+from rankscope.verdict.dispersion_words import describe_dispersion
+from rankscope.verdict.verdicts import _describe_cost
 from rankscope.verdict.words import VerdictWords, tiles, verdict_of
 from support.arithmetic import faults_of
 
@@ -49,7 +49,7 @@ def test_a_dispersion_divides_by_what_sampling_explains(observed, ratio, width):
         "dispersion_ratio_low": ratio * (1 - width),
         "dispersion_ratio_high": ratio * (1 + width),
     }
-    assert not faults_of(say_dispersion(values))
+    assert not faults_of(describe_dispersion(values))
     tile = tiles(values)[1]
     assert not faults_of(f"{tile['label']}: {tile['value']} | {tile['note']}")
 
@@ -63,7 +63,7 @@ def test_the_parts_of_the_cost_add_up(fixed, read):
         "overhead_read_seconds": read,
         "overhead_budget": 0.01,
     }
-    assert not faults_of(_say_cost(values))
+    assert not faults_of(_describe_cost(values))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.rules import RULES
 from rankscope.bus.step import MISSING_INT
 from rankscope.report.study_words import Entry, headline_of, why_heading, why_they_differ
-from rankscope.verdict.dispersion_words import say_dispersion
+from rankscope.verdict.dispersion_words import describe_dispersion
 from rankscope.verdict.words import (
     facts,
     finding_view,
@@ -96,8 +96,9 @@ def test_the_dispersion_and_what_sampling_explains_divide_as_they_are_printed(lo
     observed, expected = (float(text.replace(",", "")) for text in (tile["value"], explained))
     assert told == f"{observed / expected:.2f}"
     assert float(told) == pytest.approx(ratio, rel=0.01, abs=0.005)
-    assert f"{explained}; the observed one, {tile['value']}, is {told} times" in say_dispersion(
-        values
+    assert (
+        f"{explained}; the observed one, {tile['value']}, is {told} times"
+        in describe_dispersion(values)
     )
 
 

@@ -1,5 +1,5 @@
-"""The monitor's own process: one per host takes measured steps, the root among them judges them.
+"""The monitor's own processes: one agent per host receives steps; the root among them judges them.
 
-No torch is imported here. What a training process holds of it is its end of a local socket
+No torch is imported here. A training process only holds its end of a local socket
 (:mod:`rankscope.agent.link`).
 """

@@ -1,4 +1,4 @@
-"""Addresses by which the agents of other hosts may reach this one."""
+"""Addresses at which the agents of other hosts may reach this one."""
 
 import contextlib
 import fcntl
@@ -15,16 +15,10 @@ _GLOBAL = "00"  # the scope of an IPv6 address that is not bound to one network
 def candidate_addresses(master: str | None = None) -> tuple[str, ...]:
     """Return this host's addresses, the most promising first.
 
-    All ranks reach the training's store at ``master``. Where that is an address of this host, it is
-    the one to try first; else the one from which this host reaches the store. Those of all network
-    interfaces follow. Loopback comes last: it helps where two "hosts" are containers that share a
-    network.
-
-    Args:
-        master: Name or address of the host of the training's store; usually ``MASTER_ADDR``.
-
-    Returns:
-        IPv4 and IPv6 addresses, without repeats.
+    First comes ``master``, the address of the training's store (usually ``MASTER_ADDR``), if it
+    belongs to this host; else the address from which this host reaches the store. Then come the
+    addresses of all network interfaces, and last loopback: two "hosts" may be containers that
+    share a network. IPv4 and IPv6, without repeats.
     """
     found = [] if master is None else _towards(master)
     found += [*_ipv4_of_interfaces(), *_ipv6_of_interfaces()]
@@ -33,7 +27,7 @@ def candidate_addresses(master: str | None = None) -> tuple[str, ...]:
 
 
 def tcp_endpoint(address: str, port: int) -> str:
-    """Return what a socket connects to.
+    """Return the endpoint for a socket to connect to.
 
     Example:
         >>> tcp_endpoint("fd00::1", 5555)

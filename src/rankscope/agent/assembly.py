@@ -1,7 +1,6 @@
-"""From the messages of W workers to the step of all.
+"""Assembles the messages of W workers into common steps, in order.
 
-Steps are assembled in order. A step is there when every worker has delivered it; what a worker
-that ended has not delivered never comes.
+A step is complete when every worker has delivered it.
 """
 
 import logging
@@ -22,21 +21,16 @@ _AMEND = [amend for each in EVIDENCE if (amend := each.find("combine", "amend"))
 
 
 class Assembly:
-    """Collects the workers' messages until a step is whole.
-
-    Args:
-        layout: How to read them.
-        first_step: Number of the first step.
-    """
+    """Collects the workers' messages until a step is complete."""
 
     def __init__(self, layout: Layout, first_step: int) -> None:
         self._layout = layout
         self.next_step = first_step
         self.newest = first_step - 1
         self.lost: list[int] = []
-        """Steps that some worker's message was lost of."""
+        """Steps of which some worker's message was lost."""
         self.lost_of: Counter[int] = Counter()
-        """How many of a rank's messages were lost."""
+        """Number of lost messages by rank."""
         self._queues: list[deque[StepMessage | None]]
         self._queues = [deque() for _ in range(layout.num_workers)]
         self._delivered = [first_step - 1] * layout.num_workers
@@ -50,11 +44,11 @@ class Assembly:
 
     @property
     def num_whole(self) -> int:
-        """How many steps all workers have delivered that were not taken as yet."""
+        """Number of complete steps that wait to be taken."""
         return min(map(len, self._queues))
 
     def add(self, rank: int, message: StepMessage) -> None:
-        """Take a message; one that is known already is left out."""
+        """Add a message; a repeated one is ignored."""
         if message.step <= self._delivered[rank]:
             return
         gap = message.step - self._delivered[rank] - 1
@@ -70,9 +64,9 @@ class Assembly:
     def _note_lost(self, rank: int, step: int, gap: int) -> None:
         if not self.lost_of:
             _log.warning(
-                "what rank %d has measured up to step %d was lost on the way, of %d steps, which "
-                "are not recorded: the link to its host was broken, or too slow. This is not said "
-                "again, but counted in run.json for each rank",
+                "rank %d: its data up to step %d was lost on the way, of %d steps, which are not "
+                "recorded: the link to its host was broken or too slow. This warning is not "
+                "repeated; run.json counts the lost messages of each rank",
                 rank,
                 step - 1,
                 gap,
@@ -80,10 +74,11 @@ class Assembly:
         self.lost_of[rank] += gap
 
     def take(self, most: int) -> list[list[StepMessage]]:
-        """Return the messages of the next steps that are whole, at most so many steps."""
+        """Return the messages of the next complete steps, of at most ``most`` steps."""
         steps: list[list[StepMessage]] = []
         while len(steps) < most and all(self._queues):
-            step, self.next_step = self.next_step, self.next_step + 1
+            step = self.next_step
+            self.next_step += 1
             messages = [queue.popleft() for queue in self._queues]
             whole = [message for message in messages if message is not None]
             if len(whole) == len(messages):
@@ -93,7 +88,7 @@ class Assembly:
         return steps
 
     def step_of(self, messages_W: Sequence[StepMessage], interval: int) -> GatheredStep:
-        """Return the common step of all workers' messages."""
+        """Merge the messages of all workers into one step."""
         columns = unpack_columns([message.slots for message in messages_W])
         fields: dict[str, Any] = {}
         for combiner in self._combiners:

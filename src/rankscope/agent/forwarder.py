@@ -1,6 +1,6 @@
-"""What the agent of any other host does: it hands its ranks' frames on to the root, and back.
+"""The agent of any host but the root's: it forwards frames from its ranks to the root, and back.
 
-Beyond 64 workers a step goes up once all of its ranks have delivered it, narrowed and summed
+Beyond 64 workers it waits until all of its ranks have delivered a step, then sends one summary
 (:mod:`rankscope.agent.summary`).
 """
 
@@ -18,36 +18,28 @@ from rankscope.bus.layout import Layout
 from rankscope.bus.step import MAX_PAIRED_WORKERS
 
 LINGER_SECONDS = 10.0
-"""How long an agent tries to hand over what it has, once its ranks are gone."""
+"""How long an agent tries to send its remaining frames once its ranks have ended."""
 
 PATIENCE_SECONDS = 60.0
-"""How long it waits for the root's last word, once its ranks have closed their scopes."""
+"""How long it waits for the root's last frame once its ranks have closed their scopes."""
 
 TIGHT_BYTES = 16 << 20
-"""With more than this waiting for the root, gradients are left out."""
+"""With a longer queue to the root, gradients are left out."""
 
-_LASTING = {
-    FrameKind.HELLO,
-    FrameKind.SUBSCRIBE,
-    FrameKind.BYE,
-    FrameKind.GONE,
-}  # the root must know these of a rank
+_LASTING = {FrameKind.HELLO, FrameKind.SUBSCRIBE, FrameKind.BYE, FrameKind.GONE}
+"""Frames that the root must get, also after a broken link."""
 
 
 class HostSteps:
-    """Collects the messages of a host's ranks until a step is whole.
-
-    Args:
-        num_local: How many ranks the host has.
-        layout: How to read their messages.
-    """
+    """Collects the messages of a host's ranks until a step is complete."""
 
     def __init__(self, num_local: int, layout: Layout) -> None:
-        self._num_local, self._layout = num_local, layout
+        self._num_local = num_local
+        self._layout = layout
         self._steps: dict[int, dict[int, StepMessage]] = {}
 
     def add(self, rank: int, message: StepMessage) -> bytes | None:
-        """Take a message; return the host's summary of the step that it completes."""
+        """Add a message; return the host's summary of the step that it completes."""
         step = self._steps.setdefault(message.step, {})
         step[rank] = message
         if len(step) < self._num_local:
@@ -56,11 +48,11 @@ class HostSteps:
 
 
 class Forwarder:
-    """Stands between the ranks of a host and the root.
+    """Forwards frames between the ranks of a host and the root.
 
     Args:
-        setup: What the rank that has started this agent has told: the host's number, how many
-            ranks it has, and the layout of messages.
+        setup: From the hello frame of the rank that started this agent: the host's number, its
+            number of ranks, and the layout of messages.
         send: Sends a frame to a local rank, or to all of them.
         ranks: The processes of this host's ranks.
     """
@@ -75,18 +67,19 @@ class Forwarder:
         self._steps = None
         if layout.num_workers > MAX_PAIRED_WORKERS:
             self._steps = HostSteps(self._num_local, layout)
-        self._send_local, self._ranks = send, ranks
+        self._send_local = send
+        self._ranks = ranks
         self._link = HostLink(int(setup["host"]))
-        self._standing: dict[tuple[int, FrameKind], bytes] = {}  # what is lasting of each rank
-        self._left: set[int] = set()  # ranks that send nothing more, and
-        self._gone: set[int] = set()  # those of them that also hear nothing more
+        self._standing: dict[tuple[int, FrameKind], bytes] = {}  # the lasting frames of each rank
+        self._left: set[int] = set()  # ranks that send nothing more
+        self._gone: set[int] = set()  # ranks whose connection has ended
         self._left_at = math.inf
-        self._told: set[int] = set()
+        self._dismissed: set[int] = set()
         self._stacks_wanted = False
         self.finished = False
 
     def take(self, rank: int, frame: Frame | None, at: float) -> None:
-        """Take a frame of a local rank, or None for the end of its connection."""
+        """Forward a frame of a local rank; None: its connection has ended."""
         if rank >= GUESTS:
             if frame is not None and frame.kind == FrameKind.EVIDENCE:
                 self._hand_on(FrameKind.EVIDENCE, frame.payload, rank, frame.step)
@@ -100,27 +93,27 @@ class Forwarder:
         elif frame.kind == FrameKind.HELLO:
             self._hand_on(FrameKind.HELLO, b"{}", rank)
         elif frame.kind == FrameKind.STEP:
-            self._take_step(rank, frame)
+            self._handle_step(rank, frame)
         else:
             if frame.kind == FrameKind.BYE:
                 self._left.add(rank)
             self._hand_on(FrameKind(frame.kind), frame.payload, rank, frame.step)
 
     def work(self) -> bool:
-        """Exchange frames with the root; return whether there may be more of them."""
+        """Exchange frames with the root; return whether more may be waiting."""
         frames = [frame for each in self._link.poll() for frame in FrameReader().feed(each)]
         for frame in frames:
             self._give_back(frame)
         return bool(frames)
 
     def idle(self) -> None:
-        """Say what was asked for; end when all ranks of this host are gone."""
+        """Send requested stacks; end once all ranks of this host have ended."""
         if self._stacks_wanted:
             stacks = self._ranks.stacks()
             if stacks is not None:
                 self._stacks_wanted = False
-                told = {str(rank): stack for rank, stack in stacks.items()}
-                self._hand_on(FrameKind.STATES, json.dumps({"stacks": told}).encode())
+                by_rank = {str(rank): stack for rank, stack in stacks.items()}
+                self._hand_on(FrameKind.STATES, json.dumps({"stacks": by_rank}).encode())
         if len(self._left) < self._num_local:
             return
         self._left_at = min(self._left_at, time.monotonic())
@@ -129,12 +122,12 @@ class Forwarder:
             self._end()
 
     def fail(self, error: BaseException) -> None:
-        """End after an error of the monitor's own; the training goes on."""
+        """End after an error in the monitor; the training goes on."""
         why = f"{type(error).__name__}: {error}"
         self._send_local(ALL_RANKS, pack(FrameKind.OFF, why.encode()))
         self._end()
 
-    def _take_step(self, rank: int, frame: Frame) -> None:
+    def _handle_step(self, rank: int, frame: Frame) -> None:
         tight = self._link.backlog_bytes > TIGHT_BYTES
         if self._steps is None and not tight:
             self._hand_on(FrameKind.STEP, frame.payload, rank, frame.step)
@@ -159,11 +152,11 @@ class Forwarder:
 
     def _give_back(self, frame: Frame) -> None:
         if frame.kind == FrameKind.LOOK:
-            self._ranks.ask()
+            self._ranks.request_states()
             states = {str(rank): str(state) for rank, state in self._ranks.states().items()}
             places = {str(rank): list(place) for rank, place in self._ranks.marks().items()}
-            told = {"states": states, "places": places}
-            self._hand_on(FrameKind.STATES, json.dumps(told).encode())
+            content = json.dumps({"states": states, "places": places}).encode()
+            self._hand_on(FrameKind.STATES, content)
         elif frame.kind == FrameKind.INTRODUCE:
             for content in self._standing.values():
                 self._link.send(content, lasting=True)
@@ -174,9 +167,9 @@ class Forwarder:
             content = pack(FrameKind(frame.kind), frame.payload, rank=frame.rank, step=frame.step)
             self._send_local(frame.rank, content)
             if frame.kind == FrameKind.DONE:
-                self._told.add(frame.rank)
-                if len(self._told) == self._num_local:
-                    self._end(0.0)  # the root wants nothing more
+                self._dismissed.add(frame.rank)
+                if len(self._dismissed) == self._num_local:
+                    self._end(0.0)  # the root has finished
 
     def _end(self, linger_seconds: float = LINGER_SECONDS) -> None:
         self.finished = True

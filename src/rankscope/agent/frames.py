@@ -1,7 +1,7 @@
-"""Frames: what travels between probe, agent and root, one after the other on a stream.
+"""Frames: the messages between training process, agent and root, on a byte stream.
 
-A frame is a header (length of the payload, kind, rank, step) and a payload. The rank is the one
-that a frame is from or for; -1 stands for all of them.
+A frame is a header (length of the payload, kind, rank, step) and a payload. The rank is its sender
+or receiver; -1 stands for all ranks.
 """
 
 import struct
@@ -17,74 +17,67 @@ MARK = 0x5253
 MAX_PAYLOAD = 1 << 30
 ALL_RANKS = -1
 GUESTS = 1 << 30
-"""Where the numbers of guests begin, see :data:`Kind.EVIDENCE`: this plus a rank of the job."""
+"""Added to the rank of a guest, a rank of another run of the same mesh."""
 
 
 class FrameKind(IntEnum):
-    """What a frame says."""
+    """The kinds of frames."""
 
-    # From a probe.
+    # From a training process.
     HELLO = 1
-    """Who this is, as JSON; the first frame of a connection."""
+    """Rank, secret and setup, as JSON; the first frame of a connection."""
     STEP = 2
     """A step as :mod:`rankscope.agent.message` packs it."""
     EVIDENCE = 3
-    """What the director of a kind of evidence is to get, see :func:`rankscope.agent.message.tag`;
-    also from a guest, which is a rank of another run of the same mesh."""
+    """Data for the director of one kind of evidence, see :func:`rankscope.agent.message.tag`; also
+    from a guest."""
     SUBSCRIBE = 4
-    """The steps' reports are wanted from now on."""
+    """Request to send the report of each step from now on."""
     BYE = 5
-    """No more steps follow; as JSON, why."""
+    """No more steps follow; the reason, as JSON."""
 
     INVITATION = 6
-    """How agents of other hosts reach the root; also from the root's agent to rank 0."""
+    """The root's addresses and keys for other hosts; also from the root's agent to rank 0."""
 
-    # To probes.
+    # To training processes.
     WELCOME = 19
-    """The number of the agent's process, which may look at this one when it hangs."""
+    """The agent's process id: that process may inspect this one in a hang."""
     INTERVAL = 20
-    """From a step on, gradients are measured every so many steps."""
+    """The interval at which gradients are measured from a step on."""
     FINDINGS = 21
-    """Findings that opened or changed, to be told at the beginning of a step."""
+    """Findings that opened or changed; ``on_finding`` gets them at the beginning of a step."""
     REQUEST = 22
-    """What a director asks of the probes of its kind."""
+    """A director's request to the probes of its kind."""
     LATEST = 24
-    """The report of the last step that is known."""
+    """The latest report."""
     LOG = 25
     """A line for the log of the training."""
     OFF = 26
-    """Nothing is recorded from now on, and why."""
+    """Nothing is recorded from now on; the reason."""
     WORKING = 28
-    """The run will be closed once the steps that wait are judged; some were just now."""
+    """Keepalive while the root judges the last steps of a run."""
     ANNOUNCE = 29
-    """A line about findings, for whoever started the training; as JSON, with its level."""
+    """A line about findings for the training's error stream; as JSON, with its level."""
     DONE = 27
     """The run is closed; the last frame."""
 
     # Between agents.
     GONE = 40
-    """A rank has ended without a BYE; as JSON, what is known of it."""
+    """A rank has ended without a BYE; how, as JSON."""
     STATES = 41
-    """What the processes of a host do, and where they stand, as JSON."""
+    """States, places or stacks of a host's processes, as JSON."""
     LOOK = 42
-    """Look at the processes of your host."""
+    """Request for the states of a host's processes."""
     STACKS = 43
-    """Take the stacks of the processes of your host."""
+    """Request for the stacks of a host's processes."""
     SUMMARY = 44
     """A step of all ranks of a host, see :mod:`rankscope.agent.summary`."""
     INTRODUCE = 45
-    """Introduce the ranks of your host again; the link was broken, or had no room."""
+    """Request to send the lasting frames of a host again: the link was broken or full."""
 
 
 class Frame(NamedTuple):
-    """One frame.
-
-    Attributes:
-        kind: What it says.
-        rank: Whom it is from or for; ``ALL_RANKS`` for all.
-        step: The step that it is about, or from which it holds; -1 without one.
-        payload: The rest.
-    """
+    """One frame; ``rank`` is its sender or receiver, ``step`` is -1 without one."""
 
     kind: int
     rank: int
@@ -93,7 +86,7 @@ class Frame(NamedTuple):
 
 
 class FrameError(RankscopeError):
-    """What came in is no frame: another program, or another version, is at the other end."""
+    """The received bytes are no frame: another program or version is at the other end."""
 
 
 def pack(
@@ -110,19 +103,20 @@ def pack(
 
 
 class FrameReader:
-    """Takes a stream apart into frames."""
+    """Splits a byte stream into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
-        """Take bytes in order of arrival; return the frames that are whole by now.
+        """Add bytes in order of arrival; return the frames that are complete.
 
         Raises:
             FrameError: They are no frames.
         """
         self._buffer += data
-        frames, at = [], 0
+        frames = []
+        at = 0
         while len(self._buffer) - at >= HEADER.size:
             size, mark, kind, rank, step = HEADER.unpack_from(self._buffer, at)
             if mark != MARK or size > MAX_PAYLOAD:

@@ -1,4 +1,4 @@
-"""What the root notes of hangs: it looks once a second, asks for stacks, and keeps the findings."""
+"""Hang detection at the root: looks once a second, requests stacks, keeps the findings."""
 
 import logging
 import time
@@ -15,38 +15,34 @@ _LOOK_SECONDS = 1.0
 
 
 class Hosts(Protocol):
-    """The processes of all ranks, wherever they are."""
+    """The processes of all ranks, on all hosts."""
 
-    def ask(self) -> None:
-        """Have other hosts look at their processes."""
+    def request_states(self) -> None:
+        """Request the states of processes on other hosts."""
 
     def states(self) -> Mapping[int, ProcessState]:
-        """Return how the processes are, as far as is known."""
+        """Return the known states of processes, by rank."""
 
     def marks(self) -> Mapping[int, CodePlace]:
-        """Return where the ranks are inside of their steps, as far as is known."""
+        """Return the known places of ranks inside their steps."""
 
     def ending(self, rank: int) -> str:
-        """Return what became of a rank whose connection was lost, as far as that is known."""
+        """Return how a rank ended whose connection was lost, as far as known."""
 
-    def say(self, line: str) -> None:
-        """Write a line where the training's warnings go, though it stands still."""
+    def write_line(self, line: str) -> None:
+        """Write a line to the error stream of the training, even while it hangs."""
 
     def take_stacks(self) -> None:
-        """Begin to take stacks, on all hosts."""
+        """Start taking stacks on all hosts."""
 
     def stacks(self) -> Mapping[int, Stack] | None:
-        """Return stacks by rank, once some have come."""
+        """Return stacks by rank, once some have arrived."""
 
 
 class HangNotes:
-    """Notices hangs of one run.
+    """Detects the hangs of one run; ``notify`` gets each finding that opens, changes or closes.
 
-    Args:
-        num_workers: W.
-        hang_seconds: How long a step may take; 20 typical steps if that is more.
-        hosts: Where to look.
-        tell: Called with each finding that opens, changes or closes.
+    A step may take ``hang_seconds``, or 20 typical steps if that is more.
     """
 
     def __init__(
@@ -54,36 +50,32 @@ class HangNotes:
         num_workers: int,
         hang_seconds: float,
         hosts: Hosts,
-        tell: Callable[[Finding], None],
+        notify: Callable[[Finding], None],
     ) -> None:
         self._watch = HangWatch(num_workers, hang_seconds)
         self._hosts = hosts
-        self._tell = tell
+        self._notify = notify
         self._report: HangReport | None = None
         self._stacks: Mapping[int, Stack] = {}
         self._next_look = 0.0
         self.findings: dict[str, Finding] = {}
 
     def observe(self, rank: int, step: int) -> None:
-        """Note that a rank has delivered a step; −1 for its greeting."""
+        """Record that a rank has delivered a step; −1 for its hello frame."""
         self._watch.observe(rank, step, time.monotonic())
 
     def leave(self, rank: int) -> None:
-        """Note that a rank ended its watch in good order."""
+        """Record that a rank closed its scope normally."""
         self._watch.leave(rank)
 
     def look(self, newest: int) -> None:
-        """Look at all ranks, once a second.
-
-        Args:
-            newest: The newest step that the record has.
-        """
+        """Check all ranks, once a second; ``newest`` is the newest step in the record."""
         now = time.monotonic()
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_SECONDS
         if self._watch.wants_states(now):
-            self._hosts.ask()
+            self._hosts.request_states()
         report = self._watch.look(now, self._hosts.states(), self._hosts.marks())
         if report is not None and not report.recovered:
             self._hosts.take_stacks()
@@ -101,5 +93,5 @@ class HangNotes:
             _log.info("%s", report)
         else:
             self.findings[finding.id] = finding
-            self._tell(finding)
-            self._hosts.say(finding.explanation)
+            self._notify(finding)
+            self._hosts.write_line(finding.explanation)

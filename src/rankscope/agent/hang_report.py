@@ -1,6 +1,6 @@
-"""Who holds up all others in a hang, from how far each rank is and how its process is.
+"""Finds the ranks that hold up all others in a hang, from places, process states and stacks.
 
-All of it is plain data: in a job of several hosts, states and stacks come over the wire.
+All of it is plain data: with several hosts, states and stacks come over the network.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ _COLLECTIVES = ("(torch/nn/parallel/distributed.py", "(torch/distributed/")
 
 
 class ProcessState(StrEnum):
-    """How the process of a rank is, seen from outside."""
+    """The state of a rank's process, seen from outside."""
 
     RUNNING = "running"
     """It runs, sleeps or waits; the system gives it time."""
@@ -22,7 +22,7 @@ class ProcessState(StrEnum):
     """By SIGSTOP or a debugger."""
     ENDED = "ended"
     UNKNOWN = "unknown"
-    """Nobody who could look has told."""
+    """No agent has seen the process."""
 
 
 class Fate(StrEnum):
@@ -31,23 +31,23 @@ class Fate(StrEnum):
     ENDED = "ended"
     STOPPED = "stopped"
     LEFT = "left"
-    """It ended its watch before it came as far as the others."""
+    """It closed its scope at an earlier step than the others."""
     MISSING = "missing"
-    """It never said anything."""
+    """It never connected."""
     STUCK = "stuck"
     """Its process is alive, and it is behind the others."""
     AHEAD = "ahead"
-    """It went on without a collective in which most others wait."""
+    """It skipped a collective in which most others wait."""
     SILENT = "silent"
-    """It is behind, and nobody can say how its process is: its host is out of reach."""
+    """It is behind, and its host is out of reach."""
 
 
 class CodePlace(NamedTuple):
-    """How far a rank is; places of one look are comparable.
+    """The progress of a rank; places from the same look are comparable.
 
     Attributes:
-        step: The step that it works on; 0 in the first.
-        passes: How many phases of that step have begun; 0 where only steps are known.
+        step: The step under way; 0 in the first.
+        passes: Number of phases of that step that have begun; 0 where only steps are known.
         phase: ``forward``, ``backward`` or ``step``; empty where only steps are known.
     """
 
@@ -77,7 +77,7 @@ class Stack(TypedDict):
 
 
 class Standing(NamedTuple):
-    """A rank that the others wait for: why, and where it is; None for one that never spoke."""
+    """A rank that the others wait for, and why; ``place`` is None if it never connected."""
 
     rank: int
     fate: Fate
@@ -86,15 +86,14 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HangReport:
-    """A step that does not end, and who the others wait for.
+    """A step that does not end, and the ranks that the others wait for.
 
     Attributes:
         step: The step that has not ended everywhere.
-        seconds: For how long nobody has come any further.
-        suspects: Those that the others wait for.
-        waiting: The other ranks that are still there, in order.
-        phase: The phase in which those that wait are, if it is the same; empty if it is not, or not
-            known.
+        seconds: Time without progress on any rank.
+        suspects: The ranks that the others wait for.
+        waiting: The other live ranks, in order.
+        phase: The phase of the waiting ranks; empty if unknown or not the same.
         recovered: Whether the training goes on after all.
     """
 
@@ -112,7 +111,7 @@ class HangReport:
 
     @property
     def is_pause(self) -> bool:
-        """Whether nothing accuses anybody: all are level, as when they evaluate or save."""
+        """Whether no rank is suspect: all are equally far, as in an evaluation or a save."""
         return not self.suspects and self.phase != "backward"
 
     def with_fate(self, *fates: Fate) -> tuple[Standing, ...]:
@@ -157,11 +156,11 @@ class HangReport:
 
 
 def words_of(one: Standing, *, over: bool = False) -> str:
-    """Return what is the matter with a rank: ``has ended, in step 7``.
+    """Describe the state of a suspect: ``has ended, in step 7``.
 
     Args:
         one: The rank.
-        over: Whether the hang is over, and with it what was the matter.
+        over: Whether the hang is over.
     """
     is_ = "was" if over else "is"
     words = {
@@ -183,23 +182,23 @@ def judge_hang(
     states: Mapping[int, ProcessState],
     left: Iterable[int] = (),
 ) -> HangReport:
-    """Tell who holds up the others, while nobody comes any further.
+    """Find the ranks that hold up the others, while no rank makes progress.
 
-    A rank whose process has ended or is stopped accounts for the hang, wherever it was. Only where
-    there is none do places tell: those that are furthest back, while others are further. Ranks that
-    are level are not accused, nor are all ranks at once when the whole job is suspended.
+    A rank whose process has ended or is stopped explains the hang, wherever it was. Without one,
+    the suspects are the ranks furthest behind. Equally far ranks are not suspects, nor are all
+    ranks at once when the whole job is suspended.
 
     Args:
-        seconds: For how long nobody has come any further.
-        num_workers: How many ranks there should be.
-        places: How far each rank is; without those that never spoke.
-        states: How the processes are; unknown for those that are left out.
-        left: Ranks that have ended their watch in good order.
+        seconds: Time without progress on any rank.
+        num_workers: W.
+        places: Progress of each rank that has connected.
+        states: Process states; a missing one is unknown.
+        left: Ranks that closed their scope normally.
     """
     gone = set(left)
     there = {rank: place for rank, place in sorted(places.items()) if rank not in gone}
     suspects = [
-        *_exact(there, states),
+        *_ended_or_stopped(there, states),
         *_left(places, gone),
         *_missing(num_workers, places, gone),
     ] or _behind(there, states)
@@ -215,17 +214,14 @@ def judge_hang(
 
 
 def judge_stacks(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
-    """Return a report in which stacks tell what places did not.
+    """Refine a report of :func:`judge_hang` with stacks.
 
-    If some ranks wait in a backward pass, or in a collective of the wrapper's (DDP rebuilds its
-    buckets and sends buffers as a forward pass begins, FSDP2 gathers parameters), all the ranks
-    that do something else hold them up. Where nobody does, it may be a planned pause, say for a
-    checkpoint, and the report stays as it is. So it does where somebody is suspected already,
-    unless all that are behind wait in one collective: then the fewer ranks ahead have left it out.
-
-    Args:
-        report: What places tell.
-        stacks: Stacks by rank; ranks without one are neither accused nor acquitted.
+    If some ranks wait in a backward pass, or in a collective of the wrapper (DDP rebuilds its
+    buckets and broadcasts buffers as a forward pass begins, FSDP2 gathers parameters), all ranks
+    that do something else hold them up. If none does, it may be a planned pause, such as a
+    checkpoint, and the report stays as it is. It also stays if there are suspects already, unless
+    all ranks behind wait in one collective: then the fewer ranks ahead have skipped it. Ranks
+    without a stack are left out.
     """
     known = {rank: stack for rank, stack in stacks.items() if stack["frames"]}
     if not report.recovered and (ahead := _ahead(report, known)):
@@ -245,7 +241,7 @@ def judge_stacks(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
 
 
 def _ahead(report: HangReport, known: Mapping[int, Stack]) -> tuple[Standing, ...]:
-    """Return the ranks that have gone on without the collective in which all suspects wait."""
+    """Return the ranks that have skipped the collective in which all suspects wait."""
     behind = [one.rank for one in report.suspects]
     alive = all(one.fate is Fate.STUCK for one in report.suspects)
     places = {known[rank]["frames"][0] for rank in behind if rank in known}
@@ -258,10 +254,12 @@ def _ahead(report: HangReport, known: Mapping[int, Stack]) -> tuple[Standing, ..
     return tuple(Standing(rank, Fate.AHEAD, CodePlace(report.step)) for rank in report.waiting)
 
 
-def _exact(there: Mapping[int, CodePlace], states: Mapping[int, ProcessState]) -> list[Standing]:
+def _ended_or_stopped(
+    there: Mapping[int, CodePlace], states: Mapping[int, ProcessState]
+) -> list[Standing]:
     fates = {ProcessState.ENDED: Fate.ENDED, ProcessState.STOPPED: Fate.STOPPED}
     if all(states.get(rank) == ProcessState.STOPPED for rank in there):
-        return []  # by who suspended the job; nobody waits
+        return []  # the whole job is suspended; no rank waits
     found = [(rank, fates.get(states.get(rank, ProcessState.UNKNOWN))) for rank in there]
     return [Standing(rank, fate, there[rank]) for rank, fate in found if fate is not None]
 
@@ -273,7 +271,7 @@ def _left(places: Mapping[int, CodePlace], gone: set[int]) -> list[Standing]:
 
 
 def _missing(num_workers: int, places: Mapping[int, CodePlace], gone: set[int]) -> list[Standing]:
-    """Return ranks that never spoke; after a step without them nobody waits for them."""
+    """Return ranks that never connected; after a step without them no rank waits for them."""
     if any(place.step > 0 for place in places.values()):
         return []
     silent = (rank for rank in range(num_workers) if rank not in places and rank not in gone)
@@ -282,7 +280,8 @@ def _missing(num_workers: int, places: Mapping[int, CodePlace], gone: set[int]) 
 
 def _behind(there: Mapping[int, CodePlace], states: Mapping[int, ProcessState]) -> list[Standing]:
     depths = {rank: _depth(place) for rank, place in there.items()}
-    first, last = min(depths.values(), default=(0, 0)), max(depths.values(), default=(0, 0))
+    first = min(depths.values(), default=(0, 0))
+    last = max(depths.values(), default=(0, 0))
     return [
         Standing(rank, _fate_behind(states.get(rank)), there[rank])
         for rank, depth in depths.items()
@@ -299,7 +298,7 @@ def _depth(place: CodePlace) -> tuple[int, int]:
 
 
 def _waits_in_step(stack: Stack) -> str:
-    """Return the pass in which it waits for other ranks; empty if it does not, or elsewhere."""
+    """Return the pass in which a rank waits for others; empty if it waits in none."""
     if stack["frames"][0].startswith(_ENGINE):
         return "backward"
     wrapped = any(wrapper in frame for frame in stack["frames"] for wrapper in _WRAPPERS)
@@ -307,6 +306,6 @@ def _waits_in_step(stack: Stack) -> str:
 
 
 def _waits(stack: Stack) -> bool:
-    """Return whether it waits for other ranks, as far as its innermost frame tells."""
+    """Return whether the innermost frame is a wait for other ranks."""
     innermost = stack["frames"][0]
     return innermost.startswith(_ENGINE) or any(place in innermost for place in _COLLECTIVES)

@@ -1,8 +1,7 @@
-"""Notices that a training hangs, and makes a finding of it: who the others wait for, and where.
+"""Detects that a training hangs, and makes a finding of the ranks that the others wait for.
 
-The root knows which rank has delivered which step. Places inside of a step, states of processes and
-stacks come from the agents of the hosts (:mod:`rankscope.agent.progress`, ``processes``,
-``stacks``).
+The root knows the last step of each rank. Places inside a step, process states and stacks come from
+the agents of the hosts (:mod:`rankscope.agent.progress`, ``processes``, ``stacks``).
 """
 
 from collections import deque
@@ -27,21 +26,17 @@ from rankscope.bus.words import name_ranks
 
 _FEWEST_STEPS = 3
 _SLOW_STEPS = 20  # median step times that a step may take before it counts as a hang
-_LONGEST_GAP = 10.0  # seconds between two looks; if it is more, the agent itself was held up
-_NAMED = 4  # suspects whose fate is told one by one
+_LONGEST_GAP = 10.0  # seconds between two looks; after more, the agent itself was held up
+_NAMED = 4  # suspects that are described one by one
 _SHOWN_STACKS = 16
 _SHOWN_CALLERS = 3
 
 
 class HangWatch:
-    """Decides when a step takes too long: tells once that it does, and once that it ended.
+    """Decides when a step takes too long, and when the hang is over; reports each once.
 
-    A hang begins when no rank has delivered anything new for too long. A rank that is behind while
-    others go on without it, as with local steps, holds up nobody.
-
-    Args:
-        num_workers: How many ranks deliver.
-        hang_seconds: How long a step may take; 20 typical steps if that is more.
+    A hang begins when no rank has delivered anything new for ``hang_seconds``, or for 20 typical
+    steps if that is more. A rank that is behind while others go on, as with local steps, is none.
     """
 
     def __init__(self, num_workers: int, hang_seconds: float) -> None:
@@ -58,13 +53,7 @@ class HangWatch:
         self._from: dict[int, int] = {}
 
     def observe(self, rank: int, step: int, now: float) -> None:
-        """Note that a rank has delivered a step; for every message.
-
-        Args:
-            rank: The rank.
-            step: The step; −1 for its greeting.
-            now: Seconds by a clock that never jumps.
-        """
+        """Record that a rank has delivered a step (−1: its hello frame), by a monotonic clock."""
         if step <= self._delivered.get(rank, -2):
             return
         self._delivered[rank] = step
@@ -76,11 +65,11 @@ class HangWatch:
             self._newest = (step, now)
 
     def leave(self, rank: int) -> None:
-        """Note that a rank ended its watch in good order: it is waited for no more."""
+        """Record that a rank closed its scope normally: no rank waits for it."""
         self._left.add(rank)
 
     def wants_states(self, now: float) -> bool:
-        """Return whether it is time to ask other hosts for states and places: half the limit."""
+        """Return whether to request states from other hosts: after half the limit."""
         return self._report is not None or self._idle(now) >= self._limit() / 2
 
     def look(
@@ -89,17 +78,17 @@ class HangWatch:
         states: Mapping[int, ProcessState],
         marks: Mapping[int, CodePlace] | None = None,
     ) -> HangReport | None:
-        """See whether the training hangs, or goes on again; about once a second.
+        """Check whether the training hangs, or goes on again; about once a second.
 
         Args:
             now: Seconds by the clock of :meth:`observe`.
-            states: How each rank's process is; unknown for ranks that are left out.
-            marks: Where each rank is inside of its step, as far as known
+            states: Process states; a missing one is unknown.
+            marks: Known places of ranks inside their steps
                 (:func:`rankscope.agent.progress.read_mark`).
 
         Returns:
-            A report when a hang begins, when another rank turns out to have ended or to be stopped
-            meanwhile, and when it is over.
+            A report when a hang begins, when another rank has ended or was stopped meanwhile, and
+            when the hang is over.
         """
         self._allow_for_own_pause(now)
         there = [
@@ -115,15 +104,13 @@ class HangWatch:
         report = self._judge(seconds, states, marks or {})
         if self._newest[0] < 0 and not _is_plain(report):
             return None  # the first step may take long: it compiles
-        self._report, self._began, self._from = report, now - seconds, dict(self._delivered)
+        self._report = report
+        self._began = now - seconds
+        self._from = dict(self._delivered)
         return report
 
     def learn(self, stacks: Mapping[int, Stack]) -> HangReport | None:
-        """Take stacks by rank; where places told nothing, they may tell who is waited for.
-
-        Returns:
-            The report of the hang that lasts, with what is known now; None if none lasts.
-        """
+        """Refine the report of the present hang with stacks by rank; None without a hang."""
         if self._report is not None:
             self._report = judge_stacks(self._report, stacks)
         return self._report
@@ -135,7 +122,7 @@ class HangWatch:
         states: Mapping[int, ProcessState],
         marks: Mapping[int, CodePlace],
     ) -> HangReport | None:
-        """Return a report if the hang is over, or is worse than it looked."""
+        """Return a report if the hang is over, or has become worse."""
         assert self._report is not None
         if there and all(self._delivered[rank] > self._from.get(rank, -2) for rank in there):
             end = now if self._moved is None else self._moved
@@ -161,13 +148,13 @@ class HangWatch:
         return 0.0 if self._moved is None else now - self._moved
 
     def _limit(self) -> float:
-        """Return how long a step may take; one long step among few says nothing yet."""
+        """Return how long a step may take; a median of few steps does not count."""
         known = len(self._step_seconds) >= _FEWEST_STEPS
         typical = median(self._step_seconds) if known else 0.0
         return max(self._hang_seconds, _SLOW_STEPS * typical)
 
     def _allow_for_own_pause(self, now: float) -> None:
-        """Leave out a time in which the agent did not run: it could not read either."""
+        """Leave out a time in which the agent itself did not run."""
         gap = 0.0 if self._looked is None else now - self._looked
         if gap > _LONGEST_GAP and self._moved is not None:
             self._moved = min(self._moved + gap, now)
@@ -177,19 +164,16 @@ class HangWatch:
 def hang_finding(
     report: HangReport, stacks: Mapping[int, Stack] | None = None, *, newest: int | None = None
 ) -> Finding | None:
-    """Return what the record says of a hang.
+    """Return the finding of a hang; None for a pause of all ranks together.
 
-    An error where the process of a rank has ended or is stopped while others wait: a training
-    cannot go on from that by itself. Otherwise a warning: the others do wait, but a rank that is
-    alive may be about something that takes long, such as saving a checkpoint alone.
+    An error if the process of a rank has ended or is stopped while others wait: the training
+    cannot recover by itself. Otherwise a warning: a live rank may be busy with something long,
+    such as saving a checkpoint alone.
 
     Args:
         report: The hang, from :meth:`HangWatch.look` or :meth:`HangWatch.learn`.
         stacks: Stacks by rank, if they were taken.
-        newest: The newest step that the record has; the step before the one that hangs if None.
-
-    Returns:
-        None where nothing accuses anybody: a pause of all ranks together.
+        newest: The newest step in the record; None: the step before the one that hangs.
     """
     if report.is_pause:
         return None
@@ -197,8 +181,8 @@ def hang_finding(
     is_exact = bool(report.with_fate(Fate.ENDED, Fate.STOPPED))
     severity = Severity.ERROR if is_exact else Severity.WARNING
     fields = {
-        "Course": _course(report),
-        "what": _what(report),
+        "Course": _duration_words(report),
+        "what": _suspect_words(report),
         "stacks": _stack_words(shown, over=report.recovered),
     }
     explanation, next_check = describe("time.hang", severity, fields)
@@ -219,42 +203,42 @@ def hang_finding(
 
 
 def _is_plain(report: HangReport) -> bool:
-    """Return whether a hang in the first step, which may compile, is beyond doubt."""
+    """Return whether a hang in the first step is certain; that step may compile."""
     return report.phase == "backward" or bool(report.with_fate(Fate.ENDED, Fate.STOPPED))
 
 
-def _course(report: HangReport) -> str:
+def _duration_words(report: HangReport) -> str:
     waited = f"{report.seconds:,.0f} s"
     if report.recovered:
         return f"Step {report.step:,} ended only after {waited}"
     return f"Step {report.step:,} has not ended for {waited}"
 
 
-def _what(report: HangReport) -> str:
+def _suspect_words(report: HangReport) -> str:
     over = report.recovered
     if not report.suspects:
         are, does = ("were", "did") if over else ("are", "does")
         return f"all ranks {are} in its backward pass, where the reduction {does} not end"
-    told = [f"rank {one.rank} {words_of(one, over=over)}" for one in report.suspects[:_NAMED]]
+    parts = [f"rank {one.rank} {words_of(one, over=over)}" for one in report.suspects[:_NAMED]]
     others = [one.rank for one in report.suspects[_NAMED:]]
     if others:
-        told.append(f"so it {'was' if over else 'is'}, or similar, with {name_ranks(others)}")
+        parts.append(f"so it {'was' if over else 'is'}, or similar, with {name_ranks(others)}")
     if report.waiting:
         one = len(report.waiting) == 1
         verb = "waited" if report.recovered else "waits" if one else "wait"
         where = f" in the {report.phase} pass" if report.phase in ("forward", "backward") else ""
-        told.append(f"{name_ranks(report.waiting)} {verb}{where}")
-    return "; ".join(told)
+        parts.append(f"{name_ranks(report.waiting)} {verb}{where}")
+    return "; ".join(parts)
 
 
 def _stacks_shown(report: HangReport, stacks: Mapping[int, Stack]) -> dict[int, Stack]:
-    """Return the stacks that the finding shows: those of suspects first."""
+    """Return the stacks for the finding, those of suspects first."""
     order = [*report.ranks, *sorted(stacks.keys() - set(report.ranks))]
     return {rank: stacks[rank] for rank in order[:_SHOWN_STACKS] if rank in stacks}
 
 
 def _stack_words(stacks: Mapping[int, Stack], *, over: bool) -> str:
-    """Return where the first rank is, and why others have no stack, as sentences."""
+    """Describe the place of the first rank, and why others have no stack."""
     for rank, stack in stacks.items():
         if stack["frames"]:
             first, *callers = stack["frames"][: _SHOWN_CALLERS + 1]

@@ -1,4 +1,4 @@
-"""The end of another host's agent of the link to the root."""
+"""The link to the root, at the end of another host's agent."""
 
 import contextlib
 import time
@@ -10,34 +10,30 @@ import zmq
 from rankscope.agent.hosts import BEAT, GOODBYE, HOST, MOST_AT_ONCE, OPTIONS, Invitation
 
 QUEUED_FRAMES = 100
-"""Frames in ZeroMQ's queue; what follows waits in line, where its bytes are known."""
+"""Frames in ZeroMQ's queue; further ones wait in a queue of ours, whose bytes are counted."""
 
 MOST_BYTES = 64 << 20
-"""With more than this in line, steps are dropped."""
+"""With a longer queue, steps are dropped."""
 
 BEAT_SECONDS = 1.0
-"""From one beat to the next."""
+"""Seconds from one beat to the next."""
 
 SEARCH_SECONDS = 30.0
-"""After so long without a word from the root, an agent tries all of its addresses again."""
+"""After this long without a frame from the root, an agent tries all of its addresses again."""
 
 NEXT_SECONDS = 0.25
-"""So long it waits for an answer before it tries the next address as well."""
+"""Seconds to wait for an answer before the next address is tried as well."""
 
 
 class HostLink:
-    """The end of another host's agent. Nothing blocks, and nothing fails while the root is away.
+    """The link of host number ``host`` to the root; never blocks or fails while the root is away.
 
-    Args:
-        host: Number of this host among all, from 0.
-        most_bytes: What may wait in line.
-
-    Attributes:
-        backlog_bytes: What waits in line.
+    At most ``most_bytes`` may wait in its queue; ``backlog_bytes`` do.
     """
 
     def __init__(self, host: int, *, most_bytes: int = MOST_BYTES) -> None:
-        self._name, self._most_bytes = HOST.pack(host), most_bytes
+        self._name = HOST.pack(host)
+        self._most_bytes = most_bytes
         self._invitation: Invitation | None = None
         self._line: deque[bytes] = deque()
         self.backlog_bytes = 0
@@ -46,10 +42,10 @@ class HostLink:
         self._chosen: zmq.Socket[bytes] | None = None
         self._untried: list[str] = []
         self._beat = self._answered = 0  # numbers of the last beat, and of the last that came back
-        self._heard_at = self._searched_at = self._tried_at = self._beat_at = -inf
+        self._received_at = self._searched_at = self._tried_at = self._beat_at = -inf
 
     def open(self, invitation: bytes) -> None:
-        """Begin to search for the root, which has published this; frames wait until it answers.
+        """Start to search for the root by its invitation; frames wait until the root answers.
 
         Raises:
             HostsError: It is no invitation, or of another version.
@@ -58,19 +54,11 @@ class HostLink:
 
     @property
     def silent_seconds(self) -> float:
-        """How long ago the root was heard; infinity if never. A live one answers each beat."""
-        return time.monotonic() - self._heard_at
+        """Seconds since the last frame from the root, which answers each beat; infinity: none."""
+        return time.monotonic() - self._received_at
 
     def send(self, frame: bytes, *, lasting: bool = False) -> bool:
-        """Send a frame, or have it wait in line.
-
-        Args:
-            frame: The frame.
-            lasting: Whether it waits however long the line is.
-
-        Returns:
-            False if it was dropped.
-        """
+        """Send or queue a frame; return False if it was dropped. A lasting one never is."""
         if not lasting and self.backlog_bytes + len(frame) > self._most_bytes:
             return False
         self._line.append(frame)
@@ -79,7 +67,7 @@ class HostLink:
         return True
 
     def poll(self) -> list[bytes]:
-        """Return frames of the root that have come. Call it at least once a second."""
+        """Return new frames from the root. Call it at least once a second."""
         now = time.monotonic()
         self._search(now)
         places = tuple(self._sockets.values())
@@ -91,15 +79,12 @@ class HostLink:
         return found
 
     def close(self, linger_seconds: float = 0.0) -> bool:
-        """Wait until the root has everything, but no longer than that, and close the sockets.
-
-        Returns:
-            Whether the root has read what was sent last.
-        """
+        """Wait up to so long until the root has read all frames, close; return whether it has."""
         until = time.monotonic() + linger_seconds
         while self._line and time.monotonic() < until:
             self._wait()
-        last, self._beat_at = self._beat + 1, -inf
+        last = self._beat + 1
+        self._beat_at = -inf
         while self._answered < last and time.monotonic() < until:
             self._wait()
         if self._chosen is not None:
@@ -109,14 +94,14 @@ class HostLink:
         return not self._line and self._answered >= last
 
     def _wait(self) -> None:
-        self.poll()  # nobody takes what comes now
+        self.poll()  # incoming frames are dropped now
         time.sleep(0.01)
 
     def _search(self, now: float) -> None:
-        """Ask at the root's addresses, one after the other, until one answers: that is chosen."""
+        """Try the root's addresses, one after the other; the first that answers is chosen."""
         if self._invitation is None:
             return
-        if now - max(self._heard_at, self._searched_at) >= SEARCH_SECONDS:
+        if now - max(self._received_at, self._searched_at) >= SEARCH_SECONDS:
             self._searched_at = now
             self._untried = [e for e in self._invitation.endpoints if e not in self._sockets]
         if self._untried and now - self._tried_at >= NEXT_SECONDS:
@@ -129,17 +114,18 @@ class HostLink:
             place.setsockopt(option, value)
         place.curve_serverkey = invitation.server_public.encode()
         secret = invitation.client_secret.encode()
-        place.curve_secretkey, place.curve_publickey = secret, zmq.curve_public(secret)
+        place.curve_secretkey = secret
+        place.curve_publickey = zmq.curve_public(secret)
         place.connect(endpoint)
         self._sockets[endpoint] = place
         return place
 
     def _receive(self, place: "zmq.Socket[bytes]") -> list[bytes]:
         found: list[bytes] = []
-        with contextlib.suppress(zmq.ZMQError):  # nothing more, or another one was chosen
+        with contextlib.suppress(zmq.ZMQError):  # no more frames, or another socket was chosen
             while len(found) < MOST_AT_ONCE:
                 frame, *beat = place.recv_multipart(zmq.NOBLOCK)
-                self._heard_at = time.monotonic()
+                self._received_at = time.monotonic()
                 self._choose(place)
                 if beat:
                     self._answered = max(self._answered, *BEAT.unpack(beat[0]))

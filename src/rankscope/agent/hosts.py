@@ -1,14 +1,13 @@
-"""What the agents of several hosts need to reach each other: keys, addresses, socket options.
+"""Keys, addresses and socket options that link the agents of several hosts.
 
 The root binds a socket and writes an :class:`Invitation`, which reaches the other agents through
-the training's own store. It names the root's addresses and holds a secret: only who knows that can
-connect to the root, and only the root can answer (CURVE, in both directions).
+the training's own store. It holds the root's addresses and a secret: only agents with the secret
+can connect to the root, and only the root can answer (CURVE, in both directions).
 
-TCP delivers what is sent over a connection once and in order, also after seconds in which nothing
-arrives. ZeroMQ has a queue for each connection, reads and writes in a thread of its own, and opens
-a connection again that has broken; what was under way then is lost. The root counts a step that
-lacks a part. A host that may have missed something introduces its ranks again, and the root greets
-them with what holds by then.
+TCP delivers bytes once and in order, also after seconds without traffic. ZeroMQ has a queue for
+each connection, reads and writes in a thread of its own, and reopens a broken connection; frames
+under way are then lost. The root counts incomplete steps. A host that may have missed a frame
+sends the hello frames of its ranks again, and the root answers with the present state.
 """
 
 import json
@@ -22,23 +21,23 @@ from rankscope.errors import RankscopeError
 VERSION = 2
 
 HOST = struct.Struct("<I")
-"""The first part of a host's message: its number. A frame follows; it is empty in a beat, which has
-a third part."""
+"""The first part of a host's message: its number. A frame follows, empty in a beat, which has a
+third part."""
 
 BEAT = struct.Struct("<Q")
 """The number of a beat. A host sends one each second, and the root sends it back."""
 
 GOODBYE = b""
-"""In place of that number: the host's agent ends."""
+"""Instead of the number of a beat: the host's agent ends."""
 
 MOST_AT_ONCE = 1000
-"""Frames that one call returns."""
+"""Most frames that one call returns."""
 
 OPTIONS = {
     zmq.IPV6: 1,
     zmq.SNDHWM: 1000,
     zmq.RCVHWM: 1000,
-    zmq.SNDBUF: 1 << 20,  # more would be lost with a connection
+    zmq.SNDBUF: 1 << 20,  # a larger buffer would lose more with a connection
     zmq.MAXMSGSIZE: 1 << 30,
     zmq.HEARTBEAT_IVL: 5000,  # a connection on which nothing comes for so long ...
     zmq.HEARTBEAT_TIMEOUT: 30000,  # ... and this is closed, and opened again
@@ -56,7 +55,7 @@ class HostsError(RankscopeError):
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """What an agent must know to reach the root; the secret in it is for the job's ranks alone.
+    """Addresses and keys to reach the root; its secret is for the job's ranks alone.
 
     Attributes:
         endpoints: Where the root may be reached, the most promising first.
@@ -69,17 +68,17 @@ class Invitation:
     client_secret: str = field(repr=False)
 
     def encode(self) -> bytes:
-        """Return it as bytes for the training's store."""
+        """Return the bytes for the training's store."""
         return json.dumps(
             [VERSION, self.endpoints, self.server_public, self.client_secret]
         ).encode()
 
     @classmethod
     def decode(cls, content: bytes) -> "Invitation":
-        """Return what :meth:`encode` was called on.
+        """Return the invitation that :meth:`encode` has packed.
 
         Raises:
-            HostsError: It is something else, or of another version.
+            HostsError: The bytes are no invitation, or of another version.
         """
         try:
             version, endpoints, public, secret = json.loads(content)

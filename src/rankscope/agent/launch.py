@@ -1,9 +1,8 @@
-"""How a host gets its agent: the first local rank binds a socket, and starts the process behind it.
+"""Starts a host's agent: the first local rank binds a socket, and starts the process behind it.
 
-The socket listens before the agent runs: connections and steps wait in the kernel. On Linux it has
-no place in any file system, so that no directory must be writable, no path can be too long, and
-nothing is left behind; whoever shares the network namespace can open it, and only who knows the
-run's secret is heard.
+The socket listens before the agent runs: connections and steps wait in the kernel. On Linux it is
+abstract: no directory must be writable, no path can be too long, and no file is left behind. Any
+process in the network namespace can open it; the agent rejects those without the run's secret.
 """
 
 import contextlib
@@ -43,14 +42,14 @@ _LEFT_OUT = frozenset(
 _processes: "list[subprocess.Popen[bytes]]" = []  # until they have ended, so that none is a zombie
 
 IN_THREAD = "RANKSCOPE_AGENT"
-"""Environment variable that says where agents run: ``process`` or ``thread``."""
+"""Environment variable for where agents run: ``process`` or ``thread``."""
 
 LOG_FILE = "RANKSCOPE_AGENT_LOG"
-"""Environment variable that names a file for what an agent's process prints before it fails."""
+"""Environment variable with a file for the error output of an agent's process."""
 
 
 def listen() -> tuple[socket.socket, str]:
-    """Return a socket that listens, and the address by which local ranks find it."""
+    """Return a listening socket, and its address for local ranks."""
     place = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     if sys.platform == "linux":
         address = f"@rankscope-{secrets.token_hex(12)}"
@@ -62,15 +61,7 @@ def listen() -> tuple[socket.socket, str]:
 
 
 def connect(address: str, problem: str = "") -> socket.socket:
-    """Return a connection to the agent at an address.
-
-    Args:
-        address: Where it listens; empty where there is none.
-        problem: Why there is none, if that is known.
-
-    Raises:
-        OSError: Nobody listens there.
-    """
+    """Return a connection to the agent; an OSError without one, for the reason in ``problem``."""
     if not address:
         raise OSError(0, problem or "none could be started")
     place = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -83,12 +74,12 @@ def connect(address: str, problem: str = "") -> socket.socket:
 
 
 def start(listening: socket.socket, secret: str, *, thread: bool) -> "Started":
-    """Start the agent behind a socket, and give the socket away.
+    """Start the agent behind a socket, which then belongs to the agent.
 
     Args:
         listening: The socket.
-        secret: What ranks prove themselves by.
-        thread: Whether it shall live in this process, in a thread.
+        secret: The secret in every rank's first frame.
+        thread: Whether the agent runs in a thread of this process.
 
     Raises:
         RuntimeError: Neither a process nor a thread can be started.
@@ -112,13 +103,7 @@ def start(listening: socket.socket, secret: str, *, thread: bool) -> "Started":
 
 
 class Started:
-    """An agent that this process has started.
-
-    Args:
-        process: Its process, or
-        thread: its thread.
-        agent: The agent itself, in a thread.
-    """
+    """An agent that this process has started: in a process, or in a thread with ``agent``."""
 
     def __init__(
         self,
@@ -126,16 +111,18 @@ class Started:
         thread: threading.Thread | None = None,
         agent: "Agent | None" = None,
     ) -> None:
-        self._process, self._thread, self.agent = process, thread, agent
+        self._process = process
+        self._thread = thread
+        self.agent = agent
         self._pid = os.getpid()
 
     @property
     def pid(self) -> int | None:
-        """Number of its process, None in a thread."""
+        """Its process id; None in a thread."""
         return None if self._process is None else self._process.pid
 
     def wake(self) -> None:
-        """Let its process go on if somebody has stopped it."""
+        """Continue its process if it was stopped."""
         process = self._process
         if process is None or os.getpid() != self._pid:
             return
@@ -147,7 +134,7 @@ class Started:
                 watch.close()
 
     def ending(self, seconds: float) -> str:
-        """Return how its process has ended, waiting no longer than that; empty if it has not."""
+        """Wait up to so long, and return how its process ended; empty if it has not."""
         if self._process is None or os.getpid() != self._pid:
             return ""
         self.wait(seconds)
@@ -155,7 +142,7 @@ class Started:
         return "" if code is None else ending_of(code)
 
     def wait(self, seconds: float) -> None:
-        """Wait for its end, no longer than that."""
+        """Wait up to so long for its end."""
         if os.getpid() != self._pid:
             return
         if self._thread is not None:
@@ -196,9 +183,9 @@ def _start_process(listening: socket.socket, secret: str) -> "subprocess.Popen[b
 
 
 def _environment() -> dict[str, str]:
-    """Return an environment in which Python finds what it finds here, and no accelerator.
+    """Return an environment with this process's import path and no accelerator.
 
-    Its own library comes first: a script's ``queue.py`` is no business of the agent's.
+    The standard library comes first: a script's ``queue.py`` must not shadow it.
     """
     here = str(Path(__file__).resolve().parents[2])
     library: set[str | None] = {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}
@@ -214,7 +201,7 @@ def _environment() -> dict[str, str]:
     environment["CUDA_VISIBLE_DEVICES"] = environment["HIP_VISIBLE_DEVICES"] = ""
     environment.setdefault("OMP_NUM_THREADS", "1")
     environment.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # What is larger goes back to the system when it is freed; else glibc would keep ever more.
+    # Larger blocks return to the system when freed; else glibc would keep ever more memory.
     environment.setdefault("MALLOC_MMAP_THRESHOLD_", str(256 << 10))
     return environment
 

@@ -1,11 +1,10 @@
-"""The probe's end of the socket to its agent: no call but ``drain`` and ``wait`` blocks.
+"""The training's end of the socket to its agent: no call but ``drain`` and ``wait`` blocks.
 
-The kernel keeps what was sent when this process is killed, and the agent reads it. What does not
-fit into the socket waits in memory, in order, up to a limit.
+When this process is killed, the kernel keeps sent bytes, and the agent reads them. Frames that do
+not fit into the socket wait in memory, in order, up to a limit.
 
-Ctrl-C may be raised between a call of the system and the note of how much it has taken. What lies
-on the socket is not known then, so the next call opens another one and sends the frame again; the
-agent knows a step that it has already.
+Ctrl-C may be raised between a system call and the update of the number of sent bytes. Then the
+next call opens another connection and sends the frame again; the agent ignores a repeated step.
 """
 
 import contextlib
@@ -26,17 +25,17 @@ from rankscope.bus.probe import Content
 from rankscope.errors import RankscopeError
 
 ROOM_BYTES = 1 << 20
-"""With more than this waiting, gradients are left out of steps."""
+"""With more bytes waiting, steps are sent without gradients."""
 
 MOST_BYTES = 32 << 20
-"""With more than this waiting, the agent takes nothing any more."""
+"""With more bytes waiting, the agent counts as lost."""
 
 SILENT_SECONDS = 60.0
-"""The same after so long a time in which it took nothing, with something waiting."""
+"""The same after this long without progress, with frames waiting."""
 
 _SEND_BUFFER = 4 << 20  # the kernel gives less where it must
 _CHUNK = 1 << 16
-_LOOK = 1 / 60  # of that time passes between two looks at an agent that keeps up
+_LOOK = 1 / 60  # share of that time between two looks at an agent that keeps up
 
 Connect = Callable[[], socket.socket]
 
@@ -46,17 +45,12 @@ class LinkError(RankscopeError):
 
 
 class AgentEndedError(LinkError):
-    """The agent has ended or records nothing more, for all ranks of its host alike."""
+    """The agent has ended or stopped recording, for all ranks of its host."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that one worker has exchanged with its agent.
-
-    Attributes:
-        sent: Bytes sent.
-        received: Bytes received.
-    """
+    """Bytes that one worker has sent to its agent and received from it."""
 
     sent: int = 0
     received: int = 0
@@ -68,15 +62,15 @@ class Traffic:
 
 
 class Link:
-    """Sends frames to the agent, and takes what it sends back.
+    """Exchanges frames with the agent.
 
-    An agent that cannot be reached is told by the first call, not by the constructor: the training
+    The first call raises if the agent cannot be reached, not the constructor: by then the training
     has begun on all ranks, and goes on.
 
     Args:
         connect: Returns a new connection to the agent.
         hello: The first frame of every connection.
-        wake: Lets the agent go on if somebody has stopped it; None where that is not known.
+        wake: Continues a stopped agent; None on ranks that did not start it.
     """
 
     def __init__(
@@ -88,10 +82,11 @@ class Link:
         self._broken: OSError | None = None  # since the beginning
         self._lock = threading.Lock()
         self._waiting: deque[memoryview] = deque()
-        self._frame: bytes | None = None  # of which a part may have been sent
+        self._frame: bytes | None = None  # a part of it may have been sent
         self._bytes_waiting = 0
         self._left_unread: int | None = None  # after the last frame, if the agent lags behind
-        self._progress, self._looked = time.monotonic(), -math.inf
+        self._progress = time.monotonic()
+        self._looked = -math.inf
         self._sent = self._received = 0
         self._in_system_call = self._shut = False
         self._socket: socket.socket | None = None
@@ -102,18 +97,18 @@ class Link:
             self._push()
         except OSError as error:
             self._broken = error
-        except LinkError:  # it has ended at once; the first call says so
+        except LinkError:  # it has ended at once; the first call raises
             pass
         _links.add(self)
 
     @property
     def traffic(self) -> Traffic:
-        """What was exchanged so far."""
+        """Bytes exchanged so far."""
         return Traffic(self._sent, self._received)
 
     @property
     def has_room(self) -> bool:
-        """Whether a step may bring its gradient along."""
+        """Whether there is room for a step's gradient."""
         return self._bytes_waiting < ROOM_BYTES
 
     def send(
@@ -124,10 +119,10 @@ class Link:
         rank: int,
         step: int = -1,
     ) -> None:
-        """Hand a frame over, or keep it until there is room; its payload may be in pieces.
+        """Send a frame, or queue it until there is room; its payload may be in pieces.
 
         Raises:
-            LinkError: The agent has ended, or takes nothing any more.
+            LinkError: The agent has ended, or no longer reads.
         """
         frame = pack(kind, payload, rank=rank, step=step)
         with self._lock:
@@ -148,10 +143,10 @@ class Link:
                 )
 
     def poll(self) -> list[Frame]:
-        """Return what has come in by now, and push what waits.
+        """Return new frames, and send waiting ones.
 
         Raises:
-            LinkError: The agent has ended. What it sent before is returned first.
+            LinkError: The agent has ended. Its earlier frames are returned first.
         """
         with self._lock:
             if self._waiting:
@@ -159,10 +154,7 @@ class Link:
             return self._pull()
 
     def drain(self, seconds: float) -> bool:
-        """Wait until everything is handed over, also to an agent that was stopped till now.
-
-        Returns:
-            Whether it is.
+        """Wait until all frames are sent, also to a stopped agent; return whether they are.
 
         Raises:
             LinkError: The agent has ended.
@@ -181,7 +173,7 @@ class Link:
             select.select([], [place], [], min(left, 0.5))
 
     def wait(self, seconds: float) -> list[Frame]:
-        """Return what comes in, as soon as something does; nothing after so many seconds.
+        """Wait for new frames up to so many seconds, and return them.
 
         Raises:
             LinkError: The agent has ended.
@@ -192,29 +184,30 @@ class Link:
         return self.poll()
 
     def close(self) -> None:
-        """Close the connection, if it is open, and let a stopped agent go on."""
+        """Close the connection, if it is open, and continue a stopped agent."""
         _links.discard(self)
-        place, self._socket = self._socket, None
+        place = self._socket
+        self._socket = None
         if place is not None:
             with contextlib.suppress(OSError):
                 place.close()
         self._wake_agent()
 
     def forget(self) -> None:
-        """Leave the connection to the process that this one was forked from."""
+        """Leave the connection to the parent, in a forked process."""
         self._lock = threading.Lock()  # another thread may have held it
         self._wake = None
         self.close()
 
     def _wake_agent(self) -> None:
-        """Let a stopped agent go on: it ends by itself once it knows that its ranks are gone."""
+        """Continue a stopped agent: it ends by itself once its ranks have ended."""
         if self._wake is not None:
             self._wake()
 
     # With the lock held ----------------------------------------------------------------------
 
     def _lags(self, now: float) -> bool:
-        """Return whether the agent has left something unread; note when it has not, or has read."""
+        """Return whether the agent has unread bytes; record the time of its progress."""
         unread = unread_bytes(self._alive())
         lags = bool(unread or self._waiting)
         if not lags or (self._left_unread is not None and unread < self._left_unread):
@@ -234,12 +227,9 @@ class Link:
         self._bytes_waiting += len(self._hello)
 
     def _alive(self) -> socket.socket:
-        """Return the socket, if it still is one of ours.
+        """Return the socket; raise a LinkError if it is no longer ours.
 
         A script may close all files that it does not know, and open others in their place.
-
-        Raises:
-            LinkError: It is not.
         """
         if self._broken is not None:
             why = self._broken.strerror or self._broken
@@ -248,12 +238,12 @@ class Link:
         if place is None or identity(place) != self._identity:
             if place is not None:
                 self._socket = None
-                place.detach()  # the number belongs to somebody else by now
+                place.detach()  # the descriptor belongs to another file now
             raise LinkError("the connection to the monitor's agent was closed in this process")
         return place
 
     def _push(self) -> socket.socket:
-        """Send what waits, as much as there is room for; return the socket."""
+        """Send as many waiting bytes as there is room for; return the socket."""
         if self._in_system_call:
             self._open_again()
         place = self._alive()
@@ -269,7 +259,7 @@ class Link:
                 break
             except OSError as error:
                 self._in_system_call = False
-                self._shut = has_incoming(place)  # it says why before it ends
+                self._shut = has_incoming(place)  # read its reason first
                 if self._shut:
                     break
                 self._end(error)
@@ -286,7 +276,7 @@ class Link:
         return place
 
     def _open_again(self) -> None:
-        """Open another connection, since what has reached the agent on this one is not known."""
+        """Open another connection: the number of bytes sent on this one is unknown."""
         self._in_system_call = False
         if self._socket is not None:
             self._socket.close()

@@ -1,4 +1,4 @@
-"""The processes of a host's ranks, as its agent sees them from outside."""
+"""The processes of a host's ranks, seen from its agent."""
 
 import contextlib
 import logging
@@ -24,24 +24,24 @@ class _Rank:
 
 
 class LocalRanks:
-    """States, places and stacks of the ranks that have come to this agent."""
+    """States, places and stacks of the ranks that have connected to this agent."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
         self._taker: StackTaker | None = None
 
     def introduce(self, rank: int, hello: Mapping[str, Any], connection: socket.socket) -> None:
-        """Take note of the process at the other end of a connection."""
+        """Add the process at the other end of a connection."""
         try:
             watch = ProcessWatch.of_peer(connection)
-        except OSError:  # this system does not tell
+        except OSError:  # the system cannot identify it
             return
         self._forget(rank)
         mark = open_mark(watch.pid, int(hello["progress"])) if "progress" in hello else None
         self._ranks[rank] = _Rank(watch, mark, int(hello.get("thread", 0)))
 
     def lives(self, rank: int) -> bool | None:
-        """Return whether a rank's process runs; None if that is not known."""
+        """Return whether a rank's process runs; None if unknown."""
         known = self._ranks.get(rank)
         if known is None or known.watch.pid == os.getpid():
             return None
@@ -49,7 +49,7 @@ class LocalRanks:
         return None if state is ProcessState.UNKNOWN else state is not ProcessState.ENDED
 
     def ending(self, rank: int) -> str:
-        """Return what became of a rank whose connection was lost, as far as that is known."""
+        """Return how a rank ended whose connection was lost, as far as known."""
         known = self._ranks.get(rank)
         if known is None or self.lives(rank) is None:
             return "its connection ended"
@@ -59,11 +59,11 @@ class LocalRanks:
         return f"its process ended ({how})" if how else "its process ended"
 
     def states(self) -> dict[int, ProcessState]:
-        """Return how the processes are."""
+        """Return the states of processes, by rank."""
         return {rank: known.watch.state() for rank, known in dict(self._ranks).items()}
 
     def marks(self) -> dict[int, CodePlace]:
-        """Return where the ranks are inside of their steps, as far as that is known."""
+        """Return the known places of ranks inside their steps."""
         places = {}
         for rank, known in dict(self._ranks).items():
             place = None if known.mark is None else read_mark(known.mark)
@@ -71,11 +71,11 @@ class LocalRanks:
                 places[rank] = place
         return places
 
-    def ask(self) -> None:
-        """Do nothing: what is on this host is seen at once."""
+    def request_states(self) -> None:
+        """Do nothing: states on this host need no request."""
 
-    def say(self, line: str) -> None:
-        """Write a line where the lowest rank's warnings go, though its training stands still."""
+    def write_line(self, line: str) -> None:
+        """Write a line to the error stream of the lowest rank, even while it hangs."""
         for rank in sorted(dict(self._ranks)):
             pid = self._ranks[rank].watch.pid
             if pid == os.getpid():
@@ -91,7 +91,7 @@ class LocalRanks:
                 return
 
     def take_stacks(self) -> None:
-        """Begin to take the Python stacks of all ranks that have not ended."""
+        """Start taking the Python stacks of all live ranks."""
         if self._taker is None:
             self._taker = StackTaker(
                 {
@@ -102,7 +102,7 @@ class LocalRanks:
             )
 
     def stacks(self) -> dict[int, Stack] | None:
-        """Return the stacks by rank, once they are taken."""
+        """Return the stacks by rank, once they are there."""
         taken = None if self._taker is None else self._taker.result()
         if taken is None:
             return None
@@ -111,7 +111,7 @@ class LocalRanks:
         return {ranks[pid]: stack for pid, stack in taken.items() if pid in ranks}
 
     def close(self) -> None:
-        """Close what was opened."""
+        """Close all descriptors."""
         for rank in list(self._ranks):
             self._forget(rank)
 

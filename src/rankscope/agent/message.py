@@ -1,9 +1,9 @@
 """A worker's step as one flat message: a header and arrays, one after the other.
 
-The probe fills it without statistics; whatever can be computed from it is computed by the agent.
-Its arrays are those that each kind of evidence declares, besides two of its own: a number for each
-LOCAL column (``slots``), and names as JSON (``names``). The header says how long each array is, and
-holds a hash of all declarations: a message of another version is an error, never a wrong number.
+The training process computes no statistics for it; the agent does. Its arrays are those that each
+kind of evidence declares, and two of its own: a number for each LOCAL column (``slots``), and names
+as JSON (``names``). The header has the length of each array, and a hash of all declarations: a
+message of another version is an error, never a wrong number.
 """
 
 import math
@@ -40,13 +40,13 @@ class MessageError(RankscopeError):
 
 
 class StepMessage:
-    """One worker's step, as it was measured; its arrays are attributes, by their declared names.
+    """One worker's measured step; its arrays are attributes, by their declared names.
 
     Args:
         step: Step number.
         time: Unix time in seconds at which the step ended.
-        items: Digest of kinds and names of what ``digests_D`` are of.
-        arrays: Arrays by name; what is absent is empty.
+        items: Digest of kinds and names of the items of ``digests_D``.
+        arrays: Arrays by name; absent ones are empty.
     """
 
     def __init__(self, step: int, time: float = 0.0, items: int = 0, **arrays: Any) -> None:
@@ -70,7 +70,7 @@ class StepMessage:
         return StepMessage(self.step, self.time, self.items, **{**own, **arrays})
 
     def without_bulk(self) -> None:
-        """Leave out what is large, where there is no room for it."""
+        """Drop the large arrays, where there is no room for them."""
         for array in ARRAYS:
             if array.bulk:
                 setattr(self, array.name, _EMPTY[array.name])
@@ -85,7 +85,7 @@ class StepMessage:
         """Read a message; its arrays look into ``content``.
 
         Raises:
-            MessageError: It is of another version, or cut short.
+            MessageError: It is of another version, or truncated.
         """
         if len(content) < _HEADER.size:
             raise MessageError(f"expected a step, got {len(content)} bytes")
@@ -107,14 +107,7 @@ class StepMessage:
 
 
 def pack_step(step: int, time: float, items: int, parts: Mapping[str, Content]) -> list[Content]:
-    """Return the bytes of a message, in pieces that belong one behind the other.
-
-    Args:
-        step: See :class:`StepMessage`, also for all others.
-        time: Unix time.
-        items: Digest of kinds and names.
-        parts: The bytes of its arrays; one that is empty may be absent.
-    """
+    """Return the bytes of a :class:`StepMessage`, in pieces, from those of its arrays."""
     lengths = [0] * len(ARRAYS)
     found: list[Content] = [b""] * len(ARRAYS)
     for name, part in parts.items():
@@ -126,7 +119,7 @@ def pack_step(step: int, time: float, items: int, parts: Mapping[str, Content]) 
 
 
 def pack_values(values: Mapping[str, float]) -> bytes:
-    """Return a worker's LOCAL columns, 8 bytes each; one that is absent or NaN is missing."""
+    """Pack a worker's LOCAL columns, 8 bytes each; an absent one or NaN is missing."""
     slots = _NO_VALUES.copy()
     for name, value in values.items():
         if value == value:
@@ -153,12 +146,12 @@ _NUMBERS = {each.name: number for number, each in enumerate(EVIDENCE)}
 
 
 def tag(name: str, content: Content) -> bytes:
-    """Return what a kind of evidence sends or is sent, with its number in front."""
+    """Return a payload of one kind of evidence, with the number of the kind in front."""
     return bytes([_NUMBERS[name]]) + content
 
 
 def untag(payload: bytes) -> tuple[str, bytes]:
-    """Return the kind of evidence of a payload, and what is in it.
+    """Return the kind of evidence of a payload, and its content.
 
     Raises:
         MessageError: There is no such kind.

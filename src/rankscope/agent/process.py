@@ -1,4 +1,4 @@
-"""The agent of one host: its loop, and how it comes to live in a process or in a thread."""
+"""The agent of one host: its loop, in a process or in a thread."""
 
 import hmac
 import json
@@ -23,39 +23,39 @@ from rankscope.bus.words import name_ranks
 from rankscope.errors import RankscopeError
 
 if TYPE_CHECKING:
-    from rankscope.agent.branches import Branches
+    from rankscope.agent.remote_hosts import RemoteHosts
 
 _log = logging.getLogger("rankscope")
 
-_LINKED_SECONDS = 0.02  # the same where other hosts may have sent something
+_LINKED_SECONDS = 0.02  # the same with other hosts
 
 TOGETHER_SECONDS = 0.25
-"""How long steps wait at most to be judged together with those that follow."""
+"""How long steps may wait to be judged together with later ones."""
 
 ADDRESS = "RANKSCOPE_ADDRESS"
-"""Environment variable that says at which of its addresses the root's host is reached."""
+"""Environment variable with the address at which other hosts reach the root's host."""
 
 FIRST_SECONDS = 120.0
-"""How long an agent waits for the rank that has started it."""
+"""How long an agent waits for the rank that started it."""
 
 ORPHAN_SECONDS = 4.0
-"""The same once that rank's process has ended, or all that have come are gone."""
+"""The same once that rank's process, or all connected ranks have ended."""
 
 CLOSE_SECONDS = 5.0
-"""How long it waits for probes to take its last words."""
+"""How long it waits for training processes to read its last frames."""
 
 
 class Agent:
     """Serves the ranks of one host until the run ends.
 
     Args:
-        listening: The socket on which local ranks connect; it listens already.
-        secret: What every rank's first frame holds.
-        in_thread: Whether it lives in a thread of a training's process.
+        listening: The listening socket for local ranks.
+        secret: The secret in every rank's first frame.
+        in_thread: Whether it runs in a thread of a training's process.
         parent: The process that has started this one, to be the first rank; None in a thread.
 
     Attributes:
-        root: What judges steps, on the host of rank 0; None before rank 0 has come, and elsewhere.
+        root: The root on the host of rank 0, a forwarder elsewhere; None until a rank connects.
     """
 
     def __init__(
@@ -66,21 +66,22 @@ class Agent:
         in_thread: bool = False,
         parent: int | None = None,
     ) -> None:
-        self._in_thread, self._parent = in_thread, parent
+        self._in_thread = in_thread
+        self._parent = parent
         self._secret = secret
         self._ranks = LocalRanks()
         self._server = LocalServer(
             listening, self._check, introduce=self._introduce, lives=self._ranks.lives
         )
         self.root: Root | Forwarder | None = None
-        self._branches: Branches | None = None
+        self._remote: RemoteHosts | None = None
         self._hosts = AllHosts(self._ranks, None)
         self._early: deque[tuple[int, Frame | None, float]] = deque()
         self._worked_at = self._alone_since = 0.0
         self._lines: deque[tuple[int, str]] = deque(maxlen=256)
 
     def run(self) -> None:
-        """Serve until the run is closed, or until nobody is left."""
+        """Serve until the run is closed, or all ranks have ended."""
         began = time.monotonic()
         self._server.start()
         if not self._in_thread:
@@ -88,7 +89,7 @@ class Agent:
         try:
             while self.root is None or not self.root.finished:
                 self._turn()
-                if self.root is None and self._is_forsaken(time.monotonic() - began):
+                if self.root is None and self._is_orphaned(time.monotonic() - began):
                     self._turn_away("the rank that has started the monitor's agent never came")
                     return
         except Exception as error:
@@ -96,20 +97,20 @@ class Agent:
                 self.root.fail(error)
             raise
         finally:
-            self._say_lines()
+            self._send_lines()
             self._server.close(CLOSE_SECONDS)
-            if self._branches is not None:
-                self._branches.close(CLOSE_SECONDS)
+            if self._remote is not None:
+                self._remote.close(CLOSE_SECONDS)
             self._ranks.close()
 
-    def say(self, level: int, line: str) -> None:
-        """Have a line logged by the training of rank 0."""
+    def log(self, level: int, line: str) -> None:
+        """Queue a line for the log of rank 0's training."""
         self._lines.append((level, line))
 
-    def _is_forsaken(self, seconds: float) -> bool:
-        """Return whether no run will begin here: the rank that was to begin it does not come.
+    def _is_orphaned(self, seconds: float) -> bool:
+        """Return whether no run will begin here: the rank that starts it has not connected.
 
-        What it said before it ended may lie in its socket as yet.
+        Frames of a rank that has ended may still wait in its socket.
         """
         orphan = self._parent is not None and os.getppid() != self._parent
         if not orphan and (self._server.ranks or not self._early):
@@ -121,7 +122,7 @@ class Agent:
             self._server.send(rank, pack(FrameKind.OFF, why.encode(), rank=rank))
 
     def _turn(self) -> None:
-        alone = self._branches is None and not isinstance(self.root, Forwarder)
+        alone = self._remote is None and not isinstance(self.root, Forwarder)
         turn = TOGETHER_SECONDS if alone else _LINKED_SECONDS
         for rank, frame, at in self._server.take(turn):
             self._take(rank, frame, at)
@@ -129,24 +130,24 @@ class Agent:
         if root is None:
             return
         try:
-            if self._branches is not None:
-                self._hear_others()
+            if self._remote is not None:
+                self._receive_from_hosts()
             if isinstance(root, Root):
                 root.note_newest(self._server.newest)
                 if not self._is_time(root):
                     return
             while root.work() and not root.finished:
-                self._say_lines()
+                self._send_lines()
             root.idle()
         except Exception as error:
             self._note_failure(error)
             root.fail(error)
-        self._say_lines()
+        self._send_lines()
 
     def _is_time(self, root: Root) -> bool:
-        """Return whether steps are to be judged now: short ones are cheaper together."""
+        """Return whether to judge steps now: short ones are cheaper together."""
         now = time.monotonic()
-        if now - self._worked_at < TOGETHER_SECONDS and not root.is_pressed:
+        if now - self._worked_at < TOGETHER_SECONDS and not root.should_flush:
             return False
         self._worked_at = now
         return True
@@ -172,7 +173,7 @@ class Agent:
             self.root.fail(error)
 
     def _begin(self, hello: dict[str, Any]) -> None:
-        """Become the root, or the agent of another host, if a rank's first frame says so."""
+        """Become the root or a forwarder, if a rank's hello frame holds the setup of one."""
         try:
             if "forward" in hello:
                 self.root = Forwarder(hello["forward"], self._send, self._ranks)
@@ -185,57 +186,57 @@ class Agent:
 
     def _begin_as_root(self, setup: dict[str, Any]) -> None:
         if setup["hosts"] > 1:
-            from rankscope.agent.branches import Branches
+            from rankscope.agent.remote_hosts import RemoteHosts
 
-            self._branches = Branches(os.environ.get(ADDRESS), setup["master"])
-            invitation = pack(FrameKind.INVITATION, self._branches.invitation, rank=0)
+            self._remote = RemoteHosts(os.environ.get(ADDRESS), setup["master"])
+            invitation = pack(FrameKind.INVITATION, self._remote.invitation, rank=0)
             self._server.send(0, invitation)
-        self._hosts = AllHosts(self._ranks, self._branches)
+        self._hosts = AllHosts(self._ranks, self._remote)
         self.root = Root(setup, self._send, self._hosts)
 
-    def _hear_others(self) -> None:
-        """Take what ranks on other hosts have sent; give up those that are out of reach."""
-        assert self._branches is not None
-        for rank, frame, at in self._branches.poll():
+    def _receive_from_hosts(self) -> None:
+        """Handle frames from other hosts; give up ranks that are out of reach too long."""
+        assert self._remote is not None
+        for rank, frame, at in self._remote.poll():
             if frame is not None and frame.kind == FrameKind.GONE:
-                said = json.loads(frame.payload)
-                self._hosts.endings[rank] = said["how"]
-                self._give(rank, None, said["time"])
+                ending = json.loads(frame.payload)
+                self._hosts.endings[rank] = ending["how"]
+                self._give(rank, None, ending["time"])
             else:
                 self._give(rank, frame, at)
-        for ranks in self._branches.newly_silent():
+        for ranks in self._remote.newly_silent():
             _log.warning(
-                "the agent of %s is out of reach; what those ranks measure waits there, up to a "
-                "limit, and follows once it is back",
+                "the agent of %s is out of reach; the data of those ranks waits there, up to a "
+                "limit, and follows once the agent is back",
                 name_ranks(ranks),
             )
         assert isinstance(self.root, Root)
-        for rank in self._branches.given_up(at_end=self.root.has_closed_here):
+        for rank in self._remote.given_up(at_end=self.root.has_closed_here):
             self._hosts.endings[rank] = "its host is out of reach"
             self._give(rank, None, time.time())
 
     def _send(self, rank: int, content: bytes) -> None:
-        self._say_lines()  # what comes before a last word is still heard
-        if self._branches is not None and (rank == ALL_RANKS or rank not in self._server.ranks):
-            self._branches.send(rank, content)
+        self._send_lines()  # lines go before a frame that ends the connection
+        if self._remote is not None and (rank == ALL_RANKS or rank not in self._server.ranks):
+            self._remote.send(rank, content)
         own = (each for each in self._server.ranks if each < GUESTS)
         for each in own if rank == ALL_RANKS else (rank,):
             self._server.send(each, content)
 
-    def _say_lines(self) -> None:
+    def _send_lines(self) -> None:
         while self._lines:
             level, line = self._lines.popleft()
             content = json.dumps([level, line]).encode()
             self._server.send(0, pack(FrameKind.LOG, content, rank=0))
 
     def _note_failure(self, error: BaseException) -> None:
-        self.say(logging.DEBUG, "".join(traceback.format_exception(error)))
+        self.log(logging.DEBUG, "".join(traceback.format_exception(error)))
 
     def _check(self, frame: Frame) -> int | None:
         try:
-            said = json.loads(frame.payload)
-            same = hmac.compare_digest(str(said["secret"]), self._secret)
-            return int(said["rank"]) if same else None
+            hello = json.loads(frame.payload)
+            same = hmac.compare_digest(str(hello["secret"]), self._secret)
+            return int(hello["rank"]) if same else None
         except (ValueError, KeyError, TypeError):
             return None
 
@@ -248,32 +249,22 @@ class Agent:
 
 
 class LinesToTraining(logging.Handler):
-    """Hands the agent's log over to the training, whose handlers and levels decide.
-
-    Args:
-        agent: The agent.
-    """
+    """Sends the agent's log to the training, whose handlers and levels apply."""
 
     def __init__(self, agent: Agent) -> None:
         super().__init__(logging.INFO)
         self._agent = agent
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Hand a line over."""
+        """Queue a line."""
         line = record.getMessage()
         if record.exc_info is not None and record.exc_info[1] is not None:
             line += "\n" + "".join(traceback.format_exception(record.exc_info[1])).rstrip()
-        self._agent.say(record.levelno, line)
+        self._agent.log(record.levelno, line)
 
 
 def serve(descriptor: int, secret: str, parent: int) -> None:
-    """Be the agent of this host, in a process of its own.
-
-    Args:
-        descriptor: Number of the socket that listens.
-        secret: What every rank's first frame holds.
-        parent: Number of the process that has started this one.
-    """
+    """Run the agent of this host in this process, on a listening socket's descriptor."""
     agent = Agent(socket.socket(fileno=descriptor), secret, parent=parent)
     _log.setLevel(logging.INFO)
     _log.propagate = False
@@ -286,7 +277,7 @@ def serve(descriptor: int, secret: str, parent: int) -> None:
 
 
 def serve_in_thread(listening: socket.socket, secret: str) -> tuple[Agent, threading.Thread]:
-    """Be the agent of this host in a thread of the training's process."""
+    """Run the agent of this host in a thread of the training's process."""
     agent = Agent(listening, secret, in_thread=True)
     thread = threading.Thread(target=agent.run, name="rankscope-agent", daemon=True)
     thread.start()
@@ -294,6 +285,6 @@ def serve_in_thread(listening: socket.socket, secret: str) -> tuple[Agent, threa
 
 
 def main() -> None:
-    """Serve as the environment says; for ``python -m rankscope.agent``."""
+    """Run ``python -m rankscope.agent``."""
     descriptor, parent = map(int, sys.argv[1:])
     serve(descriptor, sys.stdin.readline().strip(), parent)

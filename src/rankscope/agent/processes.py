@@ -1,7 +1,7 @@
-"""The processes of a host seen from outside: whether a rank runs, is stopped, or has ended.
+"""The state of a process, seen from outside: running, stopped, or ended.
 
-Linux tells it through a pidfd, which stays with one process even if its number is given to another,
-and through ``/proc``. Elsewhere the state is unknown.
+On Linux it comes from a pidfd, which stays with one process even if its number is reused, and from
+``/proc``. Elsewhere it is unknown.
 """
 
 import ctypes
@@ -21,7 +21,9 @@ from rankscope.agent.hang_report import ProcessState
 
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _SO_PEERPIDFD = 77  # Linux 6.5
-_PIDFD_GET_INFO, _INFO_EXIT, _INFO_BYTES = 0xC040FF0B, 1 << 3, 64  # Linux 6.15
+_PIDFD_GET_INFO = 0xC040FF0B  # Linux 6.15, with the two below
+_INFO_EXIT = 1 << 3
+_INFO_BYTES = 64
 _PR_SET_PTRACER = 0x59616D61
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _BEST_EFFORT_LAST = 2 << 13 | 7
@@ -29,11 +31,11 @@ _NICE = 10
 
 
 class ProcessWatch:
-    """Looks at one process, without a right over it and without disturbing it.
+    """Watches one process, without privileges and without disturbing it.
 
     Args:
-        pid: Its number. That it is the process that is meant, the caller must know: its connection
-            is still open, for instance.
+        pid: Its number. The caller must be sure that it was not reused: its connection is still
+            open, for instance.
         pidfd: A pidfd of it, if there is one already; closed by :meth:`close`.
     """
 
@@ -46,10 +48,10 @@ class ProcessWatch:
 
     @classmethod
     def of_peer(cls, connection: socket.socket) -> Self:
-        """Watch the process at the other end of a Unix socket: the one that connected it.
+        """Watch the process that connected the other end of a Unix socket.
 
         Raises:
-            OSError: The system does not tell who that is.
+            OSError: The system cannot identify it.
         """
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
         pidfd = None
@@ -58,11 +60,11 @@ class ProcessWatch:
         return cls(_PEER_CREDENTIALS.unpack(peer)[0], pidfd)
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable once the process has ended; −1 without one."""
+        """Return a descriptor that becomes readable when the process ends; −1 without one."""
         return -1 if self._pidfd is None else self._pidfd
 
     def state(self) -> ProcessState:
-        """Return how the process is; unknown where the system does not tell."""
+        """Return the state of the process; unknown where the system does not show it."""
         if self._ended or self._has_ended():
             self._ended = True
             return ProcessState.ENDED
@@ -74,7 +76,7 @@ class ProcessWatch:
     def ending(self) -> str:
         """Return how it ended, ``exited with code 1`` or ``killed by SIGKILL``; mostly empty.
 
-        Only the parent is sure to be told. Linux 6.15 tells others too, once the parent knows.
+        Only the parent can always learn it; from Linux 6.15 others can, after the parent.
         """
         if self._pidfd is None:
             return ""
@@ -84,13 +86,14 @@ class ProcessWatch:
             fcntl.ioctl(self._pidfd, _PIDFD_GET_INFO, info)
         except OSError:
             return ""
-        known, status = struct.unpack_from("=Q", info)[0], struct.unpack_from("=i", info, 60)[0]
+        known = struct.unpack_from("=Q", info)[0]
+        status = struct.unpack_from("=i", info, 60)[0]
         if not known & _INFO_EXIT:
             return ""
         return ending_of(os.waitstatus_to_exitcode(status))
 
     def close(self) -> None:
-        """Give back the descriptor; states are unknown or by number from then on."""
+        """Close the descriptor; later states are unknown or by number."""
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
@@ -109,13 +112,13 @@ class ProcessWatch:
             poll = select.poll()
             poll.register(self._pidfd, select.POLLIN)
             return bool(poll.poll(0))
-        if not self._started:  # never seen: another user's, or no /proc
+        if not self._started:  # unknown: another user's process, or no /proc
             return False
         letter, started = self._read()
         return letter in ("", "Z", "X") or started != self._started
 
     def _read(self) -> tuple[str, int]:
-        """Return the letter of its state and when it started; empty if that cannot be read."""
+        """Return the letter of its state and its start time; empty if unreadable."""
         try:
             fields = self._stat.read_text("ascii", "replace").rpartition(")")[2].split()
             return fields[0], int(fields[19])
@@ -124,9 +127,9 @@ class ProcessWatch:
 
 
 def lower_priority() -> None:
-    """Let this thread, and threads that it starts later, give way to the training.
+    """Let this thread of the agent, and threads that it starts, give way to the training.
 
-    For the agent, which a training must not feel. What the system refuses is left as it is.
+    A refusal of the system is ignored.
     """
     with suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
@@ -139,16 +142,13 @@ def lower_priority() -> None:
 
 
 def permit_inspection(agent_pid: int) -> None:
-    """Permit a process of the same user to read this one's memory: its Python stacks in a hang.
+    """Permit the agent's process to read this one's memory: its Python stacks in a hang.
 
-    For the probe. With ``kernel.yama.ptrace_scope`` 1 (Debian, Ubuntu and others) only a parent may
-    look, or whom this call names; the agent is no parent. With 0, and where Yama is not in the
-    kernel, nothing is needed; with 2 only ``CAP_SYS_PTRACE`` helps; with 3 nothing does. It never
-    raises, and permits one process at a time: a later call replaces the earlier one. A container
-    may forbid all of it (its seccomp profile, or another user's process).
-
-    Args:
-        agent_pid: Number of that process; 0 permits nobody.
+    With ``kernel.yama.ptrace_scope`` 1 (Debian, Ubuntu and others) only a parent may, or the
+    process that this call permits; the agent is no parent. With 0, and in a kernel without Yama, no
+    permission is needed; with 2 only ``CAP_SYS_PTRACE`` helps; with 3 nothing does. It never
+    raises, and permits one process at a time: a later call replaces an earlier one, 0 permits none.
+    A container may forbid all of it (its seccomp profile, or another user's process).
     """
     with suppress(Exception):
         ctypes.CDLL(None).prctl(_PR_SET_PTRACER, ctypes.c_ulong(agent_pid), 0, 0, 0)

@@ -1,9 +1,9 @@
-"""Where a training is between two messages: a word of memory that its agent can read.
+"""The place of a training inside its step: a word of shared memory that its agent can read.
 
-A rank that is stuck sends nothing, and in its last step it was as far as all others. The probe
-writes its place into memory that the agent has opened, too: no system call, no lock, no thread; and
-it can be read when the process is stopped, stuck or gone. The memory is no file, so that nothing is
-left behind, and takes no room in ``/dev/shm``.
+A stuck rank sends nothing, and its last step was the same as on all others. So the training writes
+its place into memory that the agent has opened, too: no system call, no lock, no thread. The agent
+can read it when the process is stopped, stuck or gone. The memory is no file, leaves nothing behind
+and takes no room in ``/dev/shm``.
 """
 
 import contextlib
@@ -18,12 +18,13 @@ _NAME = "rankscope-progress"
 _PHASES = ("forward", "backward", "step")
 _NUMBERS = {phase: number for number, phase in enumerate(_PHASES)}
 _WORD = struct.Struct("=q")
-_PASSES_BITS, _PHASE_BITS = 20, 2
+_PASSES_BITS = 20
+_PHASE_BITS = 2
 _MOST_PASSES = (1 << _PASSES_BITS) - 1
 
 
 class ProgressMark:
-    """The probe's end. The number of its descriptor goes to the agent with the greeting.
+    """The training's end. Its descriptor's number is in the hello frame.
 
     Raises:
         OSError: The system has no such memory.
@@ -36,14 +37,15 @@ class ProgressMark:
         self._identity = os.fstat(self._file).st_ino
         os.ftruncate(self._file, mmap.PAGESIZE)
         self._word = memoryview(mmap.mmap(self._file, mmap.PAGESIZE)).cast("q")  # set at once
-        self._step, self._passes = -1, 0
+        self._step = -1
+        self._passes = 0
 
     def fileno(self) -> int:
         """Return the descriptor of the memory; −1 once it is closed."""
         return self._file
 
     def beat(self, step: int, phase: str) -> None:
-        """Note where the training is, for less than a microsecond.
+        """Write the place of the training, in less than a microsecond.
 
         Args:
             step: The current step.
@@ -56,8 +58,9 @@ class ProgressMark:
         self._word[0] = (step << _PASSES_BITS | passes) << _PHASE_BITS | _NUMBERS[phase]
 
     def close(self) -> None:
-        """Give back the descriptor; the agent's stays good."""
-        file, self._file = self._file, -1
+        """Close the descriptor; the agent's stays valid."""
+        file = self._file
+        self._file = -1
         with contextlib.suppress(OSError):  # a script may close all files that it does not know
             if file >= 0 and os.fstat(file).st_ino == self._identity:
                 os.close(file)
@@ -66,13 +69,8 @@ class ProgressMark:
 def open_mark(pid: int, number: int) -> int | None:
     """Return a descriptor of the memory in which another process of this user writes its mark.
 
-    Args:
-        pid: That process.
-        number: Its own descriptor of the memory, as its greeting says.
-
-    Returns:
-        A descriptor of this process, to be closed by the caller; None if there is no mark, as when
-        that process has closed it, or is another user's.
+    ``number`` is that process's own descriptor, from its hello frame. The caller closes the
+    descriptor. None if there is no mark: the process has closed it, or is another user's.
     """
     descriptor = None
     try:
@@ -88,13 +86,9 @@ def open_mark(pid: int, number: int) -> int | None:
 
 
 def read_mark(descriptor: int) -> CodePlace | None:
-    """Return where the training was last.
+    """Return the last place of the training; None before the first step, or if unreadable.
 
-    Args:
-        descriptor: From :func:`open_mark`.
-
-    Returns:
-        None before the first step began, or if it cannot be read.
+    ``descriptor`` is from :func:`open_mark`.
     """
     try:
         word = _WORD.unpack(os.pread(descriptor, _WORD.size, 0))[0]

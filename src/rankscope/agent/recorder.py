@@ -1,4 +1,4 @@
-"""The record of a run as the root writes it: a store that fails for a while ends nothing."""
+"""Writes the record for the root; a file system that fails for a while ends nothing."""
 
 import logging
 import time
@@ -13,76 +13,73 @@ from rankscope.stats.state import State
 
 _log = logging.getLogger("rankscope")
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds from a write that failed to the next one; each pause is twice the one before."""
+FIRST_PAUSE = 1.0
+"""Seconds from a failed write to the next try; each pause is twice the one before."""
+
+LONGEST_PAUSE = 60.0
+"""The longest of these pauses, in seconds."""
 
 MOST_KEPT_BYTES = 256 << 20
-"""With more than this waiting for a store that fails, no further step is kept."""
+"""With more bytes waiting after failed writes, no further step is kept."""
 
 GIVE_UP_SECONDS = 1800.0
-"""The same once it has failed for so long."""
+"""The same once writes have failed for this long."""
 
 _MOST_FINDINGS = 4096
-_LAST_PAUSES = (0.1, 0.4)  # between tries to close, for which ranks wait
+_LAST_PAUSES = (0.1, 0.4)  # between tries to close, while ranks wait
 
 
 class Recorder:
-    """Writes what the root knows; what cannot be written is kept, and written later.
+    """Writes steps and findings; after a failed write they are kept, and written later.
 
-    A record that ends early has all steps up to its last one. Nothing here raises because a file
-    cannot be written, but ``close``.
-
-    Args:
-        writer: Writes the run's directory.
+    A record that ends early has all steps up to its last one. Only ``close`` raises when a file
+    cannot be written.
     """
 
     def __init__(self, writer: RunWriter) -> None:
         self._writer = writer
         self._findings: list[Finding] = []
         self._failing_since: float | None = None
-        self._next_try, self._pause = 0.0, FIRST_PAUSE
+        self._next_try = 0.0
+        self._pause = FIRST_PAUSE
         self._failures = self._num_left_out = 0
         self._first_left_out: int | None = None
 
     def add_many(self, reports: Sequence[StepReport]) -> None:
-        """Keep consecutive steps, to be written with the next flush."""
+        """Keep consecutive steps for the next flush."""
         if self._has_ended or (self._failing_since is not None and self._is_hopeless):
             self._leave_out(reports)
         else:
             self._writer.add_many(reports)
 
     def add_findings(self, findings: Iterable[Finding]) -> None:
-        """Write findings at once, or as soon as that can be done."""
+        """Write findings at once, or as soon as possible."""
         self._findings += findings
-        if len(self._findings) > _MOST_FINDINGS:  # the last event of each says it all
+        if len(self._findings) > _MOST_FINDINGS:  # the last event of each is enough
             self._findings = list({finding.id: finding for finding in self._findings}.values())
         if self._findings and self._may_try:
             self._try(self._write_findings)
 
     def flush(self) -> bool:
-        """Write all that waits, unless a write has just failed; return whether it was written."""
+        """Write all kept data, unless a write has just failed; return whether it was written."""
         return self._may_try and self._try(self._write)
 
     def flush_if_due(self) -> bool:
-        """Write what waits when it is time; return whether that was so, and went well."""
+        """Write all kept data when it is due; return whether it was written."""
         if self._failing_since is not None:
             return self.flush()
         return self._try(self._writer.flush_if_due)
 
     def save_state(self, take: Callable[[], State], *, at_end: bool = False) -> None:
-        """Write what the detectors remember, unless the record lacks steps that they have seen."""
+        """Write the detectors' state, unless the record lacks steps that they have seen."""
         if not self._has_ended:
             self._try(lambda: self._writer.save_state(take, at_end=at_end))
 
     def close(self, status: str, **facts: Any) -> None:
-        """Write all that is left, and say in ``run.json`` how the run ended, and what is missing.
-
-        Args:
-            status: ``complete`` or ``incomplete``.
-            facts: What else it says.
+        """Write the remaining data, and status and further facts in ``run.json``.
 
         Raises:
-            RunError: It cannot be written.
+            RunError: A file cannot be written.
         """
         if self._failures:
             facts["failed_writes"] = self._failures
@@ -135,7 +132,7 @@ class Recorder:
         self._findings = []
 
     def _try(self, write: Callable[[], bool | None]) -> bool:
-        """Return whether something was written; note when it could not be."""
+        """Return whether a write was done; record its failure or success."""
         try:
             done = write()
         except RunError as error:
@@ -149,10 +146,9 @@ class Recorder:
         now = time.monotonic()
         self._failures += 1
         if self._failing_since is None:
-            self._failing_since, self._pause = now, FIRST_PAUSE
-            _log.warning(
-                "%s. The monitor goes on: what it cannot write is kept, and written later", error
-            )
+            self._failing_since = now
+            self._pause = FIRST_PAUSE
+            _log.warning("%s. The monitor goes on: the data is kept, and written later", error)
         self._next_try = now + self._pause
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
 

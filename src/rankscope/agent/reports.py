@@ -1,4 +1,4 @@
-"""Steps' reports on their way back to the training: what a user reads of them, without sketches."""
+"""Packs reports of steps for the training, without sketches."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -16,7 +16,7 @@ _TUPLES = {"samples", "micro_losses", "micro_weights", "micro_norms", "micro_sca
 
 
 def pack_report(report: StepReport) -> bytes:
-    """Return a report's bytes; sketches, traces and the consensus stay behind."""
+    """Return a report's bytes, without sketches, traces and the consensus."""
     gathered = report.gathered
     kept = {f.name: getattr(gathered, f.name) for f in fields(gathered) if f.name not in _LEFT_OUT}
     arrays: list[NDArray[Any]] = []
@@ -41,7 +41,7 @@ def unpack_report(content: bytes) -> StepReport:
         RankscopeError: It is damaged.
     """
     try:
-        tree, arrays = unpack_arrays(bytearray(content))  # so that a user may write into them
+        tree, arrays = unpack_arrays(bytearray(content))  # users may write into them
         packed: dict[str, Any] = put_back(tree, arrays.__getitem__)
         kept: dict[str, Any] = {
             n: tuple(v) if n in _TUPLES else v for n, v in packed["gathered"].items()

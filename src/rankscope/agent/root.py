@@ -1,6 +1,6 @@
-"""The root: judges the steps of all workers once, writes the record, and answers the probes.
+"""The root: judges the steps of all workers, writes the record, and sends results to all ranks.
 
-Whatever has to happen on all ranks in the same step travels with the number of a step that no rank
+A frame that must take effect on all ranks in the same step has the number of a step that no rank
 has reached yet.
 """
 
@@ -19,7 +19,7 @@ from rankscope.agent.message import StepMessage, tag, untag
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.reports import pack_report
 from rankscope.agent.summarize import summarize
-from rankscope.agent.summary import HostSummary, lean_layout, with_directions
+from rankscope.agent.summary import HostSummary, summary_layout, with_directions
 from rankscope.agent.workers import Workers
 from rankscope.bus.director import DirectedRun, Director
 from rankscope.bus.finding import Finding, Severity
@@ -41,10 +41,11 @@ from rankscope.verdict.rules import first_sentence
 _log = logging.getLogger("rankscope")
 
 MOST_AT_ONCE = 64
-"""Steps that are judged in one go."""
+"""Most steps that are judged together."""
 
-_SENT_SECONDS, _SENT_SECONDS_AFTER_ERROR = 5.0, 1.5  # that ranks wait for the last files to be sent
-_LINGER_SECONDS = 300.0  # that the agent's process stays for them
+_SENT_SECONDS = 5.0  # that ranks wait for the last files to be sent
+_SENT_SECONDS_AFTER_ERROR = 1.5  # the same after an error
+_LINGER_SECONDS = 300.0  # that the agent's process goes on sending them
 
 Send = Callable[[int, bytes], None]
 """Sends a frame to a rank, or to all of them."""
@@ -54,7 +55,7 @@ class Root:
     """Assembles, judges and records the steps of one run.
 
     Args:
-        setup: What rank 0 has told, as ``rankscope.session.opening`` puts it together.
+        setup: From the hello frame of rank 0, see ``rankscope.session.opening``.
         send: Sends a frame to a rank.
         hosts: The processes of all ranks.
     """
@@ -69,7 +70,7 @@ class Root:
         if layout.num_workers > MAX_PAIRED_WORKERS:
             self._host_steps = HostSteps(setup["num_local"], layout)
         self._summaries: dict[int, list[HostSummary]] = {}
-        lean = lean_layout(layout) if self._host_steps is not None else layout
+        lean = summary_layout(layout) if self._host_steps is not None else layout
         self._assembly = Assembly(lean, setup["first_step"])
         self._governor = Governor(setup["budget"], setup["every"])
         options = setup["info"].get("options") or {}
@@ -79,7 +80,7 @@ class Root:
             run_dir=self._run_dir,
             options=options,
             by_loop=layout.by_loop,
-            report=self._tell_from_outside,
+            report=self._report_external,
         )
         made = {
             each.name: make(directed)
@@ -102,7 +103,7 @@ class Root:
             RunWriter(self._run_dir, info, flush_seconds=setup["flush_seconds"], begun=True)
         )
         self._lock = WriterLock(self._run_dir)
-        self._record.flush()  # run.json now names this process
+        self._record.flush()  # run.json now has the id of this process
         store = Store.of(setup.get("store", ""))
         self._mirror = None if store is None else Mirror(self._run_dir, store)
         known = tuple(self._diagnosis.findings)
@@ -110,7 +111,7 @@ class Root:
         seconds = setup["hang_seconds"]
         self._hangs: HangNotes | None = None
         if seconds is not None:
-            self._hangs = HangNotes(layout.num_workers, seconds, hosts, self._tell_of_hang)
+            self._hangs = HangNotes(layout.num_workers, seconds, hosts, self._report_hang)
         self._hosts = hosts
         self._sinks = _start_sinks(setup, self._run_dir, known)
         self._events = FindingEvents(known)
@@ -118,65 +119,65 @@ class Root:
         self._options = options
         self._send(ALL_RANKS, _findings_frame(known))
 
-    # What comes in ---------------------------------------------------------------------------
+    # Incoming frames ---------------------------------------------------------------------------
 
     def take(self, rank: int, frame: Frame | None, at: float) -> None:
-        """Take a frame of a rank, or None for the end of its connection."""
+        """Handle a frame of a rank; None: its connection has ended."""
         if rank >= GUESTS:
             if frame is not None and frame.kind == FrameKind.EVIDENCE:
                 self._direct(None, frame)
         elif frame is None:
             self._workers.leave(rank, self._hosts.ending(rank), at)
         elif frame.kind == FrameKind.SUMMARY:
-            self._take_summary(frame.payload)
+            self._handle_summary(frame.payload)
         elif frame.kind == FrameKind.HELLO:
-            self._greet(rank)
-        elif self._workers[rank].left is None and frame.kind in _TAKES:
-            _TAKES[FrameKind(frame.kind)](self, rank, frame, at)
+            self._handle_hello(rank)
+        elif self._workers[rank].left is None and frame.kind in _HANDLERS:
+            _HANDLERS[FrameKind(frame.kind)](self, rank, frame, at)
 
-    def _greet(self, rank: int) -> None:
-        """Tell a rank what it has to know, also one that had to open another connection."""
+    def _handle_hello(self, rank: int) -> None:
+        """Send the present state to a rank, also after it has reconnected."""
         self._note_progress(rank, -1)
         if self._governor.decisions:
             self._send(rank, self._interval_frame())
-        self._send(rank, _findings_frame(self._known))
+        self._send(rank, _findings_frame(self._findings))
 
-    def _take_message(self, rank: int, frame: Frame, at: float) -> None:
-        self._take_step(rank, StepMessage.unpack(frame.payload))
+    def _handle_message(self, rank: int, frame: Frame, at: float) -> None:
+        self._handle_step(rank, StepMessage.unpack(frame.payload))
 
-    def _take_evidence(self, rank: int, frame: Frame, at: float) -> None:
+    def _handle_evidence(self, rank: int, frame: Frame, at: float) -> None:
         self._direct(rank, frame)
 
     def _direct(self, rank: int | None, frame: Frame) -> None:
-        """Hand what a probe has sent to the director of its kind."""
+        """Pass evidence to the director of its kind."""
         name, content = untag(frame.payload)
         if name in self._directors:
             self._directors[name].take(rank, frame.step, content)
 
-    def _take_bye(self, rank: int, frame: Frame, at: float) -> None:
-        said = json.loads(frame.payload)
-        self._workers[rank].complete = bool(said["complete"])
-        self._workers[rank].without_room = int(said.get("without_room", 0))
+    def _handle_bye(self, rank: int, frame: Frame, at: float) -> None:
+        bye = json.loads(frame.payload)
+        self._workers[rank].complete = bool(bye["complete"])
+        self._workers[rank].without_room = int(bye.get("without_room", 0))
         if self._hangs is not None:
             self._hangs.leave(rank)
-        self._workers.leave(rank, said["why"], at)
+        self._workers.leave(rank, bye["why"], at)
 
-    def _subscribe(self, rank: int, frame: Frame, at: float) -> None:
+    def _handle_subscribe(self, rank: int, frame: Frame, at: float) -> None:
         self._workers[rank].wants_reports = True
         if self._latest is not None:
             self._send(rank, pack(FrameKind.LATEST, pack_report(self._latest), rank=rank))
 
-    def _take_step(self, rank: int, message: StepMessage) -> None:
+    def _handle_step(self, rank: int, message: StepMessage) -> None:
         self._note_progress(rank, message.step)
         if self._host_steps is None:
             self._assembly.add(rank, message)
             return
         summary = self._host_steps.add(rank, message)
         if summary is not None:
-            self._take_summary(summary)
+            self._handle_summary(summary)
 
-    def _take_summary(self, content: bytes) -> None:
-        """Take a step of all ranks of a host; beyond 64 workers."""
+    def _handle_summary(self, content: bytes) -> None:
+        """Add a step of all ranks of a host; beyond 64 workers."""
         summary = HostSummary.unpack(content)
         self._summaries.setdefault(summary.step, []).append(summary)
         for rank, message in summary.messages.items():
@@ -188,26 +189,26 @@ class Root:
             self._hangs.observe(rank, step)
 
     @property
-    def _known(self) -> tuple[Finding, ...]:
+    def _findings(self) -> tuple[Finding, ...]:
         hangs = () if self._hangs is None else tuple(self._hangs.findings.values())
         directed = [f for each in self._directors.values() for f in each.findings.values()]
         return (*self._diagnosis.findings, *directed, *hangs)
 
-    # What is made of it ------------------------------------------------------------------------
+    # Judging --------------------------------------------------------------------------------
 
     def work(self) -> bool:
-        """Judge steps that are whole; return whether there may be more of them."""
+        """Judge complete steps; return whether there may be more of them."""
         steps = self._assembly.take(MOST_AT_ONCE)
         if steps:
             self._judge(steps)
             self._send_reports()
-            self._have_patience()
+            self._send_keepalives()
         elif not self.finished:
-            self._see_who_left()
+            self._end_if_workers_left()
         return len(steps) == MOST_AT_ONCE
 
     def idle(self) -> None:
-        """Write what is due."""
+        """Check for hangs, and flush the record if due."""
         if self.finished:
             return
         if self._hangs is not None:
@@ -215,26 +216,26 @@ class Root:
         if self._record.flush_if_due():
             self._save_state()
 
-    def _tell_of_hang(self, finding: Finding) -> None:
+    def _report_hang(self, finding: Finding) -> None:
         self._record.flush()
         self._record.add_findings([finding])
         if self._sinks is not None:
             self._sinks.findings([finding])
-        self._tell([finding], announced=False)  # it was said when it began
+        self._notify([finding], announced=False)  # the local agent has written it
 
-    def _tell_from_outside(self, finding: Finding) -> None:
-        """Tell what the tables do not show, to the log too where it is no fault."""
+    def _report_external(self, finding: Finding) -> None:
+        """Report a finding of a director; log it even if it is a note."""
         self._record.add_findings([finding])
         if self._sinks is not None:
             self._sinks.findings([finding])
-        self._tell([finding])
+        self._notify([finding])
         if self._announcer is not None and finding.severity is Severity.NOTE:
             self._announce(first_sentence(finding), False)
 
     def _judge(self, steps: Sequence[Sequence[StepMessage]]) -> None:
-        """Record and judge consecutive steps; together they cost less."""
+        """Record and judge consecutive steps."""
         reports = [summarize(self._gathered(messages)) for messages in steps]
-        self._record.add_many(reports)  # first: whatever a detector does, the rows are there
+        self._record.add_many(reports)  # first, in case a detector fails
         found = self._diagnosis.observe_many(reports)
         for report, findings in zip(reports, found, strict=True):
             self._record.add_findings(findings)
@@ -246,11 +247,13 @@ class Root:
         if self._host_steps is None:
             return gathered
         summaries = self._summaries.pop(step)
-        self._summaries = {s: own for s, own in self._summaries.items() if s > step}  # none lost
+        self._summaries = {
+            s: own for s, own in self._summaries.items() if s > step
+        }  # drop lost steps
         return with_directions(gathered, summaries, self._layout)
 
     def _conclude(self, report: StepReport, findings: Sequence[Finding]) -> None:
-        """Tell whoever wants to know of a step, and decide what it leads to."""
+        """Send a step to sinks and ranks, and derive intervals and requests from it."""
         gathered = report.gathered
         if self._sinks is not None:
             self._sinks.step(report, findings)
@@ -265,7 +268,7 @@ class Root:
         if decision is not None:
             _log.info("%s", decision)
             self._send(ALL_RANKS, self._interval_frame())
-        self._tell(findings)
+        self._notify(findings)
         known = self._diagnosis.findings
         for name, director in self._directors.items():
             for request in director.observe(gathered, findings, known, self.newest):
@@ -274,8 +277,8 @@ class Root:
         if self._relays:
             self._send(0, pack(FrameKind.LATEST, pack_report(report), rank=0))
 
-    def _tell(self, findings: Sequence[Finding], *, announced: bool = True) -> None:
-        """Send findings that have changed to all ranks, and say what that means."""
+    def _notify(self, findings: Sequence[Finding], *, announced: bool = True) -> None:
+        """Send changed findings to all ranks, and announce them."""
         if not findings:
             return
         events = [self._events.of(finding) for finding in findings]
@@ -284,15 +287,15 @@ class Root:
         self._send(ALL_RANKS, frame)
         if self._announcer is not None and announced:
             changed = [(f, event) for f, event in zip(findings, events, strict=True) if event]
-            self._announcer.take(changed, self._known)
+            self._announcer.announce(changed, self._findings)
 
     def _announce(self, line: str, is_fault: bool) -> None:
         level = logging.WARNING if is_fault else logging.INFO
         self._send(0, pack(FrameKind.ANNOUNCE, json.dumps([level, line]).encode(), rank=0))
 
     @property
-    def is_pressed(self) -> bool:
-        """Whether it should not wait for further steps: many wait, or somebody wants them."""
+    def should_flush(self) -> bool:
+        """Whether to judge at once: many steps wait, or a rank needs the result."""
         waiting = self._assembly.num_whole >= MOST_AT_ONCE
         return waiting or any(each.left or each.wants_reports for each in self._workers)
 
@@ -302,15 +305,15 @@ class Root:
         return max(self._assembly.newest, self._arrived)
 
     def note_newest(self, step: int) -> None:
-        """Note a step that has arrived, though it was not taken as yet."""
+        """Record the newest step that has arrived, before it is taken."""
         self._arrived = max(self._arrived, step)
 
     def _interval_frame(self) -> bytes:
         last = self._governor.decisions[-1]
         return pack(FrameKind.INTERVAL, str(last.interval).encode(), step=last.first_step)
 
-    def _have_patience(self) -> None:
-        """Tell ranks that wait for the end of the run that it comes nearer."""
+    def _send_keepalives(self) -> None:
+        """Send keepalives to ranks that wait for the end of the run."""
         for rank in self._workers.left:
             self._send(rank, pack(FrameKind.WORKING, rank=rank))
 
@@ -323,11 +326,12 @@ class Root:
             if not (self._relays and rank == 0):
                 self._send(rank, pack(FrameKind.LATEST, content, rank=rank))
 
-    # How it ends -------------------------------------------------------------------------------
+    # The end ----------------------------------------------------------------------------------
 
-    def _see_who_left(self) -> None:
-        """End the run once no further step can be whole."""
-        left, delivered = self._workers.left, self._assembly.delivered
+    def _end_if_workers_left(self) -> None:
+        """End the run once no further step can be complete."""
+        left = self._workers.left
+        delivered = self._assembly.delivered
         if not left:
             return
         last = min(delivered[rank] for rank in left)
@@ -343,26 +347,26 @@ class Root:
             self.close()
 
     def _turn_off(self, why: str, because_of: int = -1) -> None:
-        """Tell the probes that nothing is recorded any more, also one that has closed already."""
+        """Stop the recording on all ranks; closed ones get the reason with the last frame."""
         for rank, worker in enumerate(self._workers):
             if worker.left is None:
                 self._send(rank, pack(FrameKind.OFF, why.encode(), rank=rank))
             elif worker.complete and rank != because_of:
-                worker.last_word = why
+                worker.end_reason = why
 
     @property
     def has_closed_here(self) -> bool:
-        """Whether some worker has said that its part of the run is complete."""
+        """Whether some worker has completed its part of the run."""
         return any(worker.complete for worker in self._workers)
 
     def fail(self, error: BaseException) -> None:
-        """End the run after an error of the monitor's own; the training goes on."""
+        """End the run after an error in the monitor; the training goes on."""
         foreseen = isinstance(error, RunError)
         self._turn_off(str(error) if foreseen else f"{type(error).__name__}: {error}")
         self.close(failed=True)
 
     def close(self, *, failed: bool = False) -> None:
-        """Write all that is known, and tell the probes that it is done."""
+        """Close the record, and send the last frames to all ranks."""
         if self.finished:
             return
         self.finished = True
@@ -373,27 +377,27 @@ class Root:
             self._close_record(last, failed)
             closed = True
         except Exception as error:
-            level = logging.DEBUG if failed else logging.WARNING  # it was told why already
+            level = logging.DEBUG if failed else logging.WARNING  # else logged already
             _log.log(level, "the run in %s could not be closed: %s", self._run_dir, error)
         finally:
             self._lock.release(closed=closed)
             self._send_last_files(_SENT_SECONDS if closed else _SENT_SECONDS_AFTER_ERROR)
             if self._sinks is not None:
                 self._sinks.close()
-            self._say_last(last)
+            self._send_verdict(last)
             for rank, worker in enumerate(self._workers):
-                self._send(rank, pack(FrameKind.DONE, worker.last_word.encode(), rank=rank))
+                self._send(rank, pack(FrameKind.DONE, worker.end_reason.encode(), rank=rank))
 
     def _send_last_files(self, seconds: float) -> None:
         if self._mirror is not None and not self._mirror.close(seconds):
             _log.warning(
-                "not all files of the run are in %s as yet; they stay in %s",
+                "some files of the run are not yet in %s; they stay in %s",
                 self._mirror.address,
                 self._run_dir,
             )
 
     def linger(self) -> None:
-        """Wait for the last files to be sent to an object store; no rank waits any more."""
+        """Go on sending the last files to an object store; no rank waits for it."""
         if self._mirror is not None:
             self._mirror.close(_LINGER_SECONDS)
 
@@ -413,14 +417,14 @@ class Root:
             **self._missing(),
         )
 
-    def _say_last(self, last: Sequence[Finding]) -> None:
-        """Tell all ranks what came out; whatever fails here, they get the word that ends it."""
+    def _send_verdict(self, last: Sequence[Finding]) -> None:
+        """Send the final findings and the verdict; a failure here must not stop the last frames."""
         try:
-            self._tell(last)
-            self._send(ALL_RANKS, _findings_frame(self._known))
+            self._notify(last)
+            self._send(ALL_RANKS, _findings_frame(self._findings))
             if self._announcer is not None:
                 self._announcer.conclude(
-                    self._known,
+                    self._findings,
                     num_steps=self._diagnosis.num_steps,
                     num_workers=len(self._workers),
                     options=self._options,
@@ -428,10 +432,10 @@ class Root:
             if self._latest is not None:
                 self._send(ALL_RANKS, pack(FrameKind.LATEST, pack_report(self._latest)))
         except Exception as error:
-            _log.debug("the run's last words cannot be said: %s", error)
+            _log.debug("the final findings cannot be sent: %s", error)
 
     def _missing(self) -> dict[str, Any]:
-        """Return what was not gathered, and of which workers."""
+        """Return the lost steps, and the gradients left out, by worker."""
         missing: dict[str, Any] = {}
         if self._assembly.lost:
             missing["lost_steps"] = self._assembly.lost
@@ -441,7 +445,7 @@ class Root:
         return missing
 
     def _save_state(self, *, at_end: bool = False) -> None:
-        """Write what the detectors remember; if it cannot be told, the run goes on all the same."""
+        """Write the detectors' state; after an error the run goes on without it."""
         if not self._saves_state:
             return
         try:
@@ -451,11 +455,11 @@ class Root:
             _log.warning("a restarted job cannot go on from %s: %s", self._run_dir, error)
 
 
-_TAKES: dict[FrameKind, Callable[[Root, int, Frame, float], None]] = {
-    FrameKind.STEP: Root._take_message,
-    FrameKind.EVIDENCE: Root._take_evidence,
-    FrameKind.BYE: Root._take_bye,
-    FrameKind.SUBSCRIBE: Root._subscribe,
+_HANDLERS: dict[FrameKind, Callable[[Root, int, Frame, float], None]] = {
+    FrameKind.STEP: Root._handle_message,
+    FrameKind.EVIDENCE: Root._handle_evidence,
+    FrameKind.BYE: Root._handle_bye,
+    FrameKind.SUBSCRIBE: Root._handle_subscribe,
 }
 
 
@@ -466,13 +470,13 @@ def _findings_frame(
     news: bool = False,
     step: int = -1,
 ) -> bytes:
-    """Return findings as ranks get them.
+    """Return the frame of findings.
 
     Args:
         findings: The findings.
-        events: What is news about each, None where nothing is; left out, nothing is.
-        news: Whether sinks are to be told.
-        step: The step at whose beginning the training is told of changes.
+        events: The event of each, None without; empty: none has one.
+        news: Whether sinks get them.
+        step: The step at whose beginning ``on_finding`` gets those with an event.
     """
     content = {"events": list(events), "news": news, "findings": [f.to_json() for f in findings]}
     return pack(FrameKind.FINDINGS, json.dumps(content, default=_plain).encode(), step=step)

@@ -1,4 +1,4 @@
-"""The root's end of the links between the agents of several hosts."""
+"""The links to other hosts, at the root's end."""
 
 import contextlib
 import secrets
@@ -14,17 +14,17 @@ from rankscope.agent.hosts import GOODBYE, HOST, MOST_AT_ONCE, OPTIONS, HostsErr
 
 @dataclass(slots=True)
 class _Peer:
-    route: bytes  # of its connection: another one after each
-    heard_at: float
+    route: bytes  # of its connection; each connection has another one
+    received_at: float
 
 
 class RootLink:
-    """The root's end.
+    """The root's end of the links to other hosts.
 
     Args:
         address: Where to listen; all addresses of this host by default.
         port: A port; 0 for any that is free.
-        master: Name or address of the training's store, which tells what to advertise.
+        master: Name or address of the training's store, from which the advertised addresses follow.
 
     Raises:
         HostsError: The address cannot be listened on.
@@ -40,13 +40,14 @@ class RootLink:
         client_public, client_secret = zmq.curve_keypair()
         self._client_key = client_public
         self._context = zmq.Context(io_threads=1)
-        self._gate = self._context.socket(zmq.REP)  # asked about every connection, before it works
+        self._gate = self._context.socket(zmq.REP)  # accepts or rejects each connection
         self._gate.bind("inproc://zeromq.zap.01")
         self._socket = self._context.socket(zmq.ROUTER)
         for option, value in {**OPTIONS, zmq.ROUTER_MANDATORY: 1}.items():
             self._socket.setsockopt(option, value)
         self._socket.curve_server = True
-        self._socket.curve_secretkey, self._socket.zap_domain = secret, b"rankscope"
+        self._socket.curve_secretkey = secret
+        self._socket.zap_domain = b"rankscope"
         bound = self._bind(address, port)
         addresses = candidate_addresses(master) if address is None else (address,)
         endpoints = tuple(tcp_endpoint(each, bound) for each in addresses)
@@ -63,16 +64,16 @@ class RootLink:
 
     @property
     def endpoint(self) -> str:
-        """The first of the addresses that the invitation names."""
+        """The first address of the invitation."""
         return self.invitation.endpoints[0]
 
     @property
     def hosts(self) -> tuple[int, ...]:
-        """Hosts that have been heard so far, in order."""
+        """Hosts that have connected so far, in order."""
         return tuple(sorted(self._peers))
 
     def poll(self) -> list[tuple[int, bytes]]:
-        """Return frames of other hosts that have come, those of a connection in order."""
+        """Return new frames from other hosts, those of a connection in order."""
         found: list[tuple[int, bytes]] = []
         with contextlib.suppress(zmq.Again):
             while True:
@@ -94,16 +95,12 @@ class RootLink:
 
     def take_behind(self) -> set[int]:
         """Return hosts that may have missed a frame: their connection is new, or had no room."""
-        behind, self._behind = self._behind, set()
+        behind = self._behind
+        self._behind = set()
         return behind
 
     def send(self, host: int, frame: bytes) -> bool:
-        """Send a frame to a host's agent.
-
-        Returns:
-            False where it is lost: the host has not been heard yet, has no connection, or does not
-            read.
-        """
+        """Send a frame to a host's agent; return False if it is lost: no connection or no room."""
         if host not in self._peers:
             return False
         sent = self._hand(self._peers[host].route, frame)
@@ -112,14 +109,14 @@ class RootLink:
         return sent
 
     def silent_seconds(self, host: int) -> float:
-        """Return how long ago a host was heard; a live one beats each second. Infinity: never."""
+        """Return the seconds since a host's last frame; a live one beats each second."""
         peer = self._peers.get(host)
-        return float("inf") if peer is None else time.monotonic() - peer.heard_at
+        return float("inf") if peer is None else time.monotonic() - peer.received_at
 
     def close(self, seconds: float = 0.0) -> None:
-        """Wait until all hosts have left, but no longer than that, and close the sockets.
+        """Wait up to so long until all hosts have left, and close the sockets.
 
-        What comes in meanwhile is dropped. A second call does nothing.
+        Frames that arrive meanwhile are dropped. A second call does nothing.
         """
         until = time.monotonic() + seconds
         while self._peers.keys() - self._left and time.monotonic() < until:
@@ -131,12 +128,12 @@ class RootLink:
     def _hand(self, *parts: bytes) -> bool:
         try:
             self._socket.send_multipart(parts, zmq.NOBLOCK)
-        except zmq.ZMQError:  # no room, or no such connection any more
+        except zmq.ZMQError:  # no room, or no such connection
             return False
         return True
 
     def _judge(self, request: list[bytes]) -> None:
-        """Answer whether a connection is allowed (RFC 27, ZAP): only with the key of the job."""
+        """Accept or reject a connection (RFC 27, ZAP): only the key of the job is accepted."""
         version, number, _, _, _, mechanism, *credentials = request
         known = mechanism == b"CURVE" and len(credentials) == 1
         known = known and secrets.compare_digest(z85.encode(credentials[0]), self._client_key)

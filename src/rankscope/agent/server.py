@@ -1,7 +1,7 @@
-"""The agent's end of the sockets of its host: a thread that reads all the time, and never works.
+"""The agent's end of its host's sockets: a thread that only reads and writes.
 
-Probes must find room in their sockets while the agent is busy, so reading has a thread of its own.
-Frames wait in memory until the agent takes them.
+Training processes must find room in their sockets while the agent is busy, so reading has a thread
+of its own. Frames wait in memory until the agent takes them.
 """
 
 import contextlib
@@ -21,33 +21,27 @@ from rankscope.agent.sockets import QUIETLY, has_incoming, is_of_another_user
 _log = logging.getLogger("rankscope")
 
 GRACE_SECONDS = 1.0
-"""How long a rank whose connection was lost may take to open another, while its process lives."""
+"""How long a live rank may take to reconnect after its connection was lost."""
 
 MOST_OUT_BYTES = 256 << 20
-"""What may wait for a probe that reads nothing, since its training stands still."""
+"""Most bytes that may wait for a rank that reads nothing, since its training hangs."""
 
 MOST_HELD_BYTES = 128 << 20
-"""With more than this waiting for the agent, nothing is read until it has taken it.
+"""With more bytes waiting for the agent, reading stops until it has taken them.
 
-Probes then find no room, and leave gradients out.
+Ranks then find no room, and leave gradients out.
 """
 
 STRANGER_SECONDS = 10.0
-"""How long a connection may take to say who it is."""
+"""How long a connection may take to send its hello frame."""
 
-_STRANGER_BYTES = 8 << 20  # that it may send until then
+_STRANGER_BYTES = 8 << 20  # that it may send before that
 _LOOK_SECONDS = 0.25
 _CHUNK = 1 << 20
 
 
 class Arrived(NamedTuple):
-    """A frame from a rank, or ``None`` for the end of its connection.
-
-    Attributes:
-        rank: The rank.
-        frame: What it sent; None when its connection has ended for good.
-        time: Unix time.
-    """
+    """A frame from a rank, or None when its connection has ended for good; and the Unix time."""
 
     rank: int
     frame: Frame | None
@@ -66,17 +60,17 @@ class _Connection:
 
 
 class LocalServer:
-    """Takes connections of local ranks.
+    """Serves the connections of local ranks.
 
     Args:
-        listening: A socket that listens already.
-        check: Returns the rank of a connection from its first frame; None turns it away.
+        listening: A listening socket.
+        check: Returns the rank of a connection from its first frame; None rejects it.
         introduce: Called with a rank, its first frame, and the connection.
         lives: Whether a rank's process still runs; None if unknown.
 
     Attributes:
         newest: The newest step that some rank has sent.
-        unread: How many frames a rank was not sent, as it reads nothing.
+        unread: Number of frames that were not sent to a rank, as it reads nothing.
     """
 
     def __init__(
@@ -88,7 +82,9 @@ class LocalServer:
         lives: Callable[[int], bool | None],
     ) -> None:
         self._listening = listening
-        self._check, self._introduced, self._lives = check, introduce, lives
+        self._check = check
+        self._introduced = introduce
+        self._lives = lives
         self._lock = threading.Lock()
         self._arrived: deque[Arrived] = deque()
         self._news = threading.Event()
@@ -110,16 +106,16 @@ class LocalServer:
         self._thread = threading.Thread(target=self._run, name="rankscope-agent-io", daemon=True)
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start the thread."""
         self._thread.start()
 
     # In the agent's thread -------------------------------------------------------------------
 
     def take(self, seconds: float) -> list[Arrived]:
-        """Return what has arrived, as soon as something has; nothing after so many seconds.
+        """Wait for new frames up to so many seconds, and return them.
 
         Raises:
-            RuntimeError: Nothing is read any more.
+            RuntimeError: The reading thread has ended.
         """
         self._news.wait(seconds)
         self._news.clear()
@@ -132,7 +128,7 @@ class LocalServer:
         return arrived
 
     def send(self, rank: int, content: bytes) -> None:
-        """Send a frame to a local rank; nothing happens if it is gone."""
+        """Send a frame to a local rank, if it is connected."""
         with self._lock:
             connection = self._connections.get(rank)
             if connection is None:
@@ -149,19 +145,19 @@ class LocalServer:
         self.unread[rank] += 1
         if self.unread[rank] == 1:
             _log.warning(
-                "rank %d has read nothing for so long that it is not told all that the others are: "
-                "its training stands still, or its on_finding does not return",
+                "rank %d has read nothing for so long that some results are not sent to it: its "
+                "training hangs, or its on_finding does not return",
                 rank,
             )
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks that are connected."""
+        """The connected ranks."""
         with self._lock:
             return tuple(sorted(self._connections))
 
     def close(self, seconds: float) -> None:
-        """Send what waits, and close all connections; waits no longer than that."""
+        """Wait up to so long until all frames are sent, and close all connections."""
         until = time.monotonic() + seconds
         while time.monotonic() < until and self._thread.is_alive():
             with self._lock:
@@ -222,7 +218,7 @@ class LocalServer:
             self._read(connection)
 
     def _read(self, connection: _Connection) -> bool:
-        """Read once; return whether there may be more."""
+        """Read once; return whether more may follow."""
         try:
             data = connection.socket.recv(_CHUNK)
         except BlockingIOError:
@@ -254,7 +250,7 @@ class LocalServer:
             return False
         previous = self._connections.get(rank)
         while previous is not None and self._read(previous):
-            pass  # what it has sent before it opened this one
+            pass  # its frames from the connection before
         with self._lock:
             connection.rank = rank
             self._connections[rank] = connection
@@ -276,7 +272,7 @@ class LocalServer:
             except BlockingIOError:
                 break
             except OSError:
-                return  # its end is read, too
+                return  # reading finds its end, too
             with self._lock:
                 connection.waiting -= count
                 if count == len(view):
@@ -301,7 +297,7 @@ class LocalServer:
                 self._lost[connection.rank] = time.monotonic(), time.time()
 
     def _give_up_lost(self, now: float) -> None:
-        """Notice ranks that are gone, also where a process that they forked holds the socket."""
+        """Give up ranks that have ended, also where a forked process holds the socket."""
         for stranger in tuple(self._strangers):
             if now - stranger.since > STRANGER_SECONDS:
                 self._drop(stranger)

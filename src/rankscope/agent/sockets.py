@@ -1,4 +1,4 @@
-"""What the system tells of a Unix socket, to either end of it."""
+"""States of Unix sockets, for both ends."""
 
 import contextlib
 import fcntl
@@ -9,17 +9,17 @@ import sys
 import termios
 
 QUIETLY = getattr(socket, "MSG_NOSIGNAL", 0)
-"""To send with: a script may have SIGPIPE end its process."""
+"""Flags to send with: a script may let SIGPIPE end its process."""
 
 TELLS_UNREAD = sys.platform == "linux"
-"""Whether :func:`unread_bytes` knows."""
+"""Whether :func:`unread_bytes` works on this system."""
 
 _PEER = struct.Struct("3i")  # pid, uid, gid
 _COUNT = struct.Struct("i")
 
 
 def unread_bytes(place: socket.socket) -> int:
-    """Return what the other end has not read of what was sent; 0 where the system does not tell."""
+    """Return the number of sent bytes that the other end has not read; 0 where unknown."""
     if TELLS_UNREAD:
         with contextlib.suppress(OSError):
             return int(_COUNT.unpack(fcntl.ioctl(place, termios.TIOCOUTQ, bytes(_COUNT.size)))[0])
@@ -27,7 +27,7 @@ def unread_bytes(place: socket.socket) -> int:
 
 
 def has_incoming(place: socket.socket) -> bool:
-    """Return whether there is something to read, of a socket that does not block."""
+    """Return whether a non-blocking socket has bytes to read."""
     try:
         return bool(place.recv(1, socket.MSG_PEEK))
     except OSError:
@@ -35,7 +35,7 @@ def has_incoming(place: socket.socket) -> bool:
 
 
 def identity(place: socket.socket) -> tuple[int, int] | None:
-    """Return what stays the same as long as a number means this socket; None if it means none."""
+    """Return device and inode of a socket, to detect a reused descriptor; None without a socket."""
     try:
         state = os.fstat(place.fileno())
     except OSError:
@@ -44,9 +44,9 @@ def identity(place: socket.socket) -> tuple[int, int] | None:
 
 
 def is_of_another_user(place: socket.socket) -> bool:
-    """Return whether another user is at the other end; False where the system does not tell.
+    """Return whether another user is at the other end; False where unknown.
 
-    A socket without a place in a file system is open to all of them.
+    An abstract socket is open to all users.
     """
     if not hasattr(socket, "SO_PEERCRED"):
         return False

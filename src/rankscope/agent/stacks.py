@@ -1,7 +1,7 @@
 """Python stacks of stuck processes, taken from outside by py-spy.
 
-py-spy only reads the other process's memory here (``--nonblocking``): it neither stops it nor
-interrupts a system call in which it waits, and it can read a process that is stopped.
+py-spy only reads memory here (``--nonblocking``): it neither stops the process nor interrupts its
+system call, and it can read a stopped process.
 """
 
 import json
@@ -34,7 +34,7 @@ def stacks_of(threads: Mapping[int, int], seconds: float = 5.0) -> dict[int, Sta
         seconds: How long one process may take.
 
     Returns:
-        A stack for each process, or in its place a sentence that says why there is none.
+        A stack for each process; without one, its ``missing`` is the reason.
     """
     program = _find()
     if program is None:
@@ -44,12 +44,7 @@ def stacks_of(threads: Mapping[int, int], seconds: float = 5.0) -> dict[int, Sta
 
 
 class StackTaker:
-    """Takes stacks in a thread of its own, so that nobody waits for them.
-
-    Args:
-        threads: The training thread's number by process, as for :func:`stacks_of`.
-        seconds: How long one process may take.
-    """
+    """Runs :func:`stacks_of` in a thread of its own."""
 
     def __init__(self, threads: Mapping[int, int], seconds: float = 5.0) -> None:
         self._stacks: dict[int, Stack] | None = None
@@ -58,11 +53,11 @@ class StackTaker:
         worker = threading.Thread(target=self._take, name="rankscope-stacks", daemon=True)
         try:
             worker.start()
-        except RuntimeError as error:  # no more threads may be started
+        except RuntimeError as error:  # no thread can be started
             self._fail(str(error))
 
     def result(self) -> dict[int, Stack] | None:
-        """Return the stacks by process; None as long as they are not there."""
+        """Return the stacks by process; None until they are there."""
         return self._stacks
 
     def _take(self) -> None:
@@ -76,7 +71,7 @@ class StackTaker:
 
 
 def _find() -> str | None:
-    """Return where py-spy is: beside this Python, or on the path."""
+    """Return the path of py-spy: beside this Python, or on PATH."""
     beside = Path(sys.executable).with_name("py-spy")
     return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
 
@@ -106,7 +101,7 @@ def _stack_of(program: str, pid: int, thread: int, seconds: float) -> Stack:
 
 
 def _chosen(dumped: list[dict[str, Any]], pid: int, thread: int) -> Stack:
-    """Return the stack of the thread that trains, or else of the main thread."""
+    """Return the stack of the training thread, else of the main thread."""
     by_number = {one["os_thread_id"]: one for one in dumped}
     main = next((one for one in dumped if one["thread_name"] == "MainThread"), dumped[0])
     one = by_number.get(thread) or by_number.get(pid) or main
@@ -120,12 +115,12 @@ def _chosen(dumped: list[dict[str, Any]], pid: int, thread: int) -> Stack:
 
 
 def _reason(words: str) -> str:
-    """Return why py-spy failed, from what it wrote to its standard error."""
+    """Return why py-spy failed, from its error output."""
     if "permission" in words.lower() or "not permitted" in words.lower():
         return NO_PERMISSION
     lines = [line.strip() for line in words.partition("Stack backtrace")[0].splitlines()]
-    told = "; ".join(line for line in lines if line and line != "Caused by:")
-    return f"py-spy: {told[:300] or 'failed without a word'}"
+    text = "; ".join(line for line in lines if line and line != "Caused by:")
+    return f"py-spy: {text[:300] or 'failed without a word'}"
 
 
 def _missing(reason: str) -> Stack:

@@ -1,4 +1,4 @@
-"""From the workers' raw values to the step that the record holds."""
+"""Computes the recorded step from the workers' values."""
 
 from typing import Any
 
@@ -14,12 +14,7 @@ _DERIVE = [derive for each in EVIDENCE if (derive := each.find("combine", "deriv
 def summarize(gathered: GatheredStep) -> StepReport:
     """Compute every DERIVED column of a step.
 
-    Args:
-        gathered: The values of all W workers. Workers' values that are missing or not finite are
-            left out of means and spreads.
-
-    Returns:
-        The report; equal inputs give equal reports.
+    Means and spreads leave out missing and non-finite values. Equal inputs give equal reports.
     """
     steps: dict[str, float] = {"interval": float(gathered.interval)}
     workers: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""What the agent of a host sends to the root for a step beyond 64 workers.
+"""The summary of a step that a host's agent sends to the root, beyond 64 workers.
 
-The messages of its workers without their sketches, packed together since much in them is the same;
-the sketches narrowed (:mod:`rankscope.stats.consensus`); and its part of the audit
-(:mod:`rankscope.stats.audit`): one sum, and what was reduced once for all that hold the same.
+It holds the messages of its workers without their sketches, packed together since much in them is
+the same; the sketches narrowed (:mod:`rankscope.stats.consensus`); and its part of the audit
+(:mod:`rankscope.stats.audit`): one sum, and one copy of equal reduced gradients.
 
 Legend of shapes: w workers of the host, K numbers in a narrow sketch, g groups in turn, k numbers
 in the narrow sketch of a group, r = 1 + s rows of the audit: the whole gradient and sections in
@@ -61,11 +61,12 @@ class HostSummary:
         """Read a summary.
 
         Raises:
-            MessageError: It is cut short, or holds a message of another version.
+            MessageError: It is truncated, or holds a message of another version.
         """
         try:
             step, *lengths = _HEADER.unpack_from(content)
-            arrays, at = {}, _HEADER.size
+            arrays = {}
+            at = _HEADER.size
             for (name, dtype), length in zip(_ARRAYS, lengths, strict=True):
                 arrays[name] = np.frombuffer(content, dtype, length, at)
                 at += length * np.dtype(dtype).itemsize
@@ -79,21 +80,16 @@ class HostSummary:
         return cls(step, dict(zip(ranks, messages, strict=True)), arrays)
 
 
-def lean_layout(layout: Layout) -> Layout:
+def summary_layout(layout: Layout) -> Layout:
     """Return the layout of messages without sketches, with groups in place of sections."""
     return replace(layout, section_counts=(), sketch_width=0, group_width=0, audit_width=0)
 
 
 def host_summary(messages: Mapping[int, StepMessage], layout: Layout) -> bytes:
-    """Return what the root gets of one step.
-
-    Args:
-        messages: The messages of all of the host's workers for one step, by rank.
-        layout: How to read them.
-    """
+    """Return the summary of one step, from the messages of all of the host's workers by rank."""
     ranks = sorted(messages)
     step = messages[ranks[0]].step
-    packed = [_lean(messages[rank], layout).pack() for rank in ranks]
+    packed = [_without_sketches(messages[rank], layout).pack() for rank in ranks]
     arrays: dict[str, Any] = {
         "ranks_w": ranks,
         "lengths_w": [len(each) for each in packed],
@@ -109,12 +105,12 @@ def host_summary(messages: Mapping[int, StepMessage], layout: Layout) -> bytes:
 def with_directions(
     gathered: GatheredStep, summaries: Sequence[HostSummary], layout: Layout
 ) -> GatheredStep:
-    """Add what the summaries of all hosts tell beyond the workers' lean messages.
+    """Add directions and residuals from the summaries of all hosts to a step.
 
     Args:
-        gathered: The step of the lean messages of all workers.
-        summaries: Those of the step, of all hosts.
-        layout: How the probes' messages were to be read, not the lean one.
+        gathered: The step, from messages without sketches.
+        summaries: The summaries of the step from all hosts.
+        layout: The layout of the workers' own messages.
     """
     if not gathered.observed:
         return gathered
@@ -145,8 +141,8 @@ def _groups_in_turn(step: int, layout: Layout) -> Ints:
     return in_turn(step, count, narrowing_for(layout.num_workers).num_groups)
 
 
-def _lean(message: StepMessage, layout: Layout) -> StepMessage:
-    """Return a message without sketches, and with its numbers by group."""
+def _without_sketches(message: StepMessage, layout: Layout) -> StepMessage:
+    """Return a message without sketches, with numbers by group."""
     if not message.measured:
         return message
     sizes = message.sizes.tolist()
@@ -164,7 +160,8 @@ def _lean(message: StepMessage, layout: Layout) -> StepMessage:
 
 
 def _narrowed(messages: Sequence[StepMessage], layout: Layout) -> dict[str, Any]:
-    narrowing, step = narrowing_for(layout.num_workers), messages[0].step
+    narrowing = narrowing_for(layout.num_workers)
+    step = messages[0].step
     gradients = [
         measured_of(one.numbers, one.sketches, one.sizes, layout.section_counts).gradient
         for one in messages
@@ -185,7 +182,8 @@ def _narrowed(messages: Sequence[StepMessage], layout: Layout) -> dict[str, Any]
             for one in gradients
             if one.audit is not None
         ]
-        width, copies = layout.num_workers, layout.reduced_copies
+        width = layout.num_workers
+        copies = layout.reduced_copies
         with np.errstate(over="ignore"):
             arrays["audit_total_N"] = total_of(parts, width, copies).astype(np.float32)
         if copies >= width:
@@ -207,7 +205,8 @@ def _rows(summaries: Sequence[HostSummary], name: str, exponents: str, sets: int
 
 def _residuals(summaries: Sequence[HostSummary], layout: Layout, num_rows: int) -> Floats:
     """Return residuals of the rows ``[W, r]``, workers in the order of the summaries."""
-    width, copies = layout.num_workers, layout.reduced_copies
+    width = layout.num_workers
+    copies = layout.reduced_copies
     totals = np.stack([one.arrays["audit_total_N"] for one in summaries])
     total_N: Floats = totals.sum(axis=0, dtype=np.float64)
     if copies < width:

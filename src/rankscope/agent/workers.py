@@ -1,4 +1,4 @@
-"""What the root knows of each worker: whether it still sends, why not, and what it left out."""
+"""The state of each worker at the root."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,62 +7,55 @@ from typing import Any
 
 @dataclass(slots=True)
 class Worker:
-    """What the root knows of one worker.
+    """The state of one worker.
 
     Attributes:
-        left: Why it sends nothing any more; None while it may.
-        complete: Whether it has said that its part of the run is complete.
+        left: Why it sends nothing more; None while it may.
+        complete: Whether it has completed its part of the run.
         ended_at: Unix time at which it left.
-        wants_reports: Whether it asked for the steps' reports.
-        last_word: What it is told when the run is closed, though all was well on its side.
-        without_room: Steps whose gradient it left out, as its agent did not keep up.
+        wants_reports: Whether it has subscribed to reports.
+        end_reason: Why the run ended early, for a worker that has completed its part.
+        without_room: Number of gradients it left out, as its agent did not keep up.
     """
 
     left: str | None = None
     complete: bool = False
     ended_at: float = 0.0
     wants_reports: bool = False
-    last_word: str = ""
+    end_reason: str = ""
     without_room: int = 0
 
 
 class Workers(list[Worker]):
-    """All workers of a run, by rank.
-
-    Args:
-        num_workers: W.
-    """
+    """All workers of a run, by rank."""
 
     def __init__(self, num_workers: int) -> None:
         super().__init__(Worker() for _ in range(num_workers))
 
     @property
     def left(self) -> list[int]:
-        """The ranks that send nothing any more."""
+        """The ranks that send nothing more."""
         return [rank for rank, worker in enumerate(self) if worker.left is not None]
 
     @property
     def readers(self) -> list[int]:
-        """The ranks that asked for the steps' reports."""
+        """The ranks that have subscribed to reports."""
         return [rank for rank, worker in enumerate(self) if worker.wants_reports]
 
     def leave(self, rank: int, why: str, at: float) -> None:
-        """Note that a worker sends nothing any more; the first reason counts."""
+        """Record that a worker sends nothing more; the first reason counts."""
         if self[rank].left is None:
-            self[rank].left, self[rank].ended_at = why, at
+            self[rank].left = why
+            self[rank].ended_at = at
 
     def are_whole(self, delivered: Sequence[int]) -> bool:
-        """Return whether all have said that the run is complete, after the same step.
-
-        Args:
-            delivered: The last step of each worker.
-        """
+        """Return whether all workers have completed the run, with the same last step."""
         return all(worker.complete for worker in self) and len(set(delivered)) == 1
 
     def ended(self, delivered: Sequence[int]) -> list[int]:
-        """Return the ranks that have left, the first one first: by its last step, then by time.
+        """Return the ranks that have left, in order of last step, then of time.
 
-        A busy machine tells the agent of several ends at once.
+        On a busy machine several ends may arrive at once.
         """
         return sorted(
             self.left,
@@ -70,7 +63,7 @@ class Workers(list[Worker]):
         )
 
     def endings(self, delivered: Sequence[int]) -> list[dict[str, Any]]:
-        """Return who ended, when and why, as the record keeps it; the first one first."""
+        """Return the ends of workers for the record, the first one first."""
         return [
             {
                 "rank": rank,
@@ -83,5 +76,5 @@ class Workers(list[Worker]):
 
     @property
     def without_room(self) -> dict[int, int]:
-        """How many steps' gradients were left out, by rank; only of those that did."""
+        """Number of gradients left out, by rank, where not 0."""
         return {rank: each.without_room for rank, each in enumerate(self) if each.without_room}

@@ -19,7 +19,7 @@ from rankscope.integrations.backward_loss import BackwardLoss
 from rankscope.integrations.rollouts import follow_calling_trainer
 from rankscope.integrations.run_script import ScriptJob
 from rankscope.session.scope import Scope
-from rankscope.session.start import speak_on_stderr, watch
+from rankscope.session.start import log_to_stderr, watch
 from rankscope.wrappers.find import find_wrapper, in_training_mode, is_compiled
 from rankscope.wrappers.kinds import LOOP
 from rankscope.wrappers.rendezvous import agree, default_store
@@ -61,7 +61,7 @@ def begin(model: nn.Module, job: ScriptJob) -> Watching | None:
     Raises:
         RankscopeError: It cannot be watched; the same on all ranks.
     """
-    speak_on_stderr()
+    log_to_stderr()
     wrapped = find_wrapper(model)
     context = CallerContext(model)
     problem = _agree(wrapped.group, _WATCHED_ALREADY if context.is_watched else "")

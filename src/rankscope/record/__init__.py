@@ -10,12 +10,12 @@
     samples/*.parquet   the samples of each worker's batch, where they are known
     pairs/*.parquet     cosines of all pairs of workers, for up to 64 workers
     groups/*.parquet    one row per observed step, worker and group of parameters
-    digests/*.parquet   what differs between workers that should hold the same; else nothing
+    digests/*.parquet   differences between workers whose state should be equal
     rollups/*/*.parquet a row per worker for every 64 steps, and for every 512: means, extremes
     replay/*/           the batches of a finding, to be run again
     findings.jsonl      events, one per line; the last one of an id wins
-    detectors.npz       what the detectors remember, for a restarted job
-    detectors-start.npz what they remembered when the run began, if it continues another
+    detectors.npz       the state of the detectors, for a restarted job
+    detectors-start.npz their state when the run began, if it continues another
 """
 
 from importlib import import_module
@@ -39,7 +39,7 @@ _HOMES = {
     "RunWriter": "writer",
     "arrow_schema": "schema",
 }
-"""Imported when it is asked for: a training process begins a run without Arrow."""
+"""Imported on first use: a training process begins a run without Arrow."""
 
 __all__ = [
     "SCHEMA_VERSION",

@@ -1,7 +1,7 @@
-"""How a run begins: one job takes its directory, and says in ``run.json`` what the run is.
+"""Begins a run: one job claims its directory with ``run.json``, which describes the run.
 
-The training does this before its first step, so that what cannot be written is said at once. The
-agent writes the rest.
+The training does this before its first step, so that write errors are raised at once. The agent
+writes the rest.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ SCHEMA_VERSION = 1
 """Raised when an older reader would misread a run; a new column alone does not raise it."""
 
 INFO_FILE = "run.json"
-"""Says what a run is; the job that put it there has the directory."""
+"""Describes a run; the job that created it owns the directory."""
 
 
 def is_run(path: Path) -> bool:
@@ -31,17 +31,14 @@ def is_run(path: Path) -> bool:
 
 
 def begin_run(path: str | Path, info: Mapping[str, Any], start: bytes = b"") -> dict[str, Any]:
-    """Take a directory for a run; what the detectors remember becomes visible with ``run.json``.
+    """Claim a directory for a run, and return the content of ``run.json``.
 
     Args:
-        path: The directory; created with its parents. It may exist when it is empty, but for what
-            a start that was cut short has left.
-        info: What ``run.json`` says about the run: configuration, hosts, versions. Values that
-            JSON does not know (numpy, paths) are made plain, numbers that are not finite null.
-        start: What the detectors remember when the run begins, packed, if it continues another.
-
-    Returns:
-        What ``run.json`` says.
+        path: The directory; created with its parents. It may exist if it is empty, but for the
+            leftovers of a failed start.
+        info: The description of the run for ``run.json``: configuration, hosts, versions. Numpy
+            and paths are made plain, non-finite numbers null.
+        start: The packed initial state of the detectors, if the run continues another.
 
     Raises:
         RunTakenError: Another job has begun a run in it.
@@ -62,16 +59,16 @@ def begin_run(path: str | Path, info: Mapping[str, Any], start: bytes = b"") -> 
         claim(path / INFO_FILE, text_of(info))
         if hidden is not None:
             hidden.replace(remembered)
-        else:  # one of a start that did not get so far is not this run's
+        else:  # not the one of a failed start
             with contextlib.suppress(OSError):
                 remembered.unlink()
     return info
 
 
 def end_lost_run(path: Path, agent_pid: int | None, how: str) -> None:
-    """Say in ``run.json`` that a run has ended with its agent, unless the agent has said its end.
+    """Record in ``run.json`` that a run ended with its agent, unless its end is recorded already.
 
-    What the agent was about to write is removed.
+    The agent's unfinished files are removed.
 
     Args:
         path: The run's directory.
@@ -88,7 +85,7 @@ def end_lost_run(path: Path, agent_pid: int | None, how: str) -> None:
     if info.get("status") == "running" and agent.get("pid") == agent_pid:
         info |= {"status": "incomplete", "finished": now(), "agent": {**agent, "ended": how}}
         replace(path / INFO_FILE, text_of(info))
-        for hidden in path.rglob(f".*.{agent_pid}-*.tmp"):  # what it was writing when it ended
+        for hidden in path.rglob(f".*.{agent_pid}-*.tmp"):  # unfinished
             hidden.unlink(missing_ok=True)
 
 
@@ -98,7 +95,7 @@ def text_of(info: Mapping[str, Any]) -> bytes:
 
 
 def now() -> str:
-    """Return the time as ``run.json`` states it."""
+    """Return the present time as in ``run.json``."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

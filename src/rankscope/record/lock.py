@@ -1,6 +1,6 @@
-"""Who writes a run: a lock that its process holds, and that ends with it, whatever ends it.
+"""The writer's lock of a run, which ends with the writer's process, however that ends.
 
-Only on the writer's own machine can it be seen: file servers keep locks, or say that they do.
+It only counts on the writer's own machine: locks on file servers are unreliable.
 """
 
 import contextlib
@@ -18,11 +18,7 @@ _MOST_BYTES = 1000
 
 
 class WriterLock:
-    """Held by the process that writes a run; nothing where the system has no such locks.
-
-    Args:
-        run: The run's directory.
-    """
+    """Held by the process that writes a run; does nothing on systems without such locks."""
 
     def __init__(self, run: Path) -> None:
         self._path = run / LOCK_FILE
@@ -37,11 +33,7 @@ class WriterLock:
                 hidden.unlink()
 
     def release(self, *, closed: bool = True) -> None:
-        """Let go.
-
-        Args:
-            closed: Whether the run says how it ended; else readers find out by the lock.
-        """
+        """Release the lock; ``closed``: ``run.json`` has the end, so that the file can go."""
         if self._descriptor is None:
             return
         if closed:
@@ -57,13 +49,13 @@ class WriterLock:
         self._descriptor = os.open(hidden, flags, 0o644)
         fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.write(self._descriptor, json.dumps(_machine()).encode())
-        hidden.rename(self._path)  # nobody sees it free
+        hidden.rename(self._path)  # no reader sees it unlocked
 
 
 def writer_is_gone(run: Path) -> bool:
     """Return whether the process that wrote a run has ended without closing it.
 
-    False, too, where that cannot be told: it ran on another machine, or before there were locks.
+    False, too, where that is unknown: on another machine, or before there were locks.
     """
     try:
         import fcntl
@@ -89,7 +81,7 @@ def _machine() -> list[str]:
 
 
 def _was_here(machine: object) -> bool:
-    """Return whether a process ran on this machine, perhaps before it was started anew."""
+    """Return whether a process ran on this machine, perhaps before a reboot."""
     own = _machine()
     if machine == own or not isinstance(machine, list) or len(machine) != 2:
         return machine == own

@@ -47,18 +47,18 @@ from rankscope.stats.direction import from_upper_triangle
 from rankscope.stats.share import DistinctSamples
 
 MAX_STEPS = 2**21
-"""Steps whose means are formed of each; of more, of an even choice."""
+"""Most steps that are read one by one; of more, an even choice."""
 
 
 class Run:
-    """A run directory. Open it with :meth:`open`; every call reads the files as they are then.
+    """A run directory. Open it with :meth:`open`; every call reads the present files.
 
-    It raises a RunError where a file cannot be read, a UsageError where there is no such table,
-    and a KeyError where a table has no such column.
+    It raises a RunError for an unreadable file, a UsageError for an unknown table, and a KeyError
+    for an unknown column.
 
     Attributes:
         path: The directory.
-        info: What ``run.json`` said when the run was opened.
+        info: The content of ``run.json`` when the run was opened.
     """
 
     def __init__(self, path: Path, info: dict[str, Any]) -> None:
@@ -95,16 +95,16 @@ class Run:
     def status(self) -> str:
         """``running`` until the run is closed; then how it ended.
 
-        ``interrupted`` where its writer has ended without closing it, as far as that can be told.
+        ``interrupted`` if its writer is known to have ended without closing it.
         """
-        said = str(self.info.get("status", "running"))
-        return "interrupted" if said == "running" and writer_is_gone(self.path) else said
+        status = str(self.info.get("status", "running"))
+        return "interrupted" if status == "running" and writer_is_gone(self.path) else status
 
     @property
     def version(self) -> str:
-        """What changes with every flush and every finding: names, sizes and times of three files.
+        """A value that changes with every flush and finding: names, sizes, times of three files.
 
-        Cheap at any length of the run; for whoever wants to know whether to read it again.
+        Cheap at any length of the run, to decide whether to read it again.
 
         Raises:
             RunError: The files of the steps cannot be listed.
@@ -124,7 +124,7 @@ class Run:
 
     @property
     def num_workers(self) -> int:
-        """W, as ``run.json`` states it, otherwise as the recorded ranks show it."""
+        """W from ``run.json``, otherwise from the recorded ranks."""
         for name in ("num_workers", "world_size"):
             if isinstance(self.info.get(name), int):
                 return int(self.info[name])
@@ -138,7 +138,7 @@ class Run:
 
     @property
     def num_samples(self) -> int:
-        """About how many identities of samples are recorded, from the first rows of each file."""
+        """Estimated number of recorded samples, from the first rows of each file."""
         return num_values(self._files(Table.SAMPLES), "samples")
 
     def table(self, table: Table | str) -> pa.Table:
@@ -200,7 +200,7 @@ class Run:
     def overviews(self, *names: str, max_bins: int = 240) -> dict[str, Overview]:
         """Return several columns as :meth:`overview` does, reading each file once.
 
-        What was returned is kept until there are new steps: its arrays are shared.
+        Results are cached until there are new steps: their arrays are shared.
         """
         for name in names:
             find_column(Table.WORKERS, name)
@@ -209,7 +209,8 @@ class Run:
         missing = [name for name in dict.fromkeys(names) if name not in known]
         if missing:
             known = known | read_overviews(self.path, missing, self.num_workers, max_bins)
-            self._seen, self._overviews = seen, known
+            self._seen = seen
+            self._overviews = known
         return {name: known[name] for name in names}
 
     def sampled(self, table: Table | str, *names: str, max_rows: int) -> Columns:
@@ -233,7 +234,7 @@ class Run:
         Args:
             table: The table.
             names: The columns; all without.
-            max_rows: Rows at most, but for the last flush, which is always there.
+            max_rows: Rows at most; the last flush is always included.
         """
         table = _table(table)
         names = names or _names(table)
@@ -255,7 +256,8 @@ class Run:
         if max_frames is None:
             rows = self.columns(Table.PAIRS, *names)
         else:
-            files, schema = self._files(Table.PAIRS), schema_with(Table.PAIRS, names)
+            files = self._files(Table.PAIRS)
+            schema = schema_with(Table.PAIRS, names)
             rows = to_columns(Table.PAIRS, even_single_rows(files, schema, max_frames), names)
         num_pairs = max(map(len, rows["cosines"]), default=0)
         width = (1 + math.isqrt(1 + 8 * num_pairs)) // 2 if num_pairs else self.num_workers
@@ -266,7 +268,7 @@ class Run:
         return rows["step"], np.array(matrices, np.float64).reshape(-1, width, width)
 
     def coverage(self) -> Coverage | None:
-        """Return how many different samples were drawn over the run, from its roll-ups.
+        """Return the number of different samples over the run, from its roll-ups.
 
         None without them: in a run of few steps, or one whose samples are unknown.
         """
@@ -274,7 +276,8 @@ class Run:
 
     def count_samples(self) -> Coverage:
         """Return the same from the samples themselves, in pieces: for many, without roll-ups."""
-        counted, schema = DistinctSamples(), schema_with(Table.SAMPLES, ["step", "samples"])
+        counted = DistinctSamples()
+        schema = schema_with(Table.SAMPLES, ["step", "samples"])
         moments = []
         for file in self._files(Table.SAMPLES):
             for rows in read_pieces(file, schema):
@@ -306,7 +309,7 @@ class Run:
     def findings(self) -> tuple[Finding, ...]:
         """Return the findings, the last event of each id, in order of first appearance.
 
-        A last line that a kill cut short is ignored.
+        An incomplete last line is ignored.
 
         Raises:
             RunError: Another line is malformed.
@@ -340,11 +343,11 @@ class Run:
         return run
 
     def iter_reports(self, first_step: int = 0) -> Iterator[StepReport]:
-        """Yield the recorded steps as detectors saw them live: every number has the same bits.
+        """Yield the recorded steps as the live detectors saw them, bit for bit.
 
-        What no table holds (sketches, inner products) is missing in them, see
-        :func:`rankscope.bus.step.as_recorded`. Holds about one file of each table in memory
-        at a time. Steps that are written meanwhile are left out.
+        Values without a table (sketches, inner products) are missing, see
+        :func:`rankscope.bus.step.as_recorded`. About one file of each table is in memory at a
+        time. Steps written meanwhile are left out.
 
         Args:
             first_step: The first step to yield.

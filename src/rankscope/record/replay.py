@@ -1,4 +1,4 @@
-"""A recorded run as a stream of steps, as they were when they were live."""
+"""A recorded run as a stream of its live steps."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -30,15 +30,10 @@ Rows = Mapping[Table, Columns | None]
 
 
 def read_reports(run: Path, first_step: int) -> Iterator[StepReport]:
-    """Yield the recorded steps in order, each with all that its rows hold.
+    """Yield the recorded steps in order, with all values of their rows.
 
-    Equal, bit for bit, to what :func:`rankscope.bus.step.as_recorded` made of them when they
-    were live. Holds about one file of each table in memory at a time; steps that are written
-    meanwhile are left out.
-
-    Args:
-        run: The run directory.
-        first_step: The first step to yield.
+    They equal, bit for bit, the live results of :func:`rankscope.bus.step.as_recorded`. About one
+    file of each table is in memory at a time; steps written meanwhile are left out.
 
     Raises:
         RunError: A file cannot be read, or a step's rows are damaged.
@@ -72,7 +67,7 @@ class _StepCursor:
         self._at = 0
 
     def take(self, step: int) -> Columns | None:
-        """Return the rows of one step, None if there are none. Steps must be asked in order."""
+        """Return the rows of one step, None without any; call it in the order of steps."""
         taken: list[Columns] = []
         while self._at < len(self._rows.get("step", ())) or self._next_block():
             steps = self._rows["step"]
@@ -87,7 +82,8 @@ class _StepCursor:
         return {name: np.concatenate([part[name] for part in taken]) for name in taken[0]}
 
     def _next_block(self) -> bool:
-        self._rows, self._at = next(self._blocks, {}), 0
+        self._rows = next(self._blocks, {})
+        self._at = 0
         return bool(self._rows)
 
 
@@ -188,12 +184,9 @@ def _as_floats(column: Ints | Floats, dtype: DType) -> Floats:
 
 
 def _blocks_of(run: Path, table: Table, first_step: int) -> Iterator[Columns]:
-    """Yield a table in the order of its files as numpy columns, a few thousand rows at a time.
+    """Yield a table as numpy columns, a few thousand rows at a time, in the order of its files.
 
-    Args:
-        run: The run directory.
-        table: The table.
-        first_step: Leave out row groups that end before this step.
+    Row groups that end before ``first_step`` are left out.
 
     Raises:
         RunError: A file cannot be read.

@@ -1,7 +1,7 @@
-"""Many steps in few numbers: bins of steps that keep each worker's mean and extremes.
+"""Bins of steps with the mean and the extremes of each worker.
 
 A step is a bin of one. Bins merge exactly: counts and sums add up, the smallest and the largest
-value stay. Values that are not finite count as missing.
+value stay. Non-finite values count as missing.
 
 Shapes: T steps, B bins, W workers, S signals.
 """
@@ -25,13 +25,13 @@ LEVELS = PACE.rolled_up
 
 @cache
 def quantities() -> tuple[Column, ...]:
-    """Return the columns of the workers table that are rolled up: its amounts."""
+    """Return the columns of the workers table that are rolled up."""
     return tuple(signal for signal in columns_of(Table.WORKERS) if signal.is_quantity)
 
 
 @cache
 def rollup_signals() -> tuple[Column, ...]:
-    """Return the columns of a roll-up, which follow from those of the workers table.
+    """Return the columns of a roll-up, from those of the workers table.
 
     A row is a bin and a worker. For each quantity ``x`` it has ``x_count``, ``x_mean``, ``x_low``
     and ``x_high``.
@@ -81,7 +81,7 @@ class Bins:
     Attributes:
         first_B: First step of each bin that has a row.
         last_B: Last such step.
-        count_BW: How many steps of the bin have a value, by worker.
+        count_BW: Number of steps of the bin with a value, by worker.
         mean_BW: Their mean, NaN without any.
         low_BW: The smallest, NaN without any.
         high_BW: The largest, NaN without any.
@@ -115,10 +115,10 @@ class Bins:
 
 @dataclass(frozen=True, slots=True)
 class WholeBin:
-    """A bin of one level that no later step joins, of all quantities.
+    """A complete bin of one level, of all quantities.
 
     Attributes:
-        level: Steps in a bin of its level; itself it has fewer where the run began inside it.
+        level: Steps in a bin of its level; the run's first bin may have fewer.
         first: First step of the bin that was added.
         last: Last such step.
         count_SW: Finite values, by quantity and worker.
@@ -147,14 +147,10 @@ class Rollups:
         self._open: dict[int, WholeBin] = {}
 
     def add(self, steps_T: Ints, values_TSW: Floats) -> list[WholeBin]:
-        """Take steps of one bin of the narrowest level, and return the bins that they complete.
+        """Add steps of one bin of the narrowest level, and return the bins that they complete.
 
         A bin is complete with its last step, or when the next step belongs to another bin or has
-        other workers.
-
-        Args:
-            steps_T: The steps.
-            values_TSW: The values of all quantities in them, in the order of :func:`quantities`.
+        other workers. ``values_TSW`` has all quantities in the order of :func:`quantities`.
         """
         finite_TSW = np.isfinite(values_TSW)
         known_TSW = np.where(finite_TSW, values_TSW, np.nan)
@@ -196,7 +192,7 @@ def _fit(level: int, one: WholeBin, other: WholeBin) -> bool:
 
 
 def _begun(level: int, part: WholeBin) -> WholeBin:
-    """Return a bin that has one part so far, with arrays of its own."""
+    """Return a new bin of one part, with arrays of its own."""
     return WholeBin(
         level,
         part.first,
@@ -209,7 +205,7 @@ def _begun(level: int, part: WholeBin) -> WholeBin:
 
 
 def _grown(before: WholeBin, part: WholeBin) -> WholeBin:
-    """Return a bin with a part more; its arrays are those of the bin, changed in place."""
+    """Return a bin with one more part; its arrays are changed in place."""
     np.add(before.count_SW, part.count_SW, out=before.count_SW)
     before.sum_SW[...] = _total(part.sum_SW, before.sum_SW)
     np.fmin(before.low_SW, part.low_SW, out=before.low_SW)
@@ -218,11 +214,9 @@ def _grown(before: WholeBin, part: WholeBin) -> WholeBin:
 
 
 def _total(sums: Floats, before: Floats | None = None) -> Floats:
-    """Return the sum ``[S, W]`` of a part, of one step after the other where it has their values.
+    """Return the sum ``[S, W]`` of a part, added to ``before``, one step after the other.
 
-    Args:
-        sums: ``[S, W]`` or, of several steps, ``[T, S, W]``.
-        before: What is added to first.
+    ``sums`` is ``[S, W]`` or, for several steps, ``[T, S, W]``.
     """
     parts = [*sums] if sums.ndim == 3 else [sums]
     total = parts.pop(0).copy() if before is None else before
@@ -240,11 +234,7 @@ def bins_of_steps(steps_T: Ints, values_TW: Floats) -> Bins:
 
 
 def joined(parts: Sequence[Bins]) -> Bins:
-    """Return the bins of all parts, one part after the other.
-
-    Args:
-        parts: At least one. A worker that a part lacks has no value there.
-    """
+    """Return the bins of all parts in order; a worker that a part lacks has no value there."""
     width = max(part.count_BW.shape[1] for part in parts)
     return Bins(
         np.concatenate([part.first_B for part in parts]),
@@ -257,12 +247,9 @@ def joined(parts: Sequence[Bins]) -> Bins:
 
 
 def bin_width(first_step: int, last_step: int, max_bins: int) -> int:
-    """Return the smallest power of two that cuts a range of steps into few enough bins.
+    """Return the smallest power of two that divides a range of steps into few enough bins.
 
-    Args:
-        first_step: First step of the range.
-        last_step: Last step, included.
-        max_bins: Bins at most; bins begin at multiples of their width.
+    The range includes ``last_step``; bins begin at multiples of their width.
     """
     width = 1
     while last_step // width - first_step // width + 1 > max(max_bins, 1):

@@ -1,15 +1,13 @@
 """Roll-ups of the workers table: few rows for many steps, so that long runs open fast.
 
-``rollups/64`` has a row per worker for every 64 steps, ``rollups/512`` one for every 512: of each
-quantity its mean, its extremes, and the number of steps that have it. Only whole bins are written,
-in the flush in which they become whole; of the steps behind the last one the workers table tells.
-So a reader goes from wide bins to narrow ones to single steps, and meets each step once: it sees
-a quantity over a whole run in few bins of steps, at any length of the run.
+``rollups/64`` has a row per worker for every 64 steps, ``rollups/512`` one for every 512: mean and
+extremes of each quantity, and the number of steps that have it. Only complete bins are written, in
+the flush that completes them; later steps are in the workers table alone. A reader goes from wide
+bins to narrow ones to single steps, and meets each step once.
 
 Functions that read raise a RunError where a file cannot be read.
 
-``rollups/samples`` says every 64 steps how many samples were drawn so far, and how many different
-ones.
+``rollups/samples`` has, every 64 steps, the number of samples so far, and of different ones.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,30 +43,30 @@ SAMPLES = "samples"
 """The directory of the roll-up of samples."""
 
 MAX_ROWS = 2**21
-"""Rows of the workers table that are read whole; of more, only roll-ups, and the end."""
+"""Most rows of the workers table that are read; of more, only roll-ups, and the end."""
 
 _ENDS = ("count", "mean", "low", "high")
 
 
 def folder_of(run: Path, kind: int | str) -> Path:
-    """Return the directory that holds the roll-ups of one level, or those of samples."""
+    """Return the directory of the roll-ups of one level, or of samples."""
     return run / "rollups" / str(kind)
 
 
 def columns_by_folder() -> dict[str, tuple[Column, ...]]:
-    """Return the columns of all roll-ups, by the name of their directory."""
+    """Return the columns of all roll-ups, by name of directory."""
     return {**{str(level): rollup_signals() for level in LEVELS}, SAMPLES: coverage_signals()}
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How many samples a run had drawn, and how many different ones, at B moments.
+    """Numbers of samples of a run, and of different ones, at B steps.
 
     Attributes:
-        step_B: Step up to which is counted.
-        drawn_B: Samples drawn since the run began, as far as they were identified.
+        step_B: The last step that is counted.
+        drawn_B: Identified samples since the run began.
         distinct_B: Different ones among them.
-        is_exact: Whether that is counted, not estimated (with a standard error of about 0.5 %).
+        is_exact: Whether that is exact, not an estimate (with a standard error of about 0.5 %).
     """
 
     step_B: Ints
@@ -78,11 +76,11 @@ class Coverage:
 
 
 Overview = Bins
-"""One signal of the workers table over the whole run, in B bins of steps: single ones if short."""
+"""One signal of the workers table over the whole run, in B bins, of single steps if short."""
 
 
 class RollupRows:
-    """Makes the rows of roll-ups from those of the tables, some steps at a time."""
+    """Makes the rows of roll-ups from those of the tables."""
 
     def __init__(self) -> None:
         self._rollups = Rollups()
@@ -90,10 +88,11 @@ class RollupRows:
         self._last_step = self._last_width = -1
 
     def add(self, rows: Mapping[Table, Rows]) -> list[tuple[str, Rows]]:
-        """Take the rows of consecutive steps; return folder and rows of what they complete."""
+        """Add the rows of consecutive steps; return folder and rows of each completed bin."""
         if Table.WORKERS not in rows:
             return []
-        samples, workers = rows.get(Table.SAMPLES), rows[Table.WORKERS]
+        samples = rows.get(Table.SAMPLES)
+        workers = rows[Table.WORKERS]
         steps = np.asarray(workers["step"])
         values_SN = np.stack([_as_floats(workers[s.name], s.dtype) for s in quantities()])
         steps_T, starts_T = np.unique(steps, return_index=True)
@@ -104,7 +103,8 @@ class RollupRows:
             if samples is not None:
                 last = len(samples["step"]) if end == len(steps_T) else samples_at[end]
                 self._add_samples(samples["samples"][samples_at[first] : last])
-            begin, width = starts_T[first], int(widths_T[first])
+            begin = starts_T[first]
+            width = int(widths_T[first])
             values = values_SN[:, begin : begin + (end - first) * width]
             values_TSW = values.reshape(len(values_SN), end - first, width).swapaxes(0, 1)
             completed = self._rollups.add(steps_T[first:end], values_TSW)
@@ -114,9 +114,9 @@ class RollupRows:
         return found
 
     def _stretches(self, steps_T: Ints, widths_T: Ints) -> Iterator[tuple[int, int]]:
-        """Yield runs of steps that one bin takes together, by their first index and their end.
+        """Yield ranges of steps that belong to one bin, by first index and end.
 
-        The first step of a bin whose predecessor is not whole stands alone: it completes that one.
+        The first step after an incomplete bin is a range of its own: it completes that bin.
         """
         bins_T = steps_T // LEVELS[0]
         gap_T = np.diff(steps_T, prepend=self._last_step) != 1
@@ -124,7 +124,8 @@ class RollupRows:
         breaks_T = gap_T | (np.diff(widths_T, prepend=self._last_width) != 0)
         begins_T |= breaks_T
         begins_T[1:] |= breaks_T[:-1]
-        self._last_step, self._last_width = int(steps_T[-1]), int(widths_T[-1])
+        self._last_step = int(steps_T[-1])
+        self._last_width = int(widths_T[-1])
         starts = np.flatnonzero(begins_T).tolist() or [0]
         starts = starts if starts[0] == 0 else [0, *starts]
         return pairwise([*starts, len(steps_T)])
@@ -143,7 +144,7 @@ class RollupRows:
 
 
 def read_coverage(run: Path) -> Coverage | None:
-    """Return what the roll-ups say of samples, None without them."""
+    """Read the roll-up of samples; None without one."""
     if not parts_in(folder_of(run, SAMPLES)):
         return None
     rows = read_rows(folder_of(run, SAMPLES), schema_of(coverage_signals()))
@@ -197,7 +198,7 @@ def read_level(
     arrays = {s.name: to_numpy(rows[s.name], s.dtype) for s in known}
     arrays = _from(arrays, first_step)
     if any((arrays[f"{name}_count"] == MISSING_INT).any() for name in names):
-        return None  # written by a release that did not roll this up
+        return None  # written by a release without this roll-up
     cells = Cells(arrays["step"], arrays["rank"], width)
     last_B = cells.first_of(arrays["last_step"])
     return {
@@ -218,7 +219,7 @@ def _from(arrays: dict[str, Array], first_step: int) -> dict[str, Array]:
 
 def is_sorted(keys: Sequence[Ints]) -> bool:
     """Return whether rows are in order: by the first key, then by the second, and so on."""
-    after = np.zeros(max(len(keys[0]) - 1, 0), bool)  # whether a row is after the one before it
+    after = np.zeros(max(len(keys[0]) - 1, 0), bool)  # whether a row comes after its predecessor
     for key in keys:
         steps = np.diff(key)
         if ((steps < 0) & ~after).any():
@@ -228,12 +229,7 @@ def is_sorted(keys: Sequence[Ints]) -> bool:
 
 
 class Cells:
-    """Where rows by step and rank stand in a matrix of steps and workers.
-
-    Args:
-        steps: Step of each row.
-        ranks: Rank of each row.
-        width: W at least.
+    """Positions of rows, by step and rank, in a matrix of steps and at least ``width`` workers.
 
     Attributes:
         steps_B: The steps that have rows, in increasing order.
@@ -279,7 +275,7 @@ def read_overviews(
 
     From the workers table where there are no roll-ups, and where bins are narrower than those of
     the roll-ups, with up to ``MAX_ROWS`` rows. Else from the widest roll-ups that are narrow
-    enough, then from narrower ones, and from single steps for what is left at the end.
+    enough, then from narrower ones, and from single steps at the end.
 
     Args:
         run: The run directory.

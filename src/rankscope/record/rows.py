@@ -140,7 +140,7 @@ def _group_rows(reports: Sequence[StepReport]) -> Rows:
 
 
 def _flat(blocks: Sequence[Floats | None], shapes: Sequence[tuple[int, int]]) -> Array:
-    """Return matrices of these shapes row by row, one after the other; NaN for one that is None."""
+    """Return matrices of these shapes as one flat array; NaN in place of None."""
     return np.concatenate(
         [
             np.full(width * groups, np.nan) if block is None else block.ravel()
@@ -151,7 +151,8 @@ def _flat(blocks: Sequence[Floats | None], shapes: Sequence[tuple[int, int]]) ->
 
 def _digest_rows(report: StepReport) -> Rows:
     step = report.gathered
-    width, count = step.num_workers, len(step.differences)
+    width = step.num_workers
+    count = len(step.differences)
     if not count:
         return {"step": np.empty(0, np.int64)}
     return {
@@ -165,7 +166,8 @@ def _digest_rows(report: StepReport) -> Rows:
 
 
 def _trace_rows(report: StepReport) -> Rows:
-    trace, step = report.gathered.trace, report.gathered.step
+    trace = report.gathered.trace
+    step = report.gathered.step
     if trace is None:
         return {"step": np.empty(0, np.int64)}
     blocks = [_trace_block(trace, step)]
@@ -180,10 +182,7 @@ def _trace_rows(report: StepReport) -> Rows:
 
 
 def _trace_block(trace: TensorTrace, step: int) -> Rows:
-    """Return the rows of one moment: what the model holds after ``step``.
-
-    Without a norm there is no sketch: a cell is empty then.
-    """
+    """Return the rows of the model's tensors after ``step``; without a norm a sketch is empty."""
     known = np.isfinite(trace.norms_N).tolist()
     nothing = trace.sketches_NK[0, :0] if len(known) else np.empty(0, np.float32)
     return {

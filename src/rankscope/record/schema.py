@@ -46,8 +46,7 @@ def arrow_schema(table: Table) -> pa.Schema:
 def schema_of(columns: Sequence[Column]) -> pa.Schema:
     """Return the Arrow schema of declared columns.
 
-    Every field carries its unit and meaning as metadata. Only columns that name the row (source
-    KEY) cannot be null.
+    Every field has its unit and meaning as metadata. Only key columns (source KEY) cannot be null.
     """
     fields = [
         pa.field(
@@ -85,12 +84,9 @@ def is_list(dtype: DType) -> bool:
 
 
 def to_arrow(values: Array, dtype: DType) -> pa.Array:
-    """Return a column of single values as Arrow, with missing ones as null.
+    """Return a column ``[rows]`` of single values as Arrow, with missing ones as null.
 
-    Args:
-        values: ``[rows]``, of a float, integer or boolean type. Floats are accepted for an integer
-            column: there, whatever is not finite is missing.
-        dtype: The declared type of the column.
+    In an integer column of floats, non-finite values are missing.
     """
     if dtype is DType.TEXT:
         return _texts(values.tolist())
@@ -115,10 +111,10 @@ def to_arrow_lists(cells: Sequence[Array], dtype: DType) -> pa.Array:
 
 
 def _arrow(values: Array, missing: NDArray[np.bool_], dtype: DType) -> pa.Array:
-    """Return numpy's own bytes as Arrow.
+    """Return numpy's bytes as Arrow.
 
-    ``pa.array`` would import pandas first where it is installed, in the middle of the training,
-    and hold the interpreter's lock for most of a second.
+    ``pa.array`` would import an installed pandas in the middle of the training, and hold the
+    interpreter's lock for most of a second.
     """
     arrow_type = _ARROW[dtype].value_type if is_list(dtype) else _ARROW[dtype]
     valid = pa.py_buffer(_bits(~missing)) if missing.any() else None
@@ -143,7 +139,7 @@ def _bits(flags: NDArray[np.bool_]) -> Array:
 
 
 def to_numpy(column: pa.ChunkedArray, dtype: DType) -> Array:
-    """Return a column as numpy, with nulls as the module's docstring says.
+    """Return a column as numpy, with nulls as in the module's docstring.
 
     A column of lists becomes an object array of numpy arrays; a null list is an empty one.
     """

@@ -1,4 +1,4 @@
-"""Files that hold a state: what the detectors of a run remember, for the job's next start.
+"""Files of detector states, for the job's next start.
 
 A file is a NumPy archive without pickles: one array per array of the state, and ``tree``, the
 state itself as JSON in bytes, in which ``{"$array": 3}`` stands for ``array-3``.
@@ -18,23 +18,19 @@ from rankscope.files import DAMAGES, archive_of, parse, read_file
 from rankscope.stats.state import State, StateError
 
 STATE_FILE = "detectors.npz"
-"""What the detectors remembered when the tables were last written, or at the end."""
+"""The state of the detectors at the last flush, or at the end."""
 
 START_FILE = "detectors-start.npz"
-"""What they remembered at the start of a run that continues another."""
+"""Their state at the start of a run that continues another."""
 
 STATE_FORMAT = 1
-"""Raised when a state of the same shape has come to mean something else."""
+"""Raised when a state of the same shape gets another meaning."""
 
 _PLACE = "$array"
 
 
 def pack_state(state: State) -> bytes:
-    """Return the content of a state's file.
-
-    Raises:
-        TypeError: Something in it is neither an array nor plain JSON.
-    """
+    """Return the content of a state's file; a TypeError unless it is arrays and plain JSON."""
     arrays: list[NDArray[Any]] = []
     header = {"format": STATE_FORMAT, "schema": schema_hash(), "state": take_out(state, arrays)}
     contents: dict[str, Any] = {f"array-{i}": array for i, array in enumerate(arrays)}
@@ -43,10 +39,10 @@ def pack_state(state: State) -> bytes:
 
 
 def unpack_state(content: bytes) -> State:
-    """Return the state that a file holds.
+    """Return the state in a file's content.
 
     Raises:
-        StateError: It is damaged, or of another release whose states mean something else.
+        StateError: It is damaged, or of an incompatible release.
     """
     try:
         with np.load(BytesIO(content), allow_pickle=False) as archive:
@@ -77,9 +73,9 @@ def read_state(file: Path) -> State | None:
 
 
 def read_number(file: Path, name: str) -> int | None:
-    """Return a whole number that a state's file holds at its top, without reading the arrays.
+    """Return an integer at the top level of a state's file, without reading the arrays.
 
-    None where there is no such number, or the file cannot be read as a state.
+    None without such a number, or if the file is no readable state.
     """
     try:
         with np.load(BytesIO(read_file(file)), allow_pickle=False) as archive:
@@ -90,7 +86,7 @@ def read_number(file: Path, name: str) -> int | None:
 
 
 def take_out(value: Any, arrays: list[NDArray[Any]]) -> Any:
-    """Return a state with a mark in place of each array; collect the arrays."""
+    """Return a state with a placeholder for each array; append the arrays to ``arrays``."""
     if isinstance(value, np.ndarray):
         if value.dtype.hasobject:
             raise TypeError("an array of objects cannot be saved")
@@ -105,7 +101,7 @@ def take_out(value: Any, arrays: list[NDArray[Any]]) -> Any:
 
 
 def put_back(value: Any, array_of: Callable[[int], NDArray[Any]]) -> Any:
-    """Return the state that :func:`take_out` was given, with arrays by their number."""
+    """Reverse :func:`take_out`, with arrays by their number."""
     if isinstance(value, dict):
         if _PLACE in value:
             return array_of(value[_PLACE])

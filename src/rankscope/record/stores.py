@@ -1,8 +1,8 @@
 """Run directories in object stores (S3, GCS, Azure, HDFS, any of fsspec's): a copy on this machine.
 
 A run is written on the machine of rank 0 as any other, and its files are sent to the store by a
-thread of the agent (:class:`Mirror`): a store that is slow or fails delays nobody. Readers bring
-the files to a copy on their machine first (:meth:`Store.bring`).
+thread of the agent (:class:`Mirror`): a slow or failing store delays no rank. Readers first bring
+the files to a copy on their machine (:meth:`Store.bring`).
 
 The training's process imports no client of a store: :func:`begin_copy` looks there in a process
 of its own. Run as a module, this brings what a continued run needs.
@@ -37,11 +37,15 @@ _log = logging.getLogger("rankscope")
 
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/+(?P<rest>[^/].*)")
 _INTERVAL = PACE.sent_seconds  # seconds from one look for changed files to the next
-_LOOK_SECONDS = 15.0  # that a training waits at most for what an earlier run left in the store
+_LOOK_SECONDS = 15.0  # that a training waits at most for an earlier run's files in the store
 _LAST_PARTS = 2  # of each table, which hold the steps after the detectors' last state
 _UNSENT = ".unsent"  # in a copy that was written here, until all of it is in the store
-_KEPT_SECONDS = 7 * 86400.0  # that a copy stays after it was used last
-_LAST_FILES = ("steps", "findings.jsonl", INFO_FILE)  # so that readers find what these name
+_KEPT_SECONDS = 7 * 86400.0  # that a copy stays after its last use
+_LAST_FILES = (
+    "steps",
+    "findings.jsonl",
+    INFO_FILE,
+)  # sent last, so that readers find all files they name
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +54,7 @@ class Store:
 
     Attributes:
         address: Such as ``s3://bucket/runs/sft``.
-        query: What follows it after ``?``: options of PyArrow's file system.
+        query: The part after ``?``: options of PyArrow's file system.
     """
 
     address: str
@@ -58,7 +62,7 @@ class Store:
 
     @classmethod
     def of(cls, path: str | Path) -> "Store | None":
-        """Return the store that a path names; None for one of this machine.
+        """Return the store of a path; None for a path on this machine.
 
         Raises:
             UsageError: It holds a password, which would be shown and recorded.
@@ -85,7 +89,7 @@ class Store:
 
     @property
     def copy(self) -> Path:
-        """Where its copy lies on this machine."""
+        """The directory of its copy on this machine."""
         above = hashlib.sha256(str(self.sibling("")).encode()).hexdigest()[:16]
         return copies_folder() / above / self.name
 
@@ -97,7 +101,7 @@ class Store:
         """Return the file system, and the directory's path in it.
 
         Raises:
-            RunError: It cannot be reached, or nothing is installed that can.
+            RunError: It cannot be reached, or no package for it is installed.
         """
         import pyarrow as pa
         from pyarrow.fs import FileSystem
@@ -118,7 +122,7 @@ class Store:
             raise self.failure(error) from error
 
     def failure(self, error: Exception) -> RunError:
-        """Return the error to raise when the store refuses something."""
+        """Return the error to raise when the store fails."""
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         return RunError(
             f"cannot reach {self.address} ({reason}): check the address, the credentials in the "
@@ -130,10 +134,10 @@ class Store:
 
         Args:
             copy: The copy's directory.
-            wanted: Says of a file's path in the directory whether it is needed; all without.
+            wanted: Whether a file is needed, by its path in the directory; None: all are.
 
         Returns:
-            How many files were brought.
+            The number of files brought.
 
         Raises:
             RunError: The store cannot be read, or the copy not be written.
@@ -164,7 +168,7 @@ class Store:
 
 
 def copies_folder() -> Path:
-    """Return where this user's copies lie.
+    """Return the directory of this user's copies.
 
     Raises:
         RunError: The user has no home directory, and XDG_CACHE_HOME is not set.
@@ -178,7 +182,7 @@ def copies_folder() -> Path:
 
 
 def at_hand(path: str | Path) -> Path:
-    """Return where a run can be read on this machine; one in a store is brought first.
+    """Return a run's directory on this machine; one in a store is brought first.
 
     Raises:
         RunError: The store cannot be read.
@@ -187,13 +191,13 @@ def at_hand(path: str | Path) -> Path:
     store = Store.of(path)
     if store is None:
         return Path(path)
-    if not (store.copy / _UNSENT).exists():  # else it is newer than what the store holds
+    if not (store.copy / _UNSENT).exists():  # else the copy is newer than the store
         store.bring(store.copy)
     return store.copy
 
 
 def keep_at_hand(store: Store, seconds: float = 10.0) -> None:
-    """Bring what changes in a store every few seconds, from a thread, until the process ends."""
+    """Bring changed files from a store every few seconds, in a thread, until the process ends."""
 
     def follow() -> None:
         while True:
@@ -207,11 +211,10 @@ def keep_at_hand(store: Store, seconds: float = 10.0) -> None:
 
 
 def begin_copy(store: Store) -> Store:
-    """Make room for a run on this machine, beside what the store holds of earlier ones.
+    """Prepare the copy of a run on this machine, with the needed files of earlier runs.
 
-    Returns:
-        The store, or one of another name where it cannot be told in time what the store holds:
-        nothing there is overwritten.
+    Returns the store, or one of another name if its content is not known in time: no file there is
+    overwritten.
     """
     command = [sys.executable, "-m", "rankscope.record.stores", str(store)]
     try:
@@ -229,10 +232,12 @@ def begin_copy(store: Store) -> Store:
 
 
 def _bring_previous(store: Store) -> None:
-    """Bring what tells of the runs that a directory and its numbered siblings hold."""
-    number, previous = 1, None
+    """Bring the needed files of earlier runs in a directory and its numbered siblings."""
+    number = 1
+    previous = None
     while _is_there(one := store if number == 1 else store.sibling(f"{store.name}-{number}")):
-        number, previous = number + 1, one
+        number += 1
+        previous = one
     if previous is None or (previous.copy / _UNSENT).exists():
         return
     parts: dict[str, list[str]] = {}
@@ -243,7 +248,7 @@ def _bring_previous(store: Store) -> None:
 
 
 def _is_there(store: Store) -> bool:
-    """Return whether a directory holds a run, and bring what says so; remove what is no more."""
+    """Return whether a directory holds a run; bring its ``run.json``, or remove an old copy."""
     if (store.copy / _UNSENT).exists():
         return True
     store.bring(store.copy, lambda name: name == INFO_FILE)
@@ -254,7 +259,7 @@ def _is_there(store: Store) -> bool:
 
 
 def _remove_old_copies() -> None:
-    """Remove copies that were not used for long, and are in the store."""
+    """Remove copies that are in the store and were not used for long."""
     now = time.time()
     for copy in copies_folder().glob("*/*"):
         with contextlib.suppress(OSError):
@@ -265,16 +270,13 @@ def _remove_old_copies() -> None:
 class Mirror:
     """Sends a run's files to a store while it is written, from a thread.
 
-    A failure is told once; what was not sent is tried again with the next look for changed files.
-
-    Args:
-        copy: The run's directory on this machine.
-        store: Where it belongs.
-        interval: Seconds from one look to the next.
+    A failure is logged once; unsent files are tried again with the next look for changed files.
     """
 
     def __init__(self, copy: Path, store: Store, interval: float = _INTERVAL) -> None:
-        self._copy, self._store, self._interval = copy, store, interval
+        self._copy = copy
+        self._store = store
+        self._interval = interval
         self._sent: dict[str, tuple[int, int]] = {}
         self._failed = False
         self._closing = threading.Event()
@@ -285,13 +287,13 @@ class Mirror:
 
     @property
     def address(self) -> str:
-        """Where the files go."""
+        """The address of the store."""
         return self._store.address
 
     def close(self, seconds: float) -> bool:
-        """Send what is left, in the time that is given; return whether all of it was sent.
+        """Wait up to so long until all files are sent; return whether they are.
 
-        Sending goes on afterwards, as long as the process lives.
+        Sending goes on afterwards, while the process lives.
         """
         self._closing.set()
         self._thread.join(seconds)
@@ -309,7 +311,7 @@ class Mirror:
     def _send(self) -> None:
         try:
             self._send_changed()
-        except Exception as error:  # of the store's client, which may raise anything
+        except Exception as error:  # the store's client may raise anything
             if not self._failed:
                 failure = self._store.failure(error)
                 _log.warning("%s. The run is kept in %s", failure, self._copy)
@@ -321,14 +323,14 @@ class Mirror:
 
     def _send_changed(self) -> None:
         files, root = self._store.open()
-        # What names others is looked for first and sent last: readers find all that it names.
+        # Files that name others are listed first and sent last: readers find all that they name.
         patterns = (INFO_FILE, "findings.jsonl", "steps/*", "**/*")
         found = dict.fromkeys(path for each in patterns for path in self._copy.glob(each))
         for path in reversed(found):
             name = path.relative_to(self._copy).as_posix()
             if name.startswith(".") or "/." in name or not path.is_file():
                 continue
-            with contextlib.suppress(FileNotFoundError):  # another one has taken its place
+            with contextlib.suppress(FileNotFoundError):  # another one has replaced it
                 state = path.stat().st_size, path.stat().st_mtime_ns
                 if self._sent.get(name) != state:
                     _copy_out(path, files, f"{root}/{name}")
@@ -342,7 +344,7 @@ def _copy_out(path: Path, files: "FileSystem", target: str) -> None:
     try:
         copy_files(str(path), target, **file_systems)
     except FileNotFoundError:
-        path.stat()  # it is there, so this is a file system with directories
+        path.stat()  # it exists: this is a file system with directories
         files.create_dir(str(PurePosixPath(target).parent), recursive=True)
         copy_files(str(path), target, **file_systems)
 
@@ -362,7 +364,7 @@ def _listed(files: "FileSystem", root: str) -> "dict[str, FileInfo]":
 
 
 def _inside(path: str, root: str) -> str:
-    """Return a file's path in the directory; empty for one that does not belong to a run."""
+    """Return a file's path in the directory; empty if it does not belong to a run."""
     name = path.removeprefix("/").removeprefix(f"{root.removeprefix('/')}/")
     parts = PurePosixPath(name).parts
     safe = parts and not any(part.startswith(".") or part == "/" for part in parts)
@@ -378,7 +380,7 @@ def _is_as(path: Path, info: "FileInfo") -> bool:
 
 
 def _bring(files: "FileSystem", found: "dict[str, FileInfo]", copy: Path) -> None:
-    """Bring files, what names others first, and show them in the order in which they were sent."""
+    """Bring files, those that name others first, and publish them in the order of sending."""
     from pyarrow.fs import LocalFileSystem, copy_files
 
     if not found:
@@ -387,7 +389,8 @@ def _bring(files: "FileSystem", found: "dict[str, FileInfo]", copy: Path) -> Non
     names = sorted(found, key=_send_order)
     with TemporaryDirectory(prefix=".", dir=copy) as hidden:
         for name in reversed(names):
-            path, time_ns = Path(hidden, name), found[name].mtime_ns or 0
+            path = Path(hidden, name)
+            time_ns = found[name].mtime_ns or 0
             path.parent.mkdir(parents=True, exist_ok=True)
             copy_files(
                 found[name].path,

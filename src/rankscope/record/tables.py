@@ -1,8 +1,8 @@
 """The Parquet files of a run's tables, read file by file.
 
 Whole row groups are read, and no others; a row group holds whole steps, since a flush writes whole
-steps. So a bounded part of a table can be read whatever its length: an even choice of rows, or the
-latest. Other programs may write a table as one row group, of any size: that is read in pieces.
+steps. So a bounded part of a table can be read at any length: an even choice of rows, or the
+latest. Other programs may write a table as one row group of any size: it is read in pieces.
 
 Every function that reads raises a RunError where a file cannot be read.
 """
@@ -30,16 +30,16 @@ from rankscope.stats.arrays import Ints
 Columns = dict[str, Array]
 
 MAX_FILES = 32
-"""Files that an even choice of rows is taken from."""
+"""Most files for an even choice of rows."""
 
 LARGE_ROWS = 2**16
-"""Rows of a file's share of an even choice that are always read whole."""
+"""Most rows of a file's share in an even choice that are read whole."""
 
 PIECE_VALUES = 2**18
-"""Values of a column that are in memory at a time where a table is read in pieces."""
+"""Values of a column in memory at a time, for a table that is read in pieces."""
 
 _MOST_ROWS = 2**20
-"""Rows of the last row groups that are read whole, as a flush of many workers writes them."""
+"""Most rows of the last row groups that are read whole, as after a flush of many workers."""
 _BUFFER_BYTES = 2**20
 
 
@@ -60,13 +60,13 @@ def parts_in(folder: Path) -> list[Path]:
 
 
 _DAMAGES = (pa.ArrowException, ValueError, KeyError, TypeError, OverflowError)
-"""What Arrow raises over a damaged file, or one whose columns are not those of a table."""
+"""Arrow's errors for a damaged file, or one with other columns than a table's."""
 
 _FIRST_ROWS = 64
-"""Rows whose lists tell how long lists are."""
+"""Rows from which the length of lists is estimated."""
 
 Choice = Callable[[Any], Sequence[int]]
-"""From the footer of a file: the row groups to read."""
+"""Returns the row groups to read, from the footer of a file."""
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def _opened(file: Path, buffer_bytes: int = 0) -> Iterator[Any]:
 
     Args:
         file: The part.
-        buffer_bytes: How much of a column is read at a time; 0 for all of it.
+        buffer_bytes: Bytes of a column to read at a time; 0 for all of it.
 
     Raises:
         RunError: It cannot be read.
@@ -91,18 +91,17 @@ def _opened(file: Path, buffer_bytes: int = 0) -> Iterator[Any]:
             "as it is"
         ) from error
     except (OSError, *_DAMAGES) as error:
-        if isinstance(error, OSError) and error.errno is not None:  # Arrow's own have no number
+        if (
+            isinstance(error, OSError) and error.errno is not None
+        ):  # Arrow's own errors have no number
             raise unreadable(file, error) from error
         raise RunError(f"cannot read {file}: it is damaged; remove it to read the rest") from error
 
 
 def read_part(file: Path, schema: pa.Schema, choose: Choice | None = None) -> pa.Table:
-    """Read one file, shaped as a schema says.
+    """Read the columns of a schema from one file; missing ones are null.
 
-    Args:
-        file: A Parquet file.
-        schema: The columns to return; those that the file lacks are null.
-        choose: The row groups to read; all if omitted.
+    Only the row groups of ``choose`` are read, if given.
     """
     with _opened(file) as parquet:
         groups, present = _wanted(parquet, schema, choose)
@@ -110,7 +109,7 @@ def read_part(file: Path, schema: pa.Schema, choose: Choice | None = None) -> pa
 
 
 def read_pieces(file: Path, schema: pa.Schema, choose: Choice | None = None) -> Iterator[pa.Table]:
-    """Yield what :func:`read_part` returns, some rows at a time, however large a row group is."""
+    """Yield the rows of :func:`read_part`, some at a time, for row groups of any size."""
     with _opened(file, _BUFFER_BYTES) as parquet:
         groups, present = _wanted(parquet, schema, choose)
         size = max(1, int(PIECE_VALUES / _values_of_a_row(parquet, groups, present)))
@@ -119,16 +118,16 @@ def read_pieces(file: Path, schema: pa.Schema, choose: Choice | None = None) -> 
 
 
 def _wanted(parquet: Any, schema: pa.Schema, choose: Choice | None) -> tuple[list[int], list[str]]:
-    """Return the row groups to read, and those of a schema's columns that a file has."""
+    """Return the row groups to read, and the columns of a schema that a file has."""
     groups = range(parquet.num_row_groups) if choose is None else choose(parquet.metadata)
     present = [name for name in parquet.schema_arrow.names if name in set(schema.names)]
     return [int(group) for group in groups], present
 
 
 def _values_of_a_row(parquet: Any, groups: Sequence[int], names: Sequence[str]) -> float:
-    """Return how many values the lists of the first rows hold, on average; 1 without lists.
+    """Return the average length of the lists of the first rows; 1 without lists.
 
-    The footer has the number of values, too; but Arrow ends the process over a damaged one.
+    The footer has the number of values, too, but Arrow crashes on a damaged one.
     """
     first = next(parquet.iter_batches(_FIRST_ROWS, groups[:1], names), None) if groups else None
     if first is None or not len(first):
@@ -179,7 +178,7 @@ def num_rows(files: Sequence[Path]) -> int:
 
 
 def num_values(files: Sequence[Path], name: str) -> int:
-    """Return about how many values a column's lists hold, from the first rows of each file."""
+    """Estimate the number of values in a column's lists, from the first rows of each file."""
     total = 0.0
     for file in files:
         with _opened(file, _BUFFER_BYTES) as parquet:
@@ -189,12 +188,7 @@ def num_values(files: Sequence[Path], name: str) -> int:
 
 
 def thinned_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
-    """Return the rows of every n-th step of a table, n so that there are at most so many.
-
-    Args:
-        files: The files of the table, in order.
-        schema: The columns to return, the step among them.
-        max_rows: Rows at most.
+    """Return the rows of every n-th step of a table, at most ``max_rows``.
 
     Raises:
         RunError: A file cannot be read, or there are too many rows in a step.
@@ -211,8 +205,11 @@ def _thinned(
     max_rows: int,
     files: Sequence[Path],
 ) -> pa.Table:
-    """Return the rows of each n-th step of rows in the order of their steps."""
-    kept, total, seen, last = [schema.empty_table()], 0, -1, None
+    """Return the rows of every n-th step, from rows in the order of their steps."""
+    kept = [schema.empty_table()]
+    total = 0
+    seen = -1
+    last = None
     for rows in pieces:
         steps = to_numpy(rows["step"], DType.INT)
         if not len(steps):
@@ -220,7 +217,9 @@ def _thinned(
         before = ~steps[0] if last is None else last
         number = seen + np.cumsum(np.diff(steps, prepend=before) != 0)
         kept.append(rows.filter(pa.array(number % every == 0)))
-        seen, last, total = int(number[-1]), steps[-1], total + len(kept[-1])
+        seen = int(number[-1])
+        last = steps[-1]
+        total += len(kept[-1])
         if total > 2 * max_rows + LARGE_ROWS:
             raise RunError(
                 f"{files[0].parent} holds more than {total:,} rows in {seen // every + 1:,} steps, "
@@ -230,7 +229,7 @@ def _thinned(
 
 
 def from_step(first_step: int) -> Choice:
-    """Return the choice of row groups that may have rows of this step or later ones."""
+    """Return a choice of the row groups that may have rows of this step or later ones."""
 
     def choose(footer: Any) -> list[int]:
         known = _step_ranges(footer)
@@ -249,7 +248,7 @@ def to_columns(table: Table, rows: pa.Table, names: Sequence[str]) -> Columns:
 
 
 def read_tail(files: Sequence[Path], schema: pa.Schema, first_step: int) -> Iterator[pa.Table]:
-    """Yield in pieces what files in the order of their steps hold from a step on, and earlier rows.
+    """Yield in pieces the rows of ordered files from a step on, perhaps with earlier ones.
 
     Only files and row groups that may have rows of this step or later ones are read.
     """
@@ -265,7 +264,7 @@ def read_tail(files: Sequence[Path], schema: pa.Schema, first_step: int) -> Iter
 
 
 def step_range_of(file: Path) -> tuple[int, int] | None:
-    """Return the first and the last step in a file, None when its footer does not tell."""
+    """Return the first and the last step in a file, None if not in its footer."""
     with _opened(file) as parquet:
         groups = _step_ranges(parquet.metadata)
     known = [group for group in groups if group is not None]
@@ -291,7 +290,7 @@ def _range_in(file: Path, table: Table) -> tuple[int, int] | None:
 
 
 def _step_ranges(footer: Any) -> list[tuple[int, int] | None]:
-    """Return the first and the last step of each row group, None where the footer does not tell."""
+    """Return the first and the last step of each row group, None if not in the footer."""
     ranges: list[tuple[int, int] | None] = []
     for group in map(footer.row_group, range(footer.num_row_groups)):
         columns = map(group.column, range(group.num_columns))
@@ -301,13 +300,9 @@ def _step_ranges(footer: Any) -> list[tuple[int, int] | None]:
 
 
 def even_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
-    """Return rows of evenly chosen row groups, all rows if there are few enough.
+    """Return rows of evenly chosen row groups, about ``max_rows`` or all rows.
 
-    Args:
-        files: The files of a table, in order.
-        schema: The columns to return.
-        max_rows: About how many rows at most; at least a row group of each file that is opened, or
-            an even choice of its steps where it is large.
+    At least one row group of each opened file is read, or evenly chosen steps of a large one.
     """
     chosen = _evenly(len(files), MAX_FILES)
     share = max_rows // max(len(chosen), 1)
@@ -323,7 +318,8 @@ def even_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Tab
 
 
 def _even_part(file: Path, schema: pa.Schema, choose: Choice, share: int) -> pa.Table:
-    most, rows = max(share, LARGE_ROWS), _num_rows(file, choose)
+    most = max(share, LARGE_ROWS)
+    rows = _num_rows(file, choose)
     if rows <= most:
         return read_part(file, schema, choose)
     pieces = read_pieces(file, schema, choose)
@@ -333,7 +329,8 @@ def _even_part(file: Path, schema: pa.Schema, choose: Choice, share: int) -> pa.
 def latest_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
     """Return the last rows of a table, in whole row groups: at least one, unless it is large."""
     parts: list[pa.Table] = []
-    left, whole = max_rows, True
+    left = max_rows
+    whole = True
 
     def choose(footer: Any) -> Sequence[int]:
         nonlocal whole
@@ -349,7 +346,7 @@ def latest_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.T
             break
         parts.insert(0, part)
         left -= len(part)
-        if not whole:  # what comes before would leave a gap
+        if not whole:  # earlier files would leave a gap
             break
     return pa.concat_tables([schema.empty_table(), *parts])
 
@@ -357,7 +354,8 @@ def latest_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.T
 def _last_part(file: Path, schema: pa.Schema, choose: Choice, max_rows: int) -> pa.Table:
     if _num_rows(file, choose) <= _MOST_ROWS:
         return read_part(file, schema, choose)
-    kept, total = deque([schema.empty_table()]), 0
+    kept = deque([schema.empty_table()])
+    total = 0
     for rows in read_pieces(file, schema, choose):
         kept.append(rows)
         total += len(rows)
@@ -367,9 +365,9 @@ def _last_part(file: Path, schema: pa.Schema, choose: Choice, max_rows: int) -> 
 
 
 def even_single_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
-    """Return so many rows, evenly chosen, the first and the last among them.
+    """Return ``max_rows`` evenly chosen rows, with the first and the last.
 
-    Only the row groups that hold them are read: for tables of one large row per step.
+    Only their row groups are read: for tables of one large row per step.
     """
     ends = np.cumsum([0, *map(_num_rows, files)])
     wanted = _evenly(int(ends[-1]), max_rows)
@@ -382,7 +380,7 @@ def even_single_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) ->
 
 
 def _rows_at(file: Path, schema: pa.Schema, rows_R: Ints) -> pa.Table:
-    """Return the rows with these numbers, out of the row groups that the file has by now.
+    """Return the rows with these numbers from the present row groups of a file.
 
     A flush merges row groups, but never changes the number of a row.
     """
@@ -393,13 +391,14 @@ def _rows_at(file: Path, schema: pa.Schema, rows_R: Ints) -> pa.Table:
         ends_G = np.cumsum(sizes_G)
         group_R = np.searchsorted(ends_G, rows_R, side="right")
         groups = np.unique(group_R)
-        groups = groups[groups < len(sizes_G)]  # all, unless another file has taken its place
+        groups = groups[groups < len(sizes_G)]  # fewer if another file has replaced it
         ends = np.cumsum(sizes_G[groups])
         for group, skipped in zip(groups, ends_G[groups] - ends, strict=True):
             wanted.append(rows_R[group_R == group] - skipped)
         return list(groups)
 
-    found, begin = [schema.empty_table()], 0
+    found = [schema.empty_table()]
+    begin = 0
     for rows in read_pieces(file, schema, choose):
         places = np.concatenate(wanted) - begin
         found.append(rows.take(places[(places >= 0) & (places < len(rows))]))

@@ -1,7 +1,7 @@
 """Writing a run directory that other programs may read at any moment.
 
-Every file is written under a hidden name and then renamed over the old one, so whoever opens a
-file sees a whole one. The last Parquet part of a table grows at each flush until it is large, and
+Every file is written under a hidden name and then renamed over the old one, so that readers always
+see a complete file. The last Parquet part of a table grows at each flush until it is large, and
 then stays as it is: few files, and never a row twice or a gap.
 """
 
@@ -43,22 +43,22 @@ from rankscope.stats.state import State
 
 _MAGIC = b"PAR1"
 _MERGE = 4
-"""Row groups of one level that are merged into one of the next."""
+"""Row groups of one level that merge into one of the next."""
 _LARGE_GROUP_BYTES = 512 * 2**10
-"""Arrow bytes from which a row group is merged no more."""
+"""Arrow bytes from which a row group is not merged."""
 _SKIP = bytes(2**20)
 _KEYS = ("step", "rank")
-"""Columns of few values: those and texts have dictionaries, numbers take longer with one."""
+"""Columns of few values: they and texts have dictionaries, which slow down numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
     rows: pa.Table | None
-    """None once it can be merged no more."""
+    """The rows; None once the group will not be merged."""
     num_bytes: int
     level: int
     footer: Any
-    """Metadata of a file that has this row group only."""
+    """Metadata of a file with this row group only."""
 
 
 class GrowingPart:
@@ -71,13 +71,12 @@ class GrowingPart:
         version 1    PAR1 rows-a footer(a)
         version 2    PAR1 rows-a footer(a) rows-b footer(a, b)
 
-    An old size finds the old footer, an old footer finds the old rows: whatever the reader mixes,
-    it sees one whole version. Rows are compressed once when they come, and a few times more when
-    small row groups are merged. The price is what old footers and merges leave behind, 10 to 20 kB
-    per version and table; footers are therefore kept short, without descriptions of the columns.
+    An old size finds the old footer, an old footer finds the old rows: a reader always sees one
+    complete version. Rows are compressed when they are added, and again when small row groups are
+    merged. The cost is dead bytes of old footers and merges, 10 to 20 kB per version and table;
+    footers are therefore short, without descriptions of the columns.
 
-    In memory there is no more than the rows of those row groups that may still be merged, 2 MB at
-    most.
+    Only the rows of row groups that may still be merged are in memory, 2 MB at most.
 
     Attributes:
         size: Bytes of the file.
@@ -93,7 +92,7 @@ class GrowingPart:
         return max(self.size, sum(group.num_bytes for group in self._groups))
 
     def grown(self, rows: pa.Table) -> tuple["GrowingPart", bytes]:
-        """Return the version with more rows, and what its file holds behind this one's bytes."""
+        """Return the version with more rows, and its bytes after those of this version."""
         groups, rows, level = self._merged(rows)
         written, footer = _write_group(self.size, rows)
         part = GrowingPart()
@@ -104,24 +103,29 @@ class GrowingPart:
 
     def _merged(self, rows: pa.Table) -> tuple[tuple[_Group, ...], pa.Table, int]:
         """Merge new rows with the last groups while there are enough of one level."""
-        groups, level = self._groups, 0
+        groups = self._groups
+        level = 0
         while [g.level for g in groups[1 - _MERGE :]] == [level] * (_MERGE - 1):
             last = groups[1 - _MERGE :]
             size = sum(group.num_bytes for group in last) + rows.nbytes
             kept = [group.rows for group in last if group.rows is not None]
             if size > _LARGE_GROUP_BYTES or len(kept) < len(last):
                 break
-            groups, rows, level = groups[: 1 - _MERGE], pa.concat_tables([*kept, rows]), level + 1
+            groups = groups[: 1 - _MERGE]
+            rows = pa.concat_tables([*kept, rows])
+            level += 1
         return groups, rows.combine_chunks(), level
 
 
 def _forgotten(groups: Sequence[_Group]) -> tuple[_Group, ...]:
-    """Return the groups without the rows of those that will not be merged.
+    """Drop the rows of groups that will not be merged.
 
-    A group is merged with its neighbours of the same level, of which it needs three and no more,
-    with none of a higher level behind it.
+    A group merges with exactly three neighbours of the same level, with none of a higher level
+    behind it.
     """
-    kept, highest, behind = [], 0, 0
+    kept = []
+    highest = 0
+    behind = 0
     for group in reversed(groups):
         behind = behind + 1 if group.level == highest else 1
         may_merge = group.level >= highest and behind < _MERGE
@@ -132,11 +136,7 @@ def _forgotten(groups: Sequence[_Group]) -> tuple[_Group, ...]:
 
 
 class _Tail:
-    """A file whose first bytes are there already: it takes no more than what comes behind them.
-
-    Args:
-        size: How many are there.
-    """
+    """A file in memory whose first ``size`` bytes exist elsewhere: it keeps the later bytes."""
 
     closed = False
 
@@ -145,32 +145,26 @@ class _Tail:
         self._pieces: list[bytes] = []
 
     def write(self, piece: bytes) -> None:
-        """Take the next bytes."""
+        """Add bytes."""
         skipped = min(self._skipped, len(piece))
         self._skipped -= skipped
         self._pieces.append(piece[skipped:])
 
     def flush(self) -> None:
-        """Do nothing: all is in memory."""
+        """Do nothing: all bytes are in memory."""
 
     def close(self) -> None:
         """Do nothing."""
 
     def content(self) -> bytes:
-        """Return the bytes behind those that were there."""
+        """Return the bytes after the first ``size``."""
         return b"".join(self._pieces)
 
 
 def _write_group(size: int, rows: pa.Table) -> tuple[bytes, Any]:
-    """Write rows as one row group behind the bytes that a file holds already.
+    """Write rows as one row group after the first ``size`` bytes of a file.
 
-    Args:
-        size: How many these are.
-        rows: The rows.
-
-    Returns:
-        The bytes up to the end of the rows, and the metadata of a file that has no other rows
-        there.
+    Return the bytes of the rows, and the metadata of a file without other rows.
     """
     footers: list[Any] = []
     tail = _Tail(size)
@@ -184,7 +178,7 @@ def _write_group(size: int, rows: pa.Table) -> tuple[bytes, Any]:
         write_statistics=list(_KEYS),
         metadata_collector=footers,
     ) as writer:  # has written the first four bytes now
-        for start in range(len(_MAGIC), size, len(_SKIP)):  # Arrow counts, and asks nobody
+        for start in range(len(_MAGIC), size, len(_SKIP)):  # Arrow counts the bytes itself
             sink.write(_SKIP[: size - start])
         writer.write_table(rows, row_group_size=len(rows))
         written = tail.content()
@@ -192,7 +186,7 @@ def _write_group(size: int, rows: pa.Table) -> tuple[bytes, Any]:
 
 
 def _common_footer(groups: tuple[_Group, ...]) -> bytes:
-    """Return a footer that names all row groups in order."""
+    """Return a footer of all row groups in order."""
     footer = _read_footer(_footer_file(groups[0].footer))
     for group in groups[1:]:
         footer.append_row_groups(group.footer)
@@ -212,10 +206,9 @@ def _read_footer(file: bytes) -> Any:
 PART_BYTES = PACE.part_bytes
 """Bytes after which a part is finished and the next one begins."""
 STATE_BYTES_PER_FLUSH = 4 * 2**20
-"""Bytes of the detectors' state that are written per flush on average: a larger one is left out in
-the flushes that follow."""
+"""Bytes of the detectors' state per flush on average: after a larger one, flushes leave it out."""
 PENDING_BYTES = 32 * 2**20
-"""Bytes of traces that may wait in memory: with more, a flush is due before its time."""
+"""Bytes of traces that may wait in memory: with more, a flush is due at once."""
 _TRACE_BYTES = 8 * TRACE_WIDTH  # of a row: its sketch, and as much again around it
 
 _WRITE_ORDER = (
@@ -237,14 +230,12 @@ class RunWriter:
     ``close``. After a write error the rows are kept, so that a later flush can still write them.
 
     Args:
-        path: The directory; created with its parents. It may exist when it is empty, but for what
-            a start that was cut short has left.
-        info: What ``run.json`` says about the run: configuration, hosts, versions. Values that
-            JSON does not know (numpy, paths) are made plain, numbers that are not finite null.
+        path: The directory, see :func:`~rankscope.record.begin.begin_run`.
+        info: The description of the run for ``run.json``, see there.
         flush_seconds: Time between two writes of ``flush_if_due``.
-        start: What the detectors remember when the run begins, if it continues another.
-        begun: Whether :func:`~rankscope.record.begin.begin_run` has taken the directory already,
-            and ``info`` is what it returned; it is written anew with the first flush.
+        start: The initial state of the detectors, if the run continues another.
+        begun: Whether ``begin_run`` has claimed the directory already, and returned ``info``, which
+            is written again with the first flush.
 
     Raises:
         RunTakenError: Another job has begun a run in it.
@@ -327,7 +318,7 @@ class RunWriter:
         """Write all rows that were added so far.
 
         Raises:
-            RunError: They cannot be written; what the files held before is untouched.
+            RunError: They cannot be written; the files are as before.
         """
         with self._file_lock:
             with self._rows_lock:
@@ -342,13 +333,11 @@ class RunWriter:
 
     @property
     def waiting_bytes(self) -> int:
-        """Memory of the rows that are not written as yet, about."""
+        """Estimated memory of the rows that are not written yet."""
         return sum(part.waiting_bytes for part in self._parts)
 
     def flush_if_due(self, now: float | None = None) -> bool:
-        """Flush when ``flush_seconds`` have passed since the last time, or when it is the first.
-
-        Before that, when traces take much memory.
+        """Flush for the first time, after ``flush_seconds``, or when traces take much memory.
 
         Args:
             now: Seconds on any clock, the same one in every call; a monotonic one if omitted.
@@ -369,10 +358,10 @@ class RunWriter:
         return True
 
     def save_state(self, take: Callable[[], State], *, at_end: bool = False) -> None:
-        """Write what the detectors remember, after a flush: a large state not after each.
+        """Write the state of the detectors, after a flush: a large state not after each.
 
         Args:
-            take: Returns it; called only when it is to be written.
+            take: Returns the state; called only when it is written.
             at_end: Write it in any case.
 
         Raises:
@@ -388,11 +377,11 @@ class RunWriter:
             self._flushes_without_state = math.ceil(len(content) / STATE_BYTES_PER_FLUSH) - 1
 
     def close(self, status: str = "complete", **facts: Any) -> None:
-        """Flush, and say in ``run.json`` how the run ended. A second call does nothing.
+        """Flush, and record the end of the run in ``run.json``. A second call does nothing.
 
         Args:
             status: ``complete``, ``interrupted``, ``failed`` or another word for the end.
-            facts: What else ``run.json`` says from now on, by name.
+            facts: Further entries of ``run.json``, by name.
 
         Raises:
             RunError: Something cannot be written; the run is then still open.
@@ -416,7 +405,10 @@ class _PartWriter:
     def __init__(self, run: Path, folder: Path, columns: Sequence[Column]) -> None:
         self._folder = folder
         above = takewhile(lambda path: path != run, folder.parents)
-        self._folders = [*reversed([*above]), folder]  # not the run's own: it may have been moved
+        self._folders = [
+            *reversed([*above]),
+            folder,
+        ]  # not the run's own directory: it may have been moved
         self._signals = columns
         self._schema = schema_of(columns)
         self._pending: list[Rows] = []
@@ -432,14 +424,15 @@ class _PartWriter:
 
     @property
     def waiting_bytes(self) -> int:
-        """Memory of the rows that are not written as yet, about."""
+        """Estimated memory of the rows that are not written yet."""
         return self._pending_bytes + self._staged_bytes
 
     def stage(self) -> None:
         """Mark all rows added so far for the next write."""
         self._staged += self._pending
         self._staged_bytes += self._pending_bytes
-        self._pending, self._pending_bytes = [], 0
+        self._pending = []
+        self._pending_bytes = 0
 
     def write(self) -> None:
         """Write the staged rows into the growing part; on an error they stay staged."""
@@ -450,11 +443,13 @@ class _PartWriter:
                 folder.mkdir(exist_ok=True)
         except OSError as error:
             raise write_error(self._folder, error) from error
-        if self._part.size and not is_file(self._file):  # somebody has removed it
-            self._number, self._part = self._number + 1, GrowingPart()
+        if self._part.size and not is_file(self._file):  # it was removed
+            self._number += 1
+            self._part = GrowingPart()
         grown, tail = self._part.grown(self._to_arrow(self._staged))
         extend(self._file, self._part.size, tail)
-        self._staged, self._staged_bytes = [], 0
+        self._staged = []
+        self._staged_bytes = 0
         self._part = grown
         if grown.num_bytes >= PART_BYTES:
             self._number += 1

@@ -1,1 +1,1 @@
-"""One training's session: what `watch` begins, what collects each step, what `close` ends."""
+"""One training's session, from `watch` to `close`: it collects each step."""

@@ -1,4 +1,4 @@
-"""Lines that a training prints about itself, by default: findings, the verdict, and where it is."""
+"""Lines that a training prints by default: findings, the verdict, and the run's place."""
 
 import contextlib
 import logging
@@ -9,9 +9,9 @@ _log = logging.getLogger("rankscope")
 
 
 def announce(level: int, line: str) -> None:
-    """Say a line to whoever started the training, also one that is no warning.
+    """Print a line on the error stream, even below warning.
 
-    Where the logger ``rankscope`` has a level, that decides.
+    A level of the logger ``rankscope`` takes precedence.
     """
     line = f"rankscope: {line}"
     if _log.level != logging.NOTSET:
@@ -21,13 +21,8 @@ def announce(level: int, line: str) -> None:
 
 
 def where_recorded(run_dir: Path, store: str = "") -> str:
-    """Return where a run lies, and the command that shows it.
-
-    Args:
-        run_dir: Its directory.
-        store: Its address in an object store, if it is there.
-    """
-    with contextlib.suppress(OSError, ValueError):  # it lies elsewhere, or we are nowhere
+    """Describe the place of a run, perhaps in an object store, and the command that shows it."""
+    with contextlib.suppress(OSError, ValueError):  # outside the working directory, or none exists
         run_dir = run_dir.relative_to(Path.cwd())
     path = store or str(run_dir)
     return f"the run is recorded in {path}; to see it: rankscope report {shlex.quote(path)}"

@@ -1,8 +1,8 @@
-"""What one worker sees of a step, collected from its first forward pass to its last.
+"""Collects one worker's steps, each from its first forward pass on.
 
 A step ends with the backward pass that synchronises gradients, but the optimizer's call and the
-time belong to it as well. So a step is closed when the next one's first forward pass begins. Where
-each micro-batch's backward pass synchronises, the optimizer's call ends the step.
+time belong to it, too. So a step is closed when the next one's first forward pass begins. If each
+micro-batch's backward pass synchronises, the optimizer's call ends the step.
 
 A training that never leaves ``no_sync`` has no such pass. There, from the second call of the
 optimizer on, each call closes a step; from the first one on, where the plan has local steps.
@@ -38,22 +38,22 @@ _EVENTS = (
     *("on_inputs", "before_forward", "enter_module", "after_forward", "on_output"),
     *("on_evaluation", "see_reduced", "before_update", "after_update", "collect", "abort", "close"),
 )
-"""What probes are called for, see :class:`rankscope.bus.probe.Probe`."""
+"""The events of probes, see :class:`rankscope.bus.probe.Probe`."""
 
 _MOST_PASSES = 8192
-"""Forward passes of one step: what more of them leave would only fill the memory."""
+"""Most forward passes of one step; the data of more would only fill the memory."""
 
 
 class StepCollector:
     """Collects one worker's steps, one after the other; all calls come on the training thread.
 
     Args:
-        instruments: What measures the model's gradients.
+        instruments: The instruments of the model.
         optimizer: The optimizer, if known.
-        guard: Keeps exceptions out of the training, and counts the time.
-        send: Takes each step that is closed.
+        guard: Keeps exceptions out of the training, and measures the monitor's time.
+        send: Called with each closed step.
         first_step: Number of the first step.
-        channel: The way to the root; None: what probes send goes nowhere.
+        channel: The probes' channel to the root; None without.
     """
 
     def __init__(
@@ -67,12 +67,14 @@ class StepCollector:
     ) -> None:
         self.paused = self._evaluating = self._runs_model = False
         self.step = first_step
-        self._knows_optimizer, self._warned = optimizer is not None, False
+        self._knows_optimizer = optimizer is not None
+        self._warned = False
         self.intervals = Intervals(instruments.every)
         self._guard = guard
-        self._send, self._take_read_seconds = send, instruments.take_read_seconds
+        self._send = send
+        self._take_read_seconds = instruments.take_read_seconds
         self._module = instruments.module
-        self._later_seconds = 0.0  # of the present work, that count elsewhere
+        self._later_seconds = 0.0  # of the present call, that count for the next step
         job = instruments.make_job(
             optimizer, first_step, guard.leave_out, channel if channel is not None else Channel()
         )
@@ -102,20 +104,20 @@ class StepCollector:
 
     @property
     def reduced_copies(self) -> int:
-        """How many workers hold each element of the reduced gradient."""
+        """Number of workers that hold each element of the reduced gradient."""
         return self._tap.reduced_copies
 
     def give_loss(self, value: Any, weight: Any, **more: Any) -> None:
-        """Take the loss of a micro-batch, see :meth:`rankscope.capture.LossMeter.give`."""
+        """Take the loss of a micro-batch, see :meth:`rankscope.Scope.loss`."""
         self._given("loss", value, weight, self._passes.current, **more)
 
     def give_samples(self, samples: Any) -> None:
-        """Take the identity of the next forward pass's samples from the user."""
+        """Take the ids of the next forward pass's samples from the user."""
         self.close_step()
         self._given("samples", samples, self._passes.current + 1)
 
     def give_rollout(self, trainer: Any, rollout: Any, mask: Any = None) -> None:
-        """Take log-probabilities of a micro-batch, see :meth:`rankscope.capture.RolloutMeter.give`.
+        """Take log-probabilities of a micro-batch, see :meth:`rankscope.Scope.rollout`.
 
         They belong to the step whose backward pass comes next.
         """
@@ -123,7 +125,7 @@ class StepCollector:
         self._given("rollouts", trainer, rollout, mask)
 
     def _given(self, name: str, *values: Any, **more: Any) -> None:
-        """Hand what the user gives to the evidence that it is for."""
+        """Pass the user's values to the probe of their kind."""
         probe: Any = self._probes[name]
         probe.give(*values, **more)
 
@@ -132,32 +134,32 @@ class StepCollector:
             call(*args, **more)
 
     def _leave_out_later(self, seconds: float) -> None:
-        """Do not count seconds of the present work, which is a part of the next step."""
+        """Count seconds of the present call for the next step."""
         self._later_seconds += seconds
 
     def ask(self, name: str) -> bool:
-        """Hand on what the user asks for; return whether this run has such evidence."""
+        """Pass a user's request to the probe of a kind; return whether there is one."""
         probe = self._probes.get(name)
         if probe is not None:
             probe.ask()
         return probe is not None
 
     def on_request(self, name: str, step: int, content: bytes) -> None:
-        """Hand on what the root asks the probes of one kind for."""
+        """Pass a request of the root to the probe of a kind."""
         if name in self._probes:
             self._probes[name].on_request(step, content)
 
     def listen(self, recompute: Callable[..., None]) -> list[Callable[[], object]]:
-        """Have a function called where no optimizer's hook serves; return what ends that."""
+        """Register a function where no optimizer's hook works; return its removers."""
         made = [call(recompute) for call in self._calls["listen"]]
         return [stop for stop in made if stop is not None]
 
     def trains(self, model: torch.nn.Module) -> bool:
-        """Return whether a forward pass counts: in training mode, or trained without it."""
+        """Return whether a forward pass counts: in training mode, or in a training without it."""
         return is_training(model) or (self._evaluating and torch.is_grad_enabled())
 
     def begin_forward(self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Take the inputs of a forward pass that counts, of the model that the training calls."""
+        """Begin a micro-batch with a forward pass of the outer model."""
         self.begin_micro_batch(args, kwargs, training=not self._evaluating or is_training(model))
         if not any(probe.turn_near for probe in self._turns):
             return
@@ -168,7 +170,7 @@ class StepCollector:
     def end_forward(
         self, model: torch.nn.Module, args: Any, kwargs: Mapping[str, Any], output: Any
     ) -> None:
-        """Take what a forward pass of the model that the training calls has returned."""
+        """Take the output of a forward pass of the outer model."""
         if self.trains(model):
             self.see_output(output, kwargs)
         elif torch.is_grad_enabled():
@@ -182,14 +184,7 @@ class StepCollector:
         bypassed: bool = False,
         training: bool = True,
     ) -> None:
-        """Take the inputs of a forward pass in training.
-
-        Args:
-            args: Its inputs by position.
-            kwargs: Its inputs by name.
-            bypassed: Whether it goes past the wrapper, to the module inside.
-            training: Whether it runs in training mode.
-        """
+        """Begin a micro-batch; a ``bypassed`` one calls the module inside the wrapper."""
         if training:
             self._end_evaluation()
         self.close_step()
@@ -201,37 +196,32 @@ class StepCollector:
         self._call("before_forward", self.step, first=not self._passes.current)
 
     def enter_module(self) -> None:
-        """Take notice that a forward pass is about to enter the wrapped module."""
+        """Handle the entry of a forward pass into the wrapped module."""
         self._call("enter_module")
 
     def keep_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Take what a forward pass brings into the module inside the wrapper."""
+        """Keep the inputs of the module inside the wrapper."""
         self._call("on_module_inputs", args, kwargs)
 
     def keep_output(self, output: object) -> None:
-        """Take what the module has returned."""
+        """Keep the output of the module inside the wrapper."""
         self._call("on_module_output", output)
 
     @property
     def repeating(self) -> bool:
-        """Whether what the model runs just now is none of the training's forward passes.
+        """Whether the present forward pass is none of the training's own.
 
-        It runs for the monitor (a canary, a reference step), in a trace, or is a pass that is
-        known already and which a checkpoint recomputes.
+        It is the monitor's (a canary, a reference step), a trace, or a checkpoint's recomputation.
         """
         return self._runs_model or traced() or self._passes.recomputed
 
     @property
     def turn_due(self) -> bool:
-        """Whether a probe wants the model where the forward pass enters the wrapped module."""
+        """Whether a probe must run the model as the forward pass enters the wrapped module."""
         return any(probe.turn_due for probe in self._turns)
 
     def give_turns(self, model: torch.nn.Module) -> None:
-        """Let probes run the model there.
-
-        Args:
-            model: What the training calls.
-        """
+        """Let probes run the outer model."""
         if self.trains(model):
             self._give_turns(early=False)
 
@@ -243,8 +233,10 @@ class StepCollector:
             self._runs_model = False
 
     def _see_evaluation(self, args: Any, kwargs: Mapping[str, Any], output: Any) -> None:
-        """Take a forward pass in evaluation mode, which a backward pass may still follow."""
-        inputs = {id(tensor) for tensor in tensors_in([args, kwargs])}  # would keep their own hook
+        """Watch for a backward pass after a forward pass in evaluation mode."""
+        inputs = {
+            id(tensor) for tensor in tensors_in([args, kwargs])
+        }  # a hook on an input would stay
         outputs = [t for t in tensors_in(output) if t.grad_fn is not None and id(t) not in inputs]
         if not outputs:
             return
@@ -262,7 +254,7 @@ class StepCollector:
     ) -> None:
         """Begin a micro-batch in its backward pass: its forward pass ran in evaluation mode.
 
-        From now on forward passes in this mode count, until one in training mode is seen.
+        From now on forward passes in this mode count, until one in training mode.
         """
         for each in kept:
             each.before_close()
@@ -275,9 +267,9 @@ class StepCollector:
             each.begin(self._passes.current)
 
     def _end_evaluation(self) -> None:
-        """Forget what ran in evaluation mode without a step of the optimizer after it.
+        """Drop passes in evaluation mode that no optimizer step followed.
 
-        It was no training but, say, an attack on the model, which needs gradients.
+        They were no training, but for example an adversarial attack, which needs gradients.
         """
         if self._evaluating and self._tap.complete and self._knows_optimizer and not self._updated:
             self._forget()
@@ -290,25 +282,25 @@ class StepCollector:
         self._tap.begin_forward(measure=measure, bypassed=bypassed)
 
     def see_output(self, output: Any, kwargs: Mapping[str, Any]) -> None:
-        """Take what a forward pass in training returned."""
+        """Handle the output of a forward pass in training."""
         self._call("after_forward")
         self._passes.end(output)
         self._call("on_output", output, kwargs, self._passes.current)
 
     def _notice_backward(self, trained: Callable[[], None]) -> None:
-        """Take notice, from inside it, that a backward pass has reached what the model returned."""
+        """Handle, inside a backward pass, its arrival at the model's output."""
         accumulation = self._accumulation
         adds = accumulation is not None and accumulation.adds_to_applied()
         self._tap.notice_backward(partial(self._see_trained, trained, adds))
 
     def _see_trained(self, trained: Callable[[], None], adds_to_applied: bool) -> None:
-        """Take notice that a backward pass accumulates gradients; the step's first one counts."""
+        """Handle a backward pass that accumulates gradients; the step's first one counts."""
         if self._left_over is None:
             self._left_over = adds_to_applied
         trained()
 
     def begin_optimizer_step(self) -> None:
-        """Take notice that ``optimizer.step`` is about to run."""
+        """Handle the beginning of ``optimizer.step``."""
         self._updated = False
         self._tap.see_optimizer()
         self._unreduced |= self._tap.unreduced
@@ -317,12 +309,12 @@ class StepCollector:
 
     @property
     def recompute_due(self) -> bool:
-        """Whether a probe computes the present step again, before the optimizer runs."""
+        """Whether a probe must recompute the present step before the optimizer runs."""
         return any(probe.recompute_due for probe in self._recomputes)
 
     def recompute(self) -> None:
-        """Let probes run the model again: all of the step is there, and the optimizer is next."""
-        self._guard.open = False  # to hooks of ours that the model's own passes would reach
+        """Let probes run the model again, after all of the step's passes."""
+        self._guard.open = False  # so that our hooks ignore these passes
         self._runs_model = True
         try:
             for probe in self._recomputes:
@@ -333,27 +325,27 @@ class StepCollector:
             self._guard.open = True
 
     def count_optimizer_step(self, optimizer: Any) -> None:
-        """Take a call of ``optimizer.step`` that has ended."""
+        """Handle the end of ``optimizer.step``."""
         self._updated = True
         if self._accumulation is not None:
             self._accumulation.see_updated(self._passes.current + 1)
         self._call("after_update", optimizer, complete=self._tap.complete)
 
     def close_step(self, *, interrupted: bool = False, last: bool = False) -> None:
-        """Close a step, once its synchronising backward pass has ended.
+        """Close a step whose synchronising backward pass has ended.
 
-        Unless the next one will add to the gradients that it has left. Or once the optimizer has
-        been called for the second time without such a pass. A single call between two of them
-        belongs to the second, unless the plan has local steps, or two calls without a pass between
-        them have shown that the training takes some.
+        A step stays open if the next pass will add to its gradients. A second call of the optimizer
+        without such a pass also closes a step. A single call between two passes belongs to the
+        second, unless the plan has local steps, or two such calls have shown that the training
+        takes some.
 
-        Ctrl-C may be raised in the monitor's own work. What is known of a step is not whole then,
-        and is not sent; where the training goes on all the same, the others still count the step.
+        Ctrl-C may be raised in the monitor's own work. The data of that step is then incomplete
+        and not sent; if the training goes on all the same, other workers still count the step.
 
         Args:
-            interrupted: Whether an exception ended the training. Then what this worker holds can
-                only be held against the others when its optimizer has had its turn.
-            last: Whether nothing comes after it.
+            interrupted: Whether an exception ended the training. Then this worker's state can only
+                be compared after its optimizer step.
+            last: Whether it is the last step.
         """
         if self._tap.complete and not last and self._waits_for_more():
             return
@@ -365,7 +357,7 @@ class StepCollector:
             if not (cut_short and interrupted):
                 comparable = not cut_short and (self._updated or not interrupted)
                 self._hand_over(comparable=comparable)
-        elif self._tap.aborted:  # the training caught what its backward pass raised
+        elif self._tap.aborted:  # the training has caught an exception of its backward pass
             self._forget()
         elif self._updated and self._reduced:  # not in the last backward pass
             self._hand_over()
@@ -383,19 +375,19 @@ class StepCollector:
                 )
 
     def _waits_for_more(self) -> bool:
-        """Return whether the step goes on, though its gradients have been reduced."""
+        """Return whether the step goes on after its gradients were reduced."""
         self._reduced = True
         if self._accumulation is None or self._updated or self._handing_over:
             return False
         return self._accumulation.goes_on(self._passes.current + 1)
 
     def remove(self) -> None:
-        """Take all hooks out of the model."""
+        """Remove all hooks from the model."""
         self._tap.remove()
         self._call("close")
 
     def _forget(self) -> None:
-        """Begin the step anew."""
+        """Restart the step."""
         self._tap.collect()
         self._call("abort")
         self._passes.take_idle()
@@ -403,26 +395,22 @@ class StepCollector:
         self._left_over = None
 
     def _shadow(self) -> None:
-        """Take part in a step of the others, in ``join()`` after this rank's last batch.
+        """Send a step without data, in ``join()`` after this rank's last batch.
 
-        It applies none of their gradients until ``join()`` ends, so there is nothing to compare.
+        This rank applies no gradient until ``join()`` ends, so there is nothing to compare.
         """
         self._guard(self.close_step)
         self._guard(partial(self._hand_over, comparable=False))
 
     def _hand_over(self, *, comparable: bool = True) -> None:
-        """Send what is known of a step.
-
-        Args:
-            comparable: Whether workers that agree hold the same after it.
-        """
+        """Send the step; ``comparable``: healthy workers have equal state after it."""
         self._handing_over = True
         now = time.perf_counter()
         if self._evaluating and not self._warned:
             self._warned = True
             _log.warning(
-                "rank %d trains in evaluation mode since step %d: without dropout, and with batch "
-                "statistics that stand still; call model.train(), unless it is meant",
+                "rank %d trains in evaluation mode since step %d: without dropout, and with fixed "
+                "batch statistics; call model.train(), unless it is intended",
                 dist.get_rank(),
                 self.step,
             )
@@ -431,7 +419,7 @@ class StepCollector:
         end = self._end_of_step(gradient, now, busy, comparable=comparable)
         parts = [part for call in self._calls["collect"] if (part := call(end)) is not None]
         local = LocalStep(self.step, parts, gradient)
-        self._guard.leave_out(self._later_seconds)  # of this work, which counts with the next step
+        self._guard.leave_out(self._later_seconds)  # counted for the next step
         self._later_seconds = 0.0
         self.step += 1
         self._unreduced = self._updated = self._reduced = False

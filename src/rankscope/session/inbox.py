@@ -1,4 +1,4 @@
-"""What comes back from the agent: read between two steps, and told at the beginning of one."""
+"""Frames from the agent: read between two steps, findings delivered at the beginning of one."""
 
 import json
 import logging
@@ -14,7 +14,7 @@ from rankscope.bus.finding import Finding
 from rankscope.bus.step import StepReport
 from rankscope.session.announcement import announce
 from rankscope.session.collector import StepCollector
-from rankscope.session.opening import Opened
+from rankscope.session.opening import RunHandle
 from rankscope.sinks import Sinks
 
 _log = logging.getLogger("rankscope")
@@ -22,104 +22,106 @@ _log = logging.getLogger("rankscope")
 OnFinding = Callable[[Finding], None]
 
 SLOW_SECONDS = 1.0
-"""After which it is said that a training waits for its ``on_finding``."""
-
+"""Seconds in ``on_finding`` after which a warning is logged."""
 
 REPORT_SECONDS = 10.0
-"""That :meth:`Inbox.await_report` waits: a rank may have ended, and others go on without it."""
+"""Seconds that :meth:`Inbox.await_report` waits: a rank may have ended."""
 
 
 class Inbox:
-    """Takes the agent's frames in the training's own thread; nothing waits for them.
+    """Handles the agent's frames in the training's own thread, without waiting for them.
 
     Args:
-        link: The way to the agent.
-        opened: The run.
-        collector: Is told how often to measure.
+        link: The link to the agent.
+        handle: The run.
+        collector: Gets intervals and requests.
         on_finding: Called with each finding that opens, gets worse or closes.
         sinks: Sinks that live in this process; None without.
 
     Attributes:
         findings: All findings by id, each in its latest state.
-        done: Whether the agent has said its last word.
+        done: Whether the agent has sent its last frame.
     """
 
     def __init__(
         self,
         link: Link,
-        opened: Opened,
+        handle: RunHandle,
         collector: StepCollector,
         on_finding: OnFinding | None,
         sinks: Sinks | None,
     ) -> None:
-        self._link, self._opened, self._collector = link, opened, collector
+        self._link = link
+        self._handle = handle
+        self._collector = collector
         self._on_finding = on_finding
         self._sinks = sinks
-        self._awaits_invitation = opened.awaits_invitation
-        self._subscribed = self._telling = self._told_slow = False
+        self._awaits_invitation = handle.awaits_invitation
+        self._subscribed = self._notifying = self._warned_slow = False
         self._patience = REPORT_SECONDS
         self._packed: bytes | None = None
         self._latest: StepReport | None = None
-        self._due: list[tuple[int, Finding]] = []  # to be told from a step on
-        self._news: list[Finding] = []  # not shown to this process's sinks as yet
+        self._due: list[tuple[int, Finding]] = []  # with the step from which on_finding gets each
+        self._news: list[Finding] = []  # for the sinks of this process
         self._fed = -1
         self.findings: dict[str, Finding] = {}
         self.done = False
-        self._takes: dict[int, Callable[[Frame], None]] = {
-            FrameKind.WELCOME: self._take_welcome,
-            FrameKind.INTERVAL: self._take_interval,
-            FrameKind.FINDINGS: self._take_findings,
-            FrameKind.LATEST: self._take_report,
-            FrameKind.LOG: self._take_line,
-            FrameKind.ANNOUNCE: self._take_announcement,
-            FrameKind.OFF: self._take_off,
-            FrameKind.INVITATION: self._take_invitation,
-            FrameKind.DONE: self._take_done,
+        self._handlers: dict[int, Callable[[Frame], None]] = {
+            FrameKind.WELCOME: self._handle_welcome,
+            FrameKind.INTERVAL: self._handle_interval,
+            FrameKind.FINDINGS: self._handle_findings,
+            FrameKind.LATEST: self._handle_report,
+            FrameKind.LOG: self._handle_line,
+            FrameKind.ANNOUNCE: self._handle_announcement,
+            FrameKind.OFF: self._handle_off,
+            FrameKind.INVITATION: self._handle_invitation,
+            FrameKind.DONE: self._handle_done,
             FrameKind.WORKING: lambda frame: None,
-            FrameKind.REQUEST: self._take_request,
+            FrameKind.REQUEST: self._handle_request,
         }
 
     @property
     def latest(self) -> StepReport | None:
-        """The last report that has come."""
+        """The latest report."""
         if self._packed is not None:
-            packed, self._packed = self._packed, None
+            packed = self._packed
+            self._packed = None
             self._latest = unpack_report(packed)
         return self._latest
 
     def read(self) -> None:
-        """Take what has come in by now.
+        """Handle the frames that have arrived.
 
         Raises:
             LinkError: The agent has ended, or has switched this worker off.
         """
         if self._awaits_invitation:
             self._look_for_invitation()
-        self._take_all(self._link.poll())
+        self._handle_all(self._link.poll())
 
     def wait(self, seconds: float) -> bool:
-        """Take what comes in, as soon as something does; return whether something did.
+        """Wait up to so many seconds for frames, and handle them; return whether any came.
 
         Raises:
             LinkError: The agent has ended, or has switched this worker off.
         """
         frames = self._link.wait(seconds)
-        self._take_all(frames)
+        self._handle_all(frames)
         return bool(frames)
 
     def subscribe(self) -> None:
-        """Ask for the steps' reports, and take what has come in.
+        """Request the report of each step from now on, and handle the frames that have arrived.
 
         Raises:
             LinkError: The agent has ended, or has switched this worker off.
         """
         if not self._subscribed:
             self._subscribed = True
-            self._link.send(FrameKind.SUBSCRIBE, rank=self._opened.rank)
+            self._link.send(FrameKind.SUBSCRIBE, rank=self._handle.rank)
         self.read()
 
     def await_report(self, step: int) -> None:
-        """Wait until the root has judged a step; after one that does not come, never again.
+        """Wait until the root has judged a step; after one timeout, never again.
 
         Raises:
             LinkError: The agent has ended, or has switched this worker off.
@@ -131,34 +133,31 @@ class Inbox:
             if left <= 0:
                 self._patience = 0.0
                 return
-            self.wait(min(left, 0.1))  # and push what has not been sent as yet
+            self.wait(min(left, 0.1))  # and send waiting frames
 
-    def tell(self, step: int | None) -> None:
-        """Tell findings whose step has come, on every rank in the same one.
+    def notify(self, step: int | None) -> None:
+        """Call ``on_finding`` with the findings due at a step, the same on all ranks; None: all.
 
-        What the user's function raises to end the training, such as ``SystemExit``, is raised.
-
-        Args:
-            step: The step that begins; None to tell all.
+        ``SystemExit`` and the like from the user's function end the training.
         """
-        if not self._due or self._telling:
+        if not self._due or self._notifying:
             return
         due = [finding for at, finding in self._due if step is None or at <= step]
         self._due = [(at, f) for at, f in self._due if step is not None and at > step]
-        self._telling = True
+        self._notifying = True
         try:
             for finding in due:
-                self._tell(finding)
+                self._call_on_finding(finding)
         finally:
-            self._telling = False
+            self._notifying = False
 
     def close_sinks(self) -> None:
-        """Hand what was found last to the sinks of this process, and end them."""
+        """Pass the last findings to the sinks of this process, and close them."""
         if self._sinks is not None:
             self._sinks.findings(self._news)
             self._sinks.close()
 
-    def _tell(self, finding: Finding) -> None:
+    def _call_on_finding(self, finding: Finding) -> None:
         if self._on_finding is None:
             return
         began = time.monotonic()
@@ -167,74 +166,75 @@ class Inbox:
         except Exception:
             _log.exception("on_finding raised for %s; training and monitor go on", finding.id)
         seconds = time.monotonic() - began
-        if seconds > SLOW_SECONDS and not self._told_slow:
-            self._told_slow = True
+        if seconds > SLOW_SECONDS and not self._warned_slow:
+            self._warned_slow = True
             _log.warning(
                 "on_finding took %.1f s for %s on rank %d, and the training waited for it: it is "
-                "called between two steps. This is not said again",
+                "called between two steps. This warning is not repeated",
                 seconds,
                 finding.id,
-                self._opened.rank,
+                self._handle.rank,
             )
 
-    def _take_all(self, frames: list[Frame]) -> None:
+    def _handle_all(self, frames: list[Frame]) -> None:
         for frame in frames:
-            take = self._takes.get(frame.kind)
-            if take is not None:
-                take(frame)
+            handler = self._handlers.get(frame.kind)
+            if handler is not None:
+                handler(frame)
 
-    def _take_welcome(self, frame: Frame) -> None:
+    def _handle_welcome(self, frame: Frame) -> None:
         permit_inspection(int(frame.payload))
 
-    def _take_request(self, frame: Frame) -> None:
+    def _handle_request(self, frame: Frame) -> None:
         name, content = untag(frame.payload)
         self._collector.on_request(name, frame.step, content)
 
-    def _take_interval(self, frame: Frame) -> None:
+    def _handle_interval(self, frame: Frame) -> None:
         self._collector.intervals.add(frame.step, int(frame.payload))
 
-    def _take_findings(self, frame: Frame) -> None:
-        said = json.loads(frame.payload)
-        events = said["events"] or [None] * len(said["findings"])
-        for values, event in zip(said["findings"], events, strict=True):
+    def _handle_findings(self, frame: Frame) -> None:
+        content = json.loads(frame.payload)
+        events = content["events"] or [None] * len(content["findings"])
+        for values, event in zip(content["findings"], events, strict=True):
             finding = Finding.from_json(values)
             self.findings[finding.id] = finding
             if event is not None:
                 self._due.append((frame.step, finding))
-            if said["news"] and self._sinks is not None:
+            if content["news"] and self._sinks is not None:
                 self._news.append(finding)
 
-    def _take_report(self, frame: Frame) -> None:
+    def _handle_report(self, frame: Frame) -> None:
         self._packed = frame.payload
         if self._sinks is not None:
             report = unpack_report(frame.payload)
             if report.step > self._fed:
                 self._fed = report.step
-                news, self._news = self._news, []
+                news = self._news
+                self._news = []
                 self._sinks.step(report, news)
 
-    def _take_line(self, frame: Frame) -> None:
+    def _handle_line(self, frame: Frame) -> None:
         level, line = json.loads(frame.payload)
         _log.log(level, "%s", line)
 
-    def _take_announcement(self, frame: Frame) -> None:
+    def _handle_announcement(self, frame: Frame) -> None:
         announce(*json.loads(frame.payload))
 
-    def _take_off(self, frame: Frame) -> None:
+    def _handle_off(self, frame: Frame) -> None:
         raise AgentEndedError(frame.payload.decode())
 
-    def _take_done(self, frame: Frame) -> None:
+    def _handle_done(self, frame: Frame) -> None:
         self.done = True
         if frame.payload:
             raise AgentEndedError(frame.payload.decode())
 
-    def _take_invitation(self, frame: Frame) -> None:
-        """Let the agents of other hosts know how the root is reached."""
-        self._opened.meeting.write("invitation", frame.payload)
+    def _handle_invitation(self, frame: Frame) -> None:
+        """Publish the root's invitation to the agents of other hosts."""
+        self._handle.meeting.write("invitation", frame.payload)
 
     def _look_for_invitation(self) -> None:
-        """Tell the agent of this host how the root is reached, once that is known."""
-        invitation = self._opened.meeting.look("invitation")
+        """Send the root's invitation to the agent of this host, once it is published."""
+        invitation = self._handle.meeting.look("invitation")
         if invitation is not None:
             self._awaits_invitation = False
-            self._link.send(FrameKind.INVITATION, invitation, rank=self._opened.rank)
+            self._link.send(FrameKind.INVITATION, invitation, rank=self._handle.rank)

@@ -1,4 +1,4 @@
-"""Which instruments measure a model: chosen once, by how it is wrapped and by what is asked."""
+"""Chooses the instruments of a model, by its wrapper and the options."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from rankscope.wrappers.reduced_types import reduced_types
 from rankscope.wrappers.tap import GradientObserver, GradientTap, Guarded, ReadReduced
 
 GROUP_WIDTH = 251
-"""Numbers in the sketch of a group: its cosines err by 0.06 at most."""
+"""Width of the sketch of a group: its cosines err by 0.06 at most."""
 
 STATE_SPACING = PACE.state_spacing
 """Steps from one reading of the model's state to the next, where there is a budget to keep."""
@@ -37,24 +37,24 @@ STATE_SPACING = PACE.state_spacing
 
 @dataclass(frozen=True, slots=True)
 class Instruments:
-    """What measures one model.
+    """The instruments of one model.
 
     Attributes:
-        make_tap: Makes the tap, given a guard, a observer, and what to call after a step that this
-            rank only shadows.
-        make_job: Returns what probes are made for, given the optimizer, the first step, what takes
-            seconds that count elsewhere, and the way to the root.
+        make_tap: Makes the tap from a guard, an observer, and a function to call after a step that
+            this rank only shadows.
+        make_job: Makes the probes' job from the optimizer, the first step, a function that takes
+            seconds to count for the next step, and the channel to the root.
         module: The model inside the wrapper.
-        reduced: What is read of the reduced gradient.
-        layout: What a step's message holds.
+        reduced: How the reduced gradient is read.
+        layout: The layout of a step's message.
         every: Gradients are measured in steps that are multiples of this.
-        groups: Names of the parameter groups, and which parameter belongs to which.
-        device: Where the gradients live.
+        groups: Names of the parameter groups, and the group of each parameter.
+        device: The device of the gradients.
         reduced_in: Where the reduction is audited, for each group the type in which its gradient
             is meant to be reduced; else None.
         local_steps: Steps from one average of the workers' parameters to the next; 0 where every
             step's gradients are reduced.
-        take_read_seconds: Returns how long reading gradients has taken since its last call.
+        take_read_seconds: Returns the seconds spent reading gradients since its last call.
     """
 
     make_tap: Callable[[Guarded, GradientObserver, Callable[[], None]], GradientTap]
@@ -79,15 +79,7 @@ def choose_instruments(
     loader: Any = None,
     canary: bool = False,
 ) -> Instruments:
-    """Return what measures a model.
-
-    Args:
-        wrapped: The model as it goes data parallel.
-        options: What is asked for.
-        tier: How much of the gradients is compared.
-        local_steps: See :class:`Instruments`.
-        loader: The training's data loader; None if it was not given.
-        canary: Whether canaries run.
+    """Return the instruments of a model.
 
     Raises:
         UsageError: An option cannot work.
@@ -164,13 +156,13 @@ def choose_instruments(
 
 
 def _reads(wrapped: Wrapped, options: WatchOptions, tier: Tier) -> ReadReduced:
-    """Return what is read of the reduced gradient.
+    """Return how the reduced gradient is read.
 
-    Of a loop that reduces by itself, sketches of up to 64 workers alone tell whether it is a mean.
+    In a loop that reduces by itself, only sketches of up to 64 workers show whether it is a mean.
     """
     reduced = options.reads(tier)
-    told = reduced is ReadReduced.SKETCH and wrapped.group.size() <= MAX_PAIRED
-    return ReadReduced.OFF if wrapped.kind is LOOP and not told else reduced
+    is_audited = reduced is ReadReduced.SKETCH and wrapped.group.size() <= MAX_PAIRED
+    return ReadReduced.OFF if wrapped.kind is LOOP and not is_audited else reduced
 
 
 def _reduced_in(wrapped: Wrapped, groups: Groups) -> dict[str, str]:
@@ -183,6 +175,6 @@ def _sections(wrapped: Wrapped, groups: Groups) -> Sections:
 
 
 def _elements(parameter: torch.Tensor) -> int:
-    """Return how many real numbers a parameter's gradient has."""
+    """Return the number of real numbers in a parameter's gradient."""
     count = getattr(parameter, "ds_numel", None) or parameter.numel()  # ZeRO 3 empties it
     return int(count) * (2 if parameter.is_complex() else 1)

@@ -1,4 +1,4 @@
-"""One worker's step, as its probes have collected it, and how it becomes a message."""
+"""One worker's collected step, and its message."""
 
 import json
 import time
@@ -12,13 +12,13 @@ from rankscope.bus.probe import Content, Pending
 
 @dataclass(slots=True)
 class LocalStep:
-    """What the probes collected in one step; its numbers may still be on the device.
+    """The data of one step from all probes; its numbers may still be on the device.
 
     Attributes:
         step: Step number.
-        parts: What each kind of evidence adds.
-        bulk: What is left out where there is no room: the measured gradient; None without.
-        time: Unix time at which it ended.
+        parts: The part of each kind of evidence.
+        bulk: The measured gradient, left out where there is no room; None without.
+        time: Unix time at which the step ended.
     """
 
     step: int
@@ -33,11 +33,7 @@ class LocalStep:
         return bulk and all(part.ready for part in self.parts)
 
     def pack(self, *, bulk: bool = True) -> list[Content]:
-        """Wait for the device, and return the message's bytes, in pieces.
-
-        Args:
-            bulk: Whether there is room for all.
-        """
+        """Wait for the device; return the message's bytes in pieces, with or without ``bulk``."""
         values: dict[str, float] = {}
         arrays: dict[str, Content] = {}
         names: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """The meeting of all ranks of a mesh, each of whose data-parallel groups records a run of its own.
 
-One root compares what the mesh replicates: that of its first rank's run. Its own ranks send by the
-link that they have. A rank of another run is a guest: it opens a second link, to the agent that
-this run has on its host; where it has none, that rank is not compared.
+One root compares the mesh's replicated state: that of the run of its first rank. Ranks of this run
+use their own link. A rank of another run is a guest: it opens a second link, to this run's agent on
+its host; without such an agent, that rank is not compared.
 """
 
 import json
@@ -26,19 +26,18 @@ from rankscope.wrappers.rendezvous import LateError, Rendezvous
 _log = logging.getLogger("rankscope")
 
 PATIENCE_SECONDS = 30.0
-"""How long a rank waits for the mesh's other runs, whose ranks begin at about the same time."""
+"""Seconds that a rank waits for the mesh's other runs, which begin at about the same time."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshMeeting:
-    """What the ranks of a mesh have told each other as they began.
+    """The facts that the ranks of a mesh exchange as they begin.
 
     Attributes:
         place: This rank's place in it.
-        ranks: Where they can agree on something.
+        ranks: The rendezvous of all ranks of the mesh.
         own: The first rank of this run.
-        answer: What the mesh's first rank has said: its run, where its root is reached on each
-            host, and its secret.
+        answer: From the mesh's first rank: its run, the agent's address on each host, its secret.
     """
 
     place: MeshPlace
@@ -48,13 +47,13 @@ class MeshMeeting:
 
 
 class JoinedMesh:
-    """One rank's way to the root that compares what a mesh replicates.
+    """One rank's connection to the root that compares the mesh's replicated state.
 
     Args:
         place: This rank's place in the mesh.
-        ranks: Where its ranks agree.
-        guest: The link of a rank of another run; None: the run's own is taken.
-        reaches: Whether there is a way.
+        ranks: The rendezvous of all ranks of the mesh.
+        guest: The link of a rank of another run; None: the run's own link is used.
+        reaches: Whether there is a connection.
     """
 
     def __init__(
@@ -76,7 +75,7 @@ class JoinedMesh:
         return self._guest is not None
 
     def send(self, name: str, step: int, content: Content) -> None:
-        """Send what a kind of evidence knows of a step, if there is room; as a guest."""
+        """Send a guest's evidence of a step, if there is room."""
         guest = self._guest
         if guest is not None and guest.has_room:
             payload = tag(name, content)
@@ -92,38 +91,27 @@ class JoinedMesh:
 def meet_mesh(
     wrapped: Wrapped, group: dist.ProcessGroup, *, host: str, address: str, secret: str
 ) -> MeshMeeting | None:
-    """Meet all ranks of a mesh; None without one, or where some do not come.
+    """Meet all ranks of a mesh, which all call it at the same point.
 
-    All of them call it at the same point.
-
-    Args:
-        wrapped: The model.
-        group: The ranks of this run.
-        host: This rank's host.
-        address: Where the agent of this rank's run is reached on it.
-        secret: What that agent asks for.
+    None without a mesh, or if some ranks do not come. ``address`` and ``secret`` are those of this
+    run's agent on ``host``.
     """
-    place, world = wrapped.mesh, dist.group.WORLD
+    place = wrapped.mesh
+    world = dist.group.WORLD
     if place is None or world is None:
         return None
     own = dist.get_process_group_ranks(group)[0]
-    said = {"run": own, "host": host, "address": address, "secret": secret}
+    facts = {"run": own, "host": host, "address": address, "secret": secret}
     ranks = Rendezvous(world, place.ranks, patience_seconds=PATIENCE_SECONDS)
     try:
-        return MeshMeeting(place, ranks, own, _meet(ranks, said))
+        return MeshMeeting(place, ranks, own, _meet(ranks, facts))
     except LateError as error:
         _log.info("replicas over other axes of the mesh are not compared: %s", error)
         return None
 
 
 def join_mesh(meeting: MeshMeeting, *, host: str, compares: bool) -> JoinedMesh:
-    """Return a rank's way to the root that compares the mesh.
-
-    Args:
-        meeting: Of all ranks of the mesh.
-        host: This rank's host.
-        compares: Whether what the mesh replicates is to be compared.
-    """
+    """Return a rank's connection to the root that compares the mesh's replicated state."""
     answer = meeting.answer
     if answer["run"] == meeting.own or not compares:
         return JoinedMesh(meeting.place, meeting.ranks, reaches=compares)
@@ -138,17 +126,17 @@ def join_mesh(meeting: MeshMeeting, *, host: str, compares: bool) -> JoinedMesh:
     return JoinedMesh(meeting.place, meeting.ranks, guest)
 
 
-def _meet(meeting: Rendezvous, said: dict[str, Any]) -> dict[str, Any]:
-    """Return where the root of the mesh's first rank is reached on each host, and its secret.
+def _meet(meeting: Rendezvous, facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the address of the agents of the mesh's first run on each host, and its secret.
 
     Raises:
         LateError: Some rank does not come.
     """
-    heard = meeting.gather(json.dumps(said).encode())
-    if heard is not None:
-        each = [json.loads(one) for one in heard]
-        hosts = {one["host"]: one["address"] for one in each if one["run"] == said["run"]}
-        answer = {"run": said["run"], "hosts": hosts, "secret": said["secret"]}
+    gathered = meeting.gather(json.dumps(facts).encode())
+    if gathered is not None:
+        each = [json.loads(one) for one in gathered]
+        hosts = {one["host"]: one["address"] for one in each if one["run"] == facts["run"]}
+        answer = {"run": facts["run"], "hosts": hosts, "secret": facts["secret"]}
         meeting.write("answer", json.dumps(answer).encode())
         return answer
     found: dict[str, Any] = json.loads(meeting.read("answer")[0])

@@ -1,7 +1,7 @@
-"""How a run begins on all ranks or on none: what they agree on, and what rank 0 opens.
+"""Begins a run on all ranks or on none: they agree on options, and rank 0 opens the directory.
 
-What one rank alone cannot do is told to all of them. If it just raised, the others would wait for
-it, up to half an hour.
+An error on one rank is raised on all of them. Otherwise the others would wait for that rank, up to
+half an hour.
 """
 
 import contextlib
@@ -44,13 +44,13 @@ from rankscope.wrappers.rendezvous import LateError, Rendezvous
 _log = logging.getLogger("rankscope")
 
 _AGENT_ENDS_SECONDS = 0.2  # from the end of its sockets to that of its process
-_RECORD_ENDS_SECONDS = 1.0  # that a training waits for a lost run to be ended in its record
-_STARTING_SECONDS = 5.0  # that the agent of a run that has just begun may take to start
-_PREVIOUS_SECONDS = 10.0  # that the agent of the run before may take to write what it knows
+_RECORD_ENDS_SECONDS = 1.0  # that a training waits for the end of a lost run to be recorded
+_STARTING_SECONDS = 5.0  # that the agent of a new run may take to start
+_PREVIOUS_SECONDS = 10.0  # that the agent of the run before may take to write its data
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Opened:
+class RunHandle:
     """A run that has begun, as one rank sees it.
 
     Attributes:
@@ -58,13 +58,13 @@ class Opened:
         num_workers: W.
         first_step: Number of the first step.
         run_dir: The run's directory; None on all ranks but 0.
-        store: Its address in an object store, which it is a copy of; empty otherwise.
-        address: Where the agent listens.
-        hello: What this rank tells it first.
-        meeting: Where the ranks have met.
-        awaits_invitation: Whether this rank has to tell its agent how the root is reached.
+        store: The run's address in an object store; empty without.
+        address: The agent's address.
+        hello: The content of this rank's first frame.
+        meeting: The rendezvous of all ranks.
+        awaits_invitation: Whether this rank has to send the root's invitation to its agent.
         agent: The agent, on the rank that has started it.
-        info: What ``run.json`` says, on rank 0.
+        info: The content of ``run.json``, on rank 0.
         local_sinks: Sinks that live in the training's process, on rank 0.
         problem: Why nothing is watched, where some rank did not come; else empty.
     """
@@ -84,12 +84,7 @@ class Opened:
     store: str = ""
 
     def connect(self, reduced_copies: int, mark: ProgressMark | None) -> Link:
-        """Return the way to the agent.
-
-        Args:
-            reduced_copies: How many workers hold each element of the reduced gradient.
-            mark: Where this rank notes how far it is; None without.
-        """
+        """Return the link to the agent."""
         hello = {**self.hello, "thread": threading.get_native_id()}
         if mark is not None:
             hello["progress"] = mark.fileno()
@@ -101,7 +96,7 @@ class Opened:
         return Link(partial(launch.connect, self.address, self.problem), frame, wake)
 
     def note_end_of_agent(self) -> None:
-        """Say in the record that it ends here, on rank 0, if the agent's process has ended."""
+        """Record, on rank 0, that the run ends here if the agent's process has ended."""
         if self.agent is None or self.run_dir is None:
             return
         how = self.agent.ending(_AGENT_ENDS_SECONDS)
@@ -109,18 +104,18 @@ class Opened:
             args = self.run_dir, self.agent.pid, how
             thread = threading.Thread(target=_end_lost_run, args=args, daemon=True)
             thread.start()
-            thread.join(_RECORD_ENDS_SECONDS)  # the directory may stand still
+            thread.join(_RECORD_ENDS_SECONDS)  # the file system may hang
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Intent:
-    """What a run is to be.
+class RunRequest:
+    """The settings of a run to begin.
 
     Attributes:
-        options: What must be equal on all ranks, as plain values.
-        describe: Returns what this rank says of itself: ``facts``, ``config``, ``training``,
-            ``sinks``, and ``run_dir``, the directory that rank 0 writes.
-        layout: How messages are to be read.
+        options: Options that must be equal on all ranks, as plain values.
+        describe: Returns this rank's ``facts``, ``config``, ``training``, ``sinks``, and
+            ``run_dir``, the directory that rank 0 writes.
+        layout: The layout of messages.
         flush_seconds: Longest time that measured values stay in the agent's memory.
         hang_seconds: How long a step may take; None for any time.
         in_thread: Whether agents live in threads of the training's processes.
@@ -140,26 +135,24 @@ def _end_lost_run(run_dir: Path, pid: int | None, how: str) -> None:
     try:
         end_lost_run(run_dir, pid, how)
     except Exception as error:
-        _log.debug("%s cannot say that its agent has ended: %s", run_dir, error)
+        _log.debug("the end of the agent cannot be recorded in %s: %s", run_dir, error)
 
 
-def open_run(group: dist.ProcessGroup, intent: Intent) -> Opened:
+def open_run(group: dist.ProcessGroup, request: RunRequest) -> RunHandle:
     """Agree on options with all ranks, open the run's directory on rank 0, and find the agent.
 
     Where some rank does not come, nothing is watched, and the training goes on.
 
-    Args:
-        group: The ranks; all of them call this at the same point of the program.
-        intent: What the run is to be.
+    All ranks of the group call it at the same point of the program.
 
     Raises:
         RankscopeError: Some rank cannot begin; of the same kind on all of them.
     """
     meeting = Rendezvous(group)
     try:
-        return _open_run(meeting, intent)
+        return _open_run(meeting, request)
     except LateError as error:
-        return Opened(
+        return RunHandle(
             rank=meeting.rank,
             num_workers=meeting.num_workers,
             first_step=0,
@@ -173,21 +166,21 @@ def open_run(group: dist.ProcessGroup, intent: Intent) -> Opened:
         )
 
 
-def _open_run(meeting: Rendezvous, intent: Intent) -> Opened:
+def _open_run(meeting: Rendezvous, request: RunRequest) -> RunHandle:
     info: dict[str, Any] = {}
     problem = None
     try:
-        info = intent.describe()
+        info = request.describe()
     except Exception as error:
         problem = _problem_of(error, f"rank {meeting.rank} cannot begin to watch")
-    agreement = {"schema": schema_hash(), VARIABLE: PACE is EAGER, **to_plain(intent.options)}
+    agreement = {"schema": schema_hash(), VARIABLE: PACE is EAGER, **to_plain(request.options)}
     hello = {"agreement": agreement, "facts": info.pop("facts", {}), "host": host_name()}
     if problem is not None:
         hello |= {"problem": str(problem), "kind": type(problem).__name__}
     hellos = meeting.gather(json.dumps(to_plain(hello)).encode())
-    begun = _Begun()
+    root_run = _RootRun()
     if hellos is not None:
-        answer, begun = _answer([json.loads(each) for each in hellos], info, intent)
+        answer, root_run = _answer([json.loads(each) for each in hellos], info, request)
         ranks_of = answer.pop("ranks_of", {})
         for host, count in ranks_of.items():
             meeting.write(f"ranks/{host}", str(count).encode())
@@ -199,13 +192,15 @@ def _open_run(meeting: Rendezvous, intent: Intent) -> Opened:
         raise problem
     if "problem" in answer:
         kind = getattr(errors, answer["kind"], RunError)
-        raise begun.problem or kind.__new__(kind, answer["problem"])  # it is whole
-    return _connect(meeting, answer, begun, intent)
+        raise root_run.problem or kind.__new__(
+            kind, answer["problem"]
+        )  # __new__: the message is complete
+    return _connect(meeting, answer, root_run, request)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Begun:
-    """What rank 0 alone has of a run."""
+class _RootRun:
+    """The part of a run that rank 0 alone has."""
 
     path: Path | None = None
     store: Store | None = None
@@ -216,24 +211,24 @@ class _Begun:
 
 
 def _answer(
-    hellos: list[dict[str, Any]], info: dict[str, Any], intent: Intent
-) -> tuple[dict[str, Any], _Begun]:
-    """Return what rank 0 says to all ranks, and what it has begun."""
+    hellos: list[dict[str, Any]], info: dict[str, Any], request: RunRequest
+) -> tuple[dict[str, Any], _RootRun]:
+    """Begin the run on rank 0; return its answer to all ranks, and the run."""
     for hello in hellos:
         if "problem" in hello:
-            return {"problem": hello["problem"], "kind": hello["kind"]}, _Begun()
+            return {"problem": hello["problem"], "kind": hello["kind"]}, _RootRun()
     try:
         _check_agreement(hellos)
-        begun, first_step = _begin(info.pop("run_dir"), hellos, info, intent)
+        root_run, first_step = _begin(info.pop("run_dir"), hellos, info, request)
     except Exception as error:
         problem = _problem_of(error, f"rank 0 cannot begin the run in {info.get('run_dir')}")
-        return {"problem": str(problem), "kind": type(problem).__name__}, _Begun(problem=problem)
+        return {"problem": str(problem), "kind": type(problem).__name__}, _RootRun(problem=problem)
     return {
         "first_step": first_step,
         "secret": secrets.token_hex(16),
         "host": hellos[0]["host"],
         "ranks_of": Counter(hello["host"] for hello in hellos),
-    }, begun
+    }, root_run
 
 
 def _check_agreement(hellos: list[dict[str, Any]]) -> None:
@@ -249,16 +244,16 @@ def _check_agreement(hellos: list[dict[str, Any]]) -> None:
                     f"{sorted(others - own) or 'none'}; look for what freezes, ties or adds "
                     "parameters on some ranks only"
                 )
-            said = {key: hello["agreement"].get(key) for key in keys}
+            given = {key: hello["agreement"].get(key) for key in keys}
             raise UsageError(
-                f"watch() expected the same options on every rank, got {said} on rank {rank} and "
+                f"watch() expected the same options on every rank, got {given} on rank {rank} and "
                 f"{ {key: first[key] for key in keys} } on rank 0; pass equal options"
             )
 
 
 def _begin(
-    place: Path | Store, hellos: list[dict[str, Any]], info: dict[str, Any], intent: Intent
-) -> tuple[_Begun, int]:
+    place: Path | Store, hellos: list[dict[str, Any]], info: dict[str, Any], request: RunRequest
+) -> tuple[_RootRun, int]:
     given = info.pop("sinks")
     planned = plan_sinks(given) if dist.get_rank() == 0 else ()
     if given and not planned:  # one tracker, one port, one webhook for the job
@@ -267,7 +262,7 @@ def _begin(
         "num_workers": len(hellos),
         "world_size": dist.get_world_size(),
         "ranks": [{"rank": rank, **hello["facts"]} for rank, hello in enumerate(hellos)],
-        "options": intent.options,
+        "options": request.options,
         **info,
         "versions": {"torch": str(torch.__version__), **info.get("versions", {})},
         "config": without_secrets(to_plain(info.get("config", {}))),
@@ -276,21 +271,21 @@ def _begin(
     run_dir = store.copy if store is not None else Path(str(place))
     while True:
         previous, path = _free_directory(run_dir, store)
-        start = _state_after(previous, info) if intent.options["resume"] else None
-        told = dict(info)
+        start = _state_after(previous, info) if request.options["resume"] else None
+        described = dict(info)
         if previous is not None and start is not None:
-            told |= {"continues": previous.name, "first_step": start["step"] + 1}
+            described |= {"continues": previous.name, "first_step": start["step"] + 1}
         try:
-            begun = begin_run(path, told, b"" if start is None else pack_state(start))
+            written = begin_run(path, described, b"" if start is None else pack_state(start))
         except RunTakenError:  # by a job that begins at the same time: the next sibling is ours
             continue
-        return _Begun(
+        return _RootRun(
             path,
             None if store is None else store.sibling(path.name),
-            to_plain(begun),
+            to_plain(written),
             tuple(sink.spec for sink in planned if sink.spec),
             tuple(sink for sink in planned if not sink.spec),
-        ), told.get("first_step", 0)
+        ), described.get("first_step", 0)
 
 
 def _state_after(previous: Path | None, info: Mapping[str, Any]) -> Any:
@@ -304,19 +299,19 @@ def _state_after(previous: Path | None, info: Mapping[str, Any]) -> Any:
 
 
 def _wait_for_agent(previous: Path) -> None:
-    """Let the agent of a run that has just been killed write what it was sent.
+    """Wait until the agent of a killed run has written its data.
 
-    A run that has just begun names none: its agent is starting, and steps wait in its socket.
+    A new run may not name its agent yet: it is starting, and steps wait in its socket.
     """
     until = time.monotonic() + _PREVIOUS_SECONDS
     while time.monotonic() < until:
         try:
-            said = parse(read_file(previous / "run.json"))
+            info = parse(read_file(previous / "run.json"))
             age = time.time() - (previous / "run.json").stat().st_mtime
         except (OSError, ValueError):
             return
-        agent = said.get("agent")
-        if said.get("status") != "running" or (agent is None and age > _STARTING_SECONDS):
+        agent = info.get("agent")
+        if info.get("status") != "running" or (agent is None and age > _STARTING_SECONDS):
             return
         if agent is not None and not _runs_here(agent):
             return
@@ -328,79 +323,81 @@ def _runs_here(agent: Mapping[str, Any]) -> bool:
 
 
 def _connect(
-    meeting: Rendezvous, answer: Mapping[str, Any], begun: _Begun, intent: Intent
-) -> Opened:
-    rank, secret, own_host = meeting.rank, answer["secret"], host_name()
+    meeting: Rendezvous, answer: Mapping[str, Any], root_run: _RootRun, request: RunRequest
+) -> RunHandle:
+    rank = meeting.rank
+    secret = answer["secret"]
+    own_host = host_name()
     place = f"agent/{own_host}"
     agent = None
     leads = rank == 0 or (own_host != answer["host"] and meeting.is_first(f"leads/{own_host}"))
     if leads:
-        agent, address = _start_agent(secret, in_thread=intent.in_thread)
-        if begun.path is not None and not address:
+        agent, address = _start_agent(secret, in_thread=request.in_thread)
+        if root_run.path is not None and not address:
             with contextlib.suppress(Exception):
-                end_lost_run(begun.path, None, "none could be started")
+                end_lost_run(root_run.path, None, "none could be started")
         meeting.write(place, address.encode())
     else:
         address = meeting.read(place)[0].decode()
     hello: dict[str, Any] = {"rank": rank, "secret": secret}
     if leads:
         num_local = int(meeting.read(f"ranks/{own_host}")[0])
-        layout = intent.layout.to_json()
+        layout = request.layout.to_json()
         hello["forward"] = {"host": rank, "num_local": num_local, "layout": layout}
-    if begun.path is not None:
-        hello["root"] = _setup(begun, answer["first_step"], intent)
+    if root_run.path is not None:
+        hello["root"] = _setup(root_run, answer["first_step"], request)
         hello["root"] |= {"hosts": answer["hosts"], "num_local": hello.pop("forward")["num_local"]}
         hello["root"]["master"] = os.environ.get("MASTER_ADDR")
-    return Opened(
+    return RunHandle(
         rank=rank,
         num_workers=meeting.num_workers,
         first_step=answer["first_step"],
-        run_dir=begun.path,
+        run_dir=root_run.path,
         address=address,
         hello=hello,
         meeting=meeting,
         awaits_invitation="forward" in hello,
         agent=agent,
-        info=begun.info,
-        local_sinks=begun.local_sinks,
-        store="" if begun.store is None else str(begun.store),
+        info=root_run.info,
+        local_sinks=root_run.local_sinks,
+        store="" if root_run.store is None else str(root_run.store),
     )
 
 
 def _start_agent(secret: str, *, in_thread: bool) -> tuple[Started | None, str]:
-    """Return this host's agent, and its address; an empty one where there can be no agent."""
+    """Start this host's agent; return it and its address, which is empty after a failure."""
     try:
         listening, address = launch.listen()
         return launch.start(listening, secret, thread=in_thread), address
-    except Exception as error:  # the others wait for an answer
+    except Exception as error:  # the other ranks wait for an answer
         _log.warning("no agent of the monitor can be started (%s: %s)", type(error).__name__, error)
         return None, ""
 
 
-def _setup(begun: _Begun, first_step: int, intent: Intent) -> dict[str, Any]:
-    """Return what the root has to know, as JSON can hold it."""
-    options = intent.options
+def _setup(root_run: _RootRun, first_step: int, request: RunRequest) -> dict[str, Any]:
+    """Return the setup of the root, as plain values."""
+    options = request.options
     return {
         "host": host_name(),
-        "run_dir": str(Path(begun.path or "").absolute()),
-        "store": "" if begun.store is None else str(begun.store),
-        "info": begun.info,
-        "layout": intent.layout.to_json(),
+        "run_dir": str(Path(root_run.path or "").absolute()),
+        "store": "" if root_run.store is None else str(root_run.store),
+        "info": root_run.info,
+        "layout": request.layout.to_json(),
         "first_step": first_step,
-        "flush_seconds": intent.flush_seconds,
-        "hang_seconds": intent.hang_seconds,
+        "flush_seconds": request.flush_seconds,
+        "hang_seconds": request.hang_seconds,
         "budget": options["overhead_budget"],
         "every": options["every"],
         "canary": options["canary"],
         "canary_every": options["canary_every"],
-        "sinks": list(begun.sinks),
-        "relays": bool(begun.local_sinks),
-        "announce": intent.announce,
+        "sinks": list(root_run.sinks),
+        "relays": bool(root_run.local_sinks),
+        "announce": request.announce,
     }
 
 
 def host_name() -> str:
-    """Return what two processes have in common that can open each other's sockets."""
+    """Return a name that is equal in two processes that can open each other's sockets."""
     parts = [socket.gethostname(), str(os.getuid()) if hasattr(os, "getuid") else ""]
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
@@ -410,7 +407,7 @@ def host_name() -> str:
 
 
 def _problem_of(error: Exception, sentence: str) -> RankscopeError:
-    """Return why this rank cannot begin: an error of ours as it is, of any other a sentence."""
+    """Return the error to raise on all ranks: ours as it is, any other as a RunError."""
     if isinstance(error, RankscopeError):
         return error
     problem = RunError(f"{sentence} ({type(error).__name__}: {error})")
@@ -419,14 +416,17 @@ def _problem_of(error: Exception, sentence: str) -> RankscopeError:
 
 
 def _free_directory(run_dir: Path, store: Store | None = None) -> tuple[Path | None, Path]:
-    """Return the run before, if ``run_dir`` holds one already, and where to record this one.
+    """Return the run before, if ``run_dir`` holds one already, and the directory for this one.
 
     Siblings count without a gap: ``exp-2024`` beside ``exp`` is another experiment.
     """
-    previous, candidate, number = None, run_dir, 1
+    previous = None
+    candidate = run_dir
+    number = 1
     while is_run(candidate):
         number += 1
-        previous, candidate = candidate, run_dir.with_name(f"{run_dir.name}-{number}")
+        previous = candidate
+        candidate = run_dir.with_name(f"{run_dir.name}-{number}")
     if previous is not None:
         shown = (
             (run_dir, candidate)

@@ -34,13 +34,13 @@ class WatchOptions:
             ``1/sqrt(sketch_width)`` at most.
         groups: ``"blocks"`` (a transformer block, the embedding, the head), ``"none"``, a
             function from parameter name to group, or a mapping from name prefix to group.
-        reduced: What is read of the reduced gradient: ``"off"``, ``"norm"`` or ``"sketch"``, which
+        reduced: How the reduced gradient is read: ``"off"``, ``"norm"`` or ``"sketch"``, which
             audits the reduction. By default the sketch, and in the tier without sketches the norm.
         overhead_budget: Share of the step time that the monitor may take; to stay under it,
             gradients are measured less often, on all workers alike. None: never less often.
-        evidence: Whether what should be equal on all workers is compared exactly: parameters,
-            buffers, optimizer state, reduced gradients, random generators, precision. Samples,
-            settings and the environment always are.
+        evidence: Whether state that should be equal on all workers is compared exactly:
+            parameters, buffers, optimizer state, reduced gradients, random generators, precision.
+            Samples, settings and the environment always are.
         seed: Seed of the sketch's signs. It touches no random generator of the training.
         process_group: The data-parallel group; by default the model's own. Under FSDP2 with
             several meshes, that of the one whose parameters are compared.
@@ -50,23 +50,23 @@ class WatchOptions:
         resume: Whether a run that ``run_dir`` already holds goes on: its findings stay known, and
             its detectors go on where they stood. False: a new attempt that begins with nothing.
         tokenizer: The training's tokenizer (with ``get_vocab()``): its vocabulary is compared.
-        canary: Whether all workers replay a batch when a worker differs from the others, which
-            tells its data from its parameters and its hardware. Under DDP or without a
+        canary: Whether all workers replay a batch when a worker differs from the others, to
+            distinguish its data from its parameters and its hardware. Under DDP or without a
             wrapper, up to 64 workers.
         canary_every: Steps from one such replay to the next, whatever the findings. None: one
             within the first 50 steps, and others within 0.2 % of the training's time, where they
             cost no memory.
         verify_at: Steps whose gradient is computed again by each worker, one micro-batch at a time
-            and without the wrapper, and compared with what the optimizer is given: see
+            and without the wrapper, and compared with the optimizer's gradient: see
             :meth:`rankscope.Scope.verify`. Up to 64 workers.
         trace: Whether rank 0 records digest, norm and a short sketch of every parameter and every
             reduced gradient, in steps that are multiples of ``every``, for ``rankscope diff``.
             Under DDP; outside of ``overhead_budget``.
         agent: Where the monitor's work is done: ``"process"``, one of its own on each host, or
-            ``"thread"`` inside of this one, where no process may be started. By default what the
-            environment variable ``RANKSCOPE_AGENT`` says, else a process.
-        announce: Whether rank 0 says on the error stream (through the logger ``rankscope``) when a
-            warning or an error opens, gets worse or closes, and at the end the verdict and the
+            ``"thread"`` inside this one, where no process may be started. By default the value of
+            the environment variable ``RANKSCOPE_AGENT``, else a process.
+        announce: Whether rank 0 prints on the error stream (through the logger ``rankscope``) when
+            a warning or an error opens, gets worse or closes, and at the end the verdict and the
             command that shows more.
 
     Raises:
@@ -104,7 +104,7 @@ class WatchOptions:
 
     @classmethod
     def of(cls, options: "WatchOptions | None", named: Mapping[str, Any]) -> "WatchOptions":
-        """Return the options of an object together with those that were given by their names.
+        """Merge the options of an object with those given by name.
 
         Raises:
             UsageError: There is no option of a name, or it was given both ways.
@@ -118,7 +118,7 @@ class WatchOptions:
         return replace(options or cls(), **named)
 
     def reads(self, tier: Tier) -> ReadReduced:
-        """Return what is read of the reduced gradient in a tier.
+        """Return how the reduced gradient is read in a tier.
 
         Raises:
             UsageError: The tier reads something else.
@@ -131,13 +131,13 @@ class WatchOptions:
         return reduced
 
     def compared(self) -> dict[str, Any]:
-        """Return what must be equal on all ranks, and is recorded, as plain values."""
+        """Return the options that must be equal on all ranks and are recorded, as plain values."""
         flags = {"evidence": bool(self.evidence), "trace": bool(self.trace)}
         return {name: getattr(self, name) for name in _COMPARED} | flags
 
 
 def choice(kind: type[_Choice], name: str, value: str) -> _Choice:
-    """Return the member of an enumeration that a user named.
+    """Return the member of an enumeration by its name.
 
     Raises:
         UsageError: There is no such member.
@@ -150,7 +150,7 @@ def choice(kind: type[_Choice], name: str, value: str) -> _Choice:
 
 
 def chosen_tier(tier: Tier | str) -> Tier:
-    """Return the tier that a user named.
+    """Return the tier by its name.
 
     Raises:
         UsageError: There is no such tier, or no longer.
@@ -167,7 +167,7 @@ _EVERYDAY = ["run_dir", "tier", "plan", "on_finding", "sinks", "loader", "config
 
 
 def _instead(name: str, known: list[str]) -> str:
-    """Return the rest of a sentence: which option a name may stand for, or which there are."""
+    """Return the rest of an error message: a similar option, or all options."""
     for nearest in get_close_matches(name, [*known, *_EVERYDAY], n=1):
         return f"; did you mean {nearest!r}?"
     return f", only {', '.join(_EVERYDAY)}, and {', '.join(known)}"

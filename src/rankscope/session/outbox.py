@@ -1,7 +1,7 @@
 """Steps on their way to the agent: packed as soon as their numbers are on the host.
 
-On the CPU that is at once. On an accelerator a step's numbers have arrived by the end of the next
-step as a rule; nobody waits for them before the run is closed.
+On the CPU that is at once. On an accelerator a step's numbers usually arrive by the end of the next
+step; only ``flush`` waits for them, and a full queue.
 """
 
 import logging
@@ -14,18 +14,14 @@ from rankscope.session.local_step import LocalStep
 _log = logging.getLogger("rankscope")
 
 MOST_PENDING = 8
-"""With more steps that wait for their device, the oldest one is waited for."""
+"""Steps that may wait for their device; with more, ``send`` waits for the oldest."""
 
 
 class Outbox:
-    """Packs steps in order, and hands them over.
-
-    Args:
-        link: The way to the agent.
-        rank: This worker's rank.
+    """Packs steps in order, and sends them.
 
     Attributes:
-        num_without_room: Steps of which the gradient was left out, as the agent did not keep up.
+        num_without_room: Number of gradients left out, as the agent did not keep up.
     """
 
     def __init__(self, link: Link, rank: int) -> None:
@@ -35,20 +31,20 @@ class Outbox:
         self.num_without_room = 0
 
     def send(self, step: LocalStep) -> None:
-        """Take the next step; hand over all that are ready.
+        """Queue the next step; send all that are ready.
 
         Raises:
-            LinkError: The agent has ended, or takes nothing any more.
+            LinkError: The agent has ended, or no longer reads.
         """
         self._pending.append(step)
         while self._pending and (self._pending[0].ready or len(self._pending) > MOST_PENDING):
             self._hand_over(self._pending.popleft())
 
     def flush(self) -> None:
-        """Hand everything over; waits for the device.
+        """Send all steps; waits for the device.
 
         Raises:
-            LinkError: The agent has ended, or takes nothing any more.
+            LinkError: The agent has ended, or no longer reads.
         """
         while self._pending:
             self._hand_over(self._pending.popleft())
@@ -65,8 +61,8 @@ class Outbox:
         if self.num_without_room == 1:
             _log.warning(
                 "the monitor's agent does not keep up with rank %d: the gradient of step %d is not "
-                "measured, nor are others while that lasts. This is not said again, but counted in "
-                "run.json",
+                "measured, nor are others while that lasts. This warning is not repeated; run.json "
+                "counts the steps",
                 self._rank,
                 step,
             )

@@ -1,9 +1,9 @@
-"""The :class:`Scope`: what a training process holds of the monitor, for one watched job.
+"""The :class:`Scope`: the monitor in a training process, for one watched job.
 
-It collects this worker's steps, hands them to the agent of its host without ever waiting, and reads
-what comes back at the beginning of each step. Its rule above all others: it never raises into the
-training loop, never blocks it, and leaves every bit of the training as it was. A failure of its own
-switches it off with one warning.
+It collects this worker's steps, sends them to the agent of its host without waiting, and reads the
+agent's frames at the beginning of each step. Its first rule: it never raises into the training
+loop, never blocks it, and leaves every bit of the training as it was. A failure of its own switches
+it off with one warning.
 """
 
 import atexit
@@ -39,7 +39,7 @@ from rankscope.session.inbox import Inbox, OnFinding
 from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
 from rankscope.session.mesh_meeting import JoinedMesh
-from rankscope.session.opening import Opened
+from rankscope.session.opening import RunHandle
 from rankscope.session.outbox import Outbox
 from rankscope.sinks import Sinks
 from rankscope.wrappers.find import has_closure, is_compiled, is_training, log_if_rewrapped
@@ -51,12 +51,12 @@ from rankscope.wrappers.surroundings import traced
 _log = logging.getLogger("rankscope")
 
 CLOSE_SECONDS = 10.0
-"""How long ``close`` waits for the other workers' last step: they close at about the same time."""
+"""Seconds that ``close`` waits for the last step of the other workers."""
 
 CLOSE_SECONDS_AFTER_ERROR = 3.0
 """The same when the training raised: the others may never come."""
 
-_AGENT_SECONDS = 2.0  # that an agent may take to end after its last word
+_AGENT_SECONDS = 2.0  # that an agent may take to end after its last frame
 
 
 class Scope:
@@ -65,12 +65,12 @@ class Scope:
     Args:
         model: What the training calls: the wrapped model, or the compiled wrapper.
         optimizer: Its optimizer, if known, or several as one.
-        instruments: What measures the model's gradients, and how.
-        opened: The run that has begun, and the way to the agent.
+        instruments: The instruments of the model.
+        handle: The run.
         on_finding: Called with each finding that opens, gets worse or closes.
         mesh: The mesh that the run is a part of; None without one.
         sinks: Sinks that live in this process; None without.
-        announce_end: Whether rank 0 says at the end where the run is recorded.
+        announce_end: Whether rank 0 prints the run's place at the end.
     """
 
     def __init__(
@@ -78,34 +78,37 @@ class Scope:
         model: torch.nn.Module,
         optimizer: torch.optim.Optimizer | None,
         instruments: Instruments,
-        opened: Opened,
+        handle: RunHandle,
         *,
         on_finding: OnFinding | None,
         mesh: JoinedMesh | None = None,
         sinks: Sinks | None = None,
         announce_end: bool = False,
     ) -> None:
-        self._opened, self._announces_end = opened, announce_end
+        self._handle = handle
+        self._announces_end = announce_end
         self._off = self._closed = self._inside = self._training = self._bypassing = False
         self._pid = os.getpid()
         self._guard = Guard(self._fail, clock_of(instruments.device))
-        channel = Channel(self._send_evidence, self._has_room, opened.meeting, mesh)
+        channel = Channel(self._send_evidence, self._has_room, handle.meeting, mesh)
         self._collector = StepCollector(
-            instruments, optimizer, self._guard, self._send, opened.first_step, channel
+            instruments, optimizer, self._guard, self._send, handle.first_step, channel
         )
         self._mark = _new_mark()
-        self._link = opened.connect(self._collector.reduced_copies, self._mark)
-        self._outbox = Outbox(self._link, opened.rank)
-        self._inbox = Inbox(self._link, opened, self._collector, on_finding, sinks)
+        self._link = handle.connect(self._collector.reduced_copies, self._mark)
+        self._outbox = Outbox(self._link, handle.rank)
+        self._inbox = Inbox(self._link, handle, self._collector, on_finding, sinks)
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(ForeignHook(self._before_forward), with_kwargs=True),
             model.register_forward_hook(ForeignHook(self._after_forward), with_kwargs=True),
         ]
-        self._model, inner = model, instruments.module
+        self._model = model
+        inner = instruments.module
         self._hooks_inside = inner is not model and not (is_compiled(model) or is_compiled(inner))
         if self._hooks_inside:
             hook = partial(ForeignHook, compiled=False)
-            before, after = hook(self._before_inner_forward), hook(self._after_inner_forward)
+            before = hook(self._before_inner_forward)
+            after = hook(self._after_inner_forward)
             self._hooks.append(inner.register_forward_pre_hook(before, with_kwargs=True))
             self._hooks.append(inner.register_forward_hook(after, with_kwargs=True))
         for each in all_of(optimizer):
@@ -115,18 +118,18 @@ class Scope:
         _scopes.add(self)
         atexit.register(_close_at_exit, weakref.ref(self))
 
-    # What the user calls -------------------------------------------------------------------
+    # Calls of the user ---------------------------------------------------------------------
 
     @property
     def run_dir(self) -> Path | None:
         """The run's directory; None on all ranks but 0."""
-        return self._opened.run_dir
+        return self._handle.run_dir
 
     @property
     def latest(self) -> StepReport | None:
-        """The last step that is known of all workers; None before the first.
+        """The latest judged step of all workers; None before the first.
 
-        The first time that it is asked for, the agent is asked to send reports from then on.
+        The first access requests reports from the agent from then on.
         """
         if not self._closed and not self._off:
             self._guard(self._inbox.subscribe)
@@ -141,12 +144,12 @@ class Scope:
 
     @property
     def training(self) -> bool:
-        """Whether the last forward pass of the model that began counts as one of the training."""
+        """Whether the last forward pass of the model counts as one of the training."""
         return self._training
 
     @property
     def repeating(self) -> bool:
-        """Whether what the model runs just now is none of the training's forward passes."""
+        """Whether the present forward pass is none of the training's own."""
         return self._collector.repeating
 
     @property
@@ -168,7 +171,7 @@ class Scope:
 
         Args:
             value: The loss per label token before any averaging over workers: a scalar, or one
-                per sample ``[B]`` (which tells how much dispersion sampling alone would give).
+                per sample ``[B]`` (from which the dispersion by sampling alone follows).
             weight: Number of label tokens behind it, of the same shape.
             factor: What ``value`` is over the loss per label token, where the training has scaled
                 it already: ``W·n/N`` for a sum over n tokens that was divided by the N tokens of
@@ -181,7 +184,7 @@ class Scope:
             spare: Whether this loss only counts when the backward pass does not go through the
                 ``.loss`` of the model's output.
         """
-        again = in_backward() and not spare  # from inside of a model that a checkpoint runs again
+        again = in_backward() and not spare  # inside a checkpoint's recomputation
         if again or self._collector.repeating:
             return
         more = {"factor": factor, "constant": constant, "summed": summed, "spare": spare}
@@ -194,16 +197,16 @@ class Scope:
         Call it before the forward pass of the batch.
 
         Args:
-            samples: One id per sample (integers, strings, or what else stands for itself: bytes,
-                tuples, UUIDs), or the tensors of the batch. What cannot be an id is declined in
-                one line of the log.
+            samples: One id per sample (integers, strings, or other plain values: bytes, tuples,
+                UUIDs), or the tensors of the batch. Anything else is declined in one line of the
+                log.
         """
         self._guard(self._collector.give_samples, samples)
 
     def rollout(
         self, trainer_logps: Tensor, rollout_logps: Tensor, mask: Tensor | None = None
     ) -> None:
-        """Give what trainer and rollout say of the same tokens, in reinforcement learning.
+        """Give the log-probabilities of trainer and rollout for the same tokens.
 
         Their mean absolute difference is recorded as ``rollout_gap`` and compared between workers.
         Call it before the backward pass of the micro-batch, once for each batch of rollouts: later
@@ -214,14 +217,14 @@ class Scope:
                 nats, of any shape such as ``[B, n]``.
             rollout_logps: The same by the engine that drew them, on the same device. Tokens
                 without a finite value do not count.
-            mask: Which tokens count, of the same shape; None for all. What cannot be compared is
-                declined in one line of the log.
+            mask: Which tokens count, of the same shape; None for all. Values that cannot be
+                compared are declined in one line of the log.
         """
         if not (self._collector.repeating or in_backward()):
             self._guard(self._collector.give_rollout, trainer_logps, rollout_logps, mask)
 
     def canary(self) -> None:
-        """Ask for a canary, on all ranks in the same step.
+        """Request a canary, on all ranks in the same step.
 
         Some steps later all workers run the same two batches of the training, forward and
         backward, and their results are compared. Training goes on as it would have, bit for bit.
@@ -230,11 +233,11 @@ class Scope:
             _log.warning("scope.canary() does nothing in this run: canaries are off, see the log")
 
     def verify(self) -> None:
-        """Ask for a reference step, on all ranks in the same step.
+        """Request a reference step, on all ranks in the same step.
 
         The gradient of the next step that begins is computed again before the optimizer is called,
-        one micro-batch at a time and without the wrapper, and compared with what the optimizer is
-        given; a finding ``verify.…`` says what came out. Training goes on as it would have, bit for
+        one micro-batch at a time and without the wrapper, and compared with the optimizer's
+        gradient; a finding ``verify.…`` has the result. Training goes on as it would have, bit for
         bit.
         """
         self._collector.ask("reference")
@@ -248,21 +251,21 @@ class Scope:
         self._collector.paused = False
 
     def until_closed(self, *hooks: Any) -> None:
-        """Call ``remove()`` of hooks, or of what was put into a framework's place, at the end."""
+        """Call ``remove()`` of hooks, or of replaced parts of a framework, at the end."""
         self._hooks.extend(hooks)
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Deliver what was measured, wait until the run is written, and take all hooks out.
+        """Send all steps, wait until the run is written, and remove all hooks.
 
         Args:
             timeout: Seconds to wait for the other workers' last step, and for a run directory that
-                does not answer; longer only while the agent says that it gets on. Sinks in this
-                process have another 5 s.
+                does not answer; longer only while the agent sends keepalives. Sinks in this process
+                have another 5 s.
         """
         self._close(timeout)
 
     def _close(self, timeout: float, *, interrupted: bool = False) -> None:
-        if self._closed or os.getpid() != self._pid:  # what a forked process ends is its own
+        if self._closed or os.getpid() != self._pid:  # not in a forked process
             return
         self._guard(partial(self._collector.close_step, interrupted=interrupted, last=True))
         self._closed = True
@@ -273,49 +276,49 @@ class Scope:
                 hook.remove()
             self._collector.remove()
             if settled:
-                self._say_goodbye(timeout, interrupted=interrupted)
+                self._finish(timeout, interrupted=interrupted)
         except RankscopeError as error:
             self._warn(error)
-        finally:  # Ctrl-C cuts the wait short, and loses nothing that was handed over
+        finally:  # Ctrl-C ends the wait; sent frames are not lost
             self._off = True
             self._link.close()
             if self._mark is not None:
                 self._mark.close()
             self._inbox.close_sinks()
-            if self._opened.agent is not None and self._inbox.done:
-                self._opened.agent.wait(_AGENT_SECONDS)
-        if self._announces_end and self._opened.run_dir is not None:
-            announce(logging.INFO, where_recorded(self._opened.run_dir, self._opened.store))
-        self._inbox.tell(None)
+            if self._handle.agent is not None and self._inbox.done:
+                self._handle.agent.wait(_AGENT_SECONDS)
+        if self._announces_end and self._handle.run_dir is not None:
+            announce(logging.INFO, where_recorded(self._handle.run_dir, self._handle.store))
+        self._inbox.notify(None)
 
-    def _say_goodbye(self, timeout: float, *, interrupted: bool) -> None:
-        """Hand over what is left, and wait for the agent's last word.
+    def _finish(self, timeout: float, *, interrupted: bool) -> None:
+        """Send the remaining steps, and wait for the agent's last frame.
 
         Raises:
             LinkError: The agent has ended.
         """
         self._outbox.flush()
         why = "its training was interrupted" if interrupted else "it closed its scope"
-        self._say_bye(complete=not interrupted, why=why)
+        self._send_bye(complete=not interrupted, why=why)
         until = time.monotonic() + timeout
         self._link.drain(timeout)
         while not self._inbox.done and time.monotonic() < until:
             if self._inbox.wait(min(until - time.monotonic(), 0.5)):
-                until = time.monotonic() + timeout  # the agent is busy with what it has
+                until = time.monotonic() + timeout  # the agent is still busy
         if not self._inbox.done and not interrupted:
-            told = self._opened.agent is not None and timeout >= CLOSE_SECONDS_AFTER_ERROR
-            level = logging.WARNING if told else logging.INFO
+            warns = self._handle.agent is not None and timeout >= CLOSE_SECONDS_AFTER_ERROR
+            level = logging.WARNING if warns else logging.INFO
             _log.log(
                 level,
                 "the monitor's agent still waits for other ranks or hosts; the training goes on, "
                 "and the agent closes the record by itself",
             )
 
-    def _say_bye(self, *, complete: bool, why: str) -> None:
-        said = {
+    def _send_bye(self, *, complete: bool, why: str) -> None:
+        bye = {
             "complete": complete, "why": why, "without_room": self._outbox.num_without_room
         }  # fmt: skip
-        self._link.send(FrameKind.BYE, json.dumps(said).encode(), rank=self._opened.rank)
+        self._link.send(FrameKind.BYE, json.dumps(bye).encode(), rank=self._handle.rank)
 
     def __enter__(self) -> Self:
         return self
@@ -331,7 +334,7 @@ class Scope:
         else:
             self._close(CLOSE_SECONDS_AFTER_ERROR, interrupted=True)
 
-    # What torch calls, in the training thread ----------------------------------------------
+    # Hooks of torch, in the training thread -----------------------------------------------
 
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         if self._collector.repeating:
@@ -344,7 +347,7 @@ class Scope:
             self._guard(self._begin_forward, model, args, kwargs)
             self._beat("forward")
             if not self._off:
-                self._inbox.tell(self._collector.step)
+                self._inbox.notify(self._collector.step)
 
     def _begin_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         self._inbox.read()
@@ -353,15 +356,15 @@ class Scope:
             self._collector.keep_inputs(args, kwargs)
 
     def _keep_pace(self, step: int) -> None:
-        """Wait until the root has judged a step, so that what it decides comes in time."""
+        """Wait until the root has judged a step, so that its decisions come in time."""
         start = time.perf_counter()
-        if step >= self._opened.first_step:
+        if step >= self._handle.first_step:
             self._outbox.flush()
             self._inbox.await_report(step)
         self._guard.leave_out(time.perf_counter() - start)
 
     def _before_inner_forward(self, model: Any, args: Any, kwargs: Any) -> None:
-        """Run a canary that is due; notice a forward pass past the wrapper, which reduces none."""
+        """Run a canary that is due; detect a forward pass that bypasses the wrapper."""
         if self._collector.repeating:
             return
         if self._inside:
@@ -416,7 +419,7 @@ class Scope:
         self._beat("step")
 
     def _beat(self, phase: str) -> None:
-        """Note where the training is, in memory that the agent reads when it hangs."""
+        """Write the place of the training into memory that the agent reads in a hang."""
         if self._mark is not None and self._guard.open:
             self._mark.beat(self._collector.step, phase)
 
@@ -424,7 +427,7 @@ class Scope:
         self._outbox.send(step)
 
     def _send_evidence(self, name: str, step: int, content: Content) -> None:
-        self._link.send(FrameKind.EVIDENCE, tag(name, content), rank=self._opened.rank, step=step)
+        self._link.send(FrameKind.EVIDENCE, tag(name, content), rank=self._handle.rank, step=step)
 
     def _has_room(self) -> bool:
         return self._link.has_room
@@ -436,33 +439,33 @@ class Scope:
             self._off = True
             self._guard.open = False
             self._warn(error)
-            with contextlib.suppress(Exception):  # it may be the link that has failed
-                self._say_bye(complete=False, why="its monitor has switched itself off")
+            with contextlib.suppress(Exception):  # the link itself may have failed
+                self._send_bye(complete=False, why="its monitor has switched itself off")
             self._link.close()
 
     def _warn(self, error: Exception) -> None:
-        foreseen = isinstance(error, RankscopeError)  # such a message says it all
-        ended = isinstance(error, AgentEndedError)  # each host's first rank says it
+        foreseen = isinstance(error, RankscopeError)  # its message needs no traceback
+        ended = isinstance(error, AgentEndedError)  # each host's first rank warns
         _log.log(
-            logging.INFO if ended and self._opened.agent is None else logging.WARNING,
+            logging.INFO if ended and self._handle.agent is None else logging.WARNING,
             "rankscope has switched itself off on rank %d after step %d; training goes on. %s",
-            self._opened.rank,
+            self._handle.rank,
             self._collector.step - 1,
             error if foreseen else f"{type(error).__name__}: {error}",
             exc_info=None if foreseen else error,
         )
         if ended:
             with contextlib.suppress(Exception):
-                self._opened.note_end_of_agent()
+                self._handle.note_end_of_agent()
 
     def _leave_to_parent(self) -> None:
-        """Do nothing any more, in a process that was forked from the training's."""
+        """Switch off in a process that was forked from the training's."""
         self._off = True
         self._guard.open = False
 
 
 class _Hook(NamedTuple):
-    """What ends something, as a hook of torch's."""
+    """A function, as a hook handle of torch."""
 
     remove: Callable[[], object]
 
@@ -471,7 +474,7 @@ def _new_mark() -> ProgressMark | None:
     try:
         return ProgressMark()
     except OSError as error:
-        _log.debug("a hang will be told without the places of the ranks: %s", error)
+        _log.debug("hangs will be reported without the places of the ranks: %s", error)
         return None
 
 
@@ -487,9 +490,9 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _close_at_exit(reference: "weakref.ref[Scope]") -> None:
-    """Deliver what a script leaves behind that never called ``close``.
+    """Close the scope of a script that never called ``close``.
 
-    Python has noted the exception that ends a script before it comes here.
+    By then, ``sys.last_value`` holds the exception that ended the script.
     """
     scope = reference()
     if scope is not None:

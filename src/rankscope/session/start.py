@@ -1,4 +1,4 @@
-"""``rankscope.watch``: what happens once, before the first step."""
+"""``rankscope.watch``: the setup before the first step."""
 
 import contextlib
 import logging
@@ -27,7 +27,7 @@ from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
 from rankscope.session.mesh_meeting import join_mesh, meet_mesh
-from rankscope.session.opening import Intent, Opened, host_name, open_run
+from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
 from rankscope.session.options import WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
 from rankscope.sinks import RunInfo, SinkOption, Sinks
@@ -66,13 +66,13 @@ def watch(
             call ends a step.
         run_dir: Directory that rank 0 writes, or its address in an object store, such as
             ``s3://bucket/runs/sft``. When it already holds a run (a restarted job), a
-            numbered sibling is used instead, and said; with as many workers as before, step
+            numbered sibling is used instead, and logged; with as many workers as before, step
             numbers and detectors go on from the run before. With several data-parallel groups (a
             mesh), each group's first rank writes one: the group of global rank 0 ``run_dir``, any
             other its sibling ``<name>-from-rank-<first rank>``.
         tier: ``"scalars"`` or ``"sketch"``: how much of the gradients is compared, see
             :class:`rankscope.Tier`.
-        plan: What is meant, where only intent can tell a fault: a dict with any of
+        plan: The intent, where a fault depends on it: a dict with any of
             ``loss_weighting`` (``"token"`` or ``"worker"``), ``learning_rate`` (a number, or one
             per optimizer step), ``random`` (``"same"`` or ``"different"`` on all workers),
             ``repeats`` (True: samples repeat on purpose), ``local_buffers`` (True: each worker
@@ -82,16 +82,16 @@ def watch(
             See :class:`rankscope.bus.plan.Plan`.
         on_finding: Called with each finding when it opens, gets worse or closes: in the training's
             thread, at the beginning of the same step on every rank, so that it may write a
-            checkpoint. What it raises is logged; ``SystemExit`` and the like end the training.
+            checkpoint. An exception is logged; ``SystemExit`` and the like end the training.
         sinks: Where the numbers go besides ``run_dir``: any of ``"tensorboard"``, ``"wandb"``,
             ``"mlflow"``, ``"prometheus:PORT"``, ``"jsonl"``, ``"webhook:URL"`` and
             ``"command:COMMAND"``, or objects with the methods of :class:`rankscope.sinks.Sink`.
             Only those given on rank 0 count. One that is slow or fails never delays the training.
         loader: The training's ``DataLoader``: whether its worker processes draw the same random
-            numbers, its sampler's seed, and that it draws with replacement, can only be seen
-            there. Give it before it is iterated.
-        config: Anything JSON that describes the run; stored in ``run.json``, but for what looks
-            like a secret.
+            numbers, its sampler's seed, and that it draws with replacement, are only
+            visible there. Give it before it is iterated.
+        config: JSON values that describe the run; stored in ``run.json``, without anything that
+            looks like a secret.
         options: Rarer options, see :class:`rankscope.WatchOptions`.
         **more: Any of them by its name, such as ``every=10`` or ``announce=False``.
 
@@ -104,13 +104,15 @@ def watch(
         MissingExtraError: The package of a sink is not installed.
         RunError: Rank 0 cannot write ``run_dir``, or some rank cannot begin for another reason.
     """
-    speak_on_stderr()
+    log_to_stderr()
     options = WatchOptions.of(options, more)
     tier = chosen_tier(tier)
     intended = Plan.of(plan)
     local_steps = intended.local_steps or 0
     wrapped = find_wrapper(model, options.process_group)
-    optimizer = _one_of(plain_optimizers(optimizer)) or wrapped.optimizer  # DeepSpeed's wraps, too
+    optimizer = (
+        _one_of(plain_optimizers(optimizer)) or wrapped.optimizer
+    )  # DeepSpeed's wraps it, too
     if wrapped.kind is LOOP and optimizer is None:
         raise UsageError(
             "watch() expected the optimizer, or all of them in a list, of a model without wrapper, "
@@ -144,9 +146,9 @@ def watch(
             "run_dir": _own_directory(run_dir, dist.get_process_group_ranks(group)),
         }
 
-    opened = open_run(
+    handle = open_run(
         group,
-        Intent(
+        RunRequest(
             options=described,
             describe=describe,
             layout=instruments.layout,
@@ -157,33 +159,34 @@ def watch(
         ),
     )
     mesh = None
-    if not local_steps and not opened.problem:
-        host, secret = host_name(), opened.hello["secret"]
-        met = meet_mesh(wrapped, group, host=host, address=opened.address, secret=secret)
+    if not local_steps and not handle.problem:
+        host = host_name()
+        secret = handle.hello["secret"]
+        met = meet_mesh(wrapped, group, host=host, address=handle.address, secret=secret)
         if met is not None:
             mesh = join_mesh(met, host=host, compares=options.evidence)
     return Scope(
         model,
         optimizer,
         instruments,
-        opened,
+        handle,
         on_finding=on_finding,
         mesh=mesh,
-        sinks=_local_sinks(opened),
+        sinks=_local_sinks(handle),
         announce_end=options.announce,
     )
 
 
 def _one_of(optimizers: list[torch.optim.Optimizer]) -> Any:
-    """Return a training's optimizer, several as one; None without any."""
+    """Return the optimizer, several as one; None without any."""
     return JointOptimizer(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
 
 
-def speak_on_stderr() -> None:
-    """Let the logger ``rankscope`` write to the error stream, not where the root logger writes.
+def log_to_stderr() -> None:
+    """Let the logger ``rankscope`` write to the error stream, not through the root logger.
 
-    That may be the script's output, which belongs to the script. A logger that was configured by
-    its name (a handler of its own, or ``propagate`` switched off) is left as it is.
+    The root logger may write to the script's output. A logger that was configured by its name (a
+    handler of its own, or ``propagate`` switched off) is left as it is.
     """
     if not _log.handlers and _log.propagate:
         _log.addHandler(_OnStderr())
@@ -191,22 +194,22 @@ def speak_on_stderr() -> None:
 
 
 class _OnStderr(logging.Handler):
-    """Writes to what is the error stream then, until the logger is configured by its name."""
+    """Writes to the present error stream, until the logger is configured by its name."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether nobody else writes the line."""
+        """Return whether no other handler writes the line."""
         others = any(handler is not self for handler in _log.handlers)
         return not others and not (_log.propagate and logging.getLogger().handlers)
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
-        with contextlib.suppress(Exception):  # it is closed: nobody can be told
+        with contextlib.suppress(Exception):  # the stream is closed
             sys.stderr.write(f"{self.format(record)}\n")  # in one piece, beside other ranks' lines
             sys.stderr.flush()
 
 
 def _in_thread(agent: str | None) -> bool:
-    """Return whether the agent lives in a thread of this process.
+    """Return whether the agent runs in a thread of this process.
 
     Raises:
         UsageError: There is no such place.
@@ -217,17 +220,17 @@ def _in_thread(agent: str | None) -> bool:
     return given == "thread"
 
 
-def _local_sinks(opened: Opened) -> Sinks | None:
-    """Start the sinks that have to live in this process: objects, and the training's trackers."""
-    if not opened.local_sinks or opened.run_dir is None:
+def _local_sinks(handle: RunHandle) -> Sinks | None:
+    """Start the sinks that must run in this process: objects, and the training's trackers."""
+    if not handle.local_sinks or handle.run_dir is None:
         return None
-    info = opened.info
-    run = RunInfo(opened.run_dir, opened.num_workers, info["config"], info["options"])
-    return Sinks(opened.local_sinks, run)
+    info = handle.info
+    run = RunInfo(handle.run_dir, handle.num_workers, info["config"], info["options"])
+    return Sinks(handle.local_sinks, run)
 
 
 def _own_directory(run_dir: str | Path, ranks: list[int]) -> Path | Store:
-    """Return the directory of one data-parallel group, so that no two groups write the same."""
+    """Return the directory of one data-parallel group; each group has its own."""
     given = Store.of(run_dir) or Path(run_dir)
     if 0 in ranks:
         return given

@@ -1,8 +1,8 @@
 """Where the numbers go besides the run directory: trackers, metrics servers, files, commands.
 
-Each sink has a thread of its own, and nothing that it does can hold the training back. What a
-sink gets are plain numbers by name (:class:`StepValues`) and findings; how they are named is told
-by the signal registry alone (:mod:`rankscope.sinks.base`).
+Each sink has a thread of its own, and cannot hold the training back. It gets plain numbers by name
+(:class:`StepValues`) and findings; the names come from the signal registry alone
+(:mod:`rankscope.sinks.base`).
 """
 
 from rankscope.sinks.base import RunInfo, Sink, Spread, StepValues

@@ -1,6 +1,6 @@
-"""What a sink is, and the plain values that it gets.
+"""The protocol of a sink, and the plain values that it gets.
 
-The names of the numbers are all derived from the signal registry:
+All names of numbers are derived from the signal registry:
 
 ======================================  =======================================================
 ``rankscope/<column>``                  a column of the steps table
@@ -35,38 +35,38 @@ _NUMBERS = (DType.INT, DType.FLOAT, DType.BOOL)
 STEP_SIGNALS: tuple[Column, ...] = tuple(
     s for s in columns_of(Table.STEPS) if s.dtype in _NUMBERS and s.name not in ("step", "time")
 )
-"""Columns of the steps table that are shown: all numbers but the two that are an axis."""
+"""Columns of the steps table for sinks: all numbers but the two that are an axis."""
 
 WORKER_SIGNALS: tuple[Column, ...] = tuple(
     s for s in columns_of(Table.WORKERS) if s.dtype in _NUMBERS and s.tail is not Tail.NONE
 )
-"""Columns of the workers table that are shown: those in which a worker can stand out."""
+"""Columns of the workers table for sinks: those in which a worker can stand out."""
 
 SPREAD = ("min", "mean", "max")
 
 MAX_RANKS = 64
-"""Up to so many workers, a step holds the values of all of them; beyond, of the named ones."""
+"""With more workers, a step only holds the values of those named by findings."""
 
 MAX_NAMED = 16
-"""So many ranks that findings name get values of their own; the first ones that are named."""
+"""Most ranks named by findings whose own values are shown; the first ones count."""
 
 _COLUMN = {signal.name: index for index, signal in enumerate(WORKER_SIGNALS)}
 
 
 class SinkError(RankscopeError):
-    """A sink cannot go on; the message says all, and ends in the log."""
+    """A sink cannot go on; its message goes to the log without a traceback."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a sink is told once, before the first step.
+    """The run as a sink gets it, once, before the first step.
 
     Attributes:
         run_dir: The run's directory.
         num_workers: W.
-        config: What the user gave to describe the run.
-        options: What ``watch`` was asked to measure.
-        findings: Findings that a restarted job brings along; they are no news.
+        config: The user's description of the run.
+        options: The options of ``watch``.
+        findings: Findings from before a restart; they are no news.
     """
 
     run_dir: Path
@@ -87,7 +87,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepValues:
-    """One step as sinks get it. What is undefined or not finite is left out, never a 0.
+    """One step for sinks, without undefined and non-finite values (never a 0 instead).
 
     Attributes:
         step: Step number.
@@ -96,7 +96,7 @@ class StepValues:
         values: The steps table's numbers by column.
         open_findings: Number of open findings by severity.
         named: Ranks that findings have named so far, 16 at most.
-        ranks: Ranks whose own values are here ``[R]``: all up to 64 workers, else the named ones.
+        ranks: Ranks with own values ``[R]``: all up to 64 workers, else the named ones.
         spread_CX: Smallest, mean and largest value over the workers, NaN without any.
         values_CR: Values by column and rank, NaN where there is none.
     """
@@ -112,18 +112,18 @@ class StepValues:
     values_CR: Floats
 
     def spread(self, column: str) -> Spread | None:
-        """Return one signal of the workers over all of them; None where none has a value."""
+        """Return the spread of one signal over the workers; None where none has a value."""
         low, mean, high = self.spread_CX[_COLUMN[column]].tolist()
         return Spread(low, mean, high) if isfinite(mean) else None
 
     def by_rank(self, column: str) -> dict[int, float]:
-        """Return the values of one signal by rank, of the ranks that are here and have one."""
+        """Return the values of one signal by rank, of ranks with own values."""
         values = self.values_CR[_COLUMN[column]].tolist()
         pairs = zip(self.ranks, values, strict=True)
         return {rank: value for rank, value in pairs if isfinite(value)}
 
     def flat(self) -> dict[str, float]:
-        """Return all numbers by the names under which trackers show them."""
+        """Return all numbers by their names in trackers."""
         return dict(self._named_values())
 
     def _named_values(self) -> Iterator[tuple[str, float]]:
@@ -132,7 +132,8 @@ class StepValues:
         for severity in Severity:
             yield findings_name(severity), float(self.open_findings.get(severity, 0))
         places = [(rank, self.ranks.index(rank)) for rank in self.named if rank in self.ranks]
-        spreads, values = self.spread_CX.tolist(), self.values_CR
+        spreads = self.spread_CX.tolist()
+        values = self.values_CR
         for index, signal in enumerate(WORKER_SIGNALS):
             for which, value in zip(SPREAD, spreads[index], strict=True):
                 if isfinite(value):
@@ -144,18 +145,18 @@ class StepValues:
 
 @runtime_checkable
 class Sink(Protocol):
-    """A place that the numbers go to.
+    """A destination of the numbers.
 
-    All methods are called in one thread of the sink's own, one after the other; they may take
-    their time and may raise: a sink that raises is closed and not called again. A sink with an
-    attribute ``takes_steps = False`` gets findings only.
+    All methods are called in one thread of the sink's own, one after the other. They may be slow
+    and may raise: a sink that raises is closed and not called again. A sink with an attribute
+    ``takes_steps = False`` gets findings only.
     """
 
     def open(self, run: RunInfo) -> None:
         """Begin; called once, before anything else."""
 
     def step(self, step: StepValues) -> None:
-        """Take the values of a step. Steps come in order; some are missing when this is slow."""
+        """Take the values of a step. Steps come in order; a slow sink misses some."""
 
     def finding(self, finding: Finding) -> None:
         """Take a finding that opened or changed; a later one with the same id replaces it."""
@@ -169,7 +170,7 @@ def step_values(
     named: Iterable[int] = (),
     open_findings: Mapping[Severity, int] | None = None,
 ) -> StepValues:
-    """Return what sinks get of a step: copies, small ones however many workers there are.
+    """Return the values of a step for sinks, as copies of bounded size.
 
     Args:
         report: The step.
@@ -194,12 +195,12 @@ def step_values(
 
 
 def plain_finding(finding: Finding) -> dict[str, Any]:
-    """Return a finding as JSON can hold it; numbers that are not finite are None."""
+    """Return a finding as plain JSON; non-finite numbers are None."""
     return plain(finding.to_json())
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as JSON can hold them: numpy made plain, numbers not finite made None."""
+    """Return values as plain JSON: numpy made plain, non-finite numbers None."""
     text = json.dumps(values, default=_plain)
     read: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
     return read
@@ -232,7 +233,8 @@ def _spread(values_CW: Floats) -> Floats:
     counts_C = np.isfinite(values_CW).sum(axis=1)
     with np.errstate(invalid="ignore", over="ignore"):
         means_C = np.nansum(values_CW, axis=1) / np.where(counts_C, counts_C, np.nan)
-    low_C, high_C = np.fmin.reduce(values_CW, axis=1), np.fmax.reduce(values_CW, axis=1)
+    low_C = np.fmin.reduce(values_CW, axis=1)
+    high_C = np.fmax.reduce(values_CW, axis=1)
     return np.stack([low_C, means_C, high_C], axis=1)
 
 
@@ -257,10 +259,9 @@ def rank_name(column: str, rank: int) -> str:
 
 
 class NewsSink(ABC):
-    """A sink that tells what is new about findings; a subclass that takes steps says so.
+    """A sink for findings that open, get worse or close; a subclass may also take steps.
 
-    Args:
-        severity: Findings that never were this bad are not told.
+    Findings that were never as severe as ``severity`` are left out.
     """
 
     takes_steps = False
@@ -271,40 +272,35 @@ class NewsSink(ABC):
         self._info: RunInfo | None = None
 
     def open(self, run: RunInfo) -> None:
-        """Remember the run, and what is no news."""
+        """Keep the run and its known findings."""
         self._info = run
         self._events = FindingEvents(run.findings, self._severity)
 
     @property
     def run(self) -> RunInfo:
-        """What the sink was told first."""
+        """The run, from ``open``."""
         assert self._info is not None, "open comes first"
         return self._info
 
     def step(self, step: StepValues) -> None:  # noqa: B027 - as most of them do
-        """Take nothing of a step."""
+        """Ignore a step."""
 
     def finding(self, finding: Finding) -> None:
-        """Tell of a finding that opened, got worse or closed."""
+        """Notify of a finding if it opened, got worse or closed."""
         event = self._events.of(finding)
         if event is not None and event.is_news:
-            self.tell(finding, event)
+            self.notify(finding, event)
 
     @abstractmethod
-    def tell(self, finding: Finding, event: FindingEvent) -> None:
-        """Tell what is new about a finding."""
+    def notify(self, finding: Finding, event: FindingEvent) -> None:
+        """Notify of an event of a finding."""
 
     def close(self) -> None:  # noqa: B027 - not all hold something
         """End."""
 
 
 def sentence(finding: Finding, event: FindingEvent | None = None) -> str:
-    """Return a finding in one paragraph of plain text.
-
-    Args:
-        finding: What to tell.
-        event: What is new about it; its status, if None.
-    """
+    """Return a finding and its event (its status, if None) in one paragraph of plain text."""
     where = f" on rank {', '.join(map(str, finding.ranks[:8]))}" if finding.ranks else ""
     if len(finding.ranks) > 8:
         where += f" and {len(finding.ranks) - 8} more"

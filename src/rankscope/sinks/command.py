@@ -29,9 +29,9 @@ class CommandSink(NewsSink):
     ``RANKSCOPE_EXPLANATION`` and ``RANKSCOPE_NEXT_CHECK``. It writes where the training writes.
 
     Args:
-        command: For the shell. Nothing of a finding is put into it.
-        severity: Findings that never were this bad are not told.
-        seconds: A command that takes longer is killed, with all that it started.
+        command: The command for the shell; no part of a finding is put into it.
+        severity: Findings that were never this severe are left out.
+        seconds: A command that takes longer is killed, with its child processes.
     """
 
     def __init__(
@@ -41,20 +41,20 @@ class CommandSink(NewsSink):
         self._command = command
         self._seconds = seconds
         self._running: subprocess.Popen[bytes] | None = None
-        self._told = False
-        # Registered before the scope's own exit handler, and so called after it.
+        self._warned = False
+        # Registered before the scope's own exit handler, so called after it.
         atexit.register(_kill_at_exit, weakref.ref(self), os.getpid())
 
-    def tell(self, finding: Finding, event: FindingEvent) -> None:
+    def notify(self, finding: Finding, event: FindingEvent) -> None:
         """Run the command for a finding that opened, got worse or closed."""
-        # A file, not a pipe: a process that is forked meanwhile would keep the pipe from ending.
-        with _new_file() as told:
-            told.write(json.dumps(plain_finding(finding)).encode())
-            told.seek(0)
+        # A file, not a pipe: a process forked meanwhile would keep the pipe open.
+        with _new_file() as content:
+            content.write(json.dumps(plain_finding(finding)).encode())
+            content.seek(0)
             self._running = subprocess.Popen(
                 self._command,
                 shell=True,  # it is the user's own command line
-                stdin=told,
+                stdin=content,
                 env={**os.environ, **self._variables(finding, event)},
                 start_new_session=True,
             )
@@ -63,23 +63,23 @@ class CommandSink(NewsSink):
         except subprocess.TimeoutExpired:
             self.kill()
             self._running.wait()
-            self._tell(f"took longer than {self._seconds:g} s and was killed")
+            self._warn(f"took longer than {self._seconds:g} s and was killed")
             return
         if self._running.returncode:
-            self._tell(f"ended with exit code {self._running.returncode}")
+            self._warn(f"ended with exit code {self._running.returncode}")
 
     def kill(self) -> None:
-        """Kill the command that runs now, if one does, with all that it started."""
+        """Kill the running command, if any, with its child processes."""
         if self._running is not None and self._running.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._running.pid, signal.SIGKILL)
 
-    def _tell(self, problem: str) -> None:
-        if not self._told:
-            self._told = True
+    def _warn(self, problem: str) -> None:
+        if not self._warned:
+            self._warned = True
             _log.warning(
-                "sink command: it %s; it is run again for the next finding, and this is not said "
-                "again",
+                "sink command: it %s; it is run again for the next finding, and this warning is "
+                "not repeated",
                 problem,
             )
 
@@ -99,10 +99,10 @@ class CommandSink(NewsSink):
 
 
 def _new_file() -> IO[bytes]:
-    """Return an empty file without a name: in memory if that can be; a disk may be full."""
+    """Return an empty file without a name: in memory if possible, since a disk may be full."""
     try:
         return os.fdopen(os.memfd_create("rankscope"), "w+b")
-    except (AttributeError, OSError):  # another system than Linux, or it is forbidden
+    except (AttributeError, OSError):  # not Linux, or forbidden
         return tempfile.TemporaryFile()
 
 

@@ -1,4 +1,4 @@
-"""The dashboard for Grafana that goes with the Prometheus sink.
+"""The dashboard for Grafana and the Prometheus sink.
 
 ::
 

@@ -1,6 +1,6 @@
-"""All sinks of a run, as the scope sees them: two calls that never wait and never raise.
+"""All sinks of a run, behind calls that never wait and never raise.
 
-Each sink has a thread and what waits for it, so that it can be slow, hang or fail alone.
+Each sink has a thread and a queue of its own, so that it can be slow, hang or fail alone.
 """
 
 import contextlib
@@ -20,23 +20,23 @@ from rankscope.sinks.specs import PlannedSink
 _log = logging.getLogger("rankscope")
 
 CLOSE_SECONDS = 5.0
-"""How long ``close`` waits for all sinks together; what hangs is then left behind."""
+"""Seconds that ``close`` waits for all sinks together; those that hang are then left behind."""
 
 
 MAX_STEPS = 256
-"""So many steps wait for a sink; then the oldest are left out."""
+"""Steps that may wait for a sink; with more, the oldest are left out."""
 
 MAX_FINDINGS = 1024
-"""So many events of findings wait; then those that a later one replaces are left out."""
+"""Events of findings that may wait; with more, those that a later one replaces are left out."""
 
 
 class Feeder:
     """Feeds one sink from a bounded queue, in a daemon thread.
 
     Args:
-        name: What messages call the sink.
+        name: The sink's name in messages.
         sink: The sink.
-        run: What it is told first.
+        run: The run, for ``open``.
         max_steps: Steps that may wait.
         max_findings: Events of findings that may wait.
     """
@@ -55,7 +55,8 @@ class Feeder:
         self._sink = sink
         self._info = run
         self._takes_steps = bool(getattr(sink, "takes_steps", True))
-        self._max_steps, self._max_findings = max_steps, max_findings
+        self._max_steps = max_steps
+        self._max_findings = max_findings
         self._numbers = itertools.count()
         self._steps: deque[tuple[int, StepValues]] = deque()
         self._findings: deque[tuple[int, Finding]] = deque()
@@ -102,16 +103,15 @@ class Feeder:
             self._changed.notify()
 
     def finish(self) -> None:
-        """Let the sink end once it has taken what waits."""
+        """Let the sink end after its queue is empty."""
         with self._changed:
             self._ending = True
             self._changed.notify()
 
     def join(self, seconds: float) -> bool:
-        """Wait for the sink's end, after ``finish``; leave it behind if it takes longer.
+        """Wait for the sink's end, after ``finish``, and return whether it has ended.
 
-        Returns:
-            Whether it has ended.
+        One that takes longer is left behind.
         """
         self._thread.join(max(seconds, 0.0))
         with self._changed:
@@ -124,7 +124,7 @@ class Feeder:
     def _leave_out_a_finding(self) -> None:
         """Drop the oldest event that a later one of the same finding replaces, or else the oldest.
 
-        The queue only fills up when the sink has stood still for long.
+        The queue only fills up when the sink hangs for long.
         """
         later: set[str] = set()
         drop = 0
@@ -141,7 +141,7 @@ class Feeder:
         self._findings.clear()
 
     def _take(self) -> StepValues | Finding | None:
-        """Return what waits longest; None at the end."""
+        """Return the oldest entry of the queue; None at the end."""
         with self._changed:
             while not (self._steps or self._findings or self._ending or self._off):
                 self._changed.wait()
@@ -169,9 +169,9 @@ class Feeder:
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
-            told = self._off
+            was_off = self._off
             self._go_off()
-        if told:
+        if was_off:
             return
         foreseen = isinstance(error, RankscopeError | OSError)
         _log.warning(
@@ -183,12 +183,7 @@ class Feeder:
 
 
 class Sinks:
-    """Hands steps and findings to sinks; made on rank 0 alone.
-
-    Args:
-        planned: The sinks, in order.
-        run: What each of them is told first.
-    """
+    """Passes steps and findings to sinks, on rank 0 alone."""
 
     def __init__(self, planned: Sequence[PlannedSink], run: RunInfo) -> None:
         self._closing = threading.Lock()
@@ -199,7 +194,7 @@ class Sinks:
         self._feeders = [f for each in planned if (f := _start(each, run)) is not None]
 
     def step(self, report: StepReport, findings: Sequence[Finding]) -> None:
-        """Hand a step over, and what was found in it."""
+        """Pass a step and its findings to the sinks."""
         if self._broken or all(feeder.off for feeder in self._feeders):
             return
         try:
@@ -214,17 +209,13 @@ class Sinks:
             _log.warning("sinks get nothing from now on; the record goes on", exc_info=error)
 
     def findings(self, findings: Iterable[Finding]) -> None:
-        """Hand findings over."""
+        """Pass findings to the sinks."""
         for finding in findings:
             for feeder in self._feeders:
                 feeder.finding(finding)
 
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """End all sinks once they have taken what waits.
-
-        Args:
-            seconds: Time for all of them together.
-        """
+        """End all sinks after their queues are empty, in so many seconds for all together."""
         with self._closing:
             if self._closed:
                 return

@@ -12,7 +12,7 @@ class JsonLinesSink:
     """Writes one line per step and per event of a finding.
 
     A step is ``{"step": 3, "time": …, "rankscope/loss_std": …, …}``, a finding
-    ``{"finding": {…}}`` as ``findings.jsonl`` holds it. Lines are added to what is there already.
+    ``{"finding": {…}}`` as in ``findings.jsonl``. Lines are appended.
 
     Args:
         path: The file; ``metrics.jsonl`` in the run's directory, if None.

@@ -15,16 +15,16 @@ from rankscope.bus.finding_events import FindingEvent
 from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, sentence
 
 BATCH = 900
-"""Values that are sent at once; MLflow takes 1,000."""
+"""Most values in a request; MLflow takes 1,000."""
 
 SECONDS = 5.0
-"""Values are sent at the first step that comes so long after the last sending."""
+"""Seconds after which the next step sends the kept values."""
 
 MAX_TAG = 4000
 
 
 class MlflowSink(NewsSink):
-    """Logs to the run that the training has open when its first step is there, else to a new one.
+    """Logs to the training's run that is open at its first step, else to a new one.
 
     Args:
         experiment: The experiment of a new run; MLflow's own choice, if None.
@@ -44,17 +44,17 @@ class MlflowSink(NewsSink):
         self._owns = False
         self._waiting: list[Any] = []
         self._sent = clock()
-        self._found = mlflow.active_run()  # active runs belong to threads: this is the caller's
+        self._found = mlflow.active_run()  # runs are active per thread: this is the caller's
 
     def step(self, step: StepValues) -> None:
-        """Keep a step, and send what has been kept once it is much or old."""
+        """Keep a step, and send the kept values once they are many or old."""
         stamp = round(1000 * step.time)
         values = step.flat().items()
         self._waiting += [Metric(name, value, stamp, step.step) for name, value in values]
         if len(self._waiting) >= BATCH or self._clock() - self._sent >= SECONDS:
             self._send()
 
-    def tell(self, finding: Finding, event: FindingEvent) -> None:
+    def notify(self, finding: Finding, event: FindingEvent) -> None:
         """Keep a finding that opened, got worse or closed as a tag of the run."""
         self._attach()
         text = sentence(finding, event)[:MAX_TAG]
@@ -69,7 +69,9 @@ class MlflowSink(NewsSink):
 
     def _send(self) -> None:
         self._attach()
-        waiting, self._waiting, self._sent = self._waiting, [], self._clock()
+        waiting = self._waiting
+        self._waiting = []
+        self._sent = self._clock()
         for first in range(0, len(waiting), BATCH):
             batch = waiting[first : first + BATCH]
             self._client.log_batch(self._run_id, metrics=batch, synchronous=True)
@@ -87,7 +89,8 @@ class MlflowSink(NewsSink):
         self._run_id = self._active_run_id()
         if not self._run_id:
             run = client.create_run(self._experiment_id(client), run_name=info.run_dir.name)
-            self._run_id, self._owns = run.info.run_id, True
+            self._run_id = run.info.run_id
+            self._owns = True
         client.set_tag(self._run_id, "rankscope.run_dir", str(info.run_dir))
         return client
 
@@ -108,6 +111,6 @@ class MlflowSink(NewsSink):
 
 
 def _active_in_any_thread() -> Any:
-    """Return the run that the training opened after ``watch``; None if MLflow cannot tell."""
+    """Return the run that the training opened after ``watch``; None if MLflow does not show it."""
     look = getattr(mlflow.tracking.fluent, "_get_latest_active_run", None)
     return None if look is None else look()

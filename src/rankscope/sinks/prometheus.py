@@ -1,7 +1,7 @@
 """Prometheus: the latest values, at an address that a Prometheus server scrapes.
 
-The number of series is bounded whatever the job: a gauge per column of the steps table, three per
-column of the workers table, at most 64 ranks, and one per cause and severity that was found.
+The number of series is bounded for any job: a gauge per column of the steps table, three per
+column of the workers table, at most 64 ranks, and one per cause and severity of findings.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ _log = logging.getLogger("rankscope")
 class PrometheusSink:
     """Serves the latest values under ``/metrics``, from a registry of its own.
 
-    In steps in which gradients are not measured, what depends on them keeps its last value.
+    In steps without measured gradients, values that depend on them stay as they were.
 
     Args:
-        port: Port to listen at; 0 for one that is free, which the log then tells.
+        port: Port to listen at; 0 for a free one, which is logged.
         host: Address to listen at; other machines reach it only if this is not the loopback.
     """
 
@@ -49,7 +49,7 @@ class PrometheusSink:
         """Listen.
 
         Raises:
-            OSError: The address cannot be had.
+            OSError: The address is not available.
         """
         self._run = run.run_dir.name
         for finding in run.findings:
@@ -61,7 +61,7 @@ class PrometheusSink:
         _log.info("metrics for Prometheus at http://%s:%d/metrics", self.host, self.port)
 
     def step(self, step: StepValues) -> None:
-        """Take the values of a step in place of the last one's."""
+        """Replace the values by those of a step."""
         spreads = {s.name: step.spread(s.name) for s in WORKER_SIGNALS}
         known = {name: (s.low, s.mean, s.high) for name, s in spreads.items() if s is not None}
         ranks = {s.name: values for s in WORKER_SIGNALS if (values := step.by_rank(s.name))}
@@ -90,13 +90,15 @@ class PrometheusSink:
             self._server.server_close()
 
     def describe(self) -> list[Any]:
-        """Return nothing: what is there depends on the run."""
+        """Return nothing: the metrics depend on the run."""
         return []
 
     def collect(self) -> list[Any]:
-        """Return the latest values; called by whoever scrapes, in the server's thread."""
+        """Return the latest values; called at each scrape, in the server's thread."""
         with self._lock:
-            run, steps, workers = self._of_run(), self._of_steps(), self._of_workers()
+            run = self._of_run()
+            steps = self._of_steps()
+            workers = self._of_workers()
             return [*run, *steps, *workers, *self._of_findings()]
 
     def _of_run(self) -> Iterator[Any]:

@@ -1,8 +1,8 @@
 """Sinks as users name them: strings such as ``"jsonl:metrics.jsonl"``, or objects.
 
-What cannot work is said before the training starts. Packages are only looked up here; they are
-imported when the sink is made, still in the caller's thread: a data loader that forks its workers
-must not meet a half-done import.
+Errors are raised before the training starts. Packages are only looked up here; they are imported
+when the sink is made, still in the caller's thread: a data loader must not fork its workers during
+an import.
 """
 
 import re
@@ -35,7 +35,7 @@ class PlannedSink:
     """A sink that can be made.
 
     Attributes:
-        name: What messages call it; holds nothing secret.
+        name: Its name in messages, without secrets.
         make: Makes it.
         spec: The string that another process can make it from; empty for one that has to live in
             the training's process: objects, and trackers whose open run is the training's own.
@@ -47,13 +47,10 @@ class PlannedSink:
 
 
 def plan_sinks(sinks: SinkOption) -> tuple[PlannedSink, ...]:
-    """Return the sinks that a user asks for.
-
-    Args:
-        sinks: Specs, sinks, or one of either.
+    """Return the plans of sinks, given as specs, sink objects, or one of either.
 
     Raises:
-        UsageError: One is neither a spec that is known nor a sink.
+        UsageError: One is neither a known spec nor a sink.
         MissingExtraError: The package of one is not installed.
     """
     if isinstance(sinks, str | Sink):
@@ -67,7 +64,7 @@ def _plan(sink: Any) -> PlannedSink:
     if isinstance(sink, str):
         kind, _, rest = sink.partition(":")
         if kind not in _KINDS:
-            # What comes after the kind may be a secret.
+            # The rest after the kind may be a secret.
             raise UsageError(f"a sink must be one of {', '.join(FORMS)}, got {kind!r}")
         planned = _KINDS[kind](rest)
         if kind in _PACKAGES and find_spec(_PACKAGES[kind]) is None:
@@ -83,7 +80,7 @@ def _plan(sink: Any) -> PlannedSink:
 
 
 def _made_by(module: str, name: str, *given: Any, **options: Any) -> Callable[[], Sink]:
-    """Return what makes a sink of a class in a module that is imported only then."""
+    """Return a function that imports a module and makes a sink of its class."""
 
     def make() -> Sink:
         sink: Sink = getattr(import_module(f"rankscope.sinks.{module}"), name)(*given, **options)
@@ -93,7 +90,7 @@ def _made_by(module: str, name: str, *given: Any, **options: Any) -> Callable[[]
 
 
 def _plan_optional(kind: str, name: str) -> Callable[[str], PlannedSink]:
-    """Return what plans a sink that takes one word, or none."""
+    """Return a function that plans a sink with one optional argument."""
     return lambda rest: PlannedSink(kind, _made_by(kind, name, rest or None))
 
 
@@ -109,7 +106,7 @@ def _plan_prometheus(rest: str) -> PlannedSink:
 
 
 def _plan_webhook(rest: str) -> PlannedSink:
-    """Plan a webhook; ``severity`` is taken off the URL's query, and the URL is never logged."""
+    """Plan a webhook; ``severity`` comes from the URL's query, and the URL is never logged."""
     parts = _split_url(rest)
     query = parse_qsl(parts.query, keep_blank_values=True)
     severities = [value for key, value in query if key == "severity"]
@@ -123,10 +120,10 @@ def _plan_webhook(rest: str) -> PlannedSink:
 
 
 def _split_url(url: str) -> SplitResult:
-    """Take a URL that can be asked apart.
+    """Split a URL.
 
     Raises:
-        UsageError: It cannot be asked; the message holds nothing of it, as it may be a secret.
+        UsageError: It cannot be used; the message has no part of it, as it may be a secret.
     """
     if re.fullmatch(r"[!-~]*", url) is None:
         raise UsageError(
@@ -136,9 +133,10 @@ def _split_url(url: str) -> SplitResult:
     expected = "the sink webhook expected webhook:URL with http:// or https:// and a host"
     try:
         parts = urlsplit(url)
-        host, _ = parts.hostname or "", parts.port
+        host = parts.hostname or ""
+        _ = parts.port  # raises if it is impossible
         host.encode("idna")
-    except ValueError:  # its message may hold what comes before the path
+    except ValueError:  # its message may hold a password
         raise UsageError(f"{expected}, and a port up to 65535 if any") from None
     if parts.scheme not in ("http", "https") or not host:
         raise UsageError(expected)

@@ -17,7 +17,7 @@ FLUSH_SECONDS = 10
 
 
 class TensorBoardSink(NewsSink):
-    """Writes every number as a scalar, and what is new about findings as text.
+    """Writes numbers as scalars, and events of findings as text.
 
     Args:
         log_dir: Directory of the event file; ``tensorboard`` in the run's directory, if None.
@@ -42,7 +42,7 @@ class TensorBoardSink(NewsSink):
         event = Event(wall_time=step.time, step=step.step, summary=Summary(value=values))
         self._writer.add_event(event)
 
-    def tell(self, finding: Finding, event: FindingEvent) -> None:
+    def notify(self, finding: Finding, event: FindingEvent) -> None:
         """Write a finding that opened, got worse or closed."""
         text = text_pb("rankscope/findings", sentence(finding, event))
         self._writer.add_event(Event(wall_time=time.time(), step=finding.step, summary=text))

@@ -19,21 +19,20 @@ from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, plain
 _log = logging.getLogger("rankscope")
 
 EXIT_SECONDS = 10.0
-"""How long the exit of the training waits for the upload of a run of ours."""
+"""Seconds that the training's exit waits for the upload of our own run."""
 
 _LEVELS = {Severity.NOTE: "INFO", Severity.WARNING: "WARN", Severity.ERROR: "ERROR"}
 
 
 class WandbSink(NewsSink):
-    """Logs to the run that the training has open when its first step is there, else to a new one.
+    """Logs to the training's run that is open at its first step, else to a new one.
 
-    The rows of a run that is the training's own remain the training's own: numbers are added to
-    the row that is open, and no row and no step is made. A new run gets a row per step, and is kept
-    by another process.
+    In the training's run, numbers are added to the open row, and no row or step is made. A new run
+    gets a row per step, and belongs to another process.
 
     Args:
-        project: A project. An open run of another project is then left alone. If None, the
-            project of the environment.
+        project: A project; an open run of another project is then not used. If None, the project
+            of the environment.
     """
 
     takes_steps = True
@@ -42,14 +41,14 @@ class WandbSink(NewsSink):
         super().__init__()
         self._project = project
         self._run: _TheirRun | _OwnRun | None = None
-        # Registered before the scope's own exit handler, and so called after it.
+        # Registered before the scope's own exit handler, so called after it.
         atexit.register(_end_at_exit, weakref.ref(self), os.getpid())
 
     def step(self, step: StepValues) -> None:
         """Log a step."""
         self._attached().log({"rankscope/step": step.step, **step.flat()})
 
-    def tell(self, finding: Finding, event: FindingEvent) -> None:
+    def notify(self, finding: Finding, event: FindingEvent) -> None:
         """Send an alert for a finding that opened or got worse, and keep it in the summary."""
         message = {
             "id": finding.id,
@@ -57,10 +56,10 @@ class WandbSink(NewsSink):
             "title": f"rankscope: {finding.cause}"[:63],
             "level": None if event is FindingEvent.CLOSED else _LEVELS[finding.severity],
         }
-        self._attached().tell(message)
+        self._attached().notify(message)
 
     def close(self) -> None:
-        """Finish a run of our own; one that is the training's is left open."""
+        """Finish our own run; the training's run is left open."""
         if self._run is not None:
             self._run.finish()
 
@@ -88,7 +87,7 @@ class _TheirRun:
     def log(self, values: dict[str, float]) -> None:
         self._try(lambda run: run.log(values, commit=False))
 
-    def tell(self, message: dict[str, Any]) -> None:
+    def notify(self, message: dict[str, Any]) -> None:
         self._try(lambda run: self._take(run, message))
 
     def finish(self) -> None:
@@ -107,7 +106,7 @@ class _TheirRun:
 
 
 class _OwnRun:
-    """A run that another process keeps."""
+    """Our own run, in another process."""
 
     def __init__(self, info: RunInfo, project: str | None) -> None:
         script = str(Path(__file__).with_name("wandb_process.py"))
@@ -115,12 +114,12 @@ class _OwnRun:
             [sys.executable, "-P", script],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            start_new_session=True,  # an interrupt of the training is none of its upload
+            start_new_session=True,  # Ctrl-C in the training does not end its upload
             text=True,
-            # Not W&B's helper process of the training, which would wait for this run at its exit.
+            # Without the training's W&B helper process, which would wait for this run at its exit.
             env={key: v for key, v in os.environ.items() if key != "WANDB_SERVICE"},
         )
-        self._say(
+        self._send(
             {
                 "project": project,
                 "dir": os.environ.get("WANDB_DIR") or str(info.run_dir),
@@ -140,23 +139,23 @@ class _OwnRun:
             raise SinkError(f"Weights & Biases cannot start a run: {problem}")
 
     def log(self, values: dict[str, float]) -> None:
-        self._say({"log": values})
+        self._send({"log": values})
 
-    def tell(self, message: dict[str, Any]) -> None:
-        self._say(message)
+    def notify(self, message: dict[str, Any]) -> None:
+        self._send(message)
 
     def finish(self) -> None:
         assert self._process.stdin is not None
         if not self._process.stdin.closed:
             with contextlib.suppress(SinkError):  # it has ended already
-                # What is forked from here holds its input open, so that it would see no end of it.
-                self._say({"end": True})
+                # Forked processes hold its input open, so closing it is no end.
+                self._send({"end": True})
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
 
     def end(self, seconds: float) -> None:
-        """Wait so long for the upload, then kill the process and all that it started."""
+        """Wait so long for the upload, then kill the process and its children."""
         if self._process.returncode is not None:
             return
         try:
@@ -170,7 +169,7 @@ class _OwnRun:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
 
-    def _say(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(message) + "\n")

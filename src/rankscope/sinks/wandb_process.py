@@ -1,7 +1,7 @@
-"""A run of Weights & Biases in a process of its own; started as a script, imports nothing of ours.
+"""A run of Weights & Biases in a process of its own: a script without imports from rankscope.
 
-W&B stops the exit of a process until it has uploaded all, or has given up: that must not be the
-training's. This process reads one JSON object per line: first the arguments of ``wandb.init``,
+W&B delays the exit of its process until the upload ends; the training must not wait for that.
+This process reads one JSON object per line: first the arguments of ``wandb.init``,
 then ``{"log": …}`` or ``{"id": …, "text": …, "title": …, "level": …}``. It finishes the run after
 ``{"end": true}``, or at the end of its input. It answers one line, ``{"problem": …}``: empty once
 the run is open.
@@ -16,10 +16,11 @@ import wandb
 
 
 def main() -> None:
-    """Read lines until one says that it is the last, or there are no more."""
+    """Read lines until the end marker, or the end of the input."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what W&B prints is no answer
-    problem, run = "", None
+    os.dup2(2, 1)  # W&B's own output is no answer
+    problem = ""
+    run = None
     try:
         settings = wandb.Settings(console="off")
         run = wandb.init(settings=settings, **json.loads(sys.stdin.readline()))
@@ -38,14 +39,14 @@ def main() -> None:
 
 
 def define_axes(run: Any) -> None:
-    """Let all of our curves have the step as their x axis."""
+    """Make the step the x axis of all curves of rankscope."""
     run.define_metric("rankscope/step", hidden=True)
     for family in ("rankscope", "rankscope_workers", "rankscope_ranks"):
         run.define_metric(f"{family}/*", step_metric="rankscope/step")
 
 
 def take(run: Any, message: dict[str, Any]) -> None:
-    """Log what one line holds."""
+    """Log one line."""
     if "log" in message:
         run.log(message["log"])
         return

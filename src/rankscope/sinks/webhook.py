@@ -18,18 +18,18 @@ _log = logging.getLogger("rankscope")
 
 REQUEST_SECONDS = 10.0
 PAUSES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Seconds to wait before each further try."""
+"""Seconds before each further try."""
 
 _LATER = (408, 425, 429)
 """Answers below 500 that ask to try again."""
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _WITH_BODY = (307, 308)
-"""Answers that ask for the same request elsewhere; the others would have an empty one be sent."""
+"""Redirects that keep the request; others would send an empty one."""
 
 
 class _SameHostRedirects(urllib.request.HTTPRedirectHandler):
-    """Follows a redirect that keeps the request, on the same host; every other one is an error."""
+    """Follows redirects that keep the request, on the same host; others are errors."""
 
     def redirect_request(
         self,
@@ -45,7 +45,8 @@ class _SameHostRedirects(urllib.request.HTTPRedirectHandler):
         Raises:
             HTTPError: There is none.
         """
-        here, there = urlsplit(req.full_url), urlsplit(newurl)
+        here = urlsplit(req.full_url)
+        there = urlsplit(newurl)
         alike = here.hostname == there.hostname and there.scheme in (here.scheme, "https")
         if code not in _WITH_BODY or not alike:
             raise urllib.error.HTTPError(newurl, code, msg, headers, fp)
@@ -59,11 +60,11 @@ class WebhookSink(NewsSink):
     """Posts JSON with ``text`` (one paragraph), ``event``, ``run`` and ``finding``.
 
     A request that fails for now is tried again, after longer and longer pauses; the next finding
-    is tried anew. A request that is refused for good ends the sink.
+    starts anew. A request that is refused for good ends the sink.
 
     Args:
-        url: Where to post; never shown, as it may hold a secret.
-        severity: Findings that never were this bad are not told.
+        url: The URL; never shown, as it may hold a secret.
+        severity: Findings that were never this severe are left out.
         sleep: Waits some seconds.
     """
 
@@ -77,13 +78,13 @@ class WebhookSink(NewsSink):
         super().__init__(severity)
         self._url = url
         self._sleep = sleep
-        self._told = False
+        self._warned = False
 
-    def tell(self, finding: Finding, event: FindingEvent) -> None:
+    def notify(self, finding: Finding, event: FindingEvent) -> None:
         """Post a finding that opened, got worse or closed.
 
         Raises:
-            SinkError: The server will not take it, now or later, or the URL is none.
+            SinkError: The server refuses it for good, or the URL is none.
         """
         body = {
             "text": f"{self.run.run_dir.name}: {sentence(finding, event)}",
@@ -92,18 +93,18 @@ class WebhookSink(NewsSink):
             "finding": plain_finding(finding),
         }
         problem = self._post(json.dumps(body).encode())
-        if problem and not self._told:
-            self._told = True
+        if problem and not self._warned:
+            self._warned = True
             _log.warning(
                 "sink webhook could not tell of %s after %d tries (%s); it goes on with the next "
-                "finding, and this is not said again",
+                "finding, and this warning is not repeated",
                 finding.id,
                 1 + len(PAUSES),
                 problem,
             )
 
     def _post(self, body: bytes) -> str:
-        """Send until it is taken; return the last problem, or nothing."""
+        """Post with retries; return the last problem, empty after success."""
         problem = self._try(body)
         for pause in PAUSES:
             if not problem:
@@ -131,7 +132,7 @@ class WebhookSink(NewsSink):
                     f"the server answered {code}: check the URL and that it takes JSON"
                 ) from None
             return f"the server answered {code}"
-        except (ValueError, http.client.InvalidURL):  # whose messages hold a part of the URL
+        except (ValueError, http.client.InvalidURL):  # their messages hold a part of the URL
             raise SinkError(
                 "the URL, or one that the server sends on to, is none: check it for blanks, its "
                 "host and its port"

@@ -1,1 +1,1 @@
-"""From findings to a verdict: ranking, words, what is news, what it is too early to say."""
+"""From findings to a verdict: ranking, words, announcements, and checks that need more steps."""

@@ -23,7 +23,7 @@ from rankscope.verdict.checks import checks_of
 from rankscope.verdict.dispersion_words import Values
 from rankscope.verdict.noise_scale import dispersion_numbers, noise_numbers
 from rankscope.verdict.rules import settled_by
-from rankscope.verdict.verdicts import Course, Verdict, judge, statements
+from rankscope.verdict.verdicts import RunProgress, Verdict, judge, statements
 
 _MEANS = (
     "loss_std",
@@ -35,24 +35,24 @@ _MEANS = (
 )
 _ENDS = 5
 MAX_SAMPLES = 2**23
-"""Identities of samples that are counted exactly: 64 MB of them."""
+"""Most samples that are counted exactly: 64 MB of ids."""
 
 MAX_COSTS = 2**16
-"""Steps and workers whose costs a median is taken of."""
+"""Rows for the median cost of a step."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assessment:
-    """What a run's configuration does, and what to change.
+    """The verdict on a run, and what to change.
 
     Attributes:
-        severity: The worst that was found; None when the run is healthy.
+        severity: The worst severity of a finding; None when the run is healthy.
         headline: The verdict in one sentence; another one where the record ends early.
-        statements: What the metrics say and what they cannot say, one sentence or two each.
+        statements: What the metrics show and what they cannot, one sentence or two each.
         recommendation: What to change.
         values: The numbers behind it; None where a number is undefined. Means are over steps.
         early: Whether some check needs more steps than the run has.
-        command: What to run next, ready to be pasted; empty where there is nothing.
+        command: The next command to run; empty without one.
     """
 
     severity: Severity | None
@@ -72,26 +72,27 @@ class Assessment:
 def assess(run: Run) -> Assessment:
     """Assess a recorded run, finished or not.
 
-    Args:
-        run: The run; its tables and its findings are read.
-
-    Returns:
-        The assessment. Dispersion is judged in words, against what sampling alone would give;
-        only findings, exact equality of all workers, and a record that ends early set a severity.
+    Dispersion is compared in words with that of sampling alone. Only findings, exact equality of
+    all workers, and a record that ends early set a severity.
 
     Raises:
         RunError: A file of the run cannot be read.
     """
     values = measure(run)
-    findings, course = run.findings(), course_of(run)
+    findings = run.findings()
+    progress = progress_of(run)
     known = values["samples_drawn"] is not None
     checks = checks_of(run.num_workers, run.info.get("options"), samples=known)
-    course = replace(course, checks=checks)
-    verdict: Verdict = judge(values, findings, course)
+    progress = replace(progress, checks=checks)
+    verdict: Verdict = judge(values, findings, progress)
     return Assessment(
         severity=_worst(findings, verdict.severity),
         headline=verdict.headline,
-        statements=(*statements(values, findings, course), *_say_missing(run), *_say_long(run)),
+        statements=(
+            *statements(values, findings, progress),
+            *_describe_missing(run),
+            *_describe_long(run),
+        ),
         recommendation=verdict.recommendation,
         values=values,
         early=verdict.early,
@@ -100,21 +101,21 @@ def assess(run: Run) -> Assessment:
 
 
 def replay_command(run: Run, finding: Finding) -> str:
-    """Return the command that shows the batches of a finding again; empty where none are kept."""
+    """Return the command that replays the batches of a finding; empty where none are kept."""
     answer = settled_by(finding, run.findings()) or finding
     until = answer.last_step if answer.id in CANARIES else -1
     bundle = latest_bundle(run.path, {finding.id, answer.id}, until)
     return "" if bundle is None else f"rankscope replay {shlex.quote(str(bundle))}"
 
 
-def course_of(run: Run) -> Course:
-    """Return how far a recorded run came.
+def progress_of(run: Run) -> RunProgress:
+    """Return the progress of a recorded run.
 
     Raises:
         RunError: The files of its steps cannot be listed.
     """
     steps = step_range(run.path, Table.STEPS)
-    return Course(run.status, -1 if steps is None else steps[1], _earlier_steps(run))
+    return RunProgress(run.status, -1 if steps is None else steps[1], _earlier_steps(run))
 
 
 def _earlier_steps(run: Run) -> int | None:
@@ -122,7 +123,7 @@ def _earlier_steps(run: Run) -> int | None:
 
 
 def measure(run: Run) -> Values:
-    """Return the numbers of an assessment by name, from the recorded tables.
+    """Compute the numbers of an assessment by name, from the recorded tables.
 
     Raises:
         RunError: A file of the run cannot be read.
@@ -149,15 +150,16 @@ def measure(run: Run) -> Values:
 
 
 def _total(run: Run, values_T: Floats) -> float:
-    """Return the sum over all steps, from those that were read."""
+    """Estimate the sum over all steps from those that were read."""
     known_T = values_T[np.isfinite(values_T)]
     return float(known_T.sum()) * run.num_rows(Table.STEPS) / max(len(values_T), 1)
 
 
 def _has_tokens(run: Run) -> bool:
-    """Return whether label tokens were counted: other numbers than those of the samples."""
+    """Return whether label tokens were counted: their numbers differ from those of samples."""
     seen = run.overviews("loss_weight", "num_samples")
-    weights_BW, samples_BW = seen["loss_weight"].mean_BW, seen["num_samples"].mean_BW
+    weights_BW = seen["loss_weight"].mean_BW
+    samples_BW = seen["num_samples"].mean_BW
     return bool((np.isfinite(weights_BW) & (weights_BW != samples_BW)).any())
 
 
@@ -165,7 +167,8 @@ def _cost(run: Run) -> Values:
     """Return the monitor's share of the training's time, and the widest sampling interval."""
     columns = run.steps("step", "overhead_seconds", "interval")
     longest = _longest_seconds(run, columns["step"])
-    overheads, intervals = columns["overhead_seconds"][1:], _known(columns["interval"])
+    overheads = columns["overhead_seconds"][1:]
+    intervals = _known(columns["interval"])
     known = np.isfinite(overheads) & (longest[1:] > 0) if len(overheads) else overheads > 0
     time = float(np.sum(longest[1:][known] - overheads[known]))
     widest = np.nanmax(intervals) if np.isfinite(intervals).any() else math.nan
@@ -179,16 +182,18 @@ def _cost(run: Run) -> Values:
 
 
 def _cost_of_a_step(run: Run) -> Values:
-    """Return what the slowest worker pays in every step, and besides where gradients are read.
+    """Return the slowest worker's cost in every step, and the extra cost of reading gradients.
 
-    Both in seconds, medians over steps.
+    Both are medians over steps, in seconds.
     """
     rows = run.sampled(
         Table.WORKERS, "rank", "overhead_seconds", "read_seconds", max_rows=MAX_COSTS
     )
-    reads_R, costs_R = rows["read_seconds"], rows["overhead_seconds"]
+    reads_R = rows["read_seconds"]
+    costs_R = rows["overhead_seconds"]
     known_R = np.isfinite(reads_R) & np.isfinite(costs_R)
-    fixed, read = [], []
+    fixed = []
+    read = []
     for rank in np.unique(rows["rank"][known_R]):
         own_R = known_R & (rows["rank"] == rank)
         fixed.append(np.median(costs_R[own_R] - reads_R[own_R]))
@@ -201,11 +206,11 @@ def _cost_of_a_step(run: Run) -> Values:
 
 
 def _budget(run: Run) -> float | None:
-    """Return the budget of the overhead if it was not kept."""
-    said = run.info.get("overhead")
-    if not isinstance(said, dict) or said.get("within_budget") is not False:
+    """Return the budget of the overhead if it was exceeded."""
+    overhead = run.info.get("overhead")
+    if not isinstance(overhead, dict) or overhead.get("within_budget") is not False:
         return None
-    budget = said.get("budget")
+    budget = overhead.get("budget")
     return float(budget) if isinstance(budget, int | float) else None
 
 
@@ -213,7 +218,7 @@ def _longest_seconds(run: Run, steps_T: Ints) -> Floats:
     """Return the slowest worker's time of each step; in a long run, that of its bin of steps."""
     if not run.is_long:
         known_R, seconds_RW = run.per_worker("step_seconds")
-        longest_T = np.zeros(len(steps_T))  # a run that still grows may have got steps since
+        longest_T = np.zeros(len(steps_T))  # a growing run may have new steps
         _, at_T, at_R = np.intersect1d(steps_T, known_R, return_indices=True)
         longest_T[at_T] = _largest(seconds_RW)[at_R]
         return longest_T
@@ -229,13 +234,14 @@ def _largest(values_TW: Floats) -> Floats:
 
 
 def _samples(run: Run, drawn: int) -> Values:
-    """Return how many samples the whole run drew, and how many different ones."""
+    """Count the samples of the whole run, and the different ones."""
     coverage = run.coverage() if drawn > MAX_SAMPLES else None
     if coverage is not None:
         return _estimated_samples(run, coverage, drawn)
     if run.num_samples > MAX_SAMPLES:
         counted = run.count_samples()
-        number, distinct = int(counted.drawn_B[-1]), int(counted.distinct_B[-1])
+        number = int(counted.drawn_B[-1])
+        distinct = int(counted.distinct_B[-1])
     else:
         samples = np.sort(run.sample_ids())
         number = len(samples)
@@ -248,7 +254,7 @@ def _samples(run: Run, drawn: int) -> Values:
 
 
 def _estimated_samples(run: Run, coverage: Coverage, drawn: int) -> Values:
-    """Return the same of a run with too many samples to count again, from its roll-ups."""
+    """Estimate the same from roll-ups, for a run with too many samples."""
     columns = run.steps("step", "samples_drawn")
     counted_T = _known(columns["samples_drawn"])[columns["step"] <= coverage.step_B[-1]]
     share = int(coverage.distinct_B[-1]) / int(coverage.drawn_B[-1])
@@ -265,49 +271,50 @@ def _known(column: np.ndarray) -> Floats:
     return np.where(column == MISSING_INT, np.nan, column.astype(np.float64))
 
 
-def _say_missing(run: Run) -> tuple[str, ...]:
-    """Return what the record itself says that it lacks, and of which ranks."""
-    said = []
-    lost, unwritten = run.info.get("lost_steps"), run.info.get("unwritten")
+def _describe_missing(run: Run) -> tuple[str, ...]:
+    """Describe the recorded gaps of a run, and their ranks."""
+    sentences = []
+    lost = run.info.get("lost_steps")
+    unwritten = run.info.get("unwritten")
     if lost:
         ranks = [int(rank) for rank in run.info.get("lost_of", {})]
         whose = name_ranks(ranks) if ranks else "a worker"
-        said.append(
+        sentences.append(
             f"{count(len(lost), 'step')} of this run {'is' if len(lost) == 1 else 'are'} not on "
             f"record: what {whose} measured was lost between hosts."
         )
     if unwritten:
-        said.append(
+        sentences.append(
             f"The record ends before step {unwritten['first_step']:,}, and lacks "
             f"{count(unwritten['steps'], 'step')}: its directory could not be written for too long."
         )
     for rank, steps in run.info.get("without_room", {}).items():
-        said.append(
+        sentences.append(
             f"The gradient of rank {rank} was left out in {count(steps, 'step')}, which count as "
             "not observed: the monitor's agent did not keep up."
         )
-    return tuple(said)
+    return tuple(sentences)
 
 
-def _say_long(run: Run) -> tuple[str, ...]:
-    said = []
+def _describe_long(run: Run) -> tuple[str, ...]:
+    sentences = []
     if run.num_rows(Table.STEPS) > MAX_STEPS:
-        said.append(
+        sentences.append(
             f"Of the {run.num_rows(Table.STEPS):,} steps of this run, up to {MAX_STEPS:,} were "
             "read, evenly chosen: means and sums over steps are estimates."
         )
     if run.is_long:
-        said.append(
+        sentences.append(
             "This run is too long to read every row again: the time that watching took, the number "
-            "of different samples and what is said of micro-batches are estimates, from roll-ups "
-            "and from an even choice of steps."
+            "of different samples and the values of micro-batches are estimates, from roll-ups and "
+            "from evenly chosen steps."
         )
     elif run.num_samples > MAX_SAMPLES:
-        said.append(
+        sentences.append(
             "This run drew too many samples to count each again: the number of different ones is "
             "an estimate, with an error of about 0.5 %."
         )
-    return tuple(said)
+    return tuple(sentences)
 
 
 def _defined(value: float) -> float | None:

@@ -1,4 +1,4 @@
-"""The page of causes: what each finding means, made from the ``findings.toml`` of each evidence."""
+"""The page of causes: the meaning of each finding, from the ``findings.toml`` of each evidence."""
 
 import re
 from functools import cache
@@ -24,7 +24,7 @@ def section_of(finding_id: str, cause: str) -> str:
 
 
 def page_of(finding_id: str, cause: str) -> str:
-    """Return where the documentation explains a finding: a file of the project, and its section."""
+    """Return the documentation of a finding: a file of the project, and its section."""
     return f"docs/causes.md#{_anchor(section_of(finding_id, cause))}"
 
 

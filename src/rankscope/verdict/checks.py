@@ -1,6 +1,6 @@
-"""What a run has been checked for so far, what needs more steps, and what it cannot show.
+"""The checks of a run: those done so far, those that need more steps, and impossible ones.
 
-How many steps a check needs comes from its judge, so that silence is never taken for health.
+Each judge declares the number of steps it needs, so that silence is never taken for health.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +11,7 @@ from rankscope.evidence import EVIDENCE
 
 
 def checks_of(num_workers: int, options: object, *, samples: bool = True) -> tuple[Check, ...]:
-    """Return what a run is checked for.
-
-    Args:
-        num_workers: W.
-        options: What ``run.json`` says of the options of ``watch``.
-        samples: Whether its samples were identified.
-    """
+    """Return the checks of a run; ``options`` are those of ``watch`` in ``run.json``."""
     if num_workers < 2:
         return ()
     run = CheckedRun(num_workers, options if isinstance(options, Mapping) else {}, samples)
@@ -26,13 +20,13 @@ def checks_of(num_workers: int, options: object, *, samples: bool = True) -> tup
 
 
 def missing_steps(checks: Sequence[Check], num_steps: int) -> int:
-    """Return how many more steps the slowest check needs; 0 if none does."""
+    """Return the number of further steps that the slowest check needs."""
     needed = [check.needs for check in checks if not check.impossible]
     return max(0, max(needed, default=0) - num_steps)
 
 
-def say_checks(checks: Sequence[Check], num_steps: int) -> tuple[str, ...]:
-    """Return what was checked, what was not yet, and what cannot be, one sentence each."""
+def describe_checks(checks: Sequence[Check], num_steps: int) -> tuple[str, ...]:
+    """List the checks done, those to come, and impossible ones, in one sentence each."""
     possible = [check for check in checks if not check.impossible]
     done = [check.what for check in possible if check.needs <= num_steps]
     waiting = [

@@ -1,9 +1,8 @@
 """The diagnosis of a run: feeds steps to the detectors and turns evidence into findings.
 
-A run's directory holds what its detectors remembered when its tables were last written
-(``detectors.npz``). What came later is in the tables, and is diagnosed again from there. With what
-is known at its end, the run that continues it begins (``detectors-start.npz``), and its first step
-has the number after the last one that is known.
+A run's directory holds the state of its detectors at the last flush (``detectors.npz``). Later
+steps are in the tables, and are diagnosed again from there. A run that continues it begins with the
+final state (``detectors-start.npz``), and with the next step number.
 """
 
 import logging
@@ -32,7 +31,7 @@ from rankscope.stats.state import State, StateError
 _log = logging.getLogger("rankscope")
 
 SEEN_LIVE = ("time.hang", "verify.", "sync.partial_gradient", "state.replicas_differ")
-"""How causes begin whose findings come from outside of the tables, and from no diagnosis."""
+"""Prefixes of causes whose findings do not come from the tables."""
 
 _TOGETHER = 64  # steps of a record that are diagnosed at a time
 
@@ -42,9 +41,6 @@ class Diagnosis:
 
     Each fault has one finding. It is recorded with each of its events, see
     :class:`~rankscope.bus.finding_events.FindingEvent`.
-
-    Args:
-        run: The run.
     """
 
     def __init__(self, run: RunFacts) -> None:
@@ -64,16 +60,16 @@ class Diagnosis:
 
     @property
     def num_steps(self) -> int:
-        """Steps diagnosed so far, those of the runs that this one continues included."""
+        """Number of diagnosed steps, with those of the runs that this one continues."""
         return self._num_steps
 
     @property
     def next_step(self) -> int:
-        """The number after the last step's: where a run that continues this one begins."""
+        """The first step number of a run that continues this one."""
         return self._step + 1
 
     def state(self) -> State:
-        """Return what is known so far, detectors and findings, as plain data."""
+        """Return the state of detectors and findings, as plain data."""
         return {
             "num_workers": self._num_workers,
             "num_steps": self._num_steps,
@@ -85,10 +81,10 @@ class Diagnosis:
         }
 
     def restore(self, state: State) -> None:
-        """Go on where another diagnosis stood: with its findings, and the budget that it spent.
+        """Continue from the state of another diagnosis, with its findings and spent budget.
 
         Raises:
-            StateError: The state is not of such a diagnosis; this one is then of no use.
+            StateError: The state is of another kind; this diagnosis is then unusable.
         """
         detectors = {type(one).__name__: one for one in self._detectors}
         try:
@@ -100,44 +96,37 @@ class Diagnosis:
                 detector.restore(state["detectors"][name])
             self._batches.restore(state["batches"])
             findings = [Finding.from_json(event) for event in state["findings"]]
-            told = [(Finding.from_json(event), int(count)) for event, count in state["told"]]
-            self._num_steps, self._step = int(state["num_steps"]), int(state["step"])
+            reported = [(Finding.from_json(event), int(count)) for event, count in state["told"]]
+            self._num_steps = int(state["num_steps"])
+            self._step = int(state["step"])
         except StateError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise StateError(f"it is not the state of a diagnosis ({error!r})") from error
         self._latest = {finding.id: finding for finding in findings}
         self._events = FindingEvents()
-        for finding, count in told:
+        for finding, count in reported:
             self._events.note(finding, count)
 
     def observe(self, report: StepReport) -> list[Finding]:
-        """Take one step, in order. Detectors see of it what the record will hold.
+        """Diagnose one step, in order, from the values that the record will hold.
 
-        Args:
-            report: The step.
-
-        Returns:
-            The events to record: findings that opened or changed.
+        Returns the findings to record: those that opened or changed.
         """
         (events,) = self.observe_many([report])
         return events
 
     def observe_many(self, reports: Sequence[StepReport]) -> list[list[Finding]]:
-        """Take consecutive steps; how many at a time makes no difference to the findings.
+        """Diagnose consecutive steps; return the findings to record, for each step.
 
-        Args:
-            reports: The steps, in order.
-
-        Returns:
-            The events to record, for each step.
+        The findings do not depend on the number of steps in a call.
         """
         recorded = [as_recorded(report) for report in reports]
         batches = batches_of(recorded, self._batches)
         return [events for steps in batches for events in self._observe(steps)]
 
     def _observe(self, steps: StepBatch) -> Iterator[list[Finding]]:
-        """Let all detectors take each step before any of them takes the next one."""
+        """Run all detectors on each step before the next step."""
         streams = [detector.observe(steps) for detector in self._detectors]
         for number in steps.numbers:
             self._step = number
@@ -147,12 +136,7 @@ class Diagnosis:
             yield self._updates([next(stream) for stream in streams])
 
     def close(self) -> list[Finding]:
-        """End the run.
-
-        Returns:
-            The last state of every finding that has changed since it was last told; nothing when
-            called again.
-        """
+        """End the run; return, once, every finding that has changed since it was last reported."""
         events = self._updates(detector.close() for detector in self._detectors)
         for finding, count in self._events.reported:
             latest = self._latest[finding.id]
@@ -169,7 +153,7 @@ class Diagnosis:
         ]
 
     def _update(self, evidence: FaultEvidence) -> Finding | None:
-        """Keep the finding; return it when it is to be recorded."""
+        """Update the finding; return it if it is to be recorded."""
         finding = self._latest[evidence.key or evidence.cause] = self._finding(evidence)
         return None if self._events.of(finding, evidence.count) is None else finding
 
@@ -200,11 +184,11 @@ def judges_of(run: RunFacts) -> tuple[Detector, ...]:
 
 
 def _by_rank(info: Mapping[str, Any], name: str) -> list[Any]:
-    """Return one entry of each rank, as ``run.json`` states it, None where a rank has none."""
+    """Return an entry of ``run.json`` for each rank, None where a rank has none."""
     entries = info.get("ranks")
     entries = entries if isinstance(entries, list) else []
-    told = {e.get("rank"): e.get(name) for e in entries if isinstance(e, Mapping)}
-    return [told.get(rank) for rank in range(len(told))]
+    values = {e.get("rank"): e.get(name) for e in entries if isinstance(e, Mapping)}
+    return [values.get(rank) for rank in range(len(values))]
 
 
 def _option(info: Mapping[str, Any], name: str) -> Any:
@@ -213,38 +197,37 @@ def _option(info: Mapping[str, Any], name: str) -> Any:
 
 
 def hosts_of(info: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the host of each rank, as ``run.json`` states it; nothing unless it has them all."""
+    """Return the host of each rank from ``run.json``; empty unless it has them all."""
     hosts = _by_rank(info, "host")
     return tuple(map(str, hosts)) if all(hosts) else ()
 
 
 def facts_of(info: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Return the environment of each rank, as ``run.json`` states it; nothing unless of all."""
+    """Return the environment of each rank from ``run.json``; empty unless it has them all."""
     facts = _by_rank(info, "environment")
     return tuple(facts) if all(facts) else ()
 
 
 def seeds_of(info: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return the seed of each rank's sampler, as ``run.json`` states it."""
+    """Return the seed of each rank's sampler from ``run.json``."""
     return tuple(_by_rank(info, "sampler_seed"))
 
 
 def plan_of(info: Mapping[str, Any]) -> Plan:
-    """Return what a run is meant to do, as ``run.json`` states it."""
+    """Return the plan of a run from ``run.json``."""
     return Plan.of(_option(info, "plan"))
 
 
 def reduced_in_of(info: Mapping[str, Any]) -> Mapping[str, str] | None:
-    """Return in which type each group is meant to be reduced, as ``run.json`` states it."""
+    """Return the intended type of each group's reduction from ``run.json``."""
     types = _option(info, "reduced_in")
     return types if isinstance(types, Mapping) else None
 
 
 def has_comm_hook(info: Mapping[str, Any]) -> bool:
-    """Return whether a communication hook reduces, not one of rankscope's, as ``run.json`` has it.
+    """Return whether a communication hook reduces, other than rankscope's.
 
-    Args:
-        info: Of the run, or what one rank says of itself: hooks are the same on all of them.
+    ``info`` is of the run, or the facts of one rank: hooks are the same on all of them.
     """
     training = info.get("training")
     reduction = training.get("reduction") if isinstance(training, Mapping) else None
@@ -253,25 +236,18 @@ def has_comm_hook(info: Mapping[str, Any]) -> bool:
 
 
 def has_replacement(info: Mapping[str, Any]) -> bool:
-    """Return whether all ranks' data loaders draw with replacement, as ``run.json`` states it."""
-    told = _by_rank(info, "with_replacement")
-    return bool(told) and all(one is True for one in told)
+    """Return whether all ranks' data loaders draw with replacement, from ``run.json``."""
+    values = _by_rank(info, "with_replacement")
+    return bool(values) and all(one is True for one in values)
 
 
 def is_by_loop(info: Mapping[str, Any]) -> bool:
-    """Return whether the training's own loop reduces gradients, as ``run.json`` states it."""
+    """Return whether the training's own loop reduces gradients, from ``run.json``."""
     return bool(_option(info, "parallel") == "loop")
 
 
 def diagnosis_of(run: Run) -> Diagnosis:
-    """Return a diagnosis as the live run had it when it began: of its hosts, facts and plan.
-
-    Args:
-        run: The run.
-
-    Returns:
-        The diagnosis, which has seen no step.
-    """
+    """Return the diagnosis of a run before its first step, with its hosts, facts and plan."""
     info = run.info
     return Diagnosis(
         RunFacts(
@@ -289,13 +265,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
 
 
 def diagnose_run(run: Run) -> tuple[Finding, ...]:
-    """Diagnose a recorded run again, from its tables alone.
-
-    Args:
-        run: The run.
-
-    Returns:
-        The findings that the live run had when it ended.
+    """Diagnose a recorded run again, from its tables alone; return the findings of its live end.
 
     Raises:
         RunError: A file of the run cannot be read.
@@ -311,7 +281,7 @@ def diagnose_run(run: Run) -> tuple[Finding, ...]:
 
 
 def _state_at_start(run: Run) -> State:
-    """Return what was known when a run began that continues another."""
+    """Return the initial state of a run that continues another."""
     file = run.path / START_FILE
     try:
         state = read_state(file)
@@ -328,7 +298,7 @@ def _state_at_start(run: Run) -> State:
 def state_after(
     previous: Path, num_workers: int, hosts: Sequence[str], groups: Sequence[str]
 ) -> State | None:
-    """Return what is known at the end of a run, for a restarted job to begin with.
+    """Return the final state of a run, for a restarted job to begin with.
 
     Args:
         previous: The directory of the run before; its process may have been killed.
@@ -337,7 +307,7 @@ def state_after(
         groups: Its groups of parameters.
 
     Returns:
-        The state of a diagnosis; None when the detectors have to start anew, which is logged.
+        The state of a diagnosis; None, with a warning, when the detectors have to start anew.
     """
     try:
         state = _diagnosis_after(previous, num_workers, groups).state()
@@ -347,7 +317,7 @@ def state_after(
         return state
     except (StateError, RunError) as error:
         reason = str(error)
-    except Exception as error:  # whatever it is, a job must not fail to start for it
+    except Exception as error:  # no error here may stop the start of a job
         _log.debug("cannot go on from %s", previous, exc_info=error)
         reason = repr(error)
     _log.warning("the detectors start anew, not from %s: %s", previous, reason)
@@ -360,7 +330,7 @@ def _diagnosis_after(previous: Path, num_workers: int, groups: Sequence[str]) ->
         raise StateError(f"it had {run.num_workers} workers, this job has {num_workers}")
     if list(run.info.get("options", {}).get("groups", groups)) != list(groups):
         raise StateError("it had other groups of parameters")
-    diagnosis = diagnosis_of(run)  # what came later was meant to follow that run's plan
+    diagnosis = diagnosis_of(run)  # later steps followed that run's plan
     diagnosis.restore(_last_state(previous))
     for report in run.iter_reports(diagnosis.next_step):
         diagnosis.observe(report)
@@ -369,7 +339,7 @@ def _diagnosis_after(previous: Path, num_workers: int, groups: Sequence[str]) ->
 
 
 def _last_state(previous: Path) -> State:
-    """Return the last state that a run wrote; the one it began with if it was killed before."""
+    """Return the last state that a run wrote; its initial one if it was killed before."""
     for name in (STATE_FILE, START_FILE):
         try:
             state = read_state(previous / name)

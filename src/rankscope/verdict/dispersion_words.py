@@ -1,4 +1,4 @@
-"""What an assessment says of dispersion against sampling, and of the gradient noise scale."""
+"""Dispersion against sampling, and the gradient noise scale, in words."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -8,15 +8,15 @@ Values = dict[str, float | int | None]
 """The numbers of an assessment by name; None where one is undefined."""
 
 
-def say_dispersion(values: Values) -> str:
-    """Return how the loss dispersion compares with sampling, or that this cannot be known."""
+def describe_dispersion(values: Values) -> str:
+    """Describe the loss dispersion compared with that of sampling, if known."""
     figures = dispersion_figures(values)
     if values["num_workers"] == 1 or values["loss_std"] is None:
         return ""
     if figures is None:
         return (
             "How much dispersion sampling alone would give cannot be known: each worker reported "
-            "one loss per step. One loss per sample, or several micro-batches, would tell."
+            "one loss per step. One loss per sample, or several micro-batches, would show it."
         )
     observed, ratio, expected = figures
     band = _band(values)
@@ -33,12 +33,13 @@ def say_dispersion(values: Values) -> str:
 
 
 def dispersion_figures(values: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """Return the loss std, its ratio to what sampling explains, and that, as they are printed.
+    """Return the loss std, its ratio to the std by sampling, and the latter, as printed.
 
     They are rounded so that they divide. The ratio is one of root mean squares over steps, and the
-    std a mean over steps; what sampling explains follows from both. None where it is not known.
+    std a mean over steps; the std by sampling follows from both. None where it is unknown.
     """
-    observed, ratio = values.get("loss_std"), values.get("dispersion_ratio")
+    observed = values.get("loss_std")
+    ratio = values.get("dispersion_ratio")
     if observed is None or ratio is None:
         return None
     whole = observed / ratio if observed and ratio else values.get("loss_std_expected")
@@ -49,8 +50,8 @@ def dispersion_figures(values: Mapping[str, Any]) -> tuple[str, str, str] | None
     return texts[0], f"{shown / expected:.2f}", texts[1]
 
 
-def say_gradients(values: Values) -> str:
-    """Return how the dispersion of gradients compares with that of micro-batches, if known."""
+def describe_gradients(values: Values) -> str:
+    """Describe the dispersion of gradients compared with that of micro-batches, if known."""
     ratio = values["gradient_ratio"]
     if ratio is None:
         return ""
@@ -60,13 +61,11 @@ def say_gradients(values: Values) -> str:
     )
 
 
-def say_noise_scale(values: Values, causes: set[str]) -> str:
-    """Return the gradient noise scale in words; nothing where workers share data."""
-    scale, low, batch = (
-        values["noise_scale"],
-        values["noise_scale_low"],
-        values["noise_scale_batch"],
-    )
+def describe_noise_scale(values: Values, causes: set[str]) -> str:
+    """Describe the gradient noise scale; empty where workers share data."""
+    scale = values["noise_scale"]
+    low = values["noise_scale_low"]
+    batch = values["noise_scale_batch"]
     if batch is None or "data.duplicate_batches" in causes or low is None:
         return ""
     from_micro = values["noise_scale_from_micro"]
@@ -83,7 +82,7 @@ def say_noise_scale(values: Values, causes: set[str]) -> str:
     if not from_micro:
         text += (
             ". Without micro-batches it follows from local and reduced norms alone: it is the "
-            "weighted cosine in other words, and cannot tell shared data from quiet gradients"
+            "weighted cosine in other words, and cannot separate shared data from quiet gradients"
         )
     return f"{text}."
 
@@ -91,7 +90,8 @@ def say_noise_scale(values: Values, causes: set[str]) -> str:
 def _interval(
     values: Values, name: str, show: Callable[[float | None], str] = lambda end: f"{end:.2f}"
 ) -> str:
-    low, high = values[f"{name}_low"], values[f"{name}_high"]
+    low = values[f"{name}_low"]
+    high = values[f"{name}_high"]
     if low is None or high is None:
         return ""
     return f" (95 % interval {show(low)} to {show(high)})"
@@ -100,8 +100,8 @@ def _interval(
 def spread_in_words(values: Values) -> str | None:
     """Return whether losses lie ``closer``, ``about`` or ``further`` apart than by sampling.
 
-    The band around 1 is 40 % and three standard errors that the ratio would have for normal
-    losses, since short runs and few workers measure it badly.
+    The band around 1 is 40 % plus three standard errors of the ratio for normal losses, since short
+    runs and few workers measure it badly.
     """
     ratio = values["dispersion_ratio"]
     if ratio is None:
@@ -118,7 +118,7 @@ def _band(values: Values) -> float:
 
 
 def short(value: float | None) -> str:
-    """Return a number with three significant digits, without an exponent where that reads well."""
+    """Return a number with three significant digits, if possible without an exponent."""
     if value is None:
         return "an unknown amount"
     if value == 0:

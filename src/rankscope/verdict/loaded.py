@@ -59,12 +59,13 @@ class LoadedRun:
 
     Attributes:
         path: Its directory.
-        info: What ``run.json`` says: versions, options, configuration.
+        info: The content of ``run.json``: versions, options, configuration.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self.path, self.info = run.path, run.info
+        self.path = run.path
+        self.info = run.info
 
     @property
     def steps(self) -> pa.Table:
@@ -98,12 +99,12 @@ class LoadedRun:
 
     @property
     def traces(self) -> pa.Table:
-        """What each tensor of rank 0 held, where the run was traced."""
+        """Digests and sketches of the tensors of rank 0, where the run was traced."""
         return self._run.table(Table.TRACES)
 
     @property
     def digests(self) -> pa.Table:
-        """What differs between workers that should hold the same."""
+        """Differences between workers whose state should be equal."""
         return self._run.table(Table.DIGESTS)
 
     @property
@@ -127,13 +128,15 @@ class LoadedRun:
 
     def _repr_html_(self) -> str:
         verdict = self._verdict()
-        said, colour = verdict.assessment, _COLOURS[verdict.severity]
+        assessment = verdict.assessment
+        colour = _COLOURS[verdict.severity]
         rows = "".join(map(_row, verdict.findings))
         return (
             f'<div style="border-left:4px solid {colour};padding:4px 14px;max-width:60em">'
             f'<b style="color:{colour}">{SIGNS[verdict.severity]} {verdict.severity}</b> '
             f"{escape(verdict.title)} · {escape(verdict.line)}<br>"
-            f"<b>{escape(said.headline)}</b><br>What to do: {escape(said.recommendation)}"
+            f"<b>{escape(assessment.headline)}</b><br>"
+            f"What to do: {escape(assessment.recommendation)}"
             f"<table>{rows}</table></div>"
         )
 

@@ -1,4 +1,4 @@
-"""What is said of findings while the training goes on: opened, worse, closed, and the verdict."""
+"""Announcements during the training: findings that open, get worse or close, and the verdict."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,45 +13,40 @@ MOST_LINES = 20
 
 
 class Announcer:
-    """Says in one line each what changes about warnings and errors, and at the end the verdict.
+    """Writes a line for each change of warnings and errors, and the verdict at the end.
 
-    Notes, and findings that another one explains, are only counted at the end; but for a note that
-    answers the question of a finding that was told.
-
-    Args:
-        say: Sends a line; whether it speaks of a fault.
+    Notes, and findings that another one explains, are only counted at the end; but a note that
+    settles an announced finding is announced, too. ``write`` gets each line, and whether it is
+    about a fault.
     """
 
-    def __init__(self, say: Callable[[str, bool], None]) -> None:
-        self._say = say
+    def __init__(self, write: Callable[[str, bool], None]) -> None:
+        self._write = write
         self._num_lines = 0
         self._announced: set[str] = set()
 
-    def take(
+    def announce(
         self, changed: Sequence[tuple[Finding, FindingEvent]], known: Sequence[Finding]
     ) -> None:
-        """Say what changes about findings.
-
-        Args:
-            changed: The findings, and what has changed about each.
-            known: All findings of the run.
-        """
-        told = [one for one in changed if self._is_told(*one, known)]
-        if not told:
+        """Announce changed findings, each with its event; ``known`` are all of the run."""
+        news = [one for one in changed if self._should_announce(*one, known)]
+        if not news:
             return
         causes = explanations(known)
-        for finding, event in told:
+        for finding, event in news:
             if event is not FindingEvent.CLOSED and causes.get(finding.id) is not None:
                 continue
             self._num_lines += 1
             if self._num_lines > MOST_LINES:
                 if self._num_lines == MOST_LINES + 1:
-                    self._say("Further findings are only recorded, not printed.", True)
+                    self._write("Further findings are only recorded, not printed.", True)
                 return
             self._announced.add(finding.id)
-            self._say(line_of(finding, event), event is not FindingEvent.CLOSED)
+            self._write(line_of(finding, event), event is not FindingEvent.CLOSED)
 
-    def _is_told(self, finding: Finding, event: FindingEvent, known: Sequence[Finding]) -> bool:
+    def _should_announce(
+        self, finding: Finding, event: FindingEvent, known: Sequence[Finding]
+    ) -> bool:
         if event is FindingEvent.CLOSED:
             return finding.id in self._announced
         if finding.severity > Severity.NOTE:
@@ -61,19 +56,12 @@ class Announcer:
     def conclude(
         self, known: Sequence[Finding], *, num_steps: int, num_workers: int, options: object
     ) -> None:
-        """Say what the whole run has shown.
-
-        Args:
-            known: All findings of the run, in their last state.
-            num_steps: Steps that were judged.
-            num_workers: Workers.
-            options: What ``run.json`` says of the options of ``watch``.
-        """
+        """Announce the verdict, from all findings of the run in their last state."""
         if not num_steps:
             return
         missing = missing_steps(checks_of(num_workers, options), num_steps)
         seen = f"{count(num_steps, 'step')} of {count(num_workers, 'worker')}"
-        self._say(f"{seen}: {verdict_line(known, missing)}", False)
+        self._write(f"{seen}: {verdict_line(known, missing)}", False)
 
 
 def line_of(finding: Finding, event: FindingEvent) -> str:
@@ -82,17 +70,11 @@ def line_of(finding: Finding, event: FindingEvent) -> str:
     if event is FindingEvent.CLOSED:
         return f"closed: {finding.cause}{who} has not been seen since step {finding.last_step:,}."
     now = f"now {finding.severity}" if event is FindingEvent.WORSE else str(finding.severity)
-    said = first_sentence(finding)
-    return f"{now}: {said} [{finding.cause}, since step {finding.first_step:,}]"
+    return f"{now}: {first_sentence(finding)} [{finding.cause}, since step {finding.first_step:,}]"
 
 
 def verdict_line(findings: Sequence[Finding], missing: int = 0) -> str:
-    """Return all findings of a run in one line, the worst one in words.
-
-    Args:
-        findings: The findings.
-        missing: Steps that some check would need besides.
-    """
+    """Return all findings in one line, the worst in words; ``missing``: further steps needed."""
     faults = [finding for finding in findings if finding.severity > Severity.NOTE]
     notes = len(findings) - len(faults)
     if not faults:

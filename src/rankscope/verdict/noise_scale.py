@@ -21,14 +21,14 @@ from rankscope.stats.noise_scale import (
 Numbers = Mapping[str, float | int | None]
 
 MAX_MICRO_ROWS = 2**20
-"""Rows of the micro-batches that are read of a long run: those of an even choice of its steps."""
+"""Most rows of micro-batches that are read of a long run, from evenly chosen steps."""
 
 _MICRO = ("step", "rank", "grad_norm", "loss_scale")
 
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """What norms say of T steps, before the question which of them count.
+    """Norms of T steps, before the choice of those that count.
 
     Attributes:
         steps_T: Their numbers.
@@ -92,7 +92,7 @@ def noise_numbers(run: Run) -> Numbers:
 def expected_cosines(run: Run) -> tuple[Ints, Floats]:
     """Return the cosine between workers that sampling alone would give, step by step.
 
-    The micro-batches inside a worker tell how far its gradient lies from the true one by chance:
+    The micro-batches of a worker show how far its gradient lies from the true one by chance:
     of the squared norm ``a`` of a worker's gradient, ``v`` is such noise, and two workers that draw
     from the same distribution share the rest. Their cosine, weighted by norms, is 1 − v/a. It is
     an estimate from one step, and can be negative.
@@ -170,7 +170,8 @@ def _micro(rows: Columns, steps_T: Ints, width: int) -> tuple[Floats, Ints, Floa
     scales = rows["loss_scale"][here]
     with np.errstate(over="ignore"):
         means_T = sums(np.square(rows["grad_norm"][here])).mean(axis=1)
-        scales_TW, scale_squares_TW = sums(scales), sums(np.square(scales))
+        scales_TW = sums(scales)
+        scale_squares_TW = sums(np.square(scales))
     counts_TW = np.bincount(cells, minlength=size).reshape(-1, width)
     equal_T = (counts_TW == counts_TW[:, :1]).all(axis=1)
     num_micro_T = np.where(equal_T, counts_TW[:, 0], 1).astype(np.int64)

@@ -1,8 +1,8 @@
-"""How findings of a run explain each other, and in which order they are shown.
+"""Explanations between the findings of a run, and their order.
 
 One fault leaves many traces: when a worker's gradients are not reduced, its parameters drift, and
-its loss follows. The rules also state what explains what (``explains``), and which finding answers
-the question that another one leaves open (``settles``), see :mod:`rankscope.bus.rules`.
+its loss follows. The rules declare which finding explains which (``explains``), and which one
+settles the open question of which (``settles``), see :mod:`rankscope.bus.rules`.
 """
 
 from collections import defaultdict
@@ -14,15 +14,13 @@ from rankscope.bus.rules import LATENESS, RULES
 
 
 def explanations(findings: Sequence[Finding]) -> dict[str, Finding | None]:
-    """Return for each finding, by id, the one of which it is a mere consequence, if any.
-
-    Args:
-        findings: All findings of a run.
-    """
+    """Return, by id of each finding of a run, the finding of which it is a consequence, if any."""
     causes: dict[str, list[tuple[int, Finding]]] = defaultdict(list)
     for place, finding in enumerate(findings):
         for name in _explained(finding):
-            if sum(_covers(cause, finding) for _, cause in causes[name]) < 2:  # one may ask itself
+            if (
+                sum(_covers(cause, finding) for _, cause in causes[name]) < 2
+            ):  # a finding covers itself
                 causes[name].append((place, finding))
     return {effect.id: _cause_of(effect, causes) for effect in findings}
 
@@ -42,34 +40,33 @@ def _explained(cause: Finding) -> Collection[str]:
 
 
 def _covers(earlier: Finding, later: Finding) -> bool:
-    """Return whether an earlier finding explains all that a later one of its kind does."""
+    """Return whether an earlier finding explains all effects of a later one of its kind."""
     return earlier.severity >= later.severity and earlier.first_step <= later.first_step
 
 
 def settled_by(finding: Finding, findings: Iterable[Finding]) -> Finding | None:
-    """Return the latest finding that answers the question that another one leaves open, if any.
+    """Return the latest finding of a run that settles the open question of another, if any.
 
     A canary of the suspected workers does: it ran one of their batches on every worker.
-
-    Args:
-        finding: The one with an open question.
-        findings: All findings of the run.
     """
     answers = [one for one in findings if settles(one, finding)]
     return max(answers, key=lambda answer: answer.last_step, default=None)
 
 
 def settles(answer: Finding, finding: Finding) -> bool:
-    """Return whether a finding answers the question that another one leaves open."""
+    """Return whether a finding settles the open question of another."""
     rule = RULES.get(answer.id)
     if rule is None or finding.cause not in rule.settles or answer.last_step < finding.first_step:
         return False
-    asked, answered = set(finding.ranks), set(answer.ranks)
-    return bool(asked & answered if finding.cause == "inconclusive" else asked <= answered)
+    suspected = set(finding.ranks)
+    tested = set(answer.ranks)
+    if finding.cause == "inconclusive":
+        return bool(suspected & tested)
+    return suspected <= tested
 
 
 def next_check_of(finding: Finding, findings: Iterable[Finding]) -> str:
-    """Return what to look at next, given what other findings of the run have settled."""
+    """Return the next check, given the findings of the run that settle this one."""
     answer = settled_by(finding, findings)
     if answer is None:
         return finding.next_check
@@ -77,19 +74,15 @@ def next_check_of(finding: Finding, findings: Iterable[Finding]) -> str:
 
 
 def first_sentence(finding: Finding) -> str:
-    """Return the first sentence of what a finding says."""
+    """Return the first sentence of a finding's explanation."""
     return f"{finding.explanation.partition('. ')[0].rstrip('.')}."
 
 
 def ranked(findings: Sequence[Finding]) -> list[Finding]:
     """Return findings with the most probable cause first, consequences of others last.
 
-    Args:
-        findings: All findings of a run.
-
-    Returns:
-        The same findings: those that nothing explains first; among them the most severe, open
-        before closed, then the earliest.
+    Findings without an explanation come first; among them the most severe, open before closed,
+    then the earliest.
     """
     causes = explanations(findings)
     return sorted(

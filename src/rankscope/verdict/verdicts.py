@@ -1,7 +1,7 @@
 """The words of an assessment: headline, recommendation and statements.
 
-Dispersion is put into words against its null only. A ratio far from 1 is a reason to look, never
-a finding: what is certain comes from findings, and from exact equality.
+Dispersion is only compared with its null. A ratio far from 1 is a reason to look, never a finding:
+certainty comes from findings, and from exact equality.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +11,12 @@ from rankscope.bus.checks import Check
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.budget import bound_in_words
-from rankscope.verdict.checks import missing_steps, say_checks
+from rankscope.verdict.checks import describe_checks, missing_steps
 from rankscope.verdict.dispersion_words import (
     Values,
-    say_dispersion,
-    say_gradients,
-    say_noise_scale,
+    describe_dispersion,
+    describe_gradients,
+    describe_noise_scale,
     short,
     spread_in_words,
 )
@@ -24,7 +24,7 @@ from rankscope.verdict.rules import first_sentence, next_check_of, ranked
 
 NOTHING_TO_CHANGE = "Nothing to change."
 TOO_EARLY = ("Too early to judge", "Too short to judge")
-"""How the headline of a run of too few steps begins: one that goes on, and one that has ended."""
+"""Beginning of the headline of a run of too few steps, by whether it has ended."""
 _ALIKE_LOSS = 1e-6
 _ALIKE_COSINE = 0.999
 _FEW_STEPS = 3
@@ -32,14 +32,14 @@ _FEW_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What is said of a run.
+    """The verdict on a run, in words.
 
     Attributes:
         headline: What is wrong, or that nothing is.
         recommendation: What to do.
-        severity: How bad it is, where no finding says so.
+        severity: The severity, where no finding has one.
         early: Whether some check needs more steps.
-        about: The finding that it is about, if any.
+        about: The finding behind it, if any.
     """
 
     headline: str
@@ -50,15 +50,15 @@ class Verdict:
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
-    """How far a run came.
+class RunProgress:
+    """The progress of a run.
 
     Attributes:
         status: ``running``, ``complete``, ``incomplete`` or ``interrupted``.
         last_step: The last step on record; -1 without any.
-        earlier_steps: Steps of the runs that it continues, as far as detectors remember them; None
-            where that is not known.
-        checks: What it is checked for.
+        earlier_steps: Number of steps of the runs that it continues, from the detectors' state;
+            None if unknown.
+        checks: The checks of the run.
     """
 
     status: str = "running"
@@ -77,44 +77,41 @@ class Course:
         return self.status in ("incomplete", "interrupted") and self.last_step >= 0
 
 
-_BEGUN = Course()
+_BEGUN = RunProgress()
 
 
-def judge(values: Values, findings: Sequence[Finding], course: Course = _BEGUN) -> Verdict:
-    """Return the verdict: the worst finding's, or else what the numbers allow to say.
+def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _BEGUN) -> Verdict:
+    """Return the verdict: that of the worst finding, or else of the numbers.
 
-    Args:
-        values: The numbers of the assessment.
-        findings: What was found.
-        course: How far the run came. Where its record ends early, it is not called healthy.
+    A run whose record ends early is not called healthy.
     """
     if not values["steps"]:
-        return _NOTHING_RECORDED if course.ended else _NOTHING_YET
-    verdict = _judge(values, findings, course)
+        return _NOTHING_RECORDED if progress.ended else _NOTHING_YET
+    verdict = _judge(values, findings, progress)
     if _causes(findings):
         return verdict
-    if course.cut_short:
-        return _cut_short(verdict, course)
-    missing = missing_steps(course.checks, _steps(values, course))
+    if progress.cut_short:
+        return _cut_short(verdict, progress)
+    missing = missing_steps(progress.checks, _steps(values, progress))
     if verdict.severity or not missing:
         return verdict
-    return _too_early(verdict, values, course, missing)
+    return _too_early(verdict, values, progress, missing)
 
 
-def _steps(values: Values, course: Course) -> int:
-    return _number(values, "steps") + (course.earlier_steps or 0)
+def _steps(values: Values, progress: RunProgress) -> int:
+    return _number(values, "steps") + (progress.earlier_steps or 0)
 
 
-def _judge(values: Values, findings: Sequence[Finding], course: Course) -> Verdict:
-    """Return the verdict. A single gross value is left out: data alone may bring one about.
+def _judge(values: Values, findings: Sequence[Finding], progress: RunProgress) -> Verdict:
+    """Return the verdict, without single gross values: data alone may cause one.
 
-    Those that come again on one worker (``gross-outliers``) are not, for chance is ruled out, nor
-    those that came three times in 50 steps.
+    Repeated ones on one worker (``gross-outliers``) count, since chance is ruled out, and so do
+    three in 50 steps.
     """
-    told = [f for f in findings if f.cause != "time.straggler" and not _is_single(f)]
-    if not told:
-        return _without_findings(values, course)
-    worst = ranked(told)[0]
+    shown = [f for f in findings if f.cause != "time.straggler" and not _is_single(f)]
+    if not shown:
+        return _without_findings(values, progress)
+    worst = ranked(shown)[0]
     if worst.id in _BY_CAUSE:
         return replace(_BY_CAUSE[worst.id](values, worst), about=worst)
     return Verdict(first_sentence(worst), next_check_of(worst, findings), about=worst)
@@ -126,30 +123,30 @@ def _is_single(finding: Finding) -> bool:
 
 
 def statements(
-    values: Values, findings: Sequence[Finding], course: Course = _BEGUN
+    values: Values, findings: Sequence[Finding], progress: RunProgress = _BEGUN
 ) -> tuple[str, ...]:
-    """Return what the metrics and the samples say, and what they cannot say."""
+    """Return what the metrics and the samples show, and what they cannot show."""
     if not values["steps"]:
         return ()
     causes = _causes(findings)
     parts = (
-        _say_end(course) if course.cut_short and causes else "",
-        _say_loss(values),
-        _say_metrics(values),
-        say_dispersion(values),
-        say_gradients(values),
-        say_noise_scale(values, causes),
-        _say_samples(values, causes),
-        _say_limits(values, causes),
-        _say_budget(values, findings, course),
-        *say_checks(course.checks, _steps(values, course)),
-        _say_cost(values),
+        _describe_end(progress) if progress.cut_short and causes else "",
+        _describe_loss(values),
+        _describe_metrics(values),
+        describe_dispersion(values),
+        describe_gradients(values),
+        describe_noise_scale(values, causes),
+        _describe_samples(values, causes),
+        _describe_limits(values, causes),
+        _describe_budget(values, findings, progress),
+        *describe_checks(progress.checks, _steps(values, progress)),
+        _describe_cost(values),
     )
     return tuple(part for part in parts if part)
 
 
 def _causes(findings: Sequence[Finding]) -> set[str]:
-    """Return the causes of what was found, notes aside."""
+    """Return the causes of all findings but notes."""
     return {finding.cause for finding in findings if finding.severity > Severity.NOTE}
 
 
@@ -171,7 +168,8 @@ def _nonfinite(values: Values, finding: Finding) -> Verdict:
 
 
 def _duplicates(values: Values, finding: Finding) -> Verdict:
-    num_workers, useful = values["num_workers"], _number(finding, "workers_with_own_batches")
+    num_workers = values["num_workers"]
+    useful = _number(finding, "workers_with_own_batches")
     whole = len(finding.ranks) == num_workers
     every = "Both workers" if num_workers == 2 else f"All {num_workers} workers"
     who = every if whole else name_ranks(finding.ranks).capitalize()
@@ -208,7 +206,7 @@ _NOTHING_YET = Verdict(
 _NOTHING_RECORDED = Verdict(
     "Nothing was recorded: the run ended before its first step had.",
     "Let it take a few steps. A step ends with a backward pass that synchronises gradients, so not "
-    "inside no_sync, of the model that watch() got; see the log for what the monitor said.",
+    "inside no_sync, of the model that watch() got; see the log for the monitor's warnings.",
     Severity.WARNING,
 )
 _BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
@@ -218,40 +216,42 @@ _BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
 }
 
 
-def _cut_short(verdict: Verdict, course: Course) -> Verdict:
-    """Return a verdict that claims nothing of steps that were not watched."""
+def _cut_short(verdict: Verdict, progress: RunProgress) -> Verdict:
+    """Extend a verdict for a record that ends early."""
     own = "" if verdict.recommendation == NOTHING_TO_CHANGE else f"{verdict.recommendation} "
     return replace(
         verdict,
-        headline=f"{verdict.headline} {_say_end(course)}",
-        recommendation=f"{own}See the log: it says what ended the training, or why rankscope ended "
+        headline=f"{verdict.headline} {_describe_end(progress)}",
+        recommendation=f"{own}See the log for the end of the training, or why rankscope ended "
         "before it.",
         severity=verdict.severity or Severity.NOTE,
         early=False,
     )
 
 
-def _too_early(verdict: Verdict, values: Values, course: Course, missing: int) -> Verdict:
-    """Return a verdict that does not take the silence of checks for health that need more steps."""
-    headline, recommendation = verdict.headline, verdict.recommendation
-    steps, more = count(_steps(values, course), "step"), count(missing, "more step")
+def _too_early(verdict: Verdict, values: Values, progress: RunProgress, missing: int) -> Verdict:
+    """Extend a verdict for a run in which some checks need more steps."""
+    headline = verdict.headline
+    recommendation = verdict.recommendation
+    steps = count(_steps(values, progress), "step")
+    more = count(missing, "more step")
     if headline.startswith("Healthy"):
-        headline = f"{TOO_EARLY[course.ended]}: no fault found in {steps}."
+        headline = f"{TOO_EARLY[progress.ended]}: no fault found in {steps}."
     if recommendation == NOTHING_TO_CHANGE:
-        verb = "Train for" if course.ended else "Let it run for"
-        recommendation = f"{verb} {more}: then every check has had its chance."
+        verb = "Train" if progress.ended else "Run"
+        recommendation = f"{verb} {more} to complete all checks."
     return replace(verdict, headline=headline, recommendation=recommendation, early=True)
 
 
-def _say_end(course: Course) -> str:
+def _describe_end(progress: RunProgress) -> str:
     return (
-        f"The record ends early, with step {course.last_step:,}: the training stopped there, or "
+        f"The record ends early, with step {progress.last_step:,}: the training stopped there, or "
         "went on unwatched."
     )
 
 
-def _without_findings(values: Values, course: Course) -> Verdict:
-    healthy = "No fault found" if course.cut_short else "Healthy"
+def _without_findings(values: Values, progress: RunProgress) -> Verdict:
+    healthy = "No fault found" if progress.cut_short else "Healthy"
     num_workers = values["num_workers"]
     if num_workers == 1:
         return Verdict("One worker: there is nothing to compare it with.", NOTHING_TO_CHANGE)
@@ -294,8 +294,9 @@ def _without_samples(values: Values) -> Verdict:
 # Statements --------------------------------------------------------------------------------
 
 
-def _say_loss(values: Values) -> str:
-    first, last = values["loss_first"], values["loss_last"]
+def _describe_loss(values: Values) -> str:
+    first = values["loss_first"]
+    last = values["loss_last"]
     if first is None or last is None:
         return "No loss was measured."
     return (
@@ -305,7 +306,7 @@ def _say_loss(values: Values) -> str:
     )
 
 
-def _say_metrics(values: Values) -> str:
+def _describe_metrics(values: Values) -> str:
     if values["num_workers"] == 1:
         return "Dispersion and direction compare workers, so they are not defined for one."
     parts = []
@@ -322,7 +323,7 @@ def _say_metrics(values: Values) -> str:
     return f"On average over steps, {'; '.join(parts)}." if parts else ""
 
 
-def _say_samples(values: Values, causes: set[str]) -> str:
+def _describe_samples(values: Values, causes: set[str]) -> str:
     if values["samples_drawn"] is None:
         return "The samples were not identified, so repeated ones cannot be seen."
     text = f"In the whole run, {_coverage(values)}"
@@ -338,7 +339,7 @@ def _say_samples(values: Values, causes: set[str]) -> str:
     return text + "."
 
 
-def _say_limits(values: Values, causes: set[str]) -> str:
+def _describe_limits(values: Values, causes: set[str]) -> str:
     if values["num_workers"] == 1:
         return ""
     if "data.duplicate_batches" in causes:
@@ -349,7 +350,7 @@ def _say_limits(values: Values, causes: set[str]) -> str:
     if "data.overlapping_shards" in causes:
         return (
             "None of the three metrics shows this: they look as they do with disjoint shards. "
-            "Only the identity of the samples tells."
+            "Only the identity of the samples shows it."
         )
     if values["loss_std"] == 0 and _gradients_differ(values):
         return (
@@ -357,37 +358,40 @@ def _say_limits(values: Values, causes: set[str]) -> str:
             "was probably averaged before it was recorded."
         )
     return (
-        "The three metrics alone cannot tell disjoint shards from overlapping ones; the identity "
+        "The three metrics alone cannot distinguish disjoint from overlapping shards; the identity "
         "of the samples can."
     )
 
 
-def _say_budget(values: Values, findings: Sequence[Finding], course: Course) -> str:
-    """Return what silence about outliers is worth: less after the steps of earlier runs."""
-    steps, num_workers = int(values["steps"] or 0), values["num_workers"] or 0
+def _describe_budget(values: Values, findings: Sequence[Finding], progress: RunProgress) -> str:
+    """Describe the false-alarm probability behind the absence of outliers."""
+    steps = int(values["steps"] or 0)
+    num_workers = values["num_workers"] or 0
     found = any("false_alarm_probability" in finding.evidence for finding in findings)
     if found or num_workers < 2:
         return ""
     text = "No worker stands out from the others in loss, gradient or amount of data."
-    if course.earlier_steps is None:
+    if progress.earlier_steps is None:
         return text
-    whole = "run" if not course.earlier_steps else "training"
-    steps += course.earlier_steps
-    before = ", those before its restarts included," if course.earlier_steps else ""
+    whole = "run" if not progress.earlier_steps else "training"
+    steps += progress.earlier_steps
+    before = ", those before its restarts included," if progress.earlier_steps else ""
     return (
         f"{text} A healthy {whole} of {count(steps, 'step')}{before} raises a finding of that kind "
         f"with a probability of at most {bound_in_words(steps)}."
     )
 
 
-def _say_cost(values: Values) -> str:
-    share, interval = values["overhead_share"], values["interval"]
+def _describe_cost(values: Values) -> str:
+    share = values["overhead_share"]
+    interval = values["interval"]
     if share is None:
         return ""
     text = f"Watching took {share:.1%} of the training's own time on the slowest worker"
     if interval is not None and interval > 1:
         text += f"; gradients were measured every {int(interval)} steps at the widest"
-    fixed, read = values["overhead_fixed_seconds"], values["overhead_read_seconds"]
+    fixed = values["overhead_fixed_seconds"]
+    read = values["overhead_read_seconds"]
     if fixed is None or read is None:
         return text + "."
     shown = [f"{1e3 * seconds:.2g}" for seconds in (fixed, read)]
@@ -406,14 +410,17 @@ def _say_cost(values: Values) -> str:
 
 
 def _coverage(values: Values) -> str:
-    drawn, distinct = values["samples_drawn"], values["distinct_samples"]
+    drawn = values["samples_drawn"]
+    distinct = values["distinct_samples"]
     if drawn is None or distinct is None:
         return "the samples are not recorded"
     return f"{distinct:,} of the {drawn:,} samples drawn are different"
 
 
 def _all_alike(values: Values) -> bool:
-    cosine, spread, loss = values["cosine_mean"], values["loss_range"], values["loss_last"]
+    cosine = values["cosine_mean"]
+    spread = values["loss_range"]
+    loss = values["loss_last"]
     if cosine is None or spread is None or loss is None or _number(values, "steps") < _FEW_STEPS:
         return False
     return cosine >= _ALIKE_COSINE and spread <= _ALIKE_LOSS * max(1.0, abs(loss))
@@ -421,7 +428,8 @@ def _all_alike(values: Values) -> bool:
 
 def _gradients_differ(values: Values) -> bool:
     """Return whether norms or directions of the workers' gradients differ by more than rounding."""
-    spread, cosine = values["grad_norm_std"], values["cosine_mean"]
+    spread = values["grad_norm_std"]
+    cosine = values["cosine_mean"]
     apart = cosine is not None and cosine < _ALIKE_COSINE
     return apart or (spread is not None and spread > _ALIKE_LOSS)
 

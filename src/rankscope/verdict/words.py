@@ -1,4 +1,4 @@
-"""Numbers, titles and records in words, for page and terminal. Needs no extra package."""
+"""Numbers, titles and records in words, for page and terminal, without extra packages."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +20,7 @@ from rankscope.verdict.rules import explanations, next_check_of, ranked
 
 UNKNOWN = "–"
 SIGNS = {"healthy": "●", "early": "◌", "note": "○", "warning": "▲", "error": "◆"}
-"""One sign for each verdict, beside its name."""
+"""The sign of each severity."""
 Values = Mapping[str, Any]
 
 TOKENS = "nats per token"
@@ -70,19 +70,19 @@ def titles_of(values: Mapping[str, Any]) -> Mapping[str, tuple[str, str]]:
 
 
 def writable(text: str) -> str:
-    """Return a text that can be written: what in a name is no UTF-8 becomes a question mark."""
+    """Return a text for output: characters of a name that are no UTF-8 become question marks."""
     return text.encode(errors="replace").decode()
 
 
 def missing(value: Any) -> bool:
-    """Tell whether a value is undefined: None, NaN or ``MISSING_INT``."""
+    """Return whether a value is undefined: None, NaN or ``MISSING_INT``."""
     return value is None or value == MISSING_INT or bool(value != value)
 
 
 def number(value: Any, digits: int = 3) -> str:
-    """Return a number as it is read: ``0.253``, ``1,024``, ``2.1e-07``, or a dash if undefined.
+    """Return a number for reading: ``0.253``, ``1,024``, ``2.1e-07``, or a dash if undefined.
 
-    Below 1e-9 it is zero: what rounding leaves of equal float64 values.
+    Below 1e-9 it is zero: the rounding error of equal float64 values.
     """
     if missing(value):
         return UNKNOWN
@@ -109,7 +109,7 @@ def ranks_in_words(ranks: Sequence[int], num_workers: int) -> str:
 
 
 def steps_in_words(finding: Finding) -> str:
-    """Return when a finding showed: ``step 4`` or ``steps 4 to 119``, and whether it is over."""
+    """Return the steps of a finding: ``step 4`` or ``steps 4 to 119``, and whether it is over."""
     over = ", over since" if finding.status == "closed" else ""
     if finding.first_step == finding.last_step:
         return f"step {finding.first_step:,}{over}"
@@ -126,7 +126,7 @@ def ratio_in_words(values: Values) -> str:
 
 
 def coverage_in_words(values: Values) -> str:
-    """Return how many samples were drawn, and how often each."""
+    """Return the number of samples drawn, and how often each."""
     distinct: Any = values.get("distinct_samples")
     drawn: Any = values.get("samples_drawn")
     if missing(distinct) or missing(drawn) or not drawn:
@@ -137,7 +137,8 @@ def coverage_in_words(values: Values) -> str:
 
 def tiles(values: Values) -> list[dict[str, str]]:
     """Return the key numbers of a run: label, value, note, and the share of a full bar if any."""
-    first, last = values.get("loss_first"), values.get("loss_last")
+    first = values.get("loss_first")
+    last = values.get("loss_last")
     unit = TOKENS if values.get("loss_per_token") else "mean over the workers"
     batch: Any = values.get("effective_batch")
     batch_note = "" if missing(batch) else f"{float(batch):.1f} different per step"
@@ -169,12 +170,7 @@ def _short(value: Any) -> str:
 
 
 def anchors(findings: Sequence[Finding], key: str = "") -> list[str]:
-    """Return the id that each finding's article has on a page, all different.
-
-    Args:
-        findings: The findings of one run.
-        key: Begins the ids, where a page shows several runs.
-    """
+    """Return unique ids for the articles of a run's findings on a page; ``key`` begins them."""
     ids: list[str] = []
     for finding in findings:
         name = f"{key}finding-{re.sub('[^a-z0-9]+', '-', finding.id.lower()).strip('-')}"
@@ -190,13 +186,13 @@ def finding_view(
     known: Iterable[Finding] = (),
     anchor: str = "",
 ) -> dict[str, Any]:
-    """Return what the page shows of a finding, and of the one that explains it, if there is one.
+    """Return the view of a finding for the page, and of the finding that explains it, if any.
 
     Args:
         finding: The finding.
         num_workers: W.
         cause: The finding that explains it.
-        known: All findings of the run: one may have settled what this one leaves open.
+        known: All findings of the run: one may settle its open question.
         anchor: The id of its article on the page.
     """
     return {
@@ -238,7 +234,7 @@ def _records(value: Any) -> list[Mapping[str, Any]]:
 
 
 def _table_of(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Return the heads of a table, and its rows; the first dozen of them."""
+    """Return the header of a table, and its first dozen rows."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     shown = [[_shown(row.get(name)) for name in names] for row in rows[:12]]
     return [_spaced(name) for name in names], shown
@@ -249,26 +245,26 @@ def _spaced(name: str) -> str:
 
 
 def consequence_of(cause: Finding) -> str:
-    """Return what to do about a finding that another one explains."""
+    """Return the advice for a finding that another one explains."""
     return f"First the finding '{title_of_finding(cause)}': this one follows from it."
 
 
 def title_of_finding(finding: Finding) -> str:
-    """Return what a finding is about in a few words: its own rule's title, or its cause's.
+    """Return the title of a finding: its own rule's, or its cause's.
 
-    A cause that this release does not know is shown by its name.
+    A cause unknown to this release is shown by its name.
     """
     rule = RULES.get(finding.id) or RULES.get(finding.cause)
     return finding.cause if rule is None else rule.title
 
 
 def title_of(info: Values, path: Path | str) -> str:
-    """Return the name of a run: the one it was given, or its directory's."""
+    """Return the name of a run: its own, or its directory's."""
     return writable(str(info.get("name") or Path(path).resolve().name))
 
 
 def run_line(run: Run, assessment: Assessment) -> str:
-    """Return what a run is in one line: ``8 workers · 120 steps · tiny``."""
+    """Return a run in one line: ``8 workers · 120 steps · tiny``."""
     steps = assessment.values.get("steps")
     parts = [
         count(run.num_workers, "worker"),
@@ -282,15 +278,15 @@ def run_line(run: Run, assessment: Assessment) -> str:
 
 @dataclass(frozen=True, slots=True)
 class VerdictWords:
-    """What is said of a run, in words: the terminal, Markdown and pages lay it out.
+    """The words about a run, for terminal, Markdown and pages.
 
     Attributes:
         title: The run's name.
         severity: ``healthy``, ``early``, ``note``, ``warning`` or ``error``.
-        line: What the run is, in one line.
+        line: The run in one line.
         assessment: Headline, recommendation and statements.
         tiles: The key numbers.
-        findings: What was found, worst first, as :func:`finding_view` shows it.
+        findings: The findings, worst first, from :func:`finding_view`.
     """
 
     title: str
@@ -302,7 +298,7 @@ class VerdictWords:
 
 
 def verdict_of(run: Run, assessment: Assessment, key: str = "") -> VerdictWords:
-    """Return a run's verdict; ``key`` begins the ids of its findings."""
+    """Return a run's verdict in words; ``key`` begins the ids of its findings."""
     found = ranked(run.findings())
     causes = explanations(found)
     return VerdictWords(
@@ -321,7 +317,7 @@ def verdict_of(run: Run, assessment: Assessment, key: str = "") -> VerdictWords:
 def facts(
     info: Values, status: str, timing: Mapping[str, float], num_workers: int, num_steps: int
 ) -> list[tuple[str, str]]:
-    """Return what is known about a run besides its measurements, as label and words."""
+    """Return facts about a run besides its measurements, as label and words."""
     versions = info.get("versions")
     listed = versions if isinstance(versions, dict) else {}
     rows = [

@@ -1,4 +1,4 @@
-"""The root's view of other hosts: their ranks' frames, and the processes that their agents see."""
+"""Other hosts, seen from the root: frames and processes of their ranks."""
 
 import json
 import time
@@ -10,22 +10,17 @@ from rankscope.agent.root_link import RootLink
 from rankscope.agent.server import Arrived
 
 SILENT_SECONDS = 10.0
-"""After so long without a word from a host it is told that it is out of reach."""
+"""After this long without a frame, a host counts as out of reach."""
 
 GIVE_UP_SECONDS = 120.0
-"""How long a host may be out of reach before its ranks count as gone."""
+"""How long a host may be out of reach before its ranks count as ended."""
 
 GIVE_UP_SECONDS_AT_END = 30.0
-"""The same when the ranks of all other hosts have closed their scopes."""
+"""The same once the ranks of all other hosts have closed their scopes."""
 
 
-class Branches:
-    """The other hosts of a job.
-
-    Args:
-        address: Where to listen; all addresses of this host by default.
-        master: Name or address of the training's store, which tells what to advertise.
-    """
+class RemoteHosts:
+    """The other hosts of a job; arguments as in :class:`~rankscope.agent.root_link.RootLink`."""
 
     def __init__(self, address: str | None, master: str | None) -> None:
         self._link = RootLink(address, master=master)
@@ -38,12 +33,13 @@ class Branches:
 
     @property
     def invitation(self) -> bytes:
-        """What another host's agent needs to come; secret."""
+        """The bytes with which another host's agent can connect; secret."""
         return self._link.invitation.encode()
 
     def poll(self) -> list[Arrived]:
-        """Return frames of ranks on other hosts."""
-        now, arrived = time.time(), []
+        """Return new frames from ranks on other hosts."""
+        now = time.time()
+        arrived = []
         frames = self._link.poll()
         for host in self._link.take_behind():
             self._link.send(host, pack(FrameKind.INTRODUCE))
@@ -58,13 +54,14 @@ class Branches:
         return arrived
 
     def newly_silent(self) -> list[list[int]]:
-        """Return the ranks of each host that is out of reach, once each time that it is."""
+        """Return the ranks of each host that has just gone out of reach."""
         silent = {h for h in self._link.hosts if self._link.silent_seconds(h) > SILENT_SECONDS}
-        news, self._silent = sorted(silent - self._silent), silent
+        news = sorted(silent - self._silent)
+        self._silent = silent
         return [self._ranks_of(host) for host in news]
 
     def given_up(self, *, at_end: bool) -> list[int]:
-        """Return ranks of hosts that have been out of reach for too long, each once."""
+        """Return, once, each rank whose host has been out of reach for too long."""
         limit = GIVE_UP_SECONDS_AT_END if at_end else GIVE_UP_SECONDS
         ranks: list[int] = []
         for host in self._link.hosts:
@@ -81,29 +78,30 @@ class Branches:
         elif rank in self._host_of:
             self._link.send(self._host_of[rank], content)
 
-    def ask(self) -> None:
-        """Have all hosts tell how their processes are."""
+    def request_states(self) -> None:
+        """Request the states of processes from all hosts."""
         self.send(ALL_RANKS, pack(FrameKind.LOOK))
 
     def take_stacks(self) -> None:
-        """Have all hosts take stacks."""
+        """Request stacks from all hosts."""
         self.send(ALL_RANKS, pack(FrameKind.STACKS))
 
     def stacks(self) -> Mapping[int, Stack]:
-        """Return stacks that have come since the last call."""
-        come, self._stacks = self._stacks, {}
+        """Return stacks that have arrived since the last call."""
+        come = self._stacks
+        self._stacks = {}
         return come
 
     def close(self, seconds: float) -> None:
-        """Send what waits, and close the links."""
+        """Send the remaining frames and close the links."""
         self._link.close(seconds)
 
     def _ranks_of(self, host: int) -> list[int]:
         return [rank for rank, each in self._host_of.items() if each == host]
 
-    def _learn(self, told: Mapping[str, Mapping[str, object]]) -> None:
-        for rank, state in told.get("states", {}).items():
+    def _learn(self, report: Mapping[str, Mapping[str, object]]) -> None:
+        for rank, state in report.get("states", {}).items():
             self.states[int(rank)] = ProcessState(str(state))
-        for rank, place in told.get("places", {}).items():
+        for rank, place in report.get("places", {}).items():
             self.places[int(rank)] = CodePlace(*place)  # type: ignore[misc]
-        self._stacks |= {int(r): s for r, s in told.get("stacks", {}).items()}  # type: ignore[misc]
+        self._stacks |= {int(r): s for r, s in report.get("stacks", {}).items()}  # type: ignore[misc]
