@@ -17,7 +17,8 @@ from rankscope.verdict.assessment import assess
 from rankscope.verdict.words import run_line, verdict_of
 
 TRAININGS = ("healthy", "forgotten-sampler")
-WORKERS, STEPS = 2, 120
+WORKERS = 2
+STEPS = 120
 
 
 def demo(
@@ -71,7 +72,8 @@ def _show(run: Run) -> None:
     said = assess(run)
     verdict = verdict_of(run, said)
     console = terminal()
-    first, last = said.values["loss_first"], said.values["loss_last"]
+    first = said.values["loss_first"]
+    last = said.values["loss_last"]
     console.print()
     show(console, verdict_lines(verdict.severity, said.headline, verdict.title))
     if first is not None and last is not None:

@@ -79,7 +79,8 @@ def diff(
     from rankscope.record.stores import at_hand
     from rankscope.tools.diff import compare_runs
 
-    run_a, run_b = at_hand(run_a), at_hand(run_b)
+    run_a = at_hand(run_a)
+    run_b = at_hand(run_b)
     if run_a.resolve() == run_b.resolve():
         raise UsageError(f"{run_a} and {run_b} are one run: name two")
     comparison = compare_runs(Run.open(run_a), Run.open(run_b), offset=offset)
@@ -167,7 +168,8 @@ def _numbers(comparison: "Comparison") -> Grid:
 def _curves(comparison: "Comparison") -> Grid:
     """Return each curve as a line of bars, on one logarithmic scale."""
     sizes = [v for c in comparison.curves for v in c.values if v > 0 and math.isfinite(v)]
-    low, high = math.log10(min(sizes, default=1.0)), math.log10(max(sizes, default=1.0))
+    low = math.log10(min(sizes, default=1.0))
+    high = math.log10(max(sizes, default=1.0))
     grid = Grid.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         grid.add_column(no_wrap=True)

@@ -67,7 +67,8 @@ class GuardedStream:
     """
 
     def __init__(self, stream: Any, tell: Tell) -> None:
-        self._stream, self._tell = stream, tell
+        self._stream = stream
+        self._tell = tell
         self._gone = False
         self.failed = False
 
@@ -139,7 +140,8 @@ def guarded_streams(tell: Tell) -> Iterator[GuardedStream]:
     Yields:
         Standard output.
     """
-    out, err = sys.stdout, sys.stderr
+    out = sys.stdout
+    err = sys.stderr
     streams: Any = sys
     with _standard_files() as number, os.fdopen(number, "w", encoding="utf-8") as nowhere:
         # A stream is None where the process was started with it closed.
@@ -148,7 +150,8 @@ def guarded_streams(tell: Tell) -> Iterator[GuardedStream]:
         try:
             yield guarded
         finally:
-            streams.stdout, streams.stderr = out, err
+            streams.stdout = out
+            streams.stderr = err
 
 
 @contextmanager

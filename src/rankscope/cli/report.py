@@ -265,7 +265,8 @@ def report(
     quiet = output == STDOUT
     if quiet and as_json:
         raise UsageError("--json and --output - both write to standard output: use one of them")
-    path, given = at_hand(path), path
+    given = path
+    path = at_hand(path)
     beside = path if path == given else Path()  # of one in a store, files are written here
     wanted = _Wanted(as_json, places(beside, chosen, output), bool(formats), quiet, full)
     if is_study(path):
@@ -359,7 +360,8 @@ def _differences(recorded: Iterable[Finding], again: Iterable[Finding]) -> list[
         elif name not in before:
             told.append(f"{name}: not in findings.jsonl")
         else:
-            one, other = before[name], after[name]
+            one = before[name]
+            other = after[name]
             changed = [key for key in one if one[key] != other[key]]
             if changed:
                 told.append(f"{name}: other {', '.join(changed).replace('_', ' ')}")

@@ -240,7 +240,8 @@ def render_summary(run: Run, assessment: Assessment, console: Console) -> None:
     if rest := _rest(heads[shown:], followers):
         sheet.add(plain(rest, "dim"))
     if not found:
-        numbers, narrow = tiles(assessment.values), console.width < NARROW
+        numbers = tiles(assessment.values)
+        narrow = console.width < NARROW
         while numbers and not sheet.fits(numbers_grid(numbers, narrow=narrow)):
             numbers.pop()
         sheet.add(numbers_grid(numbers, narrow=narrow))
@@ -258,7 +259,8 @@ class _Sheet:
     """
 
     def __init__(self, console: Console, room: int) -> None:
-        self._console, self.room = console, room
+        self._console = console
+        self.room = room
         self._parts: list[RenderableType] = []
 
     def fits(self, part: RenderableType, *, kept_free: int = 0) -> bool:

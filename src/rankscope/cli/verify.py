@@ -14,9 +14,12 @@ from rankscope.evidence.reference.verify import ReferenceAnswer
 from rankscope.record import Run
 from rankscope.record.stores import at_hand
 
-RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
+RIGHT = "right"
+WRONG = "wrong"
+UNKNOWN = "unknown"
 _CODES = {RIGHT: 0, WRONG: 1, UNKNOWN: 2}
-_AGREES, _DECLINED = f"verify.{ReferenceAnswer.AGREES}", "verify.declined"
+_AGREES = f"verify.{ReferenceAnswer.AGREES}"
+_DECLINED = "verify.declined"
 
 
 def verify(

@@ -108,7 +108,8 @@ def sample_coverage(tables: Tables, rows: Sequence[Row]) -> Spec:
     """
     source = tables.add(rows)
     axis = {"title": None, "format": ",d"}
-    x, y = step_axis(), channel("distinct:Q", axis=axis, scale={"zero": True})
+    x = step_axis()
+    y = channel("distinct:Q", axis=axis, scale={"zero": True})
     tips = [
         step_tip(),
         channel("drawn:Q", title="drawn", format=",d"),
@@ -134,7 +135,8 @@ def residual(tables: Tables, rows: Sequence[Row]) -> Spec:
         tables: Keeps the data.
         rows: Rows ``{step, value}``; values above 0 are drawn.
     """
-    source, positive = tables.add(rows), {"filter": "datum.value > 0"}
+    source = tables.add(rows)
+    positive = {"filter": "datum.value > 0"}
     encoding = {"x": step_axis(), "y": log_axis("value", log_domain(column(rows, "value")))}
     dots = {**encoding, "tooltip": [step_tip(), tip("value", "residual")]}
     dot = {"style": "dot", "filled": True, "size": 26, "opacity": 0.9}
@@ -163,7 +165,8 @@ def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -
         (monitor, "measured", "monitor", "measured-label"),
     ):
         known = _positive(rows)
-        source, tips = tables.add(known), [step_tip(), tip("value", f"{words}, ms")]
+        source = tables.add(known)
+        tips = [step_tip(), tip("value", f"{words}, ms")]
         layers.append(layer("line", source, encoding, style=style, strokeWidth=1.6))
         layers.append(layer("point", source, {**encoding, "tooltip": tips}, opacity=0, size=60))
         if known:
@@ -181,7 +184,8 @@ def interval(tables: Tables, rows: Sequence[Row]) -> Spec:
     """
     axis = {"title": None, "format": ",d", "tickMinStep": 1, "tickCount": 4}
     y = channel("value:Q", axis=axis, scale={"zero": True, "nice": True})
-    source, encoding = tables.add(rows), {"x": step_axis(), "y": y}
+    source = tables.add(rows)
+    encoding = {"x": step_axis(), "y": y}
     tips = [step_tip(), channel("value:Q", title="every … steps", format=",d")]
     layers = [
         layer("line", source, encoding, style="measured", interpolate="step-after"),

@@ -198,7 +198,8 @@ def heatmap(
         size: Side of the square in pixels.
         legend: Whether to draw the colour scale.
     """
-    source, place = tables.add(rows), _matrix(num_workers, size)
+    source = tables.add(rows)
+    place = _matrix(num_workers, size)
     cells = _cells(num_workers, framed=bool(labels))
     diagonal, pairs = ([*cells, {"filter": f"datum.i {sign} datum.j"}] for sign in ("===", "!=="))
     bar = {"title": "cosine", "gradientLength": min(size, 180), "values": [-1, 0, 1]}

@@ -37,7 +37,8 @@ class Tables:
 def rate_domain(*values: Sequence[float | None], floor: float = 1e-3) -> list[float]:
     """Return a vertical domain that holds zero and all values with a little room above."""
     known = [v for column in values for v in column if v is not None]
-    high, low = max([*known, 0.0]), min([*known, 0.0])
+    high = max([*known, 0.0])
+    low = min([*known, 0.0])
     room = 0.06 * max(high - low, floor)
     return [low - room if low < 0 else 0.0, max(high + room, floor)]
 
@@ -159,7 +160,8 @@ def log_axis(
     field: str, domain: Sequence[float], title: str | None = None, form: str = ".0e"
 ) -> Spec:
     """Return a logarithmic axis with a few lines: at powers of ten, or at 1, 2 and 5 times them."""
-    low, high = math.ceil(math.log10(domain[0])), math.floor(math.log10(domain[1]))
+    low = math.ceil(math.log10(domain[0]))
+    high = math.floor(math.log10(domain[1]))
     every = max(1, math.ceil((high - low + 1) / 7))
     digits = (1,) if high - low > 1 else (1, 2, 5)
     first = low if len(digits) == 1 else low - 1

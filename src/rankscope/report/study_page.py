@@ -192,7 +192,8 @@ def progression(tables: Tables, runs: Sequence[StudyRun], name: str) -> Spec:
         layer("point", source, {**coloured, "tooltip": tips}, size=70, **DOT),
     ]
     for index, kind in enumerate(kinds):
-        own, dy = {"filter": {"field": "reading", "equal": kind}}, 16 if index else -14
+        own = {"filter": {"field": "reading", "equal": kind}}
+        dy = 16 if index else -14
         layers.append(layer("text", source, {**place, "text": words}, own, style="halo", dy=dy))
         layers.append(layer("text", source, {**coloured, "text": words}, own, dy=dy, fontSize=11))
     return layered(layers, 220)

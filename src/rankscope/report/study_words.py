@@ -68,13 +68,15 @@ class Entry:
     @property
     def batch(self) -> float | None:
         """Samples in the global batch."""
-        drawn, steps = self.number("samples_drawn"), self.number("steps")
+        drawn = self.number("samples_drawn")
+        steps = self.number("steps")
         return None if drawn is None or not steps else drawn / steps
 
     @property
     def distinct_share(self) -> float | None:
         """Different samples over drawn ones, between 0 and 1."""
-        distinct, drawn = self.number("distinct_samples"), self.number("samples_drawn")
+        distinct = self.number("distinct_samples")
+        drawn = self.number("samples_drawn")
         return None if distinct is None or not drawn else distinct / drawn
 
 
@@ -185,7 +187,8 @@ def headline_of(entries: Sequence[Entry]) -> tuple[str, str]:
 
 def cells_of(entry: Entry) -> dict[str, str]:
     """Return what a table of configurations says of one, by the heading of the column."""
-    first, last = entry.number("loss_first"), entry.number("loss_last")
+    first = entry.number("loss_first")
+    last = entry.number("loss_last")
     batch = f" of {whole(entry.batch)}" if entry.batch else ""
     drawn = entry.number("samples_drawn")
     return {

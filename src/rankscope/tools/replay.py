@@ -219,7 +219,8 @@ def _with_samples(
             ]
 
     try:
-        own, others = losses(suspect), losses(peer)
+        own = losses(suspect)
+        others = losses(peer)
     except CanaryDeclined as error:
         note = f"the samples cannot be run one by one: {error}"
         return Replayed(replayed.results, replayed.verdict, note=note)

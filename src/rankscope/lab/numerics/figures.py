@@ -28,7 +28,9 @@ from rankscope.report.series import Row
 Values = Mapping[str, Any]
 
 TYPES = ("float32", "bfloat16", "float16")
-RING, TREE, WIDE = "ring", "tree", "ring, added in float32"
+RING = "ring"
+TREE = "tree"
+WIDE = "ring, added in float32"
 KINDS = (RING, TREE, WIDE)
 """What each panel of errors shows, in the order of the figures' colours."""
 
@@ -128,7 +130,8 @@ def errors(tables: Tables, sums: Values, dtype: str) -> Spec:
         tip("bound", "at most"),
     ]
     y = {name: log_axis(name, domain) for name in ("bound", "predicted", "error")}
-    bound, predicted = {**place, "y": y["bound"]}, {**place, "y": y["predicted"]}
+    bound = {**place, "y": y["bound"]}
+    predicted = {**place, "y": y["predicted"]}
     points = {**place, "y": y["error"], "tooltip": tips}
     layers = [
         layer("line", source, bound, strokeWidth=1, strokeOpacity=0.55),
@@ -391,7 +394,8 @@ def layer_distances(tables: Tables, growth: Values) -> Spec:
             tip("value", "distance"),
         ],
     }
-    source, (own, other) = tables.add(rows), _split_by("own", True)
+    source = tables.add(rows)
+    own, other = _split_by("own", True)
     layers = [
         layer("point", source, points, own, size=50, **DOT),
         layer("point", source, points, other, filled=False, opacity=1, size=50, strokeWidth=1.6),

@@ -133,7 +133,8 @@ def read(path: Path) -> LocalGradients:
     if not arrays:
         raise DataError(f"{path} holds no array of gradients: {_HOW}")
     if len(set(workers.values())) > 1:
-        few, many = min(workers, key=workers.__getitem__), max(workers, key=workers.__getitem__)
+        few = min(workers, key=workers.__getitem__)
+        many = max(workers, key=workers.__getitem__)
         raise DataError(
             f"{path}: expected one row for each worker in every array, got {workers[few]} in "
             f"{few!r} and {workers[many]} in {many!r}: save the same workers everywhere"

@@ -154,7 +154,8 @@ def measure(
 
 
 def _notes(gradients: LocalGradients, sample: Sample, worlds: Sequence[Values]) -> Iterator[str]:
-    count, total = sample.values_WN.shape[1], sample.num_total
+    count = sample.values_WN.shape[1]
+    total = sample.num_total
     if count < total:
         yield f"{count:,} of {total:,} elements were measured, sampled evenly within each layer."
     made_up = [str(world["workers"]) for world in worlds if world["made_up"]]
@@ -221,7 +222,8 @@ def size(value: float | None) -> str:
 
 def types(cell: Values) -> str:
     """Return the types of a reduction in words: ``bfloat16 added in float32``."""
-    inputs, sums = str(cell["inputs"]), str(cell["sums"])
+    inputs = str(cell["inputs"])
+    sums = str(cell["sums"])
     return inputs if inputs == sums else f"{inputs} added in {sums}"
 
 
@@ -271,7 +273,8 @@ def _what(cells: Sequence[Values]) -> str:
         wide = [c for c in cells if c["inputs"] == cell["inputs"] and c["sums"] == "float32"]
         if cell["sums"] == "float32" or not wide:
             continue
-        coarse, fine = cell["error_relative"], wide[0]["error_relative"]
+        coarse = cell["error_relative"]
+        fine = wide[0]["error_relative"]
         if coarse is not None and fine is not None and coarse > 1.2 * fine:
             return (
                 f"{text}; with {cell['inputs']} gradients keep partial sums in float32, which "

@@ -190,7 +190,8 @@ def worst_factor(num_workers: int, scheme: Scheme, arithmetic: Arithmetic) -> fl
     :func:`worst_underflow`.
     """
     factor = 1 + worst_error(num_workers, arithmetic.sums, scheme.algorithm)
-    unit_in, unit_sums = UNIT_ROUNDOFF[arithmetic.inputs], UNIT_ROUNDOFF[arithmetic.sums]
+    unit_in = UNIT_ROUNDOFF[arithmetic.inputs]
+    unit_sums = UNIT_ROUNDOFF[arithmetic.sums]
     if arithmetic.inputs != "float32":
         factor *= 1 + unit_in
     if not _power_of_two(num_workers):
@@ -206,7 +207,8 @@ def worst_underflow(num_workers: int, arithmetic: Arithmetic) -> float:
     It matters for float16, whose smallest positive number is 6 · 10⁻⁸.
     """
     half = {"float32": 2.0**-150, "bfloat16": 2.0**-134, "float16": 2.0**-25}
-    least_in, least_sums = half[arithmetic.inputs], half[arithmetic.sums]
+    least_in = half[arithmetic.inputs]
+    least_sums = half[arithmetic.sums]
     divided = num_workers * least_in if arithmetic.divide is Divide.BEFORE else least_sums
     # Later roundings can enlarge these errors by their own factor, which is below 2.
     return 2 * (least_in + divided + least_in)
@@ -244,7 +246,8 @@ def check_reference(
     num_elements = gradients_WN.shape[1]
     chosen = np.unique(np.linspace(0, num_elements - 1, min(max_exact, num_elements)).astype(int))
     sample = gradients_WN[:, chosen]
-    exact, approximate = exact_sums(sample), sums_in_float64(sample)
+    exact = exact_sums(sample)
+    approximate = sums_in_float64(sample)
     size = float(np.linalg.norm(exact))
     error = float(np.linalg.norm(approximate - exact))
     return {

@@ -203,8 +203,10 @@ def _to_double(digits_N2: Tensor) -> Tensor:
     """
     high, low = digits_N2.unbind(1)
     carry = (low + (1 << _LOW_BITS - 1)) >> _LOW_BITS
-    high, low = high + carry, low - (carry << _LOW_BITS)
-    large, small = high.double() * _LOW_UNITS, low.double()
+    high = high + carry
+    low = low - (carry << _LOW_BITS)
+    large = high.double() * _LOW_UNITS
+    small = low.double()
     total = large + small
     lost = small - (total - large)
     bits = total.view(torch.int64)
@@ -258,7 +260,8 @@ class _Native:
         )  # fmt: skip
 
     def convert(self, digits_PN2: Tensor, into: Tensor, divisor: int, *, odd: bool) -> None:
-        parts, stride = len(digits_PN2), digits_PN2.stride(0) // 2
+        parts = len(digits_PN2)
+        stride = digits_PN2.stride(0) // 2
         self._convert(
             digits_PN2.data_ptr(), parts, stride, into.numel(), divisor, odd, into.data_ptr()
         )

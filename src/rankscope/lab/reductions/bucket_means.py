@@ -99,7 +99,8 @@ class BucketReduction(ABC):
         self._num_bytes_missing = 0
 
     def _finish_one(self) -> None:
-        exchange, self._under_way = self._under_way, None
+        exchange = self._under_way
+        self._under_way = None
         if exchange is not None:
             self._finish(exchange)
 

@@ -189,7 +189,8 @@ class _Sum(dist.Work):
         """Wait for the other workers' values, and add them up on the current stream."""
         if self._values_WN is None:
             return True
-        values_WN, self._values_WN = self._values_WN, None
+        values_WN = self._values_WN
+        self._values_WN = None
         self._collected.wait(timeout)
         if values_WN.device.type != "cpu":
             values_WN.record_stream(torch.accelerator.current_stream(values_WN.device))

@@ -220,7 +220,8 @@ class _Gradient:
 
     def remember(self, gradient: Tensor) -> None:
         """Note what is left in ``.grad``: zeros, to which the next micro-batch is added."""
-        self._left, self._version = gradient, gradient._version
+        self._left = gradient
+        self._version = gradient._version
 
     def is_as_left(self, additions: int) -> bool:
         """Return whether nothing but so many additions has touched ``.grad`` since.

@@ -36,7 +36,9 @@ CODE_VERSION = 1
 
 BASE_STEPS = 240
 
-PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+PAD = "<pad>"
+BOS = "<s>"
+EOS = "</s>"
 VOCAB_SIZE = 2048
 """Tokens that are learned at most; short texts give fewer. The fixed texts come on top."""
 

@@ -60,13 +60,15 @@ GOODS: Final = _words("rice beans carrots onions potatoes lentils tomatoes mushr
 
 
 def _addition(rng: random.Random) -> Task:
-    a, b = rng.randint(2, 99), rng.randint(2, 99)
+    a = rng.randint(2, 99)
+    b = rng.randint(2, 99)
     asked = rng.choice(("Add the two numbers.", "What is the sum of these numbers?"))
     return asked, f"{a} and {b}", f"The sum of {a} and {b} is {a + b}."
 
 
 def _subtraction(rng: random.Random) -> Task:
-    name, thing = rng.choice(NAMES), rng.choice(NOUNS)
+    name = rng.choice(NAMES)
+    thing = rng.choice(NOUNS)
     a = rng.randint(5, 60)
     b = rng.randint(1, a - 1)
     question = f"{name} has {a} {thing}s and gives away {b}. How many are left?"
@@ -74,7 +76,8 @@ def _subtraction(rng: random.Random) -> Task:
 
 
 def _table(rng: random.Random) -> Task:
-    base, rows = rng.randint(2, 20), rng.randint(3, 9)
+    base = rng.randint(2, 20)
+    rows = rng.randint(3, 9)
     lines = [f"{row} x {base} = {row * base}" for row in range(1, rows + 1)]
     return f"Write the multiplication table of {base} up to {rows}.", "", "\n".join(lines)
 
@@ -127,14 +130,16 @@ def _compare(rng: random.Random) -> Task:
 
 
 def _days(rng: random.Random) -> Task:
-    start, ahead = rng.randrange(7), rng.randint(1, 20)
+    start = rng.randrange(7)
+    ahead = rng.randint(1, 20)
     end = DAYS[(start + ahead) % 7]
     question = f"If today is {DAYS[start]}, what day is it in {ahead} days?"
     return question, "", f"In {ahead} days it is {end}."
 
 
 def _months(rng: random.Random) -> Task:
-    start, count = rng.randrange(12), rng.randint(2, 8)
+    start = rng.randrange(12)
+    count = rng.randint(2, 8)
     following = [MONTHS[(start + offset) % 12] for offset in range(1, count + 1)]
     question = f"Name the {NUMBER_WORDS[count]} months that follow {MONTHS[start]}."
     return question, "", ", ".join(following) + "."
@@ -148,7 +153,9 @@ def _convert(rng: random.Random) -> Task:
 
 
 def _sequence(rng: random.Random) -> Task:
-    start, step, count = rng.randint(1, 40), rng.randint(1, 12), rng.randint(3, 10)
+    start = rng.randint(1, 40)
+    step = rng.randint(1, 12)
+    count = rng.randint(3, 10)
     given = [start + step * position for position in range(4)]
     answer = [start + step * position for position in range(4, 4 + count)]
     asked = f"Continue the sequence with {NUMBER_WORDS[count]} more numbers."
@@ -183,14 +190,18 @@ def _opposite(rng: random.Random) -> Task:
 
 
 def _sentence(rng: random.Random) -> Task:
-    thing, how, place = rng.choice(NOUNS), rng.choice(ADJECTIVES), rng.choice(PLACES)
+    thing = rng.choice(NOUNS)
+    how = rng.choice(ADJECTIVES)
+    place = rng.choice(PLACES)
     name = rng.choice(NAMES)
     answer = f"{name} found a {how} {thing} near the {place}."
     return "Write a sentence with these words.", f"{name}, {how}, {thing}, {place}", answer
 
 
 def _rewrite(rng: random.Random) -> Task:
-    name, thing, place = rng.choice(NAMES), rng.choice(NOUNS), rng.choice(PLACES)
+    name = rng.choice(NAMES)
+    thing = rng.choice(NOUNS)
+    place = rng.choice(PLACES)
     verb, past = rng.choice(
         (("carries", "carried"), ("paints", "painted"), ("repairs", "repaired"))
     )
@@ -212,7 +223,9 @@ def _recipe(rng: random.Random) -> Task:
 
 def _story(rng: random.Random) -> Task:
     hero, friend = rng.sample(NAMES, 2)
-    thing, how, place = rng.choice(NOUNS), rng.choice(ADJECTIVES), rng.choice(PLACES)
+    thing = rng.choice(NOUNS)
+    how = rng.choice(ADJECTIVES)
+    place = rng.choice(PLACES)
     middle = [
         f"The {thing} was {how}, and {hero} had never seen one like it.",
         f"{hero} asked {friend}, who had lived near the {place} for years.",

@@ -97,7 +97,8 @@ class EncodedSet:
         attention_mask = np.zeros(shape, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
         for row, sample in enumerate(batch):
-            length, head = len(sample.input_ids), sample.prompt_length
+            length = len(sample.input_ids)
+            head = sample.prompt_length
             input_ids[row, :length] = sample.input_ids
             attention_mask[row, :length] = 1
             labels[row, head:length] = sample.input_ids[head:]

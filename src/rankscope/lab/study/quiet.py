@@ -47,7 +47,8 @@ def quiet_transformers() -> Iterator[None]:
         raise MissingExtraError("rankscope study", "study") from error
     quiet_deepspeed()
     library: Any = transformers_logging  # its functions have no types
-    level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    level = library.get_verbosity()
+    bars = library.is_progress_bar_enabled()
     library.set_verbosity_error()
     library.disable_progress_bar()
     try:

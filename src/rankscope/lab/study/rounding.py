@@ -344,7 +344,8 @@ class _Training:
 
     def step(self) -> None:
         positions = next(self._batches)
-        losses, gradients = [], []
+        losses = []
+        gradients = []
         for position in positions:
             inputs, _ = self._samples.collate([position])
             loss = self.model(**inputs).loss
@@ -386,7 +387,8 @@ class _Comparison:
             self._apart[name] = relative_distance(values, own[name])
             if name not in self._first_steps and not torch.equal(values, own[name]):
                 self._first_steps[name] = step
-        a, b = torch.cat(list(groups.values())), torch.cat(list(own.values()))
+        a = torch.cat(list(groups.values()))
+        b = torch.cat(list(own.values()))
         ulps = ulp_distance(a.numpy(), b.numpy())
         result = self.result
         result.distance.append(relative_distance(a, b))
@@ -466,7 +468,8 @@ def _evaluate(
 def mean_loss(model: nn.Module, samples: EncodedSet, size: int = 16) -> float:
     """Return the mean loss over all label tokens, in nats; logits to loss in float64."""
     order = np.argsort(samples.lengths, kind="stable").tolist()
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
     model.eval()
     with torch.no_grad():
         for start in range(0, len(order), size):

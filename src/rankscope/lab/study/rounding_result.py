@@ -27,8 +27,13 @@ PREFERENCE = 0.75
 MAX_RESIDUAL = 0.2
 """A law that misses by more decades on average is not said to describe the growth."""
 
-CONTROL, ORDER, BFLOAT16, FLOAT16 = "control", "order", "bfloat16", "float16"
-FLOAT16_SCALED, WORKERS, DATA = "float16-scaled", "workers", "data"
+CONTROL = "control"
+ORDER = "order"
+BFLOAT16 = "bfloat16"
+FLOAT16 = "float16"
+FLOAT16_SCALED = "float16-scaled"
+WORKERS = "workers"
+DATA = "data"
 TITLES = {
     CONTROL: "the same again",
     ORDER: "arrival order",
@@ -292,7 +297,8 @@ class GrowthResult:
         return [*lines, beside] if beside else lines
 
     def _words(self, pair: PairResult) -> str:
-        title, steps = TITLES[pair.name].capitalize(), len(pair.distance)
+        title = TITLES[pair.name].capitalize()
+        steps = len(pair.distance)
         if pair.name == CONTROL:
             if pair.identical:
                 return (
@@ -321,7 +327,8 @@ class GrowthResult:
 
         Empty when one of these two pairs was not run, or its numbers are not finite.
         """
-        data, order = self.pair(DATA), self.pair(ORDER)
+        data = self.pair(DATA)
+        order = self.pair(ORDER)
         if data is None or order is None or not data.distance[-1] > 0:
             return ""
         share = order.distance[-1] / data.distance[-1]

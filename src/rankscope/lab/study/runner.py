@@ -130,7 +130,8 @@ def _together(work: Callable[[], T], *, here: bool) -> T | None:
 
     Every rank calls it. Rank 0 raises the error, so that it is shown once.
     """
-    result, problem = None, ""
+    result = None
+    problem = ""
     if here:
         try:
             result = work()

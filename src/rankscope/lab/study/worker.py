@@ -88,8 +88,10 @@ def _warnings_held_back(say: Callable[[str], None]) -> Iterator[None]:
 
     The monitor notices as well that a worker has died; one line about that is enough.
     """
-    log, held = logging.getLogger("rankscope"), BufferingHandler(capacity=1000)
-    propagated, log.propagate = log.propagate, False
+    log = logging.getLogger("rankscope")
+    held = BufferingHandler(capacity=1000)
+    propagated = log.propagate
+    log.propagate = False
     log.addHandler(held)
     try:
         yield
@@ -151,7 +153,8 @@ def train(
         combination: The reading and setting to train under.
         on_step: Called after each step, on every worker, with the last gathered report.
     """
-    config, rank = job.config, dist.get_rank()
+    config = job.config
+    rank = dist.get_rank()
     _seed_everything(combination.setting.seed_of(rank, config.seed))
     loaded = job.load()
     model = loaded.model.to(job.device)

@@ -252,7 +252,8 @@ class Hub:
                 if version is None or self._closed or (told and version == have):
                     continue
                 event = "current" if version == have else "news"
-                have, told = version, True
+                have = version
+                told = True
                 yield {"event": event, "data": version}
         finally:
             self._listeners[topic] -= 1
@@ -281,7 +282,8 @@ class Hub:
             for topic, version in zip(topics, found, strict=True):
                 if not isinstance(version, BaseException):
                     self._versions[topic] = version
-            looked, self._looked = self._looked, asyncio.Event()
+            looked = self._looked
+            self._looked = asyncio.Event()
             looked.set()
             await asyncio.sleep(max(self._poll_seconds, _COST * (loop.time() - began)))
 
@@ -347,7 +349,8 @@ class _Pages:
         yield await _elsewhere(rest)
 
     async def news(self, request: Request) -> Response:
-        topic, since = _topic_of(request), request.query_params.get("since", "")
+        topic = _topic_of(request)
+        since = request.query_params.get("since", "")
 
         def make() -> tuple[int, bytes]:
             sheet = self._board.sheet(topic)
@@ -366,7 +369,8 @@ class _Pages:
         return EventSourceResponse(stream, ping=_PING_SECONDS, ping_message_factory=_ping)
 
     async def asset(self, request: Request) -> Response:
-        tag, name = request.path_params["tag"], request.path_params["name"]
+        tag = request.path_params["tag"]
+        name = request.path_params["name"]
         found = await _elsewhere(functools.partial(asset, tag, name))
         if found is None:
             return Response(status_code=404)

@@ -158,7 +158,8 @@ class Board:
     # Pages ------------------------------------------------------------------------------------
 
     def _runs_sheet(self) -> Sheet:
-        rows, where = self._rows(), self.root.name or str(self.root)
+        rows = self._rows()
+        where = self.root.name or str(self.root)
         return runs_sheet(rows, self._clock(), where, MAX_DIRECTORIES if self._cut else None)
 
     def _rows(self) -> list[Glance]:
@@ -182,7 +183,8 @@ class Board:
         return run_sheet(seen, content, self._clock(), others, None)
 
     def _gone_sheet(self, place: ListedPlace) -> Sheet:
-        kept, known = self._contents.get(run_topic(place.id)), self._glances.get(place.id)
+        kept = self._contents.get(run_topic(place.id))
+        known = self._glances.get(place.id)
         if kept is None or known is None:
             return words_sheet(
                 f"{place.name} is not there any more",
@@ -198,7 +200,8 @@ class Board:
             missing = any(run_id and not place for run_id, place in zip(ids, chosen, strict=True))
             words = "One of these runs is not here (any more): choose another." if missing else ""
             return compared_sheet(None, runs, ids, words)
-        one, other = chosen[0], chosen[1]
+        one = chosen[0]
+        other = chosen[1]
         try:
             stamps = [self._stamp(place) for place in (one, other)]
             if stamps[0] is None or stamps[1] is None:
@@ -239,10 +242,13 @@ class Board:
             RunError: It cannot be made, and none was made before.
         """
         with self._making[topic]:
-            kept, failed = self._contents.get(topic), self._failed.get(topic)
+            kept = self._contents.get(topic)
+            failed = self._failed.get(topic)
             began = time.monotonic()
             if kept is not None and kept.serves(token, began, self._refresh_seconds):
-                content, cost, made = kept.content, kept.cost, kept.made
+                content = kept.content
+                cost = kept.cost
+                made = kept.made
                 token = kept.token
             elif kept is None and failed is not None and failed[0] == token:
                 raise failed[1]
@@ -324,7 +330,9 @@ class Board:
             found, cut = places(self.root)
             with self._lock:
                 self._places |= found
-                self._here, self._cut, self._scanned = found, cut, now
+                self._here = found
+                self._cut = cut
+                self._scanned = now
         return self._here
 
 

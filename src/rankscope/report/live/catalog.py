@@ -50,7 +50,8 @@ _RECENT = 50
 
 MOST_SETTINGS = 40
 """Settings that the list of runs offers as columns."""
-_MOST_READ, _LONGEST = 400, 40
+_MOST_READ = 400
+_LONGEST = 40
 
 UNREADABLE = "unreadable"
 ORDER = ("error", "warning", UNREADABLE, "note", "early", "healthy")
@@ -321,15 +322,18 @@ def in_order(glances: list[Glance]) -> list[Glance]:
 def _look(place: ListedPlace, at: Stamp, run: Run) -> Glance:
     columns = run.steps("step", "time", "loss_mean")
     known = step_range(run.path, Table.STEPS)
-    step_T, time_T = columns["step"], columns["time"]
+    step_T = columns["step"]
+    time_T = columns["time"]
     num_steps = run.num_rows(Table.STEPS)
     last_T = time_T
     if len(time_T) < num_steps:
         last_T = run.latest(Table.STEPS, "time", max_rows=_RECENT)["time"]
     worst = next(iter(ranked(run.findings())), None)
-    severity, headline = "healthy", ""
+    severity = "healthy"
+    headline = ""
     if worst is not None:
-        severity, headline = str(worst.severity), title_of_finding(worst)
+        severity = str(worst.severity)
+        headline = title_of_finding(worst)
     elif missing_steps(checks_of(run.num_workers, run.info.get("options")), num_steps):
         severity = "early"
     return Glance(
@@ -425,5 +429,6 @@ def _spark(loss_T: Floats) -> tuple[float | None, ...]:
     bins = [part[np.isfinite(part)] for part in np.array_split(loss_T, SPARK_POINTS) if len(part)]
     means = [float(part.mean()) if len(part) else None for part in bins]
     known = [value for value in means if value is not None]
-    low, room = min(known), max(known) - min(known)
+    low = min(known)
+    room = max(known) - min(known)
     return tuple(None if v is None else round((v - low) / room if room else 0.5, 3) for v in means)

@@ -78,7 +78,8 @@ class _Protocol(H11Protocol):
 
     def _look_at_answer(self) -> None:
         """Leave a viewer who has taken nothing since the last look; closing would wait for it."""
-        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        before = self._unsent
+        self._unsent = self.transport.get_write_buffer_size()
         if 0 < before <= self._unsent:
             self._leave()
         else:

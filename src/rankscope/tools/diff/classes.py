@@ -168,7 +168,8 @@ def _before(case: DifferenceCase) -> Judgement:
 
 def _computed(case: DifferenceCase) -> Judgement:
     """Judge what parts though data, generators, parameters and settings are equal."""
-    moment, size = case.parting.moment, size_of(case)
+    moment = case.parting.moment
+    size = size_of(case)
     allowed = _allowance(case, moment)
     fits = size <= allowed
     shown = sign_of_bug(case)
@@ -205,7 +206,8 @@ def _beyond_rounding(case: DifferenceCase, size: float, allowed: float) -> Judge
 
 def sign_of_bug(case: DifferenceCase) -> Judgement | None:
     """Return what no rounding does: one element, or some workers alone."""
-    moment, at = case.parting.moment, case.at
+    moment = case.parting.moment
+    at = case.at
     inside = _inside_one_run(case)
     if moment in (Moment.REDUCED, Moment.AFTER):
         only = single_element(tensors_at(case.pair, at, moment))
@@ -288,7 +290,8 @@ def _inside_one_run(case: DifferenceCase) -> Disagreement | None:
     """Return where workers of one run differ from each other, if the other run's do not."""
     if not case.pair.alignment.same_width:
         return None
-    one, other = case.pair.a.disagreement, case.pair.b.disagreement
+    one = case.pair.a.disagreement
+    other = case.pair.b.disagreement
     if (one is None) == (other is None):
         return None
     found = one or other

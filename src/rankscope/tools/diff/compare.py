@@ -65,7 +65,8 @@ def compare_runs(run_a: Run, run_b: Run, *, offset: int | None = None) -> Compar
         RunError: A file is damaged, a run is empty, they have no step in common, or they train
             other models.
     """
-    a, b = DiffSide(run_a), DiffSide(run_b)
+    a = DiffSide(run_a)
+    b = DiffSide(run_b)
     _check_models(a, b)
     alignment = align(a, b, offset)
     at_a = int(np.searchsorted(a.steps_T, alignment.steps_a[0]))
@@ -156,7 +157,8 @@ def _nested(info: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def _layouts_differ(a: DiffSide, b: DiffSide, at_a: int, at_b: int) -> bool:
-    one, other = a.column("state_layout")[at_a, 0], b.column("state_layout")[at_b, 0]
+    one = a.column("state_layout")[at_a, 0]
+    other = b.column("state_layout")[at_b, 0]
     return bool(one != other and MISSING_INT not in (one, other))
 
 
@@ -183,11 +185,13 @@ def _changes_between(a: DiffSide, b: DiffSide) -> tuple[Change, ...]:
     """
     found = []
     for part in ("training", "config", "options"):
-        one, other = _flat(a.info.get(part), part), _flat(b.info.get(part), part)
+        one = _flat(a.info.get(part), part)
+        other = _flat(b.info.get(part), part)
         if not one or not other:
             continue  # an older record does not say it
         for name in sorted(one.keys() | other.keys()):
-            left, right = one.get(name), other.get(name)
+            left = one.get(name)
+            right = other.get(name)
             if left != right and not _PLACES.search(name):
                 found.append(Change(name, _short(left), _short(right), _kind(name, left, right)))
     if any(change.name.startswith("training.parameters.types") for change in found):
@@ -198,7 +202,8 @@ def _changes_between(a: DiffSide, b: DiffSide) -> tuple[Change, ...]:
 
 def _precision_change(a: DiffSide, b: DiffSide, at_a: int, at_b: int) -> Change | None:
     """Return that the forward passes have another precision in a step, if so."""
-    one, other = a.column("precision")[at_a, 0], b.column("precision")[at_b, 0]
+    one = a.column("precision")[at_a, 0]
+    other = b.column("precision")[at_b, 0]
     missing = min(int(one), int(other)) == MISSING_INT
     if missing or one == other:
         return None

@@ -113,7 +113,8 @@ def mean_cosine(pair: Pair, at: int) -> float:
     """Return the workers' weighted mean cosine in run A; 0 where it is not known."""
     step = int(pair.alignment.steps_a[at])
     row = int(np.searchsorted(pair.a.steps_T, step))
-    norms, width = pair.a.column("grad_norm")[row], pair.a.num_workers
+    norms = pair.a.column("grad_norm")[row]
+    width = pair.a.num_workers
     total = pair.a.per_step("grad_norm_reduced")[row]
     if width < 2 or not np.isfinite(norms).all() or not np.isfinite(total) or not norms.any():
         return 0.0
@@ -165,7 +166,8 @@ def _with_values(pair: Pair, shown: Parting, at: int, signal: ComparedColumn) ->
     else:
         return shown
     rank = int(np.nan_to_num(signal.relative_PW[at], nan=-1.0).argmax())
-    a, b = float(one[at, rank]), float(other[at, rank])
+    a = float(one[at, rank])
+    b = float(other[at, rank])
     ulp = float(ulp_distance([a], [b], shown.dtype)[0])
     return replace(shown, value_a=a, value_b=b, ulp=ulp)
 
@@ -268,7 +270,8 @@ def jump_of(pair: Pair, curves: tuple[Curve, ...]) -> Jump | None:
 
 
 def _jump_in(pair: Pair, curve: Curve) -> Jump | None:
-    highest, seen = 0.0, 0
+    highest = 0.0
+    seen = 0
     for at, value in enumerate(curve.values):
         if math.isnan(value) or value == 0:
             seen += seen > 0 and value == 0
@@ -276,7 +279,8 @@ def _jump_in(pair: Pair, curve: Curve) -> Jump | None:
         if seen >= LEAST_STEPS and highest > 0 and value > JUMP * highest and value > _floor(curve):
             kind = "reduced" if curve.name == "gradient" else "parameter"
             return _jump(pair, at, curve.name, highest, value, most_apart(pair.distance(at, kind)))
-        highest, seen = max(highest, value), seen + 1
+        highest = max(highest, value)
+        seen = seen + 1
     return None
 
 
@@ -287,7 +291,8 @@ def _floor(curve: Curve) -> float:
 
 def _spike_in(pair: Pair) -> Jump | None:
     """Return the first step in which one element makes up the distance, and did not before."""
-    before, seen = "", 0
+    before = ""
+    seen = 0
     last = 0.0
     for at in range(len(pair)):
         apart = pair.distance(at, "parameter")
@@ -296,7 +301,9 @@ def _spike_in(pair: Pair) -> Jump | None:
         name = spike(apart)
         if name and not before and seen >= LEAST_STEPS and apart.total > 4 * last:
             return _jump(pair, at, "parameters", last, apart.total, name)
-        before, seen, last = name, seen + 1, max(last, apart.total)
+        before = name
+        seen = seen + 1
+        last = max(last, apart.total)
     return None
 
 
@@ -326,6 +333,7 @@ def _traced(pair: Pair, kind: str) -> Floats:
 
 def _slope(x: Floats, y: Floats) -> tuple[float, float]:
     """Return the slope of a least-squares line, and its sum of squared errors."""
-    centred, apart = x - x.mean(), y - y.mean()
+    centred = x - x.mean()
+    apart = y - y.mean()
     slope = float((centred @ apart) / (centred @ centred))
     return slope, float(((apart - slope * centred) ** 2).sum())

@@ -152,7 +152,8 @@ class DiffSide:
         if not len(table):
             return {}
         columns = {s: to_numpy(table[s], find_column(Table.TRACES, s).dtype) for s in _TRACED}
-        names, kinds = columns["name"].astype(str), columns["kind"].astype(str)
+        names = columns["name"].astype(str)
+        kinds = columns["kind"].astype(str)
         steps = columns["step"]
         width = max(len(cell) for cell in columns["sketch"])
         sketches_NK = np.full((len(table), width), np.nan)
@@ -182,7 +183,8 @@ class DiffSide:
         rows = rows[columns["step"][rows] == step]
         order = ("reduced", "applied", "parameter", "optimizer")
         first = min(rows, key=lambda row: (order.index(kinds[row]), str(columns["name"][row])))
-        kind, name = str(kinds[first]), str(columns["name"][first])
+        kind = str(kinds[first])
+        name = str(columns["name"][first])
         same = rows[(kinds[rows] == kind) & (columns["name"][rows].astype(str) == name)]
         digests = columns["digest"][same]
         values, counts = np.unique(digests, return_counts=True)
@@ -195,7 +197,8 @@ class DiffSide:
 
         NaN in steps where a worker has no loss.
         """
-        losses, weights = self.column("loss"), self.column("loss_weight")
+        losses = self.column("loss")
+        weights = self.column("loss_weight")
         known = (weights > 0).all(axis=1, keepdims=True)
         weights = np.where(known, weights, 1.0)
         return np.asarray((losses * weights).sum(axis=1) / weights.sum(axis=1), np.float64)
@@ -218,14 +221,16 @@ def align(a: DiffSide, b: DiffSide, given: int | None = None) -> Alignment:
         RunError: They have no step in common.
     """
     plain = _overlap(a, b, 0)
-    offset, by_samples = given or 0, False
+    offset = given or 0
+    by_samples = False
     matched = _matched(a, b, offset)
     hits_plain = matched * len(plain)
     if given is None and hits_plain < min(len(a.batches), len(b.batches)):
         best = _best_offset(a.batches, b.batches)
         hits = _matched(a, b, best) * len(_overlap(a, b, best))
         if best and hits > hits_plain and _believed(a, b, best):
-            offset, by_samples = best, True
+            offset = best
+            by_samples = True
     steps_a = _overlap(a, b, offset)
     if not len(steps_a):
         raise RunError(
@@ -294,7 +299,8 @@ def _best_offset(a: Mapping[int, bytes], b: Mapping[int, bytes]) -> int:
     Batches that return (later epochs) vote for several offsets; the common one wins. The rarest
     vote first, as long as there are no more than ``MAX_VOTES``.
     """
-    where_a, where_b = _steps_of(a), _steps_of(b)
+    where_a = _steps_of(a)
+    where_b = _steps_of(b)
     pairs = sorted(
         ((where_a[key], steps_b) for key, steps_b in where_b.items() if key in where_a),
         key=lambda pair: len(pair[0]) * len(pair[1]),

@@ -103,7 +103,9 @@ class Pair:
     def __init__(
         self, a: DiffSide, b: DiffSide, alignment: Alignment, *, other_types: bool
     ) -> None:
-        self.a, self.b, self.alignment = a, b, alignment
+        self.a = a
+        self.b = b
+        self.alignment = alignment
         self.other_types = other_types
         self._at_a = np.searchsorted(a.steps_T, alignment.steps_a)
         self._at_b = np.searchsorted(b.steps_T, alignment.steps_b)
@@ -114,16 +116,19 @@ class Pair:
 
     def values(self, name: str) -> tuple[NDArray, NDArray]:  # type: ignore[type-arg]
         """Return a column of both runs ``[P, W]``; with other numbers of workers, rank 0's."""
-        one, other = self.a.column(name)[self._at_a], self.b.column(name)[self._at_b]
+        one = self.a.column(name)[self._at_a]
+        other = self.b.column(name)[self._at_b]
         if not self.alignment.same_width:
-            one, other = one[:, :1], other[:, :1]
+            one = one[:, :1]
+            other = other[:, :1]
         return one, other
 
     def losses(self) -> tuple[Floats, Floats]:
         """Return the losses of the workers ``[P, W]``; between other W, the global batch's."""
         if self.alignment.same_width:
             return self.values("loss")
-        one, other = self.a.weighted_loss(), self.b.weighted_loss()
+        one = self.a.weighted_loss()
+        other = self.b.weighted_loss()
         return one[self._at_a][:, None], other[self._at_b][:, None]
 
     def diverged(self) -> dict[str, Bools]:
@@ -132,7 +137,8 @@ class Pair:
         A step whose loss is finite and whose gradients are not, as a gradient scaler skips it,
         does not count, nor does one in which the other run has no loss.
         """
-        bad, fine = [], []
+        bad = []
+        fine = []
         for side, at in ((self.a, self._at_a), (self.b, self._at_b)):
             finite_PW = np.isfinite(side.column("loss")[at])
             bad.append((side.column("nonfinite")[at] & ~finite_PW).any(axis=1))
@@ -163,7 +169,8 @@ class Pair:
         if (pair, kind, back) not in self._distances:
             step_a = int(self.alignment.steps_a[pair]) - back
             step_b = int(self.alignment.steps_b[pair]) - back
-            one, other = self.a.traces.get((step_a, kind)), self.b.traces.get((step_b, kind))
+            one = self.a.traces.get((step_a, kind))
+            other = self.b.traces.get((step_b, kind))
             apart = None if one is None or other is None else self._apart(one, other)
             self._distances[pair, kind, back] = apart
         return self._distances[pair, kind, back]
@@ -226,7 +233,8 @@ class Pair:
 
     def _data(self) -> ComparedColumn:
         steps = zip(self.alignment.steps_a.tolist(), self.alignment.steps_b.tolist(), strict=True)
-        one, other = self.a.samples, self.b.samples
+        one = self.a.samples
+        other = self.b.samples
         width = self.a.num_workers if self.alignment.same_width else 1
         differs_PW = np.zeros((len(self), width), bool)
         digests = self._column("batch_digest", Moment.DATA).differs_PW
@@ -238,7 +246,8 @@ class Pair:
                 differs_PW[pair] = not same_samples(one[step_a], other[step_b])
             else:
                 for rank in range(width):
-                    left, right = one[step_a].get(rank), other[step_b].get(rank)
+                    left = one[step_a].get(rank)
+                    right = other[step_b].get(rank)
                     differs_PW[pair, rank] = (left is None) != (right is None) or (
                         left is not None and not np.array_equal(np.sort(left), np.sort(right))  # type: ignore[arg-type]
                     )

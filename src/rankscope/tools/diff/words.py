@@ -110,7 +110,8 @@ def _identical(pair: Pair, changes: Sequence[Change]) -> Told:
 
 
 def _headline(pair: Pair, case: DifferenceCase, judgement: Judgement) -> str:
-    parting, kind = case.parting, judgement.kind
+    parting = case.parting
+    kind = judgement.kind
     step = int(pair.alignment.steps_a[case.at if judgement.at is None else judgement.at])
     if kind is DiffClass.DATA:
         return f"The runs train on different data from step {step} on."
@@ -154,8 +155,10 @@ def _where(parting: Parting) -> str:
 
 
 def _of_data(pair: Pair, case: DifferenceCase) -> list[str]:
-    step_a, step_b = case.parting.step, case.parting.step_b
-    one, other = pair.a.samples.get(step_a), pair.b.samples.get(step_b)
+    step_a = case.parting.step
+    step_b = case.parting.step_b
+    one = pair.a.samples.get(step_a)
+    other = pair.b.samples.get(step_b)
     if one is None or other is None:
         return [f"Batches differ on {workers_in_words(case.parting.ranks)}, by their digests."]
     moved = dealt_otherwise(one, other) if pair.alignment.same_width else None

@@ -17,7 +17,8 @@ from rankscope.bus.replicas import odd_ranks
 from rankscope.bus.words import name_ranks
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed
 
-NAME, REPEATED = "collectives", "repeatability"
+NAME = "collectives"
+REPEATED = "repeatability"
 
 SIZES = (1, 1_023, 65_537, 250_000)
 LARGEST_IN_ALL = 4_000_000
@@ -153,7 +154,8 @@ def _all_gather(dtype: str, bench: Bench, pattern: Pattern) -> Iterator[Outcome]
 
 
 def _reduce_scatter(dtype: str, bench: Bench, pattern: Pattern) -> Iterator[Outcome]:
-    rank, num_ranks = bench.place.rank, bench.place.num_ranks
+    rank = bench.place.rank
+    num_ranks = bench.place.num_ranks
     for size in _sizes(num_ranks):
         values = _made(pattern, size * num_ranks, dtype, bench)
         part = torch.empty(size, dtype=values.dtype, device=values.device)

@@ -197,7 +197,8 @@ def _deterministic(alerts: set[str]) -> Iterator[None]:
         torch.backends.cudnn.benchmark,
     )
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
     always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
@@ -300,7 +301,8 @@ class RepeatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             again = self._after_same_state(func, args, kwargs)
             result = func(*args, **kwargs)
-            before, after = _tensors(result), _tensors(again())
+            before = _tensors(result)
+            after = _tensors(again())
         self.num_repeated += 1
         if not all(map(same_bits, before, after)):
             where = _BACKWARD if in_backward() else _FORWARD

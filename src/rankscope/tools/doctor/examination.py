@@ -288,7 +288,8 @@ class Examination:
 
     def _go_through(self, stage: Stage, watcher: Watcher) -> bool:
         """Do one stage; whether there is more to do."""
-        self._at, self._began = stage, time.monotonic()
+        self._at = stage
+        self._began = time.monotonic()
         first = self._meeting.rank == 0
         if stage.topic in self._why_skipped:
             if first:

@@ -12,8 +12,13 @@ from rankscope.evidence.samples.overlap import LIKELY, SURE
 from rankscope.tools.doctor.loader_facts import look
 from rankscope.tools.doctor.stage import CheckResult, Facts, Stage, Status
 
-SHARDS, COUNTS, WEIGHTING, ORDER = "shards", "batch_counts", "loss_weighting", "epoch_order"
-UNEVEN, VERY_UNEVEN, TILTED = 1.1, 4.0, 1.5
+SHARDS = "shards"
+COUNTS = "batch_counts"
+WEIGHTING = "loss_weighting"
+ORDER = "epoch_order"
+UNEVEN = 1.1
+VERY_UNEVEN = 4.0
+TILTED = 1.5
 """Factors between label tokens: of a step for a note and a warning, of the whole for a warning."""
 SAME_SHARE = 0.5
 """Share of steps in which two ranks have the same batch, from which they read the same data."""
@@ -179,7 +184,8 @@ def _counts(facts: Sequence[Facts]) -> CheckResult:
 
 
 def _uneven(numbers_W: Sequence[int], odd: tuple[int, ...], numbers: dict[str, Any]) -> CheckResult:
-    fewest, most = min(numbers_W), max(numbers_W)
+    fewest = min(numbers_W)
+    most = max(numbers_W)
     least = [rank for rank, number in enumerate(numbers_W) if number == fewest]
     return CheckResult(
         COUNTS,
@@ -206,7 +212,8 @@ def _weighting(facts: Sequence[Facts]) -> CheckResult:
     factors = [max(column) / max(min(column), 1) for column in columns]
     totals = [sum(rank) for rank in tokens]
     tilt = max(totals) / max(min(totals), 1)
-    usual, largest = median(factors), max(factors)
+    usual = median(factors)
+    largest = max(factors)
     numbers = {"median_factor": usual, "largest_factor": largest, "tokens": totals, "steps": steps}
     empty = sum(min(column) == 0 < max(column) for column in columns)
     if usual < UNEVEN and tilt < TILTED and not empty:
@@ -284,7 +291,8 @@ def compare(samples: Sequence[Sequence[Sequence[int]]], *, ended: bool) -> Overl
                     own += rank in seen[digest]
                 seen.setdefault(digest, set()).add(rank)
         if ended and step == steps - 1 and len(again) < num_ranks and not repeats:
-            padding, own = len(again), 0
+            padding = len(again)
+            own = 0
         else:
             repeats += len(again)
             ranks |= {member for _, digest in again for member in seen[digest]}

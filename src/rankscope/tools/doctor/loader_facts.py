@@ -21,7 +21,8 @@ SAMPLES_IN_ALL = 1 << 20
 """Samples over all ranks that are compared."""
 ORDER_BATCHES = 20
 """Batches by which the order of two epochs is compared."""
-FEW, ALIKE = 2, 20
+FEW = 2
+ALIKE = 20
 """Different samples, and draws for each one, up to and from which samples look alike."""
 
 _LABELS = ("labels", "label", "targets", "target")
@@ -89,7 +90,9 @@ def _read(loader: Any, most: int, most_samples: int, seconds: float) -> tuple[di
     until = time.monotonic() + seconds
     samples: list[list[int]] = []
     tokens: list[int | None] = []
-    recognised, ended, drawn = True, False, 0
+    recognised = True
+    ended = False
+    drawn = 0
     first = None
     batches = iter(loader)
     while len(tokens) < most and time.monotonic() < until and drawn < most_samples:

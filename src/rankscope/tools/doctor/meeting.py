@@ -60,7 +60,8 @@ def find_place(environment: Mapping[str, str]) -> RankPlace:
             f"RANK is set and {' and '.join(missing)} not: the workers cannot find each other; "
             "start rankscope doctor with torchrun"
         )
-    rank, num_ranks = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    rank = _number(environment, "RANK")
+    num_ranks = _number(environment, "WORLD_SIZE")
     if not 0 <= rank < num_ranks:
         raise UsageError(
             f"expected RANK from 0 to WORLD_SIZE − 1, got RANK={rank} and WORLD_SIZE={num_ranks}; "
@@ -180,7 +181,8 @@ class Meeting:
 
 
 def _connect(seconds: float, *, host: bool) -> Store:
-    address, port = os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT")
+    address = os.environ["MASTER_ADDR"]
+    port = _number(os.environ, "MASTER_PORT")
     try:
         return _c10d.TCPStore(
             address,

@@ -18,8 +18,11 @@ from rankscope.gradients.fingerprint import digest_of, numpy_state, python_state
 from rankscope.private import find
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed, ranks_by
 
-PARAMETERS, BUFFERS, OPTIMIZER = "parameters", "buffers", "optimizer"
-RNG, BATCH_NORM = "random_numbers", "batch_norm"
+PARAMETERS = "parameters"
+BUFFERS = "buffers"
+OPTIMIZER = "optimizer"
+RNG = "random_numbers"
+BATCH_NORM = "batch_norm"
 
 Table = Mapping[str, Sequence[Any]]
 """Shape, type and digest of each tensor by name; the digest is None without one to compare."""

@@ -122,7 +122,8 @@ class QuietOutput:
     def restore(self) -> None:
         """Print as before; further calls do nothing."""
         with self._lock:
-            saved, self._saved = self._saved, {}
+            saved = self._saved
+            self._saved = {}
         if saved:
             _flush()
             sys.stdout = self._stdout

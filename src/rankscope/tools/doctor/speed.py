@@ -12,7 +12,8 @@ import torch.distributed as dist
 from rankscope.bus.words import name_ranks
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status
 
-BANDWIDTH, STRAGGLERS = "bandwidth", "stragglers"
+BANDWIDTH = "bandwidth"
+STRAGGLERS = "stragglers"
 
 SIZES = {"1 KB": 1_000, "1 MB": 1_000_000, "25 MB": 25_000_000}
 SECONDS_PER_SIZE = 0.4
@@ -166,9 +167,11 @@ def _time(seconds: float) -> str:
 
 
 def _rate(bytes_per_second: float) -> str:
-    value, unit = bytes_per_second / 1e6, "MB/s"
+    value = bytes_per_second / 1e6
+    unit = "MB/s"
     if value >= 1e3:
-        value, unit = value / 1e3, "GB/s"
+        value = value / 1e3
+        unit = "GB/s"
     return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 
 

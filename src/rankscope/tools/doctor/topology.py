@@ -15,7 +15,8 @@ from rankscope.bus.words import count, name_ranks
 from rankscope.tools.doctor.meeting import choose_backend
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, ranks_by
 
-NAME, GROUP = "topology", "process_group"
+NAME = "topology"
+GROUP = "process_group"
 
 Problem = tuple[Status, str, str, Sequence[int]]
 """Status, what was found, what to do, and the ranks concerned."""
@@ -23,7 +24,8 @@ Problem = tuple[Status, str, str, Sequence[int]]
 
 def look(bench: Bench) -> Facts:
     """Return what is known of this worker without asking anybody."""
-    place, device = bench.place, bench.device
+    place = bench.place
+    device = bench.device
     accelerated = device.type != "cpu"
     return {
         "host": socket.gethostname(),
