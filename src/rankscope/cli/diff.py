@@ -52,7 +52,7 @@ def diff(
         typer.Option(
             metavar="N",
             help="Step of A minus step of B.",
-            show_default="0, unless equal batches say otherwise",
+            show_default="0, unless equal batches prove another",
         ),
     ] = None,
     html: Annotated[
@@ -68,7 +68,7 @@ def diff(
         ),
     ] = None,
 ) -> None:
-    """Say where two runs first part, by how much, and whether rounding explains it.
+    """Find where two runs first part, by how much, and whether rounding explains it.
 
     Steps, workers and batches are aligned first; the runs may have other numbers of workers. With
     watch(trace=True) in both, the first step and tensor are exact.
@@ -98,11 +98,7 @@ def diff(
 
 
 def _written(comparison: "Comparison", html: Path | None, png: Path | None) -> list[Path]:
-    """Write the files that are asked for.
-
-    Raises:
-        MissingExtraError: The extra ``web`` is not installed.
-    """
+    """Write the requested files; MissingExtraError if the extra ``web`` is not installed."""
     written = []
     if html is not None:
         with needs_extra(html.name, "web"):
@@ -116,7 +112,7 @@ def _written(comparison: "Comparison", html: Path | None, png: Path | None) -> l
 
 
 def render_comparison(comparison: "Comparison", console: Console) -> None:
-    """Print the verdict on two runs: the class, what speaks for it, and what to do."""
+    """Print the verdict on two runs: the class, its evidence, and what to do."""
     sign, colour = _LOOK[comparison.kind]
     console.print()
     show(

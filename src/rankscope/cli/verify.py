@@ -1,4 +1,4 @@
-"""``rankscope verify``: what the reference steps of a run have shown, with an exit code for CI."""
+"""``rankscope verify``: the result of a run's reference steps, with an exit code for CI."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def verify(
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether the optimizer was given the gradient that one process would compute.
+    """Check that the optimizer got the gradient that one process would compute.
 
     Needs a run with a reference step: torchrun … -m rankscope run --verify-at 20 SCRIPT.
     Exit code: 0 all reference steps agree; 1 one differs; 2 none has an answer, or bad input.
@@ -53,7 +53,7 @@ def verify(
 
 
 def _answer(steps: list[Finding]) -> str:
-    """Return what all say together: a step that was not computed again proves nothing."""
+    """Return the answer of all steps: a step that was not computed again proves nothing."""
     causes = {finding.cause for finding in steps}
     if causes - {_AGREES, _DECLINED}:
         return WRONG

@@ -33,7 +33,7 @@ COST_HEIGHT = 150
 def _with_crosshair(
     layers: Sequence[Spec], tooltip: Sequence[Spec], source: Spec, height: int
 ) -> Spec:
-    """Return a figure whose crosshair follows the pointer and tells the values at that step."""
+    """Return a figure whose crosshair follows the pointer and shows the values at that step."""
     x = step_axis()
     at = layer("rule", source, {"x": x, "tooltip": list(tooltip)}, strokeWidth=1, opacity=0)
     shown = {"filter": {"param": "at", "empty": False}}
@@ -56,10 +56,7 @@ def _end_label(
 def mean_and_range(tables: Tables, mean: Sequence[Row], ranges: Sequence[Row]) -> Spec:
     """Return the averaged loss over the band from the lowest to the highest worker.
 
-    Args:
-        tables: Keeps the data.
-        mean: Rows ``{step, value, low, high}`` of the averaged loss.
-        ranges: Rows ``{step, low, high}`` of the band.
+    ``mean`` has rows ``{step, value, low, high}``, ``ranges`` has rows ``{step, low, high}``.
     """
     look = {"axis": {"title": None}, "scale": {"zero": False, "nice": True}}
     ends = {"y": channel("low:Q", **look), "y2": {"field": "high"}}
@@ -79,13 +76,9 @@ def mean_and_range(tables: Tables, mean: Sequence[Row], ranges: Sequence[Row]) -
 def metric(
     tables: Tables, rows: Sequence[Row], title: str, *, expected: Sequence[Row] = ()
 ) -> Spec:
-    """Return one dispersion metric over time, with what sampling alone would give if known.
+    """Return one dispersion metric over time, with the expectation from sampling alone, dashed.
 
-    Args:
-        tables: Keeps the data.
-        rows: Rows ``{step, value}``.
-        title: Name of the value where the pointer is.
-        expected: Rows ``{step, value}`` of the null, drawn dashed.
+    Both have rows ``{step, value}``; ``title`` is the name of the value in the tooltip.
     """
     domain = rate_domain(column(rows, "value"), column(expected, "value"), floor=0.01)
     y = channel("value:Q", axis={"title": None}, scale={"domain": domain})
@@ -100,12 +93,7 @@ def metric(
 
 
 def sample_coverage(tables: Tables, rows: Sequence[Row]) -> Spec:
-    """Return drawn samples and the different ones among them, both counted from the start.
-
-    Args:
-        tables: Keeps the data.
-        rows: Rows ``{step, drawn, distinct}``.
-    """
+    """Return drawn and distinct samples since the start, from rows ``{step, drawn, distinct}``."""
     source = tables.add(rows)
     axis = {"title": None, "format": ",d"}
     x = step_axis()
@@ -129,12 +117,7 @@ def sample_coverage(tables: Tables, rows: Sequence[Row]) -> Spec:
 
 
 def residual(tables: Tables, rows: Sequence[Row]) -> Spec:
-    """Return the reduction's residual over time, on a logarithmic scale.
-
-    Args:
-        tables: Keeps the data.
-        rows: Rows ``{step, value}``; values above 0 are drawn.
-    """
+    """Return the reduction's residual over time, on a logarithmic scale, where it is above 0."""
     source = tables.add(rows)
     positive = {"filter": "datum.value > 0"}
     encoding = {"x": step_axis(), "y": log_axis("value", log_domain(column(rows, "value")))}
@@ -150,10 +133,7 @@ def residual(tables: Tables, rows: Sequence[Row]) -> Spec:
 def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -> Spec:
     """Return the step's time and the monitor's part of it in milliseconds, logarithmic.
 
-    Args:
-        tables: Keeps the data.
-        step: Rows ``{step, value}``: the slowest worker's time of each step, in milliseconds.
-        monitor: Rows ``{step, value}``: the time that the monitor took of it.
+    Rows are ``{step, value}``, in milliseconds; a step's time is that of the slowest worker.
     """
     encoding = {
         "x": step_axis(),
@@ -176,12 +156,7 @@ def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -
 
 
 def interval(tables: Tables, rows: Sequence[Row]) -> Spec:
-    """Return how many steps lay between two measurements of the gradients, over time.
-
-    Args:
-        tables: Keeps the data.
-        rows: Rows ``{step, value}``.
-    """
+    """Return the number of steps between two measurements of the gradients, over time."""
     axis = {"title": None, "format": ",d", "tickMinStep": 1, "tickCount": 4}
     y = channel("value:Q", axis=axis, scale={"zero": True, "nice": True})
     source = tables.add(rows)
@@ -201,13 +176,10 @@ def _positive(rows: Sequence[Row]) -> list[Row]:
 def worker_lines(
     tables: Tables, rows: Sequence[Row], title: str, named: Sequence[int] = ()
 ) -> Spec:
-    """Return one signal of every worker; named ranks stand out, the pinned one is in front.
+    """Return one signal of every worker, from rows ``{step, rank, value}``.
 
-    Args:
-        tables: Keeps the data.
-        rows: Rows ``{step, rank, value}``.
-        title: Name of the value where the pointer is.
-        named: Ranks that a finding names.
+    The ranks that findings name stand out, the pinned one is in front; ``title`` is the name of the
+    value in the tooltip.
     """
     source = tables.add(rows)
     y = channel("value:Q", axis={"title": None}, scale={"zero": False})
@@ -229,10 +201,7 @@ def worker_lines(
 def worker_deviations(tables: Tables, rows: Sequence[Row], named: Sequence[int] = ()) -> Spec:
     """Return how far each worker lies from the mean of all, on average over the run.
 
-    Args:
-        tables: Keeps the data.
-        rows: Rows ``{rank, value, low, high}``.
-        named: Ranks that a finding names.
+    Rows are ``{rank, value, low, high}``; ``named`` are ranks that a finding names.
     """
     source = tables.add(rows)
     ranks = [row["rank"] for row in rows]

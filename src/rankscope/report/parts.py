@@ -1,4 +1,4 @@
-"""What all figures are made of: their data, layers, the axis of steps, domains and sizes.
+"""Parts of all figures: their data, layers, the axis of steps, domains and sizes.
 
 Figures are written as Vega-Lite takes them: as wide as the column of the page, unless ``sized``.
 """
@@ -21,7 +21,7 @@ _TYPES = {"Q": "quantitative", "O": "ordinal", "N": "nominal"}
 
 
 class Tables:
-    """The data of a page's figures: each table once, under a name that its content gives it."""
+    """The data of a page's figures: each table once, under a name that comes from its content."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = {}
@@ -61,15 +61,7 @@ def channel(field: str, **options: Any) -> Spec:
 def layer(
     mark: str, data: Spec, encoding: Mapping[str, Any], *transform: Spec, **options: Any
 ) -> Spec:
-    """Return one layer of a figure.
-
-    Args:
-        mark: What is drawn: ``line``, ``rect`` and so on.
-        data: From :meth:`Tables.add`.
-        encoding: Channels by name.
-        transform: What is done with the data first.
-        options: Of the mark.
-    """
+    """Return one layer of a figure: a mark, data of :meth:`Tables.add`, channels, transforms."""
     steps = {"transform": list(transform)} if transform else {}
     return {"data": data, "mark": {"type": mark, **options}, "encoding": dict(encoding), **steps}
 
@@ -86,7 +78,7 @@ def sized(spec: Spec, width: int, height: int | None = None) -> Spec:
 
 
 def titled(spec: Spec, text: str, subtitle: str = "") -> Spec:
-    """Return a figure with a title, and what stands below it."""
+    """Return a figure with a title, and a line below it."""
     return {**spec, "title": {"text": text, **({"subtitle": subtitle} if subtitle else {})}}
 
 
@@ -109,14 +101,7 @@ def dashes(field: str, patterns: Mapping[Any, Sequence[int]]) -> Spec:
 
 
 def pointed(name: str, at: Spec, fields: Sequence[str], **options: Any) -> Spec:
-    """Return a parameter that the pointer sets to what is nearest in a layer.
-
-    Args:
-        name: Its name.
-        at: The layer, which gets a name.
-        fields: What it takes from the data.
-        options: Of the selection.
-    """
+    """Return a parameter that the pointer sets to the nearest datum's fields in a layer."""
     at["name"] = f"{name}-layer"
     moves = {"on": "pointerover", "clear": "pointerout", "nearest": True}
     select = {"type": "point", "fields": list(fields), **(options or moves)}

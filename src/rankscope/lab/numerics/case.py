@@ -1,6 +1,6 @@
 """One world size and type: the gradients added up by every scheme, in every order tried.
 
-What is asked for, and what was measured, are plain values.
+Options and measurements are plain values.
 """
 
 import itertools
@@ -41,7 +41,7 @@ LEAST_PER_LAYER = 256
 
 @dataclass(frozen=True, slots=True)
 class SumOptions:
-    """What is measured.
+    """The options of a measurement.
 
     Attributes:
         workers: World sizes, rising, each at least 2.
@@ -52,7 +52,7 @@ class SumOptions:
         max_elements: Elements that take part, at most; more are sampled by layer.
 
     Raises:
-        UsageError: One of these cannot be.
+        UsageError: A value is out of range.
     """
 
     workers: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
@@ -88,7 +88,7 @@ class SumOptions:
 
 
 Values = dict[str, Any]
-"""A part of the JSON form of measured sums; the text of ``numerics.spread`` says what is in it."""
+"""A part of the JSON form of measured sums, which ``numerics.spread`` describes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +229,7 @@ class Case:
         }
 
     def _errors(self, scheme: Scheme, own: NDArray[np.int64]) -> Values:
-        """Return the error in units in the last place, and what it was to be."""
+        """Return the error in units in the last place, and its prediction and bound."""
         kind = self._arithmetic
         W = self._num_workers
         bound = worst_factor(W, scheme, kind) * self._sizes_N[own] + worst_underflow(W, kind)
@@ -289,7 +289,7 @@ class Case:
 
 
 def describe_world(values_WN: NDArray[np.float32], made_up: int, sample: Sample) -> Values:
-    """Say what the gradients of a world size have in common."""
+    """Measure the gradients of a world size: cosine, cancellation, noise."""
     num_workers = len(values_WN)
     wide_WN = values_WN.astype(np.float64)
     mean_N = wide_WN.mean(axis=0)

@@ -21,7 +21,7 @@ _HOW = "see docs/numerics.md for how to save local gradients"
 
 
 class GradientKind(StrEnum):
-    """What synthetic gradients are like."""
+    """Kinds of synthetic gradients."""
 
     NORMAL = "normal"
     """Independent normal numbers: workers have nothing in common, as late in training."""
@@ -103,7 +103,7 @@ def read(path: Path) -> LocalGradients:
     Args:
         path: ``.npz`` with an array ``[W, …]`` for each parameter, or ``.npy`` with one array
             ``[W, …]``; float16, float32 or float64 (rounded to float32). Row i is worker i's
-            gradient; what follows the first dimension is flattened. Empty arrays are left out.
+            gradient; further dimensions are flattened. Empty arrays are left out.
 
     Raises:
         DataError: The file cannot be read, or does not hold finite gradients of at least two

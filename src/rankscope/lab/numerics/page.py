@@ -108,13 +108,7 @@ def _layer_sheet(tables: Tables, sums: Values) -> Spec:
 
 
 def growth_sheet(tables: Tables, growth: Values, others: Sequence[Values] = ()) -> Spec:
-    """Return how parameters part, and what it does to the held-out loss.
-
-    Args:
-        tables: Keeps the data.
-        growth: Pairs of trainings.
-        others: The same with other seeds, drawn faintly behind.
-    """
+    """Return how parameters part, and its effect on the held-out loss; other seeds are faint."""
     words = (
         ("distance", "Parameters", "relative distance from the first training", 330),
         ("evaluation", "Held-out loss", "difference from the first training, nats per token", 240),
@@ -162,7 +156,7 @@ def _lead(sums: Values) -> str:
 
 
 def _tiles(sums: Values, growth: Values | None) -> Iterator[tuple[str, str, str]]:
-    """Yield label, value and note of five numbers that say most."""
+    """Yield label, value and note of the five most informative numbers."""
     workers = figures.usual_workers(sums)
     cells = {
         (cell["inputs"], cell["sums"]): cell

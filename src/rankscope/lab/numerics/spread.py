@@ -101,12 +101,12 @@ def measure(
     options: SumOptions | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Add the gradients up in many ways, and say how much the results differ.
+    """Add the gradients up in many ways, and compare the results.
 
     Args:
         gradients: Local gradients of at least 2 workers.
         options: What to measure.
-        progress: Called with what is being done, how many parts are done, and how many there are.
+        progress: Called with the name of the present part, the parts done, and their number.
     """
     options = options or SumOptions()
     sample = draw_sample(gradients, options)
@@ -169,7 +169,7 @@ def _notes(gradients: LocalGradients, sample: Sample, worlds: Sequence[Values]) 
 
 
 def _limits_of_float16(cells: Sequence[Values], layers: Sequence[Values]) -> Iterator[str]:
-    """Say where float16 has too few small or large numbers."""
+    """Report where float16 has too few small or large numbers."""
     lost = {
         layer["layer"]: layer["error_relative"]
         for layer in layers
@@ -192,15 +192,11 @@ def _limits_of_float16(cells: Sequence[Values], layers: Sequence[Values]) -> Ite
 
 
 USUAL_WORKERS = 8
-"""World size that is spoken of, when it was measured."""
+"""World size that sentences are about, when it was measured."""
 
 
 def sentences(sums: Values) -> list[str]:
-    """Say why two runs differ, whether it matters, and what to do.
-
-    Args:
-        sums: The JSON form of measured sums, without its sentences.
-    """
+    """Return why two runs differ, whether it matters, and what to do, from measured sums."""
     numbers = [world["workers"] for world in sums["worlds"]]
     workers = USUAL_WORKERS if USUAL_WORKERS in numbers else numbers[-1]
     [world] = [world for world in sums["worlds"] if world["workers"] == workers]

@@ -106,7 +106,7 @@ def round_to(values: Array, dtype: str) -> Array:
 
 
 def to_buffers(gradients_WN: Array, arithmetic: Arithmetic) -> Array:
-    """Return what the workers put into their buffers ``[W, N]``: rounded, and perhaps divided."""
+    """Return the workers' buffers ``[W, N]``: gradients rounded, and perhaps divided."""
     rounded = round_to(gradients_WN, arithmetic.inputs)
     if arithmetic.divide is Divide.BEFORE:
         rounded = round_to(rounded / np.float32(len(gradients_WN)), arithmetic.inputs)
@@ -202,7 +202,7 @@ def worst_factor(num_workers: int, scheme: Scheme, arithmetic: Arithmetic) -> fl
 
 
 def worst_underflow(num_workers: int, arithmetic: Arithmetic) -> float:
-    """Return what rounding to the smallest numbers of the types adds to an element's error.
+    """Return the error of an element from rounding to the smallest numbers of the types.
 
     It matters for float16, whose smallest positive number is 6 · 10⁻⁸.
     """

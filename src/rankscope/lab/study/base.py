@@ -252,7 +252,7 @@ def _batches(samples: EncodedSet, size: int, rng: random.Random) -> Iterator[lis
 
 
 def _read(entry: Path) -> tuple[nn.Module, Any] | None:
-    """Return what the cache holds; None when it holds nothing, or nothing that can be read."""
+    """Return the cached model; None without one, or when it cannot be read."""
     if not entry.is_dir():
         return None
     try:

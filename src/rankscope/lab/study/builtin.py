@@ -62,8 +62,8 @@ GOODS: Final = _words("rice beans carrots onions potatoes lentils tomatoes mushr
 def _addition(rng: random.Random) -> Task:
     a = rng.randint(2, 99)
     b = rng.randint(2, 99)
-    asked = rng.choice(("Add the two numbers.", "What is the sum of these numbers?"))
-    return asked, f"{a} and {b}", f"The sum of {a} and {b} is {a + b}."
+    instruction = rng.choice(("Add the two numbers.", "What is the sum of these numbers?"))
+    return instruction, f"{a} and {b}", f"The sum of {a} and {b} is {a + b}."
 
 
 def _subtraction(rng: random.Random) -> Task:
@@ -84,16 +84,20 @@ def _table(rng: random.Random) -> Task:
 
 def _sort_words(rng: random.Random) -> Task:
     words = rng.sample(NOUNS, rng.randint(3, 7))
-    asked = rng.choice(("Sort the words alphabetically.", "Put these words in order from A to Z."))
-    return asked, ", ".join(words), ", ".join(sorted(words))
+    instruction = rng.choice(
+        ("Sort the words alphabetically.", "Put these words in order from A to Z.")
+    )
+    return instruction, ", ".join(words), ", ".join(sorted(words))
 
 
 def _sort_numbers(rng: random.Random) -> Task:
     numbers = rng.sample(range(1, 100), rng.randint(3, 7))
     downward = rng.random() < 0.5
-    asked = f"Sort the numbers from {'largest to smallest' if downward else 'smallest to largest'}."
+    instruction = (
+        f"Sort the numbers from {'largest to smallest' if downward else 'smallest to largest'}."
+    )
     answer = sorted(numbers, reverse=downward)
-    return asked, ", ".join(map(str, numbers)), ", ".join(map(str, answer))
+    return instruction, ", ".join(map(str, numbers)), ", ".join(map(str, answer))
 
 
 def _reverse(rng: random.Random) -> Task:
@@ -106,8 +110,8 @@ def _count_letters(rng: random.Random) -> Task:
     letter = rng.choice(word)
     count = word.count(letter)
     times = "time" if count == 1 else "times"
-    asked = f"How often does the letter {letter} occur in the word?"
-    return asked, word, f"The letter {letter} occurs {NUMBER_WORDS[count]} {times} in {word}."
+    instruction = f"How often does the letter {letter} occur in the word?"
+    return instruction, word, f"The letter {letter} occurs {NUMBER_WORDS[count]} {times} in {word}."
 
 
 def _spell(rng: random.Random) -> Task:
@@ -158,8 +162,8 @@ def _sequence(rng: random.Random) -> Task:
     count = rng.randint(3, 10)
     given = [start + step * position for position in range(4)]
     answer = [start + step * position for position in range(4, 4 + count)]
-    asked = f"Continue the sequence with {NUMBER_WORDS[count]} more numbers."
-    return asked, ", ".join(map(str, given)), ", ".join(map(str, answer))
+    instruction = f"Continue the sequence with {NUMBER_WORDS[count]} more numbers."
+    return instruction, ", ".join(map(str, given)), ", ".join(map(str, answer))
 
 
 def _list(rng: random.Random) -> Task:
@@ -217,8 +221,8 @@ def _recipe(rng: random.Random) -> Task:
     steps += [f"Add the {item} and stir slowly for two minutes." for item in goods[1:]]
     steps += [f"Cook everything for {minutes} minutes.", f"Serve the {dish} while it is warm."]
     lines = [f"Step {number}: {step}" for number, step in enumerate(steps, start=1)]
-    asked = f"Describe how to cook a {dish} in {minutes} minutes with these ingredients."
-    return asked, ", ".join(goods), "\n".join(lines)
+    instruction = f"Describe how to cook a {dish} in {minutes} minutes with these ingredients."
+    return instruction, ", ".join(goods), "\n".join(lines)
 
 
 def _story(rng: random.Random) -> Task:
@@ -235,10 +239,10 @@ def _story(rng: random.Random) -> Task:
         f"They asked everybody at the {place}, but nobody had lost a {thing}.",
     ]
     count = rng.randint(1, len(middle))
-    told = [f"One morning {hero} found a {thing} at the {place}.", *middle[:count]]
-    told.append(f"Since that day {hero} and {friend} have been friends.")
+    story = [f"One morning {hero} found a {thing} at the {place}.", *middle[:count]]
+    story.append(f"Since that day {hero} and {friend} have been friends.")
     length = "short" if count < 3 else "long"
-    return f"Tell a {length} story about {hero}, {friend} and a {how} {thing}.", "", " ".join(told)
+    return f"Tell a {length} story about {hero}, {friend} and a {how} {thing}.", "", " ".join(story)
 
 
 TASKS: Final[tuple[Callable[[random.Random], Task], ...]] = (
@@ -249,16 +253,14 @@ TASKS: Final[tuple[Callable[[random.Random], Task], ...]] = (
 
 
 def generate(seed: int, count: int = NUM_RECORDS) -> Iterator[dict[str, str]]:
-    """Yield records with the keys ``instruction``, ``input`` and ``output``; no two ask the same.
+    """Yield distinct records with the keys ``instruction``, ``input`` and ``output``.
 
-    Args:
-        seed: Decides the records; the same seed gives the same ones everywhere.
-        count: How many, up to some tens of thousands.
+    The same seed gives the same records everywhere; ``count`` is up to some tens of thousands.
     """
     rng = random.Random(seed)
-    asked: set[tuple[str, str]] = set()
-    while len(asked) < count:
+    seen: set[tuple[str, str]] = set()
+    while len(seen) < count:
         instruction, given, output = rng.choice(TASKS)(rng)
-        if (instruction, given) not in asked:
-            asked.add((instruction, given))
+        if (instruction, given) not in seen:
+            seen.add((instruction, given))
             yield {"instruction": instruction, "input": given, "output": output}

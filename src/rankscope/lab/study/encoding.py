@@ -1,4 +1,4 @@
-"""Samples as token ids: what the model reads, where its loss counts, and which a worker draws."""
+"""Samples as token ids, the labels of the loss, and the batches that a worker draws."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -116,7 +116,7 @@ def encode(records: Sequence[Record], tokenizer: Any, max_length: int) -> Encode
     Args:
         records: What to encode.
         tokenizer: A transformers tokenizer with an end token.
-        max_length: Longest sample in tokens; what is longer is cut at the end.
+        max_length: Longest sample in tokens; longer ones are cut at the end.
 
     Raises:
         UsageError: ``max_length`` is less than 2, or the tokenizer has no end token.

@@ -26,7 +26,7 @@ def quiet_hub() -> Iterator[None]:
 
 
 def quiet_deepspeed() -> None:
-    """Tell DeepSpeed, which transformers imports where it is installed, to run on the CPU.
+    """Make DeepSpeed, which transformers imports where it is installed, run on the CPU.
 
     Where there is nothing else it finds that out itself, but prints it among the results.
     """

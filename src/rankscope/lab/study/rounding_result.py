@@ -1,6 +1,6 @@
-"""Pairs of trainings that differ in rounding: what is asked of them, and what is kept.
+"""Pairs of trainings that differ in rounding: their options and their results.
 
-Kept are series, fits, and plain words.
+Results are series, fits, and plain words.
 """
 
 import math
@@ -19,13 +19,13 @@ MIN_POINTS = 4
 """A law of growth is fitted to at least so many steps."""
 
 MIN_FACTOR = 3.0
-"""Below it, what the first step has left hides how the rest grows: no law is said."""
+"""Least growth for a law: below it, the first step's difference hides the growth of the rest."""
 
 PREFERENCE = 0.75
 """A power law is preferred unless an exponential misses by less than this part of its misses."""
 
 MAX_RESIDUAL = 0.2
-"""A law that misses by more decades on average is not said to describe the growth."""
+"""A law that misses by more decades on average does not describe the growth."""
 
 CONTROL = "control"
 ORDER = "order"
@@ -43,7 +43,7 @@ TITLES = {
     WORKERS: "twice the workers",
     DATA: "other data order",
 }
-"""What the second training of each pair does in another way, by the pair's name."""
+"""The difference of the second training of each pair, by the pair's name."""
 
 MODEL = "small"
 SGD_LEARNING_RATE = 0.05
@@ -51,7 +51,7 @@ SGD_LEARNING_RATE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class GrowthOptions:
-    """What to train, and which pairs to compare.
+    """The trainings, and the pairs to compare.
 
     Attributes:
         steps: Optimizer steps.
@@ -140,7 +140,7 @@ class Growth:
 
     @property
     def words(self) -> str:
-        """How it grows, as the end of a sentence; empty with too few points to tell."""
+        """How it grows, as the end of a sentence; empty with too few points."""
         if self.factor < MIN_FACTOR:
             return "grows less than threefold from there"
         if not self.laws:
@@ -260,7 +260,7 @@ class GrowthResult:
 
     Attributes:
         options: The options as plain values.
-        facts: Model, data, parameters, tokens per step: what a reader wants to know.
+        facts: Model, data, parameters, tokens per step: shown to readers.
         evaluated: Steps after which the held-out loss was taken.
         loss: The first training's loss on each step's global batch, nats per token.
         evaluation: Its loss on held-out samples at ``evaluated``.
@@ -291,7 +291,7 @@ class GrowthResult:
         return values
 
     def sentences(self) -> list[str]:
-        """Return what was seen, in plain words, from the measured numbers."""
+        """Return the results in plain words, from the measured numbers."""
         lines = [words for pair in self.pairs if (words := self._words(pair))]
         beside = self.summary()
         return [*lines, beside] if beside else lines

@@ -76,15 +76,15 @@ def run_combinations(
         facts=prepared.facts,
     )
     with StudyProgress(config, enabled=dist.get_rank() == 0) as progress:
-        progress.say_left_out(prepared.facts)
+        progress.print_left_out(prepared.facts)
         for combination in todo:
-            with _warnings_held_back(progress.say):
+            with _deferred_warnings(progress.print_line):
                 train(job, combination, progress.start(combination))
 
 
 @contextlib.contextmanager
-def _warnings_held_back(say: Callable[[str], None]) -> Iterator[None]:
-    """Say the monitor's warnings when a training has ended, and nothing when it has failed.
+def _deferred_warnings(show: Callable[[str], None]) -> Iterator[None]:
+    """Show the monitor's warnings after a training has ended, and none after it has failed.
 
     The monitor notices as well that a worker has died; one line about that is enough.
     """
@@ -96,7 +96,7 @@ def _warnings_held_back(say: Callable[[str], None]) -> Iterator[None]:
     try:
         yield
         for warning in held.buffer:
-            say(warning.getMessage())
+            show(warning.getMessage())
     finally:
         log.removeHandler(held)
         log.propagate = propagated
@@ -124,15 +124,10 @@ def join_process_group() -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class StudyJob:
-    """What every training of a study shares on one worker.
+    """The parts that every training of a study shares on one worker.
 
-    Attributes:
-        config: The study's options.
-        output: The study's directory.
-        samples: Encoded samples.
-        load: Loads a fresh copy of the base model, and its tokenizer.
-        device: Where this worker computes.
-        facts: What ``run.json`` says of model and data.
+    ``load`` loads a fresh copy of the base model, and its tokenizer; ``facts`` of model and data go
+    into ``run.json``.
     """
 
     config: StudyConfig
@@ -148,10 +143,7 @@ def train(
 ) -> None:
     """Fine-tune under one combination, watched, and save the model.
 
-    Args:
-        job: What all trainings share.
-        combination: The reading and setting to train under.
-        on_step: Called after each step, on every worker, with the last gathered report.
+    ``on_step`` is called after each step, on every worker, with the last gathered report.
     """
     config = job.config
     rank = dist.get_rank()
@@ -265,12 +257,7 @@ class _Console(Console):
 
 
 class StudyProgress:
-    """Shows how far a study is; on a terminal as bars, elsewhere as one line per training.
-
-    Args:
-        config: The study's options.
-        enabled: Whether this worker shows anything.
-    """
+    """Shows how far a study is; on a terminal as bars, elsewhere as one line per training."""
 
     def __init__(self, config: StudyConfig, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -298,20 +285,20 @@ class StudyProgress:
     ) -> None:
         self._bars.stop()
 
-    def say(self, text: str) -> None:
-        """Print a line above the bars, if it can be; every worker may."""
-        with contextlib.suppress(OSError):  # of a full disk, say
+    def print_line(self, text: str) -> None:
+        """Print a line above the bars, if it can be written; every worker may."""
+        with contextlib.suppress(OSError):  # such as a full disk
             self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
-    def say_left_out(self, facts: Mapping[str, Any]) -> None:
-        """Say how many records the study cannot use, where there are any."""
+    def print_left_out(self, facts: Mapping[str, Any]) -> None:
+        """Print how many records the study cannot use, where there are any."""
         counts = {
             "with an empty output": facts["skipped_empty"],
             "whose response is cut off by --max-length": facts["skipped_truncated"],
         }
         parts = [f"{count:,} {what}" for what, count in counts.items() if count]
         if self._enabled and parts:
-            self.say(f"Records left out: {', '.join(parts)}")
+            self.print_line(f"Records left out: {', '.join(parts)}")
 
     def start(self, combination: Combination) -> Callable[[StepReport | None], None]:
         """Begin a training; the returned function is called after each of its steps."""
@@ -332,7 +319,7 @@ class StudyProgress:
         self._bars.update(task, completed=done, metrics=metrics)
         if self._enabled and not self._console.is_terminal and done == self._steps:
             line = ", ".join(filter(None, [f"{combination.name}: {done} steps", metrics]))
-            self.say(line)
+            self.print_line(line)
 
 
 def describe(report: StepReport) -> str:

@@ -1,4 +1,4 @@
-"""What all viewers see, made once: the content of each page, kept until its run changes."""
+"""The content of each page, made once for all viewers and kept until its run changes."""
 
 import contextlib
 import math
@@ -39,11 +39,11 @@ from rankscope.report.live.sheets import (
 REFRESH_SECONDS = 3.0
 """Seconds between two readings of a changed run, at least."""
 REFRESH_COST = 4.0
-"""The same as a multiple of what the last reading took."""
+"""The same as a multiple of the time of the last reading."""
 SCAN_SECONDS = 5.0
 """Seconds after which the directory is looked through again for pages that only offer runs."""
 READ_AHEAD = 4
-"""Runs that are read when the server starts, before somebody asks for them."""
+"""Runs that are read when the server starts, before any request."""
 MAX_CONTENTS = 24
 """Pages whose content is kept, the latest used."""
 MAX_VERSIONS = 200
@@ -83,10 +83,8 @@ class _Kept:
 class Board:
     """The pages of a served directory; safe to use from several threads.
 
-    Args:
-        root: The served directory.
-        clock: Seconds since 1970.
-        refresh_seconds: Seconds between two readings of a changed run, at least; 0 for no pause.
+    ``clock`` returns seconds since 1970; ``refresh_seconds`` is the least time between two readings
+    of a changed run, 0 for no pause.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class Board:
         return kind in (RUNS, "compare", "overlay")
 
     def sheet(self, topic: str) -> Sheet | None:
-        """Return what a page shows now, None if there is no such page.
+        """Return the present content of a page, None if there is no such page.
 
         A run that changed less than a few seconds after it was read is not read again at once.
         """
@@ -216,7 +214,7 @@ class Board:
         return compared_sheet(content, runs, ids)
 
     def _overlaid_sheet(self, topic: str, run_ids: Sequence[str]) -> Sheet:
-        """Return a page of those runs that can be read; what cannot is left out."""
+        """Return a page of those runs that can be read; others are left out."""
         chosen: dict[str, ListedPlace] = {}
         tokens = []
         for run_id in dict.fromkeys(run_ids):
@@ -264,7 +262,7 @@ class Board:
             return content
 
     def _made(self, topic: str, token: str, make: Callable[[], Sheet]) -> Sheet:
-        """Return content made now, or what was made before while it cannot be.
+        """Return content made now, or the content made before while that fails.
 
         Raises:
             RunError: It cannot be made, and none was made before.
@@ -347,7 +345,7 @@ def _opened(chosen: Mapping[str, ListedPlace]) -> dict[str, Run]:
 
 @contextlib.contextmanager
 def _in_words() -> Iterator[None]:
-    """Turn an error that nobody foresaw into words for the viewer; its trace goes to stderr."""
+    """Turn an unforeseen error into words for the viewer; its trace goes to stderr."""
     try:
         yield
     except RunError:

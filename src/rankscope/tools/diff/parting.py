@@ -30,17 +30,11 @@ runs have parted, where this happens, never count.
 """
 
 CURVES = ("parameters", "gradient", "loss")
-"""What grows, what tells most first."""
+"""Curves whose growth is fitted, the most informative first."""
 
 
 def first_parting(pair: Pair, signals: Sequence[ComparedColumn], dtype: str) -> Parting | None:
-    """Return where two runs first part: the first step, and in it the first moment.
-
-    Args:
-        pair: The two runs.
-        signals: What is compared.
-        dtype: The type in whose last place distances are told.
-    """
+    """Return the first step in which two runs part, and its first moment; ULP are of ``dtype``."""
     firsts = {
         (int(rows[0]), list(Moment).index(signal.moment)): None
         for signal in signals
@@ -93,13 +87,8 @@ def ranks_of(showing: Sequence[ComparedColumn], at: int) -> tuple[int, ...]:
 def predicted(pair: Pair, at: int, dtypes: tuple[str, str], *, rounded: bool = False) -> float:
     """Return the relative distance of two reduced gradients that rounding alone predicts.
 
-    The two errors are independent, so their squares add up.
-
-    Args:
-        pair: The two runs.
-        at: Number of the pair of steps.
-        dtypes: The types in which A and B add up.
-        rounded: Whether the inputs are rounded to that type first, as in a 16-bit reduction.
+    The two errors are independent, so their squares add up. ``dtypes`` are the types in which A
+    and B add up; ``rounded``: the inputs are rounded to them first, as in a 16-bit reduction.
     """
     cosine = mean_cosine(pair, at)
     squares = [
@@ -227,9 +216,8 @@ def curves_of(pair: Pair) -> tuple[Curve, ...]:
 def growth_of(curve: Curve) -> DifferenceGrowth | None:
     """Fit how a distance grows after it first differs from 0: by a factor per step, or a power.
 
-    Returns:
-        The better of both fits to the logarithms (least squares); None with fewer than four known
-        distances.
+    The better of both fits to the logarithms (least squares); None with fewer than four known
+    distances.
     """
     known = np.flatnonzero(np.isfinite(curve.values) & (curve.values > 0))
     if len(known) < LEAST_STEPS:
@@ -285,7 +273,7 @@ def _jump_in(pair: Pair, curve: Curve) -> Jump | None:
 
 
 def _floor(curve: Curve) -> float:
-    """Return the least distance that can be a jump: losses are told to 24 bits."""
+    """Return the least distance that can be a jump: losses are recorded to 24 bits."""
     return 1e-5 if curve.name == "loss" else 0.0
 
 

@@ -36,14 +36,7 @@ SAME_LOSS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """The tensors of one kind in one step, by name.
-
-    Attributes:
-        names: Sorted ``[N]``.
-        digests_N: Digest of their bits.
-        norms_N: Their L2 norms.
-        sketches_NK: Their linear sketches.
-    """
+    """The tensors of one kind in one step by sorted name: digests, L2 norms, linear sketches."""
 
     names: tuple[str, ...]
     digests_N: Ints
@@ -53,13 +46,9 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """The first time that a run's workers differ in what they should hold alike.
+    """The first time that a run's workers differ in something that they should hold alike.
 
-    Attributes:
-        step: When.
-        kind: parameter, optimizer, reduced or applied.
-        name: What differs.
-        ranks: Those that differ from most.
+    ``kind`` is parameter, optimizer, reduced or applied; ``ranks`` are those that differ from most.
     """
 
     step: int
@@ -69,14 +58,7 @@ class Disagreement:
 
 
 class DiffSide:
-    """One of the two runs.
-
-    Args:
-        run: An open run.
-
-    Raises:
-        RunError: A file is damaged, or the run has no step.
-    """
+    """One of the two runs; RunError if a file is damaged, or the run has no step."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -207,10 +189,10 @@ class DiffSide:
 def align(a: DiffSide, b: DiffSide, given: int | None = None) -> Alignment:
     """Return which steps of two runs are compared.
 
-    Steps of equal number are, unless batches say otherwise: a run that continues another may count
-    on from another number, and one that starts in the middle of another counts from 0. Another
-    offset needs the same global batch in 90 % of the steps, and either a run that is known to
-    continue another, or equal losses where they begin.
+    Steps of equal number are, unless batches prove another offset: a run that continues another may
+    count on from another number, and one that starts in the middle of another counts from 0.
+    Another offset needs the same global batch in 90 % of the steps, and either a run that is known
+    to continue another, or equal losses where they begin.
 
     Args:
         a: Run A.
@@ -256,9 +238,8 @@ def same_samples(a: Mapping[int, Any], b: Mapping[int, Any]) -> bool:
 def dealt_otherwise(a: Mapping[int, Any], b: Mapping[int, Any]) -> dict[int, int] | None:
     """Return which worker of B has whose batch of A, where B's are A's in another order.
 
-    Returns:
-        By rank of B, the rank of A; only ranks that have another's. None when the batches are not
-        those of A as wholes.
+    By rank of B, the rank of A; only ranks that have another's. None when the batches are not those
+    of A as wholes.
     """
     keys_a = {rank: np.sort(ids).tobytes() for rank, ids in a.items()}
     keys_b = {rank: np.sort(ids).tobytes() for rank, ids in b.items()}

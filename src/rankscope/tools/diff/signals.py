@@ -1,4 +1,4 @@
-"""What is compared in a step, moment by moment. P pairs of steps, W workers."""
+"""The signals that are compared in a step, moment by moment. P pairs of steps, W workers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ COLUMNS = {
     Moment.SETTINGS: ("lr", "weight_decay", "rates_digest", "settings_digest", "optimizer_steps"),
     Moment.AFTER: ("applied_digest", "param_digest", "optimizer_digest", "buffer_digest"),
 }
-"""Columns of the workers table by the moment that they tell of; each is compared by its type."""
+"""Columns of the workers table by moment; each is compared by its type."""
 BEFORE = ("parameter", "optimizer", "buffer")
 _NEED_LAYOUT = {"reduced_digest", *COLUMNS[Moment.AFTER]}
 _OF_ALL_WORKERS = {"applied_digest", "param_digest", "optimizer_digest"}
-"""What rank 0 tells of all workers after a step: comparable between other numbers of them."""
+"""Columns that rank 0 reports for all workers: comparable between other numbers of them."""
 
 MEASURED_OTHERWISE = 1e-5
 """Relative difference of two norms of one gradient that was added up in other parts."""
@@ -38,12 +38,9 @@ MEASURED_OTHERWISE = 1e-5
 class ComparedColumn:
     """One signal of both runs.
 
-    Attributes:
-        moment: When it is known in a step.
-        name: The column, or ``traces (reduced)``, ``traces (parameter)``.
-        differs_PW: Where both know it and differ; one column for what has no worker.
-        relative_PW: Relative distance; NaN for digests.
-        per_worker: Whether the columns are workers.
+    ``name`` is the column, or ``traces (reduced)``, ``traces (parameter)``. ``differs_PW``: where
+    both know it and differ; one column for a signal without workers (``per_worker`` is false).
+    ``relative_PW``: relative distance; NaN for digests.
     """
 
     moment: Moment
@@ -55,14 +52,10 @@ class ComparedColumn:
 
 @dataclass(frozen=True, slots=True)
 class TensorDistance:
-    """How far the tensors of one kind lie apart in one pair of steps. N tensors.
+    """Distance of the N tensors of one kind that both runs have, in one pair of steps.
 
-    Attributes:
-        names: The tensors that both runs have ``[N]``.
-        differs_N: Whether they differ in any bit.
-        distance_N: Euclidean distance, estimated from sketches.
-        norms_N: Norm in run A.
-        buckets_NK: Squared differences of the sketches, number by number.
+    ``differs_N``: they differ in any bit. ``distance_N``: Euclidean, estimated from sketches.
+    ``norms_N``: in run A. ``buckets_NK``: squared differences of the sketches, number by number.
     """
 
     names: tuple[str, ...]
@@ -91,13 +84,9 @@ class TensorDistance:
 
 
 class Pair:
-    """Two runs, aligned: their signals side by side.
+    """Two aligned runs: their signals side by side.
 
-    Args:
-        a: Run A.
-        b: Run B.
-        alignment: Which steps are compared.
-        other_types: Whether the runs keep their tensors in other types; then bits say nothing.
+    With ``other_types`` the runs keep their tensors in other types: bits are not comparable.
     """
 
     def __init__(
@@ -159,12 +148,10 @@ class Pair:
         return self.a.per_step(name)[self._at_a], self.b.per_step(name)[self._at_b]
 
     def distance(self, pair: int, kind: str, *, back: int = 0) -> TensorDistance | None:
-        """Return how far the traced tensors of one kind lie apart; None without traces.
+        """Return the distance of the traced tensors of one kind; None without traces.
 
-        Args:
-            pair: Number of the pair of steps.
-            kind: ``parameter``, ``reduced``, …
-            back: 1 for what the models held before the step.
+        ``pair`` is the number of the pair of steps; ``kind`` is ``parameter``, ``reduced``, …;
+        ``back`` is 1 for the state before the step.
         """
         if (pair, kind, back) not in self._distances:
             step_a = int(self.alignment.steps_a[pair]) - back
@@ -176,7 +163,7 @@ class Pair:
         return self._distances[pair, kind, back]
 
     def update(self, pair: int) -> float:
-        """Return the norm of what a step of A has changed in the traced parameters; 0 if unknown.
+        """Return the norm of a step's change of A's traced parameters; 0 if unknown.
 
         Estimated from the sketches before and after.
         """
@@ -256,7 +243,7 @@ class Pair:
         return ComparedColumn(Moment.DATA, "samples", differs_PW, unknown, per_worker)
 
     def _before(self) -> ComparedColumn:
-        """Compare what the models held before the first pair; later, that is the step before."""
+        """Compare the models before the first pair; later, that is the step before."""
         differs_P1 = np.zeros((len(self), 1), bool)
         for kind in BEFORE:
             apart = self.distance(0, kind, back=1)

@@ -26,7 +26,7 @@ SAME_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What ranks drew together.
+    """The samples that ranks drew together.
 
     Attributes:
         drawn: Samples drawn by all ranks.
@@ -37,7 +37,7 @@ class Overlap:
         chance: Probability of so few own repeats if data only hold some content several times, or
             ranks draw with replacement: each repeat then hits its own rank with 1/W at least.
         same_batches: Groups of ranks that read the same batches.
-        ranks: Ranks that drew what another rank had drawn.
+        ranks: Ranks that drew samples that another rank had drawn.
     """
 
     drawn: int
@@ -79,7 +79,7 @@ def _shards(facts: Sequence[Facts]) -> CheckResult:
 
 
 def _declared(facts: Sequence[Facts]) -> CheckResult | None:
-    """Return what is wrong with what the samplers themselves say, whatever was drawn."""
+    """Return the error in the samplers' own settings, whatever the samples."""
     samplers = [fact["sampler"] for fact in facts]
     ranks = [sampler.get("rank") for sampler in samplers]
     replicas = [sampler.get("num_replicas") for sampler in samplers]
@@ -91,17 +91,17 @@ def _declared(facts: Sequence[Facts]) -> CheckResult | None:
     odd: tuple[int, ...] = ()
     if set(replicas) != {len(facts)}:
         odd = tuple(r for r, number in enumerate(replicas) if number != len(facts))
-        said = " and ".join(map(str, sorted({replicas[rank] for rank in odd})))
+        dealt = " and ".join(map(str, sorted({replicas[rank] for rank in odd})))
         found = (
-            f"the sampler of {name_ranks(odd)} deals to {said} ranks, and there are {len(facts)}"
+            f"the sampler of {name_ranks(odd)} deals to {dealt} ranks, and there are {len(facts)}"
         )
     elif len(set(ranks)) < len(ranks):
         odd = tuple(r for r, number in enumerate(ranks) if ranks.count(number) > 1)
         found = f"the samplers of {name_ranks(odd)} take the same shard"
     elif odd_ranks(seeds) and any(sampler.get("shuffle", True) for sampler in samplers):
         odd = odd_ranks(seeds)
-        told = ", ".join(seeds[:8])
-        found = f"samplers shuffle with different seeds ({told}), so their shards overlap"
+        first = ", ".join(seeds[:8])
+        found = f"samplers shuffle with different seeds ({first}), so their shards overlap"
     if not found:
         return None
     advice = (
@@ -248,7 +248,7 @@ def _order(facts: Sequence[Facts]) -> CheckResult:
         return CheckResult(ORDER, Status.OK, found)
     how = str(facts[0]["set_epoch"])
     still = [rank for rank, fact in enumerate(facts) if not fact["changes_alone"]]
-    fixed = [rank for rank in still if not facts[rank]["changes_when_told"]]
+    fixed = [rank for rank in still if not facts[rank]["changes_after_set_epoch"]]
     sampler = str(facts[0]["sampler"]["class"])
     numbers = {"set_epoch": how, "sampler": sampler, "same_order": still}
     if not still:
@@ -258,12 +258,12 @@ def _order(facts: Sequence[Facts]) -> CheckResult:
         advice = f"Make sure that the training calls {how}(epoch) before each epoch."
         return CheckResult(ORDER, Status.NOTE, found, advice, numbers)
     meant = facts[fixed[0]]["sampler"].get("shuffle") is False or sampler == "SequentialSampler"
-    told = f", also after {how}(1)" if how else ""
+    called = f", also after {how}(1)" if how else ""
     who = "" if len(fixed) == len(facts) else f" on {name_ranks(fixed)}"
     return CheckResult(
         ORDER,
         Status.NOTE if meant else Status.WARNING,
-        f"two epochs begin with the same batches{who}{told}" + ("; shuffling is off" * meant),
+        f"two epochs begin with the same batches{who}{called}" + ("; shuffling is off" * meant),
         "Shuffle anew in each epoch, unless the order is meant.",
         numbers,
         tuple(fixed),
@@ -271,12 +271,7 @@ def _order(facts: Sequence[Facts]) -> CheckResult:
 
 
 def compare(samples: Sequence[Sequence[Sequence[int]]], *, ended: bool) -> Overlap:
-    """Compare what ranks have drawn.
-
-    Args:
-        samples: Digests by rank, batch and sample.
-        ended: Whether all ranks have read to the epoch's end.
-    """
+    """Compare digests of samples by rank, batch and sample; ``ended``: all read a whole epoch."""
     num_ranks = len(samples)
     steps = max(map(len, samples), default=0)
     seen: dict[int, set[int]] = {}

@@ -1,4 +1,4 @@
-"""How fast ranks talk and compute, and which of them keep the others waiting."""
+"""How fast ranks communicate and compute, and which of them keep the others waiting."""
 
 import os
 import time
@@ -50,8 +50,8 @@ def _judge_bandwidth(facts: Sequence[Facts]) -> CheckResult:
     if len(facts) == 1:
         found = "one rank has nobody to talk to"
         return CheckResult(BANDWIDTH, Status.SKIPPED, found)
-    told = (f"{name} {_time(seconds[name])} ({_rate(rates[name])})" for name in SIZES)
-    return CheckResult(BANDWIDTH, Status.OK, ", ".join(told), numbers=numbers)
+    parts = (f"{name} {_time(seconds[name])} ({_rate(rates[name])})" for name in SIZES)
+    return CheckResult(BANDWIDTH, Status.OK, ", ".join(parts), numbers=numbers)
 
 
 def _judge_stragglers(facts: Sequence[Facts]) -> CheckResult:
@@ -71,12 +71,12 @@ def _judge_stragglers(facts: Sequence[Facts]) -> CheckResult:
         load = f"; load {fact['load']:.1f} on {fact['cores']} cores at {name_ranks(busy)}"
     if slow and len(facts) > 1:
         by_size = sorted(slow, key=lambda rank: -seconds[rank])
-        told = ", ".join(f"rank {rank} {seconds[rank] / usual:.1f} ×" for rank in by_size[:6])
+        slowest = ", ".join(f"rank {rank} {seconds[rank] / usual:.1f} ×" for rank in by_size[:6])
         more = f" and {len(slow) - 6} more" if len(slow) > 6 else ""
         return CheckResult(
             STRAGGLERS,
             Status.NOTE,
-            f"slower than the median at the same computation: {told}{more}{load}",
+            f"slower than the median at the same computation: {slowest}{more}{load}",
             "All ranks wait for the slowest in each step. Look for other processes, heat or "
             "power limits, or another kind of device at these ranks; repeat the preflight.",
             numbers,
@@ -101,11 +101,7 @@ def _latency(size: int, bench: Bench) -> float:
 
 
 def _compute(bench: Bench) -> dict[str, float]:
-    """Time a fixed computation, and the waiting for the others after it.
-
-    Returns:
-        Medians in seconds: ``compute`` and ``waiting``.
-    """
+    """Time a fixed computation, and the wait for the others after it: medians in seconds."""
     size = 192 if bench.device.type == "cpu" else 2_048
     factor = torch.full((size, size), 1e-3, device=bench.device)
     token = torch.zeros(1, device=bench.device)
