@@ -94,7 +94,7 @@ def render_differences(differences: Sequence[str], status: str, console: Console
         show(console, plain("These findings are not those in findings.jsonl."))
         points(console, differences)
         if status == "running":
-            show(console, plain("The run is not closed: it may have changes yet to tell."))
+            show(console, plain("The run is not closed: it may report changes yet."))
     console.print()
 
 

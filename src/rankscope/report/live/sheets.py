@@ -154,7 +154,7 @@ def _content(
 def runs_sheet(
     glances: Sequence[Glance], now: float, where: str, cut_at: int | None = None
 ) -> Sheet:
-    """Return the page of all runs; after ``cut_at`` directories the search ended, None: complete."""
+    """Return the page of all runs; the search ended after ``cut_at`` directories, if not None."""
     rows = [(glance, glance.state(now)) for glance in glances]
     counts = {
         "runs": len(rows),
