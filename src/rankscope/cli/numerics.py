@@ -102,9 +102,8 @@ def numerics(
 
     Exit code: 0; 2 bad usage or input.
     """
-    options = SumOptions(
-        workers=_numbers(workers), orders=orders, types=_names(types), seed=_seed(seed)
-    )
+    names = tuple(dict.fromkeys(word.strip() for word in types.split(",") if word.strip()))
+    options = SumOptions(workers=_numbers(workers), orders=orders, types=names, seed=_seed(seed))
     _check(gradients, kind, at_step, save_file)
     steps = _training_steps(training_steps, builtin=gradients is None and kind is None)
     with _progress(enabled=not as_json) as report:
@@ -181,10 +180,6 @@ def _numbers(text: str) -> tuple[int, ...]:
         raise UsageError(
             f"--workers expected whole numbers separated by commas, such as 2,4,8, got {text!r}"
         ) from None
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
 
 
 def _write(directory: Path, text: str, sums: dict[str, Any], growth: Any) -> list[Text]:

@@ -144,7 +144,7 @@ def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -
         (step, "mean", "step", "ink-label"),
         (monitor, "measured", "monitor", "measured-label"),
     ):
-        known = _positive(rows)
+        known = [row for row in rows if (row["value"] or 0) > 0]
         source = tables.add(known)
         tips = [step_tip(), tip("value", f"{words}, ms")]
         layers.append(layer("line", source, encoding, style=style, strokeWidth=1.6))
@@ -167,10 +167,6 @@ def interval(tables: Tables, rows: Sequence[Row]) -> Spec:
         layer("point", source, {**encoding, "tooltip": tips}, opacity=0, size=60),
     ]
     return layered(layers, COST_HEIGHT)
-
-
-def _positive(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if (row["value"] or 0) > 0]
 
 
 def worker_lines(

@@ -134,7 +134,11 @@ def _sheet(view: RunView, specs: Mapping[str, Spec], rows: Sequence[Sequence[str
     titles = view.titles
     panels = [[panel(specs[name], titles[name], name, len(row)) for name in row] for row in rows]
     parameters = [one for row in panels for panel in row for one in panel.pop("params", ())]
-    facts = [f"{view.verdict.severity.capitalize()} · {view.verdict.title}", *_counts(view)]
+    facts = [
+        f"{view.verdict.severity.capitalize()} · {view.verdict.title}",
+        f"{view.num_workers:,} workers",
+        f"{view.num_steps:,} steps",
+    ]
     return {
         "params": parameters,
         "vconcat": [{"hconcat": row, "spacing": 40, "resolve": OWN_COLOURS} for row in panels],
@@ -150,10 +154,6 @@ def _sheet(view: RunView, specs: Mapping[str, Spec], rows: Sequence[Sequence[str
             "anchor": "start",
         },
     }
-
-
-def _counts(view: RunView) -> list[str]:
-    return [f"{view.num_workers:,} workers", f"{view.num_steps:,} steps"]
 
 
 def panel(spec: Spec, words_of: tuple[str, str], name: str, in_row: int) -> Spec:

@@ -262,9 +262,10 @@ def write_study_page(study_dir: Path, path: Path | None = None) -> Path:
     study = open_study(study_dir)
     tables = Tables()
     pairs = list(study.pairs())
-    panels = [
-        _panel(tables, f"run{index}-", entry, run) for index, (entry, run) in enumerate(pairs)
-    ]
+    panels = []
+    for index, (entry, run) in enumerate(pairs):
+        key = f"run{index}-"
+        panels.append(Panel(entry, run_view(tables, run, assess(run), key) if run else None, key))
     specs = _comparison(tables, [_compared(entry, run) for entry, run in pairs if run])
     for panel in panels:
         specs |= panel.view.specs if panel.view else {}
@@ -293,10 +294,6 @@ def _assessed(study: Study, panels: Sequence[Panel]) -> list[list[Panel]]:
     """Group the panels that have the same assessment."""
     at = {id(panel.entry): panel for panel in panels}
     return [[at[id(entry)] for entry in entries] for entries in alike(study.entries)]
-
-
-def _panel(tables: Tables, key: str, entry: Entry, run: Run | None) -> Panel:
-    return Panel(entry, run_view(tables, run, assess(run), key) if run else None, key)
 
 
 def write_study_figures(study_dir: Path, folder: Path | None = None) -> list[Path]:

@@ -194,7 +194,7 @@ def worst_factor(num_workers: int, scheme: Scheme, arithmetic: Arithmetic) -> fl
     unit_sums = UNIT_ROUNDOFF[arithmetic.sums]
     if arithmetic.inputs != "float32":
         factor *= 1 + unit_in
-    if not _power_of_two(num_workers):
+    if num_workers & (num_workers - 1):  # no power of two
         factor *= 1 + (unit_in if arithmetic.divide is Divide.BEFORE else unit_sums)
     if arithmetic.result != arithmetic.sums:
         factor *= 1 + unit_in
@@ -255,10 +255,6 @@ def check_reference(
         "relative": error / size if size else (0.0 if error == 0 else math.inf),
         "ulp": float(ulp_distance(exact, approximate, "float64").max(initial=0.0)),
     }
-
-
-def _power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def _checked(

@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from rankscope.errors import RankscopeError
+from rankscope import RankscopeError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Signals that stop a study: Ctrl-C, a scheduler, a closed terminal."""

@@ -315,11 +315,12 @@ class GrowthResult:
         if pair.first_step is None:
             return f"{title}: gradients or losses differ, but no parameter did in {steps} steps."
         first = pair.distance[pair.first_step - 1]
+        law = f"; it {pair.growth.words}" if pair.growth and pair.growth.words else ""
         return (
             f"{title}: parts at step {pair.first_step} by {first:.1e} of the parameters' norm, "
             f"and is {pair.distance[-1]:.1e} apart after {steps} steps, with "
             f"{pair.differing[-1]:.0%} of the parameters different in their bits"
-            f"{_law_in_words(pair.growth)}.{_skips_in_words(pair.skipped)}"
+            f"{law}.{_skips_in_words(pair.skipped)}"
         )
 
     def summary(self) -> str:
@@ -345,10 +346,6 @@ class GrowthResult:
 def largest(differences: Sequence[float]) -> float:
     """Return the largest size of some differences; NaN when one of them is."""
     return float(np.abs(np.asarray(differences, dtype=float)).max(initial=0.0))
-
-
-def _law_in_words(growth: Growth | None) -> str:
-    return f"; it {growth.words}" if growth is not None and growth.words else ""
 
 
 def _skips_in_words(skipped: int) -> str:

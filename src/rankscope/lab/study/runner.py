@@ -13,18 +13,16 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rankscope.bus.columns import Table
-from rankscope.errors import DataError, MissingExtraError, RankscopeError, RunError, UsageError
+from rankscope import RankscopeError, Run, load
+from rankscope.errors import DataError, MissingExtraError, RunError, UsageError
 from rankscope.files import parse, read_file, replace, to_plain
 from rankscope.lab.study import worker
 from rankscope.lab.study.config import Combination, StudyConfig
 from rankscope.lab.study.launch import StudyInterrupted, inside_torchrun, launch, stopping_once
 from rankscope.lab.study.models import PreparedModel, prepare
 from rankscope.lab.study.quiet import quiet_deepspeed
-from rankscope.record import Run
 from rankscope.report.markdown import study_markdown
 from rankscope.report.study_words import open_study
-from rankscope.verdict.assessment import assess
 from rankscope.verdict.words import number, whole
 
 STUDY_FILE = "study.json"
@@ -293,8 +291,8 @@ def _finish(config: StudyConfig, output: Path) -> list[Entry]:
 def summarize_run(output: Path, combination: Combination, config: StudyConfig) -> Entry:
     """Return the ``summary.json`` entry of one finished training."""
     path = output / "runs" / combination.name
-    run = Run.open(path)
-    assessment = assess(run)
+    run = load(path)
+    assessment = run.assess()
     facts = run.info["config"]
     return {
         "setting": str(combination.setting),
@@ -309,7 +307,7 @@ def summarize_run(output: Path, combination: Combination, config: StudyConfig) -
         "recommendation": assessment.recommendation,
         "model": facts["model"],
         "data": facts["data"],
-        "steps": run.table(Table.STEPS).num_rows,
+        "steps": run.steps.num_rows,
         "run": path.relative_to(output).as_posix(),
     }
 

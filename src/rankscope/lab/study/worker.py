@@ -31,7 +31,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.bus.step import StepReport
 from rankscope.lab.study.config import Combination, Precision, StudyConfig
 from rankscope.lab.study.encoding import IGNORED, EncodedSet, draw_batches
 from rankscope.lab.study.launch import is_echo
@@ -139,7 +138,7 @@ class StudyJob:
 
 
 def train(
-    job: StudyJob, combination: Combination, on_step: Callable[[StepReport | None], None]
+    job: StudyJob, combination: Combination, on_step: Callable[[rankscope.StepReport | None], None]
 ) -> None:
     """Fine-tune under one combination, watched, and save the model.
 
@@ -300,12 +299,12 @@ class StudyProgress:
         if self._enabled and parts:
             self.print_line(f"Records left out: {', '.join(parts)}")
 
-    def start(self, combination: Combination) -> Callable[[StepReport | None], None]:
+    def start(self, combination: Combination) -> Callable[[rankscope.StepReport | None], None]:
         """Begin a training; the returned function is called after each of its steps."""
         task = self._bars.add_task(combination.name, total=self._steps, metrics="")
         done = 0
 
-        def on_step(report: StepReport | None) -> None:
+        def on_step(report: rankscope.StepReport | None) -> None:
             nonlocal done
             done += 1
             self._advance(combination, task, done, report)
@@ -313,7 +312,7 @@ class StudyProgress:
         return on_step
 
     def _advance(
-        self, combination: Combination, task: TaskID, done: int, report: StepReport | None
+        self, combination: Combination, task: TaskID, done: int, report: rankscope.StepReport | None
     ) -> None:
         metrics = "" if report is None else describe(report)
         self._bars.update(task, completed=done, metrics=metrics)
@@ -322,7 +321,7 @@ class StudyProgress:
             self.print_line(line)
 
 
-def describe(report: StepReport) -> str:
+def describe(report: rankscope.StepReport) -> str:
     """Return the averaged loss and the paper's three metrics of a step in one short line."""
     return (
         f"loss {report.loss_mean:.3f} ± {report.loss_std:.3f}  "

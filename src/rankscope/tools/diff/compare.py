@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from rankscope import Run
 from rankscope.bus.environment_names import is_compared
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
-from rankscope.record import Run
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.tools.diff.classes import DifferenceCase, Judgement, judge
 from rankscope.tools.diff.parting import (

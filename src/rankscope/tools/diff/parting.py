@@ -258,23 +258,19 @@ def jump_of(pair: Pair, curves: tuple[Curve, ...]) -> Jump | None:
 
 
 def _jump_in(pair: Pair, curve: Curve) -> Jump | None:
+    floor = 1e-5 if curve.name == "loss" else 0.0  # losses are recorded to 24 bits
     highest = 0.0
     seen = 0
     for at, value in enumerate(curve.values):
         if math.isnan(value) or value == 0:
             seen += seen > 0 and value == 0
             continue
-        if seen >= LEAST_STEPS and highest > 0 and value > JUMP * highest and value > _floor(curve):
+        if seen >= LEAST_STEPS and highest > 0 and value > JUMP * highest and value > floor:
             kind = "reduced" if curve.name == "gradient" else "parameter"
             return _jump(pair, at, curve.name, highest, value, most_apart(pair.distance(at, kind)))
         highest = max(highest, value)
         seen = seen + 1
     return None
-
-
-def _floor(curve: Curve) -> float:
-    """Return the least distance that can be a jump: losses are recorded to 24 bits."""
-    return 1e-5 if curve.name == "loss" else 0.0
 
 
 def _spike_in(pair: Pair) -> Jump | None:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope import Run
 from rankscope.bus.columns import DType, Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.evidence import find_column
-from rankscope.record import Run
 from rankscope.record.rollups import Cells
 from rankscope.record.schema import to_numpy
 from rankscope.stats.arrays import Floats, Ints

@@ -78,7 +78,9 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
     if declined is not None:
         return [CheckResult(NAME, Status.SKIPPED, declined)]
     numbers = {"ranks": [dict(fact) for fact in facts]}
-    ranks = tuple(r for r, fact in enumerate(facts) if _varies(fact))
+    ranks = tuple(
+        rank for rank, fact in enumerate(facts) if fact["different"] > 1 or fact["operators"]
+    )
     operators = _merged(facts, "operators")
     if ranks:
         return [_unrepeatable(facts, ranks, operators, numbers)]
@@ -242,10 +244,6 @@ def _takes(module: nn.Module, args: tuple[Any, ...]) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _varies(fact: Facts) -> bool:
-    return fact["different"] > 1 or bool(fact["operators"])
 
 
 def _merged(facts: Sequence[Facts], key: str) -> list[str]:

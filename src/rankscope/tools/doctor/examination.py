@@ -13,8 +13,9 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from rankscope import RankscopeError
 from rankscope.bus.words import name_ranks
-from rankscope.errors import RankscopeError, UsageError
+from rankscope.errors import UsageError
 from rankscope.files import to_plain
 from rankscope.tools.doctor.functions import in_one_line, where_it_is
 from rankscope.tools.doctor.meeting import Meeting

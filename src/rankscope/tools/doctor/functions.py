@@ -8,10 +8,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rankscope.errors import RankscopeError, UsageError
+from rankscope import RankscopeError
+from rankscope.errors import UsageError
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Options, Stage, Status
 
 _LIBRARIES = (f"{Path(sys.base_prefix)}/lib/", "site-packages", "dist-packages", "<frozen ")
+MAX_MESSAGE = 160
+"""Characters of an error's message."""
+
 _BLOCKS = {"model": "model", "optimizer": "model", "loader": "loader"}
 """The stage that each function is for."""
 
@@ -98,7 +102,9 @@ def in_one_line(error: BaseException) -> str:
     place = next((f for f in reversed(frames) if _is_the_users(f.filename)), None)
     place = place or (frames[-1] if frames else None)
     where = f" ({Path(place.filename).name}:{place.lineno})" if place else ""
-    return f"{_cut(message)}{where}"
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[:MAX_MESSAGE].rstrip()} …"
+    return f"{message}{where}"
 
 
 def where_it_is(frame: FrameType | None) -> str:
@@ -115,7 +121,3 @@ def where_it_is(frame: FrameType | None) -> str:
 
 def _is_the_users(filename: str) -> bool:
     return not any(part in filename for part in _LIBRARIES) and not filename.startswith("<")
-
-
-def _cut(text: str, limit: int = 160) -> str:
-    return text if len(text) <= limit else f"{text[:limit].rstrip()} …"

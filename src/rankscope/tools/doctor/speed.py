@@ -82,8 +82,8 @@ def _judge_stragglers(facts: Sequence[Facts]) -> CheckResult:
             numbers,
             slow,
         )
-    slowest = max(seconds) / usual if usual else 1.0
-    found = f"the slowest takes {slowest:.2f} × the median{load}"
+    factor = max(seconds) / usual if usual else 1.0
+    found = f"the slowest takes {factor:.2f} × the median{load}"
     return CheckResult(STRAGGLERS, Status.OK, found, numbers=numbers)
 
 
