@@ -187,17 +187,12 @@ class DiffSide:
 
 
 def align(a: DiffSide, b: DiffSide, given: int | None = None) -> Alignment:
-    """Return which steps of two runs are compared.
+    """Return which steps of two runs are compared; ``given`` is a known offset of A to B.
 
     Steps of equal number are, unless batches prove another offset: a run that continues another may
     count on from another number, and one that starts in the middle of another counts from 0.
     Another offset needs the same global batch in 90 % of the steps, and either a run that is known
     to continue another, or equal losses where they begin.
-
-    Args:
-        a: Run A.
-        b: Run B.
-        given: Step of A minus step of B, if it is known.
 
     Raises:
         RunError: They have no step in common.
