@@ -132,11 +132,8 @@ def test_without_the_packages_for_figures_the_numbers_are_written(
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return plain(name, *rest)
 
-    for name in [
-        name
-        for name in sys.modules
-        if name.startswith(("rankscope.report", "rankscope.lab.numerics."))
-    ]:
+    pages = ("rankscope.report", "rankscope.lab.numerics.page")
+    for name in [name for name in sys.modules if name.startswith(pages)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr(builtins, "__import__", without_jinja)
     code, out, err = call(

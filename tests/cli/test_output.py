@@ -226,8 +226,8 @@ def test_a_study_trains_on_when_nobody_reads_how_far_it_is(
 
     monkeypatch.setattr(sys, "stderr", Failing())
     progress = StudyProgress(StudyConfig(), enabled=True)
-    progress.say("s1-1: 3 steps")
-    progress.say("s1-2: 3 steps")
+    progress.print_line("s1-1: 3 steps")
+    progress.print_line("s1-2: 3 steps")
     assert said[0] == "s1-1: 3 steps\n"
 
 

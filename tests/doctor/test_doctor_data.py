@@ -27,7 +27,7 @@ def read(samples, **changes):
         "set_epoch": "",
         "one_pass": False,
         "changes_alone": True,
-        "changes_when_told": None,
+        "changes_after_set_epoch": None,
         "sampler": {"class": ""},
         "with_replacement": False,
     }
@@ -167,11 +167,11 @@ def test_loss_weighting(tokens, status, words):
         ({"one_pass": True}, Status.OK),
         ({"changes_alone": False}, Status.WARNING),
         (
-            {"changes_alone": False, "set_epoch": "s.set_epoch", "changes_when_told": True},
+            {"changes_alone": False, "set_epoch": "s.set_epoch", "changes_after_set_epoch": True},
             Status.NOTE,
         ),
         (
-            {"changes_alone": False, "set_epoch": "s.set_epoch", "changes_when_told": False},
+            {"changes_alone": False, "set_epoch": "s.set_epoch", "changes_after_set_epoch": False},
             Status.WARNING,
         ),
         ({"changes_alone": False, "sampler": {"class": "SequentialSampler"}}, Status.NOTE),

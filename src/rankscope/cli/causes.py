@@ -1,4 +1,4 @@
-"""``rankscope causes``: what a finding means, and what to do about it."""
+"""``rankscope causes``: the meaning of a finding, and advice."""
 
 import json
 from typing import Annotated
@@ -27,7 +27,7 @@ def causes(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what a finding means: how it looks, what led to it elsewhere, and what to do."""
+    """Explain a finding: how it looks, what led to it elsewhere, and what to do."""
     if page:
         print(page_of_causes(), end="")
         return

@@ -17,7 +17,8 @@ from rankscope.verdict.assessment import assess
 from rankscope.verdict.words import run_line, verdict_of
 
 TRAININGS = ("healthy", "forgotten-sampler")
-WORKERS, STEPS = 2, 120
+WORKERS = 2
+STEPS = 120
 
 
 def demo(
@@ -68,19 +69,23 @@ def _train(output: Path) -> dict[str, Run]:
 
 
 def _show(run: Run) -> None:
-    said = assess(run)
-    verdict = verdict_of(run, said)
+    assessment = assess(run)
+    verdict = verdict_of(run, assessment)
     console = terminal()
-    first, last = said.values["loss_first"], said.values["loss_last"]
+    first = assessment.values["loss_first"]
+    last = assessment.values["loss_last"]
     console.print()
-    show(console, verdict_lines(verdict.severity, said.headline, verdict.title))
+    show(console, verdict_lines(verdict.severity, assessment.headline, verdict.title))
     if first is not None and last is not None:
-        show(console, labelled("Averaged loss", f"{first:.2f} → {last:.2f}, {run_line(run, said)}"))
-    show(console, labelled("What to do", said.recommendation))
+        show(
+            console,
+            labelled("Averaged loss", f"{first:.2f} → {last:.2f}, {run_line(run, assessment)}"),
+        )
+    show(console, labelled("What to do", assessment.recommendation))
 
 
 def _write_page(runs: dict[str, Run], output: Path) -> Text:
-    """Write the page, and say where it is."""
+    """Write the page, and return its place."""
     healthy, faulty = runs.values()
     try:
         page = write_comparison(healthy, faulty, output / "report.html")

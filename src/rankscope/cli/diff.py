@@ -52,7 +52,7 @@ def diff(
         typer.Option(
             metavar="N",
             help="Step of A minus step of B.",
-            show_default="0, unless equal batches say otherwise",
+            show_default="0, unless equal batches prove another",
         ),
     ] = None,
     html: Annotated[
@@ -68,7 +68,7 @@ def diff(
         ),
     ] = None,
 ) -> None:
-    """Say where two runs first part, by how much, and whether rounding explains it.
+    """Find where two runs first part, by how much, and whether rounding explains it.
 
     Steps, workers and batches are aligned first; the runs may have other numbers of workers. With
     watch(trace=True) in both, the first step and tensor are exact.
@@ -79,7 +79,8 @@ def diff(
     from rankscope.record.stores import at_hand
     from rankscope.tools.diff import compare_runs
 
-    run_a, run_b = at_hand(run_a), at_hand(run_b)
+    run_a = at_hand(run_a)
+    run_b = at_hand(run_b)
     if run_a.resolve() == run_b.resolve():
         raise UsageError(f"{run_a} and {run_b} are one run: name two")
     comparison = compare_runs(Run.open(run_a), Run.open(run_b), offset=offset)
@@ -97,11 +98,7 @@ def diff(
 
 
 def _written(comparison: "Comparison", html: Path | None, png: Path | None) -> list[Path]:
-    """Write the files that are asked for.
-
-    Raises:
-        MissingExtraError: The extra ``web`` is not installed.
-    """
+    """Write the requested files; MissingExtraError if the extra ``web`` is not installed."""
     written = []
     if html is not None:
         with needs_extra(html.name, "web"):
@@ -115,7 +112,7 @@ def _written(comparison: "Comparison", html: Path | None, png: Path | None) -> l
 
 
 def render_comparison(comparison: "Comparison", console: Console) -> None:
-    """Print the verdict on two runs: the class, what speaks for it, and what to do."""
+    """Print the verdict on two runs: the class, its evidence, and what to do."""
     sign, colour = _LOOK[comparison.kind]
     console.print()
     show(
@@ -167,7 +164,8 @@ def _numbers(comparison: "Comparison") -> Grid:
 def _curves(comparison: "Comparison") -> Grid:
     """Return each curve as a line of bars, on one logarithmic scale."""
     sizes = [v for c in comparison.curves for v in c.values if v > 0 and math.isfinite(v)]
-    low, high = math.log10(min(sizes, default=1.0)), math.log10(max(sizes, default=1.0))
+    low = math.log10(min(sizes, default=1.0))
+    high = math.log10(max(sizes, default=1.0))
     grid = Grid.grid(padding=(0, 2, 0, 0))
     for _ in range(3):
         grid.add_column(no_wrap=True)

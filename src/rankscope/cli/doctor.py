@@ -94,13 +94,7 @@ _WORTH_ADVICE = ("error", "warning", "note")
 
 
 def render_checkup(results: Sequence["CheckResult"], seconds: float, console: Console) -> None:
-    """Print all results, what to do about those that are not well, and the verdict.
-
-    Args:
-        results: In the order in which they were made.
-        seconds: How long the preflight took.
-        console: Where to print.
-    """
+    """Print all results, advice for those that are not well, and the verdict."""
     console.print()
     grid = Grid.grid(padding=(0, 2, 0, 0))
     grid.add_column(width=1)

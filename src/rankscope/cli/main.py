@@ -38,13 +38,13 @@ ON_ALL_RANKS = ("study", "run", "doctor", "replay")
 """Commands that a launcher starts on every rank."""
 
 PATIENCE = 5.0
-"""Seconds that the other ranks leave rank 0 to say what is wrong with the command line."""
+"""Seconds that the other ranks leave rank 0 to show an error in the command line."""
 
 LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
 """Variables that torchrun sets for each process, and launchers like it; ``RANK`` alone is none."""
 
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
-"""Variables in which other launchers tell a process its rank."""
+"""Variables in which other launchers put the rank of a process."""
 
 _CommandLineError: Any = typer.BadParameter.__mro__[1]
 """The error of a command line that cannot be read, from the copy of click that typer uses."""
@@ -65,12 +65,12 @@ app.command(
     short_help="Watch an unmodified training script.",
 )(run_script)
 app.command(short_help="Show the verdict of a run or a study; write its page.")(report)
-app.command(short_help="Say what a finding means, and what to do about it.")(causes)
+app.command(short_help="Explain a finding, and what to do about it.")(causes)
 app.command()(serve)
 app.command(short_help="Check that a training can start: ranks, network, model, data.")(doctor)
 app.command(short_help="Run the batches again that a finding has saved.")(replay)
-app.command(short_help="Say whether a reference step found the right gradient.")(verify)
-app.command(short_help="Say where two runs part, by how much, and why.")(diff)
+app.command(short_help="Check whether a reference step found the right gradient.")(verify)
+app.command(short_help="Find where two runs part, by how much, and why.")(diff)
 app.command(short_help="Measure what the order and the type of a sum change.")(numerics)
 
 
@@ -93,15 +93,15 @@ def main(
 
 
 def run() -> None:
-    """Run the command line; our own errors become one line and an exit code."""
-    with guarded_streams(_say) as out:
+    """Run the command line; rankscope's own errors become one line and an exit code."""
+    with guarded_streams(_print_error) as out:
         try:
             code = _run()
         except (KeyboardInterrupt, typer.Abort):
             code = INTERRUPTED
         out.flush()
         if out.failed and code in (0, FINDINGS):
-            code = BAD_INPUT  # nobody has read the verdict that the code would stand for
+            code = BAD_INPUT  # no reader has got the verdict that belongs to the code
     sys.exit(code)
 
 
@@ -110,27 +110,29 @@ def _run() -> int:
         code: int = app(standalone_mode=False, prog_name=NAME) or 0
         return code
     except RankscopeError as error:
-        _say(str(error))
+        _print_error(str(error))
         return _exit_code(error)
     except MemoryError as error:
-        _say(f"there is not enough memory ({error or 'no more is given'}): give the command more")
+        _print_error(
+            f"there is not enough memory ({error or 'no more is given'}): give the command more"
+        )
         return BAD_INPUT
     except _CommandLineError as error:
         command = error.ctx.command_path if error.ctx else NAME
-        if _rank_0_says_it(command, os.environ):
+        if _rank_0_shows_it(command, os.environ):
             time.sleep(PATIENCE)  # a launcher that sees one rank fail ends the others
         else:
-            _say(f"{error.format_message().rstrip('.')}; see {command} --help")
+            _print_error(f"{error.format_message().rstrip('.')}; see {command} --help")
         return BAD_INPUT
     except (KeyboardInterrupt, typer.Abort, typer.Exit):
         raise
     except Exception as error:
-        _say(_defect(error))
+        _print_error(_defect(error))
         return DEFECT
 
 
 def _defect(error: Exception) -> str:
-    """Say where rankscope itself has failed: code 1 would mean findings."""
+    """Return where rankscope itself has failed: code 1 would mean findings."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if "rankscope" in Path(frame.filename).parts]
     places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in (own or frames)[-3:]]
@@ -140,7 +142,7 @@ def _defect(error: Exception) -> str:
     )
 
 
-def _rank_0_says_it(command: str, environment: Mapping[str, str]) -> bool:
+def _rank_0_shows_it(command: str, environment: Mapping[str, str]) -> bool:
     """Return whether rank 0 of a launched job has the same command line, and shows the error."""
     if command.split()[1:] not in ([name] for name in ON_ALL_RANKS):
         return False
@@ -149,7 +151,7 @@ def _rank_0_says_it(command: str, environment: Mapping[str, str]) -> bool:
     return next((environment[name] for name in RANKS if name in environment), "0") != "0"
 
 
-def _say(message: str) -> None:
+def _print_error(message: str) -> None:
     line = Text.assemble(("rankscope: ", "bold red"), " ".join(printable(message).split()))
     terminal(stderr=True).print(line, soft_wrap=True)
 

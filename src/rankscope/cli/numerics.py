@@ -1,4 +1,4 @@
-"""``rankscope numerics``: what the order of a sum does to gradients, and to a training."""
+"""``rankscope numerics``: effects of the order of a sum on gradients, and on a training."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ from rankscope.lab.numerics.summation import TYPES
 
 DEFAULT_WORKERS = ",".join(map(str, SumOptions().workers))
 DEFAULT_TRAINING_STEPS = 10
-"""Steps of the trainings that a run on the built-in model compares unless told otherwise."""
+"""Default steps of the trainings that a run on the built-in model compares."""
 
 RESULT_FILE = "numerics.json"
 
@@ -31,7 +31,7 @@ MAX_LAYERS = 12
 """Layers that are shown; those with the largest errors."""
 
 Values = dict[str, Any]
-Tell = Callable[[str, int, int], None]
+OnProgress = Callable[[str, int, int], None]
 
 
 def numerics(
@@ -102,22 +102,21 @@ def numerics(
 
     Exit code: 0; 2 bad usage or input.
     """
-    options = SumOptions(
-        workers=_numbers(workers), orders=orders, types=_names(types), seed=_seed(seed)
-    )
+    names = tuple(dict.fromkeys(word.strip() for word in types.split(",") if word.strip()))
+    options = SumOptions(workers=_numbers(workers), orders=orders, types=names, seed=_seed(seed))
     _check(gradients, kind, at_step, save_file)
     steps = _training_steps(training_steps, builtin=gradients is None and kind is None)
-    with _progress(enabled=not as_json) as tell:
+    with _progress(enabled=not as_json) as report:
         if gradients is not None:
             local = read(gradients)
         elif kind is not None:
             local = synthetic(kind, options.workers[-1], seed=seed)
         else:
-            local = _record(options, at_step, tell)
+            local = _record(options, at_step, report)
         if save_file is not None:
             save(local, save_file)
-        sums = measure(local, options, tell)
-        growth = _grow(steps, seed, tell) if steps else None
+        sums = measure(local, options, report)
+        growth = _grow(steps, seed, report) if steps else None
     grown = None if growth is None else growth.to_json()
     result = {"sums": sums, "growth": grown}
     text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
@@ -134,17 +133,17 @@ def numerics(
         terminal(stderr=as_json).print(line, soft_wrap=True)
 
 
-def _record(options: SumOptions, at_step: int, tell: Tell) -> LocalGradients:
+def _record(options: SumOptions, at_step: int, report: OnProgress) -> LocalGradients:
     from rankscope.lab.study.rounding import record_gradients
 
-    return record_gradients(options.workers[-1], step=at_step, seed=options.seed, progress=tell)
+    return record_gradients(options.workers[-1], step=at_step, seed=options.seed, progress=report)
 
 
-def _grow(steps: int, seed: int, tell: Tell) -> Any:
+def _grow(steps: int, seed: int, report: OnProgress) -> Any:
     from rankscope.lab.study.rounding import run_growth
     from rankscope.lab.study.rounding_result import GrowthOptions
 
-    return run_growth(GrowthOptions(steps=steps, seed=seed), tell)
+    return run_growth(GrowthOptions(steps=steps, seed=seed), report)
 
 
 def _check(
@@ -160,12 +159,12 @@ def _check(
         raise UsageError(f"--save writes a .npz file, got {save_file}; end the name in .npz")
 
 
-def _training_steps(asked: int | None, *, builtin: bool) -> int:
-    if asked is None:
+def _training_steps(given: int | None, *, builtin: bool) -> int:
+    if given is None:
         return DEFAULT_TRAINING_STEPS if builtin else 0
-    if asked < 0:
-        raise UsageError(f"--training-steps expected 0 or more, got {asked}")
-    return asked
+    if given < 0:
+        raise UsageError(f"--training-steps expected 0 or more, got {given}")
+    return given
 
 
 def _seed(seed: int) -> int:
@@ -183,12 +182,8 @@ def _numbers(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
-
-
 def _write(directory: Path, text: str, sums: dict[str, Any], growth: Any) -> list[Text]:
-    """Write the result, and the page where the packages for it are installed; say where.
+    """Write the result, and the page where its packages are installed; return their places.
 
     Raises:
         UsageError: It cannot be written.
@@ -210,8 +205,8 @@ def _write(directory: Path, text: str, sums: dict[str, Any], growth: Any) -> lis
 
 
 @contextmanager
-def _progress(*, enabled: bool) -> Iterator[Tell]:
-    """Show what is being done while it is, in a terminal only."""
+def _progress(*, enabled: bool) -> Iterator[OnProgress]:
+    """Show the present part while it is computed, in a terminal only."""
     columns: Sequence[Any] = (TextColumn("  {task.description}"), BarColumn(), TimeElapsedColumn())
     console = terminal(stderr=True)
     with Progress(
@@ -219,20 +214,14 @@ def _progress(*, enabled: bool) -> Iterator[Tell]:
     ) as progress:
         task = progress.add_task("starting", total=None)
 
-        def tell(what: str, done: int, total: int) -> None:
+        def report(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total)
 
-        yield tell
+        yield report
 
 
 def render_sums(sums: Values, more: Sequence[str], console: Console) -> None:
-    """Print measured sums.
-
-    Args:
-        sums: Their JSON form.
-        more: Sentences about trainings, printed below.
-        console: Where to.
-    """
+    """Print the JSON form of measured sums, and sentences about trainings below."""
     source = sums["source"]
     console.print()
     show(

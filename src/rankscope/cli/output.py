@@ -1,7 +1,7 @@
 """Standard output and error, which may be closed, full, or of few characters, while a command runs.
 
-Exit code 1 means findings, so it must not come of a reader that has gone: what such a command
-prints is dropped, and it ends with its own code.
+Exit code 1 means findings, so a reader that has gone must not cause it: the output of such a
+command is dropped, and it ends with its own code.
 
 All commands print with a margin, in lines of readable length, and records as plain words.
 """
@@ -21,7 +21,7 @@ from rich.segment import Segment, Segments
 from rich.table import Table as Grid
 from rich.text import Text
 
-Tell = Callable[[str], None]
+OnFailure = Callable[[str], None]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 """The option that all commands have which print a result."""
@@ -33,7 +33,7 @@ def function_option(words: str) -> Any:
 
 
 LEAST_COLUMNS = 20
-"""Columns that a terminal has at least, whatever ``COLUMNS`` says: fewer hold no table."""
+"""Least columns of a terminal, whatever the value of ``COLUMNS``: fewer hold no table."""
 
 LONGEST = 112
 """Columns of the longest line."""
@@ -46,28 +46,22 @@ _IN_ASCII = {
     "←": "<-",
     "≥": ">=",
 }
-"""What stands for the signs that rankscope itself prints."""
+"""Replacements of the signs that rankscope itself prints."""
 _REPLACE = "rankscope.nearest"
-"""What to do about signs that an encoding lacks, as ``str.encode`` knows it."""
+"""Name of the handler of ``str.encode`` for signs that an encoding lacks."""
 
 
 class GuardedStream:
     """A text stream that outlives its reader, as ``sys.stdout`` or ``sys.stderr``.
 
     Where its encoding lacks a sign, the nearest that it has is written, or a question mark. After
-    an error nothing more is written, and nothing is raised: what the command does goes on.
-
-    Args:
-        stream: What is written to.
-        tell: Called once with a sentence if it cannot be written; a reader that has gone is no
-            such error.
-
-    Attributes:
-        failed: Whether it could not be written.
+    an error (``failed``) nothing more is written, and nothing is raised: the command goes on.
+    ``on_failure`` is called once with a sentence, but not for a reader that has gone.
     """
 
-    def __init__(self, stream: Any, tell: Tell) -> None:
-        self._stream, self._tell = stream, tell
+    def __init__(self, stream: Any, on_failure: OnFailure) -> None:
+        self._stream = stream
+        self._on_failure = on_failure
         self._gone = False
         self.failed = False
 
@@ -90,7 +84,7 @@ class GuardedStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Let the reader have what was written."""
+        """Pass the written text on to the reader."""
         self._try(self._stream.flush)
 
     def _write(self, text: Any) -> None:
@@ -116,10 +110,10 @@ class GuardedStream:
 
     def _fail(self, sentence: str) -> None:
         self.failed = True
-        self._tell(sentence)
+        self._on_failure(sentence)
 
     def _leave(self) -> None:
-        """Let what Python still holds for the stream go nowhere, also when the process ends."""
+        """Discard Python's buffer of the stream, also when the process ends."""
         self._gone = True
         with suppress(OSError, ValueError):  # a stream without a file has no number
             nowhere = os.open(os.devnull, os.O_WRONLY)
@@ -130,33 +124,27 @@ class GuardedStream:
 
 
 @contextmanager
-def guarded_streams(tell: Tell) -> Iterator[GuardedStream]:
-    """Print through streams that outlive their readers.
-
-    Args:
-        tell: Called with a sentence if standard output cannot be written.
-
-    Yields:
-        Standard output.
-    """
-    out, err = sys.stdout, sys.stderr
+def guarded_streams(on_failure: OnFailure) -> Iterator[GuardedStream]:
+    """Print through streams that outlive their readers; yield standard output."""
+    out = sys.stdout
+    err = sys.stderr
     streams: Any = sys
     with _standard_files() as number, os.fdopen(number, "w", encoding="utf-8") as nowhere:
         # A stream is None where the process was started with it closed.
-        streams.stdout = guarded = GuardedStream(out or nowhere, tell)
+        streams.stdout = guarded = GuardedStream(out or nowhere, on_failure)
         streams.stderr = GuardedStream(err or nowhere, lambda _: None)
         try:
             yield guarded
         finally:
-            streams.stdout, streams.stderr = out, err
+            streams.stdout = out
+            streams.stderr = err
 
 
 @contextmanager
 def _standard_files() -> Iterator[int]:
     """Open those of the three standard files that are closed, lest another takes their number.
 
-    Yields:
-        One more file that what is written to goes nowhere; the caller closes it.
+    Yields one more file, which discards its content; the caller closes it.
     """
     opened = [os.open(os.devnull, os.O_RDWR)]
     while opened[-1] < _STANDARD_FILES:
@@ -171,7 +159,7 @@ def _standard_files() -> Iterator[int]:
 def terminal(*, stderr: bool = False) -> Console:
     """Return a console that reads no text as markup.
 
-    It is as wide as the terminal, or as ``COLUMNS`` says unless that is 0.
+    Its width is the terminal's, or ``COLUMNS`` unless that is 0.
     """
     columns = os.environ.get("COLUMNS", "")
     unset = columns.isdecimal() and int(columns) == 0
@@ -204,13 +192,7 @@ def print_json(result: Any) -> None:
 
 
 def table(*heads: str, right: Collection[str] = (), fold: bool = False) -> Grid:
-    """Return a table without lines.
-
-    Args:
-        heads: Of its columns.
-        right: Those whose cells are numbers: at the right, each in one line.
-        fold: Whether long words go on in the next line; else they are cut.
-    """
+    """Return a table without lines; columns of ``right`` hold numbers; long words ``fold``."""
     grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for head in heads:
         side: Literal["left", "right"] = "right" if head in right else "left"
@@ -256,7 +238,7 @@ def printable(words: str) -> str:
 
 
 def _nearest(error: UnicodeError) -> tuple[str, int]:
-    """Return what stands for the signs that an encoding lacks, and where they end."""
+    """Return the replacement of the signs that an encoding lacks, and where they end."""
     assert isinstance(error, UnicodeEncodeError)
     lacking = error.object[error.start : error.end]
     return "".join(_IN_ASCII.get(sign, "?") for sign in lacking), error.end

@@ -90,7 +90,7 @@ def _run(bundle: ReplayBundle, model: str, checkpoint: Path | None) -> "Replayed
 
 
 def verdict_in_words(verdict: CanaryVerdict, suspect: int, num_workers: int) -> str:
-    """Return what a verdict means, in one or two sentences."""
+    """Return the meaning of a verdict, in one or two sentences."""
     ranks = name_ranks(verdict.ranks)
     if verdict.verdict is CanaryCause.DATA and num_workers == 1:
         same = "in every bit" if verdict.exact else "up to rounding"
@@ -140,7 +140,7 @@ def _show_saved(path: Path, bundle: ReplayBundle, *, as_json: bool) -> CanaryVer
     if bundle.results is None or bundle.verdict is None:
         _line(console, "The run has not replayed these batches. Give --model to run them here.")
     else:
-        _say(console, bundle.verdict, bundle.suspect, len(bundle.results.losses_W))
+        _show_verdict(console, bundle.verdict, bundle.suspect, len(bundle.results.losses_W))
         _table(console, "The canary inside the run", bundle.results)
     console.print()
     return bundle.verdict
@@ -164,7 +164,7 @@ def _show_replayed(
         return
     console = terminal()
     _head(console, path, bundle)
-    _say(console, replayed.verdict, bundle.suspect, len(replayed.results.losses_W))
+    _show_verdict(console, replayed.verdict, bundle.suspect, len(replayed.results.losses_W))
     _table(console, "Replayed here", replayed.results)
     if bundle.results is not None:
         _table(console, "The canary inside the run", bundle.results)
@@ -206,7 +206,7 @@ def _contents(bundle: ReplayBundle, which: int) -> str:
     return f"{samples}, {count(len(batch.arrays), 'tensor')} ({shapes}{more}), {words}"
 
 
-def _say(console: Console, verdict: CanaryVerdict, suspect: int, num_workers: int) -> None:
+def _show_verdict(console: Console, verdict: CanaryVerdict, suspect: int, num_workers: int) -> None:
     sign, word, colour = _LOOK[verdict.verdict is CanaryCause.DATA]
     head = Text.assemble((f"{sign} {word}", f"bold {colour}"), (f"  {verdict.verdict}", "dim"))
     show(console, head)

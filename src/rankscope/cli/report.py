@@ -22,8 +22,8 @@ from rankscope.cli.report_files import (
     chosen_formats,
     json_text,
     places,
+    print_paths,
     run_writers,
-    say_where,
     study_writers,
     write_files,
 )
@@ -59,14 +59,7 @@ _LOOK = {**LOOK, UNREADABLE: ("?", "red")}
 
 
 class Listing:
-    """The runs in a directory and below, the worst first.
-
-    Args:
-        directory: Where to look.
-
-    Raises:
-        RunError: It holds no run.
-    """
+    """The runs in a directory and below, the worst first; RunError if it holds none."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -167,19 +160,15 @@ class FailOn(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """What the command shall print and write.
+    """The files and the text that the command makes.
 
-    Attributes:
-        as_json: Print the result as JSON instead of the verdict.
-        where: Where each format goes.
-        asked: Whether the formats were named with --format.
-        quiet: Whether standard output is for a file's content alone.
-        full: Whether all is printed, and not its summary.
+    ``where`` is the place of each format; ``explicit``: the formats were named with --format;
+    ``quiet``: standard output is for a file's content alone; ``full``: print all, not a summary.
     """
 
     as_json: bool
     where: Mapping[Format, Path]
-    asked: bool
+    explicit: bool
     quiet: bool
     full: bool
 
@@ -194,19 +183,19 @@ class _Wanted:
         The verdict is shown, too, when a file cannot be written.
         """
         try:
-            written = write_files(writers, self.where, asked=self.asked)
+            written = write_files(writers, self.where, explicit=self.explicit)
         except RankscopeError:
             if self.shows:
                 show()
             raise
         if self.as_json:
             paths = [str(path) for files in written.values() for path in files]
-            result |= {"written": paths} if self.asked else {}
+            result |= {"written": paths} if self.explicit else {}
             pages = written.get(Format.HTML)
             sys.stdout.write(json_text({**result, "report": str(pages[0]) if pages else None}))
         elif not self.quiet:
             show()
-            say_where(written)
+            print_paths(written)
 
 
 def report(
@@ -252,7 +241,7 @@ def report(
         bool,
         typer.Option(
             "--again",
-            help="Diagnose the run's tables again, and say where that differs from findings.jsonl.",
+            help="Diagnose the run's tables again, and show differences from findings.jsonl.",
         ),
     ] = False,
 ) -> None:
@@ -265,7 +254,8 @@ def report(
     quiet = output == STDOUT
     if quiet and as_json:
         raise UsageError("--json and --output - both write to standard output: use one of them")
-    path, given = at_hand(path), path
+    given = path
+    path = at_hand(path)
     beside = path if path == given else Path()  # of one in a store, files are written here
     wanted = _Wanted(as_json, places(beside, chosen, output), bool(formats), quiet, full)
     if is_study(path):
@@ -315,13 +305,7 @@ def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:
 def run_result(
     run: Run, assessment: Assessment | None = None, differences: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Return the JSON document of a run.
-
-    Args:
-        run: The run.
-        assessment: Its assessment, if it is known already.
-        differences: How a new diagnosis differs, where one was made.
-    """
+    """Return the JSON document of a run, with the differences of a new diagnosis if given."""
     assessment = assessment or assess(run)
     found = ranked(run.findings())
     causes = explanations(found)
@@ -341,7 +325,7 @@ def run_result(
 
 
 def _with_context(finding: Finding, cause: Finding | None) -> dict[str, Any]:
-    """Return a finding with the one that explains it, if any, and its page of the documentation."""
+    """Return a finding with its cause among the findings, and its page of the documentation."""
     return {
         **finding.to_json(),
         "consequence_of": None if cause is None else cause.id,
@@ -350,24 +334,25 @@ def _with_context(finding: Finding, cause: Finding | None) -> dict[str, Any]:
 
 
 def _differences(recorded: Iterable[Finding], again: Iterable[Finding]) -> list[str]:
-    """Say for each finding how a new diagnosis differs from ``findings.jsonl``."""
+    """Return how each finding of a new diagnosis differs from ``findings.jsonl``."""
     before, after = ({one.id: _comparable(one) for one in found} for found in (recorded, again))
-    told = []
+    differences = []
     for name in dict.fromkeys([*before, *after]):
         if name not in after:
-            told.append(f"{name}: only in findings.jsonl")
+            differences.append(f"{name}: only in findings.jsonl")
         elif name not in before:
-            told.append(f"{name}: not in findings.jsonl")
+            differences.append(f"{name}: not in findings.jsonl")
         else:
-            one, other = before[name], after[name]
+            one = before[name]
+            other = after[name]
             changed = [key for key in one if one[key] != other[key]]
             if changed:
-                told.append(f"{name}: other {', '.join(changed).replace('_', ' ')}")
-    return told
+                differences.append(f"{name}: other {', '.join(changed).replace('_', ' ')}")
+    return differences
 
 
 def _comparable(finding: Finding) -> dict[str, Any]:
-    """Return a finding as the file holds it, without when it was written."""
+    """Return a finding as the file holds it, without its time of writing."""
     event: dict[str, Any] = to_plain(finding.to_json())
     del event["step"]
     return event

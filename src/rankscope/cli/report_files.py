@@ -1,4 +1,4 @@
-"""The files that ``rankscope report`` writes: which formats, and where each goes."""
+"""The files that ``rankscope report`` writes: their formats and places."""
 
 import json
 import os
@@ -37,16 +37,15 @@ NAMES = {
     Format.MD: "report.md",
     Format.JSON: "report.json",
 }
-"""What each is called unless --output says otherwise; ``figures`` is a directory of PNG files."""
+"""File names of the formats without --output; ``figures`` is a directory of PNG files."""
 STDOUT = Path("-")
 
 
 def chosen_formats(given: Sequence[str] | None, html: bool | None) -> list[Format]:
     """Return the formats to write.
 
-    Args:
-        given: The values of --format, each a name or several with commas between them.
-        html: True with --html, False with --no-html, None with neither.
+    ``given`` are the values of --format, each a name or several with commas between them;
+    ``html`` is True with --html, False with --no-html, None with neither.
 
     Raises:
         typer.BadParameter: There is no such format.
@@ -67,11 +66,8 @@ def chosen_formats(given: Sequence[str] | None, html: bool | None) -> list[Forma
 def places(directory: Path, formats: Sequence[Format], output: Path | None) -> dict[Format, Path]:
     """Return where each format goes.
 
-    Args:
-        directory: The run's or the study's.
-        formats: Those that are written.
-        output: A file for one format (for PNG its directory), a directory for several, ``-`` for
-            standard output; None for the run's directory.
+    ``output`` is a file for one format (for PNG its directory), a directory for several, ``-`` for
+    standard output, or None for the run's or the study's directory.
 
     Raises:
         UsageError: ``-`` with other than one of md and json.
@@ -88,13 +84,7 @@ def places(directory: Path, formats: Sequence[Format], output: Path | None) -> d
 def run_writers(
     run: Run, assessment: Assessment, document: Callable[[], Mapping[str, Any]]
 ) -> "Writers":
-    """Return what writes each format of a run's report.
-
-    Args:
-        run: The run.
-        assessment: Its assessment.
-        document: Makes the JSON document.
-    """
+    """Return the writer of each format of a run's report; ``document`` makes the JSON document."""
     return {
         Format.HTML: lambda path, _: [write_report(run, path)],
         Format.PNG: lambda path, _: write_run_figures(run, path),
@@ -106,7 +96,7 @@ def run_writers(
 
 
 def study_writers(study: Study, document: Callable[[], Mapping[str, Any]]) -> "Writers":
-    """Return the same of a study's report."""
+    """Return the writers of a study's report."""
     return {
         Format.HTML: lambda path, _: [write_study_report(study.path, path)],
         Format.PNG: lambda path, _: write_figures(study.path, path),
@@ -119,15 +109,12 @@ Writers = Mapping[Format, Callable[[Path, Sequence[Path]], list[Path]]]
 
 
 def write_files(
-    writers: Writers, where: Mapping[Format, Path], *, asked: bool
+    writers: Writers, where: Mapping[Format, Path], *, explicit: bool
 ) -> dict[Format, list[Path]]:
     """Write the formats, and return the files of each.
 
-    Args:
-        writers: What writes each format.
-        where: Their places.
-        asked: Whether the user named the formats: then a package that one needs and that is not
-            installed is an error; otherwise it is told on standard error, and the rest goes on.
+    A missing package is an error if the formats are ``explicit``; otherwise a message on standard
+    error, and the other formats are written.
 
     Raises:
         MissingExtraError: A package is missing.
@@ -138,14 +125,14 @@ def write_files(
         try:
             written[one] = writers[one](path, written.get(Format.PNG, []))
         except MissingExtraError as error:
-            if asked:
+            if explicit:
                 raise
             terminal(stderr=True).print(Text(str(error)), soft_wrap=True)
     return written
 
 
-def say_where(written: Mapping[Format, Sequence[Path]]) -> None:
-    """Print the paths of what was written."""
+def print_paths(written: Mapping[Format, Sequence[Path]]) -> None:
+    """Print the paths of the written files."""
     for one, paths in written.items():
         label = "  Report: " if one is Format.HTML else "  Written: "
         for path in paths:
@@ -165,11 +152,7 @@ def _seen(markdown: Path, pictures: Sequence[Path]) -> list[str]:
 
 
 def _put(path: Path, text: str) -> Path:
-    """Write a text to a file, or to standard output.
-
-    Raises:
-        RunError: It cannot be written.
-    """
+    """Write a text to a file, or to standard output; RunError if that fails."""
     text = writable(text)
     if path == STDOUT:
         sys.stdout.write(text)

@@ -15,7 +15,7 @@ from rankscope.record.stores import Store
 
 
 class ReducedOption(StrEnum):
-    """What can be read of the reduced gradient."""
+    """Values of --reduced."""
 
     OFF = "off"
     NORM = "norm"

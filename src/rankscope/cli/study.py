@@ -17,7 +17,7 @@ DEFAULTS = StudyConfig()
 
 
 class ReadingOption(StrEnum):
-    """Readings that can be asked for."""
+    """Values of --reading."""
 
     SHARDED = "sharded"
     REPLICATED = "replicated"
@@ -149,7 +149,7 @@ def _settings(text: str) -> tuple[Setting, ...]:
 
 
 def _write_report(output: Path) -> Text:
-    """Write figures and page, and say where."""
+    """Write figures and page, and return their places."""
     try:
         write_figures(output)
         return plain(f"Report: {write_study_report(output)}")

@@ -1,4 +1,4 @@
-"""The verdict in the terminal: what is wrong first, then what to do, then the numbers.
+"""The verdict in the terminal: first the problem, then the advice, then the numbers.
 
 Text from records is printed as it is: never read as markup, and without control characters that
 could move the cursor.
@@ -65,11 +65,7 @@ LOOK = {name: (sign, _COLOURS[name]) for name, sign in SIGNS.items()}
 
 
 def render_run(run: Run, assessment: Assessment, console: Console) -> None:
-    """Print all that a run's report says.
-
-    Raises:
-        RunError: The findings cannot be read.
-    """
+    """Print a run's whole report; RunError if the findings cannot be read."""
     verdict = verdict_of(run, assessment)
     console.print()
     show(console, verdict_lines(verdict.severity, assessment.headline, verdict.title))
@@ -90,7 +86,7 @@ def render_run(run: Run, assessment: Assessment, console: Console) -> None:
 
 
 def render_differences(differences: Sequence[str], status: str, console: Console) -> None:
-    """Print how the findings of a new diagnosis differ from those that the run has told."""
+    """Print how the findings of a new diagnosis differ from the run's own."""
     heading(console, "Diagnosed again", space=False)
     if not differences:
         show(console, plain("The findings are those in findings.jsonl."))
@@ -98,16 +94,12 @@ def render_differences(differences: Sequence[str], status: str, console: Console
         show(console, plain("These findings are not those in findings.jsonl."))
         points(console, differences)
         if status == "running":
-            show(console, plain("The run is not closed: it may have changes yet to tell."))
+            show(console, plain("The run is not closed: it may report changes yet."))
     console.print()
 
 
 def render_study(study_dir: Path, console: Console) -> None:
-    """Print the verdict of a study: its configurations side by side, and why they differ.
-
-    Raises:
-        RunError: The directory is not a study.
-    """
+    """Print a study's verdict: its configurations side by side, and why they differ."""
     study = open_study(study_dir)
     severity, headline = headline_of(study.entries)
     console.print()
@@ -126,7 +118,7 @@ def render_study(study_dir: Path, console: Console) -> None:
 
 
 def verdict_lines(severity: str, headline: str, title: str) -> Text:
-    """Return a verdict, of what, and its headline below."""
+    """Return a verdict, its subject, and its headline below."""
     sign, colour = LOOK[severity]
     return Text.assemble(
         (f"{sign} {'TOO EARLY' if severity == 'early' else severity.upper()}", f"bold {colour}"),
@@ -208,7 +200,7 @@ def labelled(label: str, words: str) -> Text:
 
 
 SUMMARY_LINES = 12
-"""Lines on a terminal of 80 columns at most, with the two that say where there is more."""
+"""Lines on a terminal of 80 columns at most, with the two that point to more."""
 
 _ACTION = "What to do"
 _SENTENCE = re.compile(r"(?<=[.!?]) (?=[A-Z])")
@@ -240,7 +232,8 @@ def render_summary(run: Run, assessment: Assessment, console: Console) -> None:
     if rest := _rest(heads[shown:], followers):
         sheet.add(plain(rest, "dim"))
     if not found:
-        numbers, narrow = tiles(assessment.values), console.width < NARROW
+        numbers = tiles(assessment.values)
+        narrow = console.width < NARROW
         while numbers and not sheet.fits(numbers_grid(numbers, narrow=narrow)):
             numbers.pop()
         sheet.add(numbers_grid(numbers, narrow=narrow))
@@ -251,14 +244,11 @@ def render_summary(run: Run, assessment: Assessment, console: Console) -> None:
 
 
 class _Sheet:
-    """Parts that are printed one below the other, of which few lines are left.
-
-    Attributes:
-        room: Lines that are left.
-    """
+    """Parts that are printed one below the other; ``room`` is the number of lines left."""
 
     def __init__(self, console: Console, room: int) -> None:
-        self._console, self.room = console, room
+        self._console = console
+        self.room = room
         self._parts: list[RenderableType] = []
 
     def fits(self, part: RenderableType, *, kept_free: int = 0) -> bool:
@@ -280,7 +270,7 @@ class _Sheet:
 
 
 def _action(words: str, sheet: _Sheet, kept_free: int) -> Text:
-    """Return as many sentences of what to do as fit, but the first at least."""
+    """Return as many sentences of the advice as fit, but the first at least."""
     whole = labelled(_ACTION, words)
     if sheet.fits(whole, kept_free=kept_free):
         return whole
@@ -291,7 +281,7 @@ def _action(words: str, sheet: _Sheet, kept_free: int) -> Text:
 
 
 def _line(finding: Finding, num_workers: int) -> Text:
-    """Return a finding in a line: what it is, of whom, when, and its name in the documentation."""
+    """Return a finding in a line: title, ranks, steps, and its name in the documentation."""
     sign, colour = LOOK[str(finding.severity)]
     where = f"{ranks_in_words(finding.ranks, num_workers)} · {steps_in_words(finding)}"
     return Text.assemble(

@@ -1,4 +1,4 @@
-"""``rankscope verify``: what the reference steps of a run have shown, with an exit code for CI."""
+"""``rankscope verify``: the result of a run's reference steps, with an exit code for CI."""
 
 import json
 from pathlib import Path
@@ -14,9 +14,12 @@ from rankscope.evidence.reference.verify import ReferenceAnswer
 from rankscope.record import Run
 from rankscope.record.stores import at_hand
 
-RIGHT, WRONG, UNKNOWN = "right", "wrong", "unknown"
+RIGHT = "right"
+WRONG = "wrong"
+UNKNOWN = "unknown"
 _CODES = {RIGHT: 0, WRONG: 1, UNKNOWN: 2}
-_AGREES, _DECLINED = f"verify.{ReferenceAnswer.AGREES}", "verify.declined"
+_AGREES = f"verify.{ReferenceAnswer.AGREES}"
+_DECLINED = "verify.declined"
 
 
 def verify(
@@ -25,7 +28,7 @@ def verify(
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether the optimizer was given the gradient that one process would compute.
+    """Check that the optimizer got the gradient that one process would compute.
 
     Needs a run with a reference step: torchrun … -m rankscope run --verify-at 20 SCRIPT.
     Exit code: 0 all reference steps agree; 1 one differs; 2 none has an answer, or bad input.
@@ -50,7 +53,7 @@ def verify(
 
 
 def _answer(steps: list[Finding]) -> str:
-    """Return what all say together: a step that was not computed again proves nothing."""
+    """Return the answer of all steps: a step that was not computed again proves nothing."""
     causes = {finding.cause for finding in steps}
     if causes - {_AGREES, _DECLINED}:
         return WRONG

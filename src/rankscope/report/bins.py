@@ -45,7 +45,7 @@ MAX_GROUPS = 96
 _MAD_TO_STD = 1.4826
 _MEAN_DEVIATION_TO_STD = 1.2533
 _ROUNDING = 1e-6
-"""Distances below this share of the median are what rounding leaves."""
+"""Distances below this share of the median come from rounding."""
 
 
 def known_bins(view: Overview) -> Overview:
@@ -150,7 +150,7 @@ def robust_units(values_BW: Floats, *, nearby: int = NEARBY) -> Floats:
 
 
 def _median_of_workers(values_BW: Floats) -> Floats:
-    """Return the median of what is known in each bin; numpy's nanmedian goes row by row here."""
+    """Return the median of the known values in each bin; numpy's nanmedian goes row by row."""
     if np.isfinite(values_BW).all():
         known_B: Floats = np.median(values_BW, axis=1)
         return known_B
@@ -172,16 +172,11 @@ def _nearby(values_B: Floats, width: int) -> Floats:
 
 
 def farthest(view: Overview) -> tuple[Floats, Floats]:
-    """Return what a map shows of each bin and worker: its distance from the others, and its value.
+    """Return each bin's and worker's distance from the others, and its value, ``[B, W]`` each.
 
     A bin of several steps is compared three times, by the workers' means, lowest and highest
-    values in it; the comparison that sets the worker farthest apart is shown.
-
-    Args:
-        view: An overview with known bins only.
-
-    Returns:
-        Distances in robust units and the values themselves, ``[B, W]`` each.
+    values in it; the comparison that sets the worker farthest apart counts. Distances are in robust
+    units; the overview has known bins only.
     """
     units_3BW = np.stack([robust_units(v) for v in (view.mean_BW, view.low_BW, view.high_BW)])
     sizes_3BW = np.where(np.isnan(units_3BW), -1.0, np.abs(units_3BW))
@@ -200,15 +195,10 @@ def row_edges(num_workers: int, max_rows: int = MAX_ROWS) -> Ints:
 def map_rows(view: Overview, widest: int = 1) -> list[Row]:
     """Return a worker × time map: rows ``{first, last, until, deviation, value, rank}``.
 
-    Args:
-        view: The signal over the run.
-        widest: Steps between two measurements of the signal, at most: cells of a measured step
-            reach to the next one over so many.
-
-    Returns:
-        One row per bin of steps that has values. ``until`` is where its cells end, to the right of
-        the last step; lists hold R cells each, from rank 0 on: the distance from the median in
-        robust units, the value, and the rank that both belong to. None where undefined.
+    One row per bin of steps that has values. ``until`` is where its cells end, to the right of the
+    last step: cells of a measured step reach to the next one over ``widest`` steps at most. Lists
+    hold R cells each, from rank 0 on: the distance from the median in robust units, the value, and
+    the rank that both belong to. None where undefined.
     """
     view = known_bins(view)
     if not len(view.first_B):
@@ -222,13 +212,7 @@ def map_rows(view: Overview, widest: int = 1) -> list[Row]:
 
 
 def cells_of(units_BW: Floats, values_BW: Floats, max_rows: int = MAX_ROWS) -> list[Row]:
-    """Return rows ``{deviation, value, rank}`` of lists: each cell's farthest worker.
-
-    Args:
-        units_BW: How far each worker is from the others, NaN where undefined.
-        values_BW: Its value.
-        max_rows: Cells of a list at most.
-    """
+    """Return rows ``{deviation, value, rank}`` of lists: the farthest worker of each cell."""
     sizes_BW = np.where(np.isnan(units_BW), -1.0, np.abs(units_BW))
     spans = itertools.pairwise(row_edges(units_BW.shape[1], max_rows))
     ranks_BR = np.stack([a + sizes_BW[:, a:b].argmax(axis=1) for a, b in spans], axis=1)
@@ -251,14 +235,9 @@ def _ends(view: Overview, widest: int) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class BinnedGroups:
-    """Means over the last observed steps.
+    """Means over the last observed steps, NaN where unknown.
 
-    Attributes:
-        names: Group by group, in the model's order.
-        norm_GW: Gradient norm, NaN where unknown.
-        cosine_GW: Cosine with the sum of all others, NaN where unknown.
-        num_steps: Steps that were averaged.
-        last_step: The last of them.
+    Groups are in the model's order; ``cosine_GW`` is the cosine with the sum of all others.
     """
 
     names: list[str]
@@ -302,7 +281,7 @@ def norm_rows(groups: BinnedGroups) -> list[Row]:
 
 
 def direction_rows(groups: BinnedGroups) -> list[Row]:
-    """Return the same of the cosines with the sum of all others, in robust units."""
+    """Return rows of the cosines with the sum of all others, in robust units."""
     names, values_GW = _known_groups(groups.names, groups.cosine_GW)
     return _group_rows(names, robust_units(values_GW, nearby=1), values_GW) if names else []
 

@@ -1,6 +1,6 @@
 """Runs over each other: their verdicts, their key numbers, and their curves in one figure each.
 
-A run has a letter, which its curves carry, and dashes: the runs can be told apart in grey too. Two
+A run has a letter, which its curves carry, and dashes: the runs are distinct in grey too. Two
 runs are compared more closely: their losses lie over the bands of their workers.
 """
 
@@ -46,12 +46,8 @@ _DASHES = ((1, 0), (6, 3), (2, 2), (8, 2, 2, 2), (12, 4), (1, 4), (4, 1, 1, 1))
 class Side:
     """One of the runs.
 
-    Attributes:
-        letter: Its curves carry it.
-        run_id: Names it in addresses; empty without any.
-        verdict: What is said of it.
-        dashes: Those of its curves.
-        curves: Rows ``{step, value}`` of the averaged loss and of the three metrics, by name.
+    ``letter`` is on its curves, ``run_id`` is its name in addresses (empty without any), ``curves``
+    are rows ``{step, value}`` of the averaged loss and of the three metrics, by name.
     """
 
     letter: str
@@ -73,14 +69,10 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class CompareView:
-    """All that a template shows of runs over each other.
+    """The values of a template for runs over each other.
 
-    Attributes:
-        sides: The runs.
-        figures: Specifications by name, without the prefix: ``compare-loss`` and
-            ``compare-`` plus the name of each of the three metrics.
-        notes: What the reader should know of the curves, one sentence each.
-        key: Prefix of the names of its figures.
+    ``figures`` are specifications by name, without the prefix ``key``: ``compare-loss``, and
+    ``compare-`` plus the name of each of the three metrics. ``notes`` are one sentence each.
     """
 
     sides: Sequence[Side]
@@ -109,14 +101,7 @@ class CompareView:
 
 
 def compare_view(tables: Tables, run_a: Run, run_b: Run, key: str = "") -> CompareView:
-    """Collect what a page shows of two runs compared.
-
-    Args:
-        tables: Keeps the figures' data.
-        run_a: A run.
-        run_b: Another one; its number of workers and of steps may differ.
-        key: Prefix of the names of the figures.
-    """
+    """Make the view of two runs; their numbers of workers and of steps may differ."""
     runs = (run_a, run_b)
     sides = [_side(at, run, dashes=_DASHES[at]) for at, run in enumerate(runs)]
     behind = [] if not any(side.curves["loss"] for side in sides) else [_bands(tables, runs)]
@@ -124,11 +109,7 @@ def compare_view(tables: Tables, run_a: Run, run_b: Run, key: str = "") -> Compa
 
 
 def overlay_view(tables: Tables, runs: Mapping[str, Run]) -> CompareView:
-    """Collect what a page shows of runs over each other; one that cannot be read is left out.
-
-    Args:
-        tables: Keeps the figures' data.
-        runs: By id, 26 at most.
+    """Make the view of up to 26 runs, by id; one that cannot be read is left out.
 
     Raises:
         RunError: None of them can be read.
@@ -159,7 +140,7 @@ def _side(at: int, run: Run, run_id: str = "", *, dashes: tuple[int, ...]) -> Si
 
 
 def _curve(run: Run, name: str) -> list[Row]:
-    """Return a column of the steps as rows ``{step, value}``, those that are known."""
+    """Return the known values of a column of the steps as rows ``{step, value}``."""
     columns = run.steps("step", name)
     rows = series.curve(columns["step"], columns[name])
     return [row for row in rows if row["value"] is not None]
@@ -180,7 +161,7 @@ def _notes(run_a: Run, run_b: Run) -> list[str]:
 
 
 def _figures(tables: Tables, sides: Sequence[Side], behind: Sequence[Spec] = ()) -> dict[str, Spec]:
-    """Return the figures that any run has something for; ``behind`` lies behind the losses."""
+    """Return the figures for which any run has data; ``behind`` lies behind the losses."""
     large, small = (250, 170) if len(sides) == 2 else (320, 190)
     specs = {}
     for name in ("loss", *METRICS):
@@ -220,16 +201,7 @@ def _lines(
     height: int,
     behind: Sequence[Spec] = (),
 ) -> Spec:
-    """Return curves over each other, their letters at their ends, and what the pointer tells.
-
-    Args:
-        tables: Keeps the data.
-        sides: The runs.
-        curves: Rows ``{step, value}`` by letter.
-        scale: Of the values.
-        height: Of the figure, in pixels.
-        behind: Layers that lie behind the curves.
-    """
+    """Return curves over each other by letter, with letters at their ends and a tooltip."""
     source = tables.add(_lettered(curves))
     place = {
         "x": step_axis(),

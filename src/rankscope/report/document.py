@@ -233,14 +233,7 @@ def png_of(spec: Spec, tables: Tables, *, scale: float = 2.0) -> bytes:
 def render(
     template: str, context: Mapping[str, Any], figures: Mapping[str, Spec], tables: Tables
 ) -> str:
-    """Return the page.
-
-    Args:
-        template: File name under ``templates``.
-        context: What the template shows.
-        figures: Vega-Lite specifications by the name that the template places them under.
-        tables: The data of these figures.
-    """
+    """Return a page: a template under ``templates``, figures by name, and their data."""
     scripts = [vega_script(), page_script()]
     return fill(
         template,
@@ -253,29 +246,21 @@ def render(
 
 
 def fill(template: str, **context: Any) -> str:
-    """Return a template filled in; what it is given is escaped unless it is ``Markup``.
+    """Return a template filled in; values are escaped unless they are ``Markup``.
 
-    What in a directory's name is no UTF-8 becomes a question mark.
+    Bytes in a directory's name that are no UTF-8 become question marks.
     """
     page: str = _environment().get_template(template).render(context)
     return words.writable(page)
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a file whole: a reader sees the old one or the new one.
-
-    Raises:
-        RunError: It cannot be written.
-    """
+    """Write a file whole: a reader sees the old one or the new one; RunError if that fails."""
     return write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> Path:
-    """Write a file whole: a reader sees the old one or the new one.
-
-    Raises:
-        RunError: It cannot be written.
-    """
+    """Write a file whole: a reader sees the old one or the new one; RunError if that fails."""
     temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -298,7 +283,7 @@ def write_bytes(path: Path, content: bytes) -> Path:
 
 @functools.cache
 def vega_script() -> str:
-    """Return the script that draws figures. Making it takes seconds: the user's cache keeps it."""
+    """Return the script that draws figures; making it takes seconds, so it is cached."""
     try:
         kept = cache_root() / f"vega-{VEGALITE}-{version('vl-convert-python')}.js"
     except RuntimeError:  # no home directory
@@ -373,7 +358,7 @@ def _environment() -> jinja2.Environment:
 
 @functools.cache
 def cause_text(name: str) -> Markup:
-    """Return what the documentation says of a cause; empty where it says nothing."""
+    """Return the documentation of a cause; empty without any."""
     text = cause_pages().get(name, "")
     return Markup(MarkdownIt("commonmark", {"html": False}).render(text))
 

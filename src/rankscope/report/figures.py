@@ -33,7 +33,7 @@ COST_HEIGHT = 150
 def _with_crosshair(
     layers: Sequence[Spec], tooltip: Sequence[Spec], source: Spec, height: int
 ) -> Spec:
-    """Return a figure whose crosshair follows the pointer and tells the values at that step."""
+    """Return a figure whose crosshair follows the pointer and shows the values at that step."""
     x = step_axis()
     at = layer("rule", source, {"x": x, "tooltip": list(tooltip)}, strokeWidth=1, opacity=0)
     shown = {"filter": {"param": "at", "empty": False}}
@@ -56,10 +56,7 @@ def _end_label(
 def mean_and_range(tables: Tables, mean: Sequence[Row], ranges: Sequence[Row]) -> Spec:
     """Return the averaged loss over the band from the lowest to the highest worker.
 
-    Args:
-        tables: Keeps the data.
-        mean: Rows ``{step, value, low, high}`` of the averaged loss.
-        ranges: Rows ``{step, low, high}`` of the band.
+    ``mean`` has rows ``{step, value, low, high}``, ``ranges`` has rows ``{step, low, high}``.
     """
     look = {"axis": {"title": None}, "scale": {"zero": False, "nice": True}}
     ends = {"y": channel("low:Q", **look), "y2": {"field": "high"}}
@@ -79,13 +76,9 @@ def mean_and_range(tables: Tables, mean: Sequence[Row], ranges: Sequence[Row]) -
 def metric(
     tables: Tables, rows: Sequence[Row], title: str, *, expected: Sequence[Row] = ()
 ) -> Spec:
-    """Return one dispersion metric over time, with what sampling alone would give if known.
+    """Return one dispersion metric over time, with the expectation from sampling alone, dashed.
 
-    Args:
-        tables: Keeps the data.
-        rows: Rows ``{step, value}``.
-        title: Name of the value where the pointer is.
-        expected: Rows ``{step, value}`` of the null, drawn dashed.
+    Both have rows ``{step, value}``; ``title`` is the name of the value in the tooltip.
     """
     domain = rate_domain(column(rows, "value"), column(expected, "value"), floor=0.01)
     y = channel("value:Q", axis={"title": None}, scale={"domain": domain})
@@ -100,15 +93,11 @@ def metric(
 
 
 def sample_coverage(tables: Tables, rows: Sequence[Row]) -> Spec:
-    """Return drawn samples and the different ones among them, both counted from the start.
-
-    Args:
-        tables: Keeps the data.
-        rows: Rows ``{step, drawn, distinct}``.
-    """
+    """Return drawn and distinct samples since the start, from rows ``{step, drawn, distinct}``."""
     source = tables.add(rows)
     axis = {"title": None, "format": ",d"}
-    x, y = step_axis(), channel("distinct:Q", axis=axis, scale={"zero": True})
+    x = step_axis()
+    y = channel("distinct:Q", axis=axis, scale={"zero": True})
     tips = [
         step_tip(),
         channel("drawn:Q", title="drawn", format=",d"),
@@ -128,13 +117,9 @@ def sample_coverage(tables: Tables, rows: Sequence[Row]) -> Spec:
 
 
 def residual(tables: Tables, rows: Sequence[Row]) -> Spec:
-    """Return the reduction's residual over time, on a logarithmic scale.
-
-    Args:
-        tables: Keeps the data.
-        rows: Rows ``{step, value}``; values above 0 are drawn.
-    """
-    source, positive = tables.add(rows), {"filter": "datum.value > 0"}
+    """Return the reduction's residual over time, on a logarithmic scale, where it is above 0."""
+    source = tables.add(rows)
+    positive = {"filter": "datum.value > 0"}
     encoding = {"x": step_axis(), "y": log_axis("value", log_domain(column(rows, "value")))}
     dots = {**encoding, "tooltip": [step_tip(), tip("value", "residual")]}
     dot = {"style": "dot", "filled": True, "size": 26, "opacity": 0.9}
@@ -148,10 +133,7 @@ def residual(tables: Tables, rows: Sequence[Row]) -> Spec:
 def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -> Spec:
     """Return the step's time and the monitor's part of it in milliseconds, logarithmic.
 
-    Args:
-        tables: Keeps the data.
-        step: Rows ``{step, value}``: the slowest worker's time of each step, in milliseconds.
-        monitor: Rows ``{step, value}``: the time that the monitor took of it.
+    Rows are ``{step, value}``, in milliseconds; a step's time is that of the slowest worker.
     """
     encoding = {
         "x": step_axis(),
@@ -162,8 +144,9 @@ def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -
         (step, "mean", "step", "ink-label"),
         (monitor, "measured", "monitor", "measured-label"),
     ):
-        known = _positive(rows)
-        source, tips = tables.add(known), [step_tip(), tip("value", f"{words}, ms")]
+        known = [row for row in rows if (row["value"] or 0) > 0]
+        source = tables.add(known)
+        tips = [step_tip(), tip("value", f"{words}, ms")]
         layers.append(layer("line", source, encoding, style=style, strokeWidth=1.6))
         layers.append(layer("point", source, {**encoding, "tooltip": tips}, opacity=0, size=60))
         if known:
@@ -173,15 +156,11 @@ def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -
 
 
 def interval(tables: Tables, rows: Sequence[Row]) -> Spec:
-    """Return how many steps lay between two measurements of the gradients, over time.
-
-    Args:
-        tables: Keeps the data.
-        rows: Rows ``{step, value}``.
-    """
+    """Return the number of steps between two measurements of the gradients, over time."""
     axis = {"title": None, "format": ",d", "tickMinStep": 1, "tickCount": 4}
     y = channel("value:Q", axis=axis, scale={"zero": True, "nice": True})
-    source, encoding = tables.add(rows), {"x": step_axis(), "y": y}
+    source = tables.add(rows)
+    encoding = {"x": step_axis(), "y": y}
     tips = [step_tip(), channel("value:Q", title="every … steps", format=",d")]
     layers = [
         layer("line", source, encoding, style="measured", interpolate="step-after"),
@@ -190,20 +169,13 @@ def interval(tables: Tables, rows: Sequence[Row]) -> Spec:
     return layered(layers, COST_HEIGHT)
 
 
-def _positive(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if (row["value"] or 0) > 0]
-
-
 def worker_lines(
     tables: Tables, rows: Sequence[Row], title: str, named: Sequence[int] = ()
 ) -> Spec:
-    """Return one signal of every worker; named ranks stand out, the pinned one is in front.
+    """Return one signal of every worker, from rows ``{step, rank, value}``.
 
-    Args:
-        tables: Keeps the data.
-        rows: Rows ``{step, rank, value}``.
-        title: Name of the value where the pointer is.
-        named: Ranks that a finding names.
+    The ranks that findings name stand out, the pinned one is in front; ``title`` is the name of the
+    value in the tooltip.
     """
     source = tables.add(rows)
     y = channel("value:Q", axis={"title": None}, scale={"zero": False})
@@ -225,10 +197,7 @@ def worker_lines(
 def worker_deviations(tables: Tables, rows: Sequence[Row], named: Sequence[int] = ()) -> Spec:
     """Return how far each worker lies from the mean of all, on average over the run.
 
-    Args:
-        tables: Keeps the data.
-        rows: Rows ``{rank, value, low, high}``.
-        named: Ranks that a finding names.
+    Rows are ``{rank, value, low, high}``; ``named`` are ranks that a finding names.
     """
     source = tables.add(rows)
     ranks = [row["rank"] for row in rows]

@@ -1,7 +1,7 @@
 """Figures in rows and cells: workers over time, by group and in pairs; findings over the steps.
 
-In maps of workers, colours tell how far one is from the others in the same steps, so that a trend
-which all share does not hide it; the values themselves are where the pointer is.
+In maps of workers, colours show the distance of one from the others in the same steps, so that a
+trend which all share does not hide it; the values themselves are in the tooltip.
 
 On the page, the script reads two conventions: a parameter ``frame`` is driven by a slider whose
 labels travel in ``usermeta``, and a click on a row of the timeline sets the parameter ``finding``
@@ -41,7 +41,7 @@ MAX_FINDINGS = 40
 SHAPES = {"note": "circle", "warning": "triangle-up", "error": "diamond"}
 
 UNITS = "robust units from the median"
-"""What a map's colours tell: the distance from the workers' median, in robust deviations."""
+"""Legend of a map's colours: the distance from the workers' median, in robust deviations."""
 
 
 def worker_map(
@@ -49,12 +49,8 @@ def worker_map(
 ) -> Spec:
     """Return the map of one signal: workers from top to bottom, steps from left to right.
 
-    Args:
-        tables: Keeps the data.
-        rows: As :func:`rankscope.report.bins.map_rows` returns them.
-        num_workers: W.
-        title: Name of the value where the pointer is.
-        named: Ranks that a finding names; an arrow at the right points at their rows.
+    Rows are those of :func:`rankscope.report.bins.map_rows`; ``title`` is the name of the value in
+    the tooltip; arrows at the right point at the ``named`` ranks.
     """
     ends = [min(r["first"] for r in rows) - 0.5, max(r["until"] for r in rows) - 0.5]
     x = step_axis(field="left", domain=ends, round=True)
@@ -99,14 +95,9 @@ def group_map(
 ) -> Spec:
     """Return one signal of every group of parameters and worker, over the last observed steps.
 
-    Args:
-        tables: Keeps the data.
-        rows: Rows ``{group, deviation, value, rank}``, lists as in
-            :func:`rankscope.report.bins.cells_of`, in the model's order.
-        num_workers: W.
-        title: Name of the value where the pointer is.
-        legend: What the colours tell.
-        far: Deviation at which the colours end.
+    Rows are ``{group, deviation, value, rank}``, lists as in
+    :func:`rankscope.report.bins.cells_of`, in the model's order. Colours have a ``legend``, and end
+    at the deviation ``far``.
     """
     order = [str(row["group"]) for row in rows]
     axis = {"title": None, "labelLimit": 150, "domain": False, "ticks": False, "grid": False}
@@ -124,7 +115,7 @@ def group_map(
 
 
 def _flat(key: str, num_workers: int) -> list[Spec]:
-    """Return what makes one datum per cell of a map, from rank ``low`` to rank ``high``."""
+    """Return the transforms to one datum per cell of a map, from rank ``low`` to rank ``high``."""
     cells = len(row_edges(num_workers)) - 1
     at = "(datum.at - 1)"
     ends = {
@@ -190,15 +181,11 @@ def heatmap(
 ) -> Spec:
     """Return the W×W matrix of cosines; with labels, a frame parameter that a slider drives.
 
-    Args:
-        tables: Keeps the data.
-        num_workers: W.
-        labels: One label per frame; none if there is a single frame to show.
-        rows: Rows ``{frame, cosines}`` with W² values each, row by row.
-        size: Side of the square in pixels.
-        legend: Whether to draw the colour scale.
+    Rows are ``{frame, cosines}`` with W² values each, row by row; one label per frame, none for a
+    single frame; ``size`` is the side of the square in pixels.
     """
-    source, place = tables.add(rows), _matrix(num_workers, size)
+    source = tables.add(rows)
+    place = _matrix(num_workers, size)
     cells = _cells(num_workers, framed=bool(labels))
     diagonal, pairs = ([*cells, {"filter": f"datum.i {sign} datum.j"}] for sign in ("===", "!=="))
     bar = {"title": "cosine", "gradientLength": min(size, 180), "values": [-1, 0, 1]}
@@ -225,7 +212,7 @@ def heatmap(
 
 
 def _matrix(num_workers: int, size: int) -> dict[str, Spec]:
-    """Return where a cell with the ranks ``i`` and ``j`` stands."""
+    """Return the place of the cell with the ranks ``i`` and ``j``."""
     every = max(1, round(num_workers * 18 / size))
     axis = {
         "title": "rank",
@@ -240,7 +227,7 @@ def _matrix(num_workers: int, size: int) -> dict[str, Spec]:
 
 
 def _cells(num_workers: int, *, framed: bool) -> list[Spec]:
-    """Return what makes one datum per cell with its ranks ``i`` and ``j``."""
+    """Return the transforms to one datum per cell with its ranks ``i`` and ``j``."""
     number = {"op": "row_number", "field": "", "as": "at"}
     return [
         *([{"filter": "datum.frame === frame"}] if framed else []),
@@ -261,7 +248,7 @@ def _cell_values() -> dict[str, Spec]:
 
 
 def timeline_rows(findings: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return rows of the timeline from what the page shows of the findings, in their order."""
+    """Return rows of the timeline from the page's findings, in their order."""
     return [
         {
             "at": index,
@@ -279,13 +266,7 @@ def timeline_rows(findings: Sequence[Mapping[str, Any]]) -> list[Row]:
 
 
 def timeline(tables: Tables, rows: Sequence[Row], steps: Sequence[int]) -> Spec:
-    """Return the findings as spans of steps, by severity in colour and shape.
-
-    Args:
-        tables: Keeps the data.
-        rows: As :func:`timeline_rows` returns them.
-        steps: First and last step of the run.
-    """
+    """Return the findings as spans of steps, by severity in colour and shape."""
     domain = [
         min([steps[0], *(r["first"] for r in rows)]),
         max([steps[1], *(r["last"] for r in rows)]),

@@ -46,13 +46,7 @@ def code(name: object) -> str:
 
 
 def run_markdown(run: Run, assessment: Assessment, pictures: Sequence[str] = ()) -> str:
-    """Return the verdict of a run as Markdown.
-
-    Args:
-        run: The run.
-        assessment: Its assessment.
-        pictures: Paths of PNG files to show, as seen from the Markdown file.
-    """
+    """Return the verdict of a run as Markdown; paths of PNG files are relative to the file."""
     verdict = verdict_of(run, assessment)
     tiles = [[escaped(tile[part]) for part in ("label", "value", "note")] for tile in verdict.tiles]
     parts = [
@@ -72,12 +66,7 @@ def run_markdown(run: Run, assessment: Assessment, pictures: Sequence[str] = ())
 
 
 def study_markdown(study: Study, pictures: Sequence[str] = ()) -> str:
-    """Return the verdict of a study as Markdown: its configurations side by side, and each one's.
-
-    Args:
-        study: The study.
-        pictures: Paths of PNG files to show, as seen from the Markdown file.
-    """
+    """Return the verdict of a study as Markdown: configurations side by side, and each one's."""
     severity, headline = headline_of(study.entries)
     cells = [cells_of(entry) for entry in study.entries]
     parts = [
@@ -97,8 +86,8 @@ def study_markdown(study: Study, pictures: Sequence[str] = ()) -> str:
 
 
 def _heading(severity: str, headline: str) -> str:
-    said = headline.lower().startswith(severity) or severity == "early"
-    word = "" if said else f"{severity.capitalize()}: "
+    repeated = headline.lower().startswith(severity) or severity == "early"
+    word = "" if repeated else f"{severity.capitalize()}: "
     return f"## {SIGNS[severity]} {word}{escaped(headline)}"
 
 

@@ -1,4 +1,4 @@
-"""The page of one run: what it says, with which figures; and sheets of these as PNG files."""
+"""The page of one run with its figures; and sheets of these as PNG files."""
 
 import json
 import re
@@ -43,17 +43,10 @@ OWN_COLOURS = {"scale": {"color": "independent", "strokeDash": "independent"}}
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """All that a template shows of one run; figures are placed by name.
+    """The values of a template for one run; figures are placed by name.
 
-    Attributes:
-        key: Prefix of the names of its figures.
-        verdict: What is said of the run.
-        facts: Pairs of words about the run.
-        figures: Specifications by name, without the prefix.
-        ranks: Ranks that are drawn as lines of their own.
-        num_workers: W.
-        num_steps: T.
-        notes: Words that some captions need, by figure.
+    ``figures`` are specifications by name, without the prefix ``key``; ``ranks`` are drawn as lines
+    of their own; ``facts`` are pairs of words; ``notes`` complete some captions, by figure.
     """
 
     key: str
@@ -77,7 +70,7 @@ class RunView:
 
 
 def assessed(run: Run) -> Assessment:
-    """Return a run's assessment, reading together what it and the run's figures need."""
+    """Return a run's assessment; one reading serves it and the run's figures."""
     run.overviews(*OVERVIEWS)
     return assess(run)
 
@@ -91,14 +84,7 @@ def write_run_page(run: Run, path: Path | None = None) -> Path:
 
 
 def run_view(tables: Tables, run: Run, assessment: Assessment, key: str = "") -> RunView:
-    """Collect what the page shows of a run.
-
-    Args:
-        tables: Keeps the figures' data.
-        run: The run.
-        assessment: Its assessment.
-        key: Prefix of the names of its figures and of the ids of its findings.
-    """
+    """Make the view of a run's page; ``key`` prefixes names of figures and ids of findings."""
     verdict = verdict_of(run, assessment, key)
     named = sorted({rank for finding in verdict.findings for rank in finding["named"]})
     source = read_source(tables, run, named)
@@ -127,12 +113,7 @@ def _timing(source: FigureSource) -> dict[str, float]:
 def write_run_pictures(run: Run, assessment: Assessment, folder: Path) -> list[Path]:
     """Write a run's sheets as PNG files: ``overview.png``, ``workers.png`` and ``model.png``.
 
-    Sheets for which the run has no data are left out.
-
-    Args:
-        run: The run.
-        assessment: Its headline stands above each sheet.
-        folder: Made if need be.
+    Sheets for which the run has no data are left out. The headline stands above each sheet.
     """
     tables = Tables()
     view = run_view(tables, run, assessment)
@@ -153,7 +134,11 @@ def _sheet(view: RunView, specs: Mapping[str, Spec], rows: Sequence[Sequence[str
     titles = view.titles
     panels = [[panel(specs[name], titles[name], name, len(row)) for name in row] for row in rows]
     parameters = [one for row in panels for panel in row for one in panel.pop("params", ())]
-    facts = [f"{view.verdict.severity.capitalize()} · {view.verdict.title}", *_counts(view)]
+    facts = [
+        f"{view.verdict.severity.capitalize()} · {view.verdict.title}",
+        f"{view.num_workers:,} workers",
+        f"{view.num_steps:,} steps",
+    ]
     return {
         "params": parameters,
         "vconcat": [{"hconcat": row, "spacing": 40, "resolve": OWN_COLOURS} for row in panels],
@@ -169,10 +154,6 @@ def _sheet(view: RunView, specs: Mapping[str, Spec], rows: Sequence[Sequence[str
             "anchor": "start",
         },
     }
-
-
-def _counts(view: RunView) -> list[str]:
-    return [f"{view.num_workers:,} workers", f"{view.num_steps:,} steps"]
 
 
 def panel(spec: Spec, words_of: tuple[str, str], name: str, in_row: int) -> Spec:

@@ -1,4 +1,4 @@
-"""What all figures are made of: their data, layers, the axis of steps, domains and sizes.
+"""Parts of all figures: their data, layers, the axis of steps, domains and sizes.
 
 Figures are written as Vega-Lite takes them: as wide as the column of the page, unless ``sized``.
 """
@@ -21,7 +21,7 @@ _TYPES = {"Q": "quantitative", "O": "ordinal", "N": "nominal"}
 
 
 class Tables:
-    """The data of a page's figures: each table once, under a name that its content gives it."""
+    """The data of a page's figures: each table once, under a name that comes from its content."""
 
     def __init__(self) -> None:
         self.rows: dict[str, list[Row]] = {}
@@ -37,7 +37,8 @@ class Tables:
 def rate_domain(*values: Sequence[float | None], floor: float = 1e-3) -> list[float]:
     """Return a vertical domain that holds zero and all values with a little room above."""
     known = [v for column in values for v in column if v is not None]
-    high, low = max([*known, 0.0]), min([*known, 0.0])
+    high = max([*known, 0.0])
+    low = min([*known, 0.0])
     room = 0.06 * max(high - low, floor)
     return [low - room if low < 0 else 0.0, max(high + room, floor)]
 
@@ -60,15 +61,7 @@ def channel(field: str, **options: Any) -> Spec:
 def layer(
     mark: str, data: Spec, encoding: Mapping[str, Any], *transform: Spec, **options: Any
 ) -> Spec:
-    """Return one layer of a figure.
-
-    Args:
-        mark: What is drawn: ``line``, ``rect`` and so on.
-        data: From :meth:`Tables.add`.
-        encoding: Channels by name.
-        transform: What is done with the data first.
-        options: Of the mark.
-    """
+    """Return one layer of a figure: a mark, data of :meth:`Tables.add`, channels, transforms."""
     steps = {"transform": list(transform)} if transform else {}
     return {"data": data, "mark": {"type": mark, **options}, "encoding": dict(encoding), **steps}
 
@@ -85,7 +78,7 @@ def sized(spec: Spec, width: int, height: int | None = None) -> Spec:
 
 
 def titled(spec: Spec, text: str, subtitle: str = "") -> Spec:
-    """Return a figure with a title, and what stands below it."""
+    """Return a figure with a title, and a line below it."""
     return {**spec, "title": {"text": text, **({"subtitle": subtitle} if subtitle else {})}}
 
 
@@ -108,14 +101,7 @@ def dashes(field: str, patterns: Mapping[Any, Sequence[int]]) -> Spec:
 
 
 def pointed(name: str, at: Spec, fields: Sequence[str], **options: Any) -> Spec:
-    """Return a parameter that the pointer sets to what is nearest in a layer.
-
-    Args:
-        name: Its name.
-        at: The layer, which gets a name.
-        fields: What it takes from the data.
-        options: Of the selection.
-    """
+    """Return a parameter that the pointer sets to the nearest datum's fields in a layer."""
     at["name"] = f"{name}-layer"
     moves = {"on": "pointerover", "clear": "pointerout", "nearest": True}
     select = {"type": "point", "fields": list(fields), **(options or moves)}
@@ -159,7 +145,8 @@ def log_axis(
     field: str, domain: Sequence[float], title: str | None = None, form: str = ".0e"
 ) -> Spec:
     """Return a logarithmic axis with a few lines: at powers of ten, or at 1, 2 and 5 times them."""
-    low, high = math.ceil(math.log10(domain[0])), math.floor(math.log10(domain[1]))
+    low = math.ceil(math.log10(domain[0]))
+    high = math.floor(math.log10(domain[1]))
     every = max(1, math.ceil((high - low + 1) / 7))
     digits = (1,) if high - low > 1 else (1, 2, 5)
     first = low if len(digits) == 1 else low - 1

@@ -1,6 +1,6 @@
-"""Which figures a run has: its tables read, thinned, and given to the figures' definitions.
+"""The figures of a run: its tables read, thinned, and given to the figures' definitions.
 
-What is read and drawn stays bounded at any length of a run and any number of workers.
+Reading and drawing stay bounded at any length of a run and any number of workers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ OVERVIEWS = tuple(name for name, _ in MAP_FIGURES)
 """Columns of the workers that figures are made from."""
 
 _GRADIENTS = ("grad_norm", "cosine_rest")
-"""Those that are known of observed steps only."""
+"""Signals of observed steps only."""
 
 MAX_HEATMAP_WORKERS = 64
 MAX_FRAMES = 400
@@ -48,15 +48,10 @@ _STEPS = (
 
 @dataclass(frozen=True, slots=True)
 class FigureSource:
-    """What the figures of one run are made from.
+    """The data of the figures of one run.
 
-    Attributes:
-        tables: Keeps the figures' data.
-        run: The run.
-        steps: Columns of the steps table.
-        overviews: The workers' signals over the whole run, by name.
-        named: Ranks that findings name and that stand out: empty when most are named.
-        drawn: Ranks that have lines of their own.
+    ``overviews`` are the workers' signals over the whole run, by name; ``named`` are ranks that
+    findings name and that stand out (empty when most are named); ``drawn`` have lines of their own.
     """
 
     tables: Tables
@@ -72,12 +67,12 @@ class FigureSource:
         return max((view.mean_BW.shape[1] for view in self.overviews.values()), default=0)
 
     def has(self, name: str) -> bool:
-        """Tell whether any worker has a finite value of a signal."""
+        """Return whether any worker has a finite value of a signal."""
         return bool(np.isfinite(self.overviews[name].mean_BW).any())
 
 
 def read_source(tables: Tables, run: Run, named: Sequence[int]) -> FigureSource:
-    """Read what the figures of a run need."""
+    """Read the data of a run's figures."""
     overviews = run.overviews(*OVERVIEWS)
     drawn = bins.chosen(bins.known_bins(overviews["loss"]), named)
     shown = [rank for rank in named if rank in drawn]
@@ -99,11 +94,7 @@ def run_figures(
 ) -> dict[str, Spec]:
     """Return the figures of a run by name; those without data are left out.
 
-    Args:
-        source: What they are made from.
-        findings: What the page shows of each finding, in its order.
-        assessment: Its numbers stand beside some figures.
-        notes: Takes up the words that captions need, by figure.
+    ``findings`` are the page's, in its order; ``notes`` collects words for captions, by figure.
     """
     return (
         _timeline_figure(source, findings, notes)
@@ -308,7 +299,7 @@ def _cost_figures(source: FigureSource, notes: dict[str, str]) -> dict[str, Spec
 
 
 def _curve(source: FigureSource, name: str, *, observed: bool = False) -> list[Row]:
-    """Return a column of the steps table, of the observed steps only if so asked."""
+    """Return a column of the steps table, of observed steps only or of all."""
     kept = source.steps["observed"] if observed else slice(None)
     return series.curve(source.steps["step"][kept], source.steps[name][kept])
 

@@ -134,10 +134,7 @@ def frames(steps_T: Ints, cosines_TWW: Floats) -> tuple[list[str], list[Row]]:
 def coverage(steps_R: Ints, samples_R: Sequence[Ints], num_bins: int = MAX_BINS) -> list[Row]:
     """Return rows ``{step, drawn, distinct}``: samples so far, and different ones among them.
 
-    Args:
-        steps_R: Step of each of R rows of the samples table, in increasing order.
-        samples_R: The identities of the samples in each row.
-        num_bins: About as many rows come back.
+    R rows of the samples table in increasing order of steps; about ``num_bins`` rows come back.
     """
     sizes_R = np.array([len(samples) for samples in samples_R], dtype=np.int64)
     if not sizes_R.sum() or sizes_R.sum() > MAX_SAMPLES:

@@ -58,17 +58,11 @@ READING_WORDS = {
 
 @dataclass(frozen=True, slots=True)
 class StudyRun:
-    """What the figures need of one run of a study.
+    """The data of one run of a study for its figures.
 
-    Attributes:
-        setting: Such as ``s1-1``.
-        reading: ``sharded`` or ``replicated``.
-        num_workers: W.
-        means: Mean over steps of each of the three metrics, None where undefined.
-        loss_mean: Rows ``{step, value}`` of the averaged loss.
-        loss_lines: Rows ``{step, rank, value}`` of the workers' losses.
-        metrics: Rows ``{step, value}`` of each of the three metrics.
-        cosines: Rows ``{frame, cosines}`` of the heatmap; empty when there are none.
+    Setting and reading are such as ``s1-1`` and ``sharded``. ``means`` over steps of the three
+    metrics are None where undefined. Rows are ``{step, value}``, of ``loss_lines``
+    ``{step, rank, value}``, of ``cosines`` ``{frame, cosines}``, empty when there are none.
     """
 
     setting: str
@@ -114,7 +108,7 @@ def loss_domain(runs: Sequence[StudyRun]) -> list[float]:
 
 
 def dashboard(tables: Tables, runs: Sequence[StudyRun]) -> Spec:
-    """Return the averaged losses alone, all runs over each other: all that a dashboard shows."""
+    """Return the averaged losses alone, all runs over each other, as on a dashboard."""
     rows = [
         {"step": p["step"], "value": p["value"], "setting": run.label, "reading": run.reading}
         for run in runs
@@ -192,7 +186,8 @@ def progression(tables: Tables, runs: Sequence[StudyRun], name: str) -> Spec:
         layer("point", source, {**coloured, "tooltip": tips}, size=70, **DOT),
     ]
     for index, kind in enumerate(kinds):
-        own, dy = {"filter": {"field": "reading", "equal": kind}}, 16 if index else -14
+        own = {"filter": {"field": "reading", "equal": kind}}
+        dy = 16 if index else -14
         layers.append(layer("text", source, {**place, "text": words}, own, style="halo", dy=dy))
         layers.append(layer("text", source, {**coloured, "text": words}, own, dy=dy, fontSize=11))
     return layered(layers, 220)
@@ -267,9 +262,10 @@ def write_study_page(study_dir: Path, path: Path | None = None) -> Path:
     study = open_study(study_dir)
     tables = Tables()
     pairs = list(study.pairs())
-    panels = [
-        _panel(tables, f"run{index}-", entry, run) for index, (entry, run) in enumerate(pairs)
-    ]
+    panels = []
+    for index, (entry, run) in enumerate(pairs):
+        key = f"run{index}-"
+        panels.append(Panel(entry, run_view(tables, run, assess(run), key) if run else None, key))
     specs = _comparison(tables, [_compared(entry, run) for entry, run in pairs if run])
     for panel in panels:
         specs |= panel.view.specs if panel.view else {}
@@ -295,13 +291,9 @@ def write_study_page(study_dir: Path, path: Path | None = None) -> Path:
 
 
 def _assessed(study: Study, panels: Sequence[Panel]) -> list[list[Panel]]:
-    """Group the panels whose assessments say the same."""
+    """Group the panels that have the same assessment."""
     at = {id(panel.entry): panel for panel in panels}
     return [[at[id(entry)] for entry in entries] for entries in alike(study.entries)]
-
-
-def _panel(tables: Tables, key: str, entry: Entry, run: Run | None) -> Panel:
-    return Panel(entry, run_view(tables, run, assess(run), key) if run else None, key)
 
 
 def write_study_figures(study_dir: Path, folder: Path | None = None) -> list[Path]:
@@ -322,7 +314,7 @@ def write_study_figures(study_dir: Path, folder: Path | None = None) -> list[Pat
 
 
 def _compared(entry: Entry, run: Run) -> StudyRun:
-    """Collect what the comparing figures need of one run."""
+    """Collect the data of one run for the comparing figures."""
     losses = bins.known_bins(run.overview("loss"))
     columns = run.columns(Table.STEPS, "step", "loss_mean", *METRICS)
     step = columns["step"]

@@ -18,11 +18,7 @@ _ORDER = ("sharded", "replicated")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One run of a study as ``summary.json`` lists it.
-
-    Attributes:
-        values: The entry's keys and values.
-    """
+    """One run of a study, with its values in ``summary.json``."""
 
     values: dict[str, Any]
 
@@ -68,13 +64,15 @@ class Entry:
     @property
     def batch(self) -> float | None:
         """Samples in the global batch."""
-        drawn, steps = self.number("samples_drawn"), self.number("steps")
+        drawn = self.number("samples_drawn")
+        steps = self.number("steps")
         return None if drawn is None or not steps else drawn / steps
 
     @property
     def distinct_share(self) -> float | None:
         """Different samples over drawn ones, between 0 and 1."""
-        distinct, drawn = self.number("distinct_samples"), self.number("samples_drawn")
+        distinct = self.number("distinct_samples")
+        drawn = self.number("samples_drawn")
         return None if distinct is None or not drawn else distinct / drawn
 
 
@@ -84,7 +82,7 @@ class Study:
 
     Attributes:
         path: The directory.
-        info: What ``study.json`` says; empty if there is none.
+        info: The content of ``study.json``; empty without that file.
         entries: The summary's entries, sharded first, in the order of the settings.
     """
 
@@ -124,7 +122,7 @@ class Study:
 
 
 def is_study(path: Path) -> bool:
-    """Tell whether a directory looks like a study: it holds a ``summary.json``."""
+    """Return whether a directory looks like a study: it holds a ``summary.json``."""
     return is_file(path / "summary.json")
 
 
@@ -167,7 +165,7 @@ def _amount(entry: Entry, name: str, noun: str) -> str:
 
 
 def headline_of(entries: Sequence[Entry]) -> tuple[str, str]:
-    """Return the worst severity of a study, and one sentence that says what it shows."""
+    """Return the worst severity of a study, and its headline in one sentence."""
     order = ["healthy", "early", *(str(severity) for severity in Severity)]
     worst = max((entry.severity for entry in entries), key=order.index)
     bad = [entry for entry in entries if order.index(entry.severity) >= order.index("warning")]
@@ -184,8 +182,9 @@ def headline_of(entries: Sequence[Entry]) -> tuple[str, str]:
 
 
 def cells_of(entry: Entry) -> dict[str, str]:
-    """Return what a table of configurations says of one, by the heading of the column."""
-    first, last = entry.number("loss_first"), entry.number("loss_last")
+    """Return the cells of a configuration's row in a table, by the heading of the column."""
+    first = entry.number("loss_first")
+    last = entry.number("loss_last")
     batch = f" of {whole(entry.batch)}" if entry.batch else ""
     drawn = entry.number("samples_drawn")
     return {
@@ -204,11 +203,11 @@ def cells_of(entry: Entry) -> dict[str, str]:
 
 
 def alike(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Group the entries that say the same, so that each thing is said once."""
+    """Group the entries that have the same assessment, so that it is shown once."""
     groups: dict[tuple[str, ...], list[Entry]] = {}
     for entry in entries:
-        said = (entry.severity, entry.text("headline"), entry.text("recommendation"))
-        groups.setdefault(said, []).append(entry)
+        assessment = (entry.severity, entry.text("headline"), entry.text("recommendation"))
+        groups.setdefault(assessment, []).append(entry)
     return list(groups.values())
 
 
@@ -219,13 +218,10 @@ def why_heading(entries: Sequence[Entry]) -> str:
 
 
 def why_they_differ(entries: Sequence[Entry]) -> list[tuple[str, str]]:
-    """Return why the two readings of the experiment differ, in words and with its numbers.
+    """Return why the two readings of the experiment differ: pairs of a heading and a paragraph.
 
-    The settings differ in seeds only. What a seed does depends on how the data is read, which is
-    explained for the readings that the study has.
-
-    Returns:
-        Pairs of a heading and a paragraph.
+    The settings differ in seeds only. The effect of a seed depends on how the data is read, which
+    is explained for the readings that the study has.
     """
     sharded = _numbers_of(entries, "sharded")
     replicated = _numbers_of(entries, "replicated")

@@ -29,18 +29,12 @@ from rankscope.files import open_file
 from rankscope.tools.doctor.functions import find_function
 
 WORST = 5
-"""Samples that are told, those whose loss is NaN and then those with the largest."""
+"""Samples that are listed, those whose loss is NaN and then those with the largest."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleLoss:
-    """The loss of one sample, run alone.
-
-    Attributes:
-        index: Its place in the batch.
-        digest: Digest of its content.
-        loss: Its loss, with the model in evaluation mode.
-    """
+    """The loss of one sample, run alone in evaluation mode; ``index`` is its place in the batch."""
 
     index: int
     digest: int
@@ -49,11 +43,11 @@ class SampleLoss:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What came of a replay.
+    """The result of a replay.
 
     Attributes:
-        results: What each rank computed.
-        verdict: What that proves.
+        results: The losses and digests that each rank computed.
+        verdict: The verdict on them.
         worst: The suspect's samples with the largest loss, where the verdict is data; those whose
             loss is NaN come first.
         peer_median: Median loss of the peer's samples whose loss is a number; NaN when unknown.
@@ -100,14 +94,7 @@ def load_model(name: str, checkpoint: Path | None) -> nn.Module:
 def replay(bundle: ReplayBundle, model: nn.Module) -> Replayed | None:
     """Run the suspect's batch twice and the peer's once on every rank, and compare.
 
-    Under torchrun all ranks call it.
-
-    Args:
-        bundle: What to run.
-        model: The model; run in training mode.
-
-    Returns:
-        What came of it, on rank 0; None on all others.
+    The model runs in training mode. Under torchrun all ranks call it; rank 0 alone gets a result.
 
     Raises:
         RunError: This rank cannot run the batches.
@@ -168,7 +155,7 @@ def _autocast(bundle: ReplayBundle, device: torch.device) -> AbstractContextMana
 
 
 def _gather(own: list[float]) -> list[list[float]]:
-    """Return everybody's row, in rank order."""
+    """Return the rows of all ranks, in rank order."""
     if not dist.is_initialized():
         return [own]
     rows: list[Any] = [None] * dist.get_world_size()
@@ -219,7 +206,8 @@ def _with_samples(
             ]
 
     try:
-        own, others = losses(suspect), losses(peer)
+        own = losses(suspect)
+        others = losses(peer)
     except CanaryDeclined as error:
         note = f"the samples cannot be run one by one: {error}"
         return Replayed(replayed.results, replayed.verdict, note=note)

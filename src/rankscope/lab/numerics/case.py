@@ -1,6 +1,6 @@
 """One world size and type: the gradients added up by every scheme, in every order tried.
 
-What is asked for, and what was measured, are plain values.
+Options and measurements are plain values.
 """
 
 import itertools
@@ -41,7 +41,7 @@ LEAST_PER_LAYER = 256
 
 @dataclass(frozen=True, slots=True)
 class SumOptions:
-    """What is measured.
+    """The options of a measurement.
 
     Attributes:
         workers: World sizes, rising, each at least 2.
@@ -52,7 +52,7 @@ class SumOptions:
         max_elements: Elements that take part, at most; more are sampled by layer.
 
     Raises:
-        UsageError: One of these cannot be.
+        UsageError: A value is out of range.
     """
 
     workers: tuple[int, ...] = (2, 4, 8, 16, 32, 64)
@@ -88,7 +88,7 @@ class SumOptions:
 
 
 Values = dict[str, Any]
-"""A part of the JSON form of measured sums; the text of ``numerics.spread`` says what is in it."""
+"""A part of the JSON form of measured sums, which ``numerics.spread`` describes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,8 @@ def draw_sample(gradients: LocalGradients, options: SumOptions) -> Sample:
     """Choose the elements that take part: evenly within each layer, all where there are few."""
     rng = np.random.default_rng([options.seed, 0])
     groups = group_parameters(gradients.arrays)
-    index_of, total = groups.index_of, gradients.num_elements
+    index_of = groups.index_of
+    total = gradients.num_elements
     sizes = [0] * len(groups)
     for name, array in gradients.arrays.items():
         sizes[index_of[name]] += array.shape[1]
@@ -122,9 +123,14 @@ def draw_sample(gradients: LocalGradients, options: SumOptions) -> Sample:
         min(1.0, max(options.max_elements / total, min(LEAST_PER_LAYER, options.max_elements) / n))
         for n in sizes
     ]
-    rows, positions, weights, owners, start = [], [], [], [], 0
+    rows = []
+    positions = []
+    weights = []
+    owners = []
+    start = 0
     for name, array in gradients.arrays.items():
-        size, group = array.shape[1], index_of[name]
+        size = array.shape[1]
+        group = index_of[name]
         count = max(round(size * shares[group]), 1)
         chosen = np.sort(rng.choice(size, count, replace=False))
         rows.append(array[:, chosen])
@@ -172,7 +178,8 @@ class Case:
         results_KN = np.stack([self._reduce(scheme, order) for order in orders])
         self._results[scheme] = results_KN[0]
         finite_N = np.asarray(np.isfinite(results_KN).all(axis=0))
-        low_N, high_N = results_KN.min(axis=0), results_KN.max(axis=0)
+        low_N = results_KN.min(axis=0)
+        high_N = results_KN.max(axis=0)
         distinct_N = np.ones(len(finite_N), dtype=np.int64)
         differs_N = ~(low_N == high_N)
         ordered = np.sort(results_KN[:, differs_N], axis=0)
@@ -222,8 +229,9 @@ class Case:
         }
 
     def _errors(self, scheme: Scheme, own: NDArray[np.int64]) -> Values:
-        """Return the error in units in the last place, and what it was to be."""
-        kind, W = self._arithmetic, self._num_workers
+        """Return the error in units in the last place, and its prediction and bound."""
+        kind = self._arithmetic
+        W = self._num_workers
         bound = worst_factor(W, scheme, kind) * self._sizes_N[own] + worst_underflow(W, kind)
         ulp = ulp_distance(self._results[scheme][own], self._truth_N[own], kind.result)
         predicted = predicted_error(
@@ -242,7 +250,8 @@ class Case:
 
     def _orders(self, scheme: Scheme) -> tuple[list[NDArray[np.int64]], bool]:
         """Return the orders to try, rank order first, and whether these are all."""
-        W, options = self._num_workers, self._options
+        W = self._num_workers
+        options = self._options
         buckets = num_buckets(self._sample.num_total) if scheme is Scheme.ARRIVAL else 1
         shape = (buckets, W) if scheme is Scheme.ARRIVAL else (W,)
         if W <= ALL_ORDERS_UP_TO and buckets == 1:
@@ -280,10 +289,11 @@ class Case:
 
 
 def describe_world(values_WN: NDArray[np.float32], made_up: int, sample: Sample) -> Values:
-    """Say what the gradients of a world size have in common."""
+    """Measure the gradients of a world size: cosine, cancellation, noise."""
     num_workers = len(values_WN)
     wide_WN = values_WN.astype(np.float64)
-    mean_N, sizes_N = wide_WN.mean(axis=0), np.abs(wide_WN).mean(axis=0)
+    mean_N = wide_WN.mean(axis=0)
+    sizes_N = np.abs(wide_WN).mean(axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
         cancellation = sizes_N / np.abs(mean_N)
     known = cancellation[~np.isnan(cancellation)]

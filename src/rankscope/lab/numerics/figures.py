@@ -1,4 +1,4 @@
-"""The figures of ``rankscope numerics``: how sums err, what order changes, how rounding grows.
+"""The figures of ``rankscope numerics``: errors of sums, effects of order, growth of rounding.
 
 Those of sums read the JSON form of measured sums (``rankscope.lab.numerics.spread``), those of
 trainings that of pairs of trainings (``rankscope.lab.study.rounding_result``).
@@ -28,9 +28,11 @@ from rankscope.report.series import Row
 Values = Mapping[str, Any]
 
 TYPES = ("float32", "bfloat16", "float16")
-RING, TREE, WIDE = "ring", "tree", "ring, added in float32"
+RING = "ring"
+TREE = "tree"
+WIDE = "ring, added in float32"
 KINDS = (RING, TREE, WIDE)
-"""What each panel of errors shows, in the order of the figures' colours."""
+"""The panels of errors, in the order of the figures' colours."""
 
 ALGORITHMS = {
     "sequential": "one after the other",
@@ -50,7 +52,7 @@ SPREADS = {
     "spread-p99": ("spread_ulp", "p99"),
     "spread-share": ("share_differing", None),
 }
-"""What is drawn of the spread over orders: figure, and where its value stands in a cell."""
+"""Figures of the spread over orders, and the place of their value in a cell."""
 
 FAMILIES = ("order of the sum", "bfloat16", "float16", "data")
 PAIRS = {
@@ -101,7 +103,7 @@ def _kind_of(cell: Values) -> str | None:
 def errors(tables: Tables, sums: Values, dtype: str) -> Spec:
     """Return the error of sums in one type of buffer over world sizes, with its bounds.
 
-    Points are measured; dashed lines are what rounding is expected to give, thin ones its bounds.
+    Points are measured; dashed lines are the prediction of rounding, thin ones its bounds.
     """
     rows = [
         {
@@ -128,7 +130,8 @@ def errors(tables: Tables, sums: Values, dtype: str) -> Spec:
         tip("bound", "at most"),
     ]
     y = {name: log_axis(name, domain) for name in ("bound", "predicted", "error")}
-    bound, predicted = {**place, "y": y["bound"]}, {**place, "y": y["predicted"]}
+    bound = {**place, "y": y["bound"]}
+    predicted = {**place, "y": y["predicted"]}
     points = {**place, "y": y["error"], "tooltip": tips}
     layers = [
         layer("line", source, bound, strokeWidth=1, strokeOpacity=0.55),
@@ -197,7 +200,7 @@ def _evenly(names: Iterable[str]) -> list[str]:
 
 
 def layer_errors(tables: Tables, sums: Values, *, height: int = 210) -> Spec:
-    """Return the error of each layer around a ring; ticks are what rounding is expected to give."""
+    """Return the error of each layer around a ring; ticks are the prediction of rounding."""
     names = _evenly(cell["layer"] for cell in sums["layers"])
     rows = [
         {
@@ -237,12 +240,8 @@ def layer_errors(tables: Tables, sums: Values, *, height: int = 210) -> Spec:
 def spread(tables: Tables, sums: Values, name: str) -> Spec:
     """Return how far results of different orders lie apart, over world sizes, in a ring.
 
-    Lines are drawn one above the other, the widest type below: equal values stay visible.
-
-    Args:
-        tables: Keeps the data.
-        sums: Measured sums.
-        name: A key of :data:`SPREADS`.
+    ``name`` is a key of :data:`SPREADS`. Lines are drawn one above the other, the widest type
+    below: equal values stay visible.
     """
     field, part = SPREADS[name]
     rows = [
@@ -289,9 +288,7 @@ def _positive(value: float | None) -> float | None:
 def growth_rows(growth: Values, name: str) -> list[Row]:
     """Return one series of the pairs that are drawn as rows ``{step, value, pair, family}``.
 
-    Args:
-        growth: Pairs of trainings.
-        name: A series of a pair; of differences, the size is taken. Zeros are left out.
+    Of differences, the size is taken. Zeros are left out.
     """
     return [
         {"step": step, "value": abs(value), "pair": PAIRS[pair["name"]][1],
@@ -323,7 +320,7 @@ def curves(
     """Return one series of every pair over steps, on a logarithmic axis, labelled at its end.
 
     Args:
-        tables: Keeps the data.
+        tables: The data.
         growth: Pairs of trainings.
         name: A series of the pairs: ``distance``, ``evaluation``, …
         height: Pixels.
@@ -391,7 +388,8 @@ def layer_distances(tables: Tables, growth: Values) -> Spec:
             tip("value", "distance"),
         ],
     }
-    source, (own, other) = tables.add(rows), _split_by("own", True)
+    source = tables.add(rows)
+    own, other = _split_by("own", True)
     layers = [
         layer("point", source, points, own, size=50, **DOT),
         layer("point", source, points, other, filled=False, opacity=1, size=50, strokeWidth=1.6),

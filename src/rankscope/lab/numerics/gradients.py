@@ -21,7 +21,7 @@ _HOW = "see docs/numerics.md for how to save local gradients"
 
 
 class GradientKind(StrEnum):
-    """What synthetic gradients are like."""
+    """Kinds of synthetic gradients."""
 
     NORMAL = "normal"
     """Independent normal numbers: workers have nothing in common, as late in training."""
@@ -103,7 +103,7 @@ def read(path: Path) -> LocalGradients:
     Args:
         path: ``.npz`` with an array ``[W, …]`` for each parameter, or ``.npy`` with one array
             ``[W, …]``; float16, float32 or float64 (rounded to float32). Row i is worker i's
-            gradient; what follows the first dimension is flattened. Empty arrays are left out.
+            gradient; further dimensions are flattened. Empty arrays are left out.
 
     Raises:
         DataError: The file cannot be read, or does not hold finite gradients of at least two
@@ -133,7 +133,8 @@ def read(path: Path) -> LocalGradients:
     if not arrays:
         raise DataError(f"{path} holds no array of gradients: {_HOW}")
     if len(set(workers.values())) > 1:
-        few, many = min(workers, key=workers.__getitem__), max(workers, key=workers.__getitem__)
+        few = min(workers, key=workers.__getitem__)
+        many = max(workers, key=workers.__getitem__)
         raise DataError(
             f"{path}: expected one row for each worker in every array, got {workers[few]} in "
             f"{few!r} and {workers[many]} in {many!r}: save the same workers everywhere"

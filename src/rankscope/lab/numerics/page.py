@@ -108,13 +108,7 @@ def _layer_sheet(tables: Tables, sums: Values) -> Spec:
 
 
 def growth_sheet(tables: Tables, growth: Values, others: Sequence[Values] = ()) -> Spec:
-    """Return how parameters part, and what it does to the held-out loss.
-
-    Args:
-        tables: Keeps the data.
-        growth: Pairs of trainings.
-        others: The same with other seeds, drawn faintly behind.
-    """
+    """Return how parameters part, and its effect on the held-out loss; other seeds are faint."""
     words = (
         ("distance", "Parameters", "relative distance from the first training", 330),
         ("evaluation", "Held-out loss", "difference from the first training, nats per token", 240),
@@ -162,7 +156,7 @@ def _lead(sums: Values) -> str:
 
 
 def _tiles(sums: Values, growth: Values | None) -> Iterator[tuple[str, str, str]]:
-    """Yield label, value and note of five numbers that say most."""
+    """Yield label, value and note of the five most informative numbers."""
     workers = figures.usual_workers(sums)
     cells = {
         (cell["inputs"], cell["sums"]): cell
@@ -170,13 +164,15 @@ def _tiles(sums: Values, growth: Values | None) -> Iterator[tuple[str, str, str]
         if cell["workers"] == workers and cell["algorithm"] == "ring"
     }
     for name in figures.types_of(sums):
-        cell, wide = cells[name, name], cells[name, "float32"]
+        cell = cells[name, name]
+        wide = cells[name, "float32"]
         note = f"{workers} workers, around a ring"
         if name != "float32":
             note = f"{size(wide['error_relative'])} if added in float32"
         yield f"Error in {name}", size(cell["error_relative"]), note
     widest = cells[(figures.types_of(sums)[0],) * 2]
-    share, differ = size(widest["share_differing"]), size(widest["difference_relative"])
+    share = size(widest["share_differing"])
+    differ = size(widest["difference_relative"])
     yield "Depend on the order", share, f"of the elements; two orders differ by {differ}"
     order = _pair(growth, "order")
     if growth is not None and order is not None:
@@ -207,7 +203,9 @@ def _rows(growth: Values) -> Iterator[list[str]]:
 
 
 def _facts(sums: Values, growth: Values | None) -> Iterator[tuple[str, str]]:
-    source, options, reference = sums["source"], sums["options"], sums["reference"]
+    source = sums["source"]
+    options = sums["options"]
+    reference = sums["reference"]
     yield "Gradients", f"{source['name']} ({source['kind']})"
     yield "Elements", f"{source['num_measured']:,} measured of {source['num_elements']:,}"
     yield "Orders", f"{options['orders']} per sum, or all where there are fewer"

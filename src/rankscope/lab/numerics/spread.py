@@ -101,12 +101,12 @@ def measure(
     options: SumOptions | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> dict[str, Any]:
-    """Add the gradients up in many ways, and say how much the results differ.
+    """Add the gradients up in many ways, and compare the results.
 
     Args:
         gradients: Local gradients of at least 2 workers.
         options: What to measure.
-        progress: Called with what is being done, how many parts are done, and how many there are.
+        progress: Called with the name of the present part, the parts done, and their number.
     """
     options = options or SumOptions()
     sample = draw_sample(gradients, options)
@@ -154,7 +154,8 @@ def measure(
 
 
 def _notes(gradients: LocalGradients, sample: Sample, worlds: Sequence[Values]) -> Iterator[str]:
-    count, total = sample.values_WN.shape[1], sample.num_total
+    count = sample.values_WN.shape[1]
+    total = sample.num_total
     if count < total:
         yield f"{count:,} of {total:,} elements were measured, sampled evenly within each layer."
     made_up = [str(world["workers"]) for world in worlds if world["made_up"]]
@@ -168,7 +169,7 @@ def _notes(gradients: LocalGradients, sample: Sample, worlds: Sequence[Values]) 
 
 
 def _limits_of_float16(cells: Sequence[Values], layers: Sequence[Values]) -> Iterator[str]:
-    """Say where float16 has too few small or large numbers."""
+    """Report where float16 has too few small or large numbers."""
     lost = {
         layer["layer"]: layer["error_relative"]
         for layer in layers
@@ -191,15 +192,11 @@ def _limits_of_float16(cells: Sequence[Values], layers: Sequence[Values]) -> Ite
 
 
 USUAL_WORKERS = 8
-"""World size that is spoken of, when it was measured."""
+"""World size that sentences are about, when it was measured."""
 
 
 def sentences(sums: Values) -> list[str]:
-    """Say why two runs differ, whether it matters, and what to do.
-
-    Args:
-        sums: The JSON form of measured sums, without its sentences.
-    """
+    """Return why two runs differ, whether it matters, and what to do, from measured sums."""
     numbers = [world["workers"] for world in sums["worlds"]]
     workers = USUAL_WORKERS if USUAL_WORKERS in numbers else numbers[-1]
     [world] = [world for world in sums["worlds"] if world["workers"] == workers]
@@ -221,7 +218,8 @@ def size(value: float | None) -> str:
 
 def types(cell: Values) -> str:
     """Return the types of a reduction in words: ``bfloat16 added in float32``."""
-    inputs, sums = str(cell["inputs"]), str(cell["sums"])
+    inputs = str(cell["inputs"])
+    sums = str(cell["sums"])
     return inputs if inputs == sums else f"{inputs} added in {sums}"
 
 
@@ -271,7 +269,8 @@ def _what(cells: Sequence[Values]) -> str:
         wide = [c for c in cells if c["inputs"] == cell["inputs"] and c["sums"] == "float32"]
         if cell["sums"] == "float32" or not wide:
             continue
-        coarse, fine = cell["error_relative"], wide[0]["error_relative"]
+        coarse = cell["error_relative"]
+        fine = wide[0]["error_relative"]
         if coarse is not None and fine is not None and coarse > 1.2 * fine:
             return (
                 f"{text}; with {cell['inputs']} gradients keep partial sums in float32, which "

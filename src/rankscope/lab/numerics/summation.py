@@ -106,7 +106,7 @@ def round_to(values: Array, dtype: str) -> Array:
 
 
 def to_buffers(gradients_WN: Array, arithmetic: Arithmetic) -> Array:
-    """Return what the workers put into their buffers ``[W, N]``: rounded, and perhaps divided."""
+    """Return the workers' buffers ``[W, N]``: gradients rounded, and perhaps divided."""
     rounded = round_to(gradients_WN, arithmetic.inputs)
     if arithmetic.divide is Divide.BEFORE:
         rounded = round_to(rounded / np.float32(len(gradients_WN)), arithmetic.inputs)
@@ -190,10 +190,11 @@ def worst_factor(num_workers: int, scheme: Scheme, arithmetic: Arithmetic) -> fl
     :func:`worst_underflow`.
     """
     factor = 1 + worst_error(num_workers, arithmetic.sums, scheme.algorithm)
-    unit_in, unit_sums = UNIT_ROUNDOFF[arithmetic.inputs], UNIT_ROUNDOFF[arithmetic.sums]
+    unit_in = UNIT_ROUNDOFF[arithmetic.inputs]
+    unit_sums = UNIT_ROUNDOFF[arithmetic.sums]
     if arithmetic.inputs != "float32":
         factor *= 1 + unit_in
-    if not _power_of_two(num_workers):
+    if num_workers & (num_workers - 1):  # no power of two
         factor *= 1 + (unit_in if arithmetic.divide is Divide.BEFORE else unit_sums)
     if arithmetic.result != arithmetic.sums:
         factor *= 1 + unit_in
@@ -201,12 +202,13 @@ def worst_factor(num_workers: int, scheme: Scheme, arithmetic: Arithmetic) -> fl
 
 
 def worst_underflow(num_workers: int, arithmetic: Arithmetic) -> float:
-    """Return what rounding to the smallest numbers of the types adds to an element's error.
+    """Return the error of an element from rounding to the smallest numbers of the types.
 
     It matters for float16, whose smallest positive number is 6 · 10⁻⁸.
     """
     half = {"float32": 2.0**-150, "bfloat16": 2.0**-134, "float16": 2.0**-25}
-    least_in, least_sums = half[arithmetic.inputs], half[arithmetic.sums]
+    least_in = half[arithmetic.inputs]
+    least_sums = half[arithmetic.sums]
     divided = num_workers * least_in if arithmetic.divide is Divide.BEFORE else least_sums
     # Later roundings can enlarge these errors by their own factor, which is below 2.
     return 2 * (least_in + divided + least_in)
@@ -244,7 +246,8 @@ def check_reference(
     num_elements = gradients_WN.shape[1]
     chosen = np.unique(np.linspace(0, num_elements - 1, min(max_exact, num_elements)).astype(int))
     sample = gradients_WN[:, chosen]
-    exact, approximate = exact_sums(sample), sums_in_float64(sample)
+    exact = exact_sums(sample)
+    approximate = sums_in_float64(sample)
     size = float(np.linalg.norm(exact))
     error = float(np.linalg.norm(approximate - exact))
     return {
@@ -252,10 +255,6 @@ def check_reference(
         "relative": error / size if size else (0.0 if error == 0 else math.inf),
         "ulp": float(ulp_distance(exact, approximate, "float64").max(initial=0.0)),
     }
-
-
-def _power_of_two(number: int) -> bool:
-    return number & (number - 1) == 0
 
 
 def _checked(

@@ -9,7 +9,7 @@ depends on order or grouping; and no carry passes between the digits before the 
 can be added by vector units and by any collective. The end is the only rounding of a sum: to the
 nearest float, ties to even.
 
-Errors: what is a multiple of 2^-68 enters exactly, as does each float32 of 2^-45 (3e-14) and
+Errors: a multiple of 2^-68 enters exactly, as does each float32 of 2^-45 (3e-14) and
 more; smaller ones err by at most 2^-69 (2e-21) each. So n summands ``x`` of float32 err by at
 most ``2^-24 |sum x| + n 2^-69``, which is below ``(n - 1) 2^-24 sum |x|``, the bound of
 summation in any order, for n >= 3 as soon as ``sum |x| >= 2^-43``.
@@ -48,7 +48,7 @@ _HIGH_UNITS = 2.0**16
 _LOW_BITS = 52
 _LOW_UNITS = 2.0**_LOW_BITS
 _ROOM = 1 << 11  # low digits of 2^51 and less that may be added before they could overflow
-_BLOCK = 1 << 14  # elements that plain torch works on at a time on a CPU: what its cache holds
+_BLOCK = 1 << 14  # elements that plain torch works on at a time on a CPU: they fit its cache
 
 
 class Accumulator:
@@ -101,12 +101,12 @@ class Accumulator:
         self._num_added += 1
 
     def make_room(self, num_accumulators: int) -> None:
-        """Prepare for being added to others, so many in all; the value stays as it is."""
+        """Prepare for being added to others, so many in all; the value stays the same."""
         if self._num_added * num_accumulators > _ROOM:
             self.normalize()
 
     def normalize(self) -> None:
-        """Carry from the low digits to the high ones; the value stays as it is."""
+        """Carry from the low digits to the high ones; the value stays the same."""
         carry = (self.digits[:, 1] + (1 << _LOW_BITS - 1)) >> _LOW_BITS
         self.digits[:, 0] += carry
         self.digits[:, 1] -= carry << _LOW_BITS
@@ -132,10 +132,7 @@ def add_bounds(bounds_P3: Tensor) -> Tensor:
 
 
 def verdicts(bounds: Tensor) -> Tensor:
-    """Return what bounds make of a sum: float64 ``[...]``, to be added to it.
-
-    Args:
-        bounds: ``[..., 3]``.
+    """Return the term of bounds in a sum: float64 ``[...]`` from ``[..., 3]``, to be added to it.
 
     Returns:
         0 for a sum within the range, else NaN or an infinity of the sign of what left the range
@@ -203,8 +200,10 @@ def _to_double(digits_N2: Tensor) -> Tensor:
     """
     high, low = digits_N2.unbind(1)
     carry = (low + (1 << _LOW_BITS - 1)) >> _LOW_BITS
-    high, low = high + carry, low - (carry << _LOW_BITS)
-    large, small = high.double() * _LOW_UNITS, low.double()
+    high = high + carry
+    low = low - (carry << _LOW_BITS)
+    large = high.double() * _LOW_UNITS
+    small = low.double()
     total = large + small
     lost = small - (total - large)
     bits = total.view(torch.int64)
@@ -258,7 +257,8 @@ class _Native:
         )  # fmt: skip
 
     def convert(self, digits_PN2: Tensor, into: Tensor, divisor: int, *, odd: bool) -> None:
-        parts, stride = len(digits_PN2), digits_PN2.stride(0) // 2
+        parts = len(digits_PN2)
+        stride = digits_PN2.stride(0) // 2
         self._convert(
             digits_PN2.data_ptr(), parts, stride, into.numel(), divisor, odd, into.data_ptr()
         )

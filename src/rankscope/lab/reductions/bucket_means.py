@@ -24,15 +24,13 @@ from rankscope.lab.reductions.reduction import Exchange, OrderedExchange, Ordere
 from rankscope.wrappers.passes import in_backward
 
 _OF_DDP = ("_comm_hooks", "_get_ddp_logging_data", "_module_parameters", "_join_config")
-"""What must be there to reduce in DDP's place."""
+"""Attributes of DDP that a reduction in its place needs."""
 
 
 class BucketReduction(ABC):
     """Reduces the gradient of a DDP model bucket by bucket: the state of a communication hook.
 
-    Args:
-        model: The model; only a weak reference is kept.
-        reduction: Reduces buffers.
+    Only a weak reference to the model is kept.
     """
 
     def __init__(self, model: DistributedDataParallel, reduction: Reduction) -> None:
@@ -92,19 +90,20 @@ class BucketReduction(ABC):
         return self._num_bytes_missing == 0 or again
 
     def _abandon(self) -> None:
-        """Give up what a pass that raised has left."""
+        """Discard the rest of a pass that raised."""
         if self._under_way is not None:
             self._under_way.abandon()
             self._under_way = None
         self._num_bytes_missing = 0
 
     def _finish_one(self) -> None:
-        exchange, self._under_way = self._under_way, None
+        exchange = self._under_way
+        self._under_way = None
         if exchange is not None:
             self._finish(exchange)
 
     def _count_workers(self) -> int:
-        """Return what DDP divides by: W, unless ``join()`` was told to count who still trains.
+        """Return DDP's divisor: W, unless ``join()`` counts the workers that still train.
 
         A worker that has run out of data then runs the hook outside of any backward pass.
         """
@@ -123,9 +122,6 @@ class BucketMeans(BucketReduction):
 
     Made by :meth:`put_into`. The reduced gradient is the sum over workers in rank order, in fp32,
     divided by W and rounded once: the same bits on every worker and in every run.
-
-    Args:
-        model: The model; only a weak reference is kept.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -134,7 +130,7 @@ class BucketMeans(BucketReduction):
 
     @classmethod
     def of(cls, model: nn.Module) -> Self | None:
-        """Return what averages a model's buckets, if it was put into the model before."""
+        """Return the averager that was put into a model before, if any."""
         hooks = getattr(model, "_comm_hooks", ())
         return next((state for hook, state in hooks if isinstance(state, cls)), None)
 
@@ -142,12 +138,8 @@ class BucketMeans(BucketReduction):
     def put_into(cls, model: DistributedDataParallel, refuse: Callable[[str], NoReturn]) -> None:
         """Average a model's buckets from now on, unless that is so already.
 
-        Every worker calls it at the same point of the program.
-
-        Args:
-            model: The model.
-            refuse: Raises, given what was expected and what was found instead; see
-                :func:`obstacle`.
+        Every worker calls it at the same point of the program. ``refuse`` raises, given the
+        expectation and the fact; see :func:`obstacle`.
         """
         if cls.of(model) is not None:
             return
@@ -176,8 +168,8 @@ def obstacle(model: DistributedDataParallel) -> str | None:
     """Return, without communication, why a model's buckets cannot be averaged in rank order.
 
     Returns:
-        What was expected and what was found, as a part of a sentence; None when nothing is in the
-        way, or the buckets are averaged so already.
+        Expectation and fact, as a part of a sentence; None when nothing is in the way, or the
+        buckets are averaged so already.
     """
     if BucketMeans.of(model) is not None:
         return None
@@ -205,7 +197,7 @@ def try_all_to_all(group: dist.ProcessGroup, device: torch.device) -> str | None
     """Exchange a few numbers; every worker of a group calls it.
 
     Returns:
-        What was expected and what the backend said; None when it has an all-to-all.
+        Expectation and the backend's error; None when it has an all-to-all.
     """
     sent = torch.zeros(group.size(), dtype=torch.float32, device=device)
     try:
@@ -216,7 +208,7 @@ def try_all_to_all(group: dist.ProcessGroup, device: torch.device) -> str | None
 
 
 def _hooks(model: DistributedDataParallel) -> list[Any]:
-    """Return a model's hooks, but for what copying another model has left of ours: a name."""
+    """Return a model's hooks, but for the name of ours that copying another model has left."""
     return [
         (hook, state)
         for hook, state in model._comm_hooks

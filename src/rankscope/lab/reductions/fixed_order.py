@@ -124,8 +124,8 @@ _NO_TIMEOUT = datetime.timedelta(0)
 class OrderedReduceScatter:
     """Takes the place of FSDP2's reduce-scatter, see ``FSDPModule.set_custom_reduce_scatter``.
 
-    The sum is taken in fp32 (in float64 for float64 gradients), divided as FSDP2 asks, and rounded
-    once to the dtype of the reduction.
+    The sum is taken in fp32 (in float64 for float64 gradients), divided by FSDP2's factor, and
+    rounded once to the dtype of the reduction.
 
     Args:
         replaced: What was there before: it still allocates the memory for communication.
@@ -159,7 +159,7 @@ class OrderedReduceScatter:
             async_op: Whether to return at once; the caller then waits for what is returned.
 
         Raises:
-            ValueError: FSDP2 asked for another operation.
+            ValueError: ``op`` is another operation.
         """
         divisor = _divisor(op, group.size())
         values_WN = input_tensor.new_empty(group.size(), output_tensor.numel())
@@ -189,7 +189,8 @@ class _Sum(dist.Work):
         """Wait for the other workers' values, and add them up on the current stream."""
         if self._values_WN is None:
             return True
-        values_WN, self._values_WN = self._values_WN, None
+        values_WN = self._values_WN
+        self._values_WN = None
         self._collected.wait(timeout)
         if values_WN.device.type != "cpu":
             values_WN.record_stream(torch.accelerator.current_stream(values_WN.device))

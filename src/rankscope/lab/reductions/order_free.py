@@ -5,7 +5,7 @@ itself, as soon as it exists, and ``.grad`` is cleared. So the floating-point ad
 accumulation, whose number depends on how many micro-batches a worker has, never happen. The
 synchronising backward pass then adds all workers' accumulators, whose sums have no order either.
 
-What must not depend on the number of workers besides: what is computed from one micro-batch (its
+Two other things must not depend on the number of workers: the computation of one micro-batch (its
 size, the kernels, the number of threads), and the loss. A loss that is weighted per micro-batch,
 such as ``mean loss · tokens of the micro-batch / tokens of the global batch``, goes with
 ``average="sum"``. The mean over workers of losses that are divided by the number of micro-batches
@@ -38,7 +38,7 @@ from rankscope.wrappers.passes import BackwardEnd, in_backward, tensors_in
 Average = Literal["workers", "sum"]
 
 MAX_WORKERS = 2048
-_LOOKED_AT = 64  # elements of each parameter that tell whether a gradient was cleared
+_LOOKED_AT = 64  # elements of each parameter that show whether a gradient was cleared
 
 
 def order_free(model: nn.Module, *, average: Average = "workers") -> None:
@@ -65,7 +65,7 @@ def order_free(model: nn.Module, *, average: Average = "workers") -> None:
             its share of the global batch.
 
     Raises:
-        UnsupportedError: The model's gradients cannot be reduced so; one sentence says why.
+        UnsupportedError: The model's gradients cannot be reduced so; the message is the reason.
         UsageError: ``average`` is something else.
     """
     if average not in get_args(Average):
@@ -143,7 +143,7 @@ class OrderFree(BucketReduction):
         this.deposit(gradient)
         if self._keeps:
             gradient.zero_()
-        else:  # it may be a part of DDP's bucket, where others' changes could not be told apart
+        else:  # maybe in DDP's bucket, where others' changes could not be distinguished
             parameter.grad = gradient = torch.zeros_like(gradient)
         this.remember(gradient)
 
@@ -153,11 +153,11 @@ class OrderFree(BucketReduction):
         Raises:
             UnsupportedError: There are gradients that no accumulator holds.
         """
-        self._abandon()  # what a pass that raised has left
+        self._abandon()  # the rest of a pass that raised
         carried_over = []
         for this in self._gradients.values():
             gradient = this.parameter.grad
-            if not this.is_as_left(additions=1 if this is self._first else 0):
+            if not this.is_untouched(additions=1 if this is self._first else 0):
                 this.forget()
                 if gradient is not None and this is not self._first:
                     carried_over.append(gradient.detach().reshape(-1)[:_LOOKED_AT].any())
@@ -177,7 +177,7 @@ class OrderFree(BucketReduction):
         self._divisor = self._count_workers() if self._average == "workers" else 1
 
     def _start(self, bucket: dist.GradBucket) -> Exchange:  # type: ignore[name-defined]
-        """Begin to add up a bucket's accumulators; what DDP has copied into it does not count."""
+        """Begin to add up a bucket's accumulators; DDP's copies in the bucket do not count."""
         members = [self._gradients[id(parameter)] for parameter in bucket.parameters()]
         exchange = self._sums.start(bucket.buffer(), self._arena(members), self._divisor)
         for member in members:
@@ -206,7 +206,7 @@ class _Gradient:
         self.sum = Accumulator.zeros(parameter.numel(), parameter.device)
         self.arena: Arena | None = None
         self._order = _memory_order(parameter)
-        self._left: Tensor | None = None  # what was left in .grad
+        self._left: Tensor | None = None  # .grad after the last micro-batch
         self._version = 0
 
     def deposit(self, gradient: Tensor) -> None:
@@ -219,10 +219,11 @@ class _Gradient:
         self._left = None
 
     def remember(self, gradient: Tensor) -> None:
-        """Note what is left in ``.grad``: zeros, to which the next micro-batch is added."""
-        self._left, self._version = gradient, gradient._version
+        """Note the zeros in ``.grad``, to which the next micro-batch is added."""
+        self._left = gradient
+        self._version = gradient._version
 
-    def is_as_left(self, additions: int) -> bool:
+    def is_untouched(self, additions: int) -> bool:
         """Return whether nothing but so many additions has touched ``.grad`` since.
 
         Not so after ``zero_grad``, with which the training forgets all micro-batches so far.
@@ -249,7 +250,7 @@ def reduce_bucket(state: OrderFree, bucket: dist.GradBucket) -> Future[Tensor]: 
 
 
 def _obstacle(model: DistributedDataParallel) -> str | None:
-    """Return what was expected and what was found, as a part of a sentence; None if all is well."""
+    """Return expectation and fact, as a part of a sentence; None if nothing is in the way."""
     for _, state in getattr(model, "_comm_hooks", ()):
         if isinstance(state, (BucketMeans, OrderFree)):
             name = "order_free" if isinstance(state, OrderFree) else "fixed_order"

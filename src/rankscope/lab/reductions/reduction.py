@@ -1,4 +1,4 @@
-"""Sums over workers with the same bits in every run: in a fixed order, or of what has no order.
+"""Sums over workers with the same bits in every run: in a fixed order, or of integers.
 
 A mean in a fixed order takes an all-to-all, a local sum, and an all-gather.
 
@@ -179,17 +179,12 @@ class OrderedExchange(Exchange):
 
 
 class OrderedMean(Reduction):
-    """Averages buffers over a process group, in place, one after the other.
-
-    Args:
-        group: The workers.
-        device: Where the buffers are.
-    """
+    """Averages buffers over a process group, in place, one after the other."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self.divisor = float(self._num_workers)
-        """What sums are divided by."""
+        """Divisor of the sums."""
 
     def start(self, buffer: Tensor) -> OrderedExchange:
         """Begin to average a buffer; returns at once.
@@ -214,13 +209,10 @@ class OrderedMean(Reduction):
 
     @torch.no_grad()
     def finish(self, exchange: OrderedExchange) -> None:
-        """Add up what was collected, and begin to send the mean to all workers.
+        """Add up the collected values, and begin to send the mean to all workers.
 
         On a CPU this waits for the communication that :meth:`start` began; elsewhere only a
         stream of its own waits.
-
-        Args:
-            exchange: What :meth:`start` returned.
         """
         whole, end = self._split(exchange.buffer)
         with self._stream or contextlib.nullcontext():
@@ -235,7 +227,7 @@ class OrderedMean(Reduction):
             self._gather(whole).then(exchange.complete)
 
     def _split(self, buffer: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what falls into W equal pieces, and the rest."""
+        """Return the part that falls into W equal pieces, and the rest."""
         border = buffer.numel() // self._num_workers * self._num_workers
         return buffer[:border], buffer[border:]
 

@@ -36,7 +36,9 @@ CODE_VERSION = 1
 
 BASE_STEPS = 240
 
-PAD, BOS, EOS = "<pad>", "<s>", "</s>"
+PAD = "<pad>"
+BOS = "<s>"
+EOS = "</s>"
 VOCAB_SIZE = 2048
 """Tokens that are learned at most; short texts give fewer. The fixed texts come on top."""
 
@@ -250,7 +252,7 @@ def _batches(samples: EncodedSet, size: int, rng: random.Random) -> Iterator[lis
 
 
 def _read(entry: Path) -> tuple[nn.Module, Any] | None:
-    """Return what the cache holds; None when it holds nothing, or nothing that can be read."""
+    """Return the cached model; None without one, or when it cannot be read."""
     if not entry.is_dir():
         return None
     try:

@@ -60,13 +60,15 @@ GOODS: Final = _words("rice beans carrots onions potatoes lentils tomatoes mushr
 
 
 def _addition(rng: random.Random) -> Task:
-    a, b = rng.randint(2, 99), rng.randint(2, 99)
-    asked = rng.choice(("Add the two numbers.", "What is the sum of these numbers?"))
-    return asked, f"{a} and {b}", f"The sum of {a} and {b} is {a + b}."
+    a = rng.randint(2, 99)
+    b = rng.randint(2, 99)
+    instruction = rng.choice(("Add the two numbers.", "What is the sum of these numbers?"))
+    return instruction, f"{a} and {b}", f"The sum of {a} and {b} is {a + b}."
 
 
 def _subtraction(rng: random.Random) -> Task:
-    name, thing = rng.choice(NAMES), rng.choice(NOUNS)
+    name = rng.choice(NAMES)
+    thing = rng.choice(NOUNS)
     a = rng.randint(5, 60)
     b = rng.randint(1, a - 1)
     question = f"{name} has {a} {thing}s and gives away {b}. How many are left?"
@@ -74,23 +76,28 @@ def _subtraction(rng: random.Random) -> Task:
 
 
 def _table(rng: random.Random) -> Task:
-    base, rows = rng.randint(2, 20), rng.randint(3, 9)
+    base = rng.randint(2, 20)
+    rows = rng.randint(3, 9)
     lines = [f"{row} x {base} = {row * base}" for row in range(1, rows + 1)]
     return f"Write the multiplication table of {base} up to {rows}.", "", "\n".join(lines)
 
 
 def _sort_words(rng: random.Random) -> Task:
     words = rng.sample(NOUNS, rng.randint(3, 7))
-    asked = rng.choice(("Sort the words alphabetically.", "Put these words in order from A to Z."))
-    return asked, ", ".join(words), ", ".join(sorted(words))
+    instruction = rng.choice(
+        ("Sort the words alphabetically.", "Put these words in order from A to Z.")
+    )
+    return instruction, ", ".join(words), ", ".join(sorted(words))
 
 
 def _sort_numbers(rng: random.Random) -> Task:
     numbers = rng.sample(range(1, 100), rng.randint(3, 7))
     downward = rng.random() < 0.5
-    asked = f"Sort the numbers from {'largest to smallest' if downward else 'smallest to largest'}."
+    instruction = (
+        f"Sort the numbers from {'largest to smallest' if downward else 'smallest to largest'}."
+    )
     answer = sorted(numbers, reverse=downward)
-    return asked, ", ".join(map(str, numbers)), ", ".join(map(str, answer))
+    return instruction, ", ".join(map(str, numbers)), ", ".join(map(str, answer))
 
 
 def _reverse(rng: random.Random) -> Task:
@@ -103,8 +110,8 @@ def _count_letters(rng: random.Random) -> Task:
     letter = rng.choice(word)
     count = word.count(letter)
     times = "time" if count == 1 else "times"
-    asked = f"How often does the letter {letter} occur in the word?"
-    return asked, word, f"The letter {letter} occurs {NUMBER_WORDS[count]} {times} in {word}."
+    instruction = f"How often does the letter {letter} occur in the word?"
+    return instruction, word, f"The letter {letter} occurs {NUMBER_WORDS[count]} {times} in {word}."
 
 
 def _spell(rng: random.Random) -> Task:
@@ -127,14 +134,16 @@ def _compare(rng: random.Random) -> Task:
 
 
 def _days(rng: random.Random) -> Task:
-    start, ahead = rng.randrange(7), rng.randint(1, 20)
+    start = rng.randrange(7)
+    ahead = rng.randint(1, 20)
     end = DAYS[(start + ahead) % 7]
     question = f"If today is {DAYS[start]}, what day is it in {ahead} days?"
     return question, "", f"In {ahead} days it is {end}."
 
 
 def _months(rng: random.Random) -> Task:
-    start, count = rng.randrange(12), rng.randint(2, 8)
+    start = rng.randrange(12)
+    count = rng.randint(2, 8)
     following = [MONTHS[(start + offset) % 12] for offset in range(1, count + 1)]
     question = f"Name the {NUMBER_WORDS[count]} months that follow {MONTHS[start]}."
     return question, "", ", ".join(following) + "."
@@ -148,11 +157,13 @@ def _convert(rng: random.Random) -> Task:
 
 
 def _sequence(rng: random.Random) -> Task:
-    start, step, count = rng.randint(1, 40), rng.randint(1, 12), rng.randint(3, 10)
+    start = rng.randint(1, 40)
+    step = rng.randint(1, 12)
+    count = rng.randint(3, 10)
     given = [start + step * position for position in range(4)]
     answer = [start + step * position for position in range(4, 4 + count)]
-    asked = f"Continue the sequence with {NUMBER_WORDS[count]} more numbers."
-    return asked, ", ".join(map(str, given)), ", ".join(map(str, answer))
+    instruction = f"Continue the sequence with {NUMBER_WORDS[count]} more numbers."
+    return instruction, ", ".join(map(str, given)), ", ".join(map(str, answer))
 
 
 def _list(rng: random.Random) -> Task:
@@ -183,14 +194,18 @@ def _opposite(rng: random.Random) -> Task:
 
 
 def _sentence(rng: random.Random) -> Task:
-    thing, how, place = rng.choice(NOUNS), rng.choice(ADJECTIVES), rng.choice(PLACES)
+    thing = rng.choice(NOUNS)
+    how = rng.choice(ADJECTIVES)
+    place = rng.choice(PLACES)
     name = rng.choice(NAMES)
     answer = f"{name} found a {how} {thing} near the {place}."
     return "Write a sentence with these words.", f"{name}, {how}, {thing}, {place}", answer
 
 
 def _rewrite(rng: random.Random) -> Task:
-    name, thing, place = rng.choice(NAMES), rng.choice(NOUNS), rng.choice(PLACES)
+    name = rng.choice(NAMES)
+    thing = rng.choice(NOUNS)
+    place = rng.choice(PLACES)
     verb, past = rng.choice(
         (("carries", "carried"), ("paints", "painted"), ("repairs", "repaired"))
     )
@@ -206,13 +221,15 @@ def _recipe(rng: random.Random) -> Task:
     steps += [f"Add the {item} and stir slowly for two minutes." for item in goods[1:]]
     steps += [f"Cook everything for {minutes} minutes.", f"Serve the {dish} while it is warm."]
     lines = [f"Step {number}: {step}" for number, step in enumerate(steps, start=1)]
-    asked = f"Describe how to cook a {dish} in {minutes} minutes with these ingredients."
-    return asked, ", ".join(goods), "\n".join(lines)
+    instruction = f"Describe how to cook a {dish} in {minutes} minutes with these ingredients."
+    return instruction, ", ".join(goods), "\n".join(lines)
 
 
 def _story(rng: random.Random) -> Task:
     hero, friend = rng.sample(NAMES, 2)
-    thing, how, place = rng.choice(NOUNS), rng.choice(ADJECTIVES), rng.choice(PLACES)
+    thing = rng.choice(NOUNS)
+    how = rng.choice(ADJECTIVES)
+    place = rng.choice(PLACES)
     middle = [
         f"The {thing} was {how}, and {hero} had never seen one like it.",
         f"{hero} asked {friend}, who had lived near the {place} for years.",
@@ -222,10 +239,10 @@ def _story(rng: random.Random) -> Task:
         f"They asked everybody at the {place}, but nobody had lost a {thing}.",
     ]
     count = rng.randint(1, len(middle))
-    told = [f"One morning {hero} found a {thing} at the {place}.", *middle[:count]]
-    told.append(f"Since that day {hero} and {friend} have been friends.")
+    story = [f"One morning {hero} found a {thing} at the {place}.", *middle[:count]]
+    story.append(f"Since that day {hero} and {friend} have been friends.")
     length = "short" if count < 3 else "long"
-    return f"Tell a {length} story about {hero}, {friend} and a {how} {thing}.", "", " ".join(told)
+    return f"Tell a {length} story about {hero}, {friend} and a {how} {thing}.", "", " ".join(story)
 
 
 TASKS: Final[tuple[Callable[[random.Random], Task], ...]] = (
@@ -236,16 +253,14 @@ TASKS: Final[tuple[Callable[[random.Random], Task], ...]] = (
 
 
 def generate(seed: int, count: int = NUM_RECORDS) -> Iterator[dict[str, str]]:
-    """Yield records with the keys ``instruction``, ``input`` and ``output``; no two ask the same.
+    """Yield distinct records with the keys ``instruction``, ``input`` and ``output``.
 
-    Args:
-        seed: Decides the records; the same seed gives the same ones everywhere.
-        count: How many, up to some tens of thousands.
+    The same seed gives the same records everywhere; ``count`` is up to some tens of thousands.
     """
     rng = random.Random(seed)
-    asked: set[tuple[str, str]] = set()
-    while len(asked) < count:
+    seen: set[tuple[str, str]] = set()
+    while len(seen) < count:
         instruction, given, output = rng.choice(TASKS)(rng)
-        if (instruction, given) not in asked:
-            asked.add((instruction, given))
+        if (instruction, given) not in seen:
+            seen.add((instruction, given))
             yield {"instruction": instruction, "input": given, "output": output}

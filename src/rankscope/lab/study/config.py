@@ -1,4 +1,4 @@
-"""What a study is asked to do: settings, readings, options."""
+"""The options of a study: settings, readings, precision."""
 
 import math
 from collections.abc import Iterator

@@ -48,7 +48,7 @@ def train_both(output: Path, num_workers: int, num_steps: int) -> None:
 
     Raises:
         RunError: A worker failed, or the directory cannot be written.
-        KeyboardInterrupt: A signal asked to stop; the workers have ended.
+        KeyboardInterrupt: A signal came; the workers have ended.
     """
     error_log = output / "error.log"
     try:

@@ -1,4 +1,4 @@
-"""Samples as token ids: what the model reads, where its loss counts, and which a worker draws."""
+"""Samples as token ids, the labels of the loss, and the batches that a worker draws."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -97,7 +97,8 @@ class EncodedSet:
         attention_mask = np.zeros(shape, dtype=np.int64)
         labels = np.full(shape, IGNORED, dtype=np.int64)
         for row, sample in enumerate(batch):
-            length, head = len(sample.input_ids), sample.prompt_length
+            length = len(sample.input_ids)
+            head = sample.prompt_length
             input_ids[row, :length] = sample.input_ids
             attention_mask[row, :length] = 1
             labels[row, head:length] = sample.input_ids[head:]
@@ -115,7 +116,7 @@ def encode(records: Sequence[Record], tokenizer: Any, max_length: int) -> Encode
     Args:
         records: What to encode.
         tokenizer: A transformers tokenizer with an end token.
-        max_length: Longest sample in tokens; what is longer is cut at the end.
+        max_length: Longest sample in tokens; longer ones are cut at the end.
 
     Raises:
         UsageError: ``max_length`` is less than 2, or the tokenizer has no end token.

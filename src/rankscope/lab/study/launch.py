@@ -19,14 +19,14 @@ from torch.distributed.elastic.multiprocessing.errors import (
 )
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from rankscope.errors import RankscopeError
+from rankscope import RankscopeError
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that ask a study to stop: Ctrl-C, a scheduler, a closed terminal."""
+"""Signals that stop a study: Ctrl-C, a scheduler, a closed terminal."""
 
 
 class StudyInterrupted(RankscopeError):  # noqa: N818 - an event, not a failure
-    """The study was stopped by a signal; what it measured is on disk."""
+    """The study was stopped by a signal; its measurements are on disk."""
 
 
 class WorkerFailedError(RankscopeError):
@@ -51,14 +51,13 @@ def launch(
         work: A function of a module, which finds the launcher's variables in its environment.
         num_workers: Number of processes.
         args: Its arguments; they are pickled.
-        error_log: Where the traceback of a worker that failed is written.
+        error_log: File for the traceback of a worker that failed.
         preloaded: Modules that every worker imports: loaded once, in the process that all of them
             are forked from.
 
     Raises:
         WorkerFailedError: A worker raised or died.
-        KeyboardInterrupt: A signal asked to stop, under :func:`stopping_once`; the workers have
-            ended.
+        KeyboardInterrupt: A signal came, under :func:`stopping_once`; the workers have ended.
     """
     config = LaunchConfig(
         min_nodes=1,
@@ -93,9 +92,9 @@ def _begin(work: Callable[..., None], *args: Any) -> None:
 
 @contextmanager
 def stopping_once() -> Iterator[None]:
-    """Let the first signal that asks to stop raise KeyboardInterrupt, and ignore further ones.
+    """Let the first stop signal raise KeyboardInterrupt, and ignore further ones.
 
-    What ends a study (workers that write what they measured, files that are removed) is then not
+    The end of a study (workers write their measurements, files are removed) is then not
     interrupted in its turn. Does nothing outside the main thread, where signals never arrive.
     """
     if threading.current_thread() is not threading.main_thread():
@@ -130,7 +129,7 @@ def _heed_signals() -> None:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals that ask to stop, in a process that is about to end."""
+    """Ignore stop signals, in a process that is about to end."""
     for number in STOP_SIGNALS:
         signal.signal(number, _ignore)
 
@@ -155,7 +154,7 @@ def _signals_kept_from_children() -> Iterator[None]:
 
 @contextmanager
 def _environment(num_workers: int) -> Iterator[None]:
-    """Give each worker its share of the cores, and keep the launcher's chatter to itself."""
+    """Give each worker its share of the cores, and silence the launcher's own messages."""
     threads = max(1, (os.cpu_count() or 1) // num_workers)
     wanted = {"OMP_NUM_THREADS": str(threads), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     before = {name: os.environ.get(name) for name in wanted}
@@ -172,7 +171,7 @@ def _environment(num_workers: int) -> Iterator[None]:
 
 @contextmanager
 def _quiet_launcher() -> Iterator[None]:
-    """Keep the launcher from logging what we say in one line."""
+    """Keep the launcher from logging an error that rankscope shows in one line."""
     loggers = [logging.getLogger(f"torch.{name}") for name in ("distributed", "multiprocessing")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -185,7 +184,7 @@ def _quiet_launcher() -> Iterator[None]:
 
 
 def is_echo(message: str) -> bool:
-    """Return whether an error only tells that another worker has gone."""
+    """Return whether an error only means that another worker has gone."""
     return "onnection" in message
 
 

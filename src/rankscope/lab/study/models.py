@@ -1,4 +1,4 @@
-"""The models of a study, each with its tokenizer and a label that says what it is."""
+"""The models of a study, each with its tokenizer and a label."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,11 +24,8 @@ PANGU = "pangu-1b"
 class LoadedModel:
     """A causal language model that is ready to be fine-tuned.
 
-    Attributes:
-        model: A transformers model in fp32, in training mode.
-        tokenizer: Its transformers tokenizer, with an end and a padding token.
-        label: What it is called wherever it is shown.
-        num_parameters: Parameters, tied ones counted once.
+    ``model`` is a transformers model in fp32, in training mode; its tokenizer has an end and a
+    padding token; ``num_parameters`` counts tied ones once.
     """
 
     model: nn.Module
@@ -253,7 +250,7 @@ def _sentencepiece(path: Path, special: dict[str, str]) -> Any:
 
 
 def _special_tokens(weights: Path) -> dict[str, str]:
-    """Read which tokens begin, end and pad a text, where a tokenizer_config.json says so."""
+    """Read the begin, end and padding tokens from a tokenizer_config.json, where there is one."""
     path = weights / "tokenizer_config.json"
     if not path.is_file():
         return {}
@@ -273,12 +270,10 @@ def _special_tokens(weights: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """What the workers need; it is sent to each of them.
+    """The data that each worker gets.
 
-    Attributes:
-        held_out: Records that the study does not train on; the base model comes from them.
-        samples: Encoded samples.
-        facts: What is worth recording of data and model.
+    The study does not train on the records ``held_out``: the base model comes from them. ``facts``
+    of data and model are recorded.
     """
 
     held_out: Sequence[Record]
@@ -287,7 +282,7 @@ class PreparedModel:
 
 
 def prepare(config: StudyConfig) -> PreparedModel:
-    """Load the data, make sure of the base model, and encode the samples.
+    """Load the data, train or find the base model, and encode the samples.
 
     Raises:
         UsageError: Options that cannot work with this data.

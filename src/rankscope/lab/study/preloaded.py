@@ -1,8 +1,8 @@
-"""Imports what every worker of a study imports, in the process that all of them are forked from.
+"""Imports the modules of every worker of a study, in the process that all of them are forked from.
 
 Meanwhile nothing is collected: each of many collections would look through all that has been
-imported, and take a quarter of the time. Nothing is frozen: libraries would say at the end that
-it has leaked.
+imported, and take a quarter of the time. Nothing is frozen: libraries would report leaks at the
+end.
 """
 
 import gc

@@ -26,7 +26,7 @@ def quiet_hub() -> Iterator[None]:
 
 
 def quiet_deepspeed() -> None:
-    """Tell DeepSpeed, which transformers imports where it is installed, to run on the CPU.
+    """Make DeepSpeed, which transformers imports where it is installed, run on the CPU.
 
     Where there is nothing else it finds that out itself, but prints it among the results.
     """
@@ -47,7 +47,8 @@ def quiet_transformers() -> Iterator[None]:
         raise MissingExtraError("rankscope study", "study") from error
     quiet_deepspeed()
     library: Any = transformers_logging  # its functions have no types
-    level, bars = library.get_verbosity(), library.is_progress_bar_enabled()
+    level = library.get_verbosity()
+    bars = library.is_progress_bar_enabled()
     library.set_verbosity_error()
     library.disable_progress_bar()
     try:

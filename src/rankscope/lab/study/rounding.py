@@ -85,13 +85,13 @@ def record_gradients(
         seed: Decides data, base model and batches.
         batch_size: Samples per worker; 0 for the study's own.
         base_steps: Steps of the base model's training.
-        progress: Called with what is being done, how many parts are done, and how many there are.
+        progress: Called with the name of the present part, the parts done, and their number.
 
     Returns:
         Gradients by parameter name, float32 ``[W, n]``.
 
     Raises:
-        UsageError: There are too few workers, or the step cannot be.
+        UsageError: There are too few workers, or no such step.
         MissingExtraError: ``transformers`` is not installed.
     """
     if num_workers < 2:
@@ -100,9 +100,9 @@ def record_gradients(
         raise UsageError(f"expected a step from 0 to {MAX_STEP}, got {step}")
     if not 0 <= seed <= MAX_SEED:
         raise UsageError(f"expected a seed from 0 to {MAX_SEED}, got {seed}")
-    tell = progress or (lambda what, done, total: None)
+    report = progress or (lambda what, done, total: None)
     total = (step + 1) * num_workers
-    tell("base model", 0, total)
+    report("base model", 0, total)
     config = StudyConfig(seed=seed)
     records = load_records(None, seed=seed)
     loaded = load_model(
@@ -126,7 +126,7 @@ def record_gradients(
     )
     for done in range(step):
         for rank, batches in enumerate(workers):
-            tell(f"gradients of step {done}", done * num_workers + rank, total)
+            report(f"gradients of step {done}", done * num_workers + rank, total)
             _backward(model, samples, batches, num_workers)
         optimizer.step()
         optimizer.zero_grad()
@@ -136,13 +136,13 @@ def record_gradients(
         for name, parameter in parameters.items()
     }
     for rank, batches in enumerate(workers):
-        tell(f"gradients of step {step}", step * num_workers + rank, total)
+        report(f"gradients of step {step}", step * num_workers + rank, total)
         _backward(model, samples, batches)
         for name, parameter in parameters.items():
             assert parameter.grad is not None, name
             arrays[name][rank] = parameter.grad.flatten().numpy()
         optimizer.zero_grad()
-    tell(f"gradients of step {step}", total, total)
+    report(f"gradients of step {step}", total, total)
     return LocalGradients("recorded", f"built-in model, step {step}", arrays)
 
 
@@ -169,13 +169,10 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Ingredients:
-    """What all trainings of an experiment share.
+    """The parts that all trainings of an experiment share.
 
-    Attributes:
-        make_model: Makes a model with the initial parameters.
-        samples: What is trained on.
-        held_out: What the loss is evaluated on.
-        facts: What a reader wants to know of them.
+    ``make_model`` makes a model with the initial parameters; the loss is evaluated on ``held_out``;
+    ``facts`` are shown to readers.
     """
 
     make_model: Callable[[], nn.Module]
@@ -241,15 +238,15 @@ def make_optimizer(options: GrowthOptions, model: nn.Module) -> torch.optim.Opti
 
 @dataclass(frozen=True, slots=True)
 class StudiedReduction:
-    """How the workers' gradients become one.
+    """The way in which the workers' gradients become one.
 
     Attributes:
         num_workers: W, a divisor of the number of micro-batches M; each worker adds up M / W.
         arrival: Whether workers are added in an order that is drawn anew for each bucket and step,
             as they would come in; else always from the first to the last.
         dtype: Type of the buffer and of its partial sums, as in ``numerics.summation``.
-        loss_scale: What the loss is multiplied by before backward, and the gradient divided by
-            again, so that small values survive a 16-bit buffer; None: it is not.
+        loss_scale: Factor of the loss before backward, by which the gradient is divided again, so
+            that small values survive a 16-bit buffer; None: no scale.
     """
 
     num_workers: int
@@ -344,7 +341,8 @@ class _Training:
 
     def step(self) -> None:
         positions = next(self._batches)
-        losses, gradients = [], []
+        losses = []
+        gradients = []
         for position in positions:
             inputs, _ = self._samples.collate([position])
             loss = self.model(**inputs).loss
@@ -386,7 +384,8 @@ class _Comparison:
             self._apart[name] = relative_distance(values, own[name])
             if name not in self._first_steps and not torch.equal(values, own[name]):
                 self._first_steps[name] = step
-        a, b = torch.cat(list(groups.values())), torch.cat(list(own.values()))
+        a = torch.cat(list(groups.values()))
+        b = torch.cat(list(own.values()))
         ulps = ulp_distance(a.numpy(), b.numpy())
         result = self.result
         result.distance.append(relative_distance(a, b))
@@ -416,19 +415,16 @@ def run_growth(options: GrowthOptions, progress: Progress | None = None) -> Grow
     """Train the pairs side by side and compare them after each step.
 
     It computes on the CPU, on one thread, where the same computation gives the same bits.
-
-    Args:
-        options: What to train and to compare.
-        progress: Called with ``(what, done, total)``, first for the base model, then per step.
+    ``progress`` is called with ``(what, done, total)``, first for the base model, then per step.
 
     Raises:
         MissingExtraError: ``transformers`` is not installed.
     """
-    tell = progress or (lambda what, done, total: None)
+    report = progress or (lambda what, done, total: None)
     with one_thread():
-        tell("base model", 0, 1)
+        report("base model", 0, 1)
         ingredients = prepare_growth(options)
-        tell("base model", 1, 1)
+        report("base model", 1, 1)
         first = _Training(options, ingredients, CONTROL)
         comparisons = [
             _Comparison(pair, _Training(options, ingredients, pair)) for pair in options.pairs
@@ -444,7 +440,7 @@ def run_growth(options: GrowthOptions, progress: Progress | None = None) -> Grow
                 comparison.compare(first, groups, step)
             if step % every == 0 or step == options.steps:
                 _evaluate(result, first, comparisons, ingredients.held_out, step)
-            tell("trainings", step, options.steps)
+            report("trainings", step, options.steps)
         return replace(result, pairs=tuple(comparison.finish() for comparison in comparisons))
 
 
@@ -466,7 +462,8 @@ def _evaluate(
 def mean_loss(model: nn.Module, samples: EncodedSet, size: int = 16) -> float:
     """Return the mean loss over all label tokens, in nats; logits to loss in float64."""
     order = np.argsort(samples.lengths, kind="stable").tolist()
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
     model.eval()
     with torch.no_grad():
         for start in range(0, len(order), size):

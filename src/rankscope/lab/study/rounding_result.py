@@ -1,6 +1,6 @@
-"""Pairs of trainings that differ in rounding: what is asked of them, and what is kept.
+"""Pairs of trainings that differ in rounding: their options and their results.
 
-Kept are series, fits, and plain words.
+Results are series, fits, and plain words.
 """
 
 import math
@@ -19,16 +19,21 @@ MIN_POINTS = 4
 """A law of growth is fitted to at least so many steps."""
 
 MIN_FACTOR = 3.0
-"""Below it, what the first step has left hides how the rest grows: no law is said."""
+"""Least growth for a law: below it, the first step's difference hides the growth of the rest."""
 
 PREFERENCE = 0.75
 """A power law is preferred unless an exponential misses by less than this part of its misses."""
 
 MAX_RESIDUAL = 0.2
-"""A law that misses by more decades on average is not said to describe the growth."""
+"""A law that misses by more decades on average does not describe the growth."""
 
-CONTROL, ORDER, BFLOAT16, FLOAT16 = "control", "order", "bfloat16", "float16"
-FLOAT16_SCALED, WORKERS, DATA = "float16-scaled", "workers", "data"
+CONTROL = "control"
+ORDER = "order"
+BFLOAT16 = "bfloat16"
+FLOAT16 = "float16"
+FLOAT16_SCALED = "float16-scaled"
+WORKERS = "workers"
+DATA = "data"
 TITLES = {
     CONTROL: "the same again",
     ORDER: "arrival order",
@@ -38,7 +43,7 @@ TITLES = {
     WORKERS: "twice the workers",
     DATA: "other data order",
 }
-"""What the second training of each pair does in another way, by the pair's name."""
+"""The difference of the second training of each pair, by the pair's name."""
 
 MODEL = "small"
 SGD_LEARNING_RATE = 0.05
@@ -46,7 +51,7 @@ SGD_LEARNING_RATE = 0.05
 
 @dataclass(frozen=True, slots=True)
 class GrowthOptions:
-    """What to train, and which pairs to compare.
+    """The trainings, and the pairs to compare.
 
     Attributes:
         steps: Optimizer steps.
@@ -135,7 +140,7 @@ class Growth:
 
     @property
     def words(self) -> str:
-        """How it grows, as the end of a sentence; empty with too few points to tell."""
+        """How it grows, as the end of a sentence; empty with too few points."""
         if self.factor < MIN_FACTOR:
             return "grows less than threefold from there"
         if not self.laws:
@@ -255,7 +260,7 @@ class GrowthResult:
 
     Attributes:
         options: The options as plain values.
-        facts: Model, data, parameters, tokens per step: what a reader wants to know.
+        facts: Model, data, parameters, tokens per step: shown to readers.
         evaluated: Steps after which the held-out loss was taken.
         loss: The first training's loss on each step's global batch, nats per token.
         evaluation: Its loss on held-out samples at ``evaluated``.
@@ -286,13 +291,14 @@ class GrowthResult:
         return values
 
     def sentences(self) -> list[str]:
-        """Return what was seen, in plain words, from the measured numbers."""
+        """Return the results in plain words, from the measured numbers."""
         lines = [words for pair in self.pairs if (words := self._words(pair))]
         beside = self.summary()
         return [*lines, beside] if beside else lines
 
     def _words(self, pair: PairResult) -> str:
-        title, steps = TITLES[pair.name].capitalize(), len(pair.distance)
+        title = TITLES[pair.name].capitalize()
+        steps = len(pair.distance)
         if pair.name == CONTROL:
             if pair.identical:
                 return (
@@ -309,11 +315,12 @@ class GrowthResult:
         if pair.first_step is None:
             return f"{title}: gradients or losses differ, but no parameter did in {steps} steps."
         first = pair.distance[pair.first_step - 1]
+        law = f"; it {pair.growth.words}" if pair.growth and pair.growth.words else ""
         return (
             f"{title}: parts at step {pair.first_step} by {first:.1e} of the parameters' norm, "
             f"and is {pair.distance[-1]:.1e} apart after {steps} steps, with "
             f"{pair.differing[-1]:.0%} of the parameters different in their bits"
-            f"{_law_in_words(pair.growth)}.{_skips_in_words(pair.skipped)}"
+            f"{law}.{_skips_in_words(pair.skipped)}"
         )
 
     def summary(self) -> str:
@@ -321,7 +328,8 @@ class GrowthResult:
 
         Empty when one of these two pairs was not run, or its numbers are not finite.
         """
-        data, order = self.pair(DATA), self.pair(ORDER)
+        data = self.pair(DATA)
+        order = self.pair(ORDER)
         if data is None or order is None or not data.distance[-1] > 0:
             return ""
         share = order.distance[-1] / data.distance[-1]
@@ -338,10 +346,6 @@ class GrowthResult:
 def largest(differences: Sequence[float]) -> float:
     """Return the largest size of some differences; NaN when one of them is."""
     return float(np.abs(np.asarray(differences, dtype=float)).max(initial=0.0))
-
-
-def _law_in_words(growth: Growth | None) -> str:
-    return f"; it {growth.words}" if growth is not None and growth.words else ""
 
 
 def _skips_in_words(skipped: int) -> str:

@@ -1,4 +1,4 @@
-"""Runs a whole study: prepares, launches the workers, and writes what they found.
+"""Runs a whole study: prepares, launches the workers, and writes the results.
 
 It leaves ``summary.json``, the verdict in Markdown, and a card for each saved model.
 """
@@ -13,27 +13,25 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from rankscope.bus.columns import Table
-from rankscope.errors import DataError, MissingExtraError, RankscopeError, RunError, UsageError
+from rankscope import RankscopeError, Run, load
+from rankscope.errors import DataError, MissingExtraError, RunError, UsageError
 from rankscope.files import parse, read_file, replace, to_plain
 from rankscope.lab.study import worker
 from rankscope.lab.study.config import Combination, StudyConfig
 from rankscope.lab.study.launch import StudyInterrupted, inside_torchrun, launch, stopping_once
 from rankscope.lab.study.models import PreparedModel, prepare
 from rankscope.lab.study.quiet import quiet_deepspeed
-from rankscope.record import Run
 from rankscope.report.markdown import study_markdown
 from rankscope.report.study_words import open_study
-from rankscope.verdict.assessment import assess
 from rankscope.verdict.words import number, whole
 
 STUDY_FILE = "study.json"
 PARTS = ("runs", "models", "figures", "report.html", "summary.json", "summary.md", "error.log")
-"""What else a study leaves in its directory."""
+"""The other files of a study in its directory."""
 
 T = TypeVar("T")
 Entry = dict[str, Any]
-"""What ``summary.json`` says of a training."""
+"""The part of ``summary.json`` on a training."""
 
 
 def run_study(
@@ -55,7 +53,7 @@ def run_study(
         DataError: The data cannot be used.
         RunError: The directory cannot be written.
         MissingExtraError: A package of the extra ``study`` is missing.
-        StudyInterrupted: A signal asked to stop.
+        StudyInterrupted: A signal came.
         WorkerFailedError: A worker failed.
     """
     quiet_deepspeed()
@@ -68,7 +66,7 @@ def run_study(
             return run(config, output, resume=resume, overwrite=overwrite)
     except KeyboardInterrupt as error:
         if inside_torchrun() and os.environ["RANK"] != "0":
-            raise SystemExit(130) from error  # rank 0 says it for all
+            raise SystemExit(130) from error  # rank 0 reports it for all
         raise StudyInterrupted(_how_to_go_on(output)) from error
     except OSError as error:
         raise _unwritable(output, error) from error
@@ -92,15 +90,15 @@ def _run_inside(
     device = worker.join_process_group()
     try:
         first = dist.get_rank() == 0
-        _together(partial(_check_ranks, config), here=first)
+        _fail_together(partial(_check_ranks, config), here=first)
         check = partial(_check, config, output, resume=resume, overwrite=overwrite)
-        answer = [_together(check, here=first)]
+        answer = [_fail_together(check, here=first)]
         dist.broadcast_object_list(answer)
         todo = answer[0]
         if todo:
             prepared = _prepare_on_each_machine(config)
             begin = partial(_begin, config, output, prepared, todo, overwrite=overwrite)
-            _together(begin, here=first)
+            _fail_together(begin, here=first)
             worker.run_combinations(config, output, prepared, todo, device)
         return _finish(config, output) if first else None
     finally:
@@ -118,19 +116,20 @@ def _check_ranks(config: StudyConfig) -> None:
 def _prepare_on_each_machine(config: StudyConfig) -> PreparedModel:
     """Prepare on the first rank of each machine before the others, which find the base cached."""
     early = os.environ["LOCAL_RANK"] == "0"
-    first = _together(partial(prepare, config), here=early)
-    other = _together(partial(prepare, config), here=not early)
+    first = _fail_together(partial(prepare, config), here=early)
+    other = _fail_together(partial(prepare, config), here=not early)
     prepared = first or other
     assert prepared is not None, "every rank has prepared, early or late"
     return prepared
 
 
-def _together(work: Callable[[], T], *, here: bool) -> T | None:
-    """Work on the ranks that are meant to; when one of them cannot, all ranks end alike.
+def _fail_together(work: Callable[[], T], *, here: bool) -> T | None:
+    """Work where ``here`` is true; when a rank cannot, all ranks end alike.
 
     Every rank calls it. Rank 0 raises the error, so that it is shown once.
     """
-    result, problem = None, ""
+    result = None
+    problem = ""
     if here:
         try:
             result = work()
@@ -170,7 +169,7 @@ def _unwritable(output: Path, error: OSError) -> RunError:
 def _check(
     config: StudyConfig, output: Path, *, resume: bool, overwrite: bool
 ) -> list[Combination]:
-    """Make sure that the directory may be written; return the trainings that are left to do.
+    """Check that the directory may be written; return the trainings that are left to do.
 
     Nothing is written or removed yet: data or model may turn out to be unusable.
     """
@@ -245,7 +244,7 @@ def _begin(
     *,
     overwrite: bool,
 ) -> None:
-    """Write what the study is, and clear what is left of trainings that did not finish."""
+    """Write the study's options and facts, and remove the rest of unfinished trainings."""
     if overwrite:
         for name in PARTS:
             _remove(output / name)
@@ -292,8 +291,8 @@ def _finish(config: StudyConfig, output: Path) -> list[Entry]:
 def summarize_run(output: Path, combination: Combination, config: StudyConfig) -> Entry:
     """Return the ``summary.json`` entry of one finished training."""
     path = output / "runs" / combination.name
-    run = Run.open(path)
-    assessment = assess(run)
+    run = load(path)
+    assessment = run.assess()
     facts = run.info["config"]
     return {
         "setting": str(combination.setting),
@@ -308,7 +307,7 @@ def summarize_run(output: Path, combination: Combination, config: StudyConfig) -
         "recommendation": assessment.recommendation,
         "model": facts["model"],
         "data": facts["data"],
-        "steps": run.table(Table.STEPS).num_rows,
+        "steps": run.steps.num_rows,
         "run": path.relative_to(output).as_posix(),
     }
 

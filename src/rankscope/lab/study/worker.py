@@ -31,7 +31,6 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.bus.step import StepReport
 from rankscope.lab.study.config import Combination, Precision, StudyConfig
 from rankscope.lab.study.encoding import IGNORED, EncodedSet, draw_batches
 from rankscope.lab.study.launch import is_echo
@@ -76,25 +75,27 @@ def run_combinations(
         facts=prepared.facts,
     )
     with StudyProgress(config, enabled=dist.get_rank() == 0) as progress:
-        progress.say_left_out(prepared.facts)
+        progress.print_left_out(prepared.facts)
         for combination in todo:
-            with _warnings_held_back(progress.say):
+            with _deferred_warnings(progress.print_line):
                 train(job, combination, progress.start(combination))
 
 
 @contextlib.contextmanager
-def _warnings_held_back(say: Callable[[str], None]) -> Iterator[None]:
-    """Say the monitor's warnings when a training has ended, and nothing when it has failed.
+def _deferred_warnings(show: Callable[[str], None]) -> Iterator[None]:
+    """Show the monitor's warnings after a training has ended, and none after it has failed.
 
     The monitor notices as well that a worker has died; one line about that is enough.
     """
-    log, held = logging.getLogger("rankscope"), BufferingHandler(capacity=1000)
-    propagated, log.propagate = log.propagate, False
+    log = logging.getLogger("rankscope")
+    held = BufferingHandler(capacity=1000)
+    propagated = log.propagate
+    log.propagate = False
     log.addHandler(held)
     try:
         yield
         for warning in held.buffer:
-            say(warning.getMessage())
+            show(warning.getMessage())
     finally:
         log.removeHandler(held)
         log.propagate = propagated
@@ -122,15 +123,10 @@ def join_process_group() -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class StudyJob:
-    """What every training of a study shares on one worker.
+    """The parts that every training of a study shares on one worker.
 
-    Attributes:
-        config: The study's options.
-        output: The study's directory.
-        samples: Encoded samples.
-        load: Loads a fresh copy of the base model, and its tokenizer.
-        device: Where this worker computes.
-        facts: What ``run.json`` says of model and data.
+    ``load`` loads a fresh copy of the base model, and its tokenizer; ``facts`` of model and data go
+    into ``run.json``.
     """
 
     config: StudyConfig
@@ -142,16 +138,14 @@ class StudyJob:
 
 
 def train(
-    job: StudyJob, combination: Combination, on_step: Callable[[StepReport | None], None]
+    job: StudyJob, combination: Combination, on_step: Callable[[rankscope.StepReport | None], None]
 ) -> None:
     """Fine-tune under one combination, watched, and save the model.
 
-    Args:
-        job: What all trainings share.
-        combination: The reading and setting to train under.
-        on_step: Called after each step, on every worker, with the last gathered report.
+    ``on_step`` is called after each step, on every worker, with the last gathered report.
     """
-    config, rank = job.config, dist.get_rank()
+    config = job.config
+    rank = dist.get_rank()
     _seed_everything(combination.setting.seed_of(rank, config.seed))
     loaded = job.load()
     model = loaded.model.to(job.device)
@@ -262,12 +256,7 @@ class _Console(Console):
 
 
 class StudyProgress:
-    """Shows how far a study is; on a terminal as bars, elsewhere as one line per training.
-
-    Args:
-        config: The study's options.
-        enabled: Whether this worker shows anything.
-    """
+    """Shows how far a study is; on a terminal as bars, elsewhere as one line per training."""
 
     def __init__(self, config: StudyConfig, *, enabled: bool) -> None:
         self._enabled = enabled
@@ -295,27 +284,27 @@ class StudyProgress:
     ) -> None:
         self._bars.stop()
 
-    def say(self, text: str) -> None:
-        """Print a line above the bars, if it can be; every worker may."""
-        with contextlib.suppress(OSError):  # of a full disk, say
+    def print_line(self, text: str) -> None:
+        """Print a line above the bars, if it can be written; every worker may."""
+        with contextlib.suppress(OSError):  # such as a full disk
             self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
-    def say_left_out(self, facts: Mapping[str, Any]) -> None:
-        """Say how many records the study cannot use, where there are any."""
+    def print_left_out(self, facts: Mapping[str, Any]) -> None:
+        """Print how many records the study cannot use, where there are any."""
         counts = {
             "with an empty output": facts["skipped_empty"],
             "whose response is cut off by --max-length": facts["skipped_truncated"],
         }
         parts = [f"{count:,} {what}" for what, count in counts.items() if count]
         if self._enabled and parts:
-            self.say(f"Records left out: {', '.join(parts)}")
+            self.print_line(f"Records left out: {', '.join(parts)}")
 
-    def start(self, combination: Combination) -> Callable[[StepReport | None], None]:
+    def start(self, combination: Combination) -> Callable[[rankscope.StepReport | None], None]:
         """Begin a training; the returned function is called after each of its steps."""
         task = self._bars.add_task(combination.name, total=self._steps, metrics="")
         done = 0
 
-        def on_step(report: StepReport | None) -> None:
+        def on_step(report: rankscope.StepReport | None) -> None:
             nonlocal done
             done += 1
             self._advance(combination, task, done, report)
@@ -323,16 +312,16 @@ class StudyProgress:
         return on_step
 
     def _advance(
-        self, combination: Combination, task: TaskID, done: int, report: StepReport | None
+        self, combination: Combination, task: TaskID, done: int, report: rankscope.StepReport | None
     ) -> None:
         metrics = "" if report is None else describe(report)
         self._bars.update(task, completed=done, metrics=metrics)
         if self._enabled and not self._console.is_terminal and done == self._steps:
             line = ", ".join(filter(None, [f"{combination.name}: {done} steps", metrics]))
-            self.say(line)
+            self.print_line(line)
 
 
-def describe(report: StepReport) -> str:
+def describe(report: rankscope.StepReport) -> str:
     """Return the averaged loss and the paper's three metrics of a step in one short line."""
     return (
         f"loss {report.loss_mean:.3f} ± {report.loss_std:.3f}  "

@@ -1,12 +1,12 @@
-"""The addresses of the live page, what each answers, and the hub that tells of what is new.
+"""The addresses of the live page, their answers, and the hub that announces changes.
 
 ========================  ====================================================================
 ``/``                     all runs
 ``/run/ID``               one run
 ``/compare?a=ID&b=ID``    two runs side by side
 ``/overlay?run=ID&run=…`` any number of runs over each other
-``/api/…``                the same as JSON: what a page lacks that has the version ``?since=``
-``/events?topic=&have=``  tells a page that there is something new (server-sent events)
+``/api/…``                the same as JSON: the news for a page that has the version ``?since=``
+``/events?topic=&have=``  events for a page that has an old version (server-sent events)
 ``/assets/…``             scripts and style
 ========================  ====================================================================
 """
@@ -101,18 +101,14 @@ def is_loopback(host: str) -> bool:
 
 
 class RequestGuard:
-    """Answers what must not reach the pages, and adds the headers that bind a browser.
+    """Answers requests that must not reach the pages, and adds the headers that bind a browser.
 
-    On the loopback address the name in the ``Host`` header must be one of this machine's own: a
-    page of another site that lets its name point to 127.0.0.1 gets nothing. Elsewhere a token is
-    needed; it comes once in the address and then in a cookie that scripts cannot read, and that a
-    browser sends only when a page of this server asks. Of a link on another site, a redirect would
-    still be that site's question; so the token is answered by a small page that goes on by itself.
-
-    Args:
-        app: The pages.
-        token: What a viewer must know; None when it is not needed.
-        own_names_only: Whether the ``Host`` header must name the loopback address.
+    On the loopback address the name in the ``Host`` header must be one of this machine's own
+    (``own_names_only``): a page of another site that lets its name point to 127.0.0.1 gets nothing.
+    Elsewhere a token is needed; it comes once in the address and then in a cookie that scripts
+    cannot read, and that a browser sends only for a page of this server. After a link on another
+    site, a redirect would still count as that site's request; so the answer to the token is a small
+    page that goes on by itself.
     """
 
     def __init__(self, app: ASGIApp, *, token: str | None, own_names_only: bool) -> None:
@@ -199,9 +195,9 @@ def _with_headers(send: Send) -> Send:
 _T = TypeVar("_T")
 
 POLL_SECONDS = 1.0
-"""Seconds between two looks at what pages listen to."""
+"""Seconds between two looks for news of the topics of open pages."""
 _COST = 5.0
-"""The same as a multiple of what a look took: a slow disk is not kept busy."""
+"""The same as a multiple of the time of a look: a slow disk is not kept busy."""
 
 _PING_SECONDS = 15
 _FOR_GOOD = "public, max-age=31536000, immutable"
@@ -214,10 +210,8 @@ _GZIP_FORMAT = 31
 class Hub:
     """Listeners by topic, and the one task that looks for news.
 
-    Args:
-        version_of: Returns the version of a topic's page now, None if there is none. It may take
-            its time: it runs in another thread.
-        poll_seconds: Seconds between two looks.
+    ``version_of`` returns the present version of a topic's page, None if there is none. It may
+    take its time: it runs in another thread.
     """
 
     def __init__(
@@ -232,16 +226,12 @@ class Hub:
         self._closed = False
 
     async def follow(self, topic: str, have: str) -> AsyncIterator[dict[str, str]]:
-        """Yield an event whenever a page's version is not the one that it has.
+        """Yield an event whenever a page's version differs from ``have``.
 
         The first is ``hello``. After the first look comes ``news``, or ``current`` if there is
         none, and then ``news`` only.
-
-        Args:
-            topic: What the page shows.
-            have: The version that it shows.
         """
-        told = False
+        sent = False
         self._listeners[topic] += 1
         try:
             yield {"event": "hello", "data": topic}
@@ -249,10 +239,11 @@ class Hub:
                 self._start()
                 await self._looked.wait()
                 version = self._versions.get(topic)
-                if version is None or self._closed or (told and version == have):
+                if version is None or self._closed or (sent and version == have):
                     continue
                 event = "current" if version == have else "news"
-                have, told = version, True
+                have = version
+                sent = True
                 yield {"event": event, "data": version}
         finally:
             self._listeners[topic] -= 1
@@ -281,7 +272,8 @@ class Hub:
             for topic, version in zip(topics, found, strict=True):
                 if not isinstance(version, BaseException):
                     self._versions[topic] = version
-            looked, self._looked = self._looked, asyncio.Event()
+            looked = self._looked
+            self._looked = asyncio.Event()
             looked.set()
             await asyncio.sleep(max(self._poll_seconds, _COST * (loop.time() - began)))
 
@@ -289,14 +281,7 @@ class Hub:
 def make_app(
     board: Board, hub: Hub, *, token: str | None = None, own_names_only: bool = True
 ) -> ASGIApp:
-    """Return the pages of a served directory as an ASGI application.
-
-    Args:
-        board: Makes what they show.
-        hub: Tells them what is new.
-        token: What a viewer must know; None when it is not needed.
-        own_names_only: Whether the ``Host`` header must name the loopback address.
-    """
+    """Return the pages of a served directory as an ASGI application."""
     pages = _Pages(board, hub)
     routes = [
         Route("/", pages.runs),
@@ -316,7 +301,7 @@ def make_app(
 
 
 class _Pages:
-    """Answers requests; everything that takes time runs in another thread."""
+    """Answers requests; everything slow runs in another thread."""
 
     def __init__(self, board: Board, hub: Hub) -> None:
         self._board = board
@@ -347,7 +332,8 @@ class _Pages:
         yield await _elsewhere(rest)
 
     async def news(self, request: Request) -> Response:
-        topic, since = _topic_of(request), request.query_params.get("since", "")
+        topic = _topic_of(request)
+        since = request.query_params.get("since", "")
 
         def make() -> tuple[int, bytes]:
             sheet = self._board.sheet(topic)
@@ -366,7 +352,8 @@ class _Pages:
         return EventSourceResponse(stream, ping=_PING_SECONDS, ping_message_factory=_ping)
 
     async def asset(self, request: Request) -> Response:
-        tag, name = request.path_params["tag"], request.path_params["name"]
+        tag = request.path_params["tag"]
+        name = request.path_params["name"]
         found = await _elsewhere(functools.partial(asset, tag, name))
         if found is None:
             return Response(status_code=404)
@@ -381,7 +368,7 @@ _NO_RUN = words_sheet(
 
 
 def _ping() -> ServerSentEvent:
-    """Return what tells a page that the stream is alive; a comment would not reach its script."""
+    """Return the event that shows a page that the stream is alive; its script sees no comments."""
     return ServerSentEvent("ping", event="ping")
 
 

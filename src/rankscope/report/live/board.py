@@ -1,4 +1,4 @@
-"""What all viewers see, made once: the content of each page, kept until its run changes."""
+"""The content of each page, made once for all viewers and kept until its run changes."""
 
 import contextlib
 import math
@@ -39,11 +39,11 @@ from rankscope.report.live.sheets import (
 REFRESH_SECONDS = 3.0
 """Seconds between two readings of a changed run, at least."""
 REFRESH_COST = 4.0
-"""The same as a multiple of what the last reading took."""
+"""The same as a multiple of the time of the last reading."""
 SCAN_SECONDS = 5.0
 """Seconds after which the directory is looked through again for pages that only offer runs."""
 READ_AHEAD = 4
-"""Runs that are read when the server starts, before somebody asks for them."""
+"""Runs that are read when the server starts, before any request."""
 MAX_CONTENTS = 24
 """Pages whose content is kept, the latest used."""
 MAX_VERSIONS = 200
@@ -83,10 +83,8 @@ class _Kept:
 class Board:
     """The pages of a served directory; safe to use from several threads.
 
-    Args:
-        root: The served directory.
-        clock: Seconds since 1970.
-        refresh_seconds: Seconds between two readings of a changed run, at least; 0 for no pause.
+    ``clock`` returns seconds since 1970; ``refresh_seconds`` is the least time between two readings
+    of a changed run, 0 for no pause.
     """
 
     def __init__(
@@ -128,7 +126,7 @@ class Board:
         return kind in (RUNS, "compare", "overlay")
 
     def sheet(self, topic: str) -> Sheet | None:
-        """Return what a page shows now, None if there is no such page.
+        """Return the present content of a page, None if there is no such page.
 
         A run that changed less than a few seconds after it was read is not read again at once.
         """
@@ -158,7 +156,8 @@ class Board:
     # Pages ------------------------------------------------------------------------------------
 
     def _runs_sheet(self) -> Sheet:
-        rows, where = self._rows(), self.root.name or str(self.root)
+        rows = self._rows()
+        where = self.root.name or str(self.root)
         return runs_sheet(rows, self._clock(), where, MAX_DIRECTORIES if self._cut else None)
 
     def _rows(self) -> list[Glance]:
@@ -182,7 +181,8 @@ class Board:
         return run_sheet(seen, content, self._clock(), others, None)
 
     def _gone_sheet(self, place: ListedPlace) -> Sheet:
-        kept, known = self._contents.get(run_topic(place.id)), self._glances.get(place.id)
+        kept = self._contents.get(run_topic(place.id))
+        known = self._glances.get(place.id)
         if kept is None or known is None:
             return words_sheet(
                 f"{place.name} is not there any more",
@@ -198,7 +198,8 @@ class Board:
             missing = any(run_id and not place for run_id, place in zip(ids, chosen, strict=True))
             words = "One of these runs is not here (any more): choose another." if missing else ""
             return compared_sheet(None, runs, ids, words)
-        one, other = chosen[0], chosen[1]
+        one = chosen[0]
+        other = chosen[1]
         try:
             stamps = [self._stamp(place) for place in (one, other)]
             if stamps[0] is None or stamps[1] is None:
@@ -213,7 +214,7 @@ class Board:
         return compared_sheet(content, runs, ids)
 
     def _overlaid_sheet(self, topic: str, run_ids: Sequence[str]) -> Sheet:
-        """Return a page of those runs that can be read; what cannot is left out."""
+        """Return a page of those runs that can be read; others are left out."""
         chosen: dict[str, ListedPlace] = {}
         tokens = []
         for run_id in dict.fromkeys(run_ids):
@@ -239,10 +240,13 @@ class Board:
             RunError: It cannot be made, and none was made before.
         """
         with self._making[topic]:
-            kept, failed = self._contents.get(topic), self._failed.get(topic)
+            kept = self._contents.get(topic)
+            failed = self._failed.get(topic)
             began = time.monotonic()
             if kept is not None and kept.serves(token, began, self._refresh_seconds):
-                content, cost, made = kept.content, kept.cost, kept.made
+                content = kept.content
+                cost = kept.cost
+                made = kept.made
                 token = kept.token
             elif kept is None and failed is not None and failed[0] == token:
                 raise failed[1]
@@ -258,7 +262,7 @@ class Board:
             return content
 
     def _made(self, topic: str, token: str, make: Callable[[], Sheet]) -> Sheet:
-        """Return content made now, or what was made before while it cannot be.
+        """Return content made now, or the content made before while that fails.
 
         Raises:
             RunError: It cannot be made, and none was made before.
@@ -324,7 +328,9 @@ class Board:
             found, cut = places(self.root)
             with self._lock:
                 self._places |= found
-                self._here, self._cut, self._scanned = found, cut, now
+                self._here = found
+                self._cut = cut
+                self._scanned = now
         return self._here
 
 
@@ -339,7 +345,7 @@ def _opened(chosen: Mapping[str, ListedPlace]) -> dict[str, Run]:
 
 @contextlib.contextmanager
 def _in_words() -> Iterator[None]:
-    """Turn an error that nobody foresaw into words for the viewer; its trace goes to stderr."""
+    """Turn an unforeseen error into words for the viewer; its trace goes to stderr."""
     try:
         yield
     except RunError:

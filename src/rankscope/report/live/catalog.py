@@ -1,4 +1,4 @@
-"""Which runs a directory holds, whether one has changed, and how each looks at a glance.
+"""The runs of a directory, the state of their files, and a summary of each.
 
 Pages name a run by an id made from its path below the served directory. An id is looked up among
 the runs that were found, never turned into a path; links are not followed, and a run whose files
@@ -50,7 +50,8 @@ _RECENT = 50
 
 MOST_SETTINGS = 40
 """Settings that the list of runs offers as columns."""
-_MOST_READ, _LONGEST = 400, 40
+_MOST_READ = 400
+_LONGEST = 40
 
 UNREADABLE = "unreadable"
 ORDER = ("error", "warning", UNREADABLE, "note", "early", "healthy")
@@ -62,12 +63,12 @@ _UNPLAIN = re.compile(r"[^A-Za-z0-9_-]+")
 
 @dataclass(frozen=True, slots=True)
 class ListedPlace:
-    """Where a run lies.
+    """The place of a run.
 
     Attributes:
-        id: Names it in addresses: letters, digits and ``. _ - ~ /`` only.
+        id: Its name in addresses: letters, digits and ``. _ - ~ /`` only.
         path: Its directory.
-        name: The path below the served directory, to be read by people.
+        name: The path below the served directory, for people.
     """
 
     id: str
@@ -77,11 +78,10 @@ class ListedPlace:
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """What tells one state of a run's files from another, without reading them.
+    """The state of a run's files, found without reading them.
 
-    Attributes:
-        token: Differs when a file has changed, come or gone.
-        changed: When the youngest file was written, in seconds since 1970.
+    ``token`` differs when a file has changed, come or gone; ``changed`` is the time of the youngest
+    file, in seconds since 1970.
     """
 
     token: str
@@ -89,12 +89,7 @@ class Stamp:
 
 
 class FoundRuns(NamedTuple):
-    """What a look through a directory has found.
-
-    Attributes:
-        places: Runs by id, those of the upper levels first.
-        cut: Whether directories were left out because there are too many.
-    """
+    """The runs of a directory by id, upper levels first; ``cut``: it has too many directories."""
 
     places: dict[str, ListedPlace]
     cut: bool
@@ -177,11 +172,7 @@ def stamp(place: ListedPlace, root: Path) -> Stamp | None:
 
 
 def _files(path: Path, root: Path) -> Iterator[os.DirEntry[str]]:
-    """Yield the files that a page of a run is made from.
-
-    Raises:
-        RunError: One is a link out of the served directory.
-    """
+    """Yield the files of a run's page; RunError if one is a link out of the served directory."""
     with os.scandir(path) as entries:
         listed = list(entries)
     for entry in listed:
@@ -223,7 +214,7 @@ def _directories(path: Path) -> list[os.DirEntry[str]]:
 
 
 def _entries(path: Path | str) -> list[os.DirEntry[str]]:
-    """Return what a directory holds; nothing of one that cannot be listed."""
+    """Return the content of a directory; nothing if it cannot be listed."""
     try:
         with os.scandir(path) as entries:
             return list(entries)
@@ -240,13 +231,13 @@ def _is_directory(entry: os.DirEntry[str], *, links: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """What the list of runs shows of one.
+    """The summary of a run in the list of runs.
 
     Attributes:
         place: Where it lies.
         title: Its name.
         severity: ``error``, ``warning``, ``note``, ``early``, ``healthy``, or ``unreadable``.
-        headline: What is wrong in a few words; empty when nothing is.
+        headline: The problem in a few words; empty without any.
         since_step: The first step that shows the worst finding.
         since: When that was, in seconds since 1970.
         ended: ``running``, or how the run ended.
@@ -258,7 +249,7 @@ class Glance:
         patience: Seconds without a change after which it counts as stalled.
         spark: Points of the averaged loss between 0 (bottom) and 1, None where it is undefined.
         last_loss: The last averaged loss, None where it is unknown.
-        settings: What the run was given, by name, as text: host, seed, learning rate, the values
+        settings: The settings of the run, by name, as text: host, seed, learning rate, the values
             of its configuration.
     """
 
@@ -298,11 +289,7 @@ class Glance:
 
 
 def glance(place: ListedPlace, at: Stamp) -> Glance:
-    """Look at a run.
-
-    Raises:
-        RunError: It cannot be read.
-    """
+    """Summarise a run; RunError if it cannot be read."""
     return _look(place, at, Run.open(place.path))
 
 
@@ -321,15 +308,18 @@ def in_order(glances: list[Glance]) -> list[Glance]:
 def _look(place: ListedPlace, at: Stamp, run: Run) -> Glance:
     columns = run.steps("step", "time", "loss_mean")
     known = step_range(run.path, Table.STEPS)
-    step_T, time_T = columns["step"], columns["time"]
+    step_T = columns["step"]
+    time_T = columns["time"]
     num_steps = run.num_rows(Table.STEPS)
     last_T = time_T
     if len(time_T) < num_steps:
         last_T = run.latest(Table.STEPS, "time", max_rows=_RECENT)["time"]
     worst = next(iter(ranked(run.findings())), None)
-    severity, headline = "healthy", ""
+    severity = "healthy"
+    headline = ""
     if worst is not None:
-        severity, headline = str(worst.severity), title_of_finding(worst)
+        severity = str(worst.severity)
+        headline = title_of_finding(worst)
     elif missing_steps(checks_of(run.num_workers, run.info.get("options")), num_steps):
         severity = "early"
     return Glance(
@@ -364,7 +354,7 @@ def settings_that_differ(glances: Sequence[Glance]) -> list[str]:
 
 
 def _settings(run: Run) -> dict[str, str]:
-    """Return what a run was given, by name."""
+    """Return the settings of a run by name."""
     info = run.info
     found: dict[str, Any] = {}
     with contextlib.suppress(KeyError, TypeError, IndexError, AttributeError):
@@ -374,7 +364,7 @@ def _settings(run: Run) -> dict[str, str]:
         optimizer = info["training"]["optimizer"]
         found["optimizer"] = str(optimizer["class"]).rpartition(".")[2]
         found["learning rate"] = optimizer["groups"][0]["lr"]
-    with contextlib.suppress(RunError):  # its page says what is damaged
+    with contextlib.suppress(RunError):  # its page shows the damage
         drawn = run.latest(Table.WORKERS, "num_samples", max_rows=max(1, run.num_workers))
         known = [number for number in drawn["num_samples"].tolist() if number >= 0]
         found["samples per step"] = sum(known) if known else None
@@ -425,5 +415,6 @@ def _spark(loss_T: Floats) -> tuple[float | None, ...]:
     bins = [part[np.isfinite(part)] for part in np.array_split(loss_T, SPARK_POINTS) if len(part)]
     means = [float(part.mean()) if len(part) else None for part in bins]
     known = [value for value in means if value is not None]
-    low, room = min(known), max(known) - min(known)
+    low = min(known)
+    room = max(known) - min(known)
     return tuple(None if v is None else round((v - low) / room if room else 0.5, 3) for v in means)

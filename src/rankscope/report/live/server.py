@@ -1,4 +1,4 @@
-"""Runs the live page: an address to listen on, and an end at once when it is asked to."""
+"""Runs the live page: an address to listen on, and an end at once on request."""
 
 import asyncio
 import secrets
@@ -32,9 +32,7 @@ MAX_CONNECTIONS = 256
 class _Protocol(H11Protocol):
     """HTTP that leaves a viewer who does not finish a request, or takes nothing of an answer.
 
-    Attributes:
-        seconds: How long it waits for either.
-        opened: The open connections of the server, in the order of their beginning.
+    It waits ``seconds`` for either; ``opened`` are the server's open connections, oldest first.
     """
 
     seconds = REQUEST_SECONDS
@@ -78,7 +76,8 @@ class _Protocol(H11Protocol):
 
     def _look_at_answer(self) -> None:
         """Leave a viewer who has taken nothing since the last look; closing would wait for it."""
-        before, self._unsent = self._unsent, self.transport.get_write_buffer_size()
+        before = self._unsent
+        self._unsent = self.transport.get_write_buffer_size()
         if 0 < before <= self._unsent:
             self._leave()
         else:
@@ -147,23 +146,19 @@ class LiveServer(uvicorn.Server):
         )
 
     def serve_until_stopped(self, *, browser: bool = False) -> None:
-        """Serve until a signal comes; Ctrl-C then raises KeyboardInterrupt.
-
-        Args:
-            browser: Open the first page in this machine's browser.
-        """
+        """Serve until a signal comes; Ctrl-C then raises KeyboardInterrupt."""
         threading.Thread(target=self._warm_up, daemon=True).start()
         if browser:
             threading.Thread(target=webbrowser.open, args=(self.url,), daemon=True).start()
         self.run(sockets=[self._socket])
 
     def _warm_up(self) -> None:
-        """Make what takes seconds, before a page asks for it: the large script, the first runs."""
+        """Make the slow parts before the first request: the large script, the first runs."""
         asset(addresses()["vega.js"].split("/")[2], "vega.js")
         self._board.read_ahead()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End the streams that pages listen to, then what is left."""
+        """End the streams of open pages, then the rest."""
         self._hub.close()
         await asyncio.sleep(0)
         await super().shutdown(sockets)

@@ -1,4 +1,4 @@
-"""What a browser gets: a page's content and figures, whole or what is new in it; and its assets.
+"""Pages for a browser: content and figures, whole or only the changes; and their assets.
 
 Assets are scripts and style, the same for all pages, which browsers keep for good.
 """
@@ -46,10 +46,8 @@ ASSET_LEVEL = 6
 class Figures:
     """Figures and their data as pages hold them.
 
-    Attributes:
-        specs: Vega-Lite specifications by name.
-        datasets: Their tables by name and column; a table's name comes from its content.
-        digests: One per figure; its data included, because the specification names the tables.
+    A table's name comes from its content, so a figure's digest covers its data: its specification
+    names the tables.
     """
 
     specs: Mapping[str, Spec]
@@ -63,7 +61,7 @@ class Figures:
         return cls(specs, columns(tables), digests)
 
     def since(self, known: Mapping[str, str]) -> dict[str, Any]:
-        """Return what someone lacks who knows the figures with these digests."""
+        """Return the figures and tables that a page with these digests lacks."""
         new = {
             name: spec for name, spec in self.specs.items() if self.digests[name] != known.get(name)
         }
@@ -82,11 +80,7 @@ NO_FIGURES = Figures({}, {}, {})
 class Sheet:
     """The content of a page at one moment.
 
-    Attributes:
-        title: Of the window.
-        main: The HTML of the page's middle.
-        figures: Its figures.
-        version: Differs from that of every sheet that shows something else.
+    ``main`` is the HTML of its middle; ``version`` differs between sheets with other content.
     """
 
     title: str
@@ -111,15 +105,7 @@ def run_content(run: Run) -> Sheet:
 def run_sheet(
     glance: Glance, content: Sheet, now: float, others: Sequence[ListedPlace], gone: float | None
 ) -> Sheet:
-    """Return a run's page: how it is going, then what is known of it.
-
-    Args:
-        glance: Its row.
-        content: From ``run_content``.
-        now: Seconds since 1970.
-        others: Runs it can be compared with.
-        gone: When its directory was found missing, None while it is there.
-    """
+    """Return a run's page: its state, then its content; ``gone``: when its directory vanished."""
     state = "gone" if gone else glance.state(now)
     main = fill(
         "live_run.html",
@@ -151,11 +137,7 @@ def compared_sheet(
 
 
 def overlaid_content(runs: Mapping[str, Run]) -> Sheet:
-    """Read runs and make the content of the page that lays them over each other.
-
-    Args:
-        runs: By id.
-    """
+    """Read runs, by id, and make the content of the page that lays them over each other."""
     tables = Tables()
     view = overlay_view(tables, runs)
     title = f"{count(len(view.sides), 'run')} over each other"
@@ -172,14 +154,7 @@ def _content(
 def runs_sheet(
     glances: Sequence[Glance], now: float, where: str, cut_at: int | None = None
 ) -> Sheet:
-    """Return the page of all runs.
-
-    Args:
-        glances: Their rows.
-        now: Seconds since 1970.
-        where: The served directory's name.
-        cut_at: Directories after which the search for runs was cut; None when it was not.
-    """
+    """Return the page of all runs; the search ended after ``cut_at`` directories, if not None."""
     rows = [(glance, glance.state(now)) for glance in glances]
     counts = {
         "runs": len(rows),
@@ -200,22 +175,17 @@ def runs_sheet(
 
 
 def words_sheet(title: str, words: str) -> Sheet:
-    """Return a page that says in words why there is nothing else to show."""
+    """Return a page that gives the reason in words why it shows nothing else."""
     return Sheet.of(title, fill("live_words.html", heading=title, words=words))
 
 
 def start_of(topic: str) -> str:
-    """Return how the page of a topic begins, whatever it shows: with its scripts and style."""
+    """Return the beginning of a topic's page, whatever it shows: its scripts and style."""
     return page_of(Sheet.of("", ""), topic).partition("<title>")[0]
 
 
 def page_of(sheet: Sheet, topic: str) -> str:
-    """Return a sheet as a whole page.
-
-    Args:
-        sheet: What it shows.
-        topic: What it listens to, see ``hub``; empty to listen to nothing.
-    """
+    """Return a sheet as a whole page that follows a topic of ``Hub``; empty for none."""
     return fill(
         "live.html",
         title=sheet.title,
@@ -234,7 +204,7 @@ def page_of(sheet: Sheet, topic: str) -> str:
 
 
 def news_of(sheet: Sheet, known: Mapping[str, str]) -> str:
-    """Return as JSON what a page lacks that shows the figures with these digests."""
+    """Return as JSON the changes for a page that shows the figures with these digests."""
     news = {
         "version": sheet.version,
         "title": sheet.title,

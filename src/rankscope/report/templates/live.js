@@ -1,4 +1,4 @@
-/* Keeps a page up to date: listens to the server, fetches what is new, and says when it cannot. */
+/* Keeps a page up to date: listens to the server, fetches changes, and shows when it cannot. */
 (() => {
   "use strict";
   const main = document.getElementById("main");
@@ -7,13 +7,13 @@
   const RETRY = [1000, 2000, 4000, 8000];
   const LATE = 3000;
   const PATIENCE = 60000;
-  const SILENCE = 40000; /* the server speaks every 15 seconds */
+  const SILENCE = 40000; /* the server sends a ping every 15 seconds */
   const marked = [];
   let source = null; /* the stream, while this page is seen and connected */
   let timer = 0; /* until the next try, or until the stream has been silent for too long */
   let failures = 0;
   let lostAt = null;
-  let asked = null; /* the request for news that is under way */
+  let request = null; /* for news, while under way */
   let again = false;
 
   /* Times ---------------------------------------------------------------------------------- */
@@ -34,7 +34,7 @@
     return `${Math.round(seconds / 86400)} days ago`;
   }
 
-  function tell() {
+  function showTimes() {
     for (const time of document.querySelectorAll("time[data-at]")) {
       const ms = 1000 * Number(time.dataset.at);
       const words = time.dataset.kind === "clock" ? day(ms) : ago(ms);
@@ -56,9 +56,9 @@
   }
 
   async function refresh() {
-    if (asked) { again = true; return; }
-    const own = asked = new AbortController();
-    const late = setTimeout(() => say("waiting", "Updating"), LATE);
+    if (request) { again = true; return; }
+    const own = request = new AbortController();
+    const late = setTimeout(() => showState("waiting", "Updating"), LATE);
     const limit = setTimeout(() => own.abort(), PATIENCE);
     let done = false;
     try {
@@ -67,11 +67,11 @@
         apply(await answer.json());
         done = true;
       }
-    } catch { /* told below */ }
+    } catch { /* shown below */ }
     clearTimeout(late);
     clearTimeout(limit);
-    if (asked !== own) return; /* not seen any more, or the stream is lost: the next one tells */
-    asked = null;
+    if (request !== own) return; /* not seen any more, or the stream is lost: the next request shows it */
+    request = null;
     if (!done) lost("Not up to date");
     else if (again) { again = false; refresh(); }
     else current();
@@ -87,11 +87,11 @@
     document.getElementById("crumb").textContent = news.title;
     window.rankscope.update(news);
     mark();
-    tell();
+    showTimes();
     window.rankscope.show();
   }
 
-  function say(state, words) {
+  function showState(state, words) {
     link.dataset.state = state;
     link.textContent = words;
   }
@@ -101,18 +101,18 @@
   function current() {
     failures = 0;
     lostAt = null;
-    say("live", "Live");
+    showState("live", "Live");
   }
 
   function lost(words) {
     stop();
     lostAt ??= Date.now();
-    say("lost", `${words} since ${clock(lostAt)}, retrying`);
+    showState("lost", `${words} since ${clock(lostAt)}, retrying`);
     timer = setTimeout(listen, RETRY[Math.min(failures, RETRY.length - 1)]);
     failures += 1;
   }
 
-  function heard() {
+  function restartSilence() {
     clearTimeout(timer);
     timer = setTimeout(() => lost("Not connected"), SILENCE);
   }
@@ -121,10 +121,10 @@
     const query = new URLSearchParams({ topic, have: main.dataset.version });
     const then = { hello() {}, ping() {}, current, news: refresh };
     source = new EventSource(`/events?${query}`);
-    if (lostAt === null) say("waiting", "Connecting");
-    heard();
+    if (lostAt === null) showState("waiting", "Connecting");
+    restartSilence();
     for (const [name, react] of Object.entries(then)) {
-      source.addEventListener(name, () => { heard(); react(); });
+      source.addEventListener(name, () => { restartSilence(); react(); });
     }
     source.addEventListener("error", () => lost("Not connected"));
   }
@@ -132,8 +132,8 @@
   function stop() {
     clearTimeout(timer);
     source?.close();
-    asked?.abort();
-    source = asked = null;
+    request?.abort();
+    source = request = null;
     again = false;
   }
 
@@ -144,7 +144,7 @@
       if (!source) listen();
     } else {
       stop();
-      say("waiting", "Paused");
+      showState("waiting", "Paused");
     }
   }
 
@@ -187,9 +187,9 @@
     window.location.assign("/");
   });
 
-  tell();
+  showTimes();
   mark();
-  setInterval(tell, 1000);
+  setInterval(showTimes, 1000);
   seen();
   document.addEventListener("visibilitychange", seen);
   window.addEventListener("pagehide", stop);

@@ -98,7 +98,7 @@
     clearTimeout(settling);
     settling = setTimeout(() => {
       for (const [name, spec] of Object.entries(store.specs)) if (spec?.layer?.some(isCurve)) stale.add(name);
-      near.forEach(ask);
+      near.forEach(enqueue);
     }, SETTLES);
   }
 
@@ -151,7 +151,7 @@
       const [place] = queue;
       queue.delete(place);
       if (!place.isConnected || !isWaiting(place)) continue;
-      if (isLookedAt(place)) { setTimeout(() => ask(place), LOOKING); continue; }
+      if (isLookedAt(place)) { setTimeout(() => enqueue(place), LOOKING); continue; }
       try {
         await draw(place);
       } catch (error) {
@@ -163,7 +163,7 @@
     working = false;
   }
 
-  function ask(place) {
+  function enqueue(place) {
     queue.add(place);
     return work();
   }
@@ -172,12 +172,12 @@
   function drawRest() {
     const isNew = ({ dataset }) => store.specs[dataset.figure] && !views.has(dataset.figure);
     const place = [...document.querySelectorAll("[data-figure]")].find(isNew);
-    if (place) idly(async () => { await ask(place); drawRest(); });
+    if (place) idly(async () => { await enqueue(place); drawRest(); });
   }
 
   const observer = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
-      if (isIntersecting) { near.add(target); ask(target); } else near.delete(target);
+      if (isIntersecting) { near.add(target); enqueue(target); } else near.delete(target);
     }
   }, { rootMargin: MARGIN });
 
@@ -186,7 +186,7 @@
       const height = store.specs[place.dataset.figure]?.height;
       if (height > 0) place.style.minHeight = `${height + 36}px`; // what is below stays where it is
       observer.observe(place);
-      if (near.has(place)) ask(place);
+      if (near.has(place)) enqueue(place);
     }
     for (const place of near) if (!place.isConnected) near.delete(place);
   }
@@ -310,7 +310,7 @@
     root.dataset.mode = mode();
     document.getElementById("mode-name").textContent = { auto: "Auto", light: "Light", dark: "Dark" }[choice];
     for (const name of Object.keys(store.specs)) stale.add(name);
-    near.forEach(ask);
+    near.forEach(enqueue);
   }
 
   function choose(next) {

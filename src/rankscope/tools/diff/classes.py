@@ -28,19 +28,15 @@ OTHER_UPDATE = 0.1
 """Share of an update by which two may differ whose gradients differ by rounding."""
 
 LATER = {Moment.DATA: DiffClass.DATA, Moment.SETTINGS: DiffClass.CONFIGURATION}
-"""What rounding does not explain, when it happens after the runs have parted by rounding."""
+"""Classes that rounding does not explain, when they follow a parting by rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A class, what it rests on, and where a bug-like difference sits.
+    """A class, the reasons for it, and where a bug-like difference sits.
 
-    Attributes:
-        kind: The class.
-        reasons: Sentences.
-        tensor: The tensor that differs, where the first parting does not show it.
-        settings: The settings that are named as the cause.
-        at: Number of the pair of steps that decided, where that is not the first parting's.
+    ``tensor`` differs where the first parting does not show it; ``settings`` are named as the
+    cause; ``at`` is the number of the pair of steps that decided, where not the first parting's.
     """
 
     kind: DiffClass
@@ -52,15 +48,10 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True)
 class DifferenceCase:
-    """All that a class is decided from.
+    """The facts that decide a class.
 
-    Attributes:
-        pair: The two runs.
-        signals: What was compared.
-        parting: Where they first part.
-        at: Number of that pair of steps.
-        changes: Settings and facts that differ.
-        dtypes: The types in which A and B compute.
+    ``at`` is the number of the pair of steps where the runs first part; ``changes`` are settings
+    and facts that differ; ``dtypes`` are the types in which A and B compute.
     """
 
     pair: Pair
@@ -167,8 +158,9 @@ def _before(case: DifferenceCase) -> Judgement:
 
 
 def _computed(case: DifferenceCase) -> Judgement:
-    """Judge what parts though data, generators, parameters and settings are equal."""
-    moment, size = case.parting.moment, size_of(case)
+    """Judge a parting whose data, generators, parameters and settings are equal."""
+    moment = case.parting.moment
+    size = size_of(case)
     allowed = _allowance(case, moment)
     fits = size <= allowed
     shown = sign_of_bug(case)
@@ -204,8 +196,9 @@ def _beyond_rounding(case: DifferenceCase, size: float, allowed: float) -> Judge
 
 
 def sign_of_bug(case: DifferenceCase) -> Judgement | None:
-    """Return what no rounding does: one element, or some workers alone."""
-    moment, at = case.parting.moment, case.at
+    """Return a difference that no rounding causes: one element, or some workers alone."""
+    moment = case.parting.moment
+    at = case.at
     inside = _inside_one_run(case)
     if moment in (Moment.REDUCED, Moment.AFTER):
         only = single_element(tensors_at(case.pair, at, moment))
@@ -263,7 +256,7 @@ def _allowance(case: DifferenceCase, moment: Moment) -> float:
 
 
 def _like_16_bits(case: DifferenceCase, size: float) -> bool:
-    """Return whether all tensors part by what a 16-bit reduction predicts, from the first step."""
+    """Return whether all tensors part from the first step as a 16-bit reduction predicts."""
     apart = case.pair.distance(case.at, "reduced")
     spread = apart is None or bool(apart.differs_N[apart.norms_N > 0].all())
     if case.at > 0 or not spread:
@@ -288,7 +281,8 @@ def _inside_one_run(case: DifferenceCase) -> Disagreement | None:
     """Return where workers of one run differ from each other, if the other run's do not."""
     if not case.pair.alignment.same_width:
         return None
-    one, other = case.pair.a.disagreement, case.pair.b.disagreement
+    one = case.pair.a.disagreement
+    other = case.pair.b.disagreement
     if (one is None) == (other is None):
         return None
     found = one or other
@@ -299,7 +293,7 @@ def _inside_one_run(case: DifferenceCase) -> Disagreement | None:
 
 
 def _unequal_weights(case: DifferenceCase) -> str:
-    """Say that means of workers' means depend on W, when their numbers of tokens differ."""
+    """Return a note that means of workers' means depend on W, if their token counts differ."""
     if case.pair.alignment.same_width:
         return ""
     for side in (case.pair.a, case.pair.b):

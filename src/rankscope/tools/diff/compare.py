@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from rankscope import Run
 from rankscope.bus.environment_names import is_compared
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
-from rankscope.record import Run
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.tools.diff.classes import DifferenceCase, Judgement, judge
 from rankscope.tools.diff.parting import (
@@ -31,10 +31,10 @@ from rankscope.tools.diff.result import (
     Jump,
 )
 from rankscope.tools.diff.signals import Pair
-from rankscope.tools.diff.words import tell
+from rankscope.tools.diff.words import describe
 
 MAX_TENSORS = 100
-"""Tensors that are told, those farthest apart first."""
+"""Tensors that a comparison lists, those farthest apart first."""
 
 _PLACES = re.compile(
     r"(^|[._])(run_?dir|output\w*|path|dir|directory|name|id|time|date|log\w*|resume\w*)$"
@@ -47,16 +47,16 @@ _OF_A_JOB = frozenset(
 )
 MAX_VALUE = 80
 KINDS = (*("dtype", "training", "reduction", "config", "seed", "loader", "environment", "monitor"),)
-"""What a setting is about, the decisive ones first."""
+"""Kinds of settings, the decisive ones first."""
 
 
 def compare_runs(run_a: Run, run_b: Run, *, offset: int | None = None) -> Comparison:
-    """Compare two recorded runs.
+    """Compare two recorded runs of one training, on as many or on other workers.
 
     Args:
         run_a: An open run.
-        run_b: Another one of the same training, on as many or on other workers.
-        offset: Step of A minus step of B; None: as batches and step numbers say.
+        run_b: Another one.
+        offset: Step of A minus step of B; None: derived from batches and step numbers.
 
     Returns:
         Where they first part, by how much, how that grows, and its class.
@@ -65,7 +65,8 @@ def compare_runs(run_a: Run, run_b: Run, *, offset: int | None = None) -> Compar
         RunError: A file is damaged, a run is empty, they have no step in common, or they train
             other models.
     """
-    a, b = DiffSide(run_a), DiffSide(run_b)
+    a = DiffSide(run_a)
+    b = DiffSide(run_b)
     _check_models(a, b)
     alignment = align(a, b, offset)
     at_a = int(np.searchsorted(a.steps_T, alignment.steps_a[0]))
@@ -75,24 +76,24 @@ def compare_runs(run_a: Run, run_b: Run, *, offset: int | None = None) -> Compar
     precision = _precision_change(a, b, at_a, at_b)
     if precision is not None:
         changes = (precision, *changes)
-        types[1] = [*types[1], "bfloat16"]  # which type it is, is not known: the coarsest
+        types[1] = [*types[1], "bfloat16"]  # its type is unknown: take the coarsest
     dtypes = _coarsest(types[0]), _coarsest(types[1])
     pair = Pair(a, b, alignment, other_types=_layouts_differ(a, b, at_a, at_b))
     signals = pair.signals()
     parting = first_parting(pair, signals, _coarsest(dtypes))
     curves = curves_of(pair)
     if parting is None:
-        return _told(pair, changes, curves, Judgement(DiffClass.IDENTICAL))
+        return _comparison(pair, changes, curves, Judgement(DiffClass.IDENTICAL))
     at = int(np.searchsorted(alignment.steps_a, parting.step))
     case = DifferenceCase(pair, signals, parting, at, changes, dtypes)
     jump = jump_of(pair, curves)
     judgement = judge(case, jump)
     grown = [growth_of(curve) for name in CURVES for curve in curves if curve.name == name]
     growth = next((growth for growth in grown if growth is not None), None)
-    return _told(pair, changes, curves, judgement, case, growth, jump)
+    return _comparison(pair, changes, curves, judgement, case, growth, jump)
 
 
-def _told(
+def _comparison(
     pair: Pair,
     changes: tuple[Change, ...],
     curves: tuple[Curve, ...],
@@ -101,7 +102,7 @@ def _told(
     growth: DifferenceGrowth | None = None,
     jump: Jump | None = None,
 ) -> Comparison:
-    told = tell(pair, changes, judgement, case, growth)
+    text = describe(pair, changes, judgement, case, growth)
     parting = None if case is None else case.parting
     apart = None if case is None else tensors_at(pair, case.at, case.parting.moment)
     relative = {} if apart is None else apart.relative()
@@ -111,10 +112,10 @@ def _told(
         run_a=pair.a.name,
         run_b=pair.b.name,
         kind=judgement.kind,
-        headline=told.headline,
-        explanation=tuple(told.explanation),
-        advice=told.advice,
-        causes=tuple(told.causes),
+        headline=text.headline,
+        explanation=tuple(text.explanation),
+        advice=text.advice,
+        causes=tuple(text.causes),
         alignment=pair.alignment,
         parting=parting,
         growth=growth,
@@ -126,11 +127,7 @@ def _told(
 
 
 def _check_models(a: DiffSide, b: DiffSide) -> None:
-    """Refuse to compare two models.
-
-    Raises:
-        RunError: Their parameters have other numbers, or no name in common.
-    """
+    """Raise RunError when two models have other numbers of parameters, or no name in common."""
     one, other = (_nested(side.info, "training", "parameters") for side in (a, b))
     for name in ("tensors", "elements"):
         if name in one and name in other and one[name] != other[name]:
@@ -156,12 +153,13 @@ def _nested(info: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def _layouts_differ(a: DiffSide, b: DiffSide, at_a: int, at_b: int) -> bool:
-    one, other = a.column("state_layout")[at_a, 0], b.column("state_layout")[at_b, 0]
+    one = a.column("state_layout")[at_a, 0]
+    other = b.column("state_layout")[at_b, 0]
     return bool(one != other and MISSING_INT not in (one, other))
 
 
 def _types_of(side: DiffSide) -> list[str]:
-    """Return the types that a run computes, keeps and adds up its gradients in, as it says."""
+    """Return the recorded types in which a run computes, keeps and adds up its gradients."""
     types = [str(name) for name in _nested(side.info, "training", "parameters", "types")]
     types += [str(name) for name in _nested(side.info, "options", "reduced_in").values()]
     hook = str(_nested(side.info, "training", "reduction").get("hook"))
@@ -183,11 +181,13 @@ def _changes_between(a: DiffSide, b: DiffSide) -> tuple[Change, ...]:
     """
     found = []
     for part in ("training", "config", "options"):
-        one, other = _flat(a.info.get(part), part), _flat(b.info.get(part), part)
+        one = _flat(a.info.get(part), part)
+        other = _flat(b.info.get(part), part)
         if not one or not other:
-            continue  # an older record does not say it
+            continue  # an older record does not have it
         for name in sorted(one.keys() | other.keys()):
-            left, right = one.get(name), other.get(name)
+            left = one.get(name)
+            right = other.get(name)
             if left != right and not _PLACES.search(name):
                 found.append(Change(name, _short(left), _short(right), _kind(name, left, right)))
     if any(change.name.startswith("training.parameters.types") for change in found):
@@ -197,8 +197,9 @@ def _changes_between(a: DiffSide, b: DiffSide) -> tuple[Change, ...]:
 
 
 def _precision_change(a: DiffSide, b: DiffSide, at_a: int, at_b: int) -> Change | None:
-    """Return that the forward passes have another precision in a step, if so."""
-    one, other = a.column("precision")[at_a, 0], b.column("precision")[at_b, 0]
+    """Return the difference between the forward passes' precisions in a step; None if none."""
+    one = a.column("precision")[at_a, 0]
+    other = b.column("precision")[at_b, 0]
     missing = min(int(one), int(other)) == MISSING_INT
     if missing or one == other:
         return None

@@ -30,17 +30,11 @@ runs have parted, where this happens, never count.
 """
 
 CURVES = ("parameters", "gradient", "loss")
-"""What grows, what tells most first."""
+"""Curves whose growth is fitted, the most informative first."""
 
 
 def first_parting(pair: Pair, signals: Sequence[ComparedColumn], dtype: str) -> Parting | None:
-    """Return where two runs first part: the first step, and in it the first moment.
-
-    Args:
-        pair: The two runs.
-        signals: What is compared.
-        dtype: The type in whose last place distances are told.
-    """
+    """Return the first step in which two runs part, and its first moment; ULP are of ``dtype``."""
     firsts = {
         (int(rows[0]), list(Moment).index(signal.moment)): None
         for signal in signals
@@ -93,13 +87,8 @@ def ranks_of(showing: Sequence[ComparedColumn], at: int) -> tuple[int, ...]:
 def predicted(pair: Pair, at: int, dtypes: tuple[str, str], *, rounded: bool = False) -> float:
     """Return the relative distance of two reduced gradients that rounding alone predicts.
 
-    The two errors are independent, so their squares add up.
-
-    Args:
-        pair: The two runs.
-        at: Number of the pair of steps.
-        dtypes: The types in which A and B add up.
-        rounded: Whether the inputs are rounded to that type first, as in a 16-bit reduction.
+    The two errors are independent, so their squares add up. ``dtypes`` are the types in which A
+    and B add up; ``rounded``: the inputs are rounded to them first, as in a 16-bit reduction.
     """
     cosine = mean_cosine(pair, at)
     squares = [
@@ -113,7 +102,8 @@ def mean_cosine(pair: Pair, at: int) -> float:
     """Return the workers' weighted mean cosine in run A; 0 where it is not known."""
     step = int(pair.alignment.steps_a[at])
     row = int(np.searchsorted(pair.a.steps_T, step))
-    norms, width = pair.a.column("grad_norm")[row], pair.a.num_workers
+    norms = pair.a.column("grad_norm")[row]
+    width = pair.a.num_workers
     total = pair.a.per_step("grad_norm_reduced")[row]
     if width < 2 or not np.isfinite(norms).all() or not np.isfinite(total) or not norms.any():
         return 0.0
@@ -165,7 +155,8 @@ def _with_values(pair: Pair, shown: Parting, at: int, signal: ComparedColumn) ->
     else:
         return shown
     rank = int(np.nan_to_num(signal.relative_PW[at], nan=-1.0).argmax())
-    a, b = float(one[at, rank]), float(other[at, rank])
+    a = float(one[at, rank])
+    b = float(other[at, rank])
     ulp = float(ulp_distance([a], [b], shown.dtype)[0])
     return replace(shown, value_a=a, value_b=b, ulp=ulp)
 
@@ -225,9 +216,8 @@ def curves_of(pair: Pair) -> tuple[Curve, ...]:
 def growth_of(curve: Curve) -> DifferenceGrowth | None:
     """Fit how a distance grows after it first differs from 0: by a factor per step, or a power.
 
-    Returns:
-        The better of both fits to the logarithms (least squares); None with fewer than four known
-        distances.
+    The better of both fits to the logarithms (least squares); None with fewer than four known
+    distances.
     """
     known = np.flatnonzero(np.isfinite(curve.values) & (curve.values > 0))
     if len(known) < LEAST_STEPS:
@@ -268,26 +258,25 @@ def jump_of(pair: Pair, curves: tuple[Curve, ...]) -> Jump | None:
 
 
 def _jump_in(pair: Pair, curve: Curve) -> Jump | None:
-    highest, seen = 0.0, 0
+    floor = 1e-5 if curve.name == "loss" else 0.0  # losses are recorded to 24 bits
+    highest = 0.0
+    seen = 0
     for at, value in enumerate(curve.values):
         if math.isnan(value) or value == 0:
             seen += seen > 0 and value == 0
             continue
-        if seen >= LEAST_STEPS and highest > 0 and value > JUMP * highest and value > _floor(curve):
+        if seen >= LEAST_STEPS and highest > 0 and value > JUMP * highest and value > floor:
             kind = "reduced" if curve.name == "gradient" else "parameter"
             return _jump(pair, at, curve.name, highest, value, most_apart(pair.distance(at, kind)))
-        highest, seen = max(highest, value), seen + 1
+        highest = max(highest, value)
+        seen = seen + 1
     return None
-
-
-def _floor(curve: Curve) -> float:
-    """Return the least distance that can be a jump: losses are told to 24 bits."""
-    return 1e-5 if curve.name == "loss" else 0.0
 
 
 def _spike_in(pair: Pair) -> Jump | None:
     """Return the first step in which one element makes up the distance, and did not before."""
-    before, seen = "", 0
+    before = ""
+    seen = 0
     last = 0.0
     for at in range(len(pair)):
         apart = pair.distance(at, "parameter")
@@ -296,7 +285,9 @@ def _spike_in(pair: Pair) -> Jump | None:
         name = spike(apart)
         if name and not before and seen >= LEAST_STEPS and apart.total > 4 * last:
             return _jump(pair, at, "parameters", last, apart.total, name)
-        before, seen, last = name, seen + 1, max(last, apart.total)
+        before = name
+        seen = seen + 1
+        last = max(last, apart.total)
     return None
 
 
@@ -326,6 +317,7 @@ def _traced(pair: Pair, kind: str) -> Floats:
 
 def _slope(x: Floats, y: Floats) -> tuple[float, float]:
     """Return the slope of a least-squares line, and its sum of squared errors."""
-    centred, apart = x - x.mean(), y - y.mean()
+    centred = x - x.mean()
+    apart = y - y.mean()
     slope = float((centred @ apart) / (centred @ centred))
     return slope, float(((apart - slope * centred) ** 2).sum())

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope import Run
 from rankscope.bus.columns import DType, Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.evidence import find_column
-from rankscope.record import Run
 from rankscope.record.rollups import Cells
 from rankscope.record.schema import to_numpy
 from rankscope.stats.arrays import Floats, Ints
@@ -36,14 +36,7 @@ SAME_LOSS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """The tensors of one kind in one step, by name.
-
-    Attributes:
-        names: Sorted ``[N]``.
-        digests_N: Digest of their bits.
-        norms_N: Their L2 norms.
-        sketches_NK: Their linear sketches.
-    """
+    """The tensors of one kind in one step by sorted name: digests, L2 norms, linear sketches."""
 
     names: tuple[str, ...]
     digests_N: Ints
@@ -53,13 +46,9 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Disagreement:
-    """The first time that a run's workers differ in what they should hold alike.
+    """The first time that a run's workers differ in something that they should hold alike.
 
-    Attributes:
-        step: When.
-        kind: parameter, optimizer, reduced or applied.
-        name: What differs.
-        ranks: Those that differ from most.
+    ``kind`` is parameter, optimizer, reduced or applied; ``ranks`` are those that differ from most.
     """
 
     step: int
@@ -69,14 +58,7 @@ class Disagreement:
 
 
 class DiffSide:
-    """One of the two runs.
-
-    Args:
-        run: An open run.
-
-    Raises:
-        RunError: A file is damaged, or the run has no step.
-    """
+    """One of the two runs; RunError if a file is damaged, or the run has no step."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
@@ -152,7 +134,8 @@ class DiffSide:
         if not len(table):
             return {}
         columns = {s: to_numpy(table[s], find_column(Table.TRACES, s).dtype) for s in _TRACED}
-        names, kinds = columns["name"].astype(str), columns["kind"].astype(str)
+        names = columns["name"].astype(str)
+        kinds = columns["kind"].astype(str)
         steps = columns["step"]
         width = max(len(cell) for cell in columns["sketch"])
         sketches_NK = np.full((len(table), width), np.nan)
@@ -182,7 +165,8 @@ class DiffSide:
         rows = rows[columns["step"][rows] == step]
         order = ("reduced", "applied", "parameter", "optimizer")
         first = min(rows, key=lambda row: (order.index(kinds[row]), str(columns["name"][row])))
-        kind, name = str(kinds[first]), str(columns["name"][first])
+        kind = str(kinds[first])
+        name = str(columns["name"][first])
         same = rows[(kinds[rows] == kind) & (columns["name"][rows].astype(str) == name)]
         digests = columns["digest"][same]
         values, counts = np.unique(digests, return_counts=True)
@@ -195,37 +179,35 @@ class DiffSide:
 
         NaN in steps where a worker has no loss.
         """
-        losses, weights = self.column("loss"), self.column("loss_weight")
+        losses = self.column("loss")
+        weights = self.column("loss_weight")
         known = (weights > 0).all(axis=1, keepdims=True)
         weights = np.where(known, weights, 1.0)
         return np.asarray((losses * weights).sum(axis=1) / weights.sum(axis=1), np.float64)
 
 
 def align(a: DiffSide, b: DiffSide, given: int | None = None) -> Alignment:
-    """Return which steps of two runs are compared.
+    """Return which steps of two runs are compared; ``given`` is a known offset of A to B.
 
-    Steps of equal number are, unless batches say otherwise: a run that continues another may count
-    on from another number, and one that starts in the middle of another counts from 0. Another
-    offset needs the same global batch in 90 % of the steps, and either a run that is known to
-    continue another, or equal losses where they begin.
-
-    Args:
-        a: Run A.
-        b: Run B.
-        given: Step of A minus step of B, if it is known.
+    Steps of equal number are, unless batches prove another offset: a run that continues another may
+    count on from another number, and one that starts in the middle of another counts from 0.
+    Another offset needs the same global batch in 90 % of the steps, and either a run that is known
+    to continue another, or equal losses where they begin.
 
     Raises:
         RunError: They have no step in common.
     """
     plain = _overlap(a, b, 0)
-    offset, by_samples = given or 0, False
+    offset = given or 0
+    by_samples = False
     matched = _matched(a, b, offset)
     hits_plain = matched * len(plain)
     if given is None and hits_plain < min(len(a.batches), len(b.batches)):
         best = _best_offset(a.batches, b.batches)
         hits = _matched(a, b, best) * len(_overlap(a, b, best))
         if best and hits > hits_plain and _believed(a, b, best):
-            offset, by_samples = best, True
+            offset = best
+            by_samples = True
     steps_a = _overlap(a, b, offset)
     if not len(steps_a):
         raise RunError(
@@ -251,9 +233,8 @@ def same_samples(a: Mapping[int, Any], b: Mapping[int, Any]) -> bool:
 def dealt_otherwise(a: Mapping[int, Any], b: Mapping[int, Any]) -> dict[int, int] | None:
     """Return which worker of B has whose batch of A, where B's are A's in another order.
 
-    Returns:
-        By rank of B, the rank of A; only ranks that have another's. None when the batches are not
-        those of A as wholes.
+    By rank of B, the rank of A; only ranks that have another's. None when the batches are not those
+    of A as wholes.
     """
     keys_a = {rank: np.sort(ids).tobytes() for rank, ids in a.items()}
     keys_b = {rank: np.sort(ids).tobytes() for rank, ids in b.items()}
@@ -294,7 +275,8 @@ def _best_offset(a: Mapping[int, bytes], b: Mapping[int, bytes]) -> int:
     Batches that return (later epochs) vote for several offsets; the common one wins. The rarest
     vote first, as long as there are no more than ``MAX_VOTES``.
     """
-    where_a, where_b = _steps_of(a), _steps_of(b)
+    where_a = _steps_of(a)
+    where_b = _steps_of(b)
     pairs = sorted(
         ((where_a[key], steps_b) for key, steps_b in where_b.items() if key in where_a),
         key=lambda pair: len(pair[0]) * len(pair[1]),

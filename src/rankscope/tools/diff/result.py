@@ -1,4 +1,4 @@
-"""What a comparison of two runs says."""
+"""The result of a comparison of two runs."""
 
 import math
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class DiffClass(StrEnum):
 
 
 class Moment(StrEnum):
-    """What happens in a step, in this order: what parts first decides the class."""
+    """Events of a step, in this order: the first that differs decides the class."""
 
     DATA = "data"
     RANDOM = "random generators"
@@ -67,14 +67,14 @@ class Parting:
     Attributes:
         step: The step of run A.
         step_b: The same step in run B.
-        moment: What parts first in it.
+        moment: The first event in it that differs.
         signal: The column, or the kind of tensor, that shows it.
         ranks: The workers that show it; empty when it has no worker.
         tensor: The tensor that parts first, or the one that parts most; empty when not known.
         num_tensors: How many tensors part in this moment, of how many; None without traces.
         value_a: The value in A, if it is one.
         value_b: The value in B.
-        relative: Relative distance; NaN where it cannot be told.
+        relative: Relative distance; NaN where unknown.
         ulp: The same in units in the last place (root mean square, for tensors).
         dtype: The type whose last place is meant.
         predicted: Relative distance that rounding alone predicts here; NaN where nothing does.
@@ -102,10 +102,10 @@ class Change:
     """A setting or a fact in which the runs differ.
 
     Attributes:
-        name: What it is called: ``training.optimizer.lr``, ``environment.torch``.
+        name: Its dotted name: ``training.optimizer.lr``, ``environment.torch``.
         a: Its value in run A.
         b: Its value in run B.
-        kind: What it is about: ``dtype``, ``training``, ``reduction``, ``config``, ``seed``,
+        kind: Its subject: ``dtype``, ``training``, ``reduction``, ``config``, ``seed``,
             ``loader``, ``environment`` or ``monitor``.
     """
 
@@ -183,12 +183,12 @@ class Comparison:
         run_b: Path of run B.
         kind: The class.
         headline: The verdict in one sentence.
-        explanation: What speaks for it, sentence by sentence.
-        advice: What to do next.
-        causes: What may have caused it, most probable first.
+        explanation: The evidence for it, sentence by sentence.
+        advice: The next thing to do.
+        causes: Possible causes, most probable first.
         alignment: Which steps were compared.
         parting: Where they first part; None when identical.
-        growth: How the distance grows; None when it cannot be told.
+        growth: How the distance grows; None when unknown.
         jump: A later jump; None without.
         changes: Settings and facts in which the runs differ.
         curves: Relative distances over the steps.

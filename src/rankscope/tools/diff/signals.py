@@ -1,4 +1,4 @@
-"""What is compared in a step, moment by moment. P pairs of steps, W workers."""
+"""The signals that are compared in a step, moment by moment. P pairs of steps, W workers."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ COLUMNS = {
     Moment.SETTINGS: ("lr", "weight_decay", "rates_digest", "settings_digest", "optimizer_steps"),
     Moment.AFTER: ("applied_digest", "param_digest", "optimizer_digest", "buffer_digest"),
 }
-"""Columns of the workers table by the moment that they tell of; each is compared by its type."""
+"""Columns of the workers table by moment; each is compared by its type."""
 BEFORE = ("parameter", "optimizer", "buffer")
 _NEED_LAYOUT = {"reduced_digest", *COLUMNS[Moment.AFTER]}
 _OF_ALL_WORKERS = {"applied_digest", "param_digest", "optimizer_digest"}
-"""What rank 0 tells of all workers after a step: comparable between other numbers of them."""
+"""Columns that rank 0 reports for all workers: comparable between other numbers of them."""
 
 MEASURED_OTHERWISE = 1e-5
 """Relative difference of two norms of one gradient that was added up in other parts."""
@@ -38,12 +38,9 @@ MEASURED_OTHERWISE = 1e-5
 class ComparedColumn:
     """One signal of both runs.
 
-    Attributes:
-        moment: When it is known in a step.
-        name: The column, or ``traces (reduced)``, ``traces (parameter)``.
-        differs_PW: Where both know it and differ; one column for what has no worker.
-        relative_PW: Relative distance; NaN for digests.
-        per_worker: Whether the columns are workers.
+    ``name`` is the column, or ``traces (reduced)``, ``traces (parameter)``. ``differs_PW``: where
+    both know it and differ; one column for a signal without workers (``per_worker`` is false).
+    ``relative_PW``: relative distance; NaN for digests.
     """
 
     moment: Moment
@@ -55,14 +52,10 @@ class ComparedColumn:
 
 @dataclass(frozen=True, slots=True)
 class TensorDistance:
-    """How far the tensors of one kind lie apart in one pair of steps. N tensors.
+    """Distance of the N tensors of one kind that both runs have, in one pair of steps.
 
-    Attributes:
-        names: The tensors that both runs have ``[N]``.
-        differs_N: Whether they differ in any bit.
-        distance_N: Euclidean distance, estimated from sketches.
-        norms_N: Norm in run A.
-        buckets_NK: Squared differences of the sketches, number by number.
+    ``differs_N``: they differ in any bit. ``distance_N``: Euclidean, estimated from sketches.
+    ``norms_N``: in run A. ``buckets_NK``: squared differences of the sketches, number by number.
     """
 
     names: tuple[str, ...]
@@ -91,19 +84,17 @@ class TensorDistance:
 
 
 class Pair:
-    """Two runs, aligned: their signals side by side.
+    """Two aligned runs: their signals side by side.
 
-    Args:
-        a: Run A.
-        b: Run B.
-        alignment: Which steps are compared.
-        other_types: Whether the runs keep their tensors in other types; then bits say nothing.
+    With ``other_types`` the runs keep their tensors in other types: bits are not comparable.
     """
 
     def __init__(
         self, a: DiffSide, b: DiffSide, alignment: Alignment, *, other_types: bool
     ) -> None:
-        self.a, self.b, self.alignment = a, b, alignment
+        self.a = a
+        self.b = b
+        self.alignment = alignment
         self.other_types = other_types
         self._at_a = np.searchsorted(a.steps_T, alignment.steps_a)
         self._at_b = np.searchsorted(b.steps_T, alignment.steps_b)
@@ -114,16 +105,19 @@ class Pair:
 
     def values(self, name: str) -> tuple[NDArray, NDArray]:  # type: ignore[type-arg]
         """Return a column of both runs ``[P, W]``; with other numbers of workers, rank 0's."""
-        one, other = self.a.column(name)[self._at_a], self.b.column(name)[self._at_b]
+        one = self.a.column(name)[self._at_a]
+        other = self.b.column(name)[self._at_b]
         if not self.alignment.same_width:
-            one, other = one[:, :1], other[:, :1]
+            one = one[:, :1]
+            other = other[:, :1]
         return one, other
 
     def losses(self) -> tuple[Floats, Floats]:
         """Return the losses of the workers ``[P, W]``; between other W, the global batch's."""
         if self.alignment.same_width:
             return self.values("loss")
-        one, other = self.a.weighted_loss(), self.b.weighted_loss()
+        one = self.a.weighted_loss()
+        other = self.b.weighted_loss()
         return one[self._at_a][:, None], other[self._at_b][:, None]
 
     def diverged(self) -> dict[str, Bools]:
@@ -132,7 +126,8 @@ class Pair:
         A step whose loss is finite and whose gradients are not, as a gradient scaler skips it,
         does not count, nor does one in which the other run has no loss.
         """
-        bad, fine = [], []
+        bad = []
+        fine = []
         for side, at in ((self.a, self._at_a), (self.b, self._at_b)):
             finite_PW = np.isfinite(side.column("loss")[at])
             bad.append((side.column("nonfinite")[at] & ~finite_PW).any(axis=1))
@@ -153,23 +148,22 @@ class Pair:
         return self.a.per_step(name)[self._at_a], self.b.per_step(name)[self._at_b]
 
     def distance(self, pair: int, kind: str, *, back: int = 0) -> TensorDistance | None:
-        """Return how far the traced tensors of one kind lie apart; None without traces.
+        """Return the distance of the traced tensors of one kind; None without traces.
 
-        Args:
-            pair: Number of the pair of steps.
-            kind: ``parameter``, ``reduced``, …
-            back: 1 for what the models held before the step.
+        ``pair`` is the number of the pair of steps; ``kind`` is ``parameter``, ``reduced``, …;
+        ``back`` is 1 for the state before the step.
         """
         if (pair, kind, back) not in self._distances:
             step_a = int(self.alignment.steps_a[pair]) - back
             step_b = int(self.alignment.steps_b[pair]) - back
-            one, other = self.a.traces.get((step_a, kind)), self.b.traces.get((step_b, kind))
+            one = self.a.traces.get((step_a, kind))
+            other = self.b.traces.get((step_b, kind))
             apart = None if one is None or other is None else self._apart(one, other)
             self._distances[pair, kind, back] = apart
         return self._distances[pair, kind, back]
 
     def update(self, pair: int) -> float:
-        """Return the norm of what a step of A has changed in the traced parameters; 0 if unknown.
+        """Return the norm of a step's change of A's traced parameters; 0 if unknown.
 
         Estimated from the sketches before and after.
         """
@@ -226,7 +220,8 @@ class Pair:
 
     def _data(self) -> ComparedColumn:
         steps = zip(self.alignment.steps_a.tolist(), self.alignment.steps_b.tolist(), strict=True)
-        one, other = self.a.samples, self.b.samples
+        one = self.a.samples
+        other = self.b.samples
         width = self.a.num_workers if self.alignment.same_width else 1
         differs_PW = np.zeros((len(self), width), bool)
         digests = self._column("batch_digest", Moment.DATA).differs_PW
@@ -238,7 +233,8 @@ class Pair:
                 differs_PW[pair] = not same_samples(one[step_a], other[step_b])
             else:
                 for rank in range(width):
-                    left, right = one[step_a].get(rank), other[step_b].get(rank)
+                    left = one[step_a].get(rank)
+                    right = other[step_b].get(rank)
                     differs_PW[pair, rank] = (left is None) != (right is None) or (
                         left is not None and not np.array_equal(np.sort(left), np.sort(right))  # type: ignore[arg-type]
                     )
@@ -247,7 +243,7 @@ class Pair:
         return ComparedColumn(Moment.DATA, "samples", differs_PW, unknown, per_worker)
 
     def _before(self) -> ComparedColumn:
-        """Compare what the models held before the first pair; later, that is the step before."""
+        """Compare the models before the first pair; later, that is the step before."""
         differs_P1 = np.zeros((len(self), 1), bool)
         for kind in BEFORE:
             apart = self.distance(0, kind, back=1)

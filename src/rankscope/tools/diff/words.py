@@ -15,8 +15,8 @@ MAX_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """Headline, what speaks for it, what to do, and possible causes."""
+class DiffText:
+    """Headline, evidence for it, advice, and possible causes."""
 
     headline: str
     explanation: list[str]
@@ -24,13 +24,13 @@ class Told:
     causes: list[str]
 
 
-def tell(
+def describe(
     pair: Pair,
     changes: Sequence[Change],
     judgement: Judgement,
     case: DifferenceCase | None,
     growth: DifferenceGrowth | None,
-) -> Told:
+) -> DiffText:
     """Put a judgement into words."""
     if case is None:
         return _identical(pair, changes)
@@ -45,7 +45,7 @@ def tell(
         explanation.append(grows(growth))
     explanation.append(parting.resolution)
     headline = _headline(pair, case, judgement)
-    return Told(headline, explanation, _ADVICE[judgement.kind], _causes(pair, case, judgement))
+    return DiffText(headline, explanation, _ADVICE[judgement.kind], _causes(pair, case, judgement))
 
 
 _ADVICE = {
@@ -71,17 +71,17 @@ _ADVICE = {
 
 
 def named(change: Change) -> str:
-    """Return a difference with both values."""
+    """Return a difference with both values, in words."""
     return f"{short(change.name)}: {change.a} in A, {change.b} in B"
 
 
 def short(name: str) -> str:
-    """Return a setting's name without what all of them have."""
+    """Return a setting's name without the prefix that all have."""
     return name.removeprefix("training.").replace(".groups.0.", ".")
 
 
 def grows(growth: DifferenceGrowth) -> str:
-    """Say how a distance grows."""
+    """Return how a distance grows, in words."""
     span = f"from {growth.first:.2g} to {growth.last:.2g} in {growth.num_steps} steps"
     if growth.shape == "exponential":
         rate = f"by a factor of {growth.factor:.3g} per step"
@@ -92,7 +92,7 @@ def grows(growth: DifferenceGrowth) -> str:
     return f"The distance of the {growth.curve} grows {span}, {rate}."
 
 
-def _identical(pair: Pair, changes: Sequence[Change]) -> Told:
+def _identical(pair: Pair, changes: Sequence[Change]) -> DiffText:
     count = len(pair)
     explanation = [pair.alignment.words[:1].upper() + pair.alignment.words[1:] + "."]
     if not pair.a.traces or not pair.b.traces:
@@ -106,11 +106,12 @@ def _identical(pair: Pair, changes: Sequence[Change]) -> Told:
         some = ", ".join(change.name for change in changes[:MAX_NAMED])
         explanation.append(f"What differs in their settings has changed no bit: {some}.")
     headline = f"All {count:,} common steps are equal in every bit that was recorded."
-    return Told(headline, explanation, _ADVICE[DiffClass.IDENTICAL], [])
+    return DiffText(headline, explanation, _ADVICE[DiffClass.IDENTICAL], [])
 
 
 def _headline(pair: Pair, case: DifferenceCase, judgement: Judgement) -> str:
-    parting, kind = case.parting, judgement.kind
+    parting = case.parting
+    kind = judgement.kind
     step = int(pair.alignment.steps_a[case.at if judgement.at is None else judgement.at])
     if kind is DiffClass.DATA:
         return f"The runs train on different data from step {step} on."
@@ -154,8 +155,10 @@ def _where(parting: Parting) -> str:
 
 
 def _of_data(pair: Pair, case: DifferenceCase) -> list[str]:
-    step_a, step_b = case.parting.step, case.parting.step_b
-    one, other = pair.a.samples.get(step_a), pair.b.samples.get(step_b)
+    step_a = case.parting.step
+    step_b = case.parting.step_b
+    one = pair.a.samples.get(step_a)
+    other = pair.b.samples.get(step_b)
     if one is None or other is None:
         return [f"Batches differ on {workers_in_words(case.parting.ranks)}, by their digests."]
     moved = dealt_otherwise(one, other) if pair.alignment.same_width else None
@@ -186,7 +189,7 @@ def _ids(samples: dict) -> list[int]:  # type: ignore[type-arg]
 
 
 def _causes(pair: Pair, case: DifferenceCase, judgement: Judgement) -> list[str]:
-    """Return what may have caused it, most probable first."""
+    """Return possible causes, most probable first."""
     kind = judgement.kind
     found = [named(change) for change in judgement.settings]
     if kind is DiffClass.ROUNDING:

@@ -1,4 +1,4 @@
-"""The preflight: what can be checked in seconds, under the launcher, before a training starts."""
+"""The preflight: checks that take seconds, under the launcher, before a training starts."""
 
 from rankscope.tools.doctor.preflight import run_preflight
 from rankscope.tools.doctor.stage import CheckResult, Options, Status, worst

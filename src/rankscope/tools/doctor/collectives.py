@@ -17,7 +17,8 @@ from rankscope.bus.replicas import odd_ranks
 from rankscope.bus.words import name_ranks
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed
 
-NAME, REPEATED = "collectives", "repeatability"
+NAME = "collectives"
+REPEATED = "repeatability"
 
 SIZES = (1, 1_023, 65_537, 250_000)
 LARGEST_IN_ALL = 4_000_000
@@ -52,7 +53,7 @@ def look(bench: Bench) -> Facts:
 
 
 def judge(facts: Sequence[Facts]) -> list[CheckResult]:
-    """Name operations that were wrong, or not the same on all workers."""
+    """Name operations that were wrong, or differed between workers."""
     wrong: dict[str, list[int]] = {}
     unlike: dict[str, tuple[int, ...]] = {}
     for index, case in enumerate(facts[0]["cases"]):
@@ -66,13 +67,13 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
     unsupported = [str(name) for name in facts[0]["unsupported"]]
     numbers = {"cases": len(facts[0]["cases"]), "wrong": wrong, "unsupported": unsupported}
     if wrong or unlike:
-        told = [f"{name_ranks(ranks)}, {name}" for name, ranks in wrong.items()]
-        told += [f"{name_ranks(ranks)}, {name}: other bits" for name, ranks in unlike.items()]
+        problems = [f"{name_ranks(ranks)}, {name}" for name, ranks in wrong.items()]
+        problems += [f"{name_ranks(ranks)}, {name}: other bits" for name, ranks in unlike.items()]
         return [
             CheckResult(
                 NAME,
                 Status.ERROR,
-                listed(told, between="; "),
+                listed(problems, between="; "),
                 "Do not train on this: every gradient passes through these operations. Update or "
                 "replace driver, communication library and network card of these ranks' hosts.",
                 numbers,
@@ -93,11 +94,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 class Pattern:
-    """Integers that differ by worker and position, whose sum over workers is at most 256.
-
-    Args:
-        num_ranks: W, the number of workers.
-    """
+    """Integers that differ by worker and position, whose sum over W workers is at most 256."""
 
     def __init__(self, num_ranks: int) -> None:
         few = num_ranks <= EXACT_IN_BF16
@@ -120,7 +117,7 @@ class Pattern:
 
 
 Outcome = tuple[Tensor, Tensor, bool]
-"""What came, what was expected (int64), and whether it must be the same on all workers."""
+"""The result, the expected one (int64), and whether all workers must have the same."""
 
 
 def _sizes(parts: int) -> list[int]:
@@ -153,7 +150,8 @@ def _all_gather(dtype: str, bench: Bench, pattern: Pattern) -> Iterator[Outcome]
 
 
 def _reduce_scatter(dtype: str, bench: Bench, pattern: Pattern) -> Iterator[Outcome]:
-    rank, num_ranks = bench.place.rank, bench.place.num_ranks
+    rank = bench.place.rank
+    num_ranks = bench.place.num_ranks
     for size in _sizes(num_ranks):
         values = _made(pattern, size * num_ranks, dtype, bench)
         part = torch.empty(size, dtype=values.dtype, device=values.device)
@@ -199,7 +197,7 @@ def repeat(bench: Bench) -> Facts:
 
 
 def judge_repeats(facts: Sequence[Facts]) -> list[CheckResult]:
-    """Say whether sums repeat, agree between workers, and are as exact as their type allows."""
+    """Report whether sums repeat, agree between workers, and are as exact as their type allows."""
     num_ranks = len(facts)
     errors = {dtype: max(float(fact[dtype]["error"]) for fact in facts) for dtype in ROUNDOFF}
     numbers: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Whether forward and backward of the user's model repeat bit for bit; if not, what is to blame."""
+"""Whether forward and backward of the user's model repeat bit for bit; if not, which operators."""
 
 import inspect
 import re
@@ -21,7 +21,7 @@ from rankscope.bus.words import name_ranks
 from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch
 from rankscope.evidence.canary.replay import run_batch
 from rankscope.private import find, lacking
-from rankscope.tools.doctor.functions import not_asked
+from rankscope.tools.doctor.functions import not_given
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Options, Stage, Status, listed
 from rankscope.wrappers.passes import in_backward
 
@@ -30,7 +30,7 @@ NAME = "determinism"
 RUNS = 4
 """Runs of the same batch that are compared."""
 SHARE_OF_TIME = 0.4
-"""Of the time that a stage may take, what the runs may take."""
+"""Share of a stage's time that the runs may take."""
 SHARE_OF_TWO = 0.8
 """The same where there are only two of them, as few as can be compared."""
 
@@ -73,12 +73,14 @@ def look(bench: Bench) -> Facts:
 
 
 def judge(facts: Sequence[Facts]) -> list[CheckResult]:
-    """Say whether steps repeat, which operators do not, and what a flag would do about it."""
+    """Report whether steps repeat, which operators do not, and the effect of the flag."""
     declined = next((fact["declined"] for fact in facts if "declined" in fact), None)
     if declined is not None:
         return [CheckResult(NAME, Status.SKIPPED, declined)]
     numbers = {"ranks": [dict(fact) for fact in facts]}
-    ranks = tuple(r for r, fact in enumerate(facts) if _varies(fact))
+    ranks = tuple(
+        rank for rank, fact in enumerate(facts) if fact["different"] > 1 or fact["operators"]
+    )
     operators = _merged(facts, "operators")
     if ranks:
         return [_unrepeatable(facts, ranks, operators, numbers)]
@@ -189,7 +191,7 @@ def _timed(run: Run, digests: list[int], seconds: list[float]) -> None:
 
 @contextmanager
 def _deterministic(alerts: set[str]) -> Iterator[None]:
-    """Ask torch for deterministic algorithms, and collect what it has none for."""
+    """Use deterministic algorithms, and collect the operators that have none."""
     before = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -197,7 +199,8 @@ def _deterministic(alerts: set[str]) -> Iterator[None]:
         torch.backends.cudnn.benchmark,
     )
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False
     always = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
@@ -215,7 +218,7 @@ def _deterministic(alerts: set[str]) -> Iterator[None]:
 
 
 def _as_inputs(module: nn.Module, batch: Any) -> PlainBatch:
-    """Return a batch as what enters the model's forward pass.
+    """Return a batch as inputs of the model's forward pass.
 
     A mapping enters by name, a sequence by position: all of it, or its first part where the forward
     pass takes fewer (the labels then belong to a loss outside of the model).
@@ -243,10 +246,6 @@ def _takes(module: nn.Module, args: tuple[Any, ...]) -> bool:
     return True
 
 
-def _varies(fact: Facts) -> bool:
-    return fact["different"] > 1 or bool(fact["operators"])
-
-
 def _merged(facts: Sequence[Facts], key: str) -> list[str]:
     return sorted({str(name) for fact in facts for name in fact[key]})
 
@@ -262,19 +261,12 @@ def _cost(facts: Sequence[Facts]) -> float:
 
 
 class RepeatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs each operator twice on the same inputs; what the computation gets are the first results.
+    """Runs each operator twice on the same inputs; the computation gets the first results.
 
     A comparison of two whole runs only shows the first operator that differs: all that follow
     differ as well. Here each operator repeats on its own, below autograd, in forward and backward
-    alike.
-
-    Args:
-        device: Where the computation runs.
-
-    Attributes:
-        num_repeated: Calls that were repeated.
-        differing: How many calls of each operator differed, by name and pass:
-            ``aten::index_add in the backward pass``.
+    alike. ``differing`` counts the calls that differed by name and pass
+    (``aten::index_add in the backward pass``), ``num_repeated`` all that were repeated.
     """
 
     supports_higher_order_operators = True
@@ -287,7 +279,7 @@ class RepeatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.differing: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and run it again where that tells something."""
+        """Run an operator, and run it again where a repetition is meaningful."""
         kwargs = kwargs or {}
         if not _repeatable(func):
             return func(*args, **kwargs)
@@ -300,7 +292,8 @@ class RepeatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             again = self._after_same_state(func, args, kwargs)
             result = func(*args, **kwargs)
-            before, after = _tensors(result), _tensors(again())
+            before = _tensors(result)
+            after = _tensors(again())
         self.num_repeated += 1
         if not all(map(same_bits, before, after)):
             where = _BACKWARD if in_backward() else _FORWARD
@@ -308,7 +301,7 @@ class RepeatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _after_same_state(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
-        """Return what runs an operator again from the random state of this moment."""
+        """Return a function that runs an operator again from the present random state."""
         random = torch.Tag.nondeterministic_seeded in func.tags
         if not random:
             return lambda: func(*args, **kwargs)
@@ -383,7 +376,7 @@ def _tensors(values: Any) -> list[Tensor]:
 
 
 def stage(options: Options) -> Stage:
-    """Return the stage; it says that it is skipped unless there are a model and batches."""
+    """Return the stage; it is skipped unless there are a model and batches."""
     if options.model and options.loader:
         return Stage(NAME, look, judge, needs_group=False)
-    return not_asked(NAME, "--model and --loader")
+    return not_given(NAME, "--model and --loader")

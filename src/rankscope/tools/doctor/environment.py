@@ -1,4 +1,4 @@
-"""Whether all ranks run on the same: versions, devices, flags, variables, source revision."""
+"""Whether all ranks have the same versions, devices, flags, variables and source revision."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ NAME = "environment"
 
 
 def look(bench: Bench) -> Facts:
-    """Return what this rank runs on; the source revision is that of the current folder."""
+    """Return the environment of this rank; the source revision is that of the current folder."""
     facts: dict[str, Any] = dict(environment_facts(bench.device))
     for name in ("revision", "revision_changed"):
         facts.pop(name, None)  # of the preflight's own files
@@ -22,7 +22,7 @@ def look(bench: Bench) -> Facts:
 
 
 def judge(facts: Sequence[Facts]) -> list[CheckResult]:
-    """Name what differs between ranks, the gravest first, as a run's detector does."""
+    """Name the differences between ranks, the gravest first, as a run's detector does."""
     odd, words, severity = compare_facts(facts)
     compared = sum(map(is_compared, {name for fact in facts for name in fact}))
     numbers = {"compared": compared, "different": list(words)}

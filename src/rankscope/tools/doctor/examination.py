@@ -1,4 +1,4 @@
-"""Goes through the stages on every worker; rank 0 judges, and tells who hangs or fails."""
+"""Runs the stages on every worker; rank 0 judges, and names workers that hang or fail."""
 
 import os
 import select
@@ -13,32 +13,28 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
+from rankscope import RankscopeError
 from rankscope.bus.words import name_ranks
-from rankscope.errors import RankscopeError, UsageError
+from rankscope.errors import UsageError
 from rankscope.files import to_plain
 from rankscope.tools.doctor.functions import in_one_line, where_it_is
 from rankscope.tools.doctor.meeting import Meeting
 from rankscope.tools.doctor.stage import Bench, CheckResult, Stage, Status, ranks_by
 
 FINISHED = "finished"
-"""Announced by rank 0 when it has told what was found."""
-TOLD = "told"
-"""Posted by each worker that was told to end by a signal."""
+"""Announced by rank 0 after its report."""
+TERMINATED = "terminated"
+"""Posted by each worker that gets SIGTERM."""
 
 _PAUSE = 0.05
 
 
 class Watcher:
-    """Calls back when this worker hangs in a stage, or is told to end.
+    """Calls back when this worker hangs in a stage, or gets SIGTERM.
 
     The signal is noticed even while the main thread is inside a library that does not return: it
-    is written into a pipe at once.
-
-    Args:
-        meeting: A connection to the other workers that only this thread uses.
-        seconds: How long a stage may take.
-        on_stuck: Called once with the stage, in the watcher's thread.
-        on_told: Called once, in the watcher's thread.
+    is written into a pipe at once. Both callbacks run once, in the watcher's thread, which alone
+    uses this connection to the other workers.
     """
 
     def __init__(
@@ -47,12 +43,12 @@ class Watcher:
         seconds: float,
         *,
         on_stuck: Callable[[str], None],
-        on_told: Callable[[], None],
+        on_terminated: Callable[[], None],
     ) -> None:
         self._meeting = meeting
         self._seconds = seconds
         self._on_stuck = on_stuck
-        self._on_told = on_told
+        self._on_terminated = on_terminated
         self._main = threading.get_ident()
         self._stage: tuple[str, float] | None = None
         self._over = threading.Event()
@@ -65,7 +61,7 @@ class Watcher:
     def __enter__(self) -> "Watcher":
         if threading.current_thread() is threading.main_thread():
             self._fd_before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-            self._before = signal.signal(signal.SIGTERM, _leave_it_to_the_watcher)
+            self._before = signal.signal(signal.SIGTERM, _defer_to_watcher)
         self._thread.start()
         return self
 
@@ -92,8 +88,8 @@ class Watcher:
         while not self._over.is_set():
             ready, _, _ = select.select([self._reading], [], [], _PAUSE)
             if ready and signal.SIGTERM in os.read(self._reading, 64):
-                self._meeting.post(TOLD, True)
-                self._on_told()
+                self._meeting.post(TERMINATED, True)
+                self._on_terminated()
                 return
             stage = self._stage
             if stage is None or time.monotonic() - stage[1] < self._seconds:
@@ -104,21 +100,21 @@ class Watcher:
                 self._meeting.post(f"stuck/{known}", where)
                 self._on_stuck(known)
             if self._is_finished():
-                os._exit(0)  # the main thread cannot be interrupted; rank 0 has said what it did
+                os._exit(0)  # the main thread cannot be interrupted; rank 0 has reported the stage
 
     def _is_finished(self) -> bool:
         try:
-            return bool(self._meeting.heard(FINISHED))
+            return bool(self._meeting.announced(FINISHED))
         except RuntimeError:
             return True  # rank 0 has ended, and the meeting place with it
 
 
-def _leave_it_to_the_watcher(number: int, frame: FrameType | None) -> None:
-    """Let the main thread go on: the watcher ends the process when it has told why."""
+def _defer_to_watcher(number: int, frame: FrameType | None) -> None:
+    """Let the main thread go on: the watcher ends the process after its report."""
 
 
-Word = Mapping[str, Any]
-"""What one worker posted on a stage: ``facts``, ``error`` or ``usage``."""
+Post = Mapping[str, Any]
+"""A worker's result of a stage: ``facts``, ``error`` or ``usage``."""
 
 
 def skipped(stage: Stage, why: str) -> CheckResult:
@@ -126,68 +122,56 @@ def skipped(stage: Stage, why: str) -> CheckResult:
     return CheckResult(stage.topic, Status.SKIPPED, why)
 
 
-def failed_somewhere(stage: Stage, words: Sequence[Word]) -> tuple[CheckResult, str]:
-    """Return the result of a stage that raised on some workers, and why others are skipped.
-
-    Args:
-        stage: The stage.
-        words: What each worker posted, in rank order.
-    """
-    by_error = ranks_by([str(word.get("error") or word.get("usage") or "") for word in words])
+def failed_somewhere(stage: Stage, posts: Sequence[Post]) -> tuple[CheckResult, str]:
+    """Return the result of a stage that raised on some workers, and why others are skipped."""
+    by_error = ranks_by([str(post.get("error") or post.get("usage") or "") for post in posts])
     by_error.pop("", None)
     ranks = sorted(rank for group in by_error.values() for rank in group)
-    told = "; ".join(f"{name_ranks(group)}: {error}" for error, group in by_error.items())
+    problems = "; ".join(f"{name_ranks(group)}: {error}" for error, group in by_error.items())
     advice = stage.advice or "See the exception; run this rank's function alone for its traceback."
-    if len(ranks) < len(words):
-        advice += f" The other {'rank' if len(words) - len(ranks) == 1 else 'ranks'} had no error."
+    if len(ranks) < len(posts):
+        advice += f" The other {'rank' if len(posts) - len(ranks) == 1 else 'ranks'} had no error."
     numbers = {"errors": by_error}
-    result = CheckResult(stage.topic, Status.ERROR, told, advice, numbers, tuple(ranks))
+    result = CheckResult(stage.topic, Status.ERROR, problems, advice, numbers, tuple(ranks))
     return result, f"{stage.title} failed on {name_ranks(ranks)}"
 
 
 def unfinished(
-    stage: Stage, words: Mapping[int, Word], meeting: Meeting, seconds: float
+    stage: Stage, posts: Mapping[int, Post], meeting: Meeting, seconds: float
 ) -> CheckResult:
-    """Return the result of a stage that some workers did not finish in time.
-
-    Args:
-        stage: The stage.
-        words: What came in time, by rank.
-        meeting: Where the workers' other words are.
-        seconds: How long the stage was allowed to take.
-    """
-    missing = [rank for rank in range(meeting.num_ranks) if rank not in words]
+    """Return the result of a stage that some workers did not finish within ``seconds``."""
+    missing = [rank for rank in range(meeting.num_ranks) if rank not in posts]
     places: dict[str, list[int]] = {}
-    for rank, where in meeting.said(f"stuck/{stage.topic}").items():
+    for rank, where in meeting.posted(f"stuck/{stage.topic}").items():
         if rank in missing:
             places.setdefault(str(where), []).append(rank)
-    errors = {rank: str(word["error"]) for rank, word in words.items() if "error" in word}
+    errors = {rank: str(post["error"]) for rank, post in posts.items() if "error" in post}
     arrivals = {rank: meeting.store.add(f"here/{rank}", 0) for rank in range(meeting.num_ranks)}
     never = [rank for rank in missing if not arrivals[rank]]
     twice = [rank for rank, number in arrivals.items() if number > 1]
     placed = {rank for group in places.values() for rank in group}
     silent = [rank for rank in missing if rank not in placed and rank not in never]
-    told = [f"{name_ranks([rank])}: {error}" for rank, error in errors.items()]
+    problems = [f"{name_ranks([rank])}: {error}" for rank, error in errors.items()]
     if never:
         came = meeting.num_ranks - len(never)
-        told.append(
+        problems.append(
             f"{name_ranks(never)} did not start within {seconds:g} s; {came} of "
             f"{meeting.num_ranks} came"
         )
     if twice:
-        told.append(f"{name_ranks(twice)} came more than once")
+        problems.append(f"{name_ranks(twice)} came more than once")
     if silent:
         does = "does" if len(silent) == 1 else "do"
-        told.append(f"{name_ranks(silent)} {does} not answer any more")
+        problems.append(f"{name_ranks(silent)} {does} not answer any more")
     for where, ranks in sorted(places.items(), key=lambda item: len(item[1])):
         verb = "is" if len(ranks) == 1 else "are"
-        told.append(
+        problems.append(
             f"{name_ranks(ranks)} did not finish within {seconds:g} s and {verb} at {where}"
         )
     return CheckResult(
         stage.topic,
         Status.ERROR,
-        "; ".join(told),
+        "; ".join(problems),
         _advice(never=never, errors=errors, places=places),
         {"missing": missing, "errors": errors, "places": places},
         ranks=tuple(sorted({*errors, *missing, *twice})),
@@ -195,12 +179,7 @@ def unfinished(
 
 
 def gone_while_working(stage: Stage, gone: Sequence[int]) -> CheckResult:
-    """Return the result of a stage in which the launcher ended all workers.
-
-    Args:
-        stage: The stage.
-        gone: Ranks that had ended before that.
-    """
+    """Return the result of a stage in which the launcher ended all workers, ``gone`` first."""
     if not gone:
         found = "the launcher or a scheduler asked all ranks to end"
         return CheckResult(stage.topic, Status.ERROR, found, "Start the preflight again.")
@@ -231,20 +210,17 @@ def _advice(
 
 
 GRACE = 1.5
-"""Seconds that rank 0 waits longer than a stage may take, for words on their way."""
+"""Seconds that rank 0 waits longer than a stage may take, for results on their way."""
 
 Report = Callable[[Sequence[CheckResult]], int]
-"""Prints what was found and returns the exit code; called once, on rank 0."""
+"""Prints the results and returns the exit code; called once, on rank 0."""
 
 
 class Examination:
     """One worker's part in the preflight.
 
-    Args:
-        stages: What to do, in order; the first needs no process group and counts the workers.
-        bench: What this worker's checks work with.
-        meetings: Two connections to the others: for the main thread, and for the watcher's.
-        report: Called on rank 0 with all results.
+    The first stage needs no process group and counts the workers. Of the two connections to the
+    others the main thread uses the first and the watcher the second.
     """
 
     def __init__(
@@ -266,7 +242,7 @@ class Examination:
         self._concluding = threading.Lock()
 
     def run(self) -> int:
-        """Go through all stages; return this process's exit code, which only rank 0's matters.
+        """Run all stages and return the exit code of this process; only rank 0's matters.
 
         Raises:
             UsageError: A function that the user named exists on no worker.
@@ -274,7 +250,10 @@ class Examination:
         self._meeting.count_in(f"here/{self._meeting.rank}")
         try:
             with Watcher(
-                self._other_meeting, self._seconds, on_stuck=self._stuck, on_told=self._told
+                self._other_meeting,
+                self._seconds,
+                on_stuck=self._stuck,
+                on_terminated=self._terminated,
             ) as watcher:
                 goes_on = all(self._go_through(stage, watcher) for stage in self._stages)
         finally:
@@ -287,20 +266,21 @@ class Examination:
         return 0
 
     def _go_through(self, stage: Stage, watcher: Watcher) -> bool:
-        """Do one stage; whether there is more to do."""
-        self._at, self._began = stage, time.monotonic()
+        """Run one stage; return whether there are more."""
+        self._at = stage
+        self._began = time.monotonic()
         first = self._meeting.rank == 0
         if stage.topic in self._why_skipped:
             if first:
                 self._results.append(skipped(stage, self._why_skipped[stage.topic]))
             return True
         with watcher.watching(stage.topic):
-            word = self._look(stage)
-        self._meeting.post(stage.topic, word)
+            post = self._look(stage)
+        self._meeting.post(stage.topic, post)
         if first:
             self._judge(stage)
             return True
-        return self._hear(stage)
+        return self._await_rank_0(stage)
 
     def _look(self, stage: Stage) -> dict[str, Any]:
         try:
@@ -311,15 +291,15 @@ class Examination:
 
     def _judge(self, stage: Stage) -> None:
         until = self._began + self._seconds + GRACE
-        words = self._meeting.collect(stage.topic, until)
-        if len(words) < self._meeting.num_ranks:
-            self._conclude(unfinished(stage, words, self._meeting, self._seconds))
-        ordered = [words[rank] for rank in sorted(words)]
-        if all("usage" in word for word in ordered):
+        posts = self._meeting.collect(stage.topic, until)
+        if len(posts) < self._meeting.num_ranks:
+            self._conclude(unfinished(stage, posts, self._meeting, self._seconds))
+        ordered = [posts[rank] for rank in sorted(posts)]
+        if all("usage" in post for post in ordered):
             self._meeting.announce(FINISHED)
             raise UsageError(ordered[0]["usage"])
-        if all("facts" in word for word in ordered):
-            self._results += stage.judge([word["facts"] for word in ordered])
+        if all("facts" in post for post in ordered):
+            self._results += stage.judge([post["facts"] for post in ordered])
             skips: dict[str, str] = {}
         else:
             result, why = failed_somewhere(stage, ordered)
@@ -336,14 +316,14 @@ class Examination:
             if other.topic in stage.blocks or (stage.together and other.needs_group)
         }
 
-    def _hear(self, stage: Stage) -> bool:
-        """Wait for rank 0's word on a stage; whether there is more to do."""
+    def _await_rank_0(self, stage: Stage) -> bool:
+        """Wait until rank 0 has judged a stage; return whether there are more."""
         until = time.monotonic() + 2 * self._seconds + 10
         topic = f"go/{stage.topic}"
         try:
             if not self._meeting.wait((topic, FINISHED), until):
                 self._rank_0_is_gone(stage)
-            skips = self._meeting.heard(topic)
+            skips = self._meeting.announced(topic)
         except RuntimeError:
             return False  # rank 0 has ended, and the meeting place with it
         if skips is None:
@@ -352,10 +332,10 @@ class Examination:
         return True
 
     def _rank_0_is_gone(self, stage: Stage) -> None:
-        """Say so, from one of the other ranks."""
-        if self._meeting.count_in("speaker") > 1:
+        """Report, from one of the other ranks, which ranks are missing."""
+        if self._meeting.count_in("reporter") > 1:
             raise SystemExit(1)
-        came = self._meeting.said(self._stages[0].topic)
+        came = self._meeting.posted(self._stages[0].topic)
         missing = [rank for rank in range(self._meeting.num_ranks) if rank not in came]
         raise RankscopeError(
             f"{name_ranks(missing or [0])} did not {'answer' if came.get(0) else 'start'} while "
@@ -363,24 +343,24 @@ class Examination:
         )
 
     def _stuck(self, topic: str) -> None:
-        """Rank 0 itself hangs: tell from the watcher's thread what is known."""
+        """Report the ranks that hang, from the watcher's thread, when rank 0 itself hangs."""
         if self._meeting.rank != 0:
             return
         time.sleep(GRACE)
-        words = self._other_meeting.said(topic)
-        if 0 not in words:
-            self._conclude(unfinished(self._at, words, self._other_meeting, self._seconds))
+        posts = self._other_meeting.posted(topic)
+        if 0 not in posts:
+            self._conclude(unfinished(self._at, posts, self._other_meeting, self._seconds))
 
-    def _told(self) -> None:
-        """A signal asked to end: a launcher sends it to all when one worker has died."""
+    def _terminated(self) -> None:
+        """Report the ranks that ended before SIGTERM: a launcher sends it to all when one died."""
         if self._meeting.rank != 0:
             os._exit(1)
-        alive = self._other_meeting.collect(TOLD, time.monotonic() + GRACE)
+        alive = self._other_meeting.collect(TERMINATED, time.monotonic() + GRACE)
         gone = sorted(set(range(self._meeting.num_ranks)) - set(alive))
         self._conclude(gone_while_working(self._at, gone))
 
     def _conclude(self, result: CheckResult) -> NoReturn:
-        """End early: what follows is skipped, and no thread is waited for."""
+        """End early: skip the other stages, and wait for no thread."""
         if not self._concluding.acquire(blocking=False):
             threading.Event().wait()  # the other thread is concluding, and ends the process
         later = self._stages[list(self._stages).index(self._at) + 1 :]

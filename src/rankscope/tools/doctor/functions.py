@@ -1,4 +1,4 @@
-"""The user's functions: found by name before anything is built, their failures told in one line."""
+"""The user's functions: found by name before anything is built; a failure is one line."""
 
 import importlib
 import sys
@@ -8,26 +8,25 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from rankscope.errors import RankscopeError, UsageError
+from rankscope import RankscopeError
+from rankscope.errors import UsageError
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Options, Stage, Status
 
 _LIBRARIES = (f"{Path(sys.base_prefix)}/lib/", "site-packages", "dist-packages", "<frozen ")
+MAX_MESSAGE = 160
+"""Characters of an error's message."""
+
 _BLOCKS = {"model": "model", "optimizer": "model", "loader": "loader"}
 """The stage that each function is for."""
 
 
 def stages(options: Options) -> list[Stage]:
-    """Return one stage per function that is named; it says nothing when all is well."""
+    """Return one stage per function that is named; it has no result when all is well."""
     return [_stage(option) for option in _BLOCKS if getattr(options, option)]
 
 
-def not_asked(topic: str, options: str = "") -> Stage:
-    """Return a stage that says that its checks are skipped since options were not given.
-
-    Args:
-        topic: The stage.
-        options: What to give, in words; the option of the same name if omitted.
-    """
+def not_given(topic: str, options: str = "") -> Stage:
+    """Return a stage that is skipped since its options (in words) were not given."""
     options = options or f"--{topic} MODULE:FUNCTION"
 
     def judge(facts: Sequence[Facts]) -> list[CheckResult]:
@@ -55,15 +54,7 @@ def _stage(option: str) -> Stage:
 
 
 def split_name(option: str, name: str) -> tuple[str, str]:
-    """Split ``MODULE:FUNCTION``.
-
-    Args:
-        option: The option that it was given to, for the error.
-        name: What was given.
-
-    Raises:
-        UsageError: It has another form.
-    """
+    """Split the ``MODULE:FUNCTION`` of an option; raise UsageError if it has another form."""
     module, colon, function = name.partition(":")
     if not (colon and module and function) or ":" in function:
         raise UsageError(
@@ -102,7 +93,7 @@ def find_function(option: str, name: str) -> Callable[..., Any]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return what went wrong and where, in one line: ``ValueError: too long (train.py:31)``."""
+    """Return an error and its place in one line: ``ValueError: too long (train.py:31)``."""
     lines = str(error).strip().splitlines()
     message = f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__
     if isinstance(error, RankscopeError):
@@ -111,7 +102,9 @@ def in_one_line(error: BaseException) -> str:
     place = next((f for f in reversed(frames) if _is_the_users(f.filename)), None)
     place = place or (frames[-1] if frames else None)
     where = f" ({Path(place.filename).name}:{place.lineno})" if place else ""
-    return f"{_cut(message)}{where}"
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[:MAX_MESSAGE].rstrip()} …"
+    return f"{message}{where}"
 
 
 def where_it_is(frame: FrameType | None) -> str:
@@ -128,7 +121,3 @@ def where_it_is(frame: FrameType | None) -> str:
 
 def _is_the_users(filename: str) -> bool:
     return not any(part in filename for part in _LIBRARIES) and not filename.startswith("<")
-
-
-def _cut(text: str, limit: int = 160) -> str:
-    return text if len(text) <= limit else f"{text[:limit].rstrip()} …"

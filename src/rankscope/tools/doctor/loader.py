@@ -12,8 +12,13 @@ from rankscope.evidence.samples.overlap import LIKELY, SURE
 from rankscope.tools.doctor.loader_facts import look
 from rankscope.tools.doctor.stage import CheckResult, Facts, Stage, Status
 
-SHARDS, COUNTS, WEIGHTING, ORDER = "shards", "batch_counts", "loss_weighting", "epoch_order"
-UNEVEN, VERY_UNEVEN, TILTED = 1.1, 4.0, 1.5
+SHARDS = "shards"
+COUNTS = "batch_counts"
+WEIGHTING = "loss_weighting"
+ORDER = "epoch_order"
+UNEVEN = 1.1
+VERY_UNEVEN = 4.0
+TILTED = 1.5
 """Factors between label tokens: of a step for a note and a warning, of the whole for a warning."""
 SAME_SHARE = 0.5
 """Share of steps in which two ranks have the same batch, from which they read the same data."""
@@ -21,7 +26,7 @@ SAME_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What ranks drew together.
+    """The samples that ranks drew together.
 
     Attributes:
         drawn: Samples drawn by all ranks.
@@ -32,7 +37,7 @@ class Overlap:
         chance: Probability of so few own repeats if data only hold some content several times, or
             ranks draw with replacement: each repeat then hits its own rank with 1/W at least.
         same_batches: Groups of ranks that read the same batches.
-        ranks: Ranks that drew what another rank had drawn.
+        ranks: Ranks that drew samples that another rank had drawn.
     """
 
     drawn: int
@@ -74,7 +79,7 @@ def _shards(facts: Sequence[Facts]) -> CheckResult:
 
 
 def _declared(facts: Sequence[Facts]) -> CheckResult | None:
-    """Return what is wrong with what the samplers themselves say, whatever was drawn."""
+    """Return the error in the samplers' own settings, whatever the samples."""
     samplers = [fact["sampler"] for fact in facts]
     ranks = [sampler.get("rank") for sampler in samplers]
     replicas = [sampler.get("num_replicas") for sampler in samplers]
@@ -86,17 +91,17 @@ def _declared(facts: Sequence[Facts]) -> CheckResult | None:
     odd: tuple[int, ...] = ()
     if set(replicas) != {len(facts)}:
         odd = tuple(r for r, number in enumerate(replicas) if number != len(facts))
-        said = " and ".join(map(str, sorted({replicas[rank] for rank in odd})))
+        dealt = " and ".join(map(str, sorted({replicas[rank] for rank in odd})))
         found = (
-            f"the sampler of {name_ranks(odd)} deals to {said} ranks, and there are {len(facts)}"
+            f"the sampler of {name_ranks(odd)} deals to {dealt} ranks, and there are {len(facts)}"
         )
     elif len(set(ranks)) < len(ranks):
         odd = tuple(r for r, number in enumerate(ranks) if ranks.count(number) > 1)
         found = f"the samplers of {name_ranks(odd)} take the same shard"
     elif odd_ranks(seeds) and any(sampler.get("shuffle", True) for sampler in samplers):
         odd = odd_ranks(seeds)
-        told = ", ".join(seeds[:8])
-        found = f"samplers shuffle with different seeds ({told}), so their shards overlap"
+        first = ", ".join(seeds[:8])
+        found = f"samplers shuffle with different seeds ({first}), so their shards overlap"
     if not found:
         return None
     advice = (
@@ -179,7 +184,8 @@ def _counts(facts: Sequence[Facts]) -> CheckResult:
 
 
 def _uneven(numbers_W: Sequence[int], odd: tuple[int, ...], numbers: dict[str, Any]) -> CheckResult:
-    fewest, most = min(numbers_W), max(numbers_W)
+    fewest = min(numbers_W)
+    most = max(numbers_W)
     least = [rank for rank, number in enumerate(numbers_W) if number == fewest]
     return CheckResult(
         COUNTS,
@@ -206,7 +212,8 @@ def _weighting(facts: Sequence[Facts]) -> CheckResult:
     factors = [max(column) / max(min(column), 1) for column in columns]
     totals = [sum(rank) for rank in tokens]
     tilt = max(totals) / max(min(totals), 1)
-    usual, largest = median(factors), max(factors)
+    usual = median(factors)
+    largest = max(factors)
     numbers = {"median_factor": usual, "largest_factor": largest, "tokens": totals, "steps": steps}
     empty = sum(min(column) == 0 < max(column) for column in columns)
     if usual < UNEVEN and tilt < TILTED and not empty:
@@ -241,7 +248,7 @@ def _order(facts: Sequence[Facts]) -> CheckResult:
         return CheckResult(ORDER, Status.OK, found)
     how = str(facts[0]["set_epoch"])
     still = [rank for rank, fact in enumerate(facts) if not fact["changes_alone"]]
-    fixed = [rank for rank in still if not facts[rank]["changes_when_told"]]
+    fixed = [rank for rank in still if not facts[rank]["changes_after_set_epoch"]]
     sampler = str(facts[0]["sampler"]["class"])
     numbers = {"set_epoch": how, "sampler": sampler, "same_order": still}
     if not still:
@@ -251,12 +258,12 @@ def _order(facts: Sequence[Facts]) -> CheckResult:
         advice = f"Make sure that the training calls {how}(epoch) before each epoch."
         return CheckResult(ORDER, Status.NOTE, found, advice, numbers)
     meant = facts[fixed[0]]["sampler"].get("shuffle") is False or sampler == "SequentialSampler"
-    told = f", also after {how}(1)" if how else ""
+    called = f", also after {how}(1)" if how else ""
     who = "" if len(fixed) == len(facts) else f" on {name_ranks(fixed)}"
     return CheckResult(
         ORDER,
         Status.NOTE if meant else Status.WARNING,
-        f"two epochs begin with the same batches{who}{told}" + ("; shuffling is off" * meant),
+        f"two epochs begin with the same batches{who}{called}" + ("; shuffling is off" * meant),
         "Shuffle anew in each epoch, unless the order is meant.",
         numbers,
         tuple(fixed),
@@ -264,12 +271,7 @@ def _order(facts: Sequence[Facts]) -> CheckResult:
 
 
 def compare(samples: Sequence[Sequence[Sequence[int]]], *, ended: bool) -> Overlap:
-    """Compare what ranks have drawn.
-
-    Args:
-        samples: Digests by rank, batch and sample.
-        ended: Whether all ranks have read to the epoch's end.
-    """
+    """Compare digests of samples by rank, batch and sample; ``ended``: all read a whole epoch."""
     num_ranks = len(samples)
     steps = max(map(len, samples), default=0)
     seen: dict[int, set[int]] = {}
@@ -284,7 +286,8 @@ def compare(samples: Sequence[Sequence[Sequence[int]]], *, ended: bool) -> Overl
                     own += rank in seen[digest]
                 seen.setdefault(digest, set()).add(rank)
         if ended and step == steps - 1 and len(again) < num_ranks and not repeats:
-            padding, own = len(again), 0
+            padding = len(again)
+            own = 0
         else:
             repeats += len(again)
             ranks |= {member for _, digest in again for member in seen[digest]}

@@ -1,4 +1,4 @@
-"""Reads one rank's data loader: what its batches hold, how many there are, and in which order."""
+"""Reads one rank's data loader: its samples, their number, and their order."""
 
 import hashlib
 import math
@@ -16,12 +16,13 @@ from rankscope.tools.doctor.stage import Bench, Facts
 from rankscope.wrappers.labels import IGNORED_LABEL
 
 SHARE_OF_TIME = 0.5
-"""Of the time that a stage may take, what reading the first epoch may."""
+"""Share of a stage's time that reading the first epoch may take."""
 SAMPLES_IN_ALL = 1 << 20
 """Samples over all ranks that are compared."""
 ORDER_BATCHES = 20
 """Batches by which the order of two epochs is compared."""
-FEW, ALIKE = 2, 20
+FEW = 2
+ALIKE = 20
 """Different samples, and draws for each one, up to and from which samples look alike."""
 
 _LABELS = ("labels", "label", "targets", "target")
@@ -40,7 +41,7 @@ def look(bench: Bench) -> Facts:
             "--loader expected a function that returns a data loader or another iterable of "
             f"batches; it returned {type(loader).__name__}"
         )
-    told = set_epoch(loader, 0)
+    setter = set_epoch(loader, 0)
     limit = max(256, SAMPLES_IN_ALL // bench.place.num_ranks)
     first, bench.batch = _read(
         loader, bench.options.batches, limit, SHARE_OF_TIME * bench.options.seconds
@@ -50,24 +51,24 @@ def look(bench: Bench) -> Facts:
     facts = {
         **first,
         "length": _length(loader),
-        "set_epoch": told,
+        "set_epoch": setter,
         "one_pass": again is None,
         "changes_alone": again is not None and again != order,
-        "changes_when_told": None,
+        "changes_after_set_epoch": None,
         "sampler": _sampler_facts(loader),
         "with_replacement": draws_with_replacement(loader),
     }
-    if told and again == order:
+    if setter and again == order:
         set_epoch(loader, 1)
-        facts["changes_when_told"] = _beginning(loader, len(order)) != order
+        facts["changes_after_set_epoch"] = _beginning(loader, len(order)) != order
     return facts
 
 
 def set_epoch(loader: Any, epoch: int) -> str:
-    """Tell a loader, its sampler or its data set the epoch.
+    """Set the epoch of a loader, its sampler or its data set.
 
     Returns:
-        What was called, such as ``sampler.set_epoch``; empty when nothing has that function.
+        The function that was called, such as ``sampler.set_epoch``; empty when there is none.
     """
     for path in ("", "sampler", "batch_sampler", "batch_sampler.sampler", "dataset"):
         owner = loader
@@ -81,15 +82,13 @@ def set_epoch(loader: Any, epoch: int) -> str:
 
 
 def _read(loader: Any, most: int, most_samples: int, seconds: float) -> tuple[dict[str, Any], Any]:
-    """Read batches until the epoch, their number, the time or the memory for samples ends.
-
-    Returns:
-        What they hold, and the first of them; None without any.
-    """
+    """Read batches up to the limits; return their contents, and the first of them or None."""
     until = time.monotonic() + seconds
     samples: list[list[int]] = []
     tokens: list[int | None] = []
-    recognised, ended, drawn = True, False, 0
+    recognised = True
+    ended = False
+    drawn = 0
     first = None
     batches = iter(loader)
     while len(tokens) < most and time.monotonic() < until and drawn < most_samples:
@@ -120,7 +119,7 @@ def _read(loader: Any, most: int, most_samples: int, seconds: float) -> tuple[di
 
 
 def _look_alike(samples: list[list[int]]) -> bool:
-    """Return whether one rank's samples can hardly be told apart: labels were read, perhaps.
+    """Return whether one rank's samples have hardly any different digests, as labels do.
 
     The same few samples in batch after batch are no such case.
     """
@@ -161,11 +160,11 @@ def _sampler_facts(loader: Any) -> dict[str, Any]:
 
 
 def samples_of(batch: Any) -> list[int] | None:
-    """Return one digest per sample of a batch, or None when it cannot be told apart.
+    """Return one digest per sample of a batch, or None when samples cannot be separated.
 
     Tensors are digested by content, text and numbers by value. Of a tuple or a mapping the largest
     part counts, among those of as many samples as the first one: labels are the same for many
-    samples. In a mapping, what is called a label or a mask counts only if nothing else is there.
+    samples. In a mapping, a part named as label or mask counts only if nothing else is there.
     """
     found = _recognised(batch)
     return None if found is None else found[0]
@@ -201,7 +200,7 @@ def _is_label_or_mask(name: Any) -> bool:
 
 
 def label_tokens_of(batch: Any) -> int | None:
-    """Return the number of label tokens of a batch, or None when it has no labels that are known.
+    """Return the number of label tokens of a batch, or None without labels.
 
     Labels stand under ``labels`` or a like name, or in the second place of a pair; whole numbers
     count unless they are −100.

@@ -1,7 +1,7 @@
-"""Where the workers meet: who each of them is, and how they tell each other what they found.
+"""Where the workers meet: the rank of each, and a store in which they post their results.
 
-They write to a store and use no collective. Writing needs nobody else, so a worker that hangs or
-fails holds up no other; those that wait for its word see that it is missing, and know who it is.
+They use no collective. Writing needs nobody else, so a worker that hangs or fails holds up no
+other; those that wait for its result know which worker it is.
 """
 
 import json
@@ -31,12 +31,8 @@ PAUSE = 0.01
 class RankPlace:
     """This worker's place among the others.
 
-    Attributes:
-        rank: Its rank, from 0.
-        num_ranks: Number of ranks that the launcher promises.
-        local_rank: Its number on its host.
-        num_local: Number of ranks on its host.
-        launched: Whether a launcher such as ``torchrun`` started it.
+    ``num_ranks`` is the number that the launcher promises, ``local_rank`` and ``num_local`` count
+    on this host; ``launched`` means that a launcher such as ``torchrun`` started this worker.
     """
 
     rank: int = 0
@@ -60,7 +56,8 @@ def find_place(environment: Mapping[str, str]) -> RankPlace:
             f"RANK is set and {' and '.join(missing)} not: the workers cannot find each other; "
             "start rankscope doctor with torchrun"
         )
-    rank, num_ranks = _number(environment, "RANK"), _number(environment, "WORLD_SIZE")
+    rank = _number(environment, "RANK")
+    num_ranks = _number(environment, "WORLD_SIZE")
     if not 0 <= rank < num_ranks:
         raise UsageError(
             f"expected RANK from 0 to WORLD_SIZE − 1, got RANK={rank} and WORLD_SIZE={num_ranks}; "
@@ -103,7 +100,7 @@ def choose_device(place: RankPlace) -> torch.device:
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or dist.get_default_backend_for_device(accelerator) == "gloo":
-        return torch.device("cpu")  # none, or one over which ranks cannot talk
+        return torch.device("cpu")  # none, or one without a backend
     device = torch.device(accelerator.type, place.local_rank % torch.accelerator.device_count())
     torch.accelerator.set_device_index(device.index)
     return device
@@ -117,13 +114,7 @@ def choose_backend(place: RankPlace, device: torch.device) -> str:
 
 
 class Meeting:
-    """One worker's view of what all workers have written.
-
-    Args:
-        store: Where they write.
-        rank: This worker's rank.
-        num_ranks: Number of workers.
-    """
+    """One worker's view of the store in which all workers post."""
 
     def __init__(self, store: Store, rank: int, num_ranks: int) -> None:
         self.store = store
@@ -131,37 +122,37 @@ class Meeting:
         self.num_ranks = num_ranks
 
     def post(self, topic: str, value: Any) -> None:
-        """Write this worker's word on a topic: plain JSON values."""
+        """Post this worker's value on a topic: plain JSON values."""
         self._set(f"{topic}/{self.rank}", value)
 
     def announce(self, topic: str, value: Any = True) -> None:
-        """Write a word that is for all."""
+        """Set the value of a topic that all workers share."""
         self._set(topic, value)
 
-    def heard(self, topic: str) -> Any:
-        """Return what was announced, or None when nothing was yet."""
+    def announced(self, topic: str) -> Any:
+        """Return the value that was announced, or None before that."""
         return self._get(topic) if self.store.check([topic]) else None
 
-    def said(self, topic: str) -> dict[int, Any]:
-        """Return what workers have posted on a topic so far, by rank."""
+    def posted(self, topic: str) -> dict[int, Any]:
+        """Return the values that workers have posted on a topic so far, by rank."""
         keys = {rank: f"{topic}/{rank}" for rank in range(self.num_ranks)}
         if not self.store.check(list(keys.values())):
             keys = {rank: key for rank, key in keys.items() if self.store.check([key])}
         return {rank: self._get(key) for rank, key in keys.items()}
 
     def collect(self, topic: str, until: float) -> dict[int, Any]:
-        """Wait until all workers have posted on a topic, or until a time of ``time.monotonic``.
+        """Wait until all workers have posted, or until a time of ``time.monotonic``.
 
         Returns:
-            What came by then, by rank.
+            The values posted by then, by rank.
         """
         keys = [f"{topic}/{rank}" for rank in range(self.num_ranks)]
         while not self.store.check(keys) and time.monotonic() < until:
             time.sleep(PAUSE)
-        return self.said(topic)
+        return self.posted(topic)
 
     def wait(self, topics: tuple[str, ...], until: float) -> bool:
-        """Wait until one of the topics was announced; whether it was in time."""
+        """Wait until one of the topics was announced; return whether it was in time."""
         while not any(self.store.check([topic]) for topic in topics):
             if time.monotonic() > until:
                 return False
@@ -180,7 +171,8 @@ class Meeting:
 
 
 def _connect(seconds: float, *, host: bool) -> Store:
-    address, port = os.environ["MASTER_ADDR"], _number(os.environ, "MASTER_PORT")
+    address = os.environ["MASTER_ADDR"]
+    port = _number(os.environ, "MASTER_PORT")
     try:
         return _c10d.TCPStore(
             address,

@@ -18,8 +18,11 @@ from rankscope.gradients.fingerprint import digest_of, numpy_state, python_state
 from rankscope.private import find
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed, ranks_by
 
-PARAMETERS, BUFFERS, OPTIMIZER = "parameters", "buffers", "optimizer"
-RNG, BATCH_NORM = "random_numbers", "batch_norm"
+PARAMETERS = "parameters"
+BUFFERS = "buffers"
+OPTIMIZER = "optimizer"
+RNG = "random_numbers"
+BATCH_NORM = "batch_norm"
 
 Table = Mapping[str, Sequence[Any]]
 """Shape, type and digest of each tensor by name; the digest is None without one to compare."""
@@ -28,11 +31,7 @@ _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
 def look(bench: Bench) -> Facts:
-    """Build the model and the optimizer, and digest what they hold.
-
-    Raises:
-        UsageError: The functions return something else.
-    """
+    """Build and digest model and optimizer; UsageError if a function returns something else."""
     model, optimizer = _build(bench)
     bench.model = model
     parts = _parts(model)
@@ -80,12 +79,7 @@ def _generators(device: torch.device) -> dict[str, int]:
 def _described(
     named: Iterator[tuple[str, Tensor]], parts: Container[int] = ()
 ) -> dict[str, list[Any]]:
-    """Return shape, type and digest of each tensor; the digest is None without one to compare.
-
-    Args:
-        named: The tensors.
-        parts: Those of which a rank holds a part in a plain tensor, see :func:`_parts`.
-    """
+    """Return shape, type and digest of each tensor; the digest is None for one in ``parts``."""
     found: dict[str, list[Any]] = {}
     pending: list[tuple[str, Tensor]] = []
     for name, tensor in named:
@@ -103,10 +97,10 @@ def _described(
 
 
 def _parts(model: nn.Module) -> frozenset[int]:
-    """Return the ids of parameters of which each rank holds a part, as plain tensors tell nothing.
+    """Return the ids of parameters whose plain tensors hold only a part of them on each rank.
 
-    These are all inside of ``FullyShardedDataParallel`` (FSDP1), those that it was told to ignore
-    included: with ``use_orig_params`` they look alike.
+    These are all inside of ``FullyShardedDataParallel`` (FSDP1), its ignored parameters included:
+    with ``use_orig_params`` they look alike.
     """
     return frozenset(
         id(parameter)
@@ -117,7 +111,7 @@ def _parts(model: nn.Module) -> frozenset[int]:
 
 
 def _is_split(tensor: Tensor) -> bool:
-    """Return whether a tensor says itself that each rank holds a part, which no other has."""
+    """Return whether the type of a tensor shows that each rank holds a part of it."""
     return isinstance(tensor, DTensor) and any(isinstance(p, Shard) for p in tensor.placements)
 
 
@@ -160,9 +154,9 @@ def _optimizer(optimizer: Any, parts: Container[int]) -> dict[str, Any]:
 
 
 def _optimizer_state(optimizer: Any, parts: Container[int]) -> dict[str, list[Any]]:
-    """Return what an optimizer remembers, by position of the parameter and name.
+    """Return an optimizer's state, by position of the parameter and name.
 
-    What belongs to a rank's part of a parameter is left out: no other rank has the same.
+    The state of a rank's part of a parameter is left out: no other rank has the same.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     state: Mapping[Any, Any] = getattr(optimizer, "state", {})
@@ -245,11 +239,11 @@ def _optimizers(facts: Sequence[Facts]) -> CheckResult:
     odd = {name: odd_ranks([repr(one.get(name)) for one in settings]) for name in names}
     different = {name: [one.get(name) for one in settings] for name in names if odd[name]}
     if different:
-        told = [_values_in_words(name, values) for name, values in different.items()]
+        parts = [_values_in_words(name, values) for name, values in different.items()]
         return CheckResult(
             OPTIMIZER,
             Status.ERROR,
-            listed(told, between="; "),
+            listed(parts, between="; "),
             "Ranks that step differently drift apart although their gradients are equal: give all "
             "of them the same settings.",
             {"different": different},
@@ -375,8 +369,8 @@ def _equal(name: str, what: str, tables: Sequence[Table], numbers: dict[str, Any
 def _values_in_words(name: str, values: Sequence[Any]) -> str:
     words = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
     groups = ranks_by(["missing" if word == "None" else word for word in words])
-    told = [f"{word} on {name_ranks(ranks)}" for word, ranks in groups.items()]
-    return f"{name}: {', '.join(told[:3])}"
+    parts = [f"{word} on {name_ranks(ranks)}" for word, ranks in groups.items()]
+    return f"{name}: {', '.join(parts[:3])}"
 
 
 STAGE = Stage(

@@ -1,4 +1,4 @@
-"""Puts the preflight together: who is here, where all meet, and what is checked in which order."""
+"""The preflight: the place of this rank, where all meet, and the order of the stages."""
 
 import os
 import sys
@@ -45,10 +45,10 @@ def run_preflight(options: Options, report: Callable[[Sequence[CheckResult]], in
     except UsageError:
         if place.rank == 0:
             raise
-        return 0  # rank 0 says it for all
+        return 0  # rank 0 reports it for all
     quiet = QuietOutput(place.rank)
 
-    def tell(results: Sequence[CheckResult]) -> int:
+    def report_restored(results: Sequence[CheckResult]) -> int:
         quiet.restore()
         return report(results)
 
@@ -59,13 +59,13 @@ def run_preflight(options: Options, report: Callable[[Sequence[CheckResult]], in
             Meeting(first, place.rank, place.num_ranks),
             Meeting(second, place.rank, place.num_ranks),
         )
-        return Examination(stages(options), bench, meetings, tell).run()
+        return Examination(stages(options), bench, meetings, report_restored).run()
     finally:
         quiet.restore()
 
 
 def stages(options: Options) -> list[Stage]:
-    """Return what is checked, in order: the user's own functions last, since they may hang."""
+    """Return the stages in order: the user's own functions last, since they may hang."""
     return [
         topology.STAGE,
         environment.STAGE,
@@ -74,8 +74,8 @@ def stages(options: Options) -> list[Stage]:
         collectives.STAGE,
         collectives.REPEATED_STAGE,
         speed.STAGE,
-        model.STAGE if options.model else functions.not_asked("model"),
-        loader.STAGE if options.loader else functions.not_asked("loader"),
+        model.STAGE if options.model else functions.not_given("model"),
+        loader.STAGE if options.loader else functions.not_given("loader"),
         determinism.stage(options),
     ]
 
@@ -94,13 +94,10 @@ def _check(options: Options) -> None:
 
 
 class QuietOutput:
-    """Sends what is printed elsewhere, also by libraries in C, until :meth:`restore`.
+    """Redirects standard output, also of libraries in C, until :meth:`restore`.
 
-    Rank 0's standard output goes to its standard error, so that what the command prints is alone;
-    the other ranks print nothing.
-
-    Args:
-        rank: This worker's rank.
+    Rank 0's goes to its standard error, so that standard output holds the command's own lines
+    alone; the other ranks print nothing.
     """
 
     def __init__(self, rank: int) -> None:
@@ -122,7 +119,8 @@ class QuietOutput:
     def restore(self) -> None:
         """Print as before; further calls do nothing."""
         with self._lock:
-            saved, self._saved = self._saved, {}
+            saved = self._saved
+            self._saved = {}
         if saved:
             _flush()
             sys.stdout = self._stdout

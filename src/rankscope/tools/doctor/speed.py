@@ -1,4 +1,4 @@
-"""How fast ranks talk and compute, and which of them keep the others waiting."""
+"""How fast ranks communicate and compute, and which of them keep the others waiting."""
 
 import os
 import time
@@ -12,7 +12,8 @@ import torch.distributed as dist
 from rankscope.bus.words import name_ranks
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status
 
-BANDWIDTH, STRAGGLERS = "bandwidth", "stragglers"
+BANDWIDTH = "bandwidth"
+STRAGGLERS = "stragglers"
 
 SIZES = {"1 KB": 1_000, "1 MB": 1_000_000, "25 MB": 25_000_000}
 SECONDS_PER_SIZE = 0.4
@@ -49,8 +50,8 @@ def _judge_bandwidth(facts: Sequence[Facts]) -> CheckResult:
     if len(facts) == 1:
         found = "one rank has nobody to talk to"
         return CheckResult(BANDWIDTH, Status.SKIPPED, found)
-    told = (f"{name} {_time(seconds[name])} ({_rate(rates[name])})" for name in SIZES)
-    return CheckResult(BANDWIDTH, Status.OK, ", ".join(told), numbers=numbers)
+    parts = (f"{name} {_time(seconds[name])} ({_rate(rates[name])})" for name in SIZES)
+    return CheckResult(BANDWIDTH, Status.OK, ", ".join(parts), numbers=numbers)
 
 
 def _judge_stragglers(facts: Sequence[Facts]) -> CheckResult:
@@ -70,19 +71,19 @@ def _judge_stragglers(facts: Sequence[Facts]) -> CheckResult:
         load = f"; load {fact['load']:.1f} on {fact['cores']} cores at {name_ranks(busy)}"
     if slow and len(facts) > 1:
         by_size = sorted(slow, key=lambda rank: -seconds[rank])
-        told = ", ".join(f"rank {rank} {seconds[rank] / usual:.1f} ×" for rank in by_size[:6])
+        slowest = ", ".join(f"rank {rank} {seconds[rank] / usual:.1f} ×" for rank in by_size[:6])
         more = f" and {len(slow) - 6} more" if len(slow) > 6 else ""
         return CheckResult(
             STRAGGLERS,
             Status.NOTE,
-            f"slower than the median at the same computation: {told}{more}{load}",
+            f"slower than the median at the same computation: {slowest}{more}{load}",
             "All ranks wait for the slowest in each step. Look for other processes, heat or "
             "power limits, or another kind of device at these ranks; repeat the preflight.",
             numbers,
             slow,
         )
-    slowest = max(seconds) / usual if usual else 1.0
-    found = f"the slowest takes {slowest:.2f} × the median{load}"
+    factor = max(seconds) / usual if usual else 1.0
+    found = f"the slowest takes {factor:.2f} × the median{load}"
     return CheckResult(STRAGGLERS, Status.OK, found, numbers=numbers)
 
 
@@ -100,11 +101,7 @@ def _latency(size: int, bench: Bench) -> float:
 
 
 def _compute(bench: Bench) -> dict[str, float]:
-    """Time a fixed computation, and the waiting for the others after it.
-
-    Returns:
-        Medians in seconds: ``compute`` and ``waiting``.
-    """
+    """Time a fixed computation, and the wait for the others after it: medians in seconds."""
     size = 192 if bench.device.type == "cpu" else 2_048
     factor = torch.full((size, size), 1e-3, device=bench.device)
     token = torch.zeros(1, device=bench.device)
@@ -166,9 +163,11 @@ def _time(seconds: float) -> str:
 
 
 def _rate(bytes_per_second: float) -> str:
-    value, unit = bytes_per_second / 1e6, "MB/s"
+    value = bytes_per_second / 1e6
+    unit = "MB/s"
     if value >= 1e3:
-        value, unit = value / 1e3, "GB/s"
+        value = value / 1e3
+        unit = "GB/s"
     return f"{value:.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"
 
 

@@ -1,4 +1,4 @@
-"""What the preflight is made of: stages, each looked at by every worker and judged by rank 0."""
+"""The parts of the preflight: stages, each run by every worker and judged by rank 0."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,10 +34,10 @@ TITLES = {
     "epoch_order": "Epoch order",
     "determinism": "Repeated steps",
 }
-"""What each stage and each check is about, in a few words."""
+"""Title of each stage and each check."""
 
 Facts = Mapping[str, Any]
-"""What one worker saw of a check: plain JSON values, keys are strings."""
+"""A worker's measurements for a check: plain JSON values, keys are strings."""
 
 
 class Status(StrEnum):
@@ -59,13 +59,8 @@ class Status(StrEnum):
 class CheckResult:
     """One line of the preflight's table.
 
-    Attributes:
-        name: Stable name, one of ``TITLES``.
-        status: How it ended.
-        found: What was found, in a sentence.
-        advice: What to do about it; empty when there is nothing to do.
-        numbers: The numbers behind it, as plain JSON values.
-        ranks: The ranks concerned; empty when it concerns all alike.
+    ``name`` is one of ``TITLES``; ``found`` is a sentence; ``advice`` is empty when there is
+    nothing to do; ``numbers`` are plain JSON values; ``ranks`` is empty when it concerns all alike.
     """
 
     name: str
@@ -77,7 +72,7 @@ class CheckResult:
 
     @property
     def title(self) -> str:
-        """What was checked, in a few words."""
+        """The title of the check."""
         return TITLES[self.name]
 
     def to_json(self) -> dict[str, Any]:
@@ -114,14 +109,10 @@ def ranks_by(values: Sequence[str]) -> dict[str, list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the user asks for.
+    """The user's options.
 
-    Attributes:
-        model: ``MODULE:FUNCTION`` that builds the model, or None.
-        optimizer: ``MODULE:FUNCTION`` that takes the model and returns its optimizer, or None.
-        loader: ``MODULE:FUNCTION`` that returns this rank's batches, or None.
-        batches: Batches that each rank reads at most.
-        seconds: How long a worker may take for one stage.
+    Functions are ``MODULE:FUNCTION`` or None; ``batches`` is the most that each rank reads,
+    ``seconds`` the time that a worker may take for one stage.
     """
 
     model: str | None = None
@@ -133,16 +124,10 @@ class Options:
 
 @dataclass(slots=True)
 class Bench:
-    """What a worker's checks work with.
+    """The objects that a worker's checks work with.
 
-    Attributes:
-        place: Who this worker is.
-        options: What the user asks for.
-        store: Where the process group of the preflight meets.
-        device: This worker's device.
-        functions: The user's functions, by option.
-        model: The user's model, once it has been built.
-        batch: The first batch of the user's loader, once it has been read.
+    ``functions`` are the user's, by option; ``model`` is set once it was built, ``batch`` (the
+    first one of the user's loader) once it was read.
     """
 
     place: RankPlace
@@ -160,8 +145,8 @@ class Stage:
 
     Attributes:
         topic: Its name, one of ``TITLES``; that of its result where it cannot be finished.
-        look: Sees to it on one worker; what it returns goes to rank 0.
-        judge: Turns what all workers saw, in rank order, into results.
+        look: Measures on one worker; rank 0 gets its result.
+        judge: Turns the facts of all workers, in rank order, into results.
         together: Whether workers wait for each other inside; after a failure of one of them
             nothing that needs the process group can follow.
         needs_group: Whether it needs the process group.
@@ -179,5 +164,5 @@ class Stage:
 
     @property
     def title(self) -> str:
-        """What it is about, in a few words."""
+        """Its title."""
         return TITLES[self.topic]

@@ -1,4 +1,4 @@
-"""Who is there, against what the launcher promised, and whether all join one process group."""
+"""The ranks that are there, against the launcher's promise; whether all join one process group."""
 
 import os
 import socket
@@ -15,15 +15,17 @@ from rankscope.bus.words import count, name_ranks
 from rankscope.tools.doctor.meeting import choose_backend
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, ranks_by
 
-NAME, GROUP = "topology", "process_group"
+NAME = "topology"
+GROUP = "process_group"
 
 Problem = tuple[Status, str, str, Sequence[int]]
-"""Status, what was found, what to do, and the ranks concerned."""
+"""Status, finding, advice, and the ranks concerned."""
 
 
 def look(bench: Bench) -> Facts:
-    """Return what is known of this worker without asking anybody."""
-    place, device = bench.place, bench.device
+    """Return the facts of this worker that need no communication."""
+    place = bench.place
+    device = bench.device
     accelerated = device.type != "cpu"
     return {
         "host": socket.gethostname(),
@@ -40,7 +42,7 @@ def look(bench: Bench) -> Facts:
 
 
 def judge(facts: Sequence[Facts]) -> list[CheckResult]:
-    """Compare what the workers are with what their launcher promised."""
+    """Compare the workers' facts with their launcher's promise."""
     problems = [problem for find in _CHECKS for problem in find(facts)]
     problems.sort(key=lambda problem: -problem[0].level)
     hosts = _hosts(facts)
@@ -104,10 +106,10 @@ def _promises(facts: Sequence[Facts]) -> Iterator[Problem]:
     for host, ranks in _hosts(facts).items():
         promised = {facts[rank]["num_local"] for rank in ranks}
         if facts[0]["launched"] and promised != {len(ranks)}:
-            said = " and ".join(map(str, sorted(promised)))
+            local = " and ".join(map(str, sorted(promised)))
             yield (
                 Status.NOTE,
-                f"{count(len(ranks), 'rank')} on {host}, where LOCAL_WORLD_SIZE says {said}",
+                f"{count(len(ranks), 'rank')} on {host}, where LOCAL_WORLD_SIZE says {local}",
                 "Several containers with one host name look like this; else correct what the "
                 "launcher sets.",
                 ranks,
@@ -170,7 +172,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _device_id(device: torch.device) -> str:
-    """Return what tells one accelerator of a host from another, even when each sees only its own.
+    """Return an id unique among a host's accelerators, even when each rank sees only its own.
 
     Empty for a CPU, which ranks may share.
     """
@@ -201,7 +203,7 @@ def join(bench: Bench) -> Facts:
 
 
 def judge_group(facts: Sequence[Facts]) -> list[CheckResult]:
-    """Compare the number of workers that were counted with those that are there."""
+    """Compare the number of workers in the process group with the number that is there."""
     seconds = max(fact["seconds"] for fact in facts)
     backends = [str(fact["backend"]) for fact in facts]
     numbers = {"backend": backends[0], "seconds": seconds}
