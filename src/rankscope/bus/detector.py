@@ -43,7 +43,8 @@ class FaultEvidence:
     status: str = "open"
 
     def __post_init__(self) -> None:
-        named, last = name_ranks(self.ranks), f"{self.last_step:,}"
+        named = name_ranks(self.ranks)
+        last = f"{self.last_step:,}"
         usual = {
             "Ranks": named.capitalize(),
             "ranks": named,

@@ -90,7 +90,8 @@ class Finding:
         """
         if not isinstance(event, Mapping):
             raise TypeError(f"expected an object, got {type(event).__name__}")
-        evidence, groups = event.get("evidence", {}), event.get("groups", ())
+        evidence = event.get("evidence", {})
+        groups = event.get("groups", ())
         if not isinstance(evidence, Mapping) or not isinstance(groups, list | tuple):
             raise TypeError("evidence is an object, and groups is a list")
         if not all(isinstance(group, str) for group in groups):

@@ -40,12 +40,11 @@ ALWAYS = PACE.governed_after
 MAX_INTERVAL = PACE.widest_interval
 
 _FIRST_IGNORED = 3  # of each kind: they compile kernels and allocate memory
-_FAST, _SLOW = 8, 32  # samples that a decision to widen, or to narrow, rests on
+_FAST = 8
+_SLOW = 32  # samples that a decision to widen, or to narrow, rests on
 _FEWEST = 4
-_PATIENCE, _MOST_PATIENCE = (
-    PACE.governor_patience,
-    128,
-)  # observed steps between a decision and narrowing
+_PATIENCE = PACE.governor_patience
+_MOST_PATIENCE = 128  # observed steps between a decision and narrowing
 _ROOM = 0.8  # of the budget: what a narrower interval may be expected to cost
 
 
@@ -192,7 +191,8 @@ class Governor:
         Returns:
             The decision that this step led to, if any.
         """
-        overhead, seconds = _largest(overhead_seconds_W), _largest(step_seconds_W)
+        overhead = _largest(overhead_seconds_W)
+        seconds = _largest(step_seconds_W)
         self._num_seen[observed] += 1
         if overhead is None or self._num_seen[observed] <= _FIRST_IGNORED:
             return None
@@ -261,7 +261,8 @@ class Governor:
         if interval > now and last is not None and last.interval < last.interval_before:
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
         self._since_decision = 0
-        before, expected = cost.share(now), cost.share(interval)
+        before = cost.share(now)
+        expected = cost.share(interval)
         first = newest + LAG
         decision = Decision(step, first, now, interval, before, expected, self._budget)
         self._decisions.append(decision)

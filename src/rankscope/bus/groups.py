@@ -190,7 +190,8 @@ Range(section=1, start=1, stop=5)))
         if sum(counts) <= max(max_sections, len(groups)):
             break
         largest *= 2
-    first, group_of = 0, list[int]()
+    first = 0
+    group_of = list[int]()
     ranges: dict[str, tuple[Range, ...]] = {}
     for group, (total, count) in enumerate(zip(totals, counts, strict=True)):
         members = {n: s for n, s in sizes.items() if groups.index_of[n] == group}
@@ -216,15 +217,18 @@ def _cut(
         first: Number of the group's first section.
         aligned: Parameters are cut at multiples of this, below where sections end.
     """
-    begin, part = 0, 0
+    begin = 0
+    part = 0
     ranges = {}
     for name, size in sizes.items():
-        pieces, at = [], 0
+        pieces = []
+        at = 0
         while ends[part] < begin + size and part + 1 < len(ends):
             cut = max(at, (ends[part] - begin) // aligned * aligned)
             if cut > at:
                 pieces.append(Range(first + part, at, cut))
-            at, part = cut, part + 1
+            at = cut
+            part = part + 1
         if at < size or not pieces:
             pieces.append(Range(first + part, at, size))
         ranges[name] = tuple(pieces)

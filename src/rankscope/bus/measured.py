@@ -73,13 +73,15 @@ def measured_of(
     given = [int(size) for size in sizes]
     part = _parts(numbers, NUMBERS, given)
     sketch = _parts(sketches, SKETCHES, given[len(NUMBERS) :])
-    squares_R, num_rows = part["squares"], len(part["squares"])
+    squares_R = part["squares"]
+    num_rows = len(part["squares"])
     counts = tuple(section_counts) or (1,) * num_rows
     firsts_G = np.cumsum((0, *counts[:-1]))
     reduced_squares_R = part["reduced_squares"]
     if not len(reduced_squares_R):
         reduced_squares_R = np.full(num_rows, np.nan)
-    audit, groups_GK = None, sketch["groups"].reshape(len(firsts_G), -1)
+    audit = None
+    groups_GK = sketch["groups"].reshape(len(firsts_G), -1)
     if len(sketch["local"]):
         local_SK = sketch["local"].reshape(num_rows, -1)
         reduced = sketch["reduced"]
@@ -104,7 +106,8 @@ def measured_of(
         "reduced_norm": math.sqrt(reduced_squares_R.sum()),
         "grad_carried_over": float(part["carried"][0]) if len(part["carried"]) else 0.0,
     }
-    kept, num_groups = part["kept"], len(counts)
+    kept = part["kept"]
+    num_groups = len(counts)
     squares_B2 = kept[:-num_groups].reshape(-1, 2) if len(kept) else np.empty((0, 2))
     if len(kept):
         values |= accumulator_values(squares_B2)

@@ -53,7 +53,9 @@ def unpack_arrays(packed: bytes | bytearray | memoryview) -> tuple[Any, list[NDA
     Raises:
         PackedError: These bytes hold no such thing.
     """
-    content, arrays, at = unpack_headed(packed), list[NDArray[Any]](), 0
+    content = unpack_headed(packed)
+    arrays = list[NDArray[Any]]()
+    at = 0
     try:
         (header, shapes), rest = content
         for name, shape in shapes:

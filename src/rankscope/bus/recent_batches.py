@@ -71,7 +71,8 @@ class RecentBatches(Stateful):
         history = np.concatenate([self._recent_NW, digests_TW[known_T]])
         self._recent_NW = history[-REMEMBERED:].copy()
         nothing = Recurrence(np.zeros(digests_TW.shape[1], np.int64), -1, history[:0])
-        found, end = [], REMEMBERED
+        found = []
+        end = REMEMBERED
         for digests_W, step, known in zip(digests_TW, steps, known_T.tolist(), strict=True):
             if not known:
                 found.append(nothing)

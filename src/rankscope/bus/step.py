@@ -172,7 +172,8 @@ def as_recorded(report: StepReport) -> StepReport:
     if there are two or more.
     """
     gathered = report.gathered
-    groups, micro = _has_groups(gathered), has_micro_batches(gathered)
+    groups = _has_groups(gathered)
+    micro = has_micro_batches(gathered)
     return replace(
         report,
         gathered=_gathered(gathered, groups=groups, micro=micro),

@@ -88,10 +88,8 @@ class Columns:
     def _of_type(self, dtype: DType) -> NDArray[Any]:
         """Return the columns of one type ``[S, C, W]``."""
         if dtype not in self._values:
-            names, gathered = (
-                [name for name, (kind, _) in self._places.items() if kind is dtype],
-                [report.gathered for report in self.reports],
-            )
+            names = [name for name, (kind, _) in self._places.items() if kind is dtype]
+            gathered = [report.gathered for report in self.reports]
             flat = np.concatenate([step.workers[name] for step in gathered for name in names])
             self._values[dtype] = flat.reshape(len(gathered), len(names), -1)
         return self._values[dtype]

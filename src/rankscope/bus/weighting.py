@@ -23,7 +23,8 @@ Bools = NDArray[np.bool_]
 
 _EQUAL = 1e-3
 _PROPORTIONAL = 1e-2
-_ENOUGH, _SLOPE = 0.2, 0.5
+_ENOUGH = 0.2
+_SLOPE = 0.5
 
 
 def log_spread(scales_RU: Floats, tokens_RU: Floats) -> Floats:

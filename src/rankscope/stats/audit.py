@@ -132,7 +132,8 @@ def residuals_of_all(parts_W: Sequence[AuditPart], firsts_G: Ints, copies: int) 
     """
     num_workers = len(parts_W)
     total_N = total_of(parts_W, num_workers, copies)
-    kept, which_W = parts_W[:1], np.zeros(num_workers, np.int64)  # sharded: all learn the same
+    kept = parts_W[:1]
+    which_W = np.zeros(num_workers, np.int64)  # sharded: all learn the same
     if copies >= num_workers:
         kept, which_W = distinct(parts_W)
     found = [residuals(total_N, part, firsts_G, num_workers, copies) for part in kept]
@@ -169,11 +170,13 @@ def _distances(
     shape = part.reduced_SK.shape
     total = np.asarray(total_N, np.float64)
     size = shape[0] * shape[1]
-    difference_SK, squares_S = total[:size].reshape(shape), total[size:]
+    difference_SK = total[:size].reshape(shape)
+    squares_S = total[size:]
     least = num_workers * _TINY  # the workers' squares may be lost in the sum below this
     if copies >= num_workers:
         difference_SK = difference_SK - part.reduced_SK
-        squares_S, least = part.reduced_squares_S, 0.0
+        squares_S = part.reduced_squares_S
+        least = 0.0
     with np.errstate(invalid="ignore", over="ignore"):
         return np.square(difference_SK).sum(axis=1), squares_S, least
 

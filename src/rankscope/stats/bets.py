@@ -189,14 +189,16 @@ def rank_units(values_SU: Floats) -> Ranked:
     begins_SU = begins[:-1].reshape(num_signals, width)
     np.not_equal(ordered[:, 1:], ordered[:, :-1], out=begins_SU[:, 1:])
     if np.count_nonzero(begins) == len(begins):
-        tied_S, doubled_sorted = np.zeros(num_signals, bool), _even_numbers(width)
+        tied_S = np.zeros(num_signals, bool)
+        doubled_sorted = _even_numbers(width)
     else:
         tied_S = ~np.logical_and.reduce(begins_SU, axis=1)
         starts = begins.nonzero()[0]
         first_plus_last = starts[:-1] + starts[1:] - 1
         doubled_sorted = first_plus_last.repeat(starts[1:] - starts[:-1])
         doubled_sorted = doubled_sorted.reshape(num_signals, width) - 2 * row_starts_S1
-    counts_S, count = np.full(num_signals, width), width
+    counts_S = np.full(num_signals, width)
+    count = width
     if np.count_nonzero(np.isnan(ordered[:, -1])):
         missing = np.isnan(ordered)
         doubled_sorted = np.where(missing, -1, doubled_sorted)
@@ -228,7 +230,8 @@ def medians(ranked: Ranked) -> Floats:
     last = ranked.sorted_SU.shape[1] - 1
     middle: Floats
     if ranked.count is not None:
-        lower, upper = max(ranked.count - 1, 0) // 2, min(ranked.count // 2, last)
+        lower = max(ranked.count - 1, 0) // 2
+        upper = min(ranked.count // 2, last)
         middle = ranked.sorted_SU[:, lower] + ranked.sorted_SU[:, upper]
     else:
         rows = np.arange(len(ranked.counts_S))
@@ -333,7 +336,8 @@ def _stakes(count: int, strengths: tuple[float, ...]) -> Floats32:
 
 def _by_rank(ranked: Ranked, rows: Rows, count: int, strengths: tuple[float, ...]) -> Floats32:
     """Return the e-values of bets on the rank ``[B, S, U]``."""
-    doubled_SU, tied_S = ranked.doubled_SU[rows], ranked.tied_S[rows]
+    doubled_SU = ranked.doubled_SU[rows]
+    tied_S = ranked.tied_S[rows]
     e: Floats32 = _stakes(count, strengths).take(doubled_SU, axis=1, mode="wrap")
     if np.count_nonzero(tied_S):
         present = None if ranked.count == doubled_SU.shape[1] else doubled_SU >= 0

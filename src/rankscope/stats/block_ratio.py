@@ -89,7 +89,8 @@ def student_975(degrees: int) -> float:
         >>> round(student_975(10), 2)
         2.23
     """
-    z, n = _NORMAL_975, degrees
+    z = _NORMAL_975
+    n = degrees
     return (
         z
         + (z**3 + z) / (4 * n)

@@ -55,7 +55,8 @@ class ShiryaevRoberts(Stateful):
             e: Of the shape of ``evidence[at]``.
             at: Which of the detectors are fed; all by default.
         """
-        evidence, age = self.evidence[at], self.age[at]  # in place where `at` is a slice
+        evidence = self.evidence[at]
+        age = self.age[at]  # in place where `at` is a slice
         age *= evidence
         evidence += _ONE
         age /= evidence
@@ -63,7 +64,8 @@ class ShiryaevRoberts(Stateful):
         evidence *= e
         np.minimum(evidence, _LARGEST, out=evidence)
         if evidence.base is not self.evidence:
-            self.evidence[at], self.age[at] = evidence, age
+            self.evidence[at] = evidence
+            self.age[at] = age
 
     def restart(self, at: Any) -> None:
         """Forget all evidence of some detectors. What they have spent of the budget stays spent."""

@@ -252,7 +252,8 @@ def _against_rest(rows_WK: Floats, norms_W: Floats) -> Floats:
     rests_W = total - 2.0 * own_W + squares_W
     for i in np.flatnonzero(rests_W < _DROWNED * (np.sqrt(total) + norms_W) ** 2):
         rest_K = total_K - rows_WK[i]  # number by number, so that squares do not cancel
-        products_W[i], rests_W[i] = rows_WK[i] @ rest_K, rest_K @ rest_K
+        products_W[i] = rows_WK[i] @ rest_K
+        rests_W[i] = rest_K @ rest_K
     least_W = _LOST**2 * (squares_W.sum() - squares_W)
     known_W = (norms_W > 0) & (rests_W > least_W)
     below_W = np.where(known_W, norms_W * np.sqrt(np.maximum(rests_W, 0.0)), np.nan)

@@ -102,7 +102,8 @@ class DrawnSamples:
 
     @cached_property
     def _all_differ(self) -> list[bool]:
-        samples, steps = self.flat[self.order], self.step_of_draw[self.order]
+        samples = self.flat[self.order]
+        steps = self.step_of_draw[self.order]
         twice = (samples[1:] == samples[:-1]) & (steps[1:] == steps[:-1])
         counts_S = np.bincount(steps[1:][twice], minlength=len(self))
         return list((counts_S == 0).tolist())
@@ -126,7 +127,8 @@ class DrawnSamples:
 
     def _latest(self) -> list[int]:
         """Return, for each step, the latest one before it that draws one of its samples, or -1."""
-        samples, steps = self.flat[self.order], self.step_of_draw[self.order]
+        samples = self.flat[self.order]
+        steps = self.step_of_draw[self.order]
         again = (samples[1:] == samples[:-1]) & (steps[1:] != steps[:-1])
         latest_S = np.full(len(self), -1)
         np.maximum.at(latest_S, steps[1:][again], steps[:-1][again])

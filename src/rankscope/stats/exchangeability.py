@@ -36,7 +36,8 @@ from rankscope.stats.recent import RECENT, RecentSteps, friedman
 from rankscope.stats.state import State, StateError, Stateful
 
 MANY = 8
-LEVEL_OF_MANY, LEVEL_OF_FEW = 1e-2, 1e-3
+LEVEL_OF_MANY = 1e-2
+LEVEL_OF_FEW = 1e-3
 """Levels of the test whether the others are alike. Of many, some may be left out and it is asked
 again, so that chance alone hardly ever makes the others differ."""
 
@@ -270,7 +271,8 @@ class ExchangeabilityTest(Stateful):
                 0.6 of the strongest one's: what chance gives to some of many signals.
         """
         log_BS, ages_BS = self._log_evidence(unit)
-        best_S, log_S = log_BS.argmax(axis=0).tolist(), log_BS.max(axis=0)
+        best_S = log_BS.argmax(axis=0).tolist()
+        log_S = log_BS.max(axis=0)
         least = max(least, _NEAR_THE_STRONGEST * float(log_S.max()))
         traces = []
         for signal in np.argsort(-log_S, kind="stable").tolist():
@@ -304,7 +306,8 @@ class ExchangeabilityTest(Stateful):
         log_BS, ages_BS = self._log_evidence(unit)
         of_kind = np.array([bet.kind is kind for bet in self._bets])
         best = int(np.where(of_kind, log_BS[:, signal], -1).argmax())
-        bet, age = self._bets[best], float(ages_BS[best, signal])
+        bet = self._bets[best]
+        age = float(ages_BS[best, signal])
         if age > RECENT and kind is not BetKind.RARE:
             return age
         since_BT = _evidence_since(self._compared(unit, signal, RECENT), unit, (bet,))
@@ -426,7 +429,8 @@ class ExchangeabilityTest(Stateful):
         not positive: parts of such medians say nothing. Medians from before a restart are unknown.
         """
         recent_TU = self._recent.deviations(signal, age)
-        recent_T, medians_T = recent_TU[:, unit], self._recent.medians(signal, age)
+        recent_T = recent_TU[:, unit]
+        medians_T = self._recent.medians(signal, age)
         relative = bool(self._relative_S[signal])
         others_TV = np.delete(recent_TU, unit, axis=1)
         if relative and ((others_TV < -1).any() or (medians_T <= 0).any()):

@@ -75,7 +75,8 @@ def compare_with_others(
         ranked: The others.
         bets: The bets.
     """
-    others_SU, unit_S1 = ranked.sorted_SU, values_S[:, None]
+    others_SU = ranked.sorted_SU
+    unit_S1 = values_S[:, None]
     plain_S = _doubled(others_SU, unit_S1)
     middle_S1 = _middle_with(others_SU, unit_S1, ranked.counts_S)[:, None]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -83,8 +84,10 @@ def compare_with_others(
     e_BS = np.ones((len(bets), len(values_S)))
     usable_S = np.isfinite(values_S) & (ranked.counts_S >= 2)
     for others in set(ranked.counts_S[usable_S].tolist()):
-        rows, count = (usable_S & (ranked.counts_S == others)).nonzero()[0], others + 1
-        plain, folded = plain_S[rows], folded_S[rows]
+        rows = (usable_S & (ranked.counts_S == others)).nonzero()[0]
+        count = others + 1
+        plain = plain_S[rows]
+        folded = folded_S[rows]
         for bet, e in zip(bets, e_BS, strict=True):
             if bet.kind is BetKind.RARE:
                 far = z_S[rows] > RARE_FROM
@@ -106,14 +109,16 @@ def _by_rank(count: int, strength: float, *, down: bool) -> Floats:
 
 def _doubled(others_SU: Floats, unit_S1: Floats) -> Ints:
     """Return twice the mid-rank from 0 that each row's unit has among the others."""
-    below, equal = others_SU < unit_S1, others_SU == unit_S1
+    below = others_SU < unit_S1
+    equal = others_SU == unit_S1
     doubled: Ints = 2 * np.count_nonzero(below, axis=1) + np.count_nonzero(equal, axis=1)
     return doubled
 
 
 def _middle_with(sorted_SU: Floats, unit_S1: Floats, counts_S: Ints) -> Floats:
     """Return the median of each row and its unit: that of n others and one more."""
-    rows, last = np.arange(len(counts_S)), sorted_SU.shape[1] - 1
+    rows = np.arange(len(counts_S))
+    last = sorted_SU.shape[1] - 1
     at_S = np.count_nonzero(sorted_SU < unit_S1, axis=1)
     middle_S = np.zeros(len(counts_S))
     for index_S in (counts_S // 2, (counts_S + 1) // 2):

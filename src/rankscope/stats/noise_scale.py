@@ -95,7 +95,8 @@ def noise_of_steps(
     with np.errstate(all="ignore"):
         reduced_T = reduced_norms_T * reduced_norms_T
         unknown_T = np.full(len(squares_T), math.nan)
-        between_T, signal_T = unknown_T, unknown_T
+        between_T = unknown_T
+        signal_T = unknown_T
         if width > 1:
             between_T, signal_T = _split(squares_T, reduced_T, width)
         mean_squares_T = micro_squares_T / num_micro_T
@@ -151,7 +152,8 @@ def noise_scale(inverse: Estimate) -> Estimate:
         >>> noise_scale(Estimate(0.25, low=0.125, high=0.5))
         Estimate(value=4.0, low=2.0, high=8.0)
     """
-    low, high = inverse.low, inverse.high
+    low = inverse.low
+    high = inverse.high
     return Estimate(
         value=1 / inverse.value if inverse.value > 0 else math.inf,
         low=_turned(high),

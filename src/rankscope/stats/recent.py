@@ -60,7 +60,8 @@ class RecentSteps(Stateful):
             self._steps[place, rows] = step
             fed += 1
             return
-        places, signals = fed % RECENT, self._all_S[rows]
+        places = fed % RECENT
+        signals = self._all_S[rows]
         self._deviations[places, signals] = deviations_SU
         self._medians[places, signals] = np.nan if medians_S is None else medians_S
         self._steps[places, signals] = step

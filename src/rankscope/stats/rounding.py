@@ -131,12 +131,14 @@ def ulp_distance(first: Any, second: Any, dtype: str = "float32") -> NDArray[np.
         >>> ulp_distance([1.0, 1.0, 0.0], [1.0 + 2**-23, 1.0 - 2**-23, -0.0]).tolist()
         [1.0, 2.0, 0.0]
     """
-    a, b = _order_of(first, dtype), _order_of(second, dtype)
+    a = _order_of(first, dtype)
+    b = _order_of(second, dtype)
     distance = np.abs(a.astype(np.float64) - b.astype(np.float64))
     if dtype == "float64":  # differences of neighbours must not drown
         near = (a < 0) == (b < 0)
         distance[near] = np.abs(a[near] - b[near]).astype(np.float64)
-    nan_a, nan_b = np.isnan(np.asarray(first, float)), np.isnan(np.asarray(second, float))
+    nan_a = np.isnan(np.asarray(first, float))
+    nan_b = np.isnan(np.asarray(second, float))
     distance[nan_a != nan_b] = np.nan
     distance[nan_a & nan_b] = 0.0
     return distance
@@ -175,7 +177,8 @@ def _partial_sums(num_workers: int, algorithm: Algorithm) -> list[int]:
     """Return how many terms each partial sum has that is rounded."""
     if algorithm is not Algorithm.TREE:
         return list(range(2, num_workers + 1))
-    sizes, rounded = [1] * num_workers, []
+    sizes = [1] * num_workers
+    rounded = []
     while len(sizes) > 1:
         merged = [a + b for a, b in zip(sizes[::2], sizes[1::2], strict=False)]
         rounded += merged

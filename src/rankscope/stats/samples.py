@@ -118,10 +118,13 @@ class SampleLedger(Stateful):
             The counts of each step.
         """
         pairs, first_P = _without_repeats(draws)
-        samples_U, firsts_U, shared_P = pairs.samples, pairs.ranks, None
+        samples_U = pairs.samples
+        firsts_U = pairs.ranks
+        shared_P = None
         sample_of_P: Ints | slice = slice(None)
         if not first_P.all():  # several workers drew the same sample
-            samples_U, firsts_U = pairs.samples[first_P], pairs.ranks[first_P]
+            samples_U = pairs.samples[first_P]
+            firsts_U = pairs.ranks[first_P]
             sample_of_P = np.cumsum(first_P) - 1
             shared_P = (np.bincount(sample_of_P) > 1)[sample_of_P]
         seen_U, owners_U = self._first_owners.find(samples_U)
@@ -235,7 +238,8 @@ def identical_groups(samples: Sequence[Ints]) -> tuple[tuple[int, ...], ...]:
     groups: dict[bytes, list[int]] = {}
     end = 0
     for rank, length in enumerate(lengths):
-        begin, end = end, end + 8 * length
+        begin = end
+        end = end + 8 * length
         if length:
             groups.setdefault(content[begin:end], []).append(rank)
     if len(groups) == len(lengths):
@@ -301,7 +305,8 @@ def _counts(
 def _pair_keys(samples_P: Ints, ranks_P: Ints) -> Ints:
     """Return one 64-bit hash per pair, whose highest bits tell the sample's share."""
     hashes = mix(np.concatenate([samples_P, samples_P ^ (ranks_P * _SPREAD)]))
-    samples, pairs = hashes[: len(samples_P)], hashes[len(samples_P) :]
+    samples = hashes[: len(samples_P)]
+    pairs = hashes[len(samples_P) :]
     keys: Ints = ((samples & _HIGH) | (pairs & _LOW)).view(np.int64)
     return keys
 
@@ -310,7 +315,8 @@ def _links(samples_P: Ints, ranks_P: Ints) -> tuple[tuple[int, int, int], ...]:
     """Count common samples per pair of workers, nearest neighbours first, up to a limit."""
     links: list[Ints] = []
     num_ranks = int(ranks_P.max(initial=0)) + 1
-    total, distance = 0, 1
+    total = 0
+    distance = 1
     while distance < len(samples_P) and total < _MAX_LINKS:
         same = samples_P[distance:] == samples_P[:-distance]
         if not same.any():

@@ -142,7 +142,8 @@ class DistinctSamples:
         self._settle()
         if not len(self._draws):
             return 0
-        count, draws = len(self._draws), self._draws.astype(np.float64)
+        count = len(self._draws)
+        draws = self._draws.astype(np.float64)
         squares = float(np.square(draws).sum())
         rest = self.drawn - self._share.one_in * float(draws.sum())
         usual = abs(rest) <= 3 * self._share.one_in * math.sqrt(squares)
@@ -156,8 +157,10 @@ class DistinctSamples:
         draws = np.concatenate([self._draws, np.ones(len(new), np.int64)])
         self._hashes, at = np.unique(np.concatenate([self._hashes, new]), return_inverse=True)
         self._draws = np.bincount(at, draws, len(self._hashes)).astype(np.int64)
-        self._waiting, self._num_waiting = [], 0
+        self._waiting = []
+        self._num_waiting = 0
         while len(self._hashes) > self._capacity and self._share.can_halve:
             self._share.halve()
             kept = self._share.admits_hashes(self._hashes)
-            self._hashes, self._draws = self._hashes[kept], self._draws[kept]
+            self._hashes = self._hashes[kept]
+            self._draws = self._draws[kept]

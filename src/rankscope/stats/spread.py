@@ -115,7 +115,8 @@ def weighted_mean_and_sem(
     if np.isnan(weights).any():
         weights = np.ones_like(values)
     usable = bool(np.all(weights >= 0) and np.isfinite(weights).all())
-    values, weights = values[weights > 0], weights[weights > 0]
+    values = values[weights > 0]
+    weights = weights[weights > 0]
     if not usable or not len(values):
         return float("nan"), float("nan")
     if not np.isfinite(values).all():

@@ -146,7 +146,8 @@ def _decode_tagged(encoded: Mapping[str, Any], now: Any) -> Any:
 
 
 def _decode_object(encoded: Mapping[str, Any], now: Any) -> Any:
-    name, state = encoded["class"].rpartition(".")[2], encoded["object"]
+    name = encoded["class"].rpartition(".")[2]
+    state = encoded["object"]
     kind = _CLASSES.get(name)
     if kind is None:
         raise StateError(f"there is no class {encoded['class']}")

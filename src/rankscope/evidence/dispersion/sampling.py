@@ -46,7 +46,8 @@ _TAIL_SHARE = 0.5
 _HEADROOM = 10.0
 _HEALED = 1e-4
 _PROVEN = 0.9
-_LOSSES, _NORMS = 0, 1
+_LOSSES = 0
+_NORMS = 1
 
 
 class _News(Enum):
@@ -129,7 +130,8 @@ class Sampling(Detector):
         if losses is None:
             return pool_units(gathered.micro_norms, from_index=1)
         if gathered.observed:
-            losses_W, norms_W = gathered.workers["loss"], gathered.workers["grad_norm"]
+            losses_W = gathered.workers["loss"]
+            norms_W = gathered.workers["grad_norm"]
             equal = population_std(losses_W) <= 1e-9 * float(np.abs(losses_W).max())
             self._averaged = equal and population_std(norms_W) > 1e-2 * float(np.mean(norms_W))
         return None if self._averaged else losses

@@ -190,7 +190,8 @@ class PrecisionMeter:
     """
 
     def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
-        self._module, self._device = module, device
+        self._module = module
+        self._device = device
         self._flags: dict[str, str | bool] | None = None
         self._codes: dict[str, int] = {}
 

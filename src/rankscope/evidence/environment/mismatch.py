@@ -74,7 +74,8 @@ class EnvironmentMismatch(Detector):
 
     def _evidence(self) -> FaultEvidence:
         seen = self._precision
-        words, ranks = list(self._words[:_MOST_TOLD]), self._ranks | seen.ranks
+        words = list(self._words[:_MOST_TOLD])
+        ranks = self._ranks | seen.ranks
         more = len(self._words) - len(words)
         if more:
             words.append(f"and {count(more, 'other difference')}")

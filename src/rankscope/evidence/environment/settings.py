@@ -98,7 +98,8 @@ class DifferentSettings(Detector):
         active_W = gathered.workers["optimizer_steps"] != 0
         several = int(np.count_nonzero(active_W)) > 1
         ranks: set[int] = set()
-        known, parts = False, []
+        known = False
+        parts = []
         for name, words in _NAMES.items():
             if step.alike(name):  # so none is NaN
                 known |= several
@@ -138,8 +139,10 @@ class DifferentSettings(Detector):
 
     def _compare_calls(self, step: int, calls_W: Ints) -> Iterable[FaultEvidence]:
         """Judge the step before, which was not the last one."""
-        before_W, number = self._waiting_calls, self._waiting
-        self._waiting, self._waiting_calls = step, calls_W
+        before_W = self._waiting_calls
+        number = self._waiting
+        self._waiting = step
+        self._waiting_calls = calls_W
         if number < 0:
             return
         known_W = before_W != MISSING_INT
@@ -154,7 +157,8 @@ class DifferentSettings(Detector):
             yield self._calls_evidence()
 
     def _settings_evidence(self) -> FaultEvidence:
-        seen, what = self._settings, {"what": self._what}
+        seen = self._settings
+        what = {"what": self._what}
         numbers = {"steps": seen.count, **what}
         cause = "state.hyperparameters_differ"
         return seen.evidence(cause, Severity.ERROR, seen.ranks, what, numbers)

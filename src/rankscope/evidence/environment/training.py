@@ -237,7 +237,8 @@ def draws_with_replacement(loader: Any) -> bool:
     Args:
         loader: A data loader, or whatever the training reads its batches from; None if unknown.
     """
-    waiting, visited = deque([loader]), 0
+    waiting = deque([loader])
+    visited = 0
     while waiting and visited < _MAX_VISITED:
         part = waiting.popleft()
         visited += 1

@@ -140,7 +140,8 @@ def _factors(given_WSK: Floats, local_WSK: Floats) -> Floats:
 
 def _common_factor(given_SK: Floats, mean_SK: Floats) -> float:
     """Return the factor of the mean that most sections share; 0 where the mean is zero."""
-    products_S, squares_S = (given_SK * mean_SK).sum(axis=1), np.square(mean_SK).sum(axis=1)
+    products_S = (given_SK * mean_SK).sum(axis=1)
+    squares_S = np.square(mean_SK).sum(axis=1)
     known_S = squares_S > 0
     if not known_S.any():
         return 0.0

@@ -74,10 +74,12 @@ def _losses(
     messages_W: Sequence[Message], columns: Columns
 ) -> tuple[tuple[Floats, ...], tuple[Floats, ...]]:
     """Fill the workers' losses in; return those of each micro-batch, and their weights."""
-    losses, weights = [], []
+    losses = []
+    weights = []
     for rank, message in enumerate(messages_W):
         count = len(message.units_M)
-        own, own_weights = np.full(count, np.nan), np.full(count, np.nan)
+        own = np.full(count, np.nan)
+        own_weights = np.full(count, np.nan)
         if count:
             whole = _loss_values(message.losses_U, message.weights_U)
             if count > 1 and _says_what_counts(message):
@@ -92,7 +94,8 @@ def _losses(
                     if count == 1
                     else _loss_values(message.losses_U[begin:end], message.weights_U[begin:end])
                 )
-                own[micro], own_weights[micro] = one["loss"], one["loss_weight"]
+                own[micro] = one["loss"]
+                own_weights[micro] = one["loss_weight"]
         if len(message.multipliers_M):
             fill(columns, rank, {"grad_scale": float(message.multipliers_M.sum())})
         losses.append(own)

@@ -223,7 +223,8 @@ class LossMeter:
         else:
             counted = count_label_tokens(kwargs, shifted=self._shifted)
             weights = None if counted is None else _copy(counted)
-        values, multiplier = OnHost(np.array([loss.item()])), _multiplier(loss)
+        values = OnHost(np.array([loss.item()]))
+        multiplier = _multiplier(loss)
         constant = _constant_of(loss)
         self._seen.append(MicroBatchLoss(values, weights, multiplier, forward, constant))
 
@@ -277,8 +278,12 @@ class LossMeter:
             The losses, and what each was multiplied by before backward (float64 ``[M]``); None
             when one of these factors is unknown.
         """
-        given, seen, spare = self._given, self._seen, self._spare
-        self._given, self._seen, self._spare = [], [], []
+        given = self._given
+        seen = self._seen
+        spare = self._spare
+        self._given = []
+        self._seen = []
+        self._spare = []
         if idle:
             given, seen, spare = (
                 [micro for micro in micros if micro.forward not in idle]
@@ -376,7 +381,8 @@ def _unit(num_items: Any, weights: Tensor | None) -> Tensor | None:
 
 def _taken_out(unit: Tensor, values: Tensor) -> Tensor:
     """Return values over their unit; those without a token stay what they are, which is 0."""
-    unit, values = _moved(unit, values.device), values.to(torch.float64)
+    unit = _moved(unit, values.device)
+    values = values.to(torch.float64)
     return torch.where(unit == 0, values, values / unit)
 
 

@@ -83,7 +83,8 @@ class NoGradient(Detector):
 
     def _evidence(self) -> FaultEvidence:
         over = "" if self._zero.open else " It is over now."
-        zero, numbers = self._zero, {"steps": self._zero.count}
+        zero = self._zero
+        numbers = {"steps": self._zero.count}
         return zero.evidence(
             "loss.no_gradient", Severity.WARNING, zero.ranks, {"over": over}, numbers
         )

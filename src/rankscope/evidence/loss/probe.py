@@ -108,7 +108,8 @@ def _trained_losses(
     a gradient scaler's, which is no part of it.
     """
     count = len(collected)
-    losses, multipliers = [], np.array(multipliers_M, np.float64)
+    losses = []
+    multipliers = np.array(multipliers_M, np.float64)
     known = _token_means(collected, multipliers_M, summed_workers)
     for number, micro in enumerate(collected):
         values: NDArray[Any] = micro.values.numpy()

@@ -32,7 +32,8 @@ _DIVIDED = (
 )
 
 _CLOSE = 1e-3
-_STEPS, _STEPS_OF_ONE = 8, 3
+_STEPS = 8
+_STEPS_OF_ONE = 3
 _POWERS = 3
 _LARGEST = 1e300  # of as many workers as there can be, the sum is finite
 
@@ -124,7 +125,8 @@ class LossScale(Detector):
         if factor != self._factor:
             self._span = PersistentFault()
         self._span.see(gathered.step, first=self._streak_first, before=_STEPS - 1)
-        self._factor, self._value = factor, scale
+        self._factor = factor
+        self._value = scale
         return (self._evidence(micro),)
 
     def _name(self, scale: float, micro: int) -> str:

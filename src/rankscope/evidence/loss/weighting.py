@@ -19,15 +19,18 @@ from rankscope.bus.weighting import TokenSums, are_alike, as_matrix, log_spread
 from rankscope.bus.words import count
 from rankscope.stats.arrays import Floats
 
-MICRO, STARVED = "token-weighting-micro-batches", "token-weighting-one-worker"
+MICRO = "token-weighting-micro-batches"
+STARVED = "token-weighting-one-worker"
 """Keys of the findings between micro-batches, and of one worker with very few tokens."""
 
 LEAST_STEPS = 16
-WARNING, NOTE = 2.0, 1.25
+WARNING = 2.0
+NOTE = 1.25
 """Largest over smallest weight of a token in a step, in the geometric mean over steps."""
 
 _WINDOW = 64
-_FEW, _FEW_STEPS = 8, 8
+_FEW = 8
+_FEW_STEPS = 8
 
 
 class TokenWeighting(Detector):
@@ -65,8 +68,10 @@ class TokenWeighting(Detector):
         return (*self._observe_workers(step), *self._observe_micro_batches(gathered))
 
     def _observe_workers(self, step: Step) -> Iterable[FaultEvidence]:
-        gathered, workers = step.gathered, step.gathered.workers
-        scales_W, tokens_W = workers["grad_scale"], workers["loss_weight"]
+        gathered = step.gathered
+        workers = step.gathered.workers
+        scales_W = workers["grad_scale"]
+        tokens_W = workers["loss_weight"]
         found: list[FaultEvidence] = []
         if self._between.sums.found:
             return found
@@ -168,7 +173,8 @@ class _Starved(PersistentFault):
         if not named_W.any():
             return False
         self.see(step, first=int(self._since_W[named_W].min()), before=_FEW_STEPS - 1)
-        self._tokens, self._typical = float(tokens_W[named_W].max()), typical
+        self._tokens = float(tokens_W[named_W].max())
+        self._typical = typical
         return True
 
     def describe(self) -> FaultEvidence:

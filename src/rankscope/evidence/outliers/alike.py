@@ -30,7 +30,8 @@ from rankscope.stats.direction import upper_triangle
 from rankscope.stats.exchangeability import ExchangeabilityTest
 from rankscope.stats.flagged import HEALED
 
-FEWEST, MOST = 3, 64
+FEWEST = 3
+MOST = 64
 """Numbers of workers among which pairs are compared."""
 
 KEY = "pairs-alike"
@@ -71,7 +72,8 @@ class AlikePairs(Detector):
             if not self._has_cosines(step):
                 yield ()
                 continue
-            before, left_out = left_out, tuple(self._not_compared())
+            before = left_out
+            left_out = tuple(self._not_compared())
             if left_out != before or next(compared, None) is None:
                 piece = self._next_piece(steps, step.index)
                 values = np.array([self._cosines(one, left_out) for one in piece])
@@ -190,7 +192,8 @@ class AlikePairs(Detector):
 
 def _connected(start: Pair, pairs: Iterable[Pair]) -> set[int]:
     """Return the workers that pairs link to the first pair."""
-    block, rest = set(start), list(pairs)
+    block = set(start)
+    rest = list(pairs)
     while linked := [pair for pair in rest if block & set(pair)]:
         block.update(*linked)
         rest = [pair for pair in rest if not block & set(pair)]

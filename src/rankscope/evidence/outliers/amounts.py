@@ -43,8 +43,10 @@ class UnequalAmounts(OutlierSearch):
         hosts: Host of each rank; empty when unknown.
     """
 
-    FAMILY, SHARE = AMOUNTS, 1.0
-    KEY, TIE = "amount", "amounts-differ"
+    FAMILY = AMOUNTS
+    SHARE = 1.0
+    KEY = "amount"
+    TIE = "amounts-differ"
 
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         self._amounts = Levelled(num_workers, total_signals(Compares.AMOUNTS))

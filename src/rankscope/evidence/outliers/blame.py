@@ -23,10 +23,12 @@ from rankscope.stats.state import State, StateError
 
 _SUSPICIOUS = 0.5
 _SAME_ONSET = 15
-_SAME_ONSET_PART, _SAME_ONSET_ON_HOST = 0.25, 0.75
+_SAME_ONSET_PART = 0.25
+_SAME_ONSET_ON_HOST = 0.75
 _NOTEWORTHY = 3.0
 _PART_OF_STRONGEST = 0.6
-_SHORTEST_WAIT, _WAIT = 20, 10
+_SHORTEST_WAIT = 20
+_WAIT = 10
 
 
 class OutlierSearch(Detector):
@@ -121,7 +123,8 @@ class OutlierSearch(Detector):
         while (evidence_W := self._evidence_of_workers()).sum() >= level:
             log_W = np.log1p(evidence_W * self._num_workers)
             suspects = np.flatnonzero(log_W >= _SUSPICIOUS * log_W.max()).tolist()
-            worker, apart = int(evidence_W.argmax()), self._totals.test.set_apart
+            worker = int(evidence_W.argmax())
+            apart = self._totals.test.set_apart
             minority = 2 * (len(suspects) + len(apart)) < self._num_workers
             in_tie = any(fault.tie and fault.is_open for fault in self._faults)
             if minority and not in_tie and not self._is_one_of_many(worker):
@@ -136,7 +139,8 @@ class OutlierSearch(Detector):
         traces = self._traces(worker)
         if not traces:
             return False
-        (signal, strongest), totals = traces[0], self._totals
+        signal, strongest = traces[0]
+        totals = self._totals
         checks = [(totals, index) for index in range(len(totals.signals))]
         if signal.group and self._groups is not None:
             checks.append((self._groups, strongest.signal))
@@ -190,7 +194,8 @@ class OutlierSearch(Detector):
         absorbed = [fault for fault in self._faults if fault.is_open and not fault.tie]
         for fault in absorbed:
             first = min(first, fault.first_step)
-            fault.absorbed, fault.active = True, []
+            fault.absorbed = True
+            fault.active = []
         for worker in self._totals.test.set_apart:
             self._take_back(worker)
         tie = next((fault for fault in self._faults if fault.tie), None)

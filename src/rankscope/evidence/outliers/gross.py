@@ -125,7 +125,8 @@ class GrossOutliers(Stateful):
             return None
         self._recent = [*self._recent, (step, int(worker))][-_MOST_COUNTED:]
         own = [at for at, whose in self._recent if whose == worker]
-        count, total = len(own), len(self._recent)
+        count = len(own)
+        total = len(self._recent)
         chance = self._num_workers * _at_least(count, total, 1 / self._num_workers)
         if chance > CHANCE or count < 2 * self._told:
             return None
@@ -214,14 +215,16 @@ class GrossValues(Stateful):
             gathered: The step; values that are not positive and finite are not compared.
             left_out: Workers that are not compared.
         """
-        step, ranks = gathered.step, set[int]()
+        step = gathered.step
+        ranks = set[int]()
         self._excess = 0.0
         for column in reversed(GROSS):
             ranks |= self._compare(column, gathered.workers[column.name], left_out, step)
         self._lately = [at for at in self._lately if at > step - LATELY]
         if ranks:
             self._lately.append(step)
-        seen, said = self._seen, {"what": self._said}
+        seen = self._seen
+        said = {"what": self._said}
         quiet = bool(ranks) and not self._speaks()
         self._record = max(self._record, self._excess)
         seen.count += quiet
@@ -249,7 +252,8 @@ class GrossValues(Stateful):
             return set()
         ranks = np.flatnonzero(known_W)
         second, first = ranks[np.argsort(values_W[ranks])[-2:]].tolist()
-        value, peer = float(values_W[first]), float(values_W[second])
+        value = float(values_W[first])
+        peer = float(values_W[second])
         if value < column.times * peer:
             return set()
         self._excess = max(self._excess, value / peer / column.times)

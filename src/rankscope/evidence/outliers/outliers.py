@@ -39,8 +39,10 @@ class WorkerOutliers(OutlierSearch):
         hosts: Host of each rank; empty when unknown.
     """
 
-    FAMILY, SHARE = OUTLIERS, 0.5
-    KEY, TIE = "outlier", "workers-differ"
+    FAMILY = OUTLIERS
+    SHARE = 0.5
+    KEY = "outlier"
+    TIE = "workers-differ"
 
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         super().__init__(num_workers, SignalSet(num_workers, total_signals()), hosts)
@@ -66,7 +68,8 @@ class WorkerOutliers(OutlierSearch):
     def _next_piece(self, steps: StepBatch, start: int) -> list[Step]:
         """Return the steps from one on that have the same groups, as many as are best compared."""
         self._compare_groups(compared_groups(steps[start].report))
-        piece, num_values = [steps[start]], self._num_values(steps[start])
+        piece = [steps[start]]
+        num_values = self._num_values(steps[start])
         for at in range(start + 1, len(steps)):
             names = compared_groups(steps[at].report)
             num_values += self._num_values(steps[at])
@@ -144,10 +147,12 @@ class WorkerOutliers(OutlierSearch):
         suspect = results.suspect
         for fault in self._faults:
             if fault.active == fault.ranks == [suspect] and suspect in self.steadily_apart:
-                fault.agreed, fault.told = gathered.step, 0  # it is told again
+                fault.agreed = gathered.step
+                fault.told = 0  # it is told again
 
     def _z_of_unsuspected(self) -> NDArray[np.float32]:
-        z_SW, apart = self._totals.test.z_SU, list(self.set_apart)
+        z_SW = self._totals.test.z_SU
+        apart = list(self.set_apart)
         if apart:
             z_SW = z_SW.copy()
             z_SW[:, apart] = 0

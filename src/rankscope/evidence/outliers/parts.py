@@ -105,7 +105,8 @@ def _relative_sizes(
     sizes_TU = np.where(present_TU, sizes_TU, np.nan)
     known_T = (np.isfinite(sizes_TU) == present_TU).all(axis=1)
     enough_T = np.count_nonzero(present_TU, axis=1) >= _FEWEST
-    smallest_T, largest_T = np.fmin.reduce(sizes_TU, axis=1), np.fmax.reduce(sizes_TU, axis=1)
+    smallest_T = np.fmin.reduce(sizes_TU, axis=1)
+    largest_T = np.fmax.reduce(sizes_TU, axis=1)
     differ_T = known_T & enough_T & (smallest_T != largest_T)
     relative_TU = sizes_TU - median_of_known(sizes_TU)[:, None]
     return np.where(present_TU & differ_T[:, None], relative_TU, 0.0), differ_T
@@ -215,7 +216,8 @@ def compared_groups(report: StepReport) -> list[str]:
 
 def groups_of(step: Step, num_signals: int) -> Floats:
     """Return the values of groups ``[S, W]``, norms first, NaN where there is none."""
-    norms_WG, cosines_WG = step.gathered.group_norms_WG, step.report.group_cosine_rest_WG
+    norms_WG = step.gathered.group_norms_WG
+    cosines_WG = step.report.group_cosine_rest_WG
     assert norms_WG is not None, "compared_groups looks"
     values_SW = np.full((num_signals, step.gathered.num_workers), np.nan)
     num_groups = norms_WG.shape[1]

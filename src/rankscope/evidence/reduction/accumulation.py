@@ -37,8 +37,12 @@ _FEWEST_PASSES = 2
 _SAME_FACTOR = 0.01
 _NAMED = 4
 _MOST_NAMES = 64
-_RESET, _DOUBLED, _DIVIDED, _MULTIPLIED = "reset", "doubled", "divided", "multiplied"
-_IN_PART, _UNSTEADY = "changed in part", "changed"
+_RESET = "reset"
+_DOUBLED = "doubled"
+_DIVIDED = "divided"
+_MULTIPLIED = "multiplied"
+_IN_PART = "changed in part"
+_UNSTEADY = "changed"
 _MISTAKES = (_RESET, _DOUBLED, _DIVIDED, _MULTIPLIED)
 
 
@@ -82,7 +86,8 @@ class AccumulationAudit(Detector):
         return self._changed.observe(gathered.step, ranks)
 
     def _evidence(self) -> FaultEvidence:
-        change, seen = self._last, self._changed
+        change = self._last
+        seen = self._changed
         severity = Severity.WARNING
         if change.kind in _MISTAKES and seen.count >= ERROR_FROM:
             severity = Severity.ERROR
@@ -158,11 +163,13 @@ class ChangedLater(Detector):
         return (self._evidence(),) if self._seen.observe(step.gathered.step, ranks) else ()
 
     def _evidence(self) -> FaultEvidence:
-        seen, last = self._seen, self._factors[-1]
+        seen = self._seen
+        last = self._factors[-1]
         apart = max(self._factors) - min(self._factors)
         steady = len(self._factors) == ERROR_FROM and apart <= _SAME_FACTOR * abs(last)
         serious = steady or last > 1 + _SAME_FACTOR or last == 0
-        shown, rest = self._names[:_NAMED], len(self._names) - _NAMED
+        shown = self._names[:_NAMED]
+        rest = len(self._names) - _NAMED
         return seen.evidence(
             CHANGED_LATER,
             Severity.WARNING if serious else Severity.NOTE,
@@ -203,14 +210,17 @@ class _Change(Stateful):
             self.kind = kind
         elif self.kind != _IN_PART:
             self.kind = _UNSTEADY
-        self.scale, self.micro, self.groups = scale, micro, groups
+        self.scale = scale
+        self.micro = micro
+        self.groups = groups
 
     @property
     def where(self) -> str:
         """The groups, in words; empty for all."""
         if not self.groups:
             return ""
-        shown, rest = self.groups[:_NAMED], len(self.groups) - _NAMED
+        shown = self.groups[:_NAMED]
+        rest = len(self.groups) - _NAMED
         return " of " + listed([*shown, count(rest, "other group")] if rest > 0 else list(shown))
 
     @property

@@ -181,7 +181,8 @@ class ReductionAudit(Detector):
     def _check_groups(self, now: _Step) -> Iterable[str]:
         """Notice groups that err in single steps and are well in others."""
         few = int((now.levels_G > now.limits_G).sum()) <= max(1, len(now.names) // 2)
-        sudden, over = list[str](), dict[str, Streak]()
+        sudden = list[str]()
+        over = dict[str, Streak]()
         for name, level, limit, common, once, lasting in zip(
             now.names,
             now.levels_G.tolist(),

@@ -85,7 +85,8 @@ APART = 0.2
 STEADY = 0.04
 """Relative spread of a ratio that stays the same: twice what sketches leave."""
 
-_LOW, _HIGH = 0.97, 1.03  # inside exp(±STEADY): no test of a ratio's logarithm begins there
+_LOW = 0.97
+_HIGH = 1.03  # inside exp(±STEADY): no test of a ratio's logarithm begins there
 _EXACT = 2e-3
 _PINNED = 1e-4
 
@@ -137,7 +138,8 @@ class ReductionChecks(Detector):
         """Notice gradients that are divided, or multiplied, by W once more after the reduction."""
         scales_W = gathered.workers["applied_scale"]
         width = self._num_workers
-        first, spread = float(scales_W[0]), float(scales_W.max()) - float(scales_W.min())
+        first = float(scales_W[0])
+        spread = float(scales_W.max()) - float(scales_W.min())
         common = spread <= _EXACT * abs(first) < math.inf  # false with NaN, or an infinity
         self._applied.append(first if common and not _undoes_scale(gathered, first) else math.nan)
         if len(self._applied) < STEPS_APPLIED:
@@ -163,8 +165,10 @@ class ReductionChecks(Detector):
             return None
         reduced, expected, limits = history.T
         logs = np.log(reduced / expected)
-        off, spread = float(np.median(logs)), float(np.std(logs))
-        wrong, factor = abs(off) > APART and spread < STEADY, float(np.exp(off))
+        off = float(np.median(logs))
+        spread = float(np.std(logs))
+        wrong = abs(off) > APART and spread < STEADY
+        factor = float(np.exp(off))
         if wrong and self._reading(factor):
             return self._tell("sync.wrong_scale", step, factor=factor, what=self._reading(factor))
         late = np.log(reduced[1:] / expected[:-1])
@@ -188,7 +192,8 @@ class ReductionChecks(Detector):
 
     def _check_pinned(self, step: int, norms_W: Floats) -> FaultEvidence | None:
         """Notice local norms that stop at one value: most workers', in most steps."""
-        largest, pinned = float(norms_W.max()), False
+        largest = float(norms_W.max())
+        pinned = False
         if 0 < largest < math.inf:
             at_limit = np.abs(norms_W - largest) <= _PINNED * largest
             pinned = 2 * int(np.count_nonzero(at_limit)) > len(norms_W)

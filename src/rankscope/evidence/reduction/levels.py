@@ -149,7 +149,8 @@ class ExpectedResiduals:
             kappa: How much their gradients cancel, typically.
             meant: The type that they are meant to be reduced in; only narrower ones fit.
         """
-        squared, others = max(kappa, 1e-3) ** -2, max(self._num_workers - 1, 1)
+        squared = max(kappa, 1e-3) ** -2
+        others = max(self._num_workers - 1, 1)
         cosine = min((squared - 1) / others, 1.0)
         fitting = []
         for dtype in ("bfloat16", "float16"):
@@ -188,8 +189,10 @@ def _errors(
     )
 
 
-ELEMENT, ONE_WORKER = "reduction-spike", "reduction-one-worker"
-LOW_PRECISION, LOSSY = "numerics.reduction_error", "reduction-lossy"
+ELEMENT = "reduction-spike"
+ONE_WORKER = "reduction-one-worker"
+LOW_PRECISION = "numerics.reduction_error"
+LOSSY = "reduction-lossy"
 """Keys of the kinds of errors, and of the rules that put them into words."""
 
 STEPS = 16
@@ -220,7 +223,8 @@ class Streak(Stateful):
     def extend(self, step: int, residual: float) -> None:
         """Add a step."""
         if not self.steps:
-            self.since, self.worst = step, 0.0
+            self.since = step
+            self.worst = 0.0
         self.steps += 1
         self.last = step
         self.worst = max(self.worst, residual)
@@ -266,7 +270,8 @@ class GroupHistory(Stateful):
             return now
         if len(self.kappas) < _KNOWN:
             return math.nan
-        most, least = max(self.kappas), min(self.kappas)
+        most = max(self.kappas)
+        least = min(self.kappas)
         return most * (most / least) ** 2 if least > 0 else math.nan
 
     def limit(self, once: float) -> float:
@@ -311,15 +316,18 @@ class GroupHistory(Stateful):
         if not sudden and (high or self.high.steps):
             self.high.extend(step, residual)
         if self.high.steps >= STEPS:
-            self.high, self.well = Streak(), True  # so it is always, or lasting
+            self.high = Streak()
+            self.well = True  # so it is always, or lasting
         if not sudden or self.sudden:
             self.usual.append(residual)
         if residual > lasting:
             self.lasting.extend(step, residual)
         else:
             self.lasting = Streak()
-        self.sudden, self.well = sudden, self.well or residual <= once
-        self.residual, self.once = residual, once
+        self.sudden = sudden
+        self.well = self.well or residual <= once
+        self.residual = residual
+        self.once = once
         return sudden, exception
 
 

@@ -54,8 +54,10 @@ class DifferentRollouts(OutlierSearch):
         hosts: Host of each rank; empty when unknown.
     """
 
-    FAMILY, SHARE = ROLLOUTS, 1.0
-    KEY, TIE = "rollout", "rollouts-differ"
+    FAMILY = ROLLOUTS
+    SHARE = 1.0
+    KEY = "rollout"
+    TIE = "rollouts-differ"
 
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         self._gaps = Levelled(num_workers, total_signals(Compares.ROLLOUTS))
@@ -128,7 +130,8 @@ class DifferentRollouts(OutlierSearch):
             far_W = self._mean_W >= max(LEAST, FACTOR * np.nanmin(self._mean_W))
         if not far_W.any() or far_W.all():
             far_W = np.arange(self._num_workers) == np.nanargmax(self._mean_W)
-        far, near = self._mean_W[far_W], self._mean_W[~far_W]
+        far = self._mean_W[far_W]
+        near = self._mean_W[~far_W]
         return np.flatnonzero(far_W).tolist(), float(np.nanmin(far)), float(np.nanmax(near))
 
 

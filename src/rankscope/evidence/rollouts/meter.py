@@ -74,7 +74,8 @@ class RolloutMeter:
         """Return what was collected since the last call, if anything, and start again."""
         if not self._sums:
             return None
-        sums, self._sums = self._sums, []
+        sums = self._sums
+        self._sums = []
         return Gaps(sums)
 
 

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from rankscope.errors import UsageError
 
-_DEPTH, _BREADTH, _MOST = 5, 256, 4096
+_DEPTH = 5
+_BREADTH = 256
+_MOST = 4096
 _CHANNELS = (1, 3, 4)
 _TELL_LITTLE = ("label", "target", "mask")
 
@@ -48,7 +50,8 @@ def find_batch(
             named = {**arg, **named}
     for part in _parts_of([named, *args]):
         members = _members(part)
-        ids, mask = members.get("input_ids"), members.get("attention_mask")
+        ids = members.get("input_ids")
+        mask = members.get("attention_mask")
         if isinstance(ids, Tensor) and _has_samples(ids):
             return ids, mask if isinstance(mask, Tensor) and is_dense(mask) else None
     values = [*args, *_by_name(named)]
@@ -142,7 +145,8 @@ def _members(value: object) -> Mapping[Any, Any]:
     return {}
 
 
-_LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
+_LOWEST = -(1 << 63)
+_HIGHEST = (1 << 63) - 1
 
 
 def ids_of(samples: object) -> NDArray[np.int64]:

@@ -32,7 +32,8 @@ def _fill_samples(columns: Columns, samples_W: Sequence[Ints]) -> None:
     spread = _mix(np.concatenate(samples_W))
     end = 0
     for rank, samples in enumerate(samples_W):
-        begin, end = end, end + len(samples)
+        begin = end
+        end = end + len(samples)
         columns["num_samples"][rank] = len(samples)
         if len(samples):
             columns["batch_digest"][rank] = spread[begin:end].sum()

@@ -33,7 +33,8 @@ class DuplicateBatches(Detector):
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks when it shows enough identical batches."""
-        number, samples = step.gathered.step, step.gathered.samples
+        number = step.gathered.step
+        samples = step.gathered.samples
         if not step.identical:
             self._streaks = {}
             return ()

@@ -50,7 +50,9 @@ class PeriodFinder(Stateful):
         elif step - before == self.period:
             self.run += 1
         else:
-            self.period, self.run, self.first = step - before, 1, step
+            self.period = step - before
+            self.run = 1
+            self.first = step
 
 
 _LEAST_STEPS = 8
@@ -87,7 +89,8 @@ class RepeatedOrder(Detector):
         gathered = step.gathered
         digests_W = gathered.workers["batch_digest"]
         if self._ended:
-            self._ended, self._on_purpose = False, 0
+            self._ended = False
+            self._on_purpose = 0
             self._finder.restart(gathered.step)
         if not step.some_known("batch_digest"):
             return ()
@@ -101,7 +104,9 @@ class RepeatedOrder(Detector):
         few = finder.period < FEW or self._on_purpose >= finder.run
         severity = Severity.NOTE if few or self._intended else Severity.WARNING
         if not self._span.count or severity > self._severity:
-            self._span, self._period, self._severity = PersistentFault(), finder.period, severity
+            self._span = PersistentFault()
+            self._period = finder.period
+            self._severity = severity
         self._span.see(gathered.step, first=finder.first, before=finder.run - 1)
         return (self._evidence(),)
 
@@ -157,14 +162,16 @@ class Padding(Stateful):
         if not self._looking or not counts.drawn:
             return ()
         if self._repeats:
-            self._looking, self._start = False, _NONE
+            self._looking = False
+            self._start = _NONE
             return () if counts.new else (self._evidence(),)
         repeats = counts.drawn - counts.new
         if repeats:
             few = repeats < self._num_workers
             of_the_start = count_common(samples, self._start) == repeats
             self._looking = counts.new > 0 and (few or of_the_start)
-            self._repeats, self._step = repeats, step
+            self._repeats = repeats
+            self._step = step
         if not len(self._start):
             self._start = in_order(samples)
         return ()

@@ -67,7 +67,8 @@ class LengthMeter:
         """
         first = args[0] if args else None
         named = first if isinstance(first, Mapping) and "input_ids" in first else kwargs
-        ids, mask = named.get("input_ids", first), named.get("attention_mask")
+        ids = named.get("input_ids", first)
+        mask = named.get("attention_mask")
         if not _are_ids(ids):
             return
         fits = isinstance(mask, Tensor) and is_dense(mask) and mask.shape == ids.shape
@@ -80,7 +81,8 @@ class LengthMeter:
         Args:
             idle: Numbers of forward passes that do not count.
         """
-        seen, self._seen = self._seen, []
+        seen = self._seen
+        self._seen = []
         return Lengths([one for one in seen if one.forward not in idle])
 
 

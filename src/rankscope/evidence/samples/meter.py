@@ -95,7 +95,8 @@ class SampleMeter:
             idle: Numbers of forward passes that do not count.
         """
         collected = self._given or self._seen
-        self._given, self._seen = [], []
+        self._given = []
+        self._seen = []
         return [part for forward, part in collected if forward not in idle]
 
 
@@ -272,7 +273,8 @@ def _as_rows(batch: Tensor) -> Tensor:
 def _weights(device: torch.device) -> Tensor:
     """Return one odd random weight per position, the same on every worker."""
     generator = torch.Generator(device="cpu").manual_seed(0x5EED)
-    low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    low = torch.iinfo(torch.int64).min
+    high = torch.iinfo(torch.int64).max
     words = torch.randint(low, high, (MAX_WORDS,), generator=generator, device="cpu")
     return (words | 1).to(device)
 

@@ -46,7 +46,8 @@ class UnequalMicroBatches(Detector):
             return ()
         if len(set(counts)) > 1:
             if self._told != counts:
-                self._span, self._told = PersistentFault(), counts
+                self._span = PersistentFault()
+                self._told = counts
             self._span.see(number, first=self._since, before=number - self._since)
             return (self._evidence(),)
         return (self._evidence(),) if self._span.close() else ()
@@ -62,7 +63,8 @@ class UnequalMicroBatches(Detector):
         if self._votes:
             self._votes -= 1
         else:
-            self._usual, self._votes = counts, 1
+            self._usual = counts
+            self._votes = 1
             self._since = self._first.get(counts, step)
 
     def _evidence(self) -> FaultEvidence:

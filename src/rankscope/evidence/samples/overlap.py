@@ -96,14 +96,16 @@ class OverlappingShards(Detector):
         for step, now in zip(steps, self._ledger.observe(drawn), strict=True):
             self._new_since = self._new_since * one_in // self._ledger.one_in
             one_in = self._ledger.one_in
-            self._drawn, self._remembered = now.drawn, now.remembered
+            self._drawn = now.drawn
+            self._remembered = now.remembered
             yield self._observe(step, drawn[step.index], now)
 
     def _observe(self, step: Step, drawn_W: Sequence[Ints], now: Followed) -> list[FaultEvidence]:
         self._named = self._named and step.all_true("samples_named")
         if not self._ledger.complete:
             return []
-        number, exact = step.gathered.step, self._ledger.one_in == 1
+        number = step.gathered.step
+        exact = self._ledger.one_in == 1
         padding = self._padding.observe(number, now.counts, now.samples) if exact else ()
         return [*padding, *self._follow(number, drawn_W, now.samples, step.identical, now.counts)]
 
@@ -140,7 +142,8 @@ class OverlappingShards(Detector):
         """
         if self._named:
             return 0
-        previous, self._previous = self._previous, followed
+        previous = self._previous
+        self._previous = followed
         if not cross:
             return 0
         return min(count_common(self._previous, previous), cross)
@@ -148,7 +151,8 @@ class OverlappingShards(Detector):
     def _severity(self) -> tuple[Severity, float]:
         """Return severity and a bound on the probability of the innocent readings."""
         known = self._known
-        far, close = known.far_apart.log_ratio, known.close_by.log_ratio
+        far = known.far_apart.log_ratio
+        close = known.close_by.log_ratio
         one_worker = known.chance_of_one_worker()
         chance = _either(_chance(far, close, far + close), one_worker)
         # Equal contents beside each other in a file share a step or follow closely, without fault.
@@ -164,7 +168,8 @@ class OverlappingShards(Detector):
         known = self._known
         ranks = known.ranks()
         overlaps = known.cross + known.shared
-        one_in, (distinct, error) = self._ledger.one_in, self._ledger.scale_up(self._remembered)
+        one_in = self._ledger.one_in
+        distinct, error = self._ledger.scale_up(self._remembered)
         of = f" among the one in {one_in:,} samples that are followed" if one_in > 1 else ""
         return FaultEvidence(
             cause="data.overlapping_shards",
@@ -227,7 +232,9 @@ class _Account(Stateful):
             groups: Workers with identical batches.
             near: Cross repeats that follow so closely that a file's order explains them.
         """
-        cross, own, workers = counts.repeated_cross, counts.repeated_own, len(lengths)
+        cross = counts.repeated_cross
+        own = counts.repeated_own
+        workers = len(lengths)
         self.own += own + counts.repeated_in_batch
         if workers > 1:
             inside = (sum(lengths) / workers - 1) / (sum(lengths) - 1)

@@ -38,7 +38,8 @@ class RepeatedBatches(Detector):
     SETTINGS = ("_num_workers", "_intended")
 
     def __init__(self, num_workers: int, *, repeats: bool = False) -> None:
-        self._num_workers, self._intended = num_workers, repeats
+        self._num_workers = num_workers
+        self._intended = repeats
         self._seen = PersistentFault(_STEPS_NEEDED, in_a_row=True)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
@@ -92,7 +93,8 @@ class FilledBatches(Detector):
         if step.columns.samples.all_differ(step.index):
             self._ordinary += sum(len(batch) >= _SMALLEST for batch in samples)
             return ()
-        columns, found = step.gathered.workers, False
+        columns = step.gathered.workers
+        found = False
         for rank, batch in enumerate(samples):
             size = len(batch) // max(1, int(columns["micro_batches"][rank]))
             if size < _SMALLEST or columns["loss_weight"][rank] == 0:

@@ -25,8 +25,11 @@ from rankscope.stats.state import Stateful
 Bools = NDArray[np.bool_]
 
 _CHUNK = 8  # draws that decide together whether a new epoch has begun
-_EARLY_STEPS, _EARLY_DRAWS, _EARLY_SHARE = 4, 64, 0.02
-_LEAST, _BY_CHANCE = 16, 5
+_EARLY_STEPS = 4
+_EARLY_DRAWS = 64
+_EARLY_SHARE = 0.02
+_LEAST = 16
+_BY_CHANCE = 5
 _WIDEST = 8  # steps of the old job in one of the new
 
 
@@ -66,7 +69,9 @@ class RestartWatch(Stateful):
         self.epoch = -1
         self._num_epochs = 0
         self._drawn = self._repeated = 0
-        self._chunk_start, self._chunk_drawn, self._chunk_again = -1, 0, 0
+        self._chunk_start = -1
+        self._chunk_drawn = 0
+        self._chunk_again = 0
         self.boundary = -1
         self.interrupted = -1
         self._watching = False
@@ -89,14 +94,19 @@ class RestartWatch(Stateful):
     def restart(self, step: int) -> None:
         """Take ``step`` as the first one of a restarted job."""
         self._end_chunk()
-        drawn, repeated = self._drawn, self._repeated
+        drawn = self._drawn
+        repeated = self._repeated
         overlaps = repeated >= _CHUNK and repeated > _EARLY_SHARE * drawn
         self._watching = drawn > 0 and not overlaps
-        self.boundary, self.interrupted = step, self.epoch
+        self.boundary = step
+        self.interrupted = self.epoch
         self._before = drawn, repeated
-        self.again, self.again_W = 0, np.zeros_like(self.again_W)
+        self.again = 0
+        self.again_W = np.zeros_like(self.again_W)
         self._taken = self._steps = self._rest = self._since = 0
-        self._replaying, self.replayed_from, self._replayed_to = True, -1, -1
+        self._replaying = True
+        self.replayed_from = -1
+        self._replayed_to = -1
         self._mixed = False
         self._in_first_epoch = self._num_epochs <= 1
         self._end = self._last_step
@@ -123,7 +133,8 @@ class RestartWatch(Stateful):
         numbers_U = np.array(steps, np.int32)[different.steps]
         known_U, latest_U = self._last.put(different.samples, numbers_U)
         last_U = np.where(known_U, latest_U, np.int64(-1))
-        lasts, samples = different.of_steps(last_U), different.of_steps(different.samples)
+        lasts = different.of_steps(last_U)
+        samples = different.of_steps(different.samples)
         for index, step in enumerate(steps):
             self._most_drawn = max(self._most_drawn, int(drawn.lengths[index]))
             verdict = None
@@ -172,7 +183,8 @@ class RestartWatch(Stateful):
             self._mixed = True
             return Resumption.MIXED
         self._watching = False
-        self.epoch, (self._drawn, self._repeated) = self.interrupted, self._before
+        self.epoch = self.interrupted
+        self._drawn, self._repeated = self._before
         self._num_epochs = 1 if self._in_first_epoch else self._num_epochs
         whole = self.replayed_from == self.interrupted
         return Resumption.FROM_START if whole else Resumption.FROM_CHECKPOINT
@@ -181,7 +193,8 @@ class RestartWatch(Stateful):
         """Return whether this step repeats what followed on the one before, up to the restart."""
         if not again_U.any():
             return False
-        low, high = int(last_U[again_U].min()), int(last_U[again_U].max())
+        low = int(last_U[again_U].min())
+        high = int(last_U[again_U].max())
         gap = low - self._replayed_to
         furthest = 1 if self.one_in == 1 else 2 * _WIDEST
         follows = self.replayed_from >= 0 and 0 <= gap <= furthest
@@ -221,7 +234,8 @@ class RestartWatch(Stateful):
 
     def _follow_epoch(self, step: int, last_U: Ints) -> None:
         if self.epoch < 0:
-            self.epoch, self._num_epochs = step, 1
+            self.epoch = step
+            self._num_epochs = 1
         if self._chunk_drawn == 0:
             self._chunk_start = step
         self._chunk_drawn += len(last_U)
@@ -231,8 +245,10 @@ class RestartWatch(Stateful):
 
     def _end_chunk(self) -> None:
         if 2 * self._chunk_again > self._chunk_drawn:  # most of it came before: the next epoch
-            self.epoch, self._num_epochs = self._chunk_start, self._num_epochs + 1
-            self._drawn, self._repeated = self._chunk_drawn, 0
+            self.epoch = self._chunk_start
+            self._num_epochs = self._num_epochs + 1
+            self._drawn = self._chunk_drawn
+            self._repeated = 0
         else:
             self._drawn += self._chunk_drawn
             self._repeated += self._chunk_again
@@ -241,14 +257,16 @@ class RestartWatch(Stateful):
     def _halve(self) -> None:
         self._share.halve()
         self._last.keep(self._share.admits)
-        self._drawn, self._repeated = self._drawn // 2, self._repeated // 2
+        self._drawn = self._drawn // 2
+        self._repeated = self._repeated // 2
         self._before = max(self._before[0] // 2, 1), self._before[1] // 2
         for name in ("again", "_taken", "_rest", "_since"):
             setattr(self, name, getattr(self, name) // 2)
         self.again_W //= 2
 
 
-FROM_START, DONE_TWICE = "epoch-begun-again", "steps-done-twice"
+FROM_START = "epoch-begun-again"
+DONE_TWICE = "steps-done-twice"
 """Keys of the findings whose words differ from those of ``data.resume_mismatch``."""
 
 
@@ -321,7 +339,8 @@ class ResumeMismatch(Detector):
         return Severity.NOTE if back < on else Severity.ERROR
 
     def _evidence(self, verdict: Resumption, gathered: GatheredStep) -> FaultEvidence:
-        watch, severity = self._watch, self._severity(verdict)
+        watch = self._watch
+        severity = self._severity(verdict)
         many_W = 4 * watch.again_W >= max(1, int(watch.again_W.max()))
         ranks = tuple(np.flatnonzero(many_W).tolist())
         one_in = watch.one_in

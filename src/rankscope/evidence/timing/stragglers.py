@@ -128,7 +128,8 @@ class Stragglers(Detector):
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks at the end of a window."""
-        gone, self._gone = tuple(place.describe() for place in self._gone), []
+        gone = tuple(place.describe() for place in self._gone)
+        self._gone = []
         return gone + self._take(step)
 
     def close(self) -> Iterable[FaultEvidence]:
@@ -274,7 +275,8 @@ class _Place(PersistentFault):
         self.open = True
         self._quiet_windows = 0
         self._slow = slow
-        self.count, self._lost = 0, 0.0
+        self.count = 0
+        self._lost = 0.0
         latest = windows[-1]
         steps = np.concatenate([window.steps_S for window in windows])
         behind = np.concatenate([self._lateness(window) for window in windows])
