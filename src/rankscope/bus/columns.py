@@ -39,7 +39,7 @@ class Source(StrEnum):
     KEY = "key"
     """Names the row: step, rank, micro-batch."""
     LOCAL = "local"
-    """Known of each worker by itself: measured there, or computed from what it sends."""
+    """Known of each worker by itself: measured there, or computed from its message."""
     SEQUENCE = "sequence"
     """The same, of variable length."""
     DERIVED = "derived"
@@ -74,7 +74,7 @@ class Compared(NamedTuple):
 
     Attributes:
         label: Its name in findings.
-        relative: Whether a deviation is told as a part of the median where all values are
+        relative: Whether a deviation is reported as a part of the median where all values are
             positive; else always as an absolute difference.
         observed: Whether only steps whose gradients were measured have it.
         by: Which search compares them.
@@ -112,7 +112,7 @@ class Column:
 
     @property
     def is_quantity(self) -> bool:
-        """Whether a mean over steps says something: an amount, not a name, a digest or a flag."""
+        """Whether a mean over steps is of use: an amount, not a name, a digest or a flag."""
         counted = self.dtype is DType.INT and bool(self.unit)
         return self.source is not Source.KEY and (self.dtype is DType.FLOAT or counted)
 

@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import Any
 
 MAX_WORKERS = 2**20
-"""Workers that a record may speak of; more are damage."""
+"""Largest number of workers in a valid record."""
 
 
 TIMES_LATELY = "times_in_50_steps"

@@ -1,9 +1,9 @@
 """Named groups of parameters: by default one per transformer block, the embedding and the head.
 
 A group is cut into sections, which are audited one by one, because a changed element drowns in a
-long vector: the error of a reduction is told relative to the norm of what is compared, and grows
-with its size. So a section has at most 10 M elements; a parameter that is larger than what is left
-of a section is split by element ranges.
+long vector: the error of a reduction is relative to the norm of the vector, and grows with its
+size. So a section has at most 10 M elements; a parameter that does not fit into the rest of a
+section is split by element ranges.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -103,7 +103,7 @@ SECTION_ELEMENTS = 10_000_000
 """Elements in a section, at most."""
 
 MAX_SECTIONS = 1024
-"""More sections than these would cost too much to send: then each is larger than it should be."""
+"""More sections would cost too much to send; beyond, each section is larger than 10 M elements."""
 
 _ALIGNED = 64  # a range begins at a multiple of this, where sections are long enough
 

@@ -1,4 +1,4 @@
-"""What was measured of one worker's gradient, as it travels: two flat vectors and their sizes."""
+"""The gradient part of a step message: two flat vectors and their sizes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,16 +32,16 @@ SKETCHES = ("total", "groups", "local", "reduced")
 
 
 class Measured(NamedTuple):
-    """A worker's gradient as the agent sees it.
+    """The gradient part of a worker's message, unpacked.
 
     Attributes:
-        gradient: What is compared with other workers.
+        gradient: The values that are compared with other workers.
         values: LOCAL signals.
         micro_norms: Gradient norms of the micro-batches ``[M]``, empty when unknown.
         changes_G: Relative change of each group's accumulated gradient between two micro-batches,
             the largest of the step; NaN where the worker holds nothing of it; empty when unknown.
-        found_B: Norms of the accumulated gradient that backward passes after the step's first have
-            found; empty when unknown.
+        found_B: Norms of the accumulated gradient at the beginning of each backward pass after
+            the step's first; empty when unknown.
     """
 
     gradient: MeasuredGradient
@@ -62,7 +62,7 @@ def sizes_of(
 def measured_of(
     numbers: Floats, sketches: Floats32, sizes: Ints, section_counts: Sequence[int]
 ) -> Measured:
-    """Take what has travelled apart.
+    """Unpack the gradient part of a step message.
 
     Args:
         numbers: Float64 parts, one after the other, see ``NUMBERS``.
@@ -116,10 +116,10 @@ def measured_of(
 
 
 def accumulator_values(squares_B2: Floats) -> dict[str, float]:
-    """Return the signals that tell what happened to a gradient between two micro-batches.
+    """Return the signals of a gradient's change between two micro-batches.
 
     Args:
-        squares_B2: Squared norms that a backward pass has left, and that the next one has found,
+        squares_B2: Squared norms at the end of a backward pass and at the beginning of the next,
             for each pair of consecutive passes.
 
     Example:

@@ -318,7 +318,7 @@ class ExchangeabilityTest(Stateful):
         back = round(self.steps_since(unit, signal, kind) - 1)
         return max(0, self._recent.step_of(signal, back))
 
-    def odd_ones_out(self, units: Sequence[int], signal: int, age: float) -> list[int] | None:
+    def minority(self, units: Sequence[int], signal: int, age: float) -> list[int] | None:
         """Return who must be left out for the other units to be alike in a signal.
 
         Friedman's test on the ranks of the recent steps; while it sees a difference, those whose

@@ -10,7 +10,7 @@ from rankscope.bus.environment_names import DECIDES_BITS, HARMLESS, PACKAGES, is
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.rank_values import known_values, name_values
-from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, name_ranks
@@ -56,7 +56,7 @@ class EnvironmentMismatch(Detector):
         codes_W = step.gathered.workers["precision"]
         known_W = codes_W != MISSING_INT
         if np.count_nonzero(known_W) > 1:
-            odd = odd_ranks(known_values(codes_W, known_W))
+            odd = minority_ranks(known_values(codes_W, known_W))
             changed |= self._precision.observe(number, odd)
         return (self._evidence(),) if changed else ()
 
@@ -116,7 +116,7 @@ def compare_facts(
     ranks: set[int] = set()
     for name in names:
         values = [_value(own, name) for own in facts]
-        odd = odd_ranks(values)
+        odd = minority_ranks(values)
         if not odd:
             continue
         ranks.update(odd)

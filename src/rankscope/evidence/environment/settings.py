@@ -10,7 +10,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.plan import Plan
 from rankscope.bus.rank_values import known_values, name_values
-from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import name_ranks
@@ -132,7 +132,7 @@ class DifferentSettings(Detector):
 
         So a step in which some do not call the optimizer accuses nobody new.
         """
-        odd = odd_ranks(values)
+        odd = minority_ranks(values)
         before = sorted(self._settings.ranks.intersection(odd))
         undecided = len(odd) == sum(value is not None for value in values)
         return before if undecided and before else odd
@@ -151,7 +151,7 @@ class DifferentSettings(Detector):
         ranks: tuple[int, ...] = ()
         if not _alike(before_W, known_W):
             values = known_values(before_W, known_W)
-            ranks = odd_ranks(values)
+            ranks = minority_ranks(values)
             self._called = name_values(values, _times)
         if self._calls.observe(number, ranks):
             yield self._calls_evidence()

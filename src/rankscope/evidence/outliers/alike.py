@@ -130,7 +130,7 @@ class AlikePairs(Detector):
         )
         age = self._test.steps_since(strongest, 0, BetKind.UP)
         members = [index for index, pair in enumerate(self._pairs) if block.issuperset(pair)]
-        odd = self._test.odd_ones_out(members, 0, age)
+        odd = self._test.minority(members, 0, age)
         involved = {worker for index in odd or () for worker in self._pairs[index]}
         self._many = self._many or odd is None or 2 * len(involved) >= self._num_workers
         if self._span.count == 0:

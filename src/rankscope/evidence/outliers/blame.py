@@ -145,7 +145,8 @@ class OutlierSearch(Detector):
         if signal.group and self._groups is not None:
             checks.append((self._groups, strongest.signal))
         return any(
-            part.test.odd_ones_out([worker], index, strongest.age) is None for part, index in checks
+            part.test.minority([worker], index, strongest.age) is None
+            for part, index in checks
         )
 
     def _blame(self, worker: int, gathered: GatheredStep) -> Fault:

@@ -6,7 +6,7 @@ from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.rank_values import name_values
-from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.steps import Step
 
 _SURE = 16
@@ -71,7 +71,7 @@ class UnequalMicroBatches(Detector):
         return self._span.evidence(
             "data.micro_batches",
             Severity.WARNING,
-            odd_ranks(self._told),
+            minority_ranks(self._told),
             {"what": name_values(self._told)},
             {"steps": self._span.count, "micro_batches": list(self._told[:64])},
         )
