@@ -81,7 +81,7 @@ class _Compared:
         deviations_TRU: Deviations from them.
         z_TRU: Distances from them, in robust standard deviations.
         scales: What is known of these after each step.
-        e_of_apart_BTR: The e-values of each unit that is set apart, among the others.
+        e_of_flagged_BTR: The e-values of each unit that is set apart, among the others.
     """
 
     rows: Rows
@@ -90,7 +90,7 @@ class _Compared:
     deviations_TRU: Floats
     z_TRU: Floats32
     scales: Scales
-    e_of_apart_BTR: Mapping[int, Floats]
+    e_of_flagged_BTR: Mapping[int, Floats]
 
 
 class ExchangeabilityTest(Stateful):
@@ -136,13 +136,13 @@ class ExchangeabilityTest(Stateful):
         self._scale_steps_S = np.zeros(len(weights_S))
         self._detectors = ShiryaevRoberts(*shape)
         self._recent = RecentSteps(*shape[1:])
-        self._apart: dict[int, FlaggedUnit] = {}
+        self._flagged: dict[int, FlaggedUnit] = {}
         self.z_SU = np.zeros(shape[1:], np.float32)
 
     @property
-    def set_apart(self) -> tuple[int, ...]:
+    def flagged(self) -> tuple[int, ...]:
         """Units that are set apart, in the order in which that was done."""
-        return tuple(self._apart)
+        return tuple(self._flagged)
 
     def observe(self, values_TSU: Floats, steps: Sequence[int]) -> Iterator[int]:
         """Take consecutive steps, one with each iteration.
@@ -167,12 +167,12 @@ class ExchangeabilityTest(Stateful):
             end = at + _length_of_first_run(measured_TS[at:])
             rows = measured_TS[at].nonzero()[0]
             compared = self._compare(values_TSU[at:end], rows) if len(rows) else None
-            apart = self.set_apart
+            flagged = self.flagged
             for index in range(end - at):
                 self._take(compared, index, steps[at])
                 yield steps[at]
                 at += 1
-                if self.set_apart != apart:
+                if self.flagged != flagged:
                     break
 
     def _compare(self, values_TSU: Floats, rows: Ints) -> _Compared:
@@ -181,9 +181,9 @@ class ExchangeabilityTest(Stateful):
         values = values_TSU[:, measured]
         num_steps, num_rows, width = values.shape
         together = values
-        if self._apart:
+        if self._flagged:
             together = values.copy()
-            together[:, :, list(self._apart)] = np.nan
+            together[:, :, list(self._flagged)] = np.nan
         ranked = rank_units(together.reshape(-1, width))
         middle, away, current = distances(ranked)
         middle_TR = middle.reshape(num_steps, num_rows)
@@ -209,10 +209,10 @@ class ExchangeabilityTest(Stateful):
             deviations_TRU,
             z_TRU,
             scales,
-            self._compare_apart(values, z_TRU, ranked),
+            self._compare_flagged(values, z_TRU, ranked),
         )
 
-    def _compare_apart(
+    def _compare_flagged(
         self, values_TRU: Floats, z_TRU: Floats32, ranked: Ranked
     ) -> Mapping[int, Floats]:
         """Return the e-values of each unit that is set apart among the others ``[B, T, R]``."""
@@ -224,7 +224,7 @@ class ExchangeabilityTest(Stateful):
                 ranked,
                 self._bets,
             ).reshape(shape)
-            for unit in self._apart
+            for unit in self._flagged
         }
 
     def _take(self, compared: _Compared | None, at: int, step: int) -> None:
@@ -240,8 +240,8 @@ class ExchangeabilityTest(Stateful):
         if compared.z_TRU.shape[1] < len(self.z_SU):
             self.z_SU[:] = 0
         self.z_SU[rows] = compared.z_TRU[at]
-        for unit, e_BTR in compared.e_of_apart_BTR.items():
-            self._apart[unit].observe(e_BTR[:, at], rows)
+        for unit, e_BTR in compared.e_of_flagged_BTR.items():
+            self._flagged[unit].observe(e_BTR[:, at], rows)
 
     @property
     def most_evidence(self) -> float:
@@ -257,8 +257,8 @@ class ExchangeabilityTest(Stateful):
         """Return the share of each unit in M ``[U]``; 0 for units that are set apart."""
         weighted = self._weights_BS[:, :, None] * self._detectors.evidence
         evidence: Floats = weighted.reshape(-1, self.num_units).sum(axis=0).astype(np.float64)
-        if self._apart:
-            evidence[list(self._apart)] = 0
+        if self._flagged:
+            evidence[list(self._flagged)] = 0
         return evidence
 
     def traces(self, unit: int, least: float = 0.0, since: float = RECENT) -> list[SignalTrace]:
@@ -285,9 +285,9 @@ class ExchangeabilityTest(Stateful):
 
     def _log_evidence(self, unit: int) -> tuple[Floats, Floats32]:
         """Return the logarithm of each bet's evidence, and its age, ``[B, S]`` each."""
-        apart = self._apart.get(unit)
-        if apart is not None:
-            return apart.log_BS, apart.ages_BS
+        flagged = self._flagged.get(unit)
+        if flagged is not None:
+            return flagged.log_BS, flagged.ages_BS
         evidence_BS = self._detectors.evidence[:, :, unit].astype(np.float64)
         return np.log(np.maximum(evidence_BS, 1.0)), self._detectors.age[:, :, unit]
 
@@ -333,7 +333,7 @@ class ExchangeabilityTest(Stateful):
             Units, ascending; None when those who are alike are no majority.
         """
         recent_TU = self._recent.deviations(signal, max(age, _FEWEST_STEPS))
-        out = {*units, *self._apart}
+        out = {*units, *self._flagged}
         level = LEVEL_OF_MANY if self.num_units >= MANY else LEVEL_OF_FEW
         while 2 * len(out) < self.num_units:
             rest = [unit for unit in range(self.num_units) if unit not in out]
@@ -344,10 +344,10 @@ class ExchangeabilityTest(Stateful):
             out.update(rest[index] for index in np.flatnonzero(np.abs(z_R) >= limit))
         return None
 
-    def set_unit_apart(self, unit: int) -> None:
+    def flag(self, unit: int) -> None:
         """Compare the others without this unit from the next step on."""
         log_BS, ages_BS = self._log_evidence(unit)
-        self._apart[unit] = FlaggedUnit(log_BS, ages_BS.copy(), self._patient_B)
+        self._flagged[unit] = FlaggedUnit(log_BS, ages_BS.copy(), self._patient_B)
 
     def certainty(self, unit: int) -> float:
         """Return how sure it still is that a unit set apart is unlike the others, 1 to 0.
@@ -355,19 +355,19 @@ class ExchangeabilityTest(Stateful):
         Raises:
             KeyError: The unit is not set apart.
         """
-        return self._apart[unit].certainty
+        return self._flagged[unit].certainty
 
     def start_anew(self) -> None:
         """Forget the evidence on all units. What it has spent of the budget stays spent."""
         self._detectors.restart(...)
 
-    def take_back(self, unit: int) -> None:
+    def unflag(self, unit: int) -> None:
         """Let a unit count among the others again; its detectors start anew.
 
         Raises:
             KeyError: The unit is not set apart.
         """
-        del self._apart[unit]
+        del self._flagged[unit]
         self._detectors.restart((slice(None), slice(None), unit))
 
     def state(self) -> State:
@@ -377,7 +377,7 @@ class ExchangeabilityTest(Stateful):
             "scale_steps": self._scale_steps_S.copy(),
             "detectors": self._detectors.state(),
             "recent": self._recent.state(),
-            "apart": [[unit, apart.state()] for unit, apart in self._apart.items()],
+            "flagged": [[unit, flagged.state()] for unit, flagged in self._flagged.items()],
         }
 
     def restore(self, state: State) -> None:
@@ -394,12 +394,12 @@ class ExchangeabilityTest(Stateful):
             self._scale_S = np.array(state["scale"], np.float64).reshape(shape[0])
             self._scale_steps_S = np.array(state["scale_steps"], np.float64).reshape(shape[0])
             self._detectors.restore(state["detectors"])
-            self._apart = {}
-            for unit, apart in state["apart"]:
-                self._apart[int(unit)] = FlaggedUnit(
+            self._flagged = {}
+            for unit, flagged in state["flagged"]:
+                self._flagged[int(unit)] = FlaggedUnit(
                     *self._log_evidence(int(unit)), self._patient_B
                 )
-                self._apart[int(unit)].restore(apart)
+                self._flagged[int(unit)].restore(flagged)
         except StateError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -454,7 +454,7 @@ class ExchangeabilityTest(Stateful):
     def _compared(self, unit: int, signal: int, age: float) -> Floats:
         """Return the recent deviations, without the other units that are set apart, ``[T, U]``."""
         recent_TU = self._recent.deviations(signal, age).astype(np.float64)
-        recent_TU[:, [other for other in self._apart if other != unit]] = np.nan
+        recent_TU[:, [other for other in self._flagged if other != unit]] = np.nan
         return recent_TU
 
 

@@ -8,7 +8,7 @@ parameter that has hooks of the training's is read in a hook that runs before th
 The step ends with the optimizer's call, and what is in ``.grad`` then is taken for the reduced
 gradient. Whether it is a mean, a sum or something else, or still each worker's own since the
 optimizer reduces, shows where workers are compared, see
-:mod:`rankscope.evidence.gradient.own_reduction`.
+:mod:`rankscope.evidence.gradient.user_reduction`.
 """
 
 from dataclasses import dataclass

@@ -50,7 +50,7 @@ _LOSSES = 0
 _NORMS = 1
 
 
-class _News(Enum):
+class _Change(Enum):
     """What an alarm has to say after a step."""
 
     NONE = "none"
@@ -64,15 +64,15 @@ class Sampling(Detector):
 
     Args:
         num_workers: W.
-        set_apart: Tells which workers were found to differ from the others: they are left out, as
+        flagged: Tells which workers were found to differ from the others: they are left out, as
             the spread that they make is explained.
     """
 
-    SETTINGS = ("_num_workers", "_set_apart")
+    SETTINGS = ("_num_workers", "_flagged")
 
-    def __init__(self, num_workers: int, set_apart: Callable[[], Sequence[int]] = tuple) -> None:
+    def __init__(self, num_workers: int, flagged: Callable[[], Sequence[int]] = tuple) -> None:
         self._num_workers = num_workers
-        self._set_apart = set_apart
+        self._flagged = flagged
         level = alarm_level(SAMPLING * _TAIL_SHARE)
         self._low = _Alarm(level, len(STRENGTHS))
         self._high = _Alarm(level, 2, len(STRENGTHS))
@@ -91,11 +91,13 @@ class Sampling(Detector):
             return ()
         self._steps += 1
         gathered = step.gathered
-        apart = self._set_apart()
-        if _came_before(step) or step.identical or len(apart) > self._num_workers - 2:
+        flagged = self._flagged()
+        if _came_before(step) or step.identical or len(flagged) > self._num_workers - 2:
             return ()
-        gathered = _without(gathered, apart)
-        observed, expected = map(_square, _loss_stds(gathered, {} if apart else step.report.values))
+        gathered = _without(gathered, flagged)
+        observed, expected = map(
+            _square, _loss_stds(gathered, {} if flagged else step.report.values)
+        )
         self._recent.append((observed, expected, _all_distinct(step.report)))
         return list(self._bet(gathered))
 
@@ -109,16 +111,18 @@ class Sampling(Detector):
         low = self._units_for_low(gathered, losses)
         if low is not None:
             e_low, _ = rank_bets(spread_ranks(low, rng, same_index=False))
-            news = self._low.add(gathered.step, e_low)
-            if news is not _News.NONE:
-                yield self._say_similar(news, "losses" if low is losses else "gradient norms")
-        told = False
+            change = self._low.add(gathered.step, e_low)
+            if change is not _Change.NONE:
+                yield self._similar_evidence(
+                    change, "losses" if low is losses else "gradient norms"
+                )
+        changed = False
         for source, units in ((_LOSSES, losses), (_NORMS, norms)):
             if units is not None:
                 _, e_high = rank_bets(spread_ranks(units, rng, same_index=True))
-                told |= self._high.add(gathered.step, e_high, source) is not _News.NONE
-        if told:
-            yield self._say_different()
+                changed |= self._high.add(gathered.step, e_high, source) is not _Change.NONE
+        if changed:
+            yield self._different_evidence()
 
     def _units_for_low(self, gathered: GatheredStep, losses: Units | None) -> Units | None:
         """Return the units that may move to any other place.
@@ -136,15 +140,15 @@ class Sampling(Detector):
             self._averaged = equal and population_std(norms_W) > 1e-2 * float(np.mean(norms_W))
         return None if self._averaged else losses
 
-    def _say_similar(self, news: _News, what: str) -> FaultEvidence:
-        if news is _News.OPENED:
+    def _similar_evidence(self, change: _Change, what: str) -> FaultEvidence:
+        if change is _Change.OPENED:
             proven = [distinct for _, _, distinct in self._recent][-self._low.duration :]
             differ = sum(proven) >= _PROVEN * len(proven)
             self._similar = Severity.NOTE if differ else Severity.WARNING
         cause = "data.duplicate_batches"
         return self._evidence("sampling.too_similar", cause, self._similar, self._low, what)
 
-    def _say_different(self) -> FaultEvidence:
+    def _different_evidence(self) -> FaultEvidence:
         losses, norms = self._high.evidence_of_each.mean(axis=1).tolist()
         what = "losses" if losses >= norms else "gradient norms"
         return self._evidence(
@@ -203,7 +207,7 @@ class _Alarm(PersistentFault):
         """Evidence of each of them."""
         return self._detectors.evidence.astype(np.float64)
 
-    def add(self, step: int, e: Floats, at: int | None = None) -> _News:
+    def add(self, step: int, e: Floats, at: int | None = None) -> _Change:
         """Take the e-values of a step; ``at`` is the row that they belong to, if not all."""
         self._detectors.observe(e.astype(np.float32), ... if at is None else at)
         if not self._fed or self._fed[-1] != step:
@@ -211,19 +215,19 @@ class _Alarm(PersistentFault):
             self.duration = min(self.duration + 1, RECENT)
         total = float(self._detectors.evidence.mean())
         if not self.open:
-            return self._open(step) if total >= self._level else _News.NONE
+            return self._open(step) if total >= self._level else _Change.NONE
         cap = _HEADROOM * self._level
         np.minimum(self._detectors.evidence, cap, out=self._detectors.evidence)
         if total < _HEALED * self._level:
             self.open = False
-            return _News.CLOSED
+            return _Change.CLOSED
         if float(e.mean()) <= 1.0:
-            return _News.NONE
+            return _Change.NONE
         self.last = step
         self.count += 1
-        return _News.CONTINUED
+        return _Change.CONTINUED
 
-    def _open(self, step: int) -> _News:
+    def _open(self, step: int) -> _Change:
         strongest = int(self._detectors.evidence.argmax())
         age = float(self._detectors.age.flat[strongest])
         self.duration = int(np.clip(round(age), 1, len(self._fed)))
@@ -232,7 +236,7 @@ class _Alarm(PersistentFault):
         self.last = step
         self.count += self.duration
         self.open = True
-        return _News.OPENED
+        return _Change.OPENED
 
 
 def _came_before(step: Step) -> bool:

@@ -21,7 +21,7 @@ STEPS_IN_A_ROW = 3
 """Steps in which a worker computes in another precision before it is told."""
 
 _TITLES = {"revision": "source revision", "revision_changed": "source files"}
-_MOST_TOLD = 6
+_MOST_LISTED = 6
 
 
 class EnvironmentMismatch(Detector):
@@ -35,10 +35,10 @@ class EnvironmentMismatch(Detector):
             letters are environment variables.
     """
 
-    SETTINGS = ("_words", "_odd", "_severity", "_at_start")
+    SETTINGS = ("_words", "_minority", "_severity", "_at_start")
 
     def __init__(self, facts: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._odd, self._words, self._severity = compare_facts(facts)
+        self._minority, self._words, self._severity = compare_facts(facts)
         self._at_start = True
         self._first = self._last = -1
         self._ranks: set[int] = set()
@@ -56,17 +56,17 @@ class EnvironmentMismatch(Detector):
         codes_W = step.gathered.workers["precision"]
         known_W = codes_W != MISSING_INT
         if np.count_nonzero(known_W) > 1:
-            odd = minority_ranks(known_values(codes_W, known_W))
-            changed |= self._precision.observe(number, odd)
+            minority = minority_ranks(known_values(codes_W, known_W))
+            changed |= self._precision.observe(number, minority)
         return (self._evidence(),) if changed else ()
 
     def _start(self, step: int) -> bool:
         """Begin a run, or go on with one; return whether what is known has changed."""
         self._at_start = False
-        changed = self._differed or bool(self._odd)
-        self._differed = bool(self._odd)
-        if self._odd:
-            self._ranks = set(self._odd)
+        changed = self._differed or bool(self._minority)
+        self._differed = bool(self._minority)
+        if self._minority:
+            self._ranks = set(self._minority)
             self._serious = self._severity is Severity.WARNING
             self._first = step if self._first < 0 else self._first
             self._last = step
@@ -74,7 +74,7 @@ class EnvironmentMismatch(Detector):
 
     def _evidence(self) -> FaultEvidence:
         seen = self._precision
-        words = list(self._words[:_MOST_TOLD])
+        words = list(self._words[:_MOST_LISTED])
         ranks = self._ranks | seen.ranks
         more = len(self._words) - len(words)
         if more:
@@ -95,7 +95,7 @@ class EnvironmentMismatch(Detector):
                 "what": "; ".join(words) or "no difference any more",
             },
             numbers={"differences": words, "steps_in_another_precision": seen.count},
-            status="open" if self._odd or seen.open else "closed",
+            status="open" if self._minority or seen.open else "closed",
         )
 
 
@@ -116,12 +116,12 @@ def compare_facts(
     ranks: set[int] = set()
     for name in names:
         values = [_value(own, name) for own in facts]
-        odd = minority_ranks(values)
-        if not odd:
+        minority = minority_ranks(values)
+        if not minority:
             continue
-        ranks.update(odd)
+        ranks.update(minority)
         note = name in HARMLESS or (name.isupper() and name not in DECIDES_BITS)
-        (harmless if note else serious).append(_difference(name, values, odd))
+        (harmless if note else serious).append(_difference(name, values, minority))
     severity = Severity.WARNING if serious else Severity.NOTE
     return tuple(sorted(ranks)), (*serious, *harmless), severity
 

@@ -107,8 +107,8 @@ class OptimizerMeter:
 
     def _text_of(self, number: int, group: Mapping[str, Any]) -> str:
         """Return the settings of one parameter group; written anew only when some have changed."""
-        told = _NO_SETTINGS if number else _NO_SETTINGS | {"weight_decay"}
-        others = {name: value for name, value in group.items() if name not in told}
+        omitted = _NO_SETTINGS if number else _NO_SETTINGS | {"weight_decay"}
+        others = {name: value for name, value in group.items() if name not in omitted}
         known = self._groups.get(number)
         if known is None or not known.holds(list(others.values())):
             known = self._groups[number] = _GroupSettings(others)

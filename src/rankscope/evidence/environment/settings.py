@@ -70,12 +70,12 @@ class DifferentSettings(Detector):
         """Take one step; speaks of what differs in it or in the step before, and of what ends."""
         gathered = step.gathered
         calls_W = _calls(step)
-        told: list[FaultEvidence] = []
+        found: list[FaultEvidence] = []
         if self._num_workers > 1:
-            told += self._compare_calls(gathered.step, calls_W)
-            told += self._compare_settings(step)
-        told += self._follow_plan(gathered, calls_W)
-        return told
+            found += self._compare_calls(gathered.step, calls_W)
+            found += self._compare_settings(step)
+        found += self._follow_plan(gathered, calls_W)
+        return found
 
     def close(self) -> Iterable[FaultEvidence]:
         """End the run; what its last step shows is not judged."""
@@ -110,7 +110,7 @@ class DifferentSettings(Detector):
             if _alike(values_W, known_W):
                 continue
             values = known_values(values_W, known_W)
-            ranks.update(self._odd(values))
+            ranks.update(self._minority(values))
             parts.append(f"{words} is {name_values(values, _speller(values))}")
         for name, words in _DIGESTS.items():
             if step.alike(name):
@@ -120,14 +120,14 @@ class DifferentSettings(Detector):
             known_W = active_W & (digests_W != MISSING_INT)
             known |= int(np.count_nonzero(known_W)) > 1
             if not _alike(digests_W, known_W):
-                odd = self._odd(known_values(digests_W, known_W))
+                odd = self._minority(known_values(digests_W, known_W))
                 ranks.update(odd)
                 parts.append(f"{words} differ on {name_ranks(odd)}")
         self._what = "; ".join(parts) or self._what
         if known and self._settings.observe(gathered.step, ranks):
             yield self._settings_evidence()
 
-    def _odd(self, values: Sequence[float | int | None]) -> Sequence[int]:
+    def _minority(self, values: Sequence[float | int | None]) -> Sequence[int]:
         """Return the odd ranks; where no majority tells, those that were odd before, if any.
 
         So a step in which some do not call the optimizer accuses nobody new.

@@ -14,7 +14,7 @@ from rankscope.bus.judge import Columns, Combiner, Message, fill
 from rankscope.bus.layout import Layout
 from rankscope.bus.measured import Measured, measured_of
 from rankscope.bus.step import MISSING_INT, MeasuredGradient
-from rankscope.evidence.gradient.own_reduction import reduced_between, undo_factor
+from rankscope.evidence.gradient.user_reduction import normalise_user_reduction, reduced_between
 from rankscope.stats.arrays import Floats
 from rankscope.stats.audit import residuals_of_all
 
@@ -99,7 +99,7 @@ def _as_reduced(measured_W: Sequence[Measured | None]) -> list[Measured | None]:
     parts = [one.gradient.audit for one in known if one.gradient.audit is not None]
     if not parts or len(parts) < len(measured_W):
         return list(measured_W)
-    found = undo_factor(parts)
+    found = normalise_user_reduction(parts)
     return [
         one._replace(
             gradient=replace(one.gradient, audit=part),

@@ -82,7 +82,7 @@ def _losses(
         own_weights = np.full(count, np.nan)
         if count:
             whole = _loss_values(message.losses_U, message.weights_U)
-            if count > 1 and _says_what_counts(message):
+            if count > 1 and _knows_multipliers(message):
                 whole["loss"], whole["loss_sem"] = weighted_mean_and_sem(
                     message.losses_U, _trained_weights(message)
                 )
@@ -108,7 +108,7 @@ def _loss_values(losses_U: Floats, weights_U: Floats) -> dict[str, float]:
     return {"loss": loss, "loss_sem": sem, "loss_weight": float(weights_U.sum())}
 
 
-def _says_what_counts(message: Message) -> bool:
+def _knows_multipliers(message: Message) -> bool:
     """Return whether it is known what each micro-batch was multiplied by, and some count."""
     multipliers_M = message.multipliers_M
     known = len(multipliers_M) == len(message.units_M) and np.isfinite(multipliers_M).all()

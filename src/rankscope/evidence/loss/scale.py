@@ -71,7 +71,7 @@ class LossScale(Detector):
         self._span = PersistentFault()
         self._factor = ""
         self._value = math.nan
-        self._odd = _OddWorkers()
+        self._differing = _DifferingWorkers()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take the multipliers of one step; speaks of wrong ones."""
@@ -92,7 +92,7 @@ class LossScale(Detector):
         if not known or len(sizes) > 1:
             return ()
         if not alike:
-            return self._odd.observe(gathered.step, scales_W)
+            return self._differing.observe(gathered.step, scales_W)
         micro = max(sizes, default=1)
         self._notice_scaler(scale, micro)
         return () if math.isnan(scale) else self._observe_mean(gathered, scale, micro)
@@ -168,7 +168,7 @@ def _mean(step: Step, scales_W: Floats) -> float:
     return float(scales_W.mean())
 
 
-class _OddWorkers(Stateful):
+class _DifferingWorkers(Stateful):
     """Workers whose multiplier is a constant times the others'."""
 
     def __init__(self) -> None:
@@ -181,14 +181,14 @@ class _OddWorkers(Stateful):
         ratio_W = _against_most(scales_W)
         if ratio_W is None:
             return ()
-        odd = np.flatnonzero(np.abs(ratio_W - 1) > _CLOSE).tolist()
-        for rank in odd:
+        differing = np.flatnonzero(np.abs(ratio_W - 1) > _CLOSE).tolist()
+        for rank in differing:
             ratio, steps, first = self._seen.get(rank, (0.0, 0, step))
             same = math.isclose(ratio, ratio_W[rank], rel_tol=_CLOSE)
             self._seen[rank] = (
                 (ratio, steps + 1, first) if same else (float(ratio_W[rank]), 1, step)
             )
-        certain = {rank for rank in odd if self._seen[rank][1] >= _STEPS_OF_ONE}
+        certain = {rank for rank in differing if self._seen[rank][1] >= _STEPS_OF_ONE}
         if not certain:
             return ()
         first = min(self._seen[rank][2] for rank in certain)
@@ -197,21 +197,21 @@ class _OddWorkers(Stateful):
         return (self._evidence(len(scales_W)),)
 
     def _evidence(self, num_workers: int) -> FaultEvidence:
-        odd = sorted(self._ranks)
-        ranks = tuple(odd) if num_workers > 2 else (0, 1)
-        ratios = sorted({round(self._seen[rank][0], 6) for rank in odd})
+        differing = sorted(self._ranks)
+        ranks = tuple(differing) if num_workers > 2 else (0, 1)
+        ratios = sorted({round(self._seen[rank][0], 6) for rank in differing})
         listed = " and ".join(f"{ratio:.4g}" for ratio in ratios[:3])
         return self._span.evidence(
             "loss.scale",
             Severity.WARNING,
             ranks,
             {
-                "who": name_ranks(odd),
+                "who": name_ranks(differing),
                 "others": "the others'" if num_workers > 2 else "rank 0's",
                 "ratio": listed,
             },
             {
-                "ratios": {str(rank): self._seen[rank][0] for rank in odd[:16]},
+                "ratios": {str(rank): self._seen[rank][0] for rank in differing[:16]},
                 "steps": self._span.count,
             },
             key=ONE_WORKER,

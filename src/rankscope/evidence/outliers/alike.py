@@ -136,10 +136,10 @@ class AlikePairs(Detector):
         if self._span.count == 0:
             self._span.first = self._test.onset(strongest, 0, BetKind.UP)
             self._span.count = max(1, gathered.step - self._span.first)
-        apart = self._test.set_apart
+        flagged = self._test.flagged
         for index, pair in enumerate(self._pairs):
-            if block.issuperset(pair) and index not in apart:
-                self._test.set_unit_apart(index)
+            if block.issuperset(pair) and index not in flagged:
+                self._test.flag(index)
                 self._active.add(index)
         self._ranks |= block
         self._span.last = gathered.step
@@ -155,7 +155,7 @@ class AlikePairs(Detector):
         if max(certain.values()) > HEALED:
             return self._span.count >= 2 * self._told
         for pair in self._active:  # a block heals as a whole
-            self._test.take_back(pair)
+            self._test.unflag(pair)
         self._active = set()
         return True
 

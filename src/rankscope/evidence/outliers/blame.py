@@ -60,16 +60,16 @@ class OutlierSearch(Detector):
         self._steps = 0
 
     @property
-    def set_apart(self) -> tuple[int, ...]:
+    def flagged(self) -> tuple[int, ...]:
         """Workers that differ from the others at present."""
-        return self._totals.test.set_apart
+        return self._totals.test.flagged
 
     @property
-    def steadily_apart(self) -> tuple[int, ...]:
+    def steadily_flagged(self) -> tuple[int, ...]:
         """Those of them that differ in most steps, as far as their traces tell."""
         return tuple(
             worker
-            for worker in self.set_apart
+            for worker in self.flagged
             if all(trace.kind is not BetKind.RARE for _, trace in self._traces(worker))
         )
 
@@ -124,14 +124,14 @@ class OutlierSearch(Detector):
             log_W = np.log1p(evidence_W * self._num_workers)
             suspects = np.flatnonzero(log_W >= _SUSPICIOUS * log_W.max()).tolist()
             worker = int(evidence_W.argmax())
-            apart = self._totals.test.set_apart
-            minority = 2 * (len(suspects) + len(apart)) < self._num_workers
+            flagged = self._totals.test.flagged
+            minority = 2 * (len(suspects) + len(flagged)) < self._num_workers
             in_tie = any(fault.tie and fault.is_open for fault in self._faults)
             if minority and not in_tie and not self._is_one_of_many(worker):
                 changed.append(self._blame(worker, gathered))
             else:
                 strongest_first = sorted(suspects, key=lambda w: -log_W[w])
-                changed += self._say_tie([*strongest_first, *apart][:NAMED_WORKERS], gathered)
+                changed += self._report_tie([*strongest_first, *flagged][:NAMED_WORKERS], gathered)
         return changed
 
     def _is_one_of_many(self, worker: int) -> bool:
@@ -145,8 +145,7 @@ class OutlierSearch(Detector):
         if signal.group and self._groups is not None:
             checks.append((self._groups, strongest.signal))
         return any(
-            part.test.minority([worker], index, strongest.age) is None
-            for part, index in checks
+            part.test.minority([worker], index, strongest.age) is None for part, index in checks
         )
 
     def _blame(self, worker: int, gathered: GatheredStep) -> Fault:
@@ -154,7 +153,7 @@ class OutlierSearch(Detector):
         first = self._onset(worker, traces, gathered)
         traces = self._traces(worker, gathered.step - first + 1)
         for part in self._parts:
-            part.test.set_unit_apart(worker)
+            part.test.flag(worker)
         fault = self._same_fault(worker, traces, first, gathered.step)
         if fault is None:
             since = gathered.step - first + 1
@@ -183,7 +182,7 @@ class OutlierSearch(Detector):
         hosts = self._hosts
         return len(set(hosts)) > 1 and {hosts[rank] for rank in fault.ranks} == {hosts[worker]}
 
-    def _say_tie(self, suspects: list[int], gathered: GatheredStep) -> list[Fault]:
+    def _report_tie(self, suspects: list[int], gathered: GatheredStep) -> list[Fault]:
         """Say that workers differ while nothing tells which of them are at fault.
 
         Args:
@@ -197,7 +196,7 @@ class OutlierSearch(Detector):
             first = min(first, fault.first_step)
             fault.absorbed = True
             fault.active = []
-        for worker in self._totals.test.set_apart:
+        for worker in self._totals.test.flagged:
             self._take_back(worker)
         tie = next((fault for fault in self._faults if fault.tie), None)
         if tie is None:
@@ -229,7 +228,7 @@ class OutlierSearch(Detector):
                     self._take_back(worker)
                 fault.active = active
                 changed.append(fault)
-            elif fault.count >= 2 * fault.told:
+            elif fault.count >= 2 * fault.reported_count:
                 changed.append(fault)
         return changed
 
@@ -241,7 +240,7 @@ class OutlierSearch(Detector):
 
     def _take_back(self, worker: int) -> None:
         for part in self._parts:
-            part.test.take_back(worker)
+            part.test.unflag(worker)
 
     def _traces(self, worker: int, since: int = RECENT) -> Traces:
         """Return how a worker differs in the last ``since`` steps, the strongest trace first."""
@@ -264,7 +263,7 @@ class OutlierSearch(Detector):
         return part.test.onset(worker, trace.signal, trace.kind)
 
     def _evidence(self, fault: Fault) -> FaultEvidence:
-        fault.told = fault.count
+        fault.reported_count = fault.count
         for worker in fault.active[:NAMED_WORKERS]:
             if not fault.tie:
                 since = fault.last_step - fault.first_step + 1

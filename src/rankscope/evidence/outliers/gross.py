@@ -91,7 +91,7 @@ class GrossOutliers(Stateful):
         self._ranks: set[int] = set()
         self._seen: list[int] = []
         self._recent: list[tuple[int, int]] = []  # step and worker
-        self._told = 0
+        self._count_reported = 0
 
     def observe(self, z_SW: NDArray[np.float32], step: int) -> list[FaultEvidence]:
         """Take one step.
@@ -128,9 +128,9 @@ class GrossOutliers(Stateful):
         count = len(own)
         total = len(self._recent)
         chance = self._num_workers * _at_least(count, total, 1 / self._num_workers)
-        if chance > CHANCE or count < 2 * self._told:
+        if chance > CHANCE or count < 2 * self._count_reported:
             return None
-        self._told = count
+        self._count_reported = count
         return FaultEvidence(
             cause="inconclusive",
             severity=Severity.NOTE,
@@ -205,7 +205,7 @@ class GrossValues(Stateful):
         self._lately: list[int] = []
         self._signed: set[str] = set()
         self._excess = self._record = 0.0  # over what is gross: of this step, and of all before
-        self._said = ""
+        self._statement = ""
         self._numbers: dict[str, object] = {}
 
     def observe(self, gathered: GatheredStep, left_out: Sequence[int]) -> list[FaultEvidence]:
@@ -224,18 +224,20 @@ class GrossValues(Stateful):
         if ranks:
             self._lately.append(step)
         seen = self._seen
-        said = {"what": self._said}
-        quiet = bool(ranks) and not self._speaks()
+        fields = {"what": self._statement}
+        quiet = bool(ranks) and not self._is_reported()
         self._record = max(self._record, self._excess)
         seen.count += quiet
         if not seen.observe(step, () if quiet else ranks):
             return []
         numbers = {"steps": seen.count, TIMES_LATELY: len(self._lately), **self._numbers}
         return [
-            seen.evidence("inconclusive", Severity.NOTE, seen.ranks, said, numbers, key=KEY_AT_ONCE)
+            seen.evidence(
+                "inconclusive", Severity.NOTE, seen.ranks, fields, numbers, key=KEY_AT_ONCE
+            )
         ]
 
-    def _speaks(self) -> bool:
+    def _is_reported(self) -> bool:
         """Return whether a step with gross values is told, after those that came before."""
         broken = self._excess >= 2 * self._record
         return self._seen.count < _FREELY or broken or len(self._lately) >= OFTEN
@@ -259,12 +261,12 @@ class GrossValues(Stateful):
         self._excess = max(self._excess, value / peer / column.times)
         self._numbers = {"signal": label, "times": value / peer, "value": value, "next": peer}
         if self._num_workers == 2:
-            self._said = (
+            self._statement = (
                 f"At step {step:,} ranks 0 and 1 differed in their {label} by a factor of "
                 f"{value / peer:,.1f}: {values_W[0]:.3g} and {values_W[1]:.3g}"
             )
             return {0, 1}
-        self._said = (
+        self._statement = (
             f"At step {step:,} the {label} of {name_ranks([first])} was {value / peer:,.1f} times "
             f"the largest of the other workers': {value:.3g} against {peer:.3g}"
         )

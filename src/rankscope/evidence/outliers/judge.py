@@ -21,8 +21,8 @@ MOST_STEPS = 64
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return what looks for faults in a run."""
     outliers = WorkerOutliers(run.num_workers, run.hosts)
-    run.flagged.now = lambda: outliers.set_apart
-    run.flagged.steadily = lambda: outliers.steadily_apart
+    run.flagged.now = lambda: outliers.flagged
+    run.flagged.steadily = lambda: outliers.steadily_flagged
     run.flagged.left_out = lambda: outliers.not_compared
     return (
         outliers,

@@ -86,8 +86,8 @@ class WorkerOutliers(OutlierSearch):
         """Compare the workers in these groups from now on; without any, in those as before."""
         if names and names != self._group_names:
             self._groups = SignalSet(self._num_workers, group_signals(names))
-            for worker in self.set_apart:
-                self._groups.test.set_unit_apart(worker)
+            for worker in self.flagged:
+                self._groups.test.flag(worker)
 
     def _num_values(self, step: Step) -> int:
         parts = self._parts if compared_groups(step.report) else (self._totals,)
@@ -137,25 +137,25 @@ class WorkerOutliers(OutlierSearch):
     @property
     def not_compared(self) -> tuple[int, ...]:
         """Workers that differ, or could not be compared in the last step."""
-        return tuple(sorted({*self.set_apart, *self._left_out}))
+        return tuple(sorted({*self.flagged, *self._left_out}))
 
     def _see_canary(self, gathered: GatheredStep) -> None:
         """Learn from a canary that a worker which differs in most steps has other data."""
-        results = results_of(gathered) if self.set_apart else None
+        results = results_of(gathered) if self.flagged else None
         if results is None or judge(results).verdict is not CanaryCause.DATA:
             return
         suspect = results.suspect
         for fault in self._faults:
-            if fault.active == fault.ranks == [suspect] and suspect in self.steadily_apart:
+            if fault.active == fault.ranks == [suspect] and suspect in self.steadily_flagged:
                 fault.agreed = gathered.step
-                fault.told = 0  # it is told again
+                fault.reported_count = 0  # it is told again
 
     def _z_of_unsuspected(self) -> NDArray[np.float32]:
         z_SW = self._totals.test.z_SU
-        apart = list(self.set_apart)
-        if apart:
+        flagged = list(self.flagged)
+        if flagged:
             z_SW = z_SW.copy()
-            z_SW[:, apart] = 0
+            z_SW[:, flagged] = 0
         return z_SW
 
     def state(self) -> State:

@@ -169,7 +169,7 @@ class Levelled(SignalSet):
         if self._shown < 0:
             self._shown = 0
             self.test.start_anew()
-        if different or self.test.set_apart:
+        if different or self.test.flagged:
             values = np.where(usable_W, values_SW, np.nan)
             for _ in self.observe(values[None], self._unknown_W[None], [step]):
                 pass

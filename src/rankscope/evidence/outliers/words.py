@@ -75,7 +75,7 @@ class Fault:
     traces: dict[int, Traces] = field(default_factory=dict)
     last_step: int = -1
     count: int = 0
-    told: int = 0
+    reported_count: int = 0
     wait: int = 0
     absorbed: bool = False
     agreed: int = -1

@@ -61,12 +61,12 @@ class AccumulationAudit(Detector):
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks of one that shows it, and of what has healed."""
-        told = []
+        found = []
         if self._follow(step.gathered):
-            told.append(self._evidence())
+            found.append(self._evidence())
         if self._follow_left_over(step):
-            told.append(self._left_over_evidence())
-        return told
+            found.append(self._left_over_evidence())
+        return found
 
     # Between micro-batches -----------------------------------------------------------------
 

@@ -10,7 +10,7 @@ Errors leave different traces, and each finding says which:
 What is high follows from rounding (:mod:`rankscope.evidence.reduction.levels`) and, where a group's
 residuals are always larger than that, from the group's own.
 
-A group that is high is told in the same step if it is one of few and has been seen well before.
+A group that is high is keys in the same step if it is one of few and has been seen well before.
 Otherwise the next steps decide whether it was an exception, or the beginning of a lasting error.
 They always do where a communication hook reduces: compression often begins in some later step.
 
@@ -104,21 +104,21 @@ class ReductionAudit(Detector):
             return []
         self._step = gathered.step
         now = self._judge(gathered, gathered.residuals_WG, sums_G)
-        told = [*self._check_workers(now), *self._check_groups(now)]
-        told += self._check_lasting(now.names, STEPS)
-        return [self._evidence(key) for key in dict.fromkeys(told)]
+        keys = [*self._check_workers(now), *self._check_groups(now)]
+        keys += self._check_lasting(now.names, STEPS)
+        return [self._evidence(key) for key in dict.fromkeys(keys)]
 
     def close(self) -> Iterable[FaultEvidence]:
-        """End the run: what has just begun is told as far as it goes."""
+        """End the run: what has just begun is keys as far as it goes."""
         waiting = {name: group for name, group in self._groups.items() if group.high.steps}
-        told = list(self._check_lasting(tuple(waiting), 2))
+        keys = list(self._check_lasting(tuple(waiting), 2))
         last = [n for n, g in waiting.items() if g.well and g.high.steps == g.lasting.steps == 1]
         if last:
             worst = max(waiting[name].residual for name in last)
-            told.append(self._tell(ELEMENT, last, worst))
+            keys.append(self._add(ELEMENT, last, worst))
             for name in last:
                 waiting[name].high.steps = 0
-        return [self._evidence(key) for key in told]
+        return [self._evidence(key) for key in keys]
 
     def _judge(self, gathered: GatheredStep, residuals_WG: Floats, sums_G: Floats) -> _Step:
         """Return the groups whose residuals are known, and what to expect of them."""
@@ -176,7 +176,7 @@ class ReductionAudit(Detector):
         names = [now.names[g] for g in np.flatnonzero(apart_WG.any(axis=0))]
         limit = float(now.limits_G[apart_WG.any(axis=0)].max())
         worst = float(now.residuals_WG[apart_WG].max())
-        yield self._tell(ONE_WORKER, names, worst, ranks=ranks, limit=limit)
+        yield self._add(ONE_WORKER, names, worst, ranks=ranks, limit=limit)
 
     def _check_groups(self, now: _Step) -> Iterable[str]:
         """Notice groups that err in single steps and are well in others."""
@@ -206,7 +206,7 @@ class ReductionAudit(Detector):
             if before is not None:
                 over[name] = before
         if over:
-            yield self._tell(
+            yield self._add(
                 ELEMENT,
                 list(over),
                 max(streak.worst for streak in over.values()),
@@ -215,7 +215,7 @@ class ReductionAudit(Detector):
                 steps=max(streak.steps for streak in over.values()),
             )
         if sudden:
-            yield self._tell(ELEMENT, sudden, max(self._groups[n].residual for n in sudden))
+            yield self._add(ELEMENT, sudden, max(self._groups[n].residual for n in sudden))
 
     def _common(self, now: _Step) -> float:
         """Return up to which residual a group is like the others, if most err for some time.
@@ -235,7 +235,7 @@ class ReductionAudit(Detector):
         if not lasting:
             return
         fits = self._fits(lasting, names)
-        yield self._tell(
+        yield self._add(
             LOW_PRECISION if fits else LOSSY,
             list(lasting),
             float(np.median([group.residual for group in lasting.values()])),
@@ -257,7 +257,7 @@ class ReductionAudit(Detector):
         kappa = float(np.median([group.kappa for group in lasting.values()]))
         return " or ".join(self._expected.types_that_fit(residual, kappa, meant.pop()))
 
-    def _tell(
+    def _add(
         self,
         key: str,
         names: Sequence[str],

@@ -38,7 +38,7 @@ def norm_of_mean(norms_W: Floats, cosine_weighted: float) -> float:
         cosine_weighted: Their mean cosine, weighted by the products of norms.
 
     Returns:
-        The norm; NaN where it cannot be told.
+        The norm; NaN where it cannot be found.
     """
     if len(norms_W) < 2 or not math.isfinite(cosine_weighted):
         return float("nan")
@@ -65,7 +65,7 @@ def clip_limit(reduced_norm: float, cosine_mean: float, num_workers: int) -> flo
         num_workers: W.
 
     Returns:
-        The common length; NaN where it cannot be told.
+        The common length; NaN where it cannot be found.
     """
     share = (1 + (num_workers - 1) * cosine_mean) / num_workers
     if not math.isfinite(share) or share * num_workers < LEAST_SHARE:
@@ -112,15 +112,15 @@ class ReductionChecks(Detector):
         if self._num_workers < 2:
             return ()
         gathered = step.gathered
-        told = [self._check_applied(gathered)]
+        found = [self._check_applied(gathered)]
         if gathered.observed:
             norms_W = gathered.workers["grad_norm"].astype(np.float64)
             self._history.append(self._summary(step, norms_W))
-            told += [
+            found += [
                 self._check_ratio(gathered.step),
                 self._check_pinned(gathered.step, norms_W),
             ]
-        return [evidence for evidence in told if evidence is not None]
+        return [evidence for evidence in found if evidence is not None]
 
     def _summary(self, step: Step, norms_W: Floats) -> tuple[float, ...]:
         """Return the reduced and the expected norm, and the limit if all were clipped."""
@@ -147,7 +147,7 @@ class ReductionChecks(Detector):
         for factor, words in ((1 / width, "divided"), (width, "multiplied")):
             if all(abs(scale / factor - 1) < _EXACT for scale in self._applied):
                 what = f"{words} once more by the number of workers"
-                return self._tell(
+                return self._evidence(
                     "sync.wrong_scale",
                     gathered.step,
                     factor=float(factor),
@@ -170,18 +170,20 @@ class ReductionChecks(Detector):
         wrong = abs(off) > APART and spread < STEADY
         factor = float(np.exp(off))
         if wrong and self._reading(factor):
-            return self._tell("sync.wrong_scale", step, factor=factor, what=self._reading(factor))
+            return self._evidence(
+                "sync.wrong_scale", step, factor=factor, what=self._reading(factor)
+            )
         late = np.log(reduced[1:] / expected[:-1])
         if _rms(late) < STEADY and _rms(logs) > 3 * max(_rms(late), STEADY / 2):
-            return self._tell("sync.stale", step)
+            return self._evidence("sync.stale", step)
         if not np.isfinite(limits).all():
             return None
         # Norms that change from step to step tell a limit from a factor: one explanation holds.
         limited = float(np.std(np.log(limits)))
         if off < -STEADY and limited < min(STEADY, spread / 2):
-            return self._tell("sync.clipped_locally", step, limit=float(np.median(limits)))
+            return self._evidence("sync.clipped_locally", step, limit=float(np.median(limits)))
         if wrong and spread < limited / 2:
-            return self._tell("sync.wrong_scale", step, factor=factor, what="scaled")
+            return self._evidence("sync.wrong_scale", step, factor=factor, what="scaled")
         return None
 
     def _as_expected(self) -> bool:
@@ -203,7 +205,7 @@ class ReductionChecks(Detector):
             return None
         if self._history[-1][1] > (1 - STEADY) * limits[0]:
             return None  # equal directions, too: the workers train on the same batches
-        return self._tell("sync.clipped_locally", step, limit=limits[0])
+        return self._evidence("sync.clipped_locally", step, limit=limits[0])
 
     def _reading(self, factor: float) -> str:
         """Return how a factor comes about; empty unless it is that of a usual mistake."""
@@ -217,7 +219,7 @@ class ReductionChecks(Detector):
                 return words
         return ""
 
-    def _tell(
+    def _evidence(
         self,
         cause: str,
         step: int,

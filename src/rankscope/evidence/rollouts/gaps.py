@@ -63,7 +63,7 @@ class DifferentRollouts(OutlierSearch):
         self._gaps = Levelled(num_workers, total_signals(Compares.ROLLOUTS))
         super().__init__(num_workers, self._gaps, hosts)
         self._mean_W = np.full(num_workers, np.nan)
-        self._told: dict[str, tuple[list[int], float, float]] = {}
+        self._reported: dict[str, tuple[list[int], float, float]] = {}
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks of faults that begin, change, grow or heal."""
@@ -82,8 +82,8 @@ class DifferentRollouts(OutlierSearch):
 
     def state(self) -> State:
         """Return a copy of all that it remembers."""
-        told = [[key, *words] for key, words in self._told.items()]
-        return {**super().state(), "mean_W": self._mean_W.copy(), "told": told}
+        reported = [[key, *words] for key, words in self._reported.items()]
+        return {**super().state(), "mean_W": self._mean_W.copy(), "reported": reported}
 
     def restore(self, state: State) -> None:
         """Remember what a detector of as many workers remembered.
@@ -94,29 +94,33 @@ class DifferentRollouts(OutlierSearch):
         super().restore(state)
         try:
             self._mean_W = np.array(state["mean_W"], np.float64).reshape(self._num_workers)
-            self._told = {
+            self._reported = {
                 str(key): ([int(rank) for rank in ranks], float(gap), float(others))
-                for key, ranks, gap, others in state["told"]
+                for key, ranks, gap, others in state["reported"]
             }
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is not the state of a search of rollouts: {error}") from error
 
     def _evidence(self, fault: Fault) -> FaultEvidence:
         ranks, gap, others = words = self._words(fault)
-        told = self._told.get(fault.key)
-        if told is None or gap > told[1] or (fault.is_open and set(ranks) > set(told[0])):
-            self._told[fault.key] = words
-        ranks, gap, others = self._told[fault.key]
+        reported = self._reported.get(fault.key)
+        if (
+            reported is None
+            or gap > reported[1]
+            or (fault.is_open and set(ranks) > set(reported[0]))
+        ):
+            self._reported[fault.key] = words
+        ranks, gap, others = self._reported[fault.key]
         evidence = super()._evidence(fault)
         usual = {name: evidence.fields[name] for name in ("host", "steps", "bound")}
         one = self._num_workers - len(ranks) == 1
         theirs = "those of the other worker" if one else "those of the other workers"
-        said = {"gap": f"{gap:.2g}", "theirs": theirs, "others": f"{others:.2g}"}
+        own = {"gap": f"{gap:.2g}", "theirs": theirs, "others": f"{others:.2g}"}
         return replace(  # which fills in the names of the ranks
             evidence,
             cause="rollout.worker_outlier",
             ranks=tuple(ranks),
-            fields={**usual, **said},
+            fields={**usual, **own},
             numbers={**evidence.numbers, "gap": gap, "others": others},
         )
 

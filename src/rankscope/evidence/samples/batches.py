@@ -22,7 +22,7 @@ _DEPTH = 5
 _BREADTH = 256
 _MOST = 4096
 _CHANNELS = (1, 3, 4)
-_TELL_LITTLE = ("label", "target", "mask")
+_VAGUE = ("label", "target", "mask")
 
 Items = Sequence[Any]
 
@@ -129,11 +129,11 @@ def _held_by(value: object) -> Iterable[Any]:
 def _by_name(members: Mapping[Any, Any]) -> list[Any]:
     """Return the values of named parts; last those whose names say that they tell little."""
 
-    def tells_little(item: tuple[Any, Any]) -> bool:
+    def is_vague(item: tuple[Any, Any]) -> bool:
         name = item[0]
-        return isinstance(name, str) and any(word in name.lower() for word in _TELL_LITTLE)
+        return isinstance(name, str) and any(word in name.lower() for word in _VAGUE)
 
-    return [value for _, value in sorted(islice(members.items(), _BREADTH), key=tells_little)]
+    return [value for _, value in sorted(islice(members.items(), _BREADTH), key=is_vague)]
 
 
 def _members(value: object) -> Mapping[Any, Any]:
@@ -207,12 +207,16 @@ def _content(sample: Any) -> bytes:
         return b"\0tuple " + numbers.tobytes()
     if isinstance(sample, float) and math.isnan(sample):
         raise _refused(sample, "NaN is no id")
-    if sample is None or isinstance(sample, (Mapping, Set, Tensor)) or not _says_what_it_is(sample):
+    if (
+        sample is None
+        or isinstance(sample, (Mapping, Set, Tensor))
+        or not _repr_shows_content(sample)
+    ):
         raise _refused(sample, f"got {type(sample).__name__}")
     return f"\0{type(sample).__qualname__} {sample!r}".encode("utf-8", "surrogatepass")
 
 
-def _says_what_it_is(sample: object) -> bool:
+def _repr_shows_content(sample: object) -> bool:
     """Return whether an object's ``repr`` tells its content, not its address in memory."""
     return type(sample).__repr__ is not object.__repr__ and not callable(sample)
 

@@ -69,5 +69,5 @@ def _num_distinct(values: NDArray[np.int64]) -> float:
 def _num_samples(gathered: GatheredStep) -> NDArray[np.int64]:
     """Return how many samples each worker drew ``[W]``: what it says, or how many it names."""
     named_W = np.array([len(samples) for samples in gathered.samples], np.int64)
-    said_W = gathered.workers["num_samples"]
-    return np.maximum(named_W, np.where(said_W == MISSING_INT, 0, said_W))
+    sent_W = gathered.workers["num_samples"]
+    return np.maximum(named_W, np.where(sent_W == MISSING_INT, 0, sent_W))

@@ -33,7 +33,7 @@ class UnequalMicroBatches(Detector):
         self._since = -1
         self._first: dict[tuple[int, ...], int] = {}  # steps, of those seen since all was usual
         self._span = PersistentFault()
-        self._told: tuple[int, ...] = ()
+        self._reported: tuple[int, ...] = ()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Take one step; speaks of numbers that differ in most steps, and when that has ended."""
@@ -45,9 +45,9 @@ class UnequalMicroBatches(Detector):
         if self._votes < _SURE or counts != self._usual:
             return ()
         if len(set(counts)) > 1:
-            if self._told != counts:
+            if self._reported != counts:
                 self._span = PersistentFault()
-                self._told = counts
+                self._reported = counts
             self._span.see(number, first=self._since, before=number - self._since)
             return (self._evidence(),)
         return (self._evidence(),) if self._span.close() else ()
@@ -71,7 +71,7 @@ class UnequalMicroBatches(Detector):
         return self._span.evidence(
             "data.micro_batches",
             Severity.WARNING,
-            minority_ranks(self._told),
-            {"what": name_values(self._told)},
-            {"steps": self._span.count, "micro_batches": list(self._told[:64])},
+            minority_ranks(self._reported),
+            {"what": name_values(self._reported)},
+            {"steps": self._span.count, "micro_batches": list(self._reported[:64])},
         )

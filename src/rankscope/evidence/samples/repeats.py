@@ -52,8 +52,8 @@ class RepeatedBatches(Detector):
         new_W = (digests_W != MISSING_INT) & ~again_W
         others_go_on = 2 * np.count_nonzero(new_W) >= self._num_workers
         ranks = np.flatnonzero(again_W).tolist() if others_go_on else ()
-        told = self._seen.observe(step.gathered.step, ranks)
-        return (self._evidence(step.recurrence),) if told else ()
+        changed = self._seen.observe(step.gathered.step, ranks)
+        return (self._evidence(step.recurrence),) if changed else ()
 
     def _evidence(self, recurrence: Recurrence) -> FaultEvidence:
         seen = self._seen

@@ -31,7 +31,7 @@ _ONE_DIRECTION = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class OwnReduction:
+class UserReduction:
     """What came out of a reduction that a training does by itself.
 
     Attributes:
@@ -47,24 +47,24 @@ class OwnReduction:
     unreduced_W: NDArray[np.bool_]
 
 
-def undo_factor(parts_W: Sequence[AuditPart]) -> OwnReduction:
+def normalise_user_reduction(parts_W: Sequence[AuditPart]) -> UserReduction:
     """Return what came out of a reduction, as a mean where it is a multiple of the mean.
 
     Example:
         >>> local = [np.array([[3.0, 1.0]], np.float32), np.array([[1.0, 3.0]], np.float32)]
         >>> total, square = local[0] + local[1], np.array([32.0])
-        >>> found = undo_factor([AuditPart(each, total, square) for each in local])
+        >>> found = normalise_user_reduction([AuditPart(each, total, square) for each in local])
         >>> found.factor, found.parts_W[0].reduced_SK.tolist(), found.unreduced_W.tolist()
         (2.0, [[2.0, 2.0]], [False, False])
         >>> own = [AuditPart(each, each, np.array([10.0])) for each in local]
-        >>> undo_factor(own).unreduced_W.tolist()
+        >>> normalise_user_reduction(own).unreduced_W.tolist()
         [True, True]
     """
     local_WSK = np.stack([part.local_SK.astype(np.float64) for part in parts_W])
     given_WSK = np.stack([part.reduced_SK.astype(np.float64) for part in parts_W])
     none_W = np.zeros(len(parts_W), bool)
     if not (np.isfinite(local_WSK).all() and np.isfinite(given_WSK).all()):
-        return OwnReduction(tuple(parts_W), float("nan"), none_W)
+        return UserReduction(tuple(parts_W), float("nan"), none_W)
     mean_SK = local_WSK.mean(axis=0)
     own_WS = _apart(local_WSK, mean_SK[None]) > _SAME  # else the mean is no other than the own
     kept_WS = own_WS & (_apart(given_WSK, local_WSK) <= _SAME)
@@ -81,11 +81,11 @@ def undo_factor(parts_W: Sequence[AuditPart]) -> OwnReduction:
             )
             for part in parts_W
         ]
-        return OwnReduction(tuple(hidden), float("nan"), unreduced_W)
+        return UserReduction(tuple(hidden), float("nan"), unreduced_W)
     factor = _plain(_common_factor(given_WSK[0], mean_SK), len(parts_W))
     distance = np.linalg.norm(given_WSK[0] - factor * mean_SK)
     if not factor or not distance <= _ONE_DIRECTION * np.linalg.norm(given_WSK[0]):
-        return OwnReduction(tuple(parts_W), float("nan"), none_W)
+        return UserReduction(tuple(parts_W), float("nan"), none_W)
     undone = tuple(
         replace(
             part,
@@ -94,7 +94,7 @@ def undo_factor(parts_W: Sequence[AuditPart]) -> OwnReduction:
         )
         for part, given_SK in zip(parts_W, given_WSK, strict=True)
     )
-    return OwnReduction(undone, factor, none_W)
+    return UserReduction(undone, factor, none_W)
 
 
 def reduced_between(found_W: Sequence[Floats]) -> bool:
