@@ -6,5 +6,5 @@ from rankscope.evidence.dispersion.sampling import Sampling
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     return (Sampling(run.num_workers, run.flagged.now),)

@@ -7,7 +7,7 @@ from rankscope.evidence.environment.settings import DifferentSettings, PlannedSe
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     return (
         EnvironmentMismatch(run.environments),
         DifferentSettings(run.num_workers, run.plan),

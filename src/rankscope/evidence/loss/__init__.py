@@ -1,4 +1,4 @@
-"""The local loss: its value, its label tokens, what it was multiplied by."""
+"""The local loss: its value, its label tokens, its multiplier before backward."""
 
 import numpy as np
 
@@ -34,8 +34,8 @@ ARRAYS = (
     Array("weights_U", np.float64),  # label tokens behind each, NaN if unknown
     Array("units_M", np.int64),  # how many units each micro-batch has
     Array("multipliers_M", np.float64),  # what each loss was multiplied by before backward
-    # Of losses that are sums over label tokens, all of them: how many tokens, what the sum was
-    # divided by, their mean, and what that was multiplied by before backward.
+    # If all losses are sums over label tokens: number of tokens, divisor of the sum, mean, and
+    # multiplier of the mean before backward.
     Array("sums_M4", np.float64),
 )
 

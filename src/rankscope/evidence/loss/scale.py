@@ -1,4 +1,4 @@
-"""The detector of losses that are multiplied by what they should not be.
+"""The detector of losses with a wrong multiplier.
 
 The multiplier of a loss is read where backward begins: accumulation divisor, gradient scaler and
 any other factor together.
@@ -45,12 +45,12 @@ class LossScale(Detector):
     are 1, whether workers or tokens count alike. A sum of W, 1/W, M or 1/M (M micro-batches) in
     8 steps in a row means that a factor is missing or there twice.
 
-    A gradient scaler multiplies, too, by a number that changes while it runs; what hides behind
-    it cannot be told. A multiplier beyond 4·max(W, M), or three powers of two, count as one. And
-    losses that are sums over tokens, divided by the number on all workers, need the factor W.
+    A gradient scaler multiplies, too, by a number that changes while it runs and hides any other
+    factor. A multiplier beyond 4·max(W, M), or three powers of two, count as one. And losses that
+    are sums over tokens, divided by the number on all workers, need the factor W.
 
-    Where the optimizer is not known, and each micro-batch's backward pass synchronises, one with
-    1/W may be one of W, and nothing is said of it.
+    Where the optimizer is unknown, and each micro-batch's backward pass synchronises, a step with
+    1/W may be one of W steps, and is not reported.
 
     Args:
         num_workers: W.
@@ -74,7 +74,7 @@ class LossScale(Detector):
         self._differing = _DifferingWorkers()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take the multipliers of one step; speaks of wrong ones."""
+        """Process a step's multipliers; report wrong ones."""
         gathered = step.gathered
         workers = gathered.workers
         self._sums.take(step.columns.token_products[step.index])
@@ -130,7 +130,7 @@ class LossScale(Detector):
         return (self._evidence(micro),)
 
     def _name(self, scale: float, micro: int) -> str:
-        """Return which wrong factor a multiplier is, or nothing."""
+        """Return the name of a wrong factor; empty for a right one."""
         if micro == 1 and scale < 1 and not self._called:
             return ""
         factors = {
@@ -177,7 +177,7 @@ class _DifferingWorkers(Stateful):
         self._span = PersistentFault()
 
     def observe(self, step: int, scales_W: Floats) -> Iterable[FaultEvidence]:
-        """Take the multipliers of a step in which they differ."""
+        """Process a step's multipliers, which differ."""
         ratio_W = _against_most(scales_W)
         if ratio_W is None:
             return ()
@@ -219,7 +219,7 @@ class _DifferingWorkers(Stateful):
 
 
 def _against_most(scales_W: Floats) -> Floats | None:
-    """Return multipliers against that of most workers ``[W]``, of two against rank 0's.
+    """Return multipliers over that of most workers ``[W]``, of two over rank 0's.
 
     None when no majority has the same.
     """

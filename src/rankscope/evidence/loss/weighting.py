@@ -47,8 +47,8 @@ class TokenWeighting(Detector):
 
     Args:
         num_workers: W.
-        weighting: What the training means: ``"worker"`` when all workers are to count alike
-            whatever their tokens, ``"token"`` when all tokens are, None when nothing is known.
+        weighting: The intended weighting: ``"worker"`` when all workers count alike whatever
+            their tokens, ``"token"`` when all tokens do, None if unknown.
     """
 
     SETTINGS = ("_intended",)
@@ -60,7 +60,7 @@ class TokenWeighting(Detector):
         self._starved = _Starved(num_workers)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take the token counts of one step; speaks of weights that differ."""
+        """Process a step's token counts; report weights that differ."""
         if self._intended:
             return ()
         gathered = step.gathered
@@ -115,7 +115,7 @@ class _Spread(PersistentFault):
         self._largest = 1.0
 
     def add(self, step: int, log_ratio: float) -> bool:
-        """Take one step, NaN when it cannot be judged; return whether there is news."""
+        """Add a step, NaN when it cannot be judged; return whether the evidence has changed."""
         if not math.isfinite(log_ratio):
             return False
         self._latest.append((step, log_ratio))
@@ -158,7 +158,7 @@ class _Starved(PersistentFault):
         self._tokens = self._typical = math.nan
 
     def add(self, step: int, scales_W: Floats, tokens_W: Floats) -> bool:
-        """Take one step; return whether it shows more."""
+        """Add a step; return whether it adds evidence."""
         if float(tokens_W.min()) > float(tokens_W.max()) / _FEW and not self._score_W.any():
             return False  # nobody has few
         known_W = np.isfinite(scales_W) & np.isfinite(tokens_W)

@@ -19,7 +19,7 @@ MOST_STEPS = 64
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     outliers = WorkerOutliers(run.num_workers, run.hosts)
     run.flagged.now = lambda: outliers.flagged
     run.flagged.steadily = lambda: outliers.steadily_flagged
@@ -32,7 +32,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
 
 
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:
-    """Return what a run is checked for."""
+    """Return the checks of a run."""
     return (Check("a worker that differs from the others", fewest_steps(run.num_workers)),)
 
 

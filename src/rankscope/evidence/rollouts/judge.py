@@ -6,7 +6,7 @@ from rankscope.evidence.rollouts.gaps import DifferentRollouts, GrossRollouts
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     return (
         DifferentRollouts(run.num_workers, run.hosts),
         GrossRollouts(run.num_workers),

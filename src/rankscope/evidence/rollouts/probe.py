@@ -16,7 +16,7 @@ class RolloutProbe(Probe):
         return self._meter.collect()
 
     def abort(self) -> None:
-        """Forget what was given."""
+        """Forget the values given so far."""
         self._meter.collect()
 
 

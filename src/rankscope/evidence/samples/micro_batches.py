@@ -1,4 +1,4 @@
-"""The detector of workers that run another number of micro-batches than the rest."""
+"""The detector of workers whose number of micro-batches differs from the others'."""
 
 from collections.abc import Iterable
 
@@ -16,9 +16,9 @@ class UnequalMicroBatches(Detector):
     """Numbers of micro-batches that differ between workers, the same in most steps.
 
     Numbers that differ now and then are healthy: an epoch ends with fewer on some workers, or
-    batches are cut by tokens, and the numbers change from step to step. So a vote is held among
-    steps (Boyer and Moore, 1991): each one counts for what most had, or against it. Sixteen more
-    steps for than against are needed.
+    batches are cut by tokens, and the numbers change from step to step. So steps vote (Boyer and
+    Moore, 1991): each one counts for the usual numbers, or against them. Sixteen more steps for
+    than against are needed.
 
     Args:
         num_workers: W.
@@ -36,7 +36,7 @@ class UnequalMicroBatches(Detector):
         self._reported: tuple[int, ...] = ()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of numbers that differ in most steps, and when that has ended."""
+        """Process a step; report numbers that differ in most steps, and the end of that."""
         if self._num_workers < 2 or not step.all_known("micro_batches"):
             return ()
         number = step.gathered.step

@@ -44,18 +44,18 @@ class OverlappingShards(Detector):
     is stated. It holds as long as repeats come one by one. Whole shards that are drawn with
     replacement come in hundreds: such a job needs ``repeats``.
 
-    Workers with identical batches count as one worker here: :class:`DuplicateBatches` speaks of
+    Workers with identical batches count as one worker here: :class:`DuplicateBatches` reports
     them. Beyond ``capacity`` different samples, only a random share of them is followed: the same
-    holds in it, and the evidence says so.
+    holds in it, and the evidence states the share.
 
-    The few samples that a sampler adds at an epoch's end, so that all workers have as many, are a
-    note of their own.
+    The few samples that a sampler adds at an epoch's end, so that all workers have equally many,
+    are a note of their own.
 
     Args:
         num_workers: W.
         capacity: Different samples to remember.
         repeats: Whether workers are meant to repeat each other's samples.
-        seeds: Seed of each rank's sampler, None where it is not known; empty when nothing is.
+        seeds: Seed of each rank's sampler, None where unknown; empty when all are.
     """
 
     SETTINGS = ("_num_workers", "_repeats", "_where", "_drawn", "_remembered")
@@ -84,7 +84,7 @@ class OverlappingShards(Detector):
         self._previous = _NONE
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
-        """Take consecutive steps; yields overlaps that are proven, and more of them.
+        """Process consecutive steps; yield proven overlaps, again when there are more.
 
         Digests of content, which stand for samples that the training does not name, also agree
         when the data hold the same content twice.
@@ -117,7 +117,7 @@ class OverlappingShards(Detector):
         groups: Groups,
         counts: SampleCounts,
     ) -> Iterable[FaultEvidence]:
-        """Add what a step shows; ``followed`` are those of the samples drawn that count."""
+        """Add a step's overlaps; ``followed`` are the drawn samples that count."""
         lengths = [len(batch) for batch in drawn_W if len(batch)]
         self._global_batch = max(self._global_batch, sum(lengths))
         self._new_since += counts.new if self._first is not None else 0
@@ -308,13 +308,13 @@ class _ShareTest(Stateful):
         self._log_half = 0.0
 
     def add(self, others: int, own: int, p: float) -> None:
-        """Take repeats of others' and of own samples, and the null's share p of own ones."""
+        """Add repeats of others' and of own samples, and the null's share p of own ones."""
         if p > 0:
             self._log_never += -math.inf if own else -others * math.log1p(-p)
             self._log_half += others * math.log((1 - p / 2) / (1 - p)) - own * math.log(2)
 
     def merge(self, later: "_ShareTest") -> None:
-        """Take what a test of later steps has taken."""
+        """Add the repeats of a test of later steps."""
         self._log_never += later._log_never
         self._log_half += later._log_half
 
@@ -325,14 +325,14 @@ class _ShareTest(Stateful):
 
 
 def _of_different_workers(step: Step) -> Sequence[Ints]:
-    """Return what the workers draw, without those that draw the same as another."""
+    """Return the workers' samples, without workers that draw the same as another."""
     doubles = {rank for group in step.identical for rank in group[1:]}
     samples = step.gathered.samples
     return [batch[:0] if rank in doubles else batch for rank, batch in enumerate(samples)]
 
 
 def _where_to_look(seeds: Sequence[int | None]) -> str:
-    """Return what may make shards overlap, as far as the samplers' seeds leave it open."""
+    """Return possible causes of overlapping shards, given the samplers' seeds."""
     if not seeds or None in seeds:
         return (
             "Check that all ranks split and shuffle the data with the same seed and the same "
@@ -359,10 +359,7 @@ def _either(one: float, other: float) -> float:
 def _chance(*log_ratios: float) -> float:
     """Bound the probability that the null ever looks like this, in [0, 1].
 
-    The average of supermartingales of mean 1 is one, too.
-
-    Args:
-        log_ratios: Their logarithms.
+    The average of supermartingales of mean 1 is one, too; ``log_ratios`` are their logarithms.
     """
     log_average = float(np.logaddexp.reduce(log_ratios)) - math.log(len(log_ratios))
     return math.exp(-max(log_average, 0.0))

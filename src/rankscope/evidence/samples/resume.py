@@ -1,4 +1,4 @@
-"""The detector of restarts that do not go on with the data where the job was interrupted.
+"""The detector of restarts that do not continue the data where the job was interrupted.
 
 Every sample is kept with the last step that drew it. So the samples of the interrupted epoch fall
 into those that it had drawn, and its rest. Legend: U different samples in a step.
@@ -88,7 +88,7 @@ class RestartWatch(Stateful):
 
     @property
     def one_in(self) -> int:
-        """How many samples stand behind one that is followed; 1 as long as it is exact."""
+        """Number of samples that each followed one stands for; 1 while the counts are exact."""
         return self._share.one_in
 
     def restart(self, step: int) -> None:
@@ -112,11 +112,10 @@ class RestartWatch(Stateful):
         self._end = self._last_step
 
     def observe(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
-        """Take the samples of consecutive steps, one with each iteration.
+        """Process the samples of consecutive steps, one with each iteration.
 
-        Yields:
-            How the restarted job went on, in the step that shows it, and for MIXED in later steps
-            that show more of it.
+        Yields how the restarted job went on, in the step that shows it, and for MIXED in later
+        steps that show more of it.
         """
         begin = 0
         for piece in drawn.pieces():
@@ -127,7 +126,7 @@ class RestartWatch(Stateful):
                 begin += len(few)
 
     def _take(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
-        """Take steps that share no sample: a single one, or several for which there is room."""
+        """Process steps that share no sample: a single one, or several if there is room."""
         draws = drawn.sorted(self._share.admits(drawn.flat))
         different = draws.where(differs_from_previous(draws.samples))
         numbers_U = np.array(steps, np.int32)[different.steps]
@@ -190,7 +189,7 @@ class RestartWatch(Stateful):
         return Resumption.FROM_START if whole else Resumption.FROM_CHECKPOINT
 
     def _goes_on_replaying(self, last_U: Ints, again_U: Bools, rest: int) -> bool:
-        """Return whether this step repeats what followed on the one before, up to the restart."""
+        """Return whether this step goes on repeating the old ones in order, up to the restart."""
         if not again_U.any():
             return False
         low = int(last_U[again_U].min())
@@ -210,7 +209,7 @@ class RestartWatch(Stateful):
         return not reached
 
     def _is_decided(self) -> bool:
-        """Return whether so many samples came again that a rest after them proves a fault."""
+        """Return whether enough samples came again for a later rest to prove a fault."""
         if self._has_replayed():
             return True
         drawn, repeated = self._before
@@ -246,7 +245,7 @@ class RestartWatch(Stateful):
     def _end_chunk(self) -> None:
         if 2 * self._chunk_again > self._chunk_drawn:  # most of it came before: the next epoch
             self.epoch = self._chunk_start
-            self._num_epochs = self._num_epochs + 1
+            self._num_epochs += 1
             self._drawn = self._chunk_drawn
             self._repeated = 0
         else:
@@ -257,8 +256,8 @@ class RestartWatch(Stateful):
     def _halve(self) -> None:
         self._share.halve()
         self._last.keep(self._share.admits)
-        self._drawn = self._drawn // 2
-        self._repeated = self._repeated // 2
+        self._drawn //= 2
+        self._repeated //= 2
         self._before = max(self._before[0] // 2, 1), self._before[1] // 2
         for name in ("again", "_taken", "_rest", "_since"):
             setattr(self, name, getattr(self, name) // 2)
@@ -273,12 +272,12 @@ DONE_TWICE = "steps-done-twice"
 class ResumeMismatch(Detector):
     """After a restart, samples that the interrupted epoch had drawn come again before its rest.
 
-    A restart is known from ``close``: a step after it belongs to a job that continues this one,
-    whether this object goes on or another that was restored from its state.
+    A step after ``close`` belongs to a restarted job, whether this object continues or another that
+    was restored from its state.
 
     - In another order, it is an error: the loader shuffled again.
     - All steps of the epoch in the same order: the loader was not advanced, or the whole job went
-      back to a checkpoint from the epoch's start. The learning rate tells, where it changes.
+      back to a checkpoint from the epoch's start. A changing learning rate decides which.
     - The last few steps in the same order: the checkpoint was a little older than the last step.
       That is a note.
 
@@ -295,7 +294,7 @@ class ResumeMismatch(Detector):
         self._lr_last = math.nan
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
-        """Take consecutive steps; yields how a restarted job went on, where that shows."""
+        """Process consecutive steps; yield how a restarted job went on, once that shows."""
         if self._ended:
             self.restarted(steps.numbers[0])
         verdicts = self._watch.observe(steps.numbers, steps.columns.samples)
@@ -320,7 +319,7 @@ class ResumeMismatch(Detector):
         self._lr_before = self._lr_last
 
     def _remember(self, step: int, lr: float) -> None:
-        """Keep the learning rate of the epoch's first step, which is known a little later."""
+        """Keep the learning rate of the epoch's first step, which arrives a little later."""
         self._lr_last = lr
         self._lr_by_step[step] = lr
         epoch = self._watch.epoch
@@ -374,7 +373,7 @@ class ResumeMismatch(Detector):
 
 
 def _largest(step: Step) -> float:
-    """Return the largest learning rate that is known; minus infinity without any."""
+    """Return the largest known learning rate; minus infinity without any."""
     highest = step.ends("lr")[1]
     if not math.isnan(highest):
         return max(highest, -math.inf)
