@@ -1,4 +1,4 @@
-"""How far losses, norms and directions of the workers lie apart in a step."""
+"""The dispersion of losses, norms and directions over the workers of a step."""
 
 import math
 
@@ -53,8 +53,8 @@ def _spreads(gathered: GatheredStep) -> dict[str, float]:
 def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Floats | None]:
     """Return the columns of the steps table, ``cosine_rest`` ``[W]`` and all cosines.
 
-    Without sketches, the norms of local and reduced gradients still give the
-    weighted mean cosine, exactly, and with each worker's product with the reduced one its own.
+    Without sketches, the norms of local and reduced gradients still give the weighted mean cosine,
+    exactly, and each worker's product with the reduced one gives its own cosine.
     """
     values = dict.fromkeys(
         ("cosine_mean", "cosine_weighted", "cosine_min", "directions_undefined"), math.nan

@@ -1,4 +1,4 @@
-"""What judges the spread of all workers against what sampling explains."""
+"""The detector of a spread over workers that sampling does not explain."""
 
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts

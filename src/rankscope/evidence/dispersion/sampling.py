@@ -1,8 +1,8 @@
 """Workers against sampling: are they all more alike, or all more different, than chance makes them?
 
 A fault that all workers share leaves them exchangeable, so comparing one with the others shows
-nothing. What shows it is the spread *inside* workers: with two or more micro-batches a worker,
-exact e-values (:mod:`rankscope.stats.permutation`). Workers that are too similar are a warning
+nothing. The spread *inside* workers shows it: with two or more micro-batches a worker, by exact
+e-values (:mod:`rankscope.stats.permutation`). Workers that are too similar are a warning
 inside the false-alarm budget, or a note where the samples are known to differ; workers whose data
 differ in kind are a note, since shards by domain are healthy.
 """
@@ -37,10 +37,10 @@ SEED = 0x5A3B
 """Seeds the rotations, together with the step's number."""
 
 RECENT = 64
-"""Steps over which a finding tells how large the ratio is."""
+"""Steps over which a finding states the ratio."""
 
 _REPEATED = 4096
-"""Steps ago from which on the batches of all workers together count as forgotten."""
+"""Age in steps from which on the batches of all workers together count as forgotten."""
 
 _TAIL_SHARE = 0.5
 _HEADROOM = 10.0
@@ -51,7 +51,7 @@ _NORMS = 1
 
 
 class _Change(Enum):
-    """What an alarm has to say after a step."""
+    """The change of an alarm in a step."""
 
     NONE = "none"
     OPENED = "opened"
@@ -64,8 +64,8 @@ class Sampling(Detector):
 
     Args:
         num_workers: W.
-        flagged: Tells which workers were found to differ from the others: they are left out, as
-            the spread that they make is explained.
+        flagged: Returns the workers that were found to differ from the others: they are left out,
+            as their spread is explained.
     """
 
     SETTINGS = ("_num_workers", "_flagged")
@@ -82,9 +82,9 @@ class Sampling(Detector):
         self._recent: deque[tuple[float, float, bool]] = deque(maxlen=RECENT)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks when workers are too similar or too different, or cease to be.
+        """Process a step; report workers that are too similar or too different, and the end of it.
 
-        Steps with identical batches are left out, which are exact evidence of their own, and so
+        Steps with identical batches are left out, as they have exact evidence of their own, and so
         are steps whose batches came before.
         """
         if self._num_workers < 2:
@@ -128,8 +128,8 @@ class Sampling(Detector):
         """Return the units that may move to any other place.
 
         Losses may. All but the first gradient norm of a worker are estimates, so the later ones
-        may among themselves. Losses that were averaged over workers before they got here are
-        equal to the last bit while gradients differ, and tell nothing.
+        may among themselves. Losses that the training averages over workers are equal to the last
+        bit while gradients differ, and are of no use.
         """
         if losses is None:
             return pool_units(gathered.micro_norms, from_index=1)
@@ -208,7 +208,7 @@ class _Alarm(PersistentFault):
         return self._detectors.evidence.astype(np.float64)
 
     def add(self, step: int, e: Floats, at: int | None = None) -> _Change:
-        """Take the e-values of a step; ``at`` is the row that they belong to, if not all."""
+        """Add the e-values of a step; ``at`` is their row, if not all."""
         self._detectors.observe(e.astype(np.float32), ... if at is None else at)
         if not self._fed or self._fed[-1] != step:
             self._fed.append(step)
@@ -240,14 +240,14 @@ class _Alarm(PersistentFault):
 
 
 def _came_before(step: Step) -> bool:
-    """Return whether a worker or all of them have batches again: what they show is no new draw."""
+    """Return whether a worker or all of them repeat a batch, which is no new draw."""
     recurrence = step.recurrence
     age = step.gathered.step - recurrence.before if recurrence.before >= 0 else _REPEATED + 1
     return bool(recurrence.ages_W.any()) or age <= _REPEATED
 
 
 def _without(gathered: GatheredStep, workers: Sequence[int]) -> GatheredStep:
-    """Return what the other workers sent, as far as it is used here."""
+    """Return the step without some workers, in the fields used here."""
     if not workers:
         return gathered
     kept = [worker for worker in range(gathered.num_workers) if worker not in workers]
@@ -267,9 +267,7 @@ def _without(gathered: GatheredStep, workers: Sequence[int]) -> GatheredStep:
 def _loss_stds(gathered: GatheredStep, values: Mapping[str, float]) -> tuple[float, float]:
     """Return the losses' std over workers, and the one that sampling alone would give.
 
-    Args:
-        gathered: The workers that are compared.
-        values: Columns of the steps table, if these are all workers.
+    ``values`` holds the columns of the steps table, if all workers are compared.
     """
     if "loss_std" in values and "loss_std_expected" in values:
         return values["loss_std"], values["loss_std_expected"]

@@ -1,9 +1,9 @@
-"""The detectors of gradients that are not what the micro-batches, or the reduction, have made them.
+"""The detectors of gradients that change between micro-batches, or after the reduction.
 
-What a backward pass has left is compared with what the next one finds, on each worker
-(:mod:`rankscope.wrappers.accumulator`), so a single difference is proof. A training may do it
-on purpose all the same, once in a while: it is an error from the third step on, if the kind is one
-of the known mistakes.
+The gradient at the end of a backward pass is compared with that at the beginning of the next, on
+each worker (:mod:`rankscope.wrappers.accumulator`), so a single difference is proof. A training may
+do it on purpose once in a while: it is an error from the third step on, if the kind is one of the
+known mistakes.
 
 Legend of shapes: W workers, G groups.
 """
@@ -32,7 +32,7 @@ ERROR_FROM = 3
 """Steps of one kind from which it is an error."""
 
 _FEWEST_PASSES = 2
-"""With no more of them, the first may have trained another model through this one, as in a GAN."""
+"""With so few passes, the first may have trained another model through this one, as in a GAN."""
 
 _SAME_FACTOR = 0.01
 _NAMED = 4
@@ -60,7 +60,7 @@ class AccumulationAudit(Detector):
         self._left_over = PersistentFault()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of one that shows it, and of what has healed."""
+        """Process a step; report changed or left-over gradients, and their end."""
         found = []
         if self._follow(step.gathered):
             found.append(self._evidence())
@@ -138,9 +138,9 @@ class AccumulationAudit(Detector):
 class ChangedLater(Detector):
     """Gradients of some parameters that change between the reduction and the optimizer.
 
-    Clipping by norm and unscaling have one factor for all parameters of a step. Others are told: as
-    a note, since clipping by value or by layer does that, and as a warning where the factor is the
-    same in three turns, above 1, or 0.
+    Clipping by norm and unscaling have one factor for all parameters of a step. Different factors
+    are reported: as a note, since clipping by value or by layer does that, and as a warning where
+    the factor is the same in three readings, above 1, or 0.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class ChangedLater(Detector):
         self._factors: list[float] = []
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of one that shows it, and when it has healed."""
+        """Process a step; report changed gradients, and their end."""
         factors_W = step.gathered.workers["applied_odd"]
         known_W = np.isfinite(factors_W)
         if not known_W.any():
@@ -184,14 +184,14 @@ class ChangedLater(Detector):
 
 
 class _Change(Stateful):
-    """What was done to the accumulated gradient, as far as the steps agree.
+    """The change of the accumulated gradient, as far as the steps agree.
 
     Attributes:
-        kind: Of change.
-        scale: The factor, as it was last.
-        micro: The micro-batch before which it was, from 0.
+        kind: Kind of change.
+        scale: The latest factor.
+        micro: The micro-batch before which it happened, from 0.
         groups: Groups of parameters, where not all have changed.
-        passes: Backward passes of the step, as many as any step had.
+        passes: Largest number of backward passes in a step.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class _Change(Stateful):
         self.groups: tuple[str, ...] = ()
 
     def take(self, *, passes: int, scale: float, micro: int, groups: tuple[str, ...]) -> None:
-        """Take one step's."""
+        """Add a step's change."""
         self.passes = max(self.passes, passes, micro + 1)
         kind = _IN_PART if groups else _kind_of(scale)
         steady = abs(scale - self.scale) <= _SAME_FACTOR * max(abs(scale), abs(self.scale))
@@ -225,7 +225,7 @@ class _Change(Stateful):
 
     @property
     def words(self) -> str:
-        """What was done, in words."""
+        """The change, in words."""
         if self.kind == _RESET:
             return "set to zero"
         if self.kind == _DOUBLED:

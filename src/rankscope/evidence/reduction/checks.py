@@ -1,6 +1,6 @@
-"""The detector of reductions that return something else than the mean of the local gradients.
+"""The detector of reductions that do not return the mean of the local gradients.
 
-It works on norms: what the reduced gradient's should be follows from the workers' norms and
+It works on norms: the expected norm of the reduced gradient follows from the workers' norms and
 cosines. A single step proves nothing, a ratio that stays the same over many steps does.
 
 For W gradients g_i with mean m:
@@ -108,7 +108,7 @@ class ReductionChecks(Detector):
         self._found: dict[str, list[int]] = {}
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks when enough of them agree on what is wrong."""
+        """Process a step; report a fault when enough steps agree on it."""
         if self._num_workers < 2:
             return ()
         gathered = step.gathered
@@ -135,7 +135,7 @@ class ReductionChecks(Detector):
         )
 
     def _check_applied(self, gathered: GatheredStep) -> FaultEvidence | None:
-        """Notice gradients that are divided, or multiplied, by W once more after the reduction."""
+        """Find gradients that are divided, or multiplied, by W once more after the reduction."""
         scales_W = gathered.workers["applied_scale"]
         width = self._num_workers
         first = float(scales_W[0])
@@ -178,7 +178,7 @@ class ReductionChecks(Detector):
             return self._evidence("sync.stale", step)
         if not np.isfinite(limits).all():
             return None
-        # Norms that change from step to step tell a limit from a factor: one explanation holds.
+        # Norms that change from step to step separate a limit from a factor: one explanation holds.
         limited = float(np.std(np.log(limits)))
         if off < -STEADY and limited < min(STEADY, spread / 2):
             return self._evidence("sync.clipped_locally", step, limit=float(np.median(limits)))
@@ -193,7 +193,7 @@ class ReductionChecks(Detector):
         )
 
     def _check_pinned(self, step: int, norms_W: Floats) -> FaultEvidence | None:
-        """Notice local norms that stop at one value: most workers', in most steps."""
+        """Find local norms that stop at one value: most workers', in most steps."""
         largest = float(norms_W.max())
         pinned = False
         if 0 < largest < math.inf:
@@ -208,7 +208,7 @@ class ReductionChecks(Detector):
         return self._evidence("sync.clipped_locally", step, limit=limits[0])
 
     def _reading(self, factor: float) -> str:
-        """Return how a factor comes about; empty unless it is that of a usual mistake."""
+        """Return the usual mistake that gives a factor; empty if none does."""
         width = self._num_workers
         readings = {
             1 / width: "divided twice by the number of workers",
@@ -254,8 +254,8 @@ class ReductionChecks(Detector):
 def _undoes_scale(gathered: GatheredStep, applied: float) -> bool:
     """Return whether a factor after the reduction brings the loss's multiplier nearer to 1.
 
-    A gradient scaler's ``unscale_`` divides there, and so does who sums losses over micro-batches:
-    a pipeline schedule does, whose stages know no loss.
+    A gradient scaler's ``unscale_`` divides there, and so does code that sums losses over
+    micro-batches, such as a pipeline schedule, most of whose stages have no loss.
     """
     scale = common_scale(gathered)
     if math.isnan(scale):

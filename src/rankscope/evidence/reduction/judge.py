@@ -1,4 +1,4 @@
-"""What judges reductions: their norms, their sketches, and accumulation before them."""
+"""The detectors of reductions: their norms, their sketches, and accumulation before them."""
 
 from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.detector import Detector

@@ -3,8 +3,9 @@
 An engine that holds the trainer's weights still differs by its kernels and its precision: vLLM in
 bf16 by 0.010 to 0.018 nats per token, and by 0.2 after its weights went stale at a high learning
 rate (huggingface/trl#5312). Workers are compared like in other signals, with three differences.
-Small gaps count as none. One that is not three times the usual is the usual: data of other entropy
-have another gap. And only a large gap is wrong, so even of two workers the one at fault is known.
+Small gaps count as none. A gap below three times the usual one counts as the usual: data of other
+entropy have another gap. And only a large gap is wrong, so even of two workers the one at fault is
+known.
 
 Legend of shapes: W workers.
 """
@@ -30,7 +31,7 @@ from rankscope.stats.state import State, StateError
 COLUMN = "rollout_gap"
 
 FACTOR = 3.0
-"""Times the usual gap of a step from which a worker's counts as another one."""
+"""Times the usual gap of a step from which a worker's gap counts as different."""
 
 LEAST = 0.01
 """Nats per token below which a gap counts as none: engines with the right weights have as much."""
@@ -39,7 +40,7 @@ GROSS = 0.1
 """Nats per token from which a gap is gross on any worker.
 
 It is a ratio of probabilities of 1.1: twice what NeMo RL accepts of an engine of the trainer's own
-precision before it is to be looked into (a mean ratio of 1.05; docs/adding-new-models.md there).
+precision without an investigation (a mean ratio of 1.05; docs/adding-new-models.md there).
 """
 
 _STEPS_NEEDED = 4
@@ -47,7 +48,7 @@ _KEPT = 0.8  # of the mean gap, from one step that has one to the next
 
 
 class DifferentRollouts(OutlierSearch):
-    """Finds workers whose rollouts come from something else than their trainer holds.
+    """Finds workers whose rollouts do not come from their trainer's weights.
 
     Args:
         num_workers: W.
@@ -66,7 +67,7 @@ class DifferentRollouts(OutlierSearch):
         self._reported: dict[str, tuple[list[int], float, float]] = {}
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of faults that begin, change, grow or heal."""
+        """Process a step; report faults that begin, change, grow or heal."""
         gaps_W = step.gathered.workers[COLUMN]
         known_W = np.isfinite(gaps_W)
         if np.count_nonzero(known_W) < 2:
@@ -81,16 +82,12 @@ class DifferentRollouts(OutlierSearch):
         return self._find(step.gathered)
 
     def state(self) -> State:
-        """Return a copy of all that it remembers."""
+        """Return a copy of its state."""
         reported = [[key, *words] for key, words in self._reported.items()]
         return {**super().state(), "mean_W": self._mean_W.copy(), "reported": reported}
 
     def restore(self, state: State) -> None:
-        """Remember what a detector of as many workers remembered.
-
-        Raises:
-            StateError: The state does not fit.
-        """
+        """Continue from the state of another detector; StateError if it does not fit."""
         super().restore(state)
         try:
             self._mean_W = np.array(state["mean_W"], np.float64).reshape(self._num_workers)
@@ -125,9 +122,9 @@ class DifferentRollouts(OutlierSearch):
         )
 
     def _words(self, fault: Fault) -> tuple[list[int], float, float]:
-        """Return who has too large a gap, the smallest of theirs, and the largest of the others'.
+        """Return the ranks with too large a gap, their smallest gap, and the others' largest.
 
-        Without a majority these are the workers whose gap is now another one than the smallest.
+        Without a majority these are the workers whose gap now differs from the smallest.
         """
         far_W = np.isin(np.arange(self._num_workers), fault.ranks)
         if fault.tie:
@@ -140,7 +137,7 @@ class DifferentRollouts(OutlierSearch):
 
 
 class GrossRollouts(Detector):
-    """Tells of gaps that are gross on all workers alike, which no comparison shows.
+    """Detects gaps that are gross on all workers alike, which no comparison shows.
 
     Args:
         num_workers: W.
@@ -154,7 +151,7 @@ class GrossRollouts(Detector):
         self._smallest = 0.0
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of gross gaps, and of their end."""
+        """Process a step; report gross gaps, and their end."""
         gaps_W: Floats = step.gathered.workers[COLUMN]
         known_W = np.isfinite(gaps_W)
         if not known_W.any():
@@ -172,10 +169,10 @@ class GrossRollouts(Detector):
 
 
 def level(gaps_W: Floats) -> Floats:
-    """Return the gaps of a step, all those that are not another one as the usual one.
+    """Return the gaps of a step, each that does not count as different as the usual one.
 
-    The usual one is the lower median: of two workers, the smaller gap. Which worker has which does
-    not matter, so the workers remain exchangeable.
+    The usual one is the lower median: of two workers, the smaller gap. No rank is treated apart,
+    so the workers remain exchangeable.
 
     >>> level(np.array([0.012, 0.015, 0.011, 0.2])).tolist()
     [0.012, 0.012, 0.012, 0.2]

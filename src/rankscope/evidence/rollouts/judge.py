@@ -1,4 +1,4 @@
-"""What judges rollouts: engines that differ, or are far from the trainer."""
+"""The detectors of rollouts: engines that differ, or are far from the trainer."""
 
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts

@@ -1,4 +1,4 @@
-"""The gap between trainer and rollout log-probabilities, as the training gives them."""
+"""The gap between trainer and rollout log-probabilities, which the training provides."""
 
 from rankscope.bus.probe import Job, Pending, Probe, StepEnd
 from rankscope.evidence.rollouts.meter import RolloutMeter
@@ -21,5 +21,5 @@ class RolloutProbe(Probe):
 
 
 def make_probe(job: Job) -> RolloutProbe:
-    """Return what collects gaps."""
+    """Return the probe of gaps."""
     return RolloutProbe()

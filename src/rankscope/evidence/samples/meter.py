@@ -182,12 +182,7 @@ def check_launched(device: torch.device) -> None:
 
 
 def launch_digests(batch: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Return digests ``[B]`` by one launch; None for a mask of an unusual form.
-
-    Args:
-        batch: ``[B, ...]``, on an accelerator.
-        mask: Of the same shape; None if all counts.
-    """
+    """Return digests ``[B]`` of a batch ``[B, ...]`` by one launch; None for an unusual mask."""
     from rankscope.gradients.kernels.triton_inputs import digest_rows
 
     if mask is not None and (batch.dim() != 2 or mask.stride(1) != 1):

@@ -1,4 +1,4 @@
-"""What judges times: who keeps the others waiting."""
+"""The detectors of times: workers that keep the others waiting."""
 
 from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.detector import Detector

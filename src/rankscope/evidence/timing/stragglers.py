@@ -31,7 +31,7 @@ _MOST = 0.75  # of a window's steps
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """What a window of steps says of the workers.
+    """The lateness of the workers in a window of steps.
 
     Attributes:
         steps_S: Step numbers.
@@ -96,7 +96,7 @@ WARM_UP = 10
 WINDOW = 50
 """Steps that are judged together."""
 
-_PATIENCE = 2  # windows in a row, to speak and to fall silent
+_PATIENCE = 2  # windows in a row, to open and to close a finding
 
 
 class Stragglers(Detector):
@@ -127,7 +127,7 @@ class Stragglers(Detector):
         self._gone: list[_Place] = []  # slow before a restart, and no longer there
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks at the end of a window."""
+        """Process a step; report at the end of a window."""
         gone = tuple(place.describe() for place in self._gone)
         self._gone = []
         return gone + self._take(step)
@@ -137,11 +137,11 @@ class Stragglers(Detector):
         return ()
 
     def state(self) -> State:
-        """Return what is known of places that were slow."""
+        """Return the places that were slow."""
         return {"places": [place.description() for place in self._places if place.was_slow]}
 
     def restore(self, state: State) -> None:
-        """Go on with what was known before a restart; places that are no more have healed.
+        """Continue with the places of before a restart; those that no longer exist have healed.
 
         Raises:
             StateError: It is not such a state.
@@ -182,11 +182,9 @@ class Stragglers(Detector):
 
 
 class _Place(PersistentFault):
-    """A host with its ranks, or a single rank; and what is known of it.
+    """A host with its ranks, or a single rank, and its evidence.
 
-    Args:
-        ranks: Its ranks.
-        host: Name of the host; empty when hosts are unknown, or all the same.
+    ``host`` is empty when hosts are unknown, or all the same.
     """
 
     SETTINGS = (*PersistentFault.SETTINGS, "members", "_host")
@@ -207,12 +205,12 @@ class _Place(PersistentFault):
         return place
 
     def description(self) -> State:
-        """Return all that there is to know, as plain data."""
+        """Return the place and its evidence as plain data."""
         return {"ranks": list(self.members), "host": self._host, "known": self.state()}
 
     @property
     def key(self) -> str:
-        """What names it inside the run."""
+        """Its name inside the run."""
         return f"time.straggler:{f'host-{self._host}' if self._host else f'rank-{self.members[0]}'}"
 
     @property
@@ -221,7 +219,7 @@ class _Place(PersistentFault):
         return self.count > 0
 
     def take(self, confirmed_W: Bools, windows: Sequence[Lateness]) -> bool:
-        """Take the latest window and those before it; return whether there is news.
+        """Process the latest window and those before it; return whether the evidence changed.
 
         Args:
             confirmed_W: Workers that were slow in the latest window and in the one before.
@@ -248,7 +246,7 @@ class _Place(PersistentFault):
         return lingers or not self.open
 
     def describe(self) -> FaultEvidence:
-        """Return what is known."""
+        """Return the evidence."""
         healed = "" if self.open else f" to step {self.last:,}"
         return self.evidence(
             "time.straggler",
