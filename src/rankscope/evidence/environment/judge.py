@@ -1,4 +1,4 @@
-"""What judges environments and the optimizer's settings."""
+"""The detectors of environments and optimizer settings."""
 
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts

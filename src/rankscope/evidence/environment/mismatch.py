@@ -1,4 +1,4 @@
-"""The detector of workers that run on something else than the others."""
+"""The detector of workers whose environment differs from the others'."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ from rankscope.bus.words import count, name_ranks
 CAUSE = "env.mismatch"
 
 STEPS_IN_A_ROW = 3
-"""Steps in which a worker computes in another precision before it is told."""
+"""Steps in which a worker computes in another precision before it is reported."""
 
 _TITLES = {"revision": "source revision", "revision_changed": "source files"}
 _MOST_LISTED = 6
@@ -27,11 +27,11 @@ _MOST_LISTED = 6
 class EnvironmentMismatch(Detector):
     """Workers whose versions, device, flags, vocabulary or source differ, or their precision.
 
-    What each rank said when it started is compared once; it is told with the first step. The
+    The facts of the ranks at their start are compared once, and reported with the first step. The
     precision of the forward pass is compared in every step.
 
     Args:
-        facts: What each rank runs on, by name, in rank order; empty when unknown. Names in capital
+        facts: Each rank's environment by name, in rank order; empty when unknown. Names in capital
             letters are environment variables.
     """
 
@@ -46,7 +46,7 @@ class EnvironmentMismatch(Detector):
         self._precision = PersistentFault(STEPS_IN_A_ROW, in_a_row=True)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks with the first one, and while the precision differs."""
+        """Process a step; report with the first one, and while the precision differs."""
         number = step.gathered.step
         changed = self._at_start and self._start(number)
         if step.alike("precision"):
@@ -61,7 +61,7 @@ class EnvironmentMismatch(Detector):
         return (self._evidence(),) if changed else ()
 
     def _start(self, step: int) -> bool:
-        """Begin a run, or go on with one; return whether what is known has changed."""
+        """Begin or continue a run; return whether the evidence has changed."""
         self._at_start = False
         changed = self._differed or bool(self._minority)
         self._differed = bool(self._minority)
@@ -102,13 +102,13 @@ class EnvironmentMismatch(Detector):
 def compare_facts(
     facts: Sequence[Mapping[str, Any]],
 ) -> tuple[tuple[int, ...], tuple[str, ...], Severity]:
-    """Compare what the ranks run on.
+    """Compare the environments of the ranks.
 
     Args:
         facts: By name, in rank order; an empty one is unknown.
 
     Returns:
-        The odd ranks, each difference in words, the serious ones first, and how bad it is.
+        The ranks that differ, each difference in words, the serious ones first, and the severity.
     """
     names = sorted(filter(is_compared, {name for own in facts for name in own}))
     serious: list[str] = []

@@ -18,7 +18,7 @@ from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.state import State
 
 STEPS_NEEDED = 3
-"""Optimizer steps in which the learning rate departs from the plan before it is told."""
+"""Optimizer steps in which the learning rate departs from the plan before it is reported."""
 
 CALLS = "optimizer-steps-differ"
 
@@ -67,7 +67,7 @@ class DifferentSettings(Detector):
         self._departure: tuple[int, float, float] = (-1, 0.0, 0.0)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of what differs in it or in the step before, and of what ends."""
+        """Process a step; report differences in it and in the step before, and their end."""
         gathered = step.gathered
         calls_W = _calls(step)
         found: list[FaultEvidence] = []
@@ -78,16 +78,12 @@ class DifferentSettings(Detector):
         return found
 
     def close(self) -> Iterable[FaultEvidence]:
-        """End the run; what its last step shows is not judged."""
+        """End the run; its last step is not judged."""
         self._waiting = -1
         return ()
 
     def restore(self, state: State) -> None:
-        """Remember what a detector of as many workers remembered.
-
-        Raises:
-            StateError: The state does not fit.
-        """
+        """Continue from the state of another detector; StateError if it does not fit."""
         super().restore(state)
         self._anchored = False
 
@@ -128,7 +124,7 @@ class DifferentSettings(Detector):
             yield self._settings_evidence()
 
     def _minority(self, values: Sequence[float | int | None]) -> Sequence[int]:
-        """Return the odd ranks; where no majority tells, those that were odd before, if any.
+        """Return the minority; without a majority, the earlier minority, if any.
 
         So a step in which some do not call the optimizer accuses nobody new.
         """
@@ -195,10 +191,10 @@ class DifferentSettings(Detector):
             yield self._schedule_evidence()
 
     def _anchor(self, rates: Floats, calls: int) -> None:
-        """Count on after a restart: from where it was, or from an earlier checkpoint.
+        """Count on after a restart: from its end, or from an earlier checkpoint.
 
-        Which one tells the learning rate of the first step: the latest call of the plan that has
-        it, and is not after the last one that was seen.
+        The learning rate of the first step decides: the latest call of the plan that has it, and
+        is not after the last one before the restart.
         """
         self._anchored = True
         last = self._num_calls + calls - 1
@@ -208,7 +204,7 @@ class DifferentSettings(Detector):
                 self._num_calls = int(fits[-1])
 
     def _departs(self, rates: Floats, at: int) -> bool:
-        """Return whether all these learning rates are not what the plan has for a call."""
+        """Return whether all these learning rates differ from the plan's for a call."""
         return bool(self._depart(rates, np.array([self._planned_at(at)]))[0])
 
     def _depart(self, rates: Floats, planned_N: Floats) -> NDArray[np.bool_]:
@@ -260,7 +256,7 @@ def _alike(values_W: NDArray[np.float64 | np.int64], known_W: NDArray[np.bool_])
 
 
 def _speller(values: Iterable[float | None]) -> Callable[[float], str]:
-    """Return what writes numbers in six digits, or in as many as tell these apart."""
+    """Return a function that writes numbers in six digits, or in as many as separate these."""
     different = {value for value in values if value is not None}
     short = {f"{value:.6g}" for value in different}
     return (lambda value: f"{value:.6g}") if len(short) == len(different) else repr
@@ -277,8 +273,8 @@ class PlannedSeed(Detector):
     """Compares the seed of each rank's sampler, as it was at the start, with the plan's.
 
     Args:
-        planned: The seed that is intended; None if the plan does not say.
-        seeds: Each rank's, None where it is not known; empty when nothing is known.
+        planned: The intended seed; None if the plan has none.
+        seeds: Each rank's, None where unknown; empty when all are.
     """
 
     SETTINGS = ("_planned", "_wrong")
@@ -293,7 +289,7 @@ class PlannedSeed(Detector):
         self._told = False
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks with the first one after a start."""
+        """Process a step; report with the first one after a start."""
         if self._told or not self._wrong:
             return ()
         self._told = True

@@ -1,9 +1,9 @@
 """Pairs and blocks of workers whose gradients resemble each other too much.
 
 The pairs of a step are exchangeable when its workers are, so the test that compares workers
-(:mod:`rankscope.stats.exchangeability`) compares pairs just as well, in their cosine. Pairs that
-exact evidence speaks of (identical batches), and those of workers that were found to differ or
-cannot be compared, are left out.
+(:mod:`rankscope.stats.exchangeability`) compares pairs just as well, in their cosine. Pairs with
+exact evidence (identical batches), and those of workers that were found to differ or cannot be
+compared, are left out.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -45,7 +45,7 @@ class AlikePairs(Detector):
 
     Args:
         num_workers: W.
-        not_compared: Tells which workers are to be left out of the step.
+        not_compared: Returns the workers to leave out of the step.
     """
 
     SETTINGS = ("_num_workers", "_not_compared", "_pairs")
@@ -60,12 +60,12 @@ class AlikePairs(Detector):
         self._active: set[int] = set()
         self._ranks: set[int] = set()
         self._span = PersistentFault()
-        self._told = self._steps = 0
+        self._count_reported = self._steps = 0
         self._excess = 0.0
         self._many = False
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
-        """Take consecutive steps; yields pairs that begin, go on, or cease to be too much alike."""
+        """Process consecutive steps; yield pairs that begin, go on, or cease to be too alike."""
         compared: Iterator[int] = iter(())
         left_out: tuple[int, ...] = ()
         for step in steps:
@@ -83,7 +83,7 @@ class AlikePairs(Detector):
             yield self._judge(step)
 
     def _judge(self, step: Step) -> Iterable[FaultEvidence]:
-        """Return what a step has changed, once it was compared."""
+        """Return the changes of a step that was compared."""
         self._steps += 1
         changed = self._follow(step.gathered.step)
         level = alarm_level(PAIRS)
@@ -95,14 +95,14 @@ class AlikePairs(Detector):
         return (self._evidence(),) if changed else ()
 
     def close(self) -> Iterable[FaultEvidence]:
-        """End the run; tells the last state."""
+        """End the run; report the last state."""
         return (self._evidence(),) if self._active else ()
 
     def _has_cosines(self, step: Step) -> bool:
         return self._num_workers > 0 and step.report.cosines_WW is not None
 
     def _next_piece(self, steps: StepBatch, start: int) -> list[Step]:
-        """Return the steps with cosines from one on, as many as are best compared together."""
+        """Return the steps with cosines from ``start`` on, as many as are best compared at once."""
         end = start + max(1, AT_ONCE // len(self._pairs))
         rest = (steps[at] for at in range(start, min(end, len(steps))))
         return list(takewhile(self._has_cosines, rest))
@@ -121,7 +121,7 @@ class AlikePairs(Detector):
         return upper_triangle(cosines_WW).astype(np.float64)
 
     def _open(self, evidence_P: Floats, gathered: GatheredStep) -> None:
-        """Set the strongest pair apart, with all pairs of the block that it belongs to."""
+        """Flag the strongest pair, with all pairs of the block that it belongs to."""
         log_P = np.log1p(evidence_P * len(self._pairs))
         strongest = int(log_P.argmax())
         block = _connected(
@@ -145,7 +145,7 @@ class AlikePairs(Detector):
         self._span.last = gathered.step
 
     def _follow(self, step: int) -> bool:
-        """Count on and take healed pairs back; return whether that is worth telling."""
+        """Add a step and unflag healed pairs; return whether to report it."""
         if not self._active:
             return False
         self._span.count += 1
@@ -153,14 +153,14 @@ class AlikePairs(Detector):
         if max(certain.values()) >= 1:
             self._span.last = step
         if max(certain.values()) > HEALED:
-            return self._span.count >= 2 * self._told
+            return self._span.count >= 2 * self._count_reported
         for pair in self._active:  # a block heals as a whole
             self._test.unflag(pair)
         self._active = set()
         return True
 
     def _evidence(self) -> FaultEvidence:
-        self._told = self._span.count
+        self._count_reported = self._span.count
         ranks = tuple(sorted(self._ranks))
         many = self._many or 2 * len(ranks) >= self._num_workers
         self._span.open = bool(self._active)

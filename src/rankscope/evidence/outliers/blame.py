@@ -1,8 +1,8 @@
-"""The search for workers that are unlike the others: whom to blame, since when, and until when.
+"""The search for workers that are unlike the others, since when, and until when.
 
-When the common evidence reaches its level, the worker with most of it is blamed and set apart, and
-the others are compared without it. Where those who would have to be blamed are not a minority,
-nothing tells who is right: the finding is ``inconclusive``.
+When the common evidence reaches its level, the worker with most of it is blamed and flagged, and
+the others are compared without it. Where the workers to blame are not a minority, the finding is
+``inconclusive``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,7 +32,7 @@ _WAIT = 10
 
 
 class OutlierSearch(Detector):
-    """Blames workers, by what is compared of them as wholes and, if at all, in groups.
+    """Flags outlier workers, by whole-model and per-group signals.
 
     Args:
         num_workers: W.
@@ -42,7 +42,7 @@ class OutlierSearch(Detector):
     Attributes:
         FAMILY: Its part of the false-alarm budget.
         SHARE: The share of each part in the evidence.
-        KEY: How the keys of its findings begin.
+        KEY: Prefix of the keys of its findings.
         TIE: Key of its finding without a majority.
     """
 
@@ -66,7 +66,7 @@ class OutlierSearch(Detector):
 
     @property
     def steadily_flagged(self) -> tuple[int, ...]:
-        """Those of them that differ in most steps, as far as their traces tell."""
+        """Flagged workers that differ in most steps, by their traces."""
         return tuple(
             worker
             for worker in self.flagged
@@ -74,11 +74,11 @@ class OutlierSearch(Detector):
         )
 
     def close(self) -> Iterable[FaultEvidence]:
-        """End the run; tells the last state of every open fault."""
+        """End the run; report the last state of every open fault."""
         return [self._evidence(fault) for fault in self._faults if fault.is_open]
 
     def state(self) -> State:
-        """Return a copy of all that it remembers."""
+        """Return a copy of its state."""
         return {
             "totals": self._totals.state(),
             "faults": [fault.to_plain() for fault in self._faults],
@@ -86,11 +86,7 @@ class OutlierSearch(Detector):
         }
 
     def restore(self, state: State) -> None:
-        """Remember what a search of as many workers remembered.
-
-        Raises:
-            StateError: The state does not fit.
-        """
+        """Continue from the state of another search; StateError if it does not fit."""
         try:
             self._totals.restore(state["totals"])
             self._faults = [Fault.from_plain(plain) for plain in state["faults"]]
@@ -99,7 +95,7 @@ class OutlierSearch(Detector):
             raise StateError(f"this is not the state of a search for outliers: {error}") from error
 
     def _find(self, gathered: GatheredStep) -> list[FaultEvidence]:
-        """Judge after a step was compared; return what has changed."""
+        """Judge a step that was compared; return changed evidence."""
         changed = [*self._judge(gathered), *self._follow(gathered.step)]
         return [self._evidence(fault) for fault in {fault.key: fault for fault in changed}.values()]
 
@@ -114,7 +110,7 @@ class OutlierSearch(Detector):
         return evidence_W
 
     def _judge(self, gathered: GatheredStep) -> list[Fault]:
-        """Blame workers until what is left of the evidence is below the level."""
+        """Blame workers until the rest of the evidence is below the level."""
         changed: list[Fault] = []
         level = alarm_level(self.FAMILY)
         most = sum(self.SHARE * part.test.most_evidence for part in self._parts)
@@ -163,7 +159,7 @@ class OutlierSearch(Detector):
         return fault
 
     def _same_fault(self, worker: int, traces: Traces, first: int, now: int) -> Fault | None:
-        """Return the open fault that began with this one and shows alike, or healed here before."""
+        """Return the open fault with the same onset and signals, or one that healed here before."""
         names = {signal.name for signal, _ in traces}
         for fault in self._faults:
             if fault.tie or not names & {name for name, _ in fault.ways}:
@@ -183,11 +179,9 @@ class OutlierSearch(Detector):
         return len(set(hosts)) > 1 and {hosts[rank] for rank in fault.ranks} == {hosts[worker]}
 
     def _report_tie(self, suspects: list[int], gathered: GatheredStep) -> list[Fault]:
-        """Say that workers differ while nothing tells which of them are at fault.
+        """Report that workers differ, but not which are at fault.
 
-        Args:
-            suspects: Those who stand out most, the first one most of all.
-            gathered: The step.
+        ``suspects`` begins with the worker that stands out most.
         """
         traces = {worker: self._traces(worker) for worker in suspects}
         first = self._onset(suspects[0], traces[suspects[0]], gathered)
@@ -211,7 +205,7 @@ class OutlierSearch(Detector):
         return [*absorbed, tie]
 
     def _follow(self, step: int) -> list[Fault]:
-        """Count on, and let workers that are like the others again count among them."""
+        """Add a step to open faults, and unflag workers that have healed."""
         changed = []
         for fault in self._faults:
             if not fault.is_open:
@@ -243,7 +237,7 @@ class OutlierSearch(Detector):
             part.test.unflag(worker)
 
     def _traces(self, worker: int, since: int = RECENT) -> Traces:
-        """Return how a worker differs in the last ``since`` steps, the strongest trace first."""
+        """Return a worker's traces over the last ``since`` steps, the strongest first."""
         least = _NOTEWORTHY
         for part in self._parts:
             strongest = part.test.traces(worker)[:1]
