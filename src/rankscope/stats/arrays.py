@@ -1,4 +1,4 @@
-"""The kinds of arrays that signatures name, and what is asked of arrays everywhere."""
+"""Types of arrays for signatures, and functions of arrays for all modules."""
 
 import hashlib
 

@@ -37,13 +37,13 @@ RARE_FROM = 4.5
 """Robust standard deviations from which a distance counts as a large error."""
 
 RARE_STAKE = 0.85
-"""What is lost, as a share, when another unit has the large error."""
+"""The share of a bet that is lost when another unit has the large error."""
 
 Rows = Ints | slice
 """Which signals: ascending indices, or the slice that holds the same ones."""
 
 AT_ONCE = 2**13
-"""Values that are best ranked together: larger arrays fall out of the cache."""
+"""Largest number of values to rank at once: larger arrays fall out of the cache."""
 
 _LARGEST_Z = 1e6
 _MAD_TO_STD = 1.4826
@@ -105,8 +105,8 @@ class Scales:
     """The robust standard deviations of several signals, step after step.
 
     Attributes:
-        used_TR: With which each step is compared; NaN where nothing is known of it.
-        past_TR: What is known after each step, NaN before the first one that tells.
+        used_TR: The scale used for each step; NaN where unknown.
+        past_TR: The scale learnt up to each step; NaN before the first one of use.
         count_TR: From how many steps.
     """
 
@@ -120,11 +120,10 @@ def steady_scales(past_R: Floats, count_R: Floats, current_TR: Floats) -> Scales
 
     The median distance from the median of eight workers errs by a third; the past steadies it. It
     follows when all units spread out together. A step in which more than half of the units are
-    equal, or too few are present, says nothing of how far they usually are apart: nothing is
-    learnt from it.
+    equal, or too few are present, does not show their usual distance: nothing is learnt from it.
 
     Args:
-        past_R: What is known of each signal before the first step.
+        past_R: The scale of each signal before the first step.
         count_R: From how many steps.
         current_TR: The scale of each step alone; NaN where it is unknown.
 
@@ -269,7 +268,7 @@ def normal_scores(count: int) -> Floats:
 
 
 class Betting:
-    """Bets, with what has to be known of them once.
+    """Bets, prepared once.
 
     Args:
         bets: The bets.
@@ -296,13 +295,10 @@ class Betting:
     def write_e_values(
         self, ranked: Ranked, away: Ranked, scales_S: Floats, out_BSU: Floats32
     ) -> None:
-        """Write the e-value of every bet, signal and unit into ``out``; 1 where one is missing.
+        """Write the e-value of every bet, signal and unit into ``out_BSU``; 1 for missing units.
 
-        Args:
-            ranked: The units.
-            away: Their ranked distances from the median.
-            scales_S: The robust standard deviation of each signal.
-            out_BSU: Where to write, ``[B, S, U]``.
+        ``away`` holds the ranked distances from the median, ``scales_S`` the robust standard
+        deviations.
         """
         counts = _counts(ranked)
         for count in counts:

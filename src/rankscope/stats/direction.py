@@ -1,4 +1,4 @@
-"""Gradient directions: who points where, from the Gram matrix of gradients or of their sketches.
+"""Gradient directions, from the Gram matrix of gradients or of their sketches.
 
 Legend of shapes: W workers, K numbers per gradient (or per linear sketch of it).
 
@@ -175,7 +175,7 @@ def leave_one_out_from_mean(
 
     ``g_i·Σ_{j≠i} g_j = W g_i·ḡ − ‖g_i‖²`` and
     ``‖Σ_{j≠i} g_j‖² = W²‖ḡ‖² − 2W g_i·ḡ + ‖g_i‖²``, so it is exact when ``ḡ`` is the exact mean.
-    Of two workers, norms alone tell it: it is the cosine of the pair.
+    For two workers norms alone suffice: it is the cosine of the pair.
 
     Args:
         norms_W: L2 norms of the local gradients ``[W]``.

@@ -1,4 +1,4 @@
-"""The samples that consecutive steps draw, put into order once for all who ask.
+"""The samples that consecutive steps draw, sorted once for all detectors.
 
 Legend of shapes: S steps, D draws in all of them.
 """
@@ -36,7 +36,7 @@ class Draws:
         return Draws(self.samples[which_D], self.ranks[which_D], self.steps[which_D], self.shape)
 
     def of_steps(self, values_D: Ints) -> list[Ints]:
-        """Return what belongs to the draws, step by step."""
+        """Return the draws' values, step by step."""
         if self.shape[0] == 1:
             return [values_D]
         by_step_D = self.steps.argsort(kind="stable")
@@ -86,7 +86,7 @@ class DrawnSamples:
 
     @cached_property
     def order(self) -> Ints:
-        """Where the samples stand in ``flat``, in their order; equal ones as they were drawn."""
+        """Indices that sort ``flat``; equal samples in the order of their draws."""
         order = self.flat.argsort()
         differ = differs_from_previous(self.flat[order])
         return order if differ.all() else self.flat.argsort(kind="stable")
@@ -109,7 +109,7 @@ class DrawnSamples:
         return list((counts_S == 0).tolist())
 
     def pieces(self) -> "Iterator[DrawnSamples]":
-        """Yield consecutive steps that share no sample, as many together as there are."""
+        """Yield runs of consecutive steps that share no sample, each as long as possible."""
         if len(self) < 2 or self.no_repeats:
             yield self
             return
@@ -153,7 +153,7 @@ class DrawnSamples:
 
 
 def differs_from_previous(values: Ints) -> NDArray[np.bool_]:
-    """Return which values are others than the one before; the first one is."""
+    """Return which values differ from the one before; true for the first."""
     differs = np.ones(len(values), bool)
     differs[1:] = values[1:] != values[:-1]
     return differs

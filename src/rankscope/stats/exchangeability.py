@@ -5,9 +5,9 @@ Units are workers, or pairs of workers. Every step gives one value per signal an
 collects them. Their mean with fixed weights, M, is the evidence that *some* unit is unlike the
 others: in a healthy run of N steps it reaches c with a probability of at most N/c.
 
-A unit that was found unlike the others is set apart: the others are compared without it from the
-next step on (which their exchangeability allows, given the past), and the unit is compared with
-them, so that one sees when it heals.
+A unit that was found unlike the others is flagged: the others are compared without it from the next
+step on (which their exchangeability allows, given the past), and the unit is compared with them,
+which shows when it heals.
 
 Legend of shapes: T steps, S signals, R signals that a step measures, U units, B bets.
 """
@@ -38,8 +38,8 @@ from rankscope.stats.state import State, StateError, Stateful
 MANY = 8
 LEVEL_OF_MANY = 1e-2
 LEVEL_OF_FEW = 1e-3
-"""Levels of the test whether the others are alike. Of many, some may be left out and it is asked
-again, so that chance alone hardly ever makes the others differ."""
+"""Levels of the test whether the others are alike. With many units, some may be left out and the
+test repeated, so that chance alone hardly ever makes the others differ."""
 
 _FEWEST_STEPS = 8
 _FAR_OUT = 3.5
@@ -72,16 +72,16 @@ class SignalTrace:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """Consecutive steps, compared as if no unit were set apart or taken back between them.
+    """Consecutive steps, compared as if no unit were flagged or unflagged between them.
 
     Attributes:
-        rows: The signals that they measure.
+        rows: The measured signals.
         e_BTRU: The e-values of units among each other.
         middle_TR: The medians.
         deviations_TRU: Deviations from them.
         z_TRU: Distances from them, in robust standard deviations.
-        scales: What is known of these after each step.
-        e_of_flagged_BTR: The e-values of each unit that is set apart, among the others.
+        scales: The scales of these distances after each step.
+        e_of_flagged_BTR: The e-values of each flagged unit, among the others.
     """
 
     rows: Rows
@@ -99,13 +99,13 @@ class ExchangeabilityTest(Stateful):
     Args:
         num_units: U.
         weights_S: Share of each signal in the evidence; they sum to 1.
-        relative_S: Whether deviations from the median are told in parts of it, where all values
+        relative_S: Whether deviations from the median are given in parts of it, where all values
             are positive.
-        bets: What to bet on; their weights sum to 1.
+        bets: The bets; their weights sum to 1.
 
     Attributes:
         z_SU: Distances from the median in the last step, in robust standard deviations; 0 for
-            what that step did not measure.
+            signals that it did not measure.
 
     Example:
         >>> from rankscope.stats.bets import worker_bets
@@ -141,22 +141,19 @@ class ExchangeabilityTest(Stateful):
 
     @property
     def flagged(self) -> tuple[int, ...]:
-        """Units that are set apart, in the order in which that was done."""
+        """Flagged units, in the order of their flags."""
         return tuple(self._flagged)
 
     def observe(self, values_TSU: Floats, steps: Sequence[int]) -> Iterator[int]:
-        """Take consecutive steps, one with each iteration.
+        """Process consecutive steps, one with each iteration; yield each step's number.
 
-        A unit may be set apart or taken back after any of them; those that follow are compared
+        A unit may be flagged or unflagged after any of them; those that follow are compared
         accordingly.
 
         Args:
-            values_TSU: Values of all signals, NaN where a unit has none. Units that are set apart
-                have theirs, too. A signal without any is not measured in that step.
+            values_TSU: Values of all signals, NaN where a unit has none; flagged units have theirs,
+                too. A signal without any is not measured in that step.
             steps: Their numbers.
-
-        Yields:
-            The number of each step, once it is taken.
         """
         finite_TSU = np.isfinite(values_TSU)
         if np.count_nonzero(finite_TSU) < values_TSU.size:
@@ -176,7 +173,7 @@ class ExchangeabilityTest(Stateful):
                     break
 
     def _compare(self, values_TSU: Floats, rows: Ints) -> _Compared:
-        """Compare the units in steps that measure the same signals; nothing has changed yet."""
+        """Compare the units in steps that measure the same signals, without learning from them."""
         measured = as_slice(rows)
         values = values_TSU[:, measured]
         num_steps, num_rows, width = values.shape
@@ -215,7 +212,7 @@ class ExchangeabilityTest(Stateful):
     def _compare_flagged(
         self, values_TRU: Floats, z_TRU: Floats32, ranked: Ranked
     ) -> Mapping[int, Floats]:
-        """Return the e-values of each unit that is set apart among the others ``[B, T, R]``."""
+        """Return the e-values of each flagged unit among the others ``[B, T, R]``."""
         shape = len(self._bets), *values_TRU.shape[:2]
         return {
             unit: compare_with_others(
@@ -228,7 +225,7 @@ class ExchangeabilityTest(Stateful):
         }
 
     def _take(self, compared: _Compared | None, at: int, step: int) -> None:
-        """Learn from one of the steps that were compared; None: it measures nothing."""
+        """Learn from one of the compared steps; None if it measures nothing."""
         if compared is None:
             self.z_SU[:] = 0
             return
@@ -245,7 +242,7 @@ class ExchangeabilityTest(Stateful):
 
     @property
     def most_evidence(self) -> float:
-        """What M is not above."""
+        """An upper bound of M."""
         return float(self._detectors.evidence.max(initial=0.0))
 
     @property
@@ -254,7 +251,7 @@ class ExchangeabilityTest(Stateful):
         return float(self.evidence_of_units().sum())
 
     def evidence_of_units(self) -> Floats:
-        """Return the share of each unit in M ``[U]``; 0 for units that are set apart."""
+        """Return the share of each unit in M ``[U]``; 0 for flagged units."""
         weighted = self._weights_BS[:, :, None] * self._detectors.evidence
         evidence: Floats = weighted.reshape(-1, self.num_units).sum(axis=0).astype(np.float64)
         if self._flagged:
@@ -266,9 +263,9 @@ class ExchangeabilityTest(Stateful):
 
         Args:
             unit: The unit.
-            since: How many steps the deviations are taken from at most.
+            since: Number of recent steps whose deviations count.
             least: Signals with less logarithmic evidence are left out, and those with less than
-                0.6 of the strongest one's: what chance gives to some of many signals.
+                0.6 of the strongest one's, which some of many signals have by chance.
         """
         log_BS, ages_BS = self._log_evidence(unit)
         best_S = log_BS.argmax(axis=0).tolist()
@@ -294,14 +291,10 @@ class ExchangeabilityTest(Stateful):
     def steps_since(self, unit: int, signal: int, kind: BetKind) -> float:
         """Return how many steps ago a unit came to differ in a signal, this step included.
 
-        Where the mean over all beginnings lies within the steps that are remembered, the beginning
-        with the most evidence is taken (that of a CUSUM): it depends less on luck before. For rare
-        errors always, since all beginnings between two of them are as good.
-
-        Args:
-            unit: The unit.
-            signal: Index of the signal.
-            kind: How it differs, as its trace says.
+        Where the mean over all beginnings lies within the remembered steps, the result is the
+        beginning with the most evidence (that of a CUSUM): it depends less on luck before. For rare
+        errors always, since all beginnings between two of them are as good. ``kind`` is that of the
+        unit's trace.
         """
         log_BS, ages_BS = self._log_evidence(unit)
         of_kind = np.array([bet.kind is kind for bet in self._bets])
@@ -319,18 +312,18 @@ class ExchangeabilityTest(Stateful):
         return max(0, self._recent.step_of(signal, back))
 
     def minority(self, units: Sequence[int], signal: int, age: float) -> list[int] | None:
-        """Return who must be left out for the other units to be alike in a signal.
+        """Return the units to leave out for the others to be alike in a signal.
 
-        Friedman's test on the ranks of the recent steps; while it sees a difference, those whose
-        mean rank is farthest out are left out, too.
+        Friedman's test on the ranks of the recent steps; while it finds a difference, the units
+        whose mean rank is farthest out are left out, too.
 
         Args:
-            units: Who is left out to begin with, beside those who are set apart.
+            units: Units left out to begin with, beside the flagged ones.
             signal: Index of the signal.
             age: Over how many recent steps, as far as they are remembered.
 
         Returns:
-            Units, ascending; None when those who are alike are no majority.
+            Units, ascending; None when the units that are alike are no majority.
         """
         recent_TU = self._recent.deviations(signal, max(age, _FEWEST_STEPS))
         out = {*units, *self._flagged}
@@ -350,28 +343,28 @@ class ExchangeabilityTest(Stateful):
         self._flagged[unit] = FlaggedUnit(log_BS, ages_BS.copy(), self._patient_B)
 
     def certainty(self, unit: int) -> float:
-        """Return how sure it still is that a unit set apart is unlike the others, 1 to 0.
+        """Return the certainty that a flagged unit is still unlike the others, 1 to 0.
 
         Raises:
-            KeyError: The unit is not set apart.
+            KeyError: The unit is not flagged.
         """
         return self._flagged[unit].certainty
 
     def start_anew(self) -> None:
-        """Forget the evidence on all units. What it has spent of the budget stays spent."""
+        """Forget the evidence on all units; its part of the budget stays spent."""
         self._detectors.restart(...)
 
     def unflag(self, unit: int) -> None:
         """Let a unit count among the others again; its detectors start anew.
 
         Raises:
-            KeyError: The unit is not set apart.
+            KeyError: The unit is not flagged.
         """
         del self._flagged[unit]
         self._detectors.restart((slice(None), slice(None), unit))
 
     def state(self) -> State:
-        """Return a copy of all that it remembers of the steps so far."""
+        """Return a copy of its state."""
         return {
             "scale": self._scale_S.copy(),
             "scale_steps": self._scale_steps_S.copy(),
@@ -381,11 +374,7 @@ class ExchangeabilityTest(Stateful):
         }
 
     def restore(self, state: State) -> None:
-        """Remember what a test of the same units, signals and bets remembered.
-
-        Raises:
-            StateError: The state is that of another test.
-        """
+        """Continue from the state of another test; StateError if it does not fit."""
         try:
             shape = self._recent.shape
             self._recent.restore(state["recent"])
@@ -426,7 +415,7 @@ class ExchangeabilityTest(Stateful):
         """Return the typical or largest recent deviation, and whether it is a part of the median.
 
         It is an absolute difference where a value of another unit was negative, or a median was
-        not positive: parts of such medians say nothing. Medians from before a restart are unknown.
+        not positive: parts of such medians mean nothing. Medians from before a restart are unknown.
         """
         recent_TU = self._recent.deviations(signal, age)
         recent_T = recent_TU[:, unit]
@@ -452,7 +441,7 @@ class ExchangeabilityTest(Stateful):
         return recent[np.isfinite(recent)]
 
     def _compared(self, unit: int, signal: int, age: float) -> Floats:
-        """Return the recent deviations, without the other units that are set apart, ``[T, U]``."""
+        """Return the recent deviations, without the other flagged units, ``[T, U]``."""
         recent_TU = self._recent.deviations(signal, age).astype(np.float64)
         recent_TU[:, [other for other in self._flagged if other != unit]] = np.nan
         return recent_TU

@@ -17,8 +17,8 @@ Two groups, for two nulls:
 - *all units*: all units of the step are exchangeable. Workers that share their data have the same
   units, so their means lie closer together than nearly all others.
 - *same index*: only units of the same micro-batch index are exchangeable across workers. It holds
-  also when the index carries meaning, for instance when batches are sorted by length. It sees a
-  worker that is high in all its units, but never that units are the same.
+  also when the index carries meaning, for instance when batches are sorted by length. It detects a
+  worker that is high in all its units, but never equal units.
 
 Legend of shapes: U units of all workers, W workers with units, B rotations with the identity.
 """
@@ -72,7 +72,7 @@ def pool_units(
         values: One array per worker.
         weights: Beside it; None, any NaN (unknown) or infinity: all units count alike. Units of
             weight 0 are left out.
-        from_index: Micro-batch index of the first unit that is taken of each worker.
+        from_index: Micro-batch index of the first unit used of each worker.
 
     Returns:
         None with units of fewer than two workers, with no worker that has two, and when a unit

@@ -1,4 +1,4 @@
-"""What rounding does to a sum over workers: unit roundoffs, bounds, and what to expect.
+"""Rounding errors of a sum over workers: unit roundoffs, bounds, and expected errors.
 
 A sum of W vectors rounds each partial sum. For elements whose leading digits follow Benford's law
 the error of one rounding has a root mean square of ``sqrt((3/8 / ln 2) / 3) = 0.425`` unit
@@ -40,7 +40,7 @@ _ORDERED: dict[str, type[np.signedinteger[Any]]] = {
 
 
 class Algorithm(StrEnum):
-    """In which order a reduction adds up the workers' values."""
+    """The order in which a reduction adds up the workers' values."""
 
     SEQUENTIAL = "sequential"
     """One after the other, in rank order."""
@@ -63,7 +63,7 @@ def predicted_error(
 
     Args:
         num_workers: W.
-        sums: Type in which partial sums are kept: a key of :data:`UNIT_ROUNDOFF`.
+        sums: Type of partial sums: a key of :data:`UNIT_ROUNDOFF`.
         inputs: Type to which the gradients are rounded beforehand; None: they are not.
         result: Type to which the sum is rounded in the end; None: it is not.
         algorithm: In which order they are added.
@@ -174,7 +174,7 @@ def round_to_bfloat16(values: Any) -> NDArray[np.float32]:
 
 
 def _partial_sums(num_workers: int, algorithm: Algorithm) -> list[int]:
-    """Return how many terms each partial sum has that is rounded."""
+    """Return the number of terms of each rounded partial sum."""
     if algorithm is not Algorithm.TREE:
         return list(range(2, num_workers + 1))
     sizes = [1] * num_workers

@@ -1,4 +1,4 @@
-"""A share of all samples, drawn by their hashes: what is followed when all are too many.
+"""A share of all samples, drawn by their hashes, which is followed when all are too many.
 
 Whether a sample belongs to the share depends on its hash alone. So it is followed in every epoch
 and on every worker or never, and overlaps show in the share as they do in the whole.
@@ -47,7 +47,7 @@ class SampleShare(Stateful):
 
     @property
     def one_in(self) -> int:
-        """How many samples stand behind one of the share."""
+        """Number of samples that each sample of the share stands for."""
         return 1 << self.halvings
 
     @property
@@ -56,7 +56,7 @@ class SampleShare(Stateful):
         return self.halvings < MAX_HALVINGS
 
     def halve(self) -> None:
-        """Take half of the share only."""
+        """Halve the share."""
         self.halvings += 1
 
     def admits(self, samples: Ints) -> Bools:
@@ -66,7 +66,7 @@ class SampleShare(Stateful):
         return self.admits_hashes(mix(samples).view(np.int64))
 
     def admits_hashes(self, hashes: Ints) -> Bools:
-        """Return which samples belong to the share, from what :func:`mix` made of them."""
+        """Return which samples belong to the share, from their hashes by :func:`mix`."""
         if not self.halvings:
             return np.ones(len(hashes), bool)
         found: Bools = hashes.view(np.uint64) >> np.uint64(64 - self.halvings) == 0
@@ -128,7 +128,7 @@ class DistinctSamples:
         return not self._share.halvings
 
     def add(self, samples: Ints) -> None:
-        """Take draws: ids or digests."""
+        """Add draws: ids or digests."""
         self.drawn += len(samples)
         hashes = mix(samples).view(np.int64)
         admitted = hashes[self._share.admits_hashes(hashes)]

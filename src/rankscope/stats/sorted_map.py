@@ -1,4 +1,4 @@
-"""A map from int64 to integers that costs little more memory than its numbers."""
+"""A map from int64 to integers with little more memory than its numbers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -113,7 +113,7 @@ class GrossOutliers(Stateful):
         return self._evidence(int(signal), int(worker), largest)
 
     def _see_again(self, z_SW: NDArray[np.float32], step: int) -> FaultEvidence | None:
-        """Count each worker's far-out values; report if chance does not explain them, then rarely."""
+        """Count far-out values by worker; report if chance does not explain them, then rarely."""
         signal, worker = np.unravel_index(int(z_SW.argmax()), z_SW.shape)
         z = float(z_SW[signal, worker])
         if z < AGAIN_FROM or self._steps <= _FIRST_SCALES:
