@@ -62,11 +62,11 @@ class Compares(StrEnum):
     """Which search compares the workers in a column."""
 
     RESULTS = "results"
-    """What a worker makes of what it is given: loss, gradient."""
+    """A worker's results: loss, gradient."""
     AMOUNTS = "amounts"
-    """How much it is given."""
+    """Its amount of data."""
     ROLLOUTS = "rollouts"
-    """What draws the completions that it trains on."""
+    """The engine that draws its completions."""
 
 
 class Compared(NamedTuple):
@@ -165,11 +165,11 @@ KEYS = (
         ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps"),
         ("rank", DType.INT, "", Source.KEY, Tail.NONE, "as in workers"),
         ("kind", DType.TEXT, "", Source.KEY, Tail.NONE, "parameter, buffer, optimizer, reduced or applied (gradient), or another kind of state"),
-        ("name", DType.TEXT, "", Source.KEY, Tail.NONE, "what was compared, by its name in the model; only what differs between workers is recorded"),
+        ("name", DType.TEXT, "", Source.KEY, Tail.NONE, "name of the compared state in the model; only differences between workers are recorded"),
     ),
     *declare(
         Table.TRACES,
-        ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps; the rows of the step before the first hold what was there at the beginning"),
+        ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps; the rows of the step before the first hold the initial state"),
         ("kind", DType.TEXT, "", Source.KEY, Tail.NONE, "parameter (after the step) or reduced (gradient, right after the reduction), on rank 0; at the beginning also buffer and optimizer"),
         ("name", DType.TEXT, "", Source.KEY, Tail.NONE, "the parameter's name in the model"),
     ),

@@ -25,7 +25,7 @@ class Array(NamedTuple):
     """A named array of one worker and step, of any length: ids, losses, sketches.
 
     Attributes:
-        name: Name in messages; its last letter names what it runs over.
+        name: Name in messages; its last letter names its axis.
         dtype: Type of its elements.
         bulk: Whether it is left out while the agent does not keep up.
     """

@@ -12,10 +12,10 @@ from rankscope.bus.finding import Finding, Severity
 
 
 class FindingEvent(StrEnum):
-    """What an update changes about a finding."""
+    """The change that an update makes to a finding."""
 
     OPENED = "opened"
-    """It is there, for the first time or again."""
+    """It opens, for the first time or again."""
     WORSE = "got worse"
     """It is more severe than ever since it opened."""
     CLOSED = "closed"

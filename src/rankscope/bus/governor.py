@@ -7,8 +7,8 @@ within the budget, among ``every``, 2·``every``, 4·``every``, … up to 1,024.
 the budget, it keeps (c − b)/m within it: gradients are not given up for a budget that this would
 not meet.
 
-The first ``always`` steps of a run are measured as the user wants, whatever that costs: what is
-wrong from the start is found in them.
+The first ``always`` steps of a run are measured as the user wants, whatever that costs: faults from
+the start are found in them.
 
 It is a pure function of its steps: no clock, no randomness. It runs at the root alone; each
 decision is sent to the workers with the step that it holds from, and waits there in
@@ -45,7 +45,7 @@ _SLOW = 32  # samples that a decision to widen, or to narrow, rests on
 _FEWEST = 4
 _PATIENCE = PACE.governor_patience
 _MOST_PATIENCE = 128  # observed steps between a decision and narrowing
-_ROOM = 0.8  # of the budget: what a narrower interval may be expected to cost
+_ROOM = 0.8  # share of the budget: largest expected overhead of a narrower interval
 
 
 @dataclass(frozen=True, slots=True)

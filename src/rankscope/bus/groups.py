@@ -184,7 +184,7 @@ Range(section=1, start=1, stop=5)))
     for name, size in sizes.items():
         totals[groups.index_of[name]] += size
     aligned = _ALIGNED if section_elements >= _ALIGNED**2 else 1
-    largest = section_elements - (aligned - 1)  # what is cut off at the end goes to the next one
+    largest = section_elements - (aligned - 1)  # the remainder goes to the next one
     while True:
         counts = [max(1, -(-total // largest)) for total in totals]
         if sum(counts) <= max(max_sections, len(groups)):

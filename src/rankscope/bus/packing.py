@@ -12,7 +12,7 @@ _LENGTH = 8  # bytes of the header's length
 
 
 class PackedError(ValueError):
-    """Bytes that do not hold what they should."""
+    """Bytes without the expected content."""
 
 
 def pack_headed(header: Any, *parts: bytes) -> bytes:

@@ -18,7 +18,7 @@ class MessagePart:
     """The part of one kind of evidence in a step's message.
 
     Attributes:
-        values: LOCAL columns of the workers table by name; what is absent or NaN is missing.
+        values: LOCAL columns of the workers table by name; absent and NaN values are missing.
         arrays: The bytes of its arrays by name.
         names: Texts and names, as JSON can hold them.
         items: Digest of the kinds and names behind ``digests_D``.

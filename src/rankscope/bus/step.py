@@ -55,8 +55,8 @@ class GatheredStep:
         micro_losses: One array per worker: the loss of each of its micro-batches.
         micro_weights: One array per worker, beside ``micro_losses``.
         micro_norms: One array per worker: gradient norm of each micro-batch; empty when unknown.
-        micro_scales: One array per worker, beside ``micro_losses``: what each loss was multiplied
-            by before backward.
+        micro_scales: One array per worker, beside ``micro_losses``: the multiplier of each loss
+            before backward.
         groups: Names of the parameter groups ``[G]``; empty when the step was not observed.
         group_norms_WG: Gradient norm by worker and group.
         group_sketches_WGK: Narrow sketches by worker and group.

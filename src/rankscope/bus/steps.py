@@ -50,7 +50,7 @@ class Columns:
     """The workers' columns in consecutive steps; their summaries are computed once for all.
 
     Args:
-        reports: The steps, at least one, of as many workers.
+        reports: The steps, at least one, all with the same number of workers.
         batches: Remembers the workers' batches.
 
     Attributes:

@@ -51,7 +51,7 @@ _MEMORY = 0.02
 
 
 class BetKind(Enum):
-    """What a bet is on."""
+    """The kind of difference that a bet is on."""
 
     UP = "high"
     DOWN = "low"
@@ -64,7 +64,7 @@ class Bet:
     """One bet.
 
     Attributes:
-        kind: What it is on.
+        kind: The kind of difference.
         strength: Its λ; 0 for *rare*.
         weight: Its share of the evidence of its signal.
     """
@@ -276,7 +276,7 @@ class Betting:
     Example:
         >>> ranked, e_BSU = rank_units(np.array([[1.0, 2.0, 9.0]])), np.empty((1, 1, 3), np.float32)
         >>> middle_S, away, scales_S = distances(ranked)
-        >>> Betting([Bet(Kind.UP, 1.6, 1.0)]).write_e_values(ranked, away, scales_S, e_BSU)
+        >>> Betting([Bet(BetKind.UP, 1.6, 1.0)]).write_e_values(ranked, away, scales_S, e_BSU)
         >>> e_BSU.astype(float).round(2).tolist()  # of mean 1, whatever the values
         [[[0.14, 0.57, 2.29]]]
     """

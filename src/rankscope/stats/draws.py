@@ -58,7 +58,7 @@ class DrawnSamples:
         return len(self._steps)
 
     def __getitem__(self, index: int) -> Sequence[Ints]:
-        """Return what each worker draws in a step."""
+        """Return each worker's samples in a step."""
         return self._steps[index]
 
     @cached_property

@@ -286,13 +286,13 @@ class PlannedSeed(Detector):
             for rank, seed in enumerate(seeds)
             if None not in (planned, seed) and seed != planned
         }
-        self._told = False
+        self._reported = False
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report with the first one after a start."""
-        if self._told or not self._wrong:
+        if self._reported or not self._wrong:
             return ()
-        self._told = True
+        self._reported = True
         number = step.gathered.step
         ranks = tuple(self._wrong)
         return (

@@ -92,18 +92,18 @@ class _Multiplier:
 
     def _see(self, gradient: Tensor | None) -> None:
         try:
-            outside(self._take, gradient)
+            outside(self._read, gradient)
         except Exception:  # the backward pass goes on, and the factor is unknown
-            _log.debug("what a loss was multiplied by could not be read", exc_info=True)
+            _log.debug("the multiplier of a loss could not be read", exc_info=True)
 
-    def _take(self, gradient: Tensor | None) -> None:
+    def _read(self, gradient: Tensor | None) -> None:
         self.value = self._factor(gradient)
 
     def _factor(self, gradient: Tensor | None) -> Tensor | float | None:
         if self._unit is None and _is_number_on_host(gradient):
             return gradient.item()
         if gradient is None or is_spread(gradient):
-            return self.value  # it is None where nothing that follows the loss depends on it
+            return self.value  # None where nothing after the loss depends on it
         gradient = own(gradient)
         value = gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32))
         return value if self._unit is None else value * _moved(self._unit, value.device)

@@ -35,7 +35,7 @@ _CLOSE = 1e-3
 _STEPS = 8
 _STEPS_OF_ONE = 3
 _POWERS = 3
-_LARGEST = 1e300  # of as many workers as there can be, the sum is finite
+_LARGEST = 1e300  # the sum over any number of workers is finite
 
 
 class LossScale(Detector):

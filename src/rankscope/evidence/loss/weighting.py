@@ -133,7 +133,7 @@ class _Spread(PersistentFault):
         return True
 
     def describe(self, key: str, ranks: Iterable[int]) -> FaultEvidence:
-        """Return what is known so far."""
+        """Return the evidence so far."""
         return self.evidence(
             "loss.token_weighting",
             Severity.WARNING if self._ratio >= WARNING else Severity.NOTE,
@@ -178,7 +178,7 @@ class _Starved(PersistentFault):
         return True
 
     def describe(self) -> FaultEvidence:
-        """Return what is known so far."""
+        """Return the evidence so far."""
         return self.evidence(
             "loss.token_weighting",
             Severity.WARNING,

@@ -175,7 +175,7 @@ class GrossValues(Stateful):
     shown any for a while. Of two workers both are named. How many there were in the last 50 steps
     stands in the evidence: three are worth a canary.
 
-    What it assumes of a healthy run is that logarithms of the workers' values in a step spread like
+    The assumption about a healthy run: logarithms of the workers' values in a step spread like
     normal ones with a standard deviation of at most 0.4 for losses and norms, more than is usual
     even early in training with small batches. Then the largest of W is 8 times the second one with
     a probability of 1e-6 a step for W = 4 or 8, 7e-6 for W = 3 and 2e-4 for W = 2. At 0.5 it is
@@ -199,7 +199,7 @@ class GrossValues(Stateful):
         self._seen = PersistentFault()
         self._lately: list[int] = []
         self._signed: set[str] = set()
-        self._excess = self._record = 0.0  # over what is gross: of this step, and of all before
+        self._excess = self._record = 0.0  # excess over the limit: of this step, and of all before
         self._statement = ""
         self._numbers: dict[str, object] = {}
 

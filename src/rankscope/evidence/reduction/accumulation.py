@@ -51,7 +51,8 @@ class AccumulationAudit(Detector):
 
     - Between the end of a micro-batch's backward pass and the beginning of the next, the
       accumulated gradient was reset, multiplied, or changed otherwise.
-    - A step's backward pass added to what the optimizer had applied, and it applied that again.
+    - A step's backward pass added to a gradient that the optimizer had applied, and it applied the
+      sum.
     """
 
     def __init__(self) -> None:

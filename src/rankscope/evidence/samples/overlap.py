@@ -78,7 +78,7 @@ class OverlappingShards(Detector):
         self._global_batch = 0
         self._new_since = 0
         self._first: int | None = None
-        self._known = _Account(num_workers)
+        self._counted = _Account(num_workers)
         self._pending = _Account(num_workers)
         self._error = False
         self._previous = _NONE
@@ -129,11 +129,11 @@ class OverlappingShards(Detector):
         self._pending.add(step, counts, lengths, groups, near)
         if not counts.new:  # repeats without new samples may be the next epoch: wait
             return ()
-        news = self._pending.steps > 0
-        self._known.merge(self._pending)
+        more = self._pending.steps > 0
+        self._counted.merge(self._pending)
         self._pending = _Account(self._num_workers)
-        proven = self._new_since > self._global_batch and self._known.steps >= _STEPS_OF_OVERLAP
-        return (self._evidence(),) if proven and news else ()
+        proven = self._new_since > self._global_batch and self._counted.steps >= _STEPS_OF_OVERLAP
+        return (self._evidence(),) if proven and more else ()
 
     def _near(self, followed: Ints, cross: int) -> int:
         """Return how many of the cross repeats may have the content of a draw in the step before.
@@ -150,10 +150,10 @@ class OverlappingShards(Detector):
 
     def _severity(self) -> tuple[Severity, float]:
         """Return severity and a bound on the probability of the innocent readings."""
-        known = self._known
-        far = known.far_apart.log_ratio
-        close = known.close_by.log_ratio
-        one_worker = known.chance_of_one_worker()
+        counted = self._counted
+        far = counted.far_apart.log_ratio
+        close = counted.close_by.log_ratio
+        one_worker = counted.chance_of_one_worker()
         chance = _either(_chance(far, close, far + close), one_worker)
         # Equal contents beside each other in a file share a step or follow closely, without fault.
         sure = chance if self._named else _either(_chance(far), one_worker)
@@ -165,9 +165,9 @@ class OverlappingShards(Detector):
     def _evidence(self) -> FaultEvidence:
         severity, chance = self._severity()
         severity = Severity.NOTE if self._repeats else severity
-        known = self._known
-        ranks = known.ranks()
-        overlaps = known.cross + known.shared
+        counted = self._counted
+        ranks = counted.ranks()
+        overlaps = counted.cross + counted.shared
         one_in = self._ledger.one_in
         distinct, error = self._ledger.scale_up(self._remembered)
         of = f" among the one in {one_in:,} samples that are followed" if one_in > 1 else ""
@@ -175,20 +175,20 @@ class OverlappingShards(Detector):
             cause="data.overlapping_shards",
             severity=severity,
             ranks=ranks,
-            first_step=known.first,
-            last_step=known.last,
+            first_step=counted.first,
+            last_step=counted.last,
             count=overlaps,
             fields={
                 "overlaps": count(overlaps, "draw") + of,
                 "chance": f"{max(chance, 1e-12):.2g}",
-                "own": count(known.own, "draw"),
+                "own": count(counted.own, "draw"),
                 "Where": self._where,
             },
             numbers={
-                "drawn_from_others": known.cross,
-                "drawn_from_own": known.own,
-                "shared_inside_steps": known.shared,
-                "steps": known.steps,
+                "drawn_from_others": counted.cross,
+                "drawn_from_own": counted.own,
+                "shared_inside_steps": counted.shared,
+                "steps": counted.steps,
                 "innocent_probability": chance,
                 "samples_drawn": self._drawn,
                 "samples_distinct": round(distinct),
@@ -227,7 +227,7 @@ class _Account(Stateful):
 
         Args:
             step: Its number.
-            counts: What it drew, of what is followed.
+            counts: Counts of its followed samples.
             lengths: Samples drawn by each worker that drew any.
             groups: Workers with identical batches.
             near: Cross repeats that follow so closely that a file's order explains them.

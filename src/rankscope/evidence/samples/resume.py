@@ -92,7 +92,7 @@ class RestartWatch(Stateful):
         return self._share.one_in
 
     def restart(self, step: int) -> None:
-        """Take ``step`` as the first one of a restarted job."""
+        """Begin a restarted job with this step."""
         self._end_chunk()
         drawn = self._drawn
         repeated = self._repeated
@@ -312,7 +312,7 @@ class ResumeMismatch(Detector):
         return ()
 
     def restarted(self, step: int) -> None:
-        """Take ``step`` as the first one of a restarted job."""
+        """Begin a restarted job with this step."""
         self._ended = False
         self._watch.restart(step)
         self._lr_at_start = self._lr_by_step.get(self._watch.interrupted, math.nan)
