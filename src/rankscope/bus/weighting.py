@@ -141,9 +141,9 @@ class TokenSums(Stateful):
 
     def add(self, losses_RU: Floats, tokens_RU: Floats) -> None:
         """Add the losses of units, and their tokens; NaN where unknown."""
-        self.take(token_products(losses_RU, tokens_RU).sum(axis=0).tolist())
+        self.add_products(token_products(losses_RU, tokens_RU).sum(axis=0).tolist())
 
-    def take(self, products: Sequence[float]) -> None:
+    def add_products(self, products: Sequence[float]) -> None:
         """Add the sums of x² and xy of a step, see :func:`token_products`."""
         self._xx += products[0]
         self._xy += products[1]

@@ -166,7 +166,7 @@ class ExchangeabilityTest(Stateful):
             compared = self._compare(values_TSU[at:end], rows) if len(rows) else None
             flagged = self.flagged
             for index in range(end - at):
-                self._take(compared, index, steps[at])
+                self._learn(compared, index, steps[at])
                 yield steps[at]
                 at += 1
                 if self.flagged != flagged:
@@ -224,7 +224,7 @@ class ExchangeabilityTest(Stateful):
             for unit in self._flagged
         }
 
-    def _take(self, compared: _Compared | None, at: int, step: int) -> None:
+    def _learn(self, compared: _Compared | None, at: int, step: int) -> None:
         """Learn from one of the compared steps; None if it measures nothing."""
         if compared is None:
             self.z_SU[:] = 0

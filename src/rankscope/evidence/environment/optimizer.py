@@ -40,12 +40,12 @@ class OptimizerMeter:
         self._values: list[object] = []  # of all groups: while they live, their ids are theirs
         self._seen: list[int] = []
         self._digests: dict[str, int] = {}
-        self._taken = False
+        self._read_before = False
 
     def begin(self, optimizer: Any) -> None:
         """Read the settings before ``optimizer.step``, as some optimizers change theirs in it."""
-        self._take(optimizer)
-        self._taken = True
+        self._read(optimizer)
+        self._read_before = True
 
     def count(self, optimizer: Any) -> None:
         """Count a call of ``optimizer.step`` that has ended.
@@ -53,9 +53,9 @@ class OptimizerMeter:
         Its settings are the present ones, unless :meth:`begin` has read them before.
         """
         self._calls[id(optimizer)] += 1
-        if not self._taken:
-            self._take(self._joint or optimizer)
-        self._taken = False
+        if not self._read_before:
+            self._read(self._joint or optimizer)
+        self._read_before = False
 
     def collect(self) -> dict[str, float]:
         """Return the settings' columns and the count (NaN when unknown); count from 0 again."""
@@ -68,7 +68,7 @@ class OptimizerMeter:
         }
         return {**values, **self._digests}
 
-    def _take(self, optimizer: Any) -> None:
+    def _read(self, optimizer: Any) -> None:
         groups = getattr(optimizer, "param_groups", None)
         if isinstance(groups, list) and self._is_known(groups):
             return

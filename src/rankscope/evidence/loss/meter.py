@@ -166,7 +166,7 @@ class LossMeter:
             )
         values = values.reshape(-1)
         if unit is not None:
-            values = _taken_out(unit, values)
+            values = _over_unit(unit, values)
         weights = None
         if weight is not None:
             weights = _in_double(weight).reshape(-1)
@@ -177,8 +177,8 @@ class LossMeter:
                 )
         copy = None if weights is None else _copy(weights)
         whole = None if summed is None else TokenSum(*(_copy(_in_double(n)) for n in summed))
-        taken = MicroBatchLoss(_copy(values), copy, multiplier, forward, constant, whole)
-        (self._spare if spare else self._given).append(taken)
+        loss = MicroBatchLoss(_copy(values), copy, multiplier, forward, constant, whole)
+        (self._spare if spare else self._given).append(loss)
 
     def see(self, output: Any, kwargs: Mapping[str, Any], forward: int = 0) -> None:
         """Pick the loss up from a model's output, and its label tokens from the inputs.
@@ -205,7 +205,7 @@ class LossMeter:
         if unit is not None and self._is_own_mean(loss, weights, kwargs["num_items_in_batch"]):
             unit = None
         if unit is not None:
-            values = _taken_out(unit, values)
+            values = _over_unit(unit, values)
         copy = None if weights is None else _copy(weights)
         multiplier = _multiplier(loss, unit)
         self._seen.append(MicroBatchLoss(_copy(values), copy, multiplier, forward, constant))
@@ -372,7 +372,7 @@ def _unit(num_items: Any, weights: Tensor | None) -> Tensor | None:
     return weights / items if items.numel() == 1 else None
 
 
-def _taken_out(unit: Tensor, values: Tensor) -> Tensor:
+def _over_unit(unit: Tensor, values: Tensor) -> Tensor:
     """Return values over their unit; those without a token stay 0."""
     unit = _moved(unit, values.device)
     values = values.to(torch.float64)

@@ -77,7 +77,7 @@ class LossScale(Detector):
         """Process a step's multipliers; report wrong ones."""
         gathered = step.gathered
         workers = gathered.workers
-        self._sums.take(step.columns.token_products[step.index])
+        self._sums.add_products(step.columns.token_products[step.index])
         scales_W = np.abs(workers["grad_scale"])
         known = scales_W.min() > 0 and scales_W.max() < _LARGEST  # false with NaN
         sizes = {len(micro) for micro in gathered.micro_losses}

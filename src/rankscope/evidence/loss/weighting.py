@@ -64,7 +64,7 @@ class TokenWeighting(Detector):
         if self._intended:
             return ()
         gathered = step.gathered
-        self._between.sums.take(step.columns.token_products[step.index])
+        self._between.sums.add_products(step.columns.token_products[step.index])
         return (*self._observe_workers(step), *self._observe_micro_batches(gathered))
 
     def _observe_workers(self, step: Step) -> Iterable[FaultEvidence]:

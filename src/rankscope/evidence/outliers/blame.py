@@ -191,7 +191,7 @@ class OutlierSearch(Detector):
             fault.absorbed = True
             fault.active = []
         for worker in self._totals.test.flagged:
-            self._take_back(worker)
+            self._unflag(worker)
         tie = next((fault for fault in self._faults if fault.tie), None)
         if tie is None:
             tie = Fault(key=self.TIE, first_step=first, tie=True)
@@ -219,7 +219,7 @@ class OutlierSearch(Detector):
                 fault.count += 1
             if active != fault.active:
                 for worker in () if fault.tie else sorted(set(fault.active) - set(active)):
-                    self._take_back(worker)
+                    self._unflag(worker)
                 fault.active = active
                 changed.append(fault)
             elif fault.count >= 2 * fault.reported_count:
@@ -232,7 +232,7 @@ class OutlierSearch(Detector):
     def _has_healed(self, worker: int) -> bool:
         return all(part.test.certainty(worker) <= HEALED for part in self._parts)
 
-    def _take_back(self, worker: int) -> None:
+    def _unflag(self, worker: int) -> None:
         for part in self._parts:
             part.test.unflag(worker)
 

@@ -78,7 +78,7 @@ class AccumulationAudit(Detector):
         ranks = np.flatnonzero(changes_W > CHANGED).tolist()
         if ranks:
             worst = int(np.nanargmax(changes_W))
-            self._last.take(
+            self._last.update(
                 passes=int(np.nan_to_num(gathered.workers["micro_batches"][worst])),
                 scale=float(gathered.workers["accumulator_scale"][worst]),
                 micro=int(gathered.workers["accumulator_micro"][worst]),
@@ -202,7 +202,7 @@ class _Change(Stateful):
         self.micro = 0
         self.groups: tuple[str, ...] = ()
 
-    def take(self, *, passes: int, scale: float, micro: int, groups: tuple[str, ...]) -> None:
+    def update(self, *, passes: int, scale: float, micro: int, groups: tuple[str, ...]) -> None:
         """Add a step's change."""
         self.passes = max(self.passes, passes, micro + 1)
         kind = _IN_PART if groups else _kind_of(scale)

@@ -191,7 +191,7 @@ class ReductionAudit(Detector):
             now.lasting_G.tolist(),
             strict=True,
         ):
-            is_sudden, before = self._groups[name].take(
+            is_sudden, before = self._groups[name].add(
                 now.step,
                 level,
                 limit=limit,

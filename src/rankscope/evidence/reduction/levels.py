@@ -274,7 +274,7 @@ class GroupHistory(Stateful):
         """Return the residual above which the group is high, if rounding explains ``once``."""
         return max(once, USUAL * statistics.median(self.usual)) if self.usual else once
 
-    def take(
+    def add(
         self,
         step: int,
         residual: float,

@@ -103,14 +103,14 @@ class FilledBatches(Detector):
             if filler is None:
                 self._ordinary += 1
             else:
-                self._take(rank, filler, size)
+                self._add(rank, filler, size)
                 found = True
         if not found or self._filled * _ORDINARY > self._ordinary:
             return ()
         self._span.see(step.gathered.step)
         return (self._evidence(),)
 
-    def _take(self, rank: int, filler: int, size: int) -> None:
+    def _add(self, rank: int, filler: int, size: int) -> None:
         self._filled += 1
         self._size = size
         self._ranks.add(rank)

@@ -78,7 +78,7 @@ class RestartWatch(Stateful):
         self._before = (0, 0)
         self.again = 0
         self.again_W = np.zeros(num_workers, np.int64)
-        self._taken = self._steps = self._rest = self._since = 0
+        self._draws = self._steps = self._rest = self._since = 0
         self._replaying = False
         self.replayed_from = -1
         self._replayed_to = -1
@@ -103,7 +103,7 @@ class RestartWatch(Stateful):
         self._before = drawn, repeated
         self.again = 0
         self.again_W = np.zeros_like(self.again_W)
-        self._taken = self._steps = self._rest = self._since = 0
+        self._draws = self._steps = self._rest = self._since = 0
         self._replaying = True
         self.replayed_from = -1
         self._replayed_to = -1
@@ -122,10 +122,10 @@ class RestartWatch(Stateful):
             some = int(np.count_nonzero(self._share.admits(piece.flat)))
             together = len(piece) < 2 or len(self._last) + some <= self._capacity
             for few in (piece,) if together else piece.single_steps():
-                yield from self._take(steps[begin : begin + len(few)], few)
+                yield from self._process(steps[begin : begin + len(few)], few)
                 begin += len(few)
 
-    def _take(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
+    def _process(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
         """Process steps that share no sample: a single one, or several if there is room."""
         draws = drawn.sorted(self._share.admits(drawn.flat))
         different = draws.where(differs_from_previous(draws.samples))
@@ -157,7 +157,7 @@ class RestartWatch(Stateful):
         rest = self._num_of_rest(last_U)
         decided_before = self._is_decided()
         self._steps += 1
-        self._taken += len(last_U)
+        self._draws += len(last_U)
         self._since += int(np.sum(last_U >= self.boundary))
         self.again += int(again_U.sum())
         self.again_W += again_W
@@ -213,7 +213,7 @@ class RestartWatch(Stateful):
         if self._has_replayed():
             return True
         drawn, repeated = self._before
-        by_chance = 3 * (self._taken / drawn) * (repeated + _BY_CHANCE)
+        by_chance = 3 * (self._draws / drawn) * (repeated + _BY_CHANCE)
         return not self._replaying and self.again > _LEAST + by_chance
 
     def _has_replayed(self) -> bool:
@@ -222,9 +222,9 @@ class RestartWatch(Stateful):
 
     def _is_over(self) -> bool:
         """Return whether the job has proved to go on, or whole epochs have passed."""
-        begun = self._steps >= _EARLY_STEPS and self._taken >= _EARLY_DRAWS
-        goes_on = begun and self.again < _EARLY_SHARE * self._taken
-        return (goes_on and not self._has_replayed()) or 2 * self._since > self._taken
+        begun = self._steps >= _EARLY_STEPS and self._draws >= _EARLY_DRAWS
+        goes_on = begun and self.again < _EARLY_SHARE * self._draws
+        return (goes_on and not self._has_replayed()) or 2 * self._since > self._draws
 
     def _tolerance(self) -> float:
         """Samples that an epoch's end may leave out, and the step that crosses its border."""
@@ -259,7 +259,7 @@ class RestartWatch(Stateful):
         self._drawn //= 2
         self._repeated //= 2
         self._before = max(self._before[0] // 2, 1), self._before[1] // 2
-        for name in ("again", "_taken", "_rest", "_since"):
+        for name in ("again", "_draws", "_rest", "_since"):
             setattr(self, name, getattr(self, name) // 2)
         self.again_W //= 2
 

@@ -130,7 +130,7 @@ class Stragglers(Detector):
         """Process a step; report at the end of a window."""
         gone = tuple(place.describe() for place in self._gone)
         self._gone = []
-        return gone + self._take(step)
+        return gone + self._add_step(step)
 
     def close(self) -> Iterable[FaultEvidence]:
         """End the run; a window that is not full does not count."""
@@ -156,7 +156,7 @@ class Stragglers(Detector):
                 before.open = False
                 self._gone.append(before)
 
-    def _take(self, step: Step) -> tuple[FaultEvidence, ...]:
+    def _add_step(self, step: Step) -> tuple[FaultEvidence, ...]:
         workers = step.gathered.workers
         busy_W = workers["busy_seconds"]
         known = len(busy_W) > 1 and np.isfinite(step.ends("busy_seconds")).all()
@@ -177,7 +177,7 @@ class Stragglers(Detector):
         self._windows.append(window)
         confirmed_W = window.slow_W & before_W
         for place in self._places:
-            if place.take(confirmed_W, self._windows):
+            if place.add_window(confirmed_W, self._windows):
                 yield place.describe()
 
 
@@ -218,7 +218,7 @@ class _Place(PersistentFault):
         """Whether it is slow, or has been."""
         return self.count > 0
 
-    def take(self, confirmed_W: Bools, windows: Sequence[Lateness]) -> bool:
+    def add_window(self, confirmed_W: Bools, windows: Sequence[Lateness]) -> bool:
         """Process the latest window and those before it; return whether the evidence changed.
 
         Args:
