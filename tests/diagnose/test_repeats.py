@@ -15,7 +15,7 @@ from rankscope.verdict.diagnosis import Diagnosis
 
 
 def told_of(stream, steps, width, plan=None):
-    diagnosis, told = Diagnosis(RunFacts(width, plan=plan)), []
+    diagnosis, told = Diagnosis(RunFacts(width, plan=plan or Plan())), []
     for step, batches in enumerate(islice(stream, steps)):
         one = gathered(step, batches, None, samples_named=[True] * width)
         _fill_samples(one.workers, one.samples)
@@ -80,7 +80,7 @@ def filled(width, fillers, size=8):
 
 
 def of_filled(stream, steps, width, plan=None, **columns):
-    diagnosis, told = Diagnosis(RunFacts(width, plan=plan)), []
+    diagnosis, told = Diagnosis(RunFacts(width, plan=plan or Plan())), []
     for step, batches in enumerate(islice(stream, steps)):
         one = gathered(step, batches, None, samples_named=[True] * width, **columns)
         told += diagnosis.observe(summarize(one))
