@@ -214,8 +214,8 @@ def test_a_unit_set_apart_leaves_the_others_alone_and_heals():
     rng = np.random.default_rng(2)
     test = make()
     feed(test, rng, 30, shift(3, 0.3))
-    test.set_unit_apart(3)
-    assert test.set_apart == (3,)
+    test.flag(3)
+    assert test.flagged == (3,)
     before = test.evidence
     feed(test, rng, 50, shift(3, 0.3))
     assert test.certainty(3) == pytest.approx(1, abs=0.05)
@@ -225,8 +225,8 @@ def test_a_unit_set_apart_leaves_the_others_alone_and_heals():
         if test.certainty(3) <= HEALED:
             break
     assert test.certainty(3) <= HEALED
-    test.take_back(3)
-    assert test.set_apart == ()
+    test.unflag(3)
+    assert test.flagged == ()
     assert test.evidence_of_units()[3] == 0
 
 
@@ -265,9 +265,9 @@ def test_how_many_steps_are_taken_together_makes_no_difference(num_units, togeth
 
     def change(test, step):
         if step in (9, 10, 30):
-            test.set_unit_apart(step % num_units)
+            test.flag(step % num_units)
         elif step in (25, 40):
-            test.take_back(test.set_apart[0])
+            test.unflag(test.flagged[0])
 
     one, many = make(num_units, 3), make(num_units, 3)
     for step in range(60):
@@ -288,7 +288,7 @@ def test_restoring_goes_on_where_it_stood():
     rng = np.random.default_rng(5)
     test = make(num_signals=2)
     feed(test, rng, 30, shift(4, 0.3), num_signals=2)
-    test.set_unit_apart(4)
+    test.flag(4)
     feed(test, rng, 10, shift(1, 0.3), num_signals=2)
     copy = make(num_signals=2)
     copy.restore(test.state())

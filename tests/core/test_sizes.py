@@ -19,7 +19,7 @@ def step(rng, sizes_U, slopes=(0.6, -0.2), noise=0.0):
 
 def free(effect, values, sizes_U):
     """Return the values of one step freed from sizes."""
-    [left] = effect.take_away(values[None], sizes_U[None])
+    [left] = effect.adjust(values[None], sizes_U[None])
     return left
 
 
@@ -157,7 +157,7 @@ def test_how_many_steps_are_taken_together_makes_no_difference(together):
     one, many = SizeEffect(BOTH, UNITS), SizeEffect(BOTH, UNITS)
     expected = [free(one, *each) for each in zip(values_TSU, sizes_TU, strict=True)]
     pieces = [slice(start, start + together) for start in range(0, 40, together)]
-    found = [many.take_away(values_TSU[piece], sizes_TU[piece]) for piece in pieces]
+    found = [many.adjust(values_TSU[piece], sizes_TU[piece]) for piece in pieces]
     np.testing.assert_array_equal(np.concatenate(found), expected)
     for name, value in one.state().items():
         np.testing.assert_array_equal(many.state()[name], value)

@@ -554,8 +554,8 @@ def test_a_worker_that_differs_in_some_steps_only_is_not_steadily_apart(every, s
         values["grad_norm"][2] += 5.0 * (job.step % every == 0)
 
     job.run(detector, 200, sometimes)
-    assert detector.set_apart == (2,)
-    assert detector.steadily_apart == steady
+    assert detector.flagged == (2,)
+    assert detector.steadily_flagged == steady
 
 
 def test_a_signal_that_is_declared_as_compared_is_compared_and_recorded(monkeypatch):

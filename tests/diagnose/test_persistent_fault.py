@@ -4,7 +4,7 @@ import pytest
 
 from rankscope.bus.persistent_fault import HEALED_AFTER, PersistentFault
 from rankscope.bus.rank_values import name_values
-from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.replicas import minority_ranks
 
 
 def shows(seen, *steps):
@@ -63,7 +63,7 @@ def test_it_goes_on_after_a_restart():
     ],
 )
 def test_the_minority_is_odd_and_values_are_named(values, odd, words):
-    assert odd_ranks(values) == odd
+    assert minority_ranks(values) == odd
     assert name_values(values) == words
 
 

@@ -200,18 +200,18 @@ class TestDifferences:
     def test_only_what_differs_is_told(self):
         own = self.digests("parameter", "parameter")
         [found] = self.compare(own, [[1, 1], [1, 2], [1, 1]], [0, 0, 0])
-        assert (found.name, found.odd_ones_out(np.zeros(3, int))) == ("tensor 1", (1,))
+        assert (found.name, found.minority_ranks(np.zeros(3, int))) == ("tensor 1", (1,))
 
     def test_workers_of_other_shards_are_not_compared(self):
         own = self.digests("parameter", "buffer")
         digests = [[1, 7], [2, 7], [1, 7], [2, 7]]
         assert self.compare(own, digests, [0, 1, 0, 1]) == ()
         [found] = self.compare(own, [[1, 7], [2, 7], [1, 7], [3, 7]], [0, 1, 0, 1])
-        assert found.odd_ones_out(np.array([0, 1, 0, 1])) == (1, 3)
+        assert found.minority_ranks(np.array([0, 1, 0, 1])) == (1, 3)
 
     def test_buffers_are_compared_between_all(self):
         [found] = self.compare(self.digests("buffer"), [[1], [1], [1], [4]], [0, 1, 0, 1])
-        assert found.odd_ones_out(np.array([0, 1, 0, 1])) == (3,)
+        assert found.minority_ranks(np.array([0, 1, 0, 1])) == (3,)
 
     def test_items_have_a_digest_of_their_own(self):
         assert self.digests("parameter").items != self.digests("buffer").items

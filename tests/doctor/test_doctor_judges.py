@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.replicas import minority_ranks
 from rankscope.errors import UsageError
 from rankscope.tools.doctor import Status, collectives, environment, model, speed, topology
 from rankscope.tools.doctor.functions import find_function, in_one_line
@@ -21,7 +21,7 @@ def one(results, name):
     [("aaaa", ()), ("aaba", (2,)), ("aabb", (0, 1, 2, 3)), ("ab", (0, 1)), ("abcc", (0, 1, 2, 3))],
 )
 def test_who_is_odd(values, odd):
-    assert odd_ranks(list(values)) == odd
+    assert minority_ranks(list(values)) == odd
 
 
 # Topology

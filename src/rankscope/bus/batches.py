@@ -1,4 +1,4 @@
-"""A batch as plain data: what entered a model, ready for another worker or for a file.
+"""A batch as plain data: the inputs of a model, ready for another worker or for a file.
 
 The structure is JSON; tensors are arrays beside it. Nothing is ever pickled.
 """
@@ -14,7 +14,7 @@ from rankscope.bus.packing import PackedError, pack_arrays, unpack_arrays
 
 @dataclass(frozen=True, slots=True)
 class PlainBatch:
-    """What entered a model in one forward pass.
+    """The inputs of one forward pass.
 
     Attributes:
         structure: Arguments by position and by name, as plain JSON in which tensors are numbered.
@@ -38,11 +38,7 @@ def pack_batch(batch: PlainBatch) -> bytes:
 
 
 def unpack_batch(packed: bytes | memoryview) -> PlainBatch:
-    """Return the batch that bytes hold; its arrays look into them.
-
-    Raises:
-        PackedError: They hold none.
-    """
+    """Return the batch in these bytes, as views into them; PackedError if there is none."""
     structure, arrays = unpack_arrays(packed)
     if not arrays:
         raise PackedError("these bytes hold no batch")

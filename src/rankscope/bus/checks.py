@@ -1,4 +1,4 @@
-"""What a run is checked for, as each kind of evidence declares it.
+"""The checks of a run, declared by each kind of evidence.
 
 Its ``judge.py`` has ``make_checks(run: CheckedRun) -> tuple[Check, ...]``.
 """
@@ -13,9 +13,9 @@ class Check:
     """One thing that a run is checked for.
 
     Attributes:
-        what: What it would find, in words.
-        needs: Steps after which its silence means something.
-        impossible: Why this run cannot show it; empty if it can.
+        what: The fault that it finds, in words.
+        needs: Steps after which no finding means no fault.
+        impossible: Why this run cannot show the fault; empty if it can.
     """
 
     what: str
@@ -25,7 +25,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class CheckedRun:
-    """What decides on the checks of a run.
+    """Facts of a run that decide on its checks.
 
     Attributes:
         num_workers: W, at least 2.

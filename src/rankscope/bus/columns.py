@@ -39,7 +39,7 @@ class Source(StrEnum):
     KEY = "key"
     """Names the row: step, rank, micro-batch."""
     LOCAL = "local"
-    """Known of each worker by itself: measured there, or computed from what it sends."""
+    """Known of each worker by itself: measured there, or computed from its message."""
     SEQUENCE = "sequence"
     """The same, of variable length."""
     DERIVED = "derived"
@@ -62,11 +62,11 @@ class Compares(StrEnum):
     """Which search compares the workers in a column."""
 
     RESULTS = "results"
-    """What a worker makes of what it is given: loss, gradient."""
+    """A worker's results: loss, gradient."""
     AMOUNTS = "amounts"
-    """How much it is given."""
+    """Its amount of data."""
     ROLLOUTS = "rollouts"
-    """What draws the completions that it trains on."""
+    """The engine that draws its completions."""
 
 
 class Compared(NamedTuple):
@@ -74,7 +74,7 @@ class Compared(NamedTuple):
 
     Attributes:
         label: Its name in findings.
-        relative: Whether a deviation is told as a part of the median where all values are
+        relative: Whether a deviation is reported as a part of the median where all values are
             positive; else always as an absolute difference.
         observed: Whether only steps whose gradients were measured have it.
         by: Which search compares them.
@@ -112,7 +112,7 @@ class Column:
 
     @property
     def is_quantity(self) -> bool:
-        """Whether a mean over steps says something: an amount, not a name, a digest or a flag."""
+        """Whether a mean over steps is of use: an amount, not a name, a digest or a flag."""
         counted = self.dtype is DType.INT and bool(self.unit)
         return self.source is not Source.KEY and (self.dtype is DType.FLOAT or counted)
 
@@ -165,11 +165,11 @@ KEYS = (
         ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps"),
         ("rank", DType.INT, "", Source.KEY, Tail.NONE, "as in workers"),
         ("kind", DType.TEXT, "", Source.KEY, Tail.NONE, "parameter, buffer, optimizer, reduced or applied (gradient), or another kind of state"),
-        ("name", DType.TEXT, "", Source.KEY, Tail.NONE, "what was compared, by its name in the model; only what differs between workers is recorded"),
+        ("name", DType.TEXT, "", Source.KEY, Tail.NONE, "name of the compared state in the model; only differences between workers are recorded"),
     ),
     *declare(
         Table.TRACES,
-        ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps; the rows of the step before the first hold what was there at the beginning"),
+        ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps; the rows of the step before the first hold the initial state"),
         ("kind", DType.TEXT, "", Source.KEY, Tail.NONE, "parameter (after the step) or reduced (gradient, right after the reduction), on rank 0; at the beginning also buffer and optimizer"),
         ("name", DType.TEXT, "", Source.KEY, Tail.NONE, "the parameter's name in the model"),
     ),

@@ -1,4 +1,4 @@
-"""What detectors hand to the diagnosis."""
+"""Detectors, and the evidence that they return to the diagnosis."""
 
 from abc import ABC
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,17 +13,17 @@ from rankscope.stats.state import Stateful
 
 @dataclass(frozen=True, slots=True)
 class FaultEvidence:
-    """What a detector knows about one fault, over the whole run so far.
+    """Evidence of one fault, over the whole run so far.
 
     Attributes:
         cause: Name of the cause.
-        severity: How bad it is now.
+        severity: Its present severity.
         ranks: The workers concerned.
         first_step: The first step that shows it.
         last_step: The last step that shows it.
-        count: How much of it there is; a finding is told again when this has doubled.
-        fields: What the templates of the rules need, besides ``Ranks``, ``ranks``, ``first``,
-            ``last``, ``steps`` and ``over``, which follow from the rest.
+        count: Amount of evidence; each doubling makes an event of the finding.
+        fields: Fields of the rules' templates, besides ``Ranks``, ``ranks``, ``first``, ``last``,
+            ``steps`` and ``over``, which follow from the rest.
         numbers: Evidence for the record.
         key: Names the fault inside the run, and so its finding; the cause, if empty.
         groups: The parameter groups concerned; empty when none in particular.
@@ -43,7 +43,8 @@ class FaultEvidence:
     status: str = "open"
 
     def __post_init__(self) -> None:
-        named, last = name_ranks(self.ranks), f"{self.last_step:,}"
+        named = name_ranks(self.ranks)
+        last = f"{self.last_step:,}"
         usual = {
             "Ranks": named.capitalize(),
             "ranks": named,
@@ -58,28 +59,22 @@ class FaultEvidence:
 class Detector(Stateful, ABC):
     """Watches the stream of steps for one kind of fault.
 
-    What it yields does not depend on how the steps are cut into batches.
-
-    After ``close`` it may be asked for its state, and another of the same build may go on from
-    there with the steps of a restarted job.
+    The evidence does not depend on how the steps are cut into batches. The state after ``close``
+    lets another detector continue with the steps of a restarted job.
     """
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
-        """Take consecutive steps, one with each iteration.
-
-        Yields:
-            For each step, what is new or has changed.
-        """
+        """Process consecutive steps, one with each iteration; yield each step's new evidence."""
         for step in steps:
             yield list(self.observe_step(step))
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; return what is new or has changed.
+        """Process a step; return new or changed evidence.
 
         A detector overrides this, or :meth:`observe` where it compares several steps at once.
         """
         raise NotImplementedError
 
     def close(self) -> Iterable[FaultEvidence]:
-        """End the run; return what had to wait for it."""
+        """End the run; return the evidence that had to wait for its end."""
         return ()

@@ -1,7 +1,7 @@
-"""What one kind of evidence decides at the root, besides finding faults in the record.
+"""Decisions at the root of one kind of evidence, besides finding faults in the record.
 
-Its ``root.py`` has ``make_director(run) -> Director | None``. A director takes what the probes of
-its kind send, and returns requests to them. It keeps no socket and no clock.
+Its ``root.py`` has ``make_director(run) -> Director | None``. A director receives the messages of
+its probes, and returns requests to them. It has no socket and no clock.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,8 +17,8 @@ class Request(NamedTuple):
     """A request to the probes of one kind, on all workers.
 
     Attributes:
-        step: The step that it is about.
-        content: What is asked for, as the probe reads it.
+        step: The step concerned.
+        content: Bytes for the probe to read.
     """
 
     step: int
@@ -33,9 +33,9 @@ class DirectedRun:
         num_workers: W.
         first_step: Number of the run's first step.
         run_dir: Its directory.
-        options: What was agreed on by all ranks, see ``options`` of ``run.json``.
+        options: Options that all ranks agreed on, see ``options`` of ``run.json``.
         by_loop: Whether the training's own loop reduces.
-        report: Takes each finding that has changed.
+        report: Called with each finding that has changed.
     """
 
     num_workers: int
@@ -50,18 +50,18 @@ class Director:
     """Decides for one kind of evidence.
 
     Attributes:
-        findings: What it has found, by id, each in its latest state.
+        findings: Its findings by id, each in its latest state.
     """
 
     findings: Mapping[str, Finding] = {}
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
-        """A probe has sent this; ``rank`` is None for a rank of another run."""
+        """Process a probe's message; ``rank`` is None for a rank of another run."""
 
     def observe(
         self, step: GatheredStep, changed: Sequence[Finding], known: Sequence[Finding], newest: int
     ) -> Iterable[Request]:
-        """A step is there, in order; return what to ask of the probes.
+        """Process the next step; return requests to the probes.
 
         Args:
             step: The step.

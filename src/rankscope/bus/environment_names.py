@@ -1,4 +1,4 @@
-"""Names of what is known of a rank's environment, and which of it may differ between ranks."""
+"""Names of the facts of a rank's environment, and which may differ between ranks."""
 
 PACKAGES = (
     "transformers",
@@ -31,7 +31,7 @@ OWN = frozenset(
         "NCCL_HOSTID",
     }
 )
-"""What each rank may have of its own."""
+"""Facts in which ranks may differ in a healthy job."""
 
 PLACES = ("_DIR", "_HOME", "_PATH", "_CACHE", "_FILE", "_IFNAME", "_HCA")
 """Endings of variables that name a place, which every host may have elsewhere."""

@@ -1,11 +1,11 @@
-"""The declaration of one kind of evidence: all that the pipeline knows of it.
+"""The declaration of one kind of evidence.
 
-A kind of evidence is a package with up to four parts, each found by its name:
+A kind of evidence is a package with up to five parts, each found by its name:
 
 - its declaration, in ``__init__``: columns of the record and arrays of a step's message;
-- ``probe.py``: what measures it in the training process (torch), ``make_probe(job)``;
-- ``judge.py``: what compares workers and finds faults at the root (numpy), ``make_judges(run)``,
-  and what turns messages into a step, ``combine`` and ``derive``;
+- ``probe.py`` measures it in the training process (torch): ``make_probe(job)``;
+- ``combine.py`` turns messages into a step (numpy): ``make_combiner(layout)``, ``derive``;
+- ``judge.py`` compares workers and finds faults at the root (numpy): ``make_judges(run)``;
 - ``findings.toml``: titles, explanations, next checks, and the text of the page of causes.
 """
 
@@ -25,9 +25,9 @@ class Array(NamedTuple):
     """A named array of one worker and step, of any length: ids, losses, sketches.
 
     Attributes:
-        name: Name in messages; its last letter names what it runs over.
+        name: Name in messages; its last letter names its axis.
         dtype: Type of its elements.
-        bulk: Whether it is left out where the agent does not keep up.
+        bulk: Whether it is left out while the agent does not keep up.
     """
 
     name: str

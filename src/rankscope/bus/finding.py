@@ -6,7 +6,7 @@ from enum import IntEnum
 from typing import Any
 
 MAX_WORKERS = 2**20
-"""Workers that a record may speak of; more are damage."""
+"""Largest number of workers in a valid record."""
 
 
 TIMES_LATELY = "times_in_50_steps"
@@ -90,7 +90,8 @@ class Finding:
         """
         if not isinstance(event, Mapping):
             raise TypeError(f"expected an object, got {type(event).__name__}")
-        evidence, groups = event.get("evidence", {}), event.get("groups", ())
+        evidence = event.get("evidence", {})
+        groups = event.get("groups", ())
         if not isinstance(evidence, Mapping) or not isinstance(groups, list | tuple):
             raise TypeError("evidence is an object, and groups is a list")
         if not all(isinstance(group, str) for group in groups):

@@ -1,7 +1,7 @@
-"""What an update of a finding means to whoever reads it: the one place that decides what is news.
+"""Which updates of a finding are events, and which events users are notified of.
 
-Detectors update a finding often. The record takes every update that is an event at all; the log,
-the user's function and the sinks only those that are news.
+Detectors update a finding often. The record takes every event; the log, the user's function and
+the sinks only those that are news.
 """
 
 from collections.abc import Iterable
@@ -12,10 +12,10 @@ from rankscope.bus.finding import Finding, Severity
 
 
 class FindingEvent(StrEnum):
-    """What an update changes about a finding."""
+    """The change that an update makes to a finding."""
 
     OPENED = "opened"
-    """It is there, for the first time or again."""
+    """It opens, for the first time or again."""
     WORSE = "got worse"
     """It is more severe than ever since it opened."""
     CLOSED = "closed"
@@ -27,13 +27,13 @@ class FindingEvent(StrEnum):
 
     @property
     def is_news(self) -> bool:
-        """Whether its reader is told at once."""
+        """Whether users are notified at once."""
         return self in (FindingEvent.OPENED, FindingEvent.WORSE, FindingEvent.CLOSED)
 
 
 @dataclass(frozen=True, slots=True)
 class _Reported:
-    """A finding at its last event, the worst since it opened, and how much of it there was."""
+    """A finding at its last event, its worst severity since it opened, and its count."""
 
     finding: Finding
     worst: Severity
@@ -45,7 +45,7 @@ class FindingEvents:
 
     Args:
         known: Findings that were reported before, in an earlier run that this one continues.
-        severity: Findings that never were this bad do not open.
+        severity: Least severity at which a finding opens.
 
     Example:
         >>> copies = Finding("copies", "data", Severity.WARNING, (0, 2), 5, 8, "So.", "Look.")
@@ -60,15 +60,13 @@ class FindingEvents:
 
     @property
     def reported(self) -> list[tuple[Finding, int]]:
-        """All findings as they were at their last event, and how much of each there was."""
+        """All findings as they were at their last event, and the count of each."""
         return [(each.finding, each.count) for each in self._reported.values()]
 
     def of(self, finding: Finding, count: int = 0) -> FindingEvent | None:
-        """Take an update; return what it changes, None for nothing but numbers.
+        """Return the event that an update makes, None if only numbers have changed.
 
-        Args:
-            finding: The finding as it is now.
-            count: How much of it there is; 0 where that is unknown.
+        ``count`` is the amount of evidence; 0 if unknown.
         """
         before = self._reported.get(finding.id)
         event = self._event(finding, before, count)
@@ -79,7 +77,7 @@ class FindingEvents:
         return event
 
     def note(self, finding: Finding, count: int) -> None:
-        """Take a finding as reported, whatever has changed about it."""
+        """Record a finding as reported, without an event."""
         self._reported[finding.id] = _Reported(finding, finding.severity, count)
 
     def _event(self, finding: Finding, before: _Reported | None, count: int) -> FindingEvent | None:
@@ -99,5 +97,5 @@ class FindingEvents:
 
 
 def _character(finding: Finding) -> tuple[object, ...]:
-    """Return what no update changes without an event."""
+    """Return the fields whose change is an event."""
     return finding.status, finding.cause, finding.severity, finding.ranks, finding.groups

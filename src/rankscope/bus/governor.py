@@ -7,12 +7,12 @@ within the budget, among ``every``, 2·``every``, 4·``every``, … up to 1,024.
 the budget, it keeps (c − b)/m within it: gradients are not given up for a budget that this would
 not meet.
 
-The first ``always`` steps of a run are measured as the user wants, whatever that costs: what is
-wrong from the start is found in them.
+The first ``always`` steps of a run are measured as the user wants, whatever that costs: faults from
+the start are found in them.
 
-It is a pure function of the steps that it is shown: no clock, no randomness. It runs at the root
-alone; each decision travels to the workers with the step that it holds from, and waits there in
-:class:`Intervals`. Overhead is what the workers' training threads felt, and nothing else.
+It is a pure function of its steps: no clock, no randomness. It runs at the root alone; each
+decision is sent to the workers with the step that it holds from, and waits there in
+:class:`Intervals`. Overhead is the time of the workers' training threads, and nothing else.
 """
 
 import statistics
@@ -28,10 +28,10 @@ from rankscope.stats.arrays import Floats
 LAG = PACE.lag
 """Steps from the newest step known to the root to the first one that a decision holds for.
 
-Steps are gathered beside the training: when one is known, training is some steps further on, and a
-little further on one worker than on another. Had a decision effect at once, some workers would
-measure a step and others not. A worker that learns of it more than 16 steps late merely makes for
-steps that do not count as observed.
+Steps are gathered beside the training, which is some steps further on by then, and a little further
+on one worker than on another. If a decision took effect at once, some workers would measure a step
+and others not. Where a worker learns of it more than 16 steps late, some steps do not count as
+observed.
 """
 
 ALWAYS = PACE.governed_after
@@ -40,13 +40,12 @@ ALWAYS = PACE.governed_after
 MAX_INTERVAL = PACE.widest_interval
 
 _FIRST_IGNORED = 3  # of each kind: they compile kernels and allocate memory
-_FAST, _SLOW = 8, 32  # samples that a decision to widen, or to narrow, rests on
+_FAST = 8
+_SLOW = 32  # samples that a decision to widen, or to narrow, rests on
 _FEWEST = 4
-_PATIENCE, _MOST_PATIENCE = (
-    PACE.governor_patience,
-    128,
-)  # observed steps between a decision and narrowing
-_ROOM = 0.8  # of the budget: what a narrower interval may be expected to cost
+_PATIENCE = PACE.governor_patience
+_MOST_PATIENCE = 128  # observed steps between a decision and narrowing
+_ROOM = 0.8  # share of the budget: largest expected overhead of a narrower interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +53,13 @@ class Decision:
     """A change of the sampling interval.
 
     Attributes:
-        decided_at: The step that it rests on.
+        decided_at: The step that led to it.
         first_step: The first step that it holds for.
         interval_before: Interval until then.
         interval: Interval from then on.
-        overhead_before: What the monitor cost until then, as a share of the step's own time.
-        overhead_expected: What it will cost.
-        budget: What it may cost.
+        overhead_before: Overhead until then, as a share of the step's own time.
+        overhead_expected: Expected overhead from then on.
+        budget: Largest overhead allowed.
     """
 
     decided_at: int
@@ -92,23 +91,22 @@ class _Cost:
     plain: float
 
     def share(self, interval: int) -> float:
-        """Return what the monitor adds to the training's time with this interval."""
+        """Return the share that the monitor adds to the training's time with this interval."""
         unobserved = min(self.unobserved, self.observed)
         return (unobserved + (self.observed - unobserved) / interval) / self.plain
 
     def governed_share(self, interval: int, budget: float) -> float:
-        """Return the share to hold against the budget: what measuring less often can change.
+        """Return the share to compare with the budget: the part that a wider interval reduces.
 
         That is the whole, unless steps that are not observed cost more than the budget by
-        themselves. Then it is what gradients add to them: to give these up as well would save
-        next to nothing.
+        themselves. Then it is the part that gradients add.
         """
         floor = min(self.unobserved, self.observed) / self.plain
         return self.share(interval) - (floor if floor > budget else 0.0)
 
 
 class Intervals:
-    """Which steps are measured: what a worker knows of the governor's decisions.
+    """The governor's decisions on a worker: which steps are measured.
 
     Args:
         every: The interval until the first decision.
@@ -125,12 +123,7 @@ class Intervals:
         return self._changes[0][1]
 
     def add(self, first_step: int, interval: int) -> None:
-        """Take a decision, in the order in which they were made.
-
-        Args:
-            first_step: The first step that it holds for.
-            interval: The interval from then on.
-        """
+        """Add a decision, in order: the interval from ``first_step`` on."""
         self._changes = [*self._changes[-1:], (first_step, interval)]
 
 
@@ -138,10 +131,10 @@ class Governor:
     """Decides in which steps gradients are measured.
 
     Args:
-        budget: Largest share of the training's own time that the monitor may add, say 0.01; None
-            to leave the interval alone.
+        budget: Largest share of the training's own time that the monitor may add, such as 0.01;
+            None leaves the interval alone.
         every: The user's interval; the governor only widens it.
-        always: It does not widen it in the steps before this one.
+        always: First step in which it may widen it.
     """
 
     def __init__(self, budget: float | None, every: int, always: int = ALWAYS) -> None:
@@ -164,7 +157,7 @@ class Governor:
     def interval_at(self, step: int) -> int:
         """Return the interval in force: a step is observed when it is a multiple of it.
 
-        The answer for a step is final once the step ``LAG`` before it has been shown.
+        The interval of a step is final once the step ``LAG`` before it has been observed.
         """
         for decision in reversed(self._decisions):
             if decision.first_step <= step:
@@ -179,20 +172,21 @@ class Governor:
         step_seconds_W: Floats,
         newest: int | None = None,
     ) -> Decision | None:
-        """Take note of a step; all steps are shown, in order.
+        """Process a step; all steps come, in order.
 
         Args:
             step: Its number.
             observed: Whether gradients were measured in it.
-            overhead_seconds_W: Time that the monitor took from each worker's training thread;
-                one number will do, their maximum. Values that are not finite are left out.
+            overhead_seconds_W: Time that the monitor took from each worker's training thread, or
+                their maximum. Values that are not finite are left out.
             step_seconds_W: Wall time of the step on each worker, or their maximum.
             newest: The newest step that any worker is known to have ended; None if it is this one.
 
         Returns:
             The decision that this step led to, if any.
         """
-        overhead, seconds = _largest(overhead_seconds_W), _largest(step_seconds_W)
+        overhead = _largest(overhead_seconds_W)
+        seconds = _largest(step_seconds_W)
         self._num_seen[observed] += 1
         if overhead is None or self._num_seen[observed] <= _FIRST_IGNORED:
             return None
@@ -205,7 +199,7 @@ class Governor:
         return self._decide(step, newest) if ready else None
 
     def summary(self) -> dict[str, Any]:
-        """Return what it did and why, for the record: JSON, with None for what is not known."""
+        """Return the decisions and their reasons as JSON for the record; None is unknown."""
         cost = self._cost(_SLOW)
         interval = self._decisions[-1].interval if self._decisions else self._every
         overhead = None if cost is None else cost.share(interval)
@@ -252,7 +246,7 @@ class Governor:
         return None
 
     def _change(self, step: int, newest: int, interval: int, cost: _Cost) -> Decision | None:
-        """Note a decision; one to widen that undoes one to narrow makes for more patience."""
+        """Add a decision; one to widen that undoes one to narrow doubles the patience."""
         assert self._budget is not None
         now = self.interval_at(step)
         if interval == now:
@@ -261,7 +255,8 @@ class Governor:
         if interval > now and last is not None and last.interval < last.interval_before:
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
         self._since_decision = 0
-        before, expected = cost.share(now), cost.share(interval)
+        before = cost.share(now)
+        expected = cost.share(interval)
         first = newest + LAG
         decision = Decision(step, first, now, interval, before, expected, self._budget)
         self._decisions.append(decision)

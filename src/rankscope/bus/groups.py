@@ -1,9 +1,9 @@
 """Named groups of parameters: by default one per transformer block, the embedding and the head.
 
 A group is cut into sections, which are audited one by one, because a changed element drowns in a
-long vector: the error of a reduction is told relative to the norm of what is compared, and grows
-with its size. So a section has at most 10 M elements; a parameter that is larger than what is left
-of a section is split by element ranges.
+long vector: the error of a reduction is relative to the norm of the vector, and grows with its
+size. So a section has at most 10 M elements; a parameter that does not fit into the rest of a
+section is split by element ranges.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -103,7 +103,7 @@ SECTION_ELEMENTS = 10_000_000
 """Elements in a section, at most."""
 
 MAX_SECTIONS = 1024
-"""More sections than these would cost too much to send: then each is larger than it should be."""
+"""More sections would cost too much to send; beyond, each section is larger than 10 M elements."""
 
 _ALIGNED = 64  # a range begins at a multiple of this, where sections are long enough
 
@@ -184,13 +184,14 @@ Range(section=1, start=1, stop=5)))
     for name, size in sizes.items():
         totals[groups.index_of[name]] += size
     aligned = _ALIGNED if section_elements >= _ALIGNED**2 else 1
-    largest = section_elements - (aligned - 1)  # what is cut off at the end goes to the next one
+    largest = section_elements - (aligned - 1)  # the remainder goes to the next one
     while True:
         counts = [max(1, -(-total // largest)) for total in totals]
         if sum(counts) <= max(max_sections, len(groups)):
             break
         largest *= 2
-    first, group_of = 0, list[int]()
+    first = 0
+    group_of = list[int]()
     ranges: dict[str, tuple[Range, ...]] = {}
     for group, (total, count) in enumerate(zip(totals, counts, strict=True)):
         members = {n: s for n, s in sizes.items() if groups.index_of[n] == group}
@@ -216,15 +217,18 @@ def _cut(
         first: Number of the group's first section.
         aligned: Parameters are cut at multiples of this, below where sections end.
     """
-    begin, part = 0, 0
+    begin = 0
+    part = 0
     ranges = {}
     for name, size in sizes.items():
-        pieces, at = [], 0
+        pieces = []
+        at = 0
         while ends[part] < begin + size and part + 1 < len(ends):
             cut = max(at, (ends[part] - begin) // aligned * aligned)
             if cut > at:
                 pieces.append(Range(first + part, at, cut))
-            at, part = cut, part + 1
+            at = cut
+            part = part + 1
         if at < size or not pieces:
             pieces.append(Range(first + part, at, size))
         ranges[name] = tuple(pieces)

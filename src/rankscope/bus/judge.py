@@ -1,4 +1,4 @@
-"""What a kind of evidence does at the root, with the messages of all workers.
+"""How a kind of evidence turns the messages of all workers into a step, at the root.
 
 Legend of shapes: W workers.
 """
@@ -17,7 +17,7 @@ Columns = Mapping[str, NDArray[Any]]
 
 
 class Message(Protocol):
-    """One worker's step; its arrays are attributes, by the names that evidence declares."""
+    """One worker's step; its arrays are attributes, named as evidence declares them."""
 
     step: int
     time: float
@@ -40,7 +40,7 @@ class Combiner:
     """
 
     def learn(self, rank: int, message: Message) -> None:
-        """Learn from a message that has just arrived, before its step is whole."""
+        """Process a message on arrival, before its step is complete."""
 
     def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
         """Fill in columns of the workers; return fields of :class:`GatheredStep`."""
@@ -49,7 +49,7 @@ class Combiner:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """What one kind of evidence computes from the values of all workers.
+    """Values that one kind of evidence computes from those of all workers.
 
     Its ``combine.py`` has ``derive(gathered) -> Derived``. Gradient columns are NaN in a step that
     was not observed, sample columns where no worker named its samples.

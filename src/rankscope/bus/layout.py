@@ -1,4 +1,4 @@
-"""What all messages of a run have in common: told to the root once, as JSON."""
+"""The layout of all messages of a run, sent to the root once, as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How the workers' messages are to be read.
+    """How to read the workers' messages.
 
     Attributes:
         num_workers: W.

@@ -1,4 +1,4 @@
-"""What was measured of one worker's gradient, as it travels: two flat vectors and their sizes."""
+"""The gradient part of a step message: two flat vectors and their sizes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -32,16 +32,16 @@ SKETCHES = ("total", "groups", "local", "reduced")
 
 
 class Measured(NamedTuple):
-    """A worker's gradient as the agent sees it.
+    """The gradient part of a worker's message, unpacked.
 
     Attributes:
-        gradient: What is compared with other workers.
+        gradient: The values that are compared with other workers.
         values: LOCAL signals.
         micro_norms: Gradient norms of the micro-batches ``[M]``, empty when unknown.
         changes_G: Relative change of each group's accumulated gradient between two micro-batches,
             the largest of the step; NaN where the worker holds nothing of it; empty when unknown.
-        found_B: Norms of the accumulated gradient that backward passes after the step's first have
-            found; empty when unknown.
+        found_B: Norms of the accumulated gradient at the beginning of each backward pass after
+            the step's first; empty when unknown.
     """
 
     gradient: MeasuredGradient
@@ -62,7 +62,7 @@ def sizes_of(
 def measured_of(
     numbers: Floats, sketches: Floats32, sizes: Ints, section_counts: Sequence[int]
 ) -> Measured:
-    """Take what has travelled apart.
+    """Unpack the gradient part of a step message.
 
     Args:
         numbers: Float64 parts, one after the other, see ``NUMBERS``.
@@ -73,13 +73,15 @@ def measured_of(
     given = [int(size) for size in sizes]
     part = _parts(numbers, NUMBERS, given)
     sketch = _parts(sketches, SKETCHES, given[len(NUMBERS) :])
-    squares_R, num_rows = part["squares"], len(part["squares"])
+    squares_R = part["squares"]
+    num_rows = len(part["squares"])
     counts = tuple(section_counts) or (1,) * num_rows
     firsts_G = np.cumsum((0, *counts[:-1]))
     reduced_squares_R = part["reduced_squares"]
     if not len(reduced_squares_R):
         reduced_squares_R = np.full(num_rows, np.nan)
-    audit, groups_GK = None, sketch["groups"].reshape(len(firsts_G), -1)
+    audit = None
+    groups_GK = sketch["groups"].reshape(len(firsts_G), -1)
     if len(sketch["local"]):
         local_SK = sketch["local"].reshape(num_rows, -1)
         reduced = sketch["reduced"]
@@ -104,7 +106,8 @@ def measured_of(
         "reduced_norm": math.sqrt(reduced_squares_R.sum()),
         "grad_carried_over": float(part["carried"][0]) if len(part["carried"]) else 0.0,
     }
-    kept, num_groups = part["kept"], len(counts)
+    kept = part["kept"]
+    num_groups = len(counts)
     squares_B2 = kept[:-num_groups].reshape(-1, 2) if len(kept) else np.empty((0, 2))
     if len(kept):
         values |= accumulator_values(squares_B2)
@@ -113,10 +116,10 @@ def measured_of(
 
 
 def accumulator_values(squares_B2: Floats) -> dict[str, float]:
-    """Return the signals that tell what happened to a gradient between two micro-batches.
+    """Return the signals of a gradient's change between two micro-batches.
 
     Args:
-        squares_B2: Squared norms that a backward pass has left, and that the next one has found,
+        squares_B2: Squared norms at the end of a backward pass and at the beginning of the next,
             for each pair of consecutive passes.
 
     Example:

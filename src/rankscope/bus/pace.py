@@ -1,9 +1,8 @@
-"""How late in a run what it does by itself comes due.
+"""When in a run scheduled work is due.
 
-``RANKSCOPE_EAGER=1`` brings all of it into the first thirty steps, and canaries and reference steps
-into the first four, for tests: what goes wrong only later would otherwise be met by users alone.
-Numbers of steps that a statistic needs to be certain stay as they are. So do times that something
-is waited for.
+``RANKSCOPE_EAGER=1`` moves all of it into the first thirty steps, and canaries and reference steps
+into the first four, so that tests meet late failures before users do. Numbers of steps that a
+statistic needs, and timeouts, stay as they are.
 """
 
 import os
@@ -19,23 +18,23 @@ class Pace:
     Attributes:
         lag: :data:`rankscope.bus.governor.LAG`.
         first_kept: Steps until the batches of a run's first canary are kept.
-        lead: Steps that a training may be ahead of what the root has judged; None for any.
+        lead: Steps that a training may be ahead of the root's judgement; None for any number.
         governed_after: :data:`rankscope.bus.governor.ALWAYS`.
         widest_interval: :data:`rankscope.bus.governor.MAX_INTERVAL`.
         governor_patience: Observed steps between a decision and a narrower interval.
         canary_spacing: :data:`rankscope.evidence.canary.schedule.SPACING`.
         canary_retry: :data:`rankscope.evidence.canary.schedule.RETRY_AFTER`.
         canary_share: :data:`rankscope.evidence.canary.schedule.SHARE`.
-        references: Steps of a session whose gradient is computed again, though nobody asks.
-        state_in_turn: Steps that have a turn of the state each.
+        references: Steps of a session whose gradient is computed again without a request.
+        state_in_turn: Steps in which a part of the state is read.
         state_spacing: :data:`rankscope.session.instruments.STATE_SPACING`.
         later_look: The second of :data:`rankscope.evidence.state.roles.FIRST_ROLE_STEPS`.
         look_every: :data:`rankscope.evidence.state.roles.ROLES_EVERY`.
         flags_every: :data:`rankscope.evidence.environment.facts.FLAGS_EVERY`.
         rolled_up: :data:`rankscope.record.rollup_values.LEVELS`.
         part_bytes: :data:`rankscope.record.writer.PART_BYTES`.
-        most_flush_seconds: What is left of a longer ``flush_seconds``.
-        sent_seconds: From one look for changed files to the next, for an object store.
+        most_flush_seconds: Upper limit of ``flush_seconds``.
+        sent_seconds: Interval between two searches for changed files, for an object store.
     """
 
     lag: int = 16

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_LENGTH = 8  # bytes that say how long the header is
+_LENGTH = 8  # bytes of the header's length
 
 
 class PackedError(ValueError):
-    """Bytes that do not hold what they should."""
+    """Bytes without the expected content."""
 
 
 def pack_headed(header: Any, *parts: bytes) -> bytes:
@@ -22,11 +22,7 @@ def pack_headed(header: Any, *parts: bytes) -> bytes:
 
 
 def unpack_headed(packed: bytes | bytearray | memoryview) -> tuple[Any, memoryview]:
-    """Return the header of such bytes, and what follows it.
-
-    Raises:
-        PackedError: They have none.
-    """
+    """Return the header and the bytes after it; PackedError if there is no header."""
     content = memoryview(packed)
     at = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
     try:
@@ -48,12 +44,10 @@ def pack_arrays(header: Any, arrays: Sequence[NDArray[Any]]) -> bytes:
 
 
 def unpack_arrays(packed: bytes | bytearray | memoryview) -> tuple[Any, list[NDArray[Any]]]:
-    """Return what :func:`pack_arrays` was given; the arrays look into ``packed``.
-
-    Raises:
-        PackedError: These bytes hold no such thing.
-    """
-    content, arrays, at = unpack_headed(packed), list[NDArray[Any]](), 0
+    """Return header and arrays, as views into ``packed``; PackedError if there are none."""
+    content = unpack_headed(packed)
+    arrays = list[NDArray[Any]]()
+    at = 0
     try:
         (header, shapes), rest = content
         for name, shape in shapes:

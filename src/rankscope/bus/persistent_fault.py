@@ -1,4 +1,4 @@
-"""The life of a fault: when it opens, which steps show it, and when it has healed."""
+"""The life of a fault: when it opens, which steps show it, and when it heals."""
 
 from collections.abc import Iterable, Mapping
 from typing import ClassVar
@@ -19,11 +19,11 @@ class PersistentFault(Stateful):
         in_a_row: Whether these steps have to follow each other.
 
     Attributes:
-        open: Whether it is there: it was shown, and has not healed since.
+        open: Whether it has opened and not healed since.
         first: The first step that showed it; -1 before.
         last: The last step that showed it; -1 before.
-        count: How many steps showed it.
-        ranks: The workers on which it was there at some time, as far as they were named.
+        count: Number of steps that showed it.
+        ranks: All workers that showed it at some time, as far as they were named.
     """
 
     SETTINGS: ClassVar[tuple[str, ...]] = ("_needed", "_in_a_row")
@@ -42,13 +42,13 @@ class PersistentFault(Stateful):
     def see(
         self, step: int, ranks: Iterable[int] = (), *, first: int | None = None, before: int = 0
     ) -> None:
-        """Take a step that shows it, whatever came before: it is open.
+        """Add a step that shows the fault, and open it without waiting for more.
 
         Args:
             step: Its number.
-            ranks: The workers on which it shows it.
-            first: If none was taken before, the step that showed it first; this one by default.
-            before: And how many steps did before it.
+            ranks: The workers that show it.
+            first: For the first call: the first step that showed it; this one by default.
+            before: For the first call: number of earlier steps that showed it.
         """
         if not self.count:
             self.first = step if first is None else first
@@ -59,14 +59,9 @@ class PersistentFault(Stateful):
         self.open = True
 
     def observe(self, step: int, ranks: Iterable[int]) -> bool:
-        """Take one step that could show it.
+        """Add a step that ``ranks`` show the fault in, if any.
 
-        Args:
-            step: Its number.
-            ranks: The workers on which it shows it.
-
-        Returns:
-            Whether there is something to tell: enough steps show it, or it has healed.
+        Returns whether enough steps show it, this one among them, or it has just healed.
         """
         now = set(ranks)
         if self._in_a_row and self._shown:
@@ -88,7 +83,7 @@ class PersistentFault(Stateful):
         return self.close()
 
     def close(self) -> bool:
-        """Take it as healed; return whether it was open."""
+        """Close the fault; return whether it was open."""
         was_open = self.open
         self.open = False
         return was_open
@@ -103,7 +98,7 @@ class PersistentFault(Stateful):
         *,
         key: str = "",
     ) -> FaultEvidence:
-        """Return what is known of the fault as evidence."""
+        """Return the fault as evidence."""
         return FaultEvidence(
             cause=cause,
             severity=severity,

@@ -1,4 +1,4 @@
-"""What the user declares: how much is compared, and what the run is meant to do."""
+"""The user's declarations: how much is compared, and the plan of the run."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +32,7 @@ RANDOM = ("same", "different")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a run is meant to do; everything is optional.
+    """The plan of a run; everything is optional.
 
     ::
 
@@ -40,22 +40,21 @@ class Plan:
 
     Attributes:
         loss_weighting: ``"token"``: every label token of the global batch counts alike;
-            ``"worker"``: every worker's mean loss counts alike. None: not said.
+            ``"worker"``: every worker's mean loss counts alike. None: unspecified.
         learning_rate: Of the optimizer's first parameter group: a number, or one for each call
-            of ``optimizer.step``, the last of which holds on. None: not said.
+            of ``optimizer.step``, the last of which holds on. None: unspecified.
         random: Whether the workers are meant to draw the ``"same"`` random numbers in their
-            forward passes and data loaders, or ``"different"`` ones. None: not said, which is
-            taken for different.
+            forward passes and data loaders, or ``"different"`` ones. None means different.
         local_buffers: Whether each worker is meant to keep buffers of its own, such as the running
             statistics of batch normalisation.
         repeats: Whether samples are repeated on purpose: between workers, or within an epoch.
         seed: With which every rank's sampler is meant to shuffle; it is compared where the
-            training's data loader is given. None: not said.
+            training's data loader is given. None: unspecified.
         local_steps: Optimizer steps from one average of the workers' parameters to the next, in
             local SGD, DiLoCo and their like: between averages parameters are meant to differ. None:
             every step's gradients are reduced.
-        replicated: Whether all parameters are meant to be equal on all workers, those included that
-            the wrapper was told not to reduce.
+        replicated: Whether all parameters are meant to be equal on all workers, including those
+            that the wrapper is configured not to reduce.
     """
 
     loss_weighting: str | None = None

@@ -1,4 +1,4 @@
-"""What a kind of evidence does in the training process.
+"""How a kind of evidence measures, in the training process.
 
 The ``probe.py`` of a kind of evidence has ``make_probe(job) -> Probe | None``. All calls come on
 the training's thread, and none waits for a device.
@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 Content = bytes | bytearray | memoryview
-"""Of bytes: its length is their number."""
+"""Bytes; ``len`` is their number."""
 
 
 @dataclass(slots=True)
 class MessagePart:
-    """What one kind of evidence adds to a step's message.
+    """The part of one kind of evidence in a step's message.
 
     Attributes:
-        values: LOCAL columns of the workers table by name; what is absent or NaN is missing.
+        values: LOCAL columns of the workers table by name; absent and NaN values are missing.
         arrays: The bytes of its arrays by name.
-        names: What is said in words, as JSON can hold it.
-        items: Digest of what ``digests_D`` are of.
+        names: Texts and names, as JSON can hold them.
+        items: Digest of the kinds and names behind ``digests_D``.
     """
 
     values: Mapping[str, float] = field(default_factory=dict)
@@ -55,13 +55,13 @@ class Ready:
 
 @dataclass(slots=True)
 class StepEnd:
-    """What the collector knows of a step that ends.
+    """Facts of the step that ends, from the collector.
 
     Attributes:
         step: Step number.
-        comparable: Whether workers that agree hold the same after it.
-        idle: Numbers of the forward passes that took no part in it.
-        num_passes: How many forward passes did.
+        comparable: Whether healthy workers hold equal state after it.
+        idle: Numbers of the forward passes without a backward pass in it.
+        num_passes: Number of forward passes with one.
         summed_workers: How many workers' gradients the reduction adds up: 1 for their mean.
         unreduced: Whether the optimizer was called with gradients that no reduction had seen.
         left_over: Whether the step's first backward pass added to a gradient applied before.
@@ -70,8 +70,8 @@ class StepEnd:
             busy takes its own part out.
         overhead_seconds: Time that the monitor took on the host.
         read_seconds: The part of it in which gradients were read.
-        device_overhead: What the step lost to the monitor on an accelerator; None on the host.
-        leave_out: Takes seconds of collecting that are no part of the budget.
+        device_overhead: Accelerator time that the monitor took; None on the host.
+        leave_out: Called with seconds of collecting that do not count against the budget.
     """
 
     step: int
@@ -90,7 +90,7 @@ class StepEnd:
 
 
 class Evaluated(NamedTuple):
-    """What a probe keeps of a forward pass in evaluation mode, until a backward pass trains on it.
+    """A probe's callbacks for a forward pass in evaluation mode that a backward pass trains on.
 
     Attributes:
         before_close: Called first, while the step before may still be open.
@@ -106,11 +106,10 @@ class Channel:
     """How probes reach the root, and the other ranks.
 
     Attributes:
-        send: Takes a kind of evidence, a step and what its director is to get; must not block.
+        send: Sends bytes to the director of a kind of evidence: name, step, content. Never blocks.
         has_room: Returns whether the agent keeps up.
-        meeting: Where the ranks of the run agree, see :mod:`rankscope.wrappers.rendezvous`.
-        mesh: The mesh that the run is a part of, see :mod:`rankscope.session.mesh_meeting`; None
-            without one.
+        meeting: Rendezvous of the run's ranks, see :mod:`rankscope.wrappers.rendezvous`.
+        mesh: The mesh of the run, see :mod:`rankscope.session.mesh_meeting`; None without one.
     """
 
     send: Callable[[str, int, Content], None] = lambda name, step, content: None
@@ -124,8 +123,8 @@ class Job:
     """The training that probes measure, as they are made.
 
     Attributes:
-        wrapped: The model and how it is data parallel, see :mod:`rankscope.wrappers.find`.
-        optimizer: Its optimizer, or several as one; None if not known.
+        wrapped: The model and its wrapper, see :mod:`rankscope.wrappers.find`.
+        optimizer: Its optimizer, or several as one; None if unknown.
         rank: This worker's rank in its data-parallel group.
         loader: The training's data loader; None if it was not given.
         exact: Whether state, randomness and precision are compared exactly.
@@ -139,7 +138,7 @@ class Job:
         canary: Whether canaries run.
         canary_every: Steps from one scheduled canary to the next; None for a schedule by cost.
         verify_at: Steps whose gradient is computed again.
-        leave_out: Takes seconds of the present work that count elsewhere.
+        leave_out: Called with seconds of the present work that count elsewhere.
         channel: The way to the root.
     """
 
@@ -164,8 +163,8 @@ class Job:
 class Probe:
     """Measures one kind of evidence on one worker.
 
-    A method that a probe overrides is called; one that it leaves alone costs nothing. The calls of
-    a step come in this order, those of a forward pass once for each.
+    Only overridden methods are called; the others cost nothing. The calls of a step come in this
+    order, those of a forward pass once for each.
     """
 
     @property
@@ -175,7 +174,7 @@ class Probe:
 
     @property
     def turn_due(self) -> bool:
-        """Whether it is wanted where the present forward pass enters the module."""
+        """Whether :meth:`on_turn` is wanted where this forward pass enters the module."""
         return False
 
     @property
@@ -184,10 +183,10 @@ class Probe:
         return False
 
     def ask(self) -> None:
-        """The user asks for it, on all workers in the same step."""
+        """The user requests a measurement, on all workers in the same step."""
 
     def on_request(self, step: int, content: bytes) -> None:
-        """The root asks for something, see :class:`rankscope.bus.director.Request`."""
+        """A request from the root, see :class:`rankscope.bus.director.Request`."""
 
     def before_pass(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A forward pass of the wrapped model is about to begin."""
@@ -205,10 +204,10 @@ class Probe:
         """The forward pass is about to enter the module inside the wrapper."""
 
     def on_module_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """This enters the module inside the wrapper."""
+        """The inputs of the module inside the wrapper."""
 
     def on_turn(self, step: int, *, early: bool) -> None:
-        """The model may be run for it; ``early`` if the wrapper's forward pass has not begun."""
+        """The probe may run the model; ``early`` if the wrapper's forward pass has not begun."""
 
     def on_module_output(self, output: Any) -> None:
         """The module inside the wrapper has returned this."""
@@ -224,7 +223,7 @@ class Probe:
 
     @property
     def wanted_names(self) -> Collection[str]:
-        """Names of the parameters whose local gradient it wants to see in this step."""
+        """Names of the parameters whose local gradient it reads in this step."""
         return ()
 
     def see_local(self, name: str, gradient: Any) -> None:
@@ -240,7 +239,7 @@ class Probe:
         """The optimizer is about to be called."""
 
     def listen(self, recompute: Callable[..., None]) -> Callable[[], object] | None:
-        """Have a function called where no optimizer's hook serves; return what ends that."""
+        """Call a function where no optimizer's hook serves; return the function that ends it."""
 
     def recompute(self) -> None:
         """The optimizer is about to be called, and the model may be run again."""
@@ -249,13 +248,13 @@ class Probe:
         """The optimizer's call has ended; ``complete`` if the step's gradients were reduced."""
 
     def collect(self, end: StepEnd) -> Pending | None:
-        """The step ends: return its part of the message, and start again."""
+        """The step ends: return the probe's part of the message, and start again."""
 
     def abort(self) -> None:
-        """Forget the step: an exception, or a step that is begun anew."""
+        """Forget the step, after an exception or a second begin."""
 
     def close(self) -> None:
-        """Take all hooks out."""
+        """Remove all hooks."""
 
 
 def overriding(probes: Iterable[Probe], name: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Who has which value: the words for values that should agree."""
+"""Values that should be equal on all ranks, as words."""
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -21,11 +21,9 @@ def known_values(values_W: NDArray[Any], known_W: NDArray[np.bool_]) -> list[Any
 
 
 def name_values(values: Sequence[_T | None], word: Callable[[_T], str] = str) -> str:
-    """Return who has what: ``0.3 on rank 3, 0.1 on the others``.
+    """Return values and their ranks: ``0.3 on rank 3, 0.1 on the others``.
 
-    Args:
-        values: One per rank; None where it is unknown.
-        word: Turns a value into words.
+    ``values`` has one per rank, None where it is unknown.
     """
     ranks: dict[_T, list[int]] = {}
     for rank, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""The memory of the batches that came before, for all detectors that ask for it.
+"""Earlier batches, remembered for all detectors.
 
 Legend of shapes: T steps, N remembered steps, W workers.
 """
@@ -15,7 +15,7 @@ from rankscope.stats.sorted_map import SortedMap
 from rankscope.stats.state import Stateful
 
 REMEMBERED = 64
-"""Batches of every worker that are remembered."""
+"""Remembered batches of every worker."""
 
 _GENERATION = 1 << 19
 
@@ -25,9 +25,9 @@ class Recurrence:
     """Whether the batches of a step came before.
 
     Attributes:
-        ages_W: How many steps ago each worker had the same batch; 0 where that is unknown, or it is
-            none of the last 64.
-        before: The latest step in which all workers had the batches that they have now; -1 without.
+        ages_W: How many steps ago each worker had the same batch; 0 where unknown, or not among
+            the last 64.
+        before: The latest step in which all workers had their present batches; -1 without.
         recent_NW: The digests of the last batches of every worker, this step's the last of them.
     """
 
@@ -36,7 +36,7 @@ class Recurrence:
     recent_NW: Ints
 
     def num_distinct(self, worker: int, most: int) -> int:
-        """Return how many of the last ``most`` batches of a worker are different ones."""
+        """Return how many of a worker's last ``most`` batches are distinct."""
         recent_N = self.recent_NW[-most:, worker]
         return len(np.unique(recent_N[recent_N != MISSING_INT]))
 
@@ -61,17 +61,16 @@ class RecentBatches(Stateful):
         self._old = SortedMap(np.int32)
 
     def observe(self, digests_TW: Ints, steps: Sequence[int]) -> list[Recurrence]:
-        """Take consecutive steps; return for each of them whether its batches came before.
+        """Process consecutive steps; return for each whether its batches came before.
 
-        Args:
-            digests_TW: A digest of each worker's batch, ``MISSING_INT`` where it is unknown.
-            steps: The numbers of the steps.
+        ``digests_TW`` holds a digest of each worker's batch, ``MISSING_INT`` where it is unknown.
         """
         known_T = (digests_TW != MISSING_INT).any(axis=1)
         history = np.concatenate([self._recent_NW, digests_TW[known_T]])
         self._recent_NW = history[-REMEMBERED:].copy()
         nothing = Recurrence(np.zeros(digests_TW.shape[1], np.int64), -1, history[:0])
-        found, end = [], REMEMBERED
+        found = []
+        end = REMEMBERED
         for digests_W, step, known in zip(digests_TW, steps, known_T.tolist(), strict=True):
             if not known:
                 found.append(nothing)
@@ -93,7 +92,7 @@ class RecentBatches(Stateful):
 
 
 def _ages(recent_NW: Ints, digests_W: Ints) -> Ints:
-    """Return how many steps ago each worker had its batch, 0 if none of the recent ones is it."""
+    """Return how many steps ago each worker had its batch, 0 if not among the recent ones."""
     same_NW = recent_NW == digests_W
     same_NW &= digests_W != MISSING_INT
     if not same_NW.any():

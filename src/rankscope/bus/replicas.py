@@ -1,8 +1,8 @@
-"""What should be equal on several workers, compared by digests.
+"""State that should be equal on several workers, compared by digests.
 
 Under DDP every worker holds all parameters, buffers and optimizer state; with HSDP, the workers of
 equal shards do. Their bits stay equal for as long as all apply the same gradients. So a single
-difference is exact evidence, and its place in the model tells where to look.
+difference is exact evidence, and its place in the model shows where to look.
 """
 
 import functools
@@ -24,14 +24,14 @@ Bools = NDArray[np.bool_]
 _T = TypeVar("_T")
 
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
-"""What torch calls the buffers of a normalisation over batches."""
+"""torch's names of the buffers of a normalisation over batches."""
 
-MAX_TOLD = 4
-"""Differences of one kind that are told of a step: one is enough to prove the fault."""
+MAX_REPORTED = 4
+"""Reported differences of one kind in a step: one is enough to prove the fault."""
 
 
 class StateKind(StrEnum):
-    """What is compared."""
+    """A kind of compared state."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -50,17 +50,17 @@ class StateKind(StrEnum):
     LEFT_OUT = "left-out"
     """A parameter that is trained, and whose gradient is not reduced."""
     CHANGED = "changed"
-    """A gradient that was scaled otherwise than most between the reduction and the optimizer."""
+    """A gradient whose scaling between reduction and optimizer differs from that of most."""
     RESTING = "resting"
     """A parameter that has a gradient and does not change, while others do."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateDigests:
-    """One worker's digests of what was to be compared in one step. D items.
+    """One worker's digests of the state compared in one step. D items.
 
     Attributes:
-        kinds: What each item is.
+        kinds: Kind of each item.
         names: Its name in the model.
         digests_D: Digest of its bits, int64 ``[D]``.
         unchanged_D: For reduced gradients: whether the reduction left the bits of the local
@@ -85,10 +85,10 @@ class StateDigests:
 
 @dataclass(frozen=True, slots=True)
 class StateDifference:
-    """Something that is not equal on workers that should hold the same.
+    """State that differs between workers that should hold the same.
 
     Attributes:
-        kind: What it is.
+        kind: Its kind.
         name: Its name in the model.
         digests_W: Digest of its bits on every worker, int64 ``[W]``.
         unchanged_W: For a reduced gradient: whether the reduction left the local gradient's bits
@@ -100,34 +100,27 @@ class StateDifference:
     digests_W: Ints
     unchanged_W: Bools
 
-    def odd_ones_out(self, replicas_W: Ints) -> tuple[int, ...]:
+    def minority_ranks(self, replicas_W: Ints) -> tuple[int, ...]:
         """Return the workers that differ from most of those that should hold the same.
 
-        Args:
-            replicas_W: Workers with equal numbers should hold the same.
-
-        Returns:
-            Ranks in order; all workers concerned where no majority agrees.
+        Workers with equal numbers in ``replicas_W`` should. Where no majority agrees, all workers
+        concerned are returned.
         """
         odd = [
             ranks[index]
             for ranks in _classes(self.kind, replicas_W)
-            for index in odd_ranks(self.digests_W[ranks].tolist())
+            for index in minority_ranks(self.digests_W[ranks].tolist())
         ]
         return tuple(sorted(odd))
 
 
-def odd_ranks(values: Sequence[Hashable | None]) -> tuple[int, ...]:
-    """Return the ranks whose value is not that of most; all known ones where no majority agrees.
+def minority_ranks(values: Sequence[Hashable | None]) -> tuple[int, ...]:
+    """Return the ranks whose value is not that of the majority; all known ones without a majority.
 
-    Args:
-        values: One per rank; None where it is unknown, which is no difference.
-
-    Returns:
-        Ranks in order; nothing when all known values agree.
+    ``values`` has one per rank; None is unknown, which is no difference.
 
     Example:
-        >>> odd_ranks([7, 7, 9, None]), odd_ranks([7, 7, 9, 9]), odd_ranks([7, 7])
+        >>> minority_ranks([7, 7, 9, None]), minority_ranks([7, 7, 9, 9]), minority_ranks([7, 7])
         ((2,), (0, 1, 2, 3), ())
     """
     known = [rank for rank, value in enumerate(values) if value is not None]
@@ -154,17 +147,14 @@ def digest_of_digests(digests_D: "Ints | NDArray[np.uint64] | array[int]") -> in
 def differences(
     own: StateDigests, digests_WD: Ints, unchanged_WD: Bools, replicas_W: Ints
 ) -> tuple[StateDifference, ...]:
-    """Return what differs between workers that should hold the same.
+    """Return the differences between workers that should hold the same, in order of the items.
 
     Args:
-        own: One worker's items, which name those of all.
-        digests_WD: Everybody's digests.
-        unchanged_WD: Everybody's ``unchanged_D``.
+        own: One worker's items; all workers have the same ones.
+        digests_WD: All workers' digests.
+        unchanged_WD: All workers' ``unchanged_D``.
         replicas_W: Workers with equal numbers should hold the same parameters, optimizer state
             and gradients; buffers are compared between all.
-
-    Returns:
-        At most ``MAX_TOLD`` of each kind, in order of the items.
     """
     among_all_D = (digests_WD != digests_WD[:1]).any(axis=0)
     if not among_all_D.any():
@@ -173,15 +163,15 @@ def differences(
     for ranks in _replicas(replicas_W):
         among_replicas_D |= (digests_WD[ranks] != digests_WD[ranks[0]]).any(axis=0)
     items = list(zip(own.kinds, own.names, strict=True))
-    told: list[StateDifference] = []
+    found: list[StateDifference] = []
     for kind in StateKind:
         differs_D = among_all_D if kind is StateKind.BUFFER else among_replicas_D
-        told += [
+        found += [
             StateDifference(kind, name, digests_WD[:, d].copy(), unchanged_WD[:, d].copy())
             for d, (item, name) in enumerate(items)
             if item is kind and differs_D[d]
-        ][:MAX_TOLD]
-    return tuple(told)
+        ][:MAX_REPORTED]
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=256)
@@ -191,7 +181,7 @@ def _digest_of_items(kinds: tuple[StateKind, ...], names: tuple[str, ...]) -> in
 
 
 def _classes(kind: StateKind, replicas_W: Ints) -> list[list[int]]:
-    """Return groups of ranks that should hold the same, those of a single one aside."""
+    """Return groups of two or more ranks that should hold the same."""
     return [list(range(len(replicas_W)))] if kind is StateKind.BUFFER else _replicas(replicas_W)
 
 
@@ -212,12 +202,12 @@ class TensorTrace:
     """Tensors of one worker in one step. N tensors, k numbers a sketch.
 
     Attributes:
-        kinds: What each is of ``[N]``: a parameter after the step, a reduced gradient, …
+        kinds: Kind of each ``[N]``: a parameter after the step, a reduced gradient, …
         names: Its canonical name in the model ``[N]``.
         digests_N: Digest of its bits.
         norms_N: Its L2 norm.
         sketches_NK: Its linear sketch: that of a difference is the difference of sketches.
-        initial: What the model held before this step, in the first one that is traced.
+        initial: The model's content before this step, in the first one that is traced.
     """
 
     kinds: tuple[StateKind, ...]

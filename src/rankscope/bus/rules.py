@@ -1,4 +1,4 @@
-"""What each finding says, and what to check next: read from the ``findings.toml`` of each evidence.
+"""Explanation and next check of each finding, read from the ``findings.toml`` of each evidence.
 
 One entry per cause, under the stable name that findings, records and command lines use:
 
@@ -24,7 +24,7 @@ from rankscope.bus.finding import Severity
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """What a finding of one severity says.
+    """The text of a finding of one severity.
 
     Attributes:
         explanation: What happens, as a template.
@@ -42,10 +42,10 @@ class Rule:
     Attributes:
         title: The cause in a few words.
         family: The part of the overview that lists it.
-        meaning: What the overview says of it.
-        evidence: What it rests on, in a word or two.
-        page: What it looks like, where it comes from and what to do, in Markdown.
-        advice: What to say, by severity.
+        meaning: Its sentence in the overview.
+        evidence: Its evidence, in a word or two.
+        page: Its section: symptoms, origin and remedy, in Markdown.
+        advice: The finding's text, by severity.
         explains: Causes whose findings are consequences of this one.
         explains_own: The same of findings that concern no other workers.
         settles: Causes whose open question this one answers.
@@ -78,7 +78,7 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
 
 
 class _Rules(Mapping[str, Rule]):
-    """All rules by name, read when they are first asked for."""
+    """All rules by name, read at their first use."""
 
     @cached_property
     def _all(self) -> Mapping[str, Rule]:
@@ -97,7 +97,7 @@ class _Rules(Mapping[str, Rule]):
 
 
 RULES: Mapping[str, Rule] = _Rules()
-"""What each finding says, by the name of its rule."""
+"""All rules, by name."""
 
 
 _START_AGAIN = "start again with the fault repaired"
@@ -111,8 +111,8 @@ def describe(
     Args:
         cause: Name of the rule.
         severity: How bad it is.
-        fields: What the detector fills in.
-        back: How to undo what the fault has done, see :func:`go_back`.
+        fields: Values of the templates' fields, from the detector.
+        back: How to undo the effect of the fault, see :func:`go_back`.
 
     Raises:
         KeyError: The table has no such cause or severity, or a field is missing.
@@ -123,11 +123,9 @@ def describe(
 
 
 def go_back(first_step: int, begun_at: int) -> str:
-    """Return how to undo what a fault has done: by a checkpoint, where the run may have one.
+    """Return how to undo the effect of a fault: by a checkpoint, where the run may have one.
 
-    Args:
-        first_step: The first step that shows the fault.
-        begun_at: The first step of the run.
+    ``first_step`` is the first one that shows the fault, ``begun_at`` the first one of the run.
     """
     if first_step <= begun_at:
         return _START_AGAIN
@@ -135,4 +133,4 @@ def go_back(first_step: int, begun_at: int) -> str:
 
 
 LATENESS = 192
-"""Steps by which a cause may be found later than its consequence: digests take turns."""
+"""Steps by which a cause may be found later than its consequence: digests alternate."""

@@ -1,4 +1,4 @@
-"""What is known of a run before its first step, and what its judges share."""
+"""Facts of a run before its first step, and state that its judges share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any
 from rankscope.bus.plan import Plan
 
 Ranks = Callable[[], Sequence[int]]
-"""Returns some ranks, as they are known at the moment of the call."""
+"""Returns ranks, as of the moment of the call."""
 
 
 def _nobody() -> Sequence[int]:
@@ -16,12 +16,12 @@ def _nobody() -> Sequence[int]:
 
 @dataclass(slots=True)
 class FlaggedWorkers:
-    """Workers that one judge knows to differ, for others to leave out; filled in by that judge.
+    """Workers that the outlier judge has flagged; other judges leave them out.
 
     Attributes:
-        now: Those that were found to differ from the others.
+        now: Workers that differ from the others at present.
         steadily: Those of them that differ in most steps.
-        left_out: Those that are not compared in the present step.
+        left_out: Workers that are not compared in the present step.
     """
 
     now: Ranks = _nobody
@@ -31,20 +31,20 @@ class FlaggedWorkers:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """What judges are made for.
+    """Facts of a run that judges are made for.
 
     Attributes:
         num_workers: W.
         hosts: Host of each rank; empty when unknown.
         environments: Environment of each rank; empty when unknown.
-        plan: What the run is meant to do.
+        plan: The user's plan for the run.
         reduced_in: By group, the type in which its gradient is meant to be reduced; None if
             unknown.
         comm_hook: Whether a communication hook of the training's own reduces gradients.
         sampler_seeds: Seed of each rank's sampler, None where it is not known.
         with_replacement: Whether all ranks' data loaders are known to draw with replacement.
         by_loop: Whether the training's own loop reduces, or its optimizer.
-        flagged: Workers that judges leave out.
+        flagged: Workers that some judges leave out.
     """
 
     num_workers: int

@@ -1,4 +1,4 @@
-"""What of an environment and a configuration may be recorded: no secrets."""
+"""Which parts of an environment and a configuration may be recorded: no secrets."""
 
 import re
 from collections.abc import Mapping
@@ -66,7 +66,7 @@ _FAMILIES = {
         USE_DEEPSPEED USE_FSDP USE_SEEDABLE_SAMPLER""",
     "DEEPSPEED": "LOG_LEVEL TIMEOUT",
 }
-"""What follows the beginnings of variables' names."""
+"""Endings of variables' names, by their beginnings."""
 
 VARIABLES = frozenset(
     {
@@ -86,7 +86,7 @@ VARIABLES = frozenset(
 """Environment variables that decide how a job computes or communicates; no others are recorded."""
 
 HIDDEN = "…"
-"""What is recorded in place of a secret."""
+"""Recorded in place of a secret."""
 
 _URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)(?:\S*@)?([^\s/?#\\]+)[^\s]*", re.IGNORECASE)
 _SECRET = re.compile(
@@ -96,7 +96,7 @@ _SECRET = re.compile(
     re.IGNORECASE,
 )
 _NAMED = r"[\w-]*(?:secret|passw(?:or)?d|passphrase|credential|authorization|token|[is]_?key)[\w-]*"
-_SAID = re.compile(
+_NAMED_VALUE = re.compile(
     rf"(--{_NAMED}[ =]|\b{_NAMED}['\"]?\s*[=:]\s*)"
     r"(['\"]?)(?!\d+\b|None\b)(?:(?:bearer|basic)\s+)?[^\s'\",)]+",
     re.IGNORECASE,
@@ -111,11 +111,9 @@ def without_addresses(text: str) -> str:
 
 
 def without_secrets(value: Any, name: str = "") -> Any:
-    """Return what a user wants to be recorded, with what looks like a secret hidden.
+    """Return a user's plain JSON value with all likely secrets hidden.
 
-    Args:
-        value: A plain value of JSON.
-        name: By which name it was given: text is hidden if that is one of a secret.
+    Text is hidden if ``name``, the name of the value, is that of a secret.
     """
     if isinstance(value, Mapping):
         hidden = name if _is_secret(name) else ""
@@ -126,7 +124,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
         return value
     if _is_secret(name):
         return HIDDEN
-    return without_addresses(_SAID.sub(rf"\1\2{HIDDEN}", value))
+    return without_addresses(_NAMED_VALUE.sub(rf"\1\2{HIDDEN}", value))
 
 
 def _is_secret(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""What is known about one step once all workers have reported: inputs, and the derived report."""
+"""One step of all workers: the gathered values, and the report derived from them."""
 
 import math
 from collections.abc import Mapping
@@ -20,15 +20,15 @@ MISSING_INT = np.iinfo(np.int64).min
 
 @dataclass(frozen=True, slots=True)
 class MeasuredGradient:
-    """What one worker says about its gradient in one step. G groups, K numbers a sketch.
+    """One worker's gradient in one step. G groups, K numbers a sketch.
 
     Attributes:
         group_norms_G: L2 norm of each group's local gradient.
         sketch_K: Sketch of the local gradient; empty in the tier without sketches.
         group_sketches_GK: Narrow sketch of each group's local gradient, or ``[G, 0]``.
-        audit: What it contributes to the audit of the reduction; None without.
-        residuals: What came of the audit ``[1 + G]``: how far the reduced gradient that this worker
-            holds is from the mean, in all and by group; empty before, or without.
+        audit: Its contribution to the audit of the reduction; None without.
+        residuals: Result of the audit ``[1 + G]``: distance of this worker's reduced gradient
+            from the mean, of the whole and by group; empty before, or without.
         reduced_product: Inner product of the local gradient with the reduced one; NaN if unknown.
     """
 
@@ -55,22 +55,22 @@ class GatheredStep:
         micro_losses: One array per worker: the loss of each of its micro-batches.
         micro_weights: One array per worker, beside ``micro_losses``.
         micro_norms: One array per worker: gradient norm of each micro-batch; empty when unknown.
-        micro_scales: One array per worker, beside ``micro_losses``: what each loss was multiplied
-            by before backward.
+        micro_scales: One array per worker, beside ``micro_losses``: the multiplier of each loss
+            before backward.
         groups: Names of the parameter groups ``[G]``; empty when the step was not observed.
         group_norms_WG: Gradient norm by worker and group.
         group_sketches_WGK: Narrow sketches by worker and group.
         reduced_copies: How many workers hold each element of the reduced gradient.
-        differences: What differs between workers that should hold the same.
+        differences: State that differs between workers that should hold the same.
         interval: Sampling interval in force: gradients are measured in multiples of it.
-        consensus: Beyond 64 workers, where each stands against all others.
+        consensus: Beyond 64 workers, the direction of each against all others.
         groups_in_turn: Beyond 64 workers, the groups whose directions were compared, by index.
         residuals_WG: By worker and group, the relative distance of the reduced gradient that this
             worker holds from the mean of the workers' gradients; None where it was not audited.
         total_residuals_W: The same of the whole gradient.
         trace: Rank 0's tensors, where they are traced; None on other ranks.
         reduced_products_W: Inner product of each worker's gradient with the reduced one, NaN where
-            it is unknown; None in the tiers that have no use for it.
+            it is unknown; None in the tiers that do not use it.
         accumulator_changes_WG: By worker and group, the relative change of the accumulated gradient
             between two micro-batches, the largest of the step; None where nothing has changed, or
             nothing is known.
@@ -111,7 +111,7 @@ class StepReport:
     """One step as the run records it: a row of ``steps``, W rows of ``workers``, and the pairs.
 
     The columns of the steps table are attributes too: ``report.cosine_mean``. A value that is
-    undefined (say, a cosine with one worker) is NaN here and null in the record.
+    undefined (for example a cosine with one worker) is NaN here and null in the record.
 
     Attributes:
         gathered: The values as the workers sent them.
@@ -161,18 +161,19 @@ MAX_PAIRED_WORKERS = 64
 
 
 def as_recorded(report: StepReport) -> StepReport:
-    """Return a step with the bits that come back from its record; without effect on such a step.
+    """Return a step with the bits that its record holds; without effect on a recorded step.
 
     A live step holds more than its record does: sketches, cosines in double precision, the one
-    micro-batch of a step without accumulation. A detector that used those could not be asked again
-    later. So every detector, live or offline, sees a step reduced to its record.
+    micro-batch of a step without accumulation. Detectors see no more than the record, so that
+    they find the same live and offline.
 
     Without sketches; cosines rounded to float32, up to 64 workers; micro-batches
     only where some worker had two or more, and their norms only if some were measured; groups only
     if there are two or more.
     """
     gathered = report.gathered
-    groups, micro = _has_groups(gathered), has_micro_batches(gathered)
+    groups = _has_groups(gathered)
+    micro = has_micro_batches(gathered)
     return replace(
         report,
         gathered=_gathered(gathered, groups=groups, micro=micro),

@@ -1,4 +1,4 @@
-"""Consecutive steps as detectors are given them, and what is asked of them.
+"""Consecutive steps as detectors receive them, with summaries that are computed once for all.
 
 Legend of shapes: S steps, C columns of one type, W workers.
 """
@@ -40,17 +40,17 @@ _SUMMARIES: Mapping[str, Callable[[NDArray[Any]], Any]] = {
     "smallest": lambda values: values.min(axis=2),
     "largest": lambda values: values.max(axis=2),
 }
-"""What is asked of the workers' columns, from ``[S, C, W]`` to ``[S, C]``."""
+"""Summaries over the workers, from ``[S, C, W]`` to ``[S, C]``."""
 
 Groups = Sequence[tuple[int, ...]]
 """Groups of ranks whose batches are identical."""
 
 
 class Columns:
-    """What the workers of consecutive steps sent; what is asked of it is computed once for all.
+    """The workers' columns in consecutive steps; their summaries are computed once for all.
 
     Args:
-        reports: The steps, at least one, of as many workers.
+        reports: The steps, at least one, all with the same number of workers.
         batches: Remembers the workers' batches.
 
     Attributes:
@@ -79,7 +79,7 @@ class Columns:
         return column
 
     def summary(self, what: str, name: str, index: int) -> Any:
-        """Return what a step's workers have in a column; ``what`` is one of ``_SUMMARIES``."""
+        """Return a step's summary of a column; ``what`` is one of ``_SUMMARIES``."""
         dtype, at = self._places[name]
         if (what, dtype) not in self._summaries:
             self._summaries[what, dtype] = _SUMMARIES[what](self._of_type(dtype)).tolist()
@@ -88,28 +88,26 @@ class Columns:
     def _of_type(self, dtype: DType) -> NDArray[Any]:
         """Return the columns of one type ``[S, C, W]``."""
         if dtype not in self._values:
-            names, gathered = (
-                [name for name, (kind, _) in self._places.items() if kind is dtype],
-                [report.gathered for report in self.reports],
-            )
+            names = [name for name, (kind, _) in self._places.items() if kind is dtype]
+            gathered = [report.gathered for report in self.reports]
             flat = np.concatenate([step.workers[name] for step in gathered for name in names])
             self._values[dtype] = flat.reshape(len(gathered), len(names), -1)
         return self._values[dtype]
 
     @cached_property
     def samples(self) -> DrawnSamples:
-        """What the workers draw."""
+        """The samples that the workers draw."""
         return DrawnSamples([report.gathered.samples for report in self.reports])
 
     @cached_property
     def token_products(self) -> list[list[float]]:
-        """How the workers' losses go with their tokens in each step, for :class:`TokenSums`."""
+        """Covariation of the workers' losses and tokens in each step, for :class:`TokenSums`."""
         products_S2 = token_products(self.column("loss"), self.column("loss_weight"))
         return list(products_S2.tolist())
 
     @cached_property
     def token_spreads(self) -> list[float]:
-        """How far the weights of tokens lie apart in each step, see :func:`log_spread`."""
+        """Spread of the tokens' weights in each step, see :func:`log_spread`."""
         spreads_S = log_spread(self.column("grad_scale"), self.column("loss_weight"))
         return [float(spread) for spread in spreads_S]
 
@@ -120,7 +118,7 @@ class Step:
 
     Attributes:
         report: The step.
-        columns: What the workers sent in all steps of the batch.
+        columns: The workers' columns in all steps of the batch.
         index: Its place among them.
     """
 
@@ -130,7 +128,7 @@ class Step:
 
     @property
     def gathered(self) -> GatheredStep:
-        """What the workers sent."""
+        """The workers' values."""
         return self.report.gathered
 
     @property
@@ -174,14 +172,14 @@ class Step:
 
 
 class StepBatch:
-    """One or more consecutive steps of as many workers.
+    """One or more consecutive steps of the same number of workers.
 
     Args:
         reports: The steps.
         batches: Remembers the workers' batches; one that remembers none, if left out.
 
     Attributes:
-        columns: What the workers sent.
+        columns: The workers' columns.
         numbers: The numbers of the steps.
     """
 
@@ -202,6 +200,6 @@ class StepBatch:
 
 
 def batches_of(reports: Sequence[StepReport], batches: RecentBatches) -> Iterator[StepBatch]:
-    """Yield consecutive steps, those of as many workers together."""
+    """Yield batches of consecutive steps, cut where the number of workers changes."""
     for _, together in groupby(reports, lambda report: report.gathered.num_workers):
         yield StepBatch(list(together), batches)

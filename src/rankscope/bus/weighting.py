@@ -23,7 +23,8 @@ Bools = NDArray[np.bool_]
 
 _EQUAL = 1e-3
 _PROPORTIONAL = 1e-2
-_ENOUGH, _SLOPE = 0.2, 0.5
+_ENOUGH = 0.2
+_SLOPE = 0.5
 
 
 def log_spread(scales_RU: Floats, tokens_RU: Floats) -> Floats:
@@ -119,7 +120,7 @@ def token_products(losses_RU: Floats, tokens_RU: Floats) -> Floats:
 
 
 class TokenSums(Stateful):
-    """Tells losses that are sums over tokens from means over tokens.
+    """Detects losses that are sums over tokens, not means.
 
     Some trainers divide the sum over a worker's tokens by the number of *all* workers' tokens.
     Such a loss grows with the worker's tokens, and weighs all tokens alike without any help from
@@ -139,17 +140,17 @@ class TokenSums(Stateful):
         self._xy = 0.0
 
     def add(self, losses_RU: Floats, tokens_RU: Floats) -> None:
-        """Take the losses of units, and their tokens; NaN where unknown."""
-        self.take(token_products(losses_RU, tokens_RU).sum(axis=0).tolist())
+        """Add the losses of units, and their tokens; NaN where unknown."""
+        self.add_products(token_products(losses_RU, tokens_RU).sum(axis=0).tolist())
 
-    def take(self, products: Sequence[float]) -> None:
-        """Take the sums of x² and xy of a step, see :func:`token_products`."""
+    def add_products(self, products: Sequence[float]) -> None:
+        """Add the sums of x² and xy of a step, see :func:`token_products`."""
         self._xx += products[0]
         self._xy += products[1]
 
     @property
     def found(self) -> bool:
-        """Whether the losses are sums over tokens, as far as one can tell."""
+        """Whether the losses are sums over tokens, as far as the steps show."""
         return self._xx >= _ENOUGH and self._xy > _SLOPE * self._xx
 
 
@@ -170,13 +171,8 @@ def undo_common_scale(gathered: GatheredStep) -> GatheredStep:
 
     Gradient scalers multiply the loss by thousands, accumulation divides it. The factor is the
     median over workers of ``grad_scale``, one for all: a single worker whose loss is scaled
-    otherwise still stands out by its gradient. Without a known factor nothing changes.
-
-    Args:
-        gathered: Gradients as the hooks saw them.
-
-    Returns:
-        The same step with gradients of the unscaled loss, averaged over micro-batches.
+    otherwise still stands out by its gradient. Without a known factor nothing changes. The
+    gradients returned are those of the unscaled loss, averaged over micro-batches.
     """
     scale = common_scale(gathered)
     if math.isnan(scale):

@@ -1,4 +1,4 @@
-"""The kinds of arrays that signatures name, and what is asked of arrays everywhere."""
+"""Types of arrays for signatures, and functions of arrays for all modules."""
 
 import hashlib
 
@@ -32,7 +32,8 @@ def median_of_known(values: Floats) -> Floats:
         >>> median_of_known(np.array([[1.0, np.nan, 2.0, 4.0], [np.nan] * 4])).tolist()
         [2.0, nan]
     """
-    ordered, width = np.sort(values, axis=-1), values.shape[-1]
+    ordered = np.sort(values, axis=-1)
+    width = values.shape[-1]
     known = width - np.count_nonzero(np.isnan(ordered), axis=-1, keepdims=True)
     if known.size and known.min() == width:
         return _middle(ordered)

@@ -1,14 +1,14 @@
-"""The audit of a reduction: what came out of it, against the mean of what went in.
+"""The audit of a reduction: its result, against the mean of the local gradients.
 
 Sketches are linear: the sketch of the workers' mean gradient is the mean of their sketches. So the
-norm of ``mean_i S(g_i) - S(r)`` tells how far the reduced gradient r is from that mean, element by
-element. It is taken for each section of the gradient (:mod:`rankscope.bus.groups`), and needs
-one sum over workers, whose size does not grow with their number. Beyond 64 workers each host brings
-the sum over its own, of the whole gradient and of a few sections in turn.
+norm of ``mean_i S(g_i) - S(r)`` estimates the distance of the reduced gradient r from that mean. It
+is computed for each section of the gradient (:mod:`rankscope.bus.groups`), and needs one sum over
+workers, whose size does not grow with their number. Beyond 64 workers each host sends the sum over
+its own, of the whole gradient and of a few sections in turn.
 
-Where each worker holds the whole reduced gradient, it subtracts its own after the sum and so learns
-what its own result is worth. Where it is sharded, each subtracts its shard before the sum, and all
-learn the same.
+Where each worker holds the whole reduced gradient, it subtracts its own after the sum and so gets
+the error of its own result. Where it is sharded, each subtracts its shard before the sum, and all
+get the same.
 
 Legend of shapes: W workers, G groups, S sections, k numbers in a section's sketch.
 """
@@ -30,12 +30,12 @@ AUDIT_WIDTH = 251
 
 @dataclass(frozen=True, slots=True)
 class AuditPart:
-    """What one worker knows of one step's reduction.
+    """One worker's part of the audit of a step.
 
     Attributes:
         local_SK: Sketches of the sections of its local gradient ``[S, k]``.
-        reduced_SK: Those of what it holds of the reduced gradient; NaN where that was not read.
-        reduced_squares_S: Squared norms of the sections of what it holds ``[S]``; NaN likewise.
+        reduced_SK: Those of its part of the reduced gradient; NaN where that was not read.
+        reduced_squares_S: Squared norms of the sections of that part ``[S]``; NaN likewise.
     """
 
     local_SK: Floats32
@@ -43,14 +43,10 @@ class AuditPart:
     reduced_squares_S: Floats
 
     def narrowed(self, sections: Ints, width: int) -> "AuditPart":
-        """Return what goes to the root where a worker's sections are too much to move.
+        """Return the part for the root where all sections are too much to move.
 
-        Args:
-            sections: The sections whose turn it is, by index ``[s]``.
-            width: Numbers in each row, at most.
-
-        Returns:
-            Rows ``[1 + s]``: the whole gradient, and those sections.
+        Its rows ``[1 + s]`` are the whole gradient, and the sections of this step by index ``[s]``,
+        with at most ``width`` numbers each.
         """
         whole_and = [np.arange(len(self.local_SK)), *sections[:, None]]
 
@@ -63,10 +59,10 @@ class AuditPart:
 
 
 def total_of(parts: Sequence[AuditPart], num_workers: int, copies: int) -> Floats:
-    """Return what some workers add to the sum over all of them.
+    """Return some workers' contribution to the sum over all of them.
 
     Args:
-        parts: What each of them knows.
+        parts: Their parts.
         num_workers: W.
         copies: How many workers hold each element of the reduced gradient; W: each has it all.
 
@@ -96,14 +92,14 @@ def residuals(
     num_workers: int,
     copies: int,
 ) -> Floats:
-    """Return how far the reduced gradient is from the mean of the workers' gradients.
+    """Return the distance of the reduced gradient from the mean of the workers' gradients.
 
     Args:
-        total_N: Sum over workers of what :func:`total_of` returned.
-        part: What the worker in question knows.
+        total_N: Sum over workers of the results of :func:`total_of`.
+        part: The part of the worker in question.
         firsts_G: The first section of each group, by index.
-        num_workers: As given there.
-        copies: As given there.
+        num_workers: As for :func:`total_of`.
+        copies: As for :func:`total_of`.
 
     Returns:
         ``[1 + G]``: the distance relative to the norm of the reduced gradient that this worker
@@ -132,7 +128,8 @@ def residuals_of_all(parts_W: Sequence[AuditPart], firsts_G: Ints, copies: int) 
     """
     num_workers = len(parts_W)
     total_N = total_of(parts_W, num_workers, copies)
-    kept, which_W = parts_W[:1], np.zeros(num_workers, np.int64)  # sharded: all learn the same
+    kept = parts_W[:1]
+    which_W = np.zeros(num_workers, np.int64)  # sharded: all get the same
     if copies >= num_workers:
         kept, which_W = distinct(parts_W)
     found = [residuals(total_N, part, firsts_G, num_workers, copies) for part in kept]
@@ -147,7 +144,7 @@ def residuals_by_row(
 
 
 def distinct(parts: Sequence[AuditPart]) -> tuple[Sequence[AuditPart], Ints]:
-    """Return the parts that differ in what was reduced, and which of them each worker has ``[W]``.
+    """Return the parts with different reduced gradients, and which each worker has ``[W]``.
 
     In a healthy job whose workers each hold the whole reduced gradient there is one.
     """
@@ -165,21 +162,23 @@ def distinct(parts: Sequence[AuditPart]) -> tuple[Sequence[AuditPart], Ints]:
 def _distances(
     total_N: NDArray[np.floating], part: AuditPart, num_workers: int, copies: int
 ) -> tuple[Floats, Floats, float]:
-    """Return squared distances ``[S]``, squared norms ``[S]`` and below what those are lost."""
+    """Return squared distances ``[S]``, squared norms ``[S]``, and their resolution."""
     shape = part.reduced_SK.shape
     total = np.asarray(total_N, np.float64)
     size = shape[0] * shape[1]
-    difference_SK, squares_S = total[:size].reshape(shape), total[size:]
+    difference_SK = total[:size].reshape(shape)
+    squares_S = total[size:]
     least = num_workers * _TINY  # the workers' squares may be lost in the sum below this
     if copies >= num_workers:
         difference_SK = difference_SK - part.reduced_SK
-        squares_S, least = part.reduced_squares_S, 0.0
+        squares_S = part.reduced_squares_S
+        least = 0.0
     with np.errstate(invalid="ignore", over="ignore"):
         return np.square(difference_SK).sum(axis=1), squares_S, least
 
 
 def _relative(distances: Floats, squares: Floats, least: float) -> Floats:
-    """Return roots of ratios; 0 of nothing and nothing, 1 where something became nothing.
+    """Return roots of ratios; 0 for zero over zero, 1 where a gradient became zero.
 
     Squares below ``least`` are not exact: NaN where the distance is as small and not zero.
     """

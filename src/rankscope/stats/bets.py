@@ -37,13 +37,13 @@ RARE_FROM = 4.5
 """Robust standard deviations from which a distance counts as a large error."""
 
 RARE_STAKE = 0.85
-"""What is lost, as a share, when another unit has the large error."""
+"""The share of a bet that is lost when another unit has the large error."""
 
 Rows = Ints | slice
 """Which signals: ascending indices, or the slice that holds the same ones."""
 
 AT_ONCE = 2**13
-"""Values that are best ranked together: larger arrays fall out of the cache."""
+"""Largest number of values to rank at once: larger arrays fall out of the cache."""
 
 _LARGEST_Z = 1e6
 _MAD_TO_STD = 1.4826
@@ -51,7 +51,7 @@ _MEMORY = 0.02
 
 
 class BetKind(Enum):
-    """What a bet is on."""
+    """The kind of difference that a bet is on."""
 
     UP = "high"
     DOWN = "low"
@@ -64,7 +64,7 @@ class Bet:
     """One bet.
 
     Attributes:
-        kind: What it is on.
+        kind: The kind of difference.
         strength: Its λ; 0 for *rare*.
         weight: Its share of the evidence of its signal.
     """
@@ -105,8 +105,8 @@ class Scales:
     """The robust standard deviations of several signals, step after step.
 
     Attributes:
-        used_TR: With which each step is compared; NaN where nothing is known of it.
-        past_TR: What is known after each step, NaN before the first one that tells.
+        used_TR: The scale used for each step; NaN where unknown.
+        past_TR: The scale learnt up to each step; NaN before the first one of use.
         count_TR: From how many steps.
     """
 
@@ -120,11 +120,10 @@ def steady_scales(past_R: Floats, count_R: Floats, current_TR: Floats) -> Scales
 
     The median distance from the median of eight workers errs by a third; the past steadies it. It
     follows when all units spread out together. A step in which more than half of the units are
-    equal, or too few are present, says nothing of how far they usually are apart: nothing is
-    learnt from it.
+    equal, or too few are present, does not show their usual distance: nothing is learnt from it.
 
     Args:
-        past_R: What is known of each signal before the first step.
+        past_R: The scale of each signal before the first step.
         count_R: From how many steps.
         current_TR: The scale of each step alone; NaN where it is unknown.
 
@@ -189,14 +188,16 @@ def rank_units(values_SU: Floats) -> Ranked:
     begins_SU = begins[:-1].reshape(num_signals, width)
     np.not_equal(ordered[:, 1:], ordered[:, :-1], out=begins_SU[:, 1:])
     if np.count_nonzero(begins) == len(begins):
-        tied_S, doubled_sorted = np.zeros(num_signals, bool), _even_numbers(width)
+        tied_S = np.zeros(num_signals, bool)
+        doubled_sorted = _even_numbers(width)
     else:
         tied_S = ~np.logical_and.reduce(begins_SU, axis=1)
         starts = begins.nonzero()[0]
         first_plus_last = starts[:-1] + starts[1:] - 1
         doubled_sorted = first_plus_last.repeat(starts[1:] - starts[:-1])
         doubled_sorted = doubled_sorted.reshape(num_signals, width) - 2 * row_starts_S1
-    counts_S, count = np.full(num_signals, width), width
+    counts_S = np.full(num_signals, width)
+    count = width
     if np.count_nonzero(np.isnan(ordered[:, -1])):
         missing = np.isnan(ordered)
         doubled_sorted = np.where(missing, -1, doubled_sorted)
@@ -228,7 +229,8 @@ def medians(ranked: Ranked) -> Floats:
     last = ranked.sorted_SU.shape[1] - 1
     middle: Floats
     if ranked.count is not None:
-        lower, upper = max(ranked.count - 1, 0) // 2, min(ranked.count // 2, last)
+        lower = max(ranked.count - 1, 0) // 2
+        upper = min(ranked.count // 2, last)
         middle = ranked.sorted_SU[:, lower] + ranked.sorted_SU[:, upper]
     else:
         rows = np.arange(len(ranked.counts_S))
@@ -266,7 +268,7 @@ def normal_scores(count: int) -> Floats:
 
 
 class Betting:
-    """Bets, with what has to be known of them once.
+    """Bets, prepared once.
 
     Args:
         bets: The bets.
@@ -293,13 +295,10 @@ class Betting:
     def write_e_values(
         self, ranked: Ranked, away: Ranked, scales_S: Floats, out_BSU: Floats32
     ) -> None:
-        """Write the e-value of every bet, signal and unit into ``out``; 1 where one is missing.
+        """Write the e-value of every bet, signal and unit into ``out_BSU``; 1 for missing units.
 
-        Args:
-            ranked: The units.
-            away: Their ranked distances from the median.
-            scales_S: The robust standard deviation of each signal.
-            out_BSU: Where to write, ``[B, S, U]``.
+        ``away`` holds the ranked distances from the median, ``scales_S`` the robust standard
+        deviations.
         """
         counts = _counts(ranked)
         for count in counts:
@@ -333,7 +332,8 @@ def _stakes(count: int, strengths: tuple[float, ...]) -> Floats32:
 
 def _by_rank(ranked: Ranked, rows: Rows, count: int, strengths: tuple[float, ...]) -> Floats32:
     """Return the e-values of bets on the rank ``[B, S, U]``."""
-    doubled_SU, tied_S = ranked.doubled_SU[rows], ranked.tied_S[rows]
+    doubled_SU = ranked.doubled_SU[rows]
+    tied_S = ranked.tied_S[rows]
     e: Floats32 = _stakes(count, strengths).take(doubled_SU, axis=1, mode="wrap")
     if np.count_nonzero(tied_S):
         present = None if ranked.count == doubled_SU.shape[1] else doubled_SU >= 0

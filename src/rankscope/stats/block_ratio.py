@@ -1,8 +1,8 @@
 """Ratios of sums over the steps of a run, with an interval.
 
-The sums are taken over blocks of consecutive steps. The spread of the ratio when one block is left
-out (the jackknife: Quenouille; Tukey; Busing, Meijer and van der Leeden, 1999) shows how uncertain
-it is, and blocks of many steps also cover what neighbouring steps have in common.
+The sums run over blocks of consecutive steps. The spread of the ratio when one block is left out
+(the jackknife: Quenouille; Tukey; Busing, Meijer and van der Leeden, 1999) shows its uncertainty,
+and blocks of many steps also cover the correlation of neighbouring steps.
 """
 
 import math
@@ -14,7 +14,7 @@ from rankscope.stats.arrays import Floats
 
 MOST_BLOCKS = 64
 LEAST_BLOCKS = 8
-"""Blocks without which no interval is given."""
+"""Fewest blocks for an interval."""
 
 _NORMAL_975 = 1.959963984540054
 
@@ -89,7 +89,8 @@ def student_975(degrees: int) -> float:
         >>> round(student_975(10), 2)
         2.23
     """
-    z, n = _NORMAL_975, degrees
+    z = _NORMAL_975
+    n = degrees
     return (
         z
         + (z**3 + z) / (4 * n)

@@ -49,13 +49,9 @@ class ShiryaevRoberts(Stateful):
         self.age = np.zeros(shape, np.float32)
 
     def observe(self, e: Floats32, at: Any = ...) -> None:
-        """Take the e-values of one step.
-
-        Args:
-            e: Of the shape of ``evidence[at]``.
-            at: Which of the detectors are fed; all by default.
-        """
-        evidence, age = self.evidence[at], self.age[at]  # in place where `at` is a slice
+        """Add the e-values of a step, of the shape of ``evidence[at]``, to these detectors."""
+        evidence = self.evidence[at]
+        age = self.age[at]  # in place where `at` is a slice
         age *= evidence
         evidence += _ONE
         age /= evidence
@@ -63,10 +59,11 @@ class ShiryaevRoberts(Stateful):
         evidence *= e
         np.minimum(evidence, _LARGEST, out=evidence)
         if evidence.base is not self.evidence:
-            self.evidence[at], self.age[at] = evidence, age
+            self.evidence[at] = evidence
+            self.age[at] = age
 
     def restart(self, at: Any) -> None:
-        """Forget all evidence of some detectors. What they have spent of the budget stays spent."""
+        """Forget all evidence of some detectors; their part of the budget stays spent."""
         self.evidence[at] = 0
         self.age[at] = 0
 
@@ -77,10 +74,10 @@ OUTLIERS = 0.8
 """Share of the search for workers that differ from the others, half totals and half groups."""
 
 AMOUNTS = 0.05
-"""Share of the search for workers that are given another amount of data."""
+"""Share of the search for workers whose amount of data differs."""
 
 ROLLOUTS = 0.05
-"""Share of the search for workers whose rollouts come from something else than their trainer."""
+"""Share of the search for workers whose rollouts do not come from their trainer."""
 
 PAIRS = 0.05
 """Share of the search for workers that resemble each other too much."""
@@ -115,7 +112,7 @@ def false_alarm_bound(num_steps: int) -> float:
 
 
 def bound_in_words(num_steps: int) -> str:
-    """Return the bound with one digit, rounded up, so that what is said of it stays true.
+    """Return the bound with one digit, rounded up, so that it stays a bound.
 
     >>> bound_in_words(300), bound_in_words(14_900)
     ('0.0003', '0.02')

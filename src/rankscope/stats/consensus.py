@@ -1,9 +1,9 @@
 """Directions of many workers without any pair: each worker against the sum of all others.
 
-Up to 64 workers the root gets everybody's sketch as it was measured, and compares all pairs.
-Beyond, that would be too much to move. Then the agent of each host narrows the sketches of its
-workers, to fewer numbers of half precision, and brings a few groups in turn; the root takes the sum
-of all workers' narrow sketches and compares each worker with the rest of it.
+Up to 64 workers the root gets all sketches as they were measured, and compares all pairs. Beyond,
+that would be too much to move. Then the agent of each host narrows the sketches of its workers, to
+fewer numbers of half precision, and sends a few groups in turn; the root sums all workers' narrow
+sketches and compares each worker with the rest of the sum.
 
 Legend of shapes: W workers, K numbers in a narrow sketch, g groups whose turn it is, k numbers in
 the narrow sketch of a group, N rows.
@@ -11,14 +11,14 @@ the narrow sketch of a group, N rows.
 With s_i the narrow sketch of worker i, u_i = s_i/|s_i|, S = Σ s_j and U = Σ u_j, sums over the n
 workers with a direction:
 
-- leave-one-out direction of worker i: cos(s_i, S − s_i), what ``leave_one_out`` of
-  ``core.direction`` finds in all pairs of the same sketches;
+- leave-one-out direction of worker i: cos(s_i, S − s_i), the result of
+  :func:`rankscope.stats.direction.leave_one_out` for all pairs of the same sketches;
 - mean cosine over pairs: (|U|² − n)/(n(n − 1));
 - mean cosine weighted by norms: (|S|² − Σ|s_i|²) / Σ_{i≠j} |s_i||s_j|.
 
-What narrowing costs: a worker's cosine c errs by about (1 − c²)/√K (RMS): 0.031, 0.044 or 0.063
-for the widths of :func:`narrowing_for`, where the wide sketch has 0.016. That is an error of each
-worker's own, from step to step another one. The mean cosine errs by √(2/K)·(c + 1/n)·(1 − c):
+The error of narrowing: a worker's cosine c errs by about (1 − c²)/√K (RMS): 0.031, 0.044 or 0.063
+for the widths of :func:`narrowing_for`, where the wide sketch has 0.016. The errors of workers and
+of steps are independent. The mean cosine errs by √(2/K)·(c + 1/n)·(1 − c):
 6·10⁻⁵ for 1,024 unrelated gradients. Half precision adds 3·10⁻⁴ of a sketch's length, at right
 angles: 10⁻⁷ of a cosine near 1, less than 10⁻⁵ elsewhere, and nothing between equal sketches.
 """
@@ -37,7 +37,7 @@ _LOST = 2.0**-11
 """A sum this much smaller than its terms is mostly their rounding to half precision."""
 
 _DROWNED = 1e-6
-"""Squares of a rest that is this much smaller than the worker beside it are taken anew."""
+"""Squares of a rest that is this much smaller than the worker beside it are computed anew."""
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 times the golden ratio's fraction
 
@@ -45,7 +45,7 @@ _TOP = 15  # the largest number of a row is brought below 2^15: half precision e
 
 
 class Narrowing(NamedTuple):
-    """What is left of sketches for the root, for each worker and step.
+    """The size of narrow sketches, for each worker and step.
 
     Attributes:
         sketch_width: Numbers in the sketch of the gradient, a prime.
@@ -64,7 +64,7 @@ class Narrowing(NamedTuple):
 
 
 def narrowing_for(num_workers: int) -> Narrowing:
-    """Return what is left for so many workers: at 1,024 the root takes in less than 4 MB a step.
+    """Return the sizes for so many workers: at 1,024 the root receives less than 4 MB a step.
 
     Example:
         >>> narrowing_for(1024)[:3]
@@ -95,7 +95,7 @@ class Halves(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Consensus:
-    """How the workers' gradients of a step point, each against the rest.
+    """Directions of the workers' gradients in a step, each against the rest.
 
     Attributes:
         num_directions: Workers whose gradient has a direction.
@@ -252,7 +252,8 @@ def _against_rest(rows_WK: Floats, norms_W: Floats) -> Floats:
     rests_W = total - 2.0 * own_W + squares_W
     for i in np.flatnonzero(rests_W < _DROWNED * (np.sqrt(total) + norms_W) ** 2):
         rest_K = total_K - rows_WK[i]  # number by number, so that squares do not cancel
-        products_W[i], rests_W[i] = rows_WK[i] @ rest_K, rest_K @ rest_K
+        products_W[i] = rows_WK[i] @ rest_K
+        rests_W[i] = rest_K @ rest_K
     least_W = _LOST**2 * (squares_W.sum() - squares_W)
     known_W = (norms_W > 0) & (rests_W > least_W)
     below_W = np.where(known_W, norms_W * np.sqrt(np.maximum(rests_W, 0.0)), np.nan)

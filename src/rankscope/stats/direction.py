@@ -1,4 +1,4 @@
-"""Gradient directions: who points where, from the Gram matrix of gradients or of their sketches.
+"""Gradient directions, from the Gram matrix of gradients or of their sketches.
 
 Legend of shapes: W workers, K numbers per gradient (or per linear sketch of it).
 
@@ -154,7 +154,8 @@ def leave_one_out(gram_WW: Floats) -> Floats:
     """
     norms_W = _norms(gram_WW)
     defined_W = np.isfinite(norms_W)
-    known_W, kept_WW = norms_W, gram_WW.copy()
+    known_W = norms_W
+    kept_WW = gram_WW.copy()
     if not defined_W.all():
         known_W = np.where(defined_W, norms_W, 0.0)
         kept_WW[~(defined_W[..., :, None] & defined_W[..., None, :])] = 0.0
@@ -174,7 +175,7 @@ def leave_one_out_from_mean(
 
     ``g_i·Σ_{j≠i} g_j = W g_i·ḡ − ‖g_i‖²`` and
     ``‖Σ_{j≠i} g_j‖² = W²‖ḡ‖² − 2W g_i·ḡ + ‖g_i‖²``, so it is exact when ``ḡ`` is the exact mean.
-    Of two workers, norms alone tell it: it is the cosine of the pair.
+    For two workers norms alone suffice: it is the cosine of the pair.
 
     Args:
         norms_W: L2 norms of the local gradients ``[W]``.
@@ -198,7 +199,8 @@ def leave_one_out_from_mean(
     known_W = np.isfinite(numbers_W) & (norms_W > 0)
     own_W = np.where(known_W, norms_W, np.nan)
     scale_W = np.maximum(own_W, num_workers * mean_gradient_norm)
-    own_W, total_W = own_W / scale_W, num_workers * mean_gradient_norm / scale_W
+    own_W = own_W / scale_W
+    total_W = num_workers * mean_gradient_norm / scale_W
     products_W = num_workers * products_W / scale_W**2
     rest_squares_W = total_W**2 - 2.0 * products_W + own_W**2
     drowned_W = ~(rest_squares_W > (DROWNED * (total_W + own_W)) ** 2)
@@ -301,7 +303,8 @@ def _sums_without_own(matrices_WW: Floats) -> Floats:
     *sets, num_workers, _ = matrices_WW.shape
     padded = np.zeros((*sets, num_workers + 2, num_workers + 2))
     padded[..., 1:-1, 1:-1] = matrices_WW
-    above, below = padded.cumsum(-2), padded[..., ::-1, :].cumsum(-2)[..., ::-1, :]
+    above = padded.cumsum(-2)
+    below = padded[..., ::-1, :].cumsum(-2)[..., ::-1, :]
     above_left = above.cumsum(-1)[..., :-2, :-2]
     above_right = above[..., ::-1].cumsum(-1)[..., ::-1]
     below_right = below[..., ::-1].cumsum(-1)[..., ::-1][..., 2:, 2:]

@@ -1,4 +1,4 @@
-"""The samples that consecutive steps draw, put into order once for all who ask.
+"""The samples that consecutive steps draw, sorted once for all detectors.
 
 Legend of shapes: S steps, D draws in all of them.
 """
@@ -36,7 +36,7 @@ class Draws:
         return Draws(self.samples[which_D], self.ranks[which_D], self.steps[which_D], self.shape)
 
     def of_steps(self, values_D: Ints) -> list[Ints]:
-        """Return what belongs to the draws, step by step."""
+        """Return the draws' values, step by step."""
         if self.shape[0] == 1:
             return [values_D]
         by_step_D = self.steps.argsort(kind="stable")
@@ -58,7 +58,7 @@ class DrawnSamples:
         return len(self._steps)
 
     def __getitem__(self, index: int) -> Sequence[Ints]:
-        """Return what each worker draws in a step."""
+        """Return each worker's samples in a step."""
         return self._steps[index]
 
     @cached_property
@@ -86,7 +86,7 @@ class DrawnSamples:
 
     @cached_property
     def order(self) -> Ints:
-        """Where the samples stand in ``flat``, in their order; equal ones as they were drawn."""
+        """Indices that sort ``flat``; equal samples in the order of their draws."""
         order = self.flat.argsort()
         differ = differs_from_previous(self.flat[order])
         return order if differ.all() else self.flat.argsort(kind="stable")
@@ -102,13 +102,14 @@ class DrawnSamples:
 
     @cached_property
     def _all_differ(self) -> list[bool]:
-        samples, steps = self.flat[self.order], self.step_of_draw[self.order]
+        samples = self.flat[self.order]
+        steps = self.step_of_draw[self.order]
         twice = (samples[1:] == samples[:-1]) & (steps[1:] == steps[:-1])
         counts_S = np.bincount(steps[1:][twice], minlength=len(self))
         return list((counts_S == 0).tolist())
 
     def pieces(self) -> "Iterator[DrawnSamples]":
-        """Yield consecutive steps that share no sample, as many together as there are."""
+        """Yield runs of consecutive steps that share no sample, each as long as possible."""
         if len(self) < 2 or self.no_repeats:
             yield self
             return
@@ -126,7 +127,8 @@ class DrawnSamples:
 
     def _latest(self) -> list[int]:
         """Return, for each step, the latest one before it that draws one of its samples, or -1."""
-        samples, steps = self.flat[self.order], self.step_of_draw[self.order]
+        samples = self.flat[self.order]
+        steps = self.step_of_draw[self.order]
         again = (samples[1:] == samples[:-1]) & (steps[1:] != steps[:-1])
         latest_S = np.full(len(self), -1)
         np.maximum.at(latest_S, steps[1:][again], steps[:-1][again])
@@ -151,7 +153,7 @@ class DrawnSamples:
 
 
 def differs_from_previous(values: Ints) -> NDArray[np.bool_]:
-    """Return which values are others than the one before; the first one is."""
+    """Return which values differ from the one before; true for the first."""
     differs = np.ones(len(values), bool)
     differs[1:] = values[1:] != values[:-1]
     return differs

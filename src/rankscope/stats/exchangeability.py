@@ -5,9 +5,9 @@ Units are workers, or pairs of workers. Every step gives one value per signal an
 collects them. Their mean with fixed weights, M, is the evidence that *some* unit is unlike the
 others: in a healthy run of N steps it reaches c with a probability of at most N/c.
 
-A unit that was found unlike the others is set apart: the others are compared without it from the
-next step on (which their exchangeability allows, given the past), and the unit is compared with
-them, so that one sees when it heals.
+A unit that was found unlike the others is flagged: the others are compared without it from the next
+step on (which their exchangeability allows, given the past), and the unit is compared with them,
+which shows when it heals.
 
 Legend of shapes: T steps, S signals, R signals that a step measures, U units, B bets.
 """
@@ -36,9 +36,10 @@ from rankscope.stats.recent import RECENT, RecentSteps, friedman
 from rankscope.stats.state import State, StateError, Stateful
 
 MANY = 8
-LEVEL_OF_MANY, LEVEL_OF_FEW = 1e-2, 1e-3
-"""Levels of the test whether the others are alike. Of many, some may be left out and it is asked
-again, so that chance alone hardly ever makes the others differ."""
+LEVEL_OF_MANY = 1e-2
+LEVEL_OF_FEW = 1e-3
+"""Levels of the test whether the others are alike. With many units, some may be left out and the
+test repeated, so that chance alone hardly ever makes the others differ."""
 
 _FEWEST_STEPS = 8
 _FAR_OUT = 3.5
@@ -71,16 +72,16 @@ class SignalTrace:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """Consecutive steps, compared as if no unit were set apart or taken back between them.
+    """Consecutive steps, compared as if no unit were flagged or unflagged between them.
 
     Attributes:
-        rows: The signals that they measure.
+        rows: The measured signals.
         e_BTRU: The e-values of units among each other.
         middle_TR: The medians.
         deviations_TRU: Deviations from them.
         z_TRU: Distances from them, in robust standard deviations.
-        scales: What is known of these after each step.
-        e_of_apart_BTR: The e-values of each unit that is set apart, among the others.
+        scales: The scales of these distances after each step.
+        e_of_flagged_BTR: The e-values of each flagged unit, among the others.
     """
 
     rows: Rows
@@ -89,7 +90,7 @@ class _Compared:
     deviations_TRU: Floats
     z_TRU: Floats32
     scales: Scales
-    e_of_apart_BTR: Mapping[int, Floats]
+    e_of_flagged_BTR: Mapping[int, Floats]
 
 
 class ExchangeabilityTest(Stateful):
@@ -98,13 +99,13 @@ class ExchangeabilityTest(Stateful):
     Args:
         num_units: U.
         weights_S: Share of each signal in the evidence; they sum to 1.
-        relative_S: Whether deviations from the median are told in parts of it, where all values
+        relative_S: Whether deviations from the median are given in parts of it, where all values
             are positive.
-        bets: What to bet on; their weights sum to 1.
+        bets: The bets; their weights sum to 1.
 
     Attributes:
         z_SU: Distances from the median in the last step, in robust standard deviations; 0 for
-            what that step did not measure.
+            signals that it did not measure.
 
     Example:
         >>> from rankscope.stats.bets import worker_bets
@@ -135,27 +136,24 @@ class ExchangeabilityTest(Stateful):
         self._scale_steps_S = np.zeros(len(weights_S))
         self._detectors = ShiryaevRoberts(*shape)
         self._recent = RecentSteps(*shape[1:])
-        self._apart: dict[int, FlaggedUnit] = {}
+        self._flagged: dict[int, FlaggedUnit] = {}
         self.z_SU = np.zeros(shape[1:], np.float32)
 
     @property
-    def set_apart(self) -> tuple[int, ...]:
-        """Units that are set apart, in the order in which that was done."""
-        return tuple(self._apart)
+    def flagged(self) -> tuple[int, ...]:
+        """Flagged units, in the order of their flags."""
+        return tuple(self._flagged)
 
     def observe(self, values_TSU: Floats, steps: Sequence[int]) -> Iterator[int]:
-        """Take consecutive steps, one with each iteration.
+        """Process consecutive steps, one with each iteration; yield each step's number.
 
-        A unit may be set apart or taken back after any of them; those that follow are compared
+        A unit may be flagged or unflagged after any of them; those that follow are compared
         accordingly.
 
         Args:
-            values_TSU: Values of all signals, NaN where a unit has none. Units that are set apart
-                have theirs, too. A signal without any is not measured in that step.
+            values_TSU: Values of all signals, NaN where a unit has none; flagged units have theirs,
+                too. A signal without any is not measured in that step.
             steps: Their numbers.
-
-        Yields:
-            The number of each step, once it is taken.
         """
         finite_TSU = np.isfinite(values_TSU)
         if np.count_nonzero(finite_TSU) < values_TSU.size:
@@ -166,23 +164,23 @@ class ExchangeabilityTest(Stateful):
             end = at + _length_of_first_run(measured_TS[at:])
             rows = measured_TS[at].nonzero()[0]
             compared = self._compare(values_TSU[at:end], rows) if len(rows) else None
-            apart = self.set_apart
+            flagged = self.flagged
             for index in range(end - at):
-                self._take(compared, index, steps[at])
+                self._learn(compared, index, steps[at])
                 yield steps[at]
                 at += 1
-                if self.set_apart != apart:
+                if self.flagged != flagged:
                     break
 
     def _compare(self, values_TSU: Floats, rows: Ints) -> _Compared:
-        """Compare the units in steps that measure the same signals; nothing has changed yet."""
+        """Compare the units in steps that measure the same signals, without learning from them."""
         measured = as_slice(rows)
         values = values_TSU[:, measured]
         num_steps, num_rows, width = values.shape
         together = values
-        if self._apart:
+        if self._flagged:
             together = values.copy()
-            together[:, :, list(self._apart)] = np.nan
+            together[:, :, list(self._flagged)] = np.nan
         ranked = rank_units(together.reshape(-1, width))
         middle, away, current = distances(ranked)
         middle_TR = middle.reshape(num_steps, num_rows)
@@ -208,13 +206,13 @@ class ExchangeabilityTest(Stateful):
             deviations_TRU,
             z_TRU,
             scales,
-            self._compare_apart(values, z_TRU, ranked),
+            self._compare_flagged(values, z_TRU, ranked),
         )
 
-    def _compare_apart(
+    def _compare_flagged(
         self, values_TRU: Floats, z_TRU: Floats32, ranked: Ranked
     ) -> Mapping[int, Floats]:
-        """Return the e-values of each unit that is set apart among the others ``[B, T, R]``."""
+        """Return the e-values of each flagged unit among the others ``[B, T, R]``."""
         shape = len(self._bets), *values_TRU.shape[:2]
         return {
             unit: compare_with_others(
@@ -223,11 +221,11 @@ class ExchangeabilityTest(Stateful):
                 ranked,
                 self._bets,
             ).reshape(shape)
-            for unit in self._apart
+            for unit in self._flagged
         }
 
-    def _take(self, compared: _Compared | None, at: int, step: int) -> None:
-        """Learn from one of the steps that were compared; None: it measures nothing."""
+    def _learn(self, compared: _Compared | None, at: int, step: int) -> None:
+        """Learn from one of the compared steps; None if it measures nothing."""
         if compared is None:
             self.z_SU[:] = 0
             return
@@ -239,12 +237,12 @@ class ExchangeabilityTest(Stateful):
         if compared.z_TRU.shape[1] < len(self.z_SU):
             self.z_SU[:] = 0
         self.z_SU[rows] = compared.z_TRU[at]
-        for unit, e_BTR in compared.e_of_apart_BTR.items():
-            self._apart[unit].observe(e_BTR[:, at], rows)
+        for unit, e_BTR in compared.e_of_flagged_BTR.items():
+            self._flagged[unit].observe(e_BTR[:, at], rows)
 
     @property
     def most_evidence(self) -> float:
-        """What M is not above."""
+        """An upper bound of M."""
         return float(self._detectors.evidence.max(initial=0.0))
 
     @property
@@ -253,11 +251,11 @@ class ExchangeabilityTest(Stateful):
         return float(self.evidence_of_units().sum())
 
     def evidence_of_units(self) -> Floats:
-        """Return the share of each unit in M ``[U]``; 0 for units that are set apart."""
+        """Return the share of each unit in M ``[U]``; 0 for flagged units."""
         weighted = self._weights_BS[:, :, None] * self._detectors.evidence
         evidence: Floats = weighted.reshape(-1, self.num_units).sum(axis=0).astype(np.float64)
-        if self._apart:
-            evidence[list(self._apart)] = 0
+        if self._flagged:
+            evidence[list(self._flagged)] = 0
         return evidence
 
     def traces(self, unit: int, least: float = 0.0, since: float = RECENT) -> list[SignalTrace]:
@@ -265,12 +263,13 @@ class ExchangeabilityTest(Stateful):
 
         Args:
             unit: The unit.
-            since: How many steps the deviations are taken from at most.
+            since: Number of recent steps whose deviations count.
             least: Signals with less logarithmic evidence are left out, and those with less than
-                0.6 of the strongest one's: what chance gives to some of many signals.
+                0.6 of the strongest one's, which some of many signals have by chance.
         """
         log_BS, ages_BS = self._log_evidence(unit)
-        best_S, log_S = log_BS.argmax(axis=0).tolist(), log_BS.max(axis=0)
+        best_S = log_BS.argmax(axis=0).tolist()
+        log_S = log_BS.max(axis=0)
         least = max(least, _NEAR_THE_STRONGEST * float(log_S.max()))
         traces = []
         for signal in np.argsort(-log_S, kind="stable").tolist():
@@ -283,28 +282,25 @@ class ExchangeabilityTest(Stateful):
 
     def _log_evidence(self, unit: int) -> tuple[Floats, Floats32]:
         """Return the logarithm of each bet's evidence, and its age, ``[B, S]`` each."""
-        apart = self._apart.get(unit)
-        if apart is not None:
-            return apart.log_BS, apart.ages_BS
+        flagged = self._flagged.get(unit)
+        if flagged is not None:
+            return flagged.log_BS, flagged.ages_BS
         evidence_BS = self._detectors.evidence[:, :, unit].astype(np.float64)
         return np.log(np.maximum(evidence_BS, 1.0)), self._detectors.age[:, :, unit]
 
     def steps_since(self, unit: int, signal: int, kind: BetKind) -> float:
         """Return how many steps ago a unit came to differ in a signal, this step included.
 
-        Where the mean over all beginnings lies within the steps that are remembered, the beginning
-        with the most evidence is taken (that of a CUSUM): it depends less on luck before. For rare
-        errors always, since all beginnings between two of them are as good.
-
-        Args:
-            unit: The unit.
-            signal: Index of the signal.
-            kind: How it differs, as its trace says.
+        Where the mean over all beginnings lies within the remembered steps, the result is the
+        beginning with the most evidence (that of a CUSUM): it depends less on luck before. For rare
+        errors always, since all beginnings between two of them are as good. ``kind`` is that of the
+        unit's trace.
         """
         log_BS, ages_BS = self._log_evidence(unit)
         of_kind = np.array([bet.kind is kind for bet in self._bets])
         best = int(np.where(of_kind, log_BS[:, signal], -1).argmax())
-        bet, age = self._bets[best], float(ages_BS[best, signal])
+        bet = self._bets[best]
+        age = float(ages_BS[best, signal])
         if age > RECENT and kind is not BetKind.RARE:
             return age
         since_BT = _evidence_since(self._compared(unit, signal, RECENT), unit, (bet,))
@@ -315,22 +311,22 @@ class ExchangeabilityTest(Stateful):
         back = round(self.steps_since(unit, signal, kind) - 1)
         return max(0, self._recent.step_of(signal, back))
 
-    def odd_ones_out(self, units: Sequence[int], signal: int, age: float) -> list[int] | None:
-        """Return who must be left out for the other units to be alike in a signal.
+    def minority(self, units: Sequence[int], signal: int, age: float) -> list[int] | None:
+        """Return the units to leave out for the others to be alike in a signal.
 
-        Friedman's test on the ranks of the recent steps; while it sees a difference, those whose
-        mean rank is farthest out are left out, too.
+        Friedman's test on the ranks of the recent steps; while it finds a difference, the units
+        whose mean rank is farthest out are left out, too.
 
         Args:
-            units: Who is left out to begin with, beside those who are set apart.
+            units: Units left out to begin with, beside the flagged ones.
             signal: Index of the signal.
             age: Over how many recent steps, as far as they are remembered.
 
         Returns:
-            Units, ascending; None when those who are alike are no majority.
+            Units, ascending; None when the units that are alike are no majority.
         """
         recent_TU = self._recent.deviations(signal, max(age, _FEWEST_STEPS))
-        out = {*units, *self._apart}
+        out = {*units, *self._flagged}
         level = LEVEL_OF_MANY if self.num_units >= MANY else LEVEL_OF_FEW
         while 2 * len(out) < self.num_units:
             rest = [unit for unit in range(self.num_units) if unit not in out]
@@ -341,48 +337,44 @@ class ExchangeabilityTest(Stateful):
             out.update(rest[index] for index in np.flatnonzero(np.abs(z_R) >= limit))
         return None
 
-    def set_unit_apart(self, unit: int) -> None:
+    def flag(self, unit: int) -> None:
         """Compare the others without this unit from the next step on."""
         log_BS, ages_BS = self._log_evidence(unit)
-        self._apart[unit] = FlaggedUnit(log_BS, ages_BS.copy(), self._patient_B)
+        self._flagged[unit] = FlaggedUnit(log_BS, ages_BS.copy(), self._patient_B)
 
     def certainty(self, unit: int) -> float:
-        """Return how sure it still is that a unit set apart is unlike the others, 1 to 0.
+        """Return the certainty that a flagged unit is still unlike the others, 1 to 0.
 
         Raises:
-            KeyError: The unit is not set apart.
+            KeyError: The unit is not flagged.
         """
-        return self._apart[unit].certainty
+        return self._flagged[unit].certainty
 
     def start_anew(self) -> None:
-        """Forget the evidence on all units. What it has spent of the budget stays spent."""
+        """Forget the evidence on all units; its part of the budget stays spent."""
         self._detectors.restart(...)
 
-    def take_back(self, unit: int) -> None:
+    def unflag(self, unit: int) -> None:
         """Let a unit count among the others again; its detectors start anew.
 
         Raises:
-            KeyError: The unit is not set apart.
+            KeyError: The unit is not flagged.
         """
-        del self._apart[unit]
+        del self._flagged[unit]
         self._detectors.restart((slice(None), slice(None), unit))
 
     def state(self) -> State:
-        """Return a copy of all that it remembers of the steps so far."""
+        """Return a copy of its state."""
         return {
             "scale": self._scale_S.copy(),
             "scale_steps": self._scale_steps_S.copy(),
             "detectors": self._detectors.state(),
             "recent": self._recent.state(),
-            "apart": [[unit, apart.state()] for unit, apart in self._apart.items()],
+            "flagged": [[unit, flagged.state()] for unit, flagged in self._flagged.items()],
         }
 
     def restore(self, state: State) -> None:
-        """Remember what a test of the same units, signals and bets remembered.
-
-        Raises:
-            StateError: The state is that of another test.
-        """
+        """Continue from the state of another test; StateError if it does not fit."""
         try:
             shape = self._recent.shape
             self._recent.restore(state["recent"])
@@ -391,12 +383,12 @@ class ExchangeabilityTest(Stateful):
             self._scale_S = np.array(state["scale"], np.float64).reshape(shape[0])
             self._scale_steps_S = np.array(state["scale_steps"], np.float64).reshape(shape[0])
             self._detectors.restore(state["detectors"])
-            self._apart = {}
-            for unit, apart in state["apart"]:
-                self._apart[int(unit)] = FlaggedUnit(
+            self._flagged = {}
+            for unit, flagged in state["flagged"]:
+                self._flagged[int(unit)] = FlaggedUnit(
                     *self._log_evidence(int(unit)), self._patient_B
                 )
-                self._apart[int(unit)].restore(apart)
+                self._flagged[int(unit)].restore(flagged)
         except StateError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -423,10 +415,11 @@ class ExchangeabilityTest(Stateful):
         """Return the typical or largest recent deviation, and whether it is a part of the median.
 
         It is an absolute difference where a value of another unit was negative, or a median was
-        not positive: parts of such medians say nothing. Medians from before a restart are unknown.
+        not positive: parts of such medians mean nothing. Medians from before a restart are unknown.
         """
         recent_TU = self._recent.deviations(signal, age)
-        recent_T, medians_T = recent_TU[:, unit], self._recent.medians(signal, age)
+        recent_T = recent_TU[:, unit]
+        medians_T = self._recent.medians(signal, age)
         relative = bool(self._relative_S[signal])
         others_TV = np.delete(recent_TU, unit, axis=1)
         if relative and ((others_TV < -1).any() or (medians_T <= 0).any()):
@@ -448,9 +441,9 @@ class ExchangeabilityTest(Stateful):
         return recent[np.isfinite(recent)]
 
     def _compared(self, unit: int, signal: int, age: float) -> Floats:
-        """Return the recent deviations, without the other units that are set apart, ``[T, U]``."""
+        """Return the recent deviations, without the other flagged units, ``[T, U]``."""
         recent_TU = self._recent.deviations(signal, age).astype(np.float64)
-        recent_TU[:, [other for other in self._apart if other != unit]] = np.nan
+        recent_TU[:, [other for other in self._flagged if other != unit]] = np.nan
         return recent_TU
 
 

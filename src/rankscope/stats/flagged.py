@@ -1,4 +1,4 @@
-"""A unit that was found unlike the others: is it still?
+"""The test whether a flagged unit is still unlike the others.
 
 Legend of shapes: S signals, U units, B bets.
 """
@@ -14,24 +14,24 @@ from rankscope.stats.bets import RARE_FROM, RARE_STAKE, Bet, BetKind, Ranked, Ro
 from rankscope.stats.state import Stateful
 
 CERTAIN = float(np.log(1e8))
-"""Log evidence that a unit set apart keeps at most, so that it heals in bounded time."""
+"""Largest log evidence that a flagged unit keeps, so that it heals in bounded time."""
 
 HEALED = 0.25
-"""Certainty at and below which a unit set apart counts as being like the others again."""
+"""Certainty at and below which a flagged unit counts as being like the others again."""
 
 RARE_FADES = 0.95
-"""What remains of the evidence for rare errors after a step without one."""
+"""Share of the evidence for rare errors that remains after a step without one."""
 
 _STILL_CERTAIN = 0.9
 _SEEN_QUICKLY = 0.75
 
 
 class FlaggedUnit(Stateful):
-    """A unit that is set apart: a CUSUM for each bet and signal.
+    """A flagged unit: a CUSUM for each bet and signal.
 
-    The one that was strongest at first is watched until it has lost nearly everything; if another
-    one is still certain then, it takes its place. Bets on rare errors lose slowly by nature, so
-    they are watched only where no other bet sees the fault as well.
+    The initially strongest one is followed until it has lost nearly all its evidence; if another is
+    still certain then, that one is followed. Bets on rare errors lose slowly by nature, so they are
+    followed only where no other bet shows the fault as well.
     """
 
     SETTINGS = ("_patient_B",)
@@ -46,11 +46,11 @@ class FlaggedUnit(Stateful):
 
     @property
     def certainty(self) -> float:
-        """How sure it still is that the unit is unlike the others, 1 to 0."""
+        """Certainty that the unit is still unlike the others, 1 to 0."""
         return float(self.log_BS[self._bet, self._signal]) / CERTAIN
 
     def observe(self, e_BS: Floats, rows: Rows) -> None:
-        """Take the e-values of one step, of the signals named by ``rows``."""
+        """Add the e-values of a step, of the signals named by ``rows``."""
         self.ages_BS[:, rows] += 1
         self.log_BS[:, rows] = np.clip(self.log_BS[:, rows] + np.log(e_BS), 0, CERTAIN)
         if self.certainty <= HEALED:
@@ -75,7 +75,8 @@ def compare_with_others(
         ranked: The others.
         bets: The bets.
     """
-    others_SU, unit_S1 = ranked.sorted_SU, values_S[:, None]
+    others_SU = ranked.sorted_SU
+    unit_S1 = values_S[:, None]
     plain_S = _doubled(others_SU, unit_S1)
     middle_S1 = _middle_with(others_SU, unit_S1, ranked.counts_S)[:, None]
     with np.errstate(over="ignore", invalid="ignore"):
@@ -83,8 +84,10 @@ def compare_with_others(
     e_BS = np.ones((len(bets), len(values_S)))
     usable_S = np.isfinite(values_S) & (ranked.counts_S >= 2)
     for others in set(ranked.counts_S[usable_S].tolist()):
-        rows, count = (usable_S & (ranked.counts_S == others)).nonzero()[0], others + 1
-        plain, folded = plain_S[rows], folded_S[rows]
+        rows = (usable_S & (ranked.counts_S == others)).nonzero()[0]
+        count = others + 1
+        plain = plain_S[rows]
+        folded = folded_S[rows]
         for bet, e in zip(bets, e_BS, strict=True):
             if bet.kind is BetKind.RARE:
                 far = z_S[rows] > RARE_FROM
@@ -106,14 +109,16 @@ def _by_rank(count: int, strength: float, *, down: bool) -> Floats:
 
 def _doubled(others_SU: Floats, unit_S1: Floats) -> Ints:
     """Return twice the mid-rank from 0 that each row's unit has among the others."""
-    below, equal = others_SU < unit_S1, others_SU == unit_S1
+    below = others_SU < unit_S1
+    equal = others_SU == unit_S1
     doubled: Ints = 2 * np.count_nonzero(below, axis=1) + np.count_nonzero(equal, axis=1)
     return doubled
 
 
 def _middle_with(sorted_SU: Floats, unit_S1: Floats, counts_S: Ints) -> Floats:
     """Return the median of each row and its unit: that of n others and one more."""
-    rows, last = np.arange(len(counts_S)), sorted_SU.shape[1] - 1
+    rows = np.arange(len(counts_S))
+    last = sorted_SU.shape[1] - 1
     at_S = np.count_nonzero(sorted_SU < unit_S1, axis=1)
     middle_S = np.zeros(len(counts_S))
     for index_S in (counts_S // 2, (counts_S + 1) // 2):

@@ -10,11 +10,11 @@ which is appendix A.1 of McCandlish, Kaplan, Amodei et al., "An Empirical Model 
 Training", 2018 (arXiv 1812.06162) with batches of 1 and n units. Their *simple noise scale*
 ``tr Σ / |G|²`` is the batch, in units, at which noise and gradient are equally long.
 
-With one gradient per worker, ``a`` and ``b`` are all that the norm-weighted mean cosine knows:
+With one gradient per worker, the norm-weighted mean cosine follows from ``a`` and ``b`` alone:
 with equal norms, cosine c and noise scale are ``(1 − c)/c`` of each other, and shared data give
-noise 0. Only the micro-batches inside a worker tell what the noise should be.
+noise 0. Only the micro-batches inside a worker show the true noise.
 
-Noise and signal count all units alike. The noise within workers knows the shares ``w_j`` that
+Noise and signal count all units alike. The noise within workers uses the shares ``w_j`` that
 micro-batches have in their worker's gradient, which are their multipliers over the sum of these.
 Where every worker has the same sum (each divides by its own label tokens), ``h_j = w_j g_j`` and
 ``s = Σ w_j²`` give the noise of a worker's gradient ``g = Σ h_j`` without bias,
@@ -22,9 +22,9 @@ Where every worker has the same sum (each divides by its own label tokens), ``h_
     tr Σ of a worker = (Σ ‖h_j‖² − s ‖g‖²) / (1 − s),
 
 whatever the noise of each micro-batch; ``s`` is 1/M for equal shares. Squares and ``s`` are
-averaged over workers first. Where the sums differ (all divide by the tokens of all workers), a
-worker's gradient is as long as its tokens are many, *within* and *between* grow alike, and their
-ratio is right when shares are taken for equal.
+averaged over workers first. Where the sums differ (all divide by the tokens of all workers), the
+length of a worker's gradient is proportional to its tokens, *within* and *between* grow alike, and
+their ratio is right with equal shares.
 
 Legend of shapes: T steps, W workers, M micro-batches of each.
 """
@@ -41,7 +41,7 @@ from rankscope.stats.block_ratio import Estimate
 
 @dataclass(frozen=True, slots=True)
 class NoiseOfSteps:
-    """What the norms of T steps say about the noise of gradients; NaN where unknown.
+    """The noise of gradients in T steps, from norms; NaN where unknown.
 
     Attributes:
         between_T: Variance of the workers' gradients around their mean (trace, unbiased).
@@ -95,7 +95,8 @@ def noise_of_steps(
     with np.errstate(all="ignore"):
         reduced_T = reduced_norms_T * reduced_norms_T
         unknown_T = np.full(len(squares_T), math.nan)
-        between_T, signal_T = unknown_T, unknown_T
+        between_T = unknown_T
+        signal_T = unknown_T
         if width > 1:
             between_T, signal_T = _split(squares_T, reduced_T, width)
         mean_squares_T = micro_squares_T / num_micro_T
@@ -151,7 +152,8 @@ def noise_scale(inverse: Estimate) -> Estimate:
         >>> noise_scale(Estimate(0.25, low=0.125, high=0.5))
         Estimate(value=4.0, low=2.0, high=8.0)
     """
-    low, high = inverse.low, inverse.high
+    low = inverse.low
+    high = inverse.high
     return Estimate(
         value=1 / inverse.value if inverse.value > 0 else math.inf,
         low=_turned(high),

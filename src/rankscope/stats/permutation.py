@@ -17,8 +17,8 @@ Two groups, for two nulls:
 - *all units*: all units of the step are exchangeable. Workers that share their data have the same
   units, so their means lie closer together than nearly all others.
 - *same index*: only units of the same micro-batch index are exchangeable across workers. It holds
-  also when the index carries meaning, for instance when batches are sorted by length. It sees a
-  worker that is high in all its units, but never that units are the same.
+  also when the index carries meaning, for instance when batches are sorted by length. It detects a
+  worker that is high in all its units, but never equal units.
 
 Legend of shapes: U units of all workers, W workers with units, B rotations with the identity.
 """
@@ -72,7 +72,7 @@ def pool_units(
         values: One array per worker.
         weights: Beside it; None, any NaN (unknown) or infinity: all units count alike. Units of
             weight 0 are left out.
-        from_index: Micro-batch index of the first unit that is taken of each worker.
+        from_index: Micro-batch index of the first unit used of each worker.
 
     Returns:
         None with units of fewer than two workers, with no worker that has two, and when a unit
@@ -97,7 +97,9 @@ def pool_units(
     starts_W = begins_W[lengths_W > 0]
     kept_U = (index_U >= from_index) & (weights_U > 0)
     if not kept_U.all():
-        flat_U, weights_U, index_U = flat_U[kept_U], weights_U[kept_U], index_U[kept_U]
+        flat_U = flat_U[kept_U]
+        weights_U = weights_U[kept_U]
+        index_U = index_U[kept_U]
         starts_W = np.diff(owners_begin_U[kept_U], prepend=-1).nonzero()[0]
     usable = 2 <= len(starts_W) < len(flat_U) and np.isfinite(flat_U).all()
     return Units(flat_U, weights_U, index_U, starts_W) if usable else None
@@ -154,7 +156,8 @@ def rank_bets(ranks_B: Floats) -> tuple[Floats, Floats]:
         >>> low.round(2).tolist(), high.round(2).tolist()
         ([1.52, 2.25], [0.7, 0.39])
     """
-    low, high = ranks_B**_POWERS, (1 - ranks_B) ** _POWERS
+    low = ranks_B**_POWERS
+    high = (1 - ranks_B) ** _POWERS
     return low[:, 0] / low.mean(axis=1), high[:, 0] / high.mean(axis=1)
 
 

@@ -1,4 +1,4 @@
-"""What units showed in the recent steps.
+"""The deviations of units in the recent steps.
 
 Legend of shapes: T steps, the latest first, S signals, U units.
 """
@@ -13,7 +13,7 @@ from rankscope.stats.bets import Rows, rank_units
 from rankscope.stats.state import Stateful
 
 RECENT = 64
-"""Steps that are remembered of every signal."""
+"""Remembered steps of every signal."""
 
 
 class RecentSteps(Stateful):
@@ -44,13 +44,13 @@ class RecentSteps(Stateful):
     def remember(
         self, deviations_SU: Floats, rows: Rows, step: int, medians_S: Floats | None = None
     ) -> None:
-        """Take one step.
+        """Add a step.
 
         Args:
             deviations_SU: Deviations of the signals named by ``rows``, NaN where there is none.
             rows: The signals that this step measured.
             step: Its number.
-            medians_S: What they are deviations from, for :meth:`medians`.
+            medians_S: The medians that they deviate from, for :meth:`medians`.
         """
         fed = self._fed_S[rows]
         if isinstance(rows, slice) and (fed == fed[0]).all():  # a place for all, and no copies
@@ -60,7 +60,8 @@ class RecentSteps(Stateful):
             self._steps[place, rows] = step
             fed += 1
             return
-        places, signals = fed % RECENT, self._all_S[rows]
+        places = fed % RECENT
+        signals = self._all_S[rows]
         self._deviations[places, signals] = deviations_SU
         self._medians[places, signals] = np.nan if medians_S is None else medians_S
         self._steps[places, signals] = step
@@ -79,8 +80,8 @@ class RecentSteps(Stateful):
     def step_of(self, signal: int, back: int) -> int:
         """Return the number of the step that measured a signal ``back`` times before the last one.
 
-        Where that lies before all that is remembered, steps are taken to lie as far apart as the
-        two oldest ones. The signal has been measured.
+        Beyond the remembered steps, the distance of the two oldest ones is extrapolated. The signal
+        has been measured.
         """
         fed = int(self._fed_S[signal])
         oldest = min(fed, RECENT) - 1
@@ -108,12 +109,12 @@ def friedman(values_TU: NDArray[np.floating], level: float) -> tuple[Floats, boo
 
     Args:
         values_TU: One value per step and unit; steps with a missing one are left out.
-        level: Probability with which units that are alike are said to differ.
+        level: Probability of a difference for units that are alike.
 
     Returns:
         How far each unit's mean rank is from the middle ``[U]``, in standard deviations of the
-        mean rank of units that are alike; and whether they are alike. With fewer than four steps,
-        or two units, nothing says otherwise.
+        mean rank of units that are alike; and whether they are alike, which is True with fewer
+        than four steps, or two units.
 
     Example:
         >>> z_U, alike = friedman(np.array([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0]] * 10), level=0.01)

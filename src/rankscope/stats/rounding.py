@@ -1,4 +1,4 @@
-"""What rounding does to a sum over workers: unit roundoffs, bounds, and what to expect.
+"""Rounding errors of a sum over workers: unit roundoffs, bounds, and expected errors.
 
 A sum of W vectors rounds each partial sum. For elements whose leading digits follow Benford's law
 the error of one rounding has a root mean square of ``sqrt((3/8 / ln 2) / 3) = 0.425`` unit
@@ -40,7 +40,7 @@ _ORDERED: dict[str, type[np.signedinteger[Any]]] = {
 
 
 class Algorithm(StrEnum):
-    """In which order a reduction adds up the workers' values."""
+    """The order in which a reduction adds up the workers' values."""
 
     SEQUENTIAL = "sequential"
     """One after the other, in rank order."""
@@ -63,7 +63,7 @@ def predicted_error(
 
     Args:
         num_workers: W.
-        sums: Type in which partial sums are kept: a key of :data:`UNIT_ROUNDOFF`.
+        sums: Type of partial sums: a key of :data:`UNIT_ROUNDOFF`.
         inputs: Type to which the gradients are rounded beforehand; None: they are not.
         result: Type to which the sum is rounded in the end; None: it is not.
         algorithm: In which order they are added.
@@ -131,12 +131,14 @@ def ulp_distance(first: Any, second: Any, dtype: str = "float32") -> NDArray[np.
         >>> ulp_distance([1.0, 1.0, 0.0], [1.0 + 2**-23, 1.0 - 2**-23, -0.0]).tolist()
         [1.0, 2.0, 0.0]
     """
-    a, b = _order_of(first, dtype), _order_of(second, dtype)
+    a = _order_of(first, dtype)
+    b = _order_of(second, dtype)
     distance = np.abs(a.astype(np.float64) - b.astype(np.float64))
     if dtype == "float64":  # differences of neighbours must not drown
         near = (a < 0) == (b < 0)
         distance[near] = np.abs(a[near] - b[near]).astype(np.float64)
-    nan_a, nan_b = np.isnan(np.asarray(first, float)), np.isnan(np.asarray(second, float))
+    nan_a = np.isnan(np.asarray(first, float))
+    nan_b = np.isnan(np.asarray(second, float))
     distance[nan_a != nan_b] = np.nan
     distance[nan_a & nan_b] = 0.0
     return distance
@@ -172,10 +174,11 @@ def round_to_bfloat16(values: Any) -> NDArray[np.float32]:
 
 
 def _partial_sums(num_workers: int, algorithm: Algorithm) -> list[int]:
-    """Return how many terms each partial sum has that is rounded."""
+    """Return the number of terms of each rounded partial sum."""
     if algorithm is not Algorithm.TREE:
         return list(range(2, num_workers + 1))
-    sizes, rounded = [1] * num_workers, []
+    sizes = [1] * num_workers
+    rounded = []
     while len(sizes) > 1:
         merged = [a + b for a, b in zip(sizes[::2], sizes[1::2], strict=False)]
         rounded += merged

@@ -1,4 +1,4 @@
-"""Who draws which samples: duplicates inside a step, and repeats over steps.
+"""Counts of drawn samples: duplicates inside a step, and repeats over steps.
 
 A sample is an int64: an id, or a digest of its content. Legend of shapes: S steps, W workers, D
 draws, U different samples, P different pairs of a sample and the worker that draws it.
@@ -30,7 +30,7 @@ _SPREAD = np.int64(-0x2917_1479_9A96_026D)
 
 @dataclass(frozen=True, slots=True)
 class SampleCounts:
-    """What one step drew, in samples.
+    """The samples that one step drew, counted.
 
     A worker that draws a sample twice in a step counts once, except in ``drawn`` and
     ``repeated_in_batch``.
@@ -71,10 +71,10 @@ class SampleCounts:
 
 
 class SampleLedger(Stateful):
-    """Remembers which samples were drawn, and by whom.
+    """Remembers which samples were drawn, and by which workers.
 
     Costs 12 bytes per different sample, and 9 for each further worker that draws it. Further
-    workers are told by 64-bit hashes: with 3 million, one ledger in a million mistakes one.
+    workers are identified by 64-bit hashes: with 3 million, one ledger in a million mistakes one.
 
     Args:
         capacity: Different samples to remember. Beyond it, ``distinct`` is a lower bound. Three
@@ -109,19 +109,16 @@ class SampleLedger(Stateful):
     def observe(self, draws: Draws) -> list[SampleCounts]:
         """Count the draws of consecutive steps that share no sample, then remember them.
 
-        Several steps go together as long as there is room for them, see :meth:`has_room`.
-
-        Args:
-            draws: The draws.
-
-        Returns:
-            The counts of each step.
+        Several steps are possible at once as long as there is room for them, see :meth:`has_room`.
         """
         pairs, first_P = _without_repeats(draws)
-        samples_U, firsts_U, shared_P = pairs.samples, pairs.ranks, None
+        samples_U = pairs.samples
+        firsts_U = pairs.ranks
+        shared_P = None
         sample_of_P: Ints | slice = slice(None)
         if not first_P.all():  # several workers drew the same sample
-            samples_U, firsts_U = pairs.samples[first_P], pairs.ranks[first_P]
+            samples_U = pairs.samples[first_P]
+            firsts_U = pairs.ranks[first_P]
             sample_of_P = np.cumsum(first_P) - 1
             shared_P = (np.bincount(sample_of_P) > 1)[sample_of_P]
         seen_U, owners_U = self._first_owners.find(samples_U)
@@ -138,7 +135,7 @@ class SampleLedger(Stateful):
         )
 
     def has_room(self, count: int) -> bool:
-        """Return whether it can remember so many more samples, each of one worker."""
+        """Return whether there is room for so many more samples, each of one worker."""
         return count <= min(self._capacity - len(self._first_owners), self._room_for_pairs)
 
     def count_new(self, draws: Draws) -> int:
@@ -191,7 +188,7 @@ class SampleLedger(Stateful):
         others_P = seen_P & ~own_P
         if others_P.any():
             keys = _pair_keys(samples_P[others_P], ranks_P[others_P])
-            order = keys.argsort()  # sorted questions are answered much faster
+            order = keys.argsort()  # sorted keys are found much faster
             found = np.empty(len(order), bool)
             found[order] = self._pairs.find(keys[order])[0]
             own_P[others_P] = found
@@ -235,7 +232,8 @@ def identical_groups(samples: Sequence[Ints]) -> tuple[tuple[int, ...], ...]:
     groups: dict[bytes, list[int]] = {}
     end = 0
     for rank, length in enumerate(lengths):
-        begin, end = end, end + 8 * length
+        begin = end
+        end = end + 8 * length
         if length:
             groups.setdefault(content[begin:end], []).append(rank)
     if len(groups) == len(lengths):
@@ -268,10 +266,10 @@ def _counts(
 
     Args:
         draws: The draws.
-        pairs: Those without repeats of a sample by one worker.
+        pairs: Draws without repeats of a sample by one worker.
         flags: Which pairs are different samples, new ones, own repeats, repeats of others' ``[P]``.
         crossing_SW: Crossings.
-        shared_P: Which draw a sample that several workers draw; None: none of them.
+        shared_P: Which pairs draw a sample of several workers; None if none does.
     """
     drawn_S, kept_S, *flagged_S = (
         np.bincount(steps, minlength=draws.shape[0]).tolist()
@@ -299,9 +297,10 @@ def _counts(
 
 
 def _pair_keys(samples_P: Ints, ranks_P: Ints) -> Ints:
-    """Return one 64-bit hash per pair, whose highest bits tell the sample's share."""
+    """Return one 64-bit hash per pair, whose highest bits decide the sample's share."""
     hashes = mix(np.concatenate([samples_P, samples_P ^ (ranks_P * _SPREAD)]))
-    samples, pairs = hashes[: len(samples_P)], hashes[len(samples_P) :]
+    samples = hashes[: len(samples_P)]
+    pairs = hashes[len(samples_P) :]
     keys: Ints = ((samples & _HIGH) | (pairs & _LOW)).view(np.int64)
     return keys
 
@@ -310,7 +309,8 @@ def _links(samples_P: Ints, ranks_P: Ints) -> tuple[tuple[int, int, int], ...]:
     """Count common samples per pair of workers, nearest neighbours first, up to a limit."""
     links: list[Ints] = []
     num_ranks = int(ranks_P.max(initial=0)) + 1
-    total, distance = 0, 1
+    total = 0
+    distance = 1
     while distance < len(samples_P) and total < _MAX_LINKS:
         same = samples_P[distance:] == samples_P[:-distance]
         if not same.any():

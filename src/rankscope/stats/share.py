@@ -1,4 +1,4 @@
-"""A share of all samples, drawn by their hashes: what is followed when all are too many.
+"""A share of all samples, drawn by their hashes, which is followed when all are too many.
 
 Whether a sample belongs to the share depends on its hash alone. So it is followed in every epoch
 and on every worker or never, and overlaps show in the share as they do in the whole.
@@ -47,7 +47,7 @@ class SampleShare(Stateful):
 
     @property
     def one_in(self) -> int:
-        """How many samples stand behind one of the share."""
+        """Number of samples that each sample of the share stands for."""
         return 1 << self.halvings
 
     @property
@@ -56,7 +56,7 @@ class SampleShare(Stateful):
         return self.halvings < MAX_HALVINGS
 
     def halve(self) -> None:
-        """Take half of the share only."""
+        """Halve the share."""
         self.halvings += 1
 
     def admits(self, samples: Ints) -> Bools:
@@ -66,7 +66,7 @@ class SampleShare(Stateful):
         return self.admits_hashes(mix(samples).view(np.int64))
 
     def admits_hashes(self, hashes: Ints) -> Bools:
-        """Return which samples belong to the share, from what :func:`mix` made of them."""
+        """Return which samples belong to the share, from their hashes by :func:`mix`."""
         if not self.halvings:
             return np.ones(len(hashes), bool)
         found: Bools = hashes.view(np.uint64) >> np.uint64(64 - self.halvings) == 0
@@ -128,7 +128,7 @@ class DistinctSamples:
         return not self._share.halvings
 
     def add(self, samples: Ints) -> None:
-        """Take draws: ids or digests."""
+        """Add draws: ids or digests."""
         self.drawn += len(samples)
         hashes = mix(samples).view(np.int64)
         admitted = hashes[self._share.admits_hashes(hashes)]
@@ -142,7 +142,8 @@ class DistinctSamples:
         self._settle()
         if not len(self._draws):
             return 0
-        count, draws = len(self._draws), self._draws.astype(np.float64)
+        count = len(self._draws)
+        draws = self._draws.astype(np.float64)
         squares = float(np.square(draws).sum())
         rest = self.drawn - self._share.one_in * float(draws.sum())
         usual = abs(rest) <= 3 * self._share.one_in * math.sqrt(squares)
@@ -156,8 +157,10 @@ class DistinctSamples:
         draws = np.concatenate([self._draws, np.ones(len(new), np.int64)])
         self._hashes, at = np.unique(np.concatenate([self._hashes, new]), return_inverse=True)
         self._draws = np.bincount(at, draws, len(self._hashes)).astype(np.int64)
-        self._waiting, self._num_waiting = [], 0
+        self._waiting = []
+        self._num_waiting = 0
         while len(self._hashes) > self._capacity and self._share.can_halve:
             self._share.halve()
             kept = self._share.admits_hashes(self._hashes)
-            self._hashes, self._draws = self._hashes[kept], self._draws[kept]
+            self._hashes = self._hashes[kept]
+            self._draws = self._draws[kept]

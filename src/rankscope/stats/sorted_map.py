@@ -1,4 +1,4 @@
-"""A map from int64 to integers that costs little more memory than its numbers."""
+"""A map from int64 to integers with little more memory than its numbers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -52,7 +52,8 @@ class SortedMap(Stateful):
         """Add sorted keys that are not in the map yet."""
         if not len(keys):
             return
-        all_keys, all_values = [keys], [values.astype(self._value_type)]
+        all_keys = [keys]
+        all_values = [values.astype(self._value_type)]
         size = len(keys)
         while self._runs and len(self._runs[-1][0]) <= 2 * size:
             run_keys, run_values = self._runs.pop()

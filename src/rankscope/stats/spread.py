@@ -1,13 +1,13 @@
-"""How far workers are apart in one number, and how far sampling alone would set them apart.
+"""The spread of one number over workers, and the spread that sampling alone would give.
 
 Values that are not finite are left out; without any finite value the result is NaN. Spreads are
 population standard deviations (ddof 0). Equal values have a spread of exactly 0, and values near
 the end of the float64 range do not overflow.
 
 A worker's loss is a mean over samples or micro-batches ("units"). The spread between the units
-of one worker tells how far means of such units would lie apart by chance. The ratio of observed
-to expected dispersion is then about 1 when the workers draw from the same distribution, near 0
-when they share data, and above 1 when their data differ in kind.
+of one worker gives the spread of means of such units by chance. The ratio of observed to expected
+dispersion is then about 1 when the workers draw from the same distribution, near 0 when they share
+data, and above 1 when their data differ in kind.
 """
 
 import math
@@ -115,7 +115,8 @@ def weighted_mean_and_sem(
     if np.isnan(weights).any():
         weights = np.ones_like(values)
     usable = bool(np.all(weights >= 0) and np.isfinite(weights).all())
-    values, weights = values[weights > 0], weights[weights > 0]
+    values = values[weights > 0]
+    weights = weights[weights > 0]
     if not usable or not len(values):
         return float("nan"), float("nan")
     if not np.isfinite(values).all():

@@ -1,4 +1,4 @@
-"""What an object remembers, as plain data: to go on after a restart, without pickle.
+"""The state of an object as plain data, to continue after a restart without pickle.
 
 A class that derives from :class:`Stateful` needs no code for it::
 
@@ -11,13 +11,13 @@ A class that derives from :class:`Stateful` needs no code for it::
 
     state = before.state()              # {"_seen": {"dict": [[7, 1]]}}
     after = Counter(3)
-    after.restore(state)                # goes on where `before` stood
+    after.restore(state)                # continues where `before` stood
 
 Attributes may be None, numbers, text, members of an enumeration, numpy arrays, other ``Stateful``
 objects, and tuples, lists, sets, deques and dicts of these. A ``Stateful`` dataclass is made anew;
 any other object, and an enumeration, is restored into the one that the constructor has put in its
-place; an object where there is none, into a new one, if its class has to be given nothing. Objects
-are told apart by the name of their class, wherever it is defined.
+place; an object where there is none, into a new one, if its constructor needs no arguments. Objects
+are identified by the name of their class, wherever it is defined.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ _CLASSES: dict[str, type["Stateful"]] = {}
 
 
 class StateError(ValueError):
-    """A state that does not fit the object that is to take it."""
+    """A state that does not fit the object to restore."""
 
 
 class Stateful:
@@ -59,7 +59,7 @@ class Stateful:
         _CLASSES[cls.__name__] = cls
 
     def state(self) -> State:
-        """Return a copy of what the object remembers.
+        """Return a copy of the object's state.
 
         Raises:
             TypeError: An attribute is of a kind that cannot be saved.
@@ -67,10 +67,10 @@ class Stateful:
         return {name: _encode(getattr(self, name)) for name in self._attributes()}
 
     def restore(self, state: State) -> None:
-        """Remember what an object of the same build remembered.
+        """Continue from the state of an object of the same build.
 
         Args:
-            state: What its ``state`` returned.
+            state: The result of its ``state``.
 
         Raises:
             StateError: The state has other attributes, or values of another kind. The object may
@@ -110,12 +110,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(encoded: Any, now: Any = None) -> Any:
-    """Return a value from its state.
-
-    Args:
-        encoded: Its state.
-        now: The value that it replaces, None if unknown: tells what is expected.
-    """
+    """Return a value from its state; ``now`` is the value to replace, None if unknown."""
     if isinstance(encoded, Mapping):
         value = _decode_tagged(encoded, now)
     else:
@@ -146,7 +141,8 @@ def _decode_tagged(encoded: Mapping[str, Any], now: Any) -> Any:
 
 
 def _decode_object(encoded: Mapping[str, Any], now: Any) -> Any:
-    name, state = encoded["class"].rpartition(".")[2], encoded["object"]
+    name = encoded["class"].rpartition(".")[2]
+    state = encoded["object"]
     kind = _CLASSES.get(name)
     if kind is None:
         raise StateError(f"there is no class {encoded['class']}")
@@ -163,7 +159,7 @@ def _decode_object(encoded: Mapping[str, Any], now: Any) -> Any:
 
 
 def _made_of_nothing(kind: type[Stateful]) -> Stateful | None:
-    """Return an object of a class whose constructor has to be given nothing."""
+    """Return an object of a class, None if its constructor needs arguments."""
     try:
         return kind()
     except TypeError:

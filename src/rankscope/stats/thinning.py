@@ -14,11 +14,11 @@ from rankscope.stats.state import Stateful
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """What is known of a step's samples.
+    """A step's samples, as far as they are followed.
 
     Attributes:
-        counts: Those that are followed, counted.
-        samples: Those that are followed, worker by worker.
+        counts: Counts of the followed samples.
+        samples: The followed samples, worker by worker.
         drawn: Samples drawn up to this step, by all workers together.
         remembered: Different samples that were remembered after it.
     """
@@ -30,7 +30,7 @@ class Followed:
 
 
 class ThinningLedger(Stateful):
-    """Remembers who drew which samples, in bounded memory.
+    """Remembers the samples of each worker, in bounded memory.
 
     Exact while no more than ``capacity`` different samples were drawn. Then it forgets half of
     them, chosen by their hashes, and follows the other half alone; and again whenever it is full.
@@ -52,7 +52,7 @@ class ThinningLedger(Stateful):
 
     @property
     def one_in(self) -> int:
-        """How many samples stand behind one that is followed; 1 as long as it is exact."""
+        """Number of samples that each followed one stands for; 1 while it is exact."""
         return self._share.one_in
 
     @property
@@ -74,7 +74,7 @@ class ThinningLedger(Stateful):
                 yield from self._follow(steps)
 
     def _follow(self, drawn: DrawnSamples) -> Iterator[Followed]:
-        """Take steps that share no sample: a single one, or several for which there is room."""
+        """Process steps that share no sample: a single one, or several if there is room."""
         admitted_D = self._share.admits(drawn.flat)
         draws = drawn.sorted(admitted_D)
         while self._is_full(draws) and self._share.can_halve:
@@ -91,7 +91,7 @@ class ThinningLedger(Stateful):
             yield Followed(each, samples[index], self._drawn, remembered)
 
     def scale_up(self, followed: int) -> tuple[float, float]:
-        """Return how many samples stand behind so many that are followed, and its error."""
+        """Return the number of samples that so many followed ones stand for, and its error."""
         return self._share.scale_up(followed)
 
     def _is_full(self, draws: Draws) -> bool:

@@ -13,7 +13,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.replicas import RUNNING_STATISTICS, StateKind, odd_ranks
+from rankscope.bus.replicas import RUNNING_STATISTICS, StateKind, minority_ranks
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.stats.arrays import Floats, Ints
 
@@ -124,7 +124,7 @@ def differing_state(step: GatheredStep) -> tuple[int, ...]:
     for difference in step.differences:
         counts = difference.name.rpartition(".")[2] not in RUNNING_STATISTICS
         if difference.kind in (StateKind.PARAMETER, StateKind.BUFFER) and counts:
-            odd.update(difference.odd_ones_out(step.workers["replica"]))
+            odd.update(difference.minority_ranks(step.workers["replica"]))
     return tuple(sorted(odd))
 
 
@@ -149,7 +149,7 @@ def judge(results: CanaryResults, *, differing: tuple[int, ...] = ()) -> CanaryV
         return _judge_unsteady(results, distances_W, unsteady, differing)
     if agreed:
         return CanaryVerdict(CanaryCause.DATA, (results.suspect,), distance, exact=True)
-    odd = odd_ranks(list(map(tuple, keys_WD.tolist())))
+    odd = minority_ranks(list(map(tuple, keys_WD.tolist())))
     return _blame(odd, len(odd) < len(keys_WD), distance, differing)
 
 

@@ -1,4 +1,4 @@
-"""How far losses and local gradients of the workers lie apart."""
+"""The dispersion of losses and local gradients over workers."""
 
 from rankscope.bus.columns import Compared, DType, Source, Table, Tail, declare
 from rankscope.bus.evidence import Evidence

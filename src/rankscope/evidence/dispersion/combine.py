@@ -1,4 +1,4 @@
-"""How far losses, norms and directions of the workers lie apart in a step."""
+"""The dispersion of losses, norms and directions over the workers of a step."""
 
 import math
 
@@ -37,7 +37,8 @@ def derive(gathered: GatheredStep) -> Derived:
 def _spreads(gathered: GatheredStep) -> dict[str, float]:
     losses_W = gathered.workers["loss"]
     _, loss_std = mean_and_std(losses_W)
-    norm_mean, norm_std = math.nan, math.nan
+    norm_mean = math.nan
+    norm_std = math.nan
     if gathered.observed:
         norm_mean, norm_std = mean_and_std(gathered.workers["grad_norm"])
     return {
@@ -52,8 +53,8 @@ def _spreads(gathered: GatheredStep) -> dict[str, float]:
 def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Floats | None]:
     """Return the columns of the steps table, ``cosine_rest`` ``[W]`` and all cosines.
 
-    Without sketches, the norms of local and reduced gradients still give the
-    weighted mean cosine, exactly, and with each worker's product with the reduced one its own.
+    Without sketches, the norms of local and reduced gradients still give the weighted mean cosine,
+    exactly, and each worker's product with the reduced one gives its own cosine.
     """
     values = dict.fromkeys(
         ("cosine_mean", "cosine_weighted", "cosine_min", "directions_undefined"), math.nan
@@ -65,7 +66,8 @@ def _directions(gathered: GatheredStep) -> tuple[dict[str, float], Floats, Float
     if consensus is not None:
         return step_values(consensus), consensus.cosine_rest_W, None
     if gathered.sketches_WK is None:
-        norms_W, reduced = gathered.workers["grad_norm"], reduced_norm(gathered)
+        norms_W = gathered.workers["grad_norm"]
+        reduced = reduced_norm(gathered)
         values["cosine_weighted"] = norm_weighted_cosine_from_mean(norms_W, reduced)
         values["directions_undefined"] = float(np.sum(~(np.isfinite(norms_W) & (norms_W > 0))))
         products_W = gathered.reduced_products_W

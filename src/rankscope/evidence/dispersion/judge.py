@@ -1,4 +1,4 @@
-"""What judges the spread of all workers against what sampling explains."""
+"""The detector of a spread over workers that sampling does not explain."""
 
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
@@ -6,5 +6,5 @@ from rankscope.evidence.dispersion.sampling import Sampling
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     return (Sampling(run.num_workers, run.flagged.now),)

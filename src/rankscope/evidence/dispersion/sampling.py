@@ -1,8 +1,8 @@
 """Workers against sampling: are they all more alike, or all more different, than chance makes them?
 
 A fault that all workers share leaves them exchangeable, so comparing one with the others shows
-nothing. What shows it is the spread *inside* workers: with two or more micro-batches a worker,
-exact e-values (:mod:`rankscope.stats.permutation`). Workers that are too similar are a warning
+nothing. The spread *inside* workers shows it: with two or more micro-batches a worker, by exact
+e-values (:mod:`rankscope.stats.permutation`). Workers that are too similar are a warning
 inside the false-alarm budget, or a note where the samples are known to differ; workers whose data
 differ in kind are a note, since shards by domain are healthy.
 """
@@ -37,20 +37,21 @@ SEED = 0x5A3B
 """Seeds the rotations, together with the step's number."""
 
 RECENT = 64
-"""Steps over which a finding tells how large the ratio is."""
+"""Steps over which a finding states the ratio."""
 
 _REPEATED = 4096
-"""Steps ago from which on the batches of all workers together count as forgotten."""
+"""Age in steps from which on the batches of all workers together count as forgotten."""
 
 _TAIL_SHARE = 0.5
 _HEADROOM = 10.0
 _HEALED = 1e-4
 _PROVEN = 0.9
-_LOSSES, _NORMS = 0, 1
+_LOSSES = 0
+_NORMS = 1
 
 
-class _News(Enum):
-    """What an alarm has to say after a step."""
+class _Change(Enum):
+    """The change of an alarm in a step."""
 
     NONE = "none"
     OPENED = "opened"
@@ -63,15 +64,15 @@ class Sampling(Detector):
 
     Args:
         num_workers: W.
-        set_apart: Tells which workers were found to differ from the others: they are left out, as
-            the spread that they make is explained.
+        flagged: Returns the workers that were found to differ from the others: they are left out,
+            as their spread is explained.
     """
 
-    SETTINGS = ("_num_workers", "_set_apart")
+    SETTINGS = ("_num_workers", "_flagged")
 
-    def __init__(self, num_workers: int, set_apart: Callable[[], Sequence[int]] = tuple) -> None:
+    def __init__(self, num_workers: int, flagged: Callable[[], Sequence[int]] = tuple) -> None:
         self._num_workers = num_workers
-        self._set_apart = set_apart
+        self._flagged = flagged
         level = alarm_level(SAMPLING * _TAIL_SHARE)
         self._low = _Alarm(level, len(STRENGTHS))
         self._high = _Alarm(level, 2, len(STRENGTHS))
@@ -81,20 +82,22 @@ class Sampling(Detector):
         self._recent: deque[tuple[float, float, bool]] = deque(maxlen=RECENT)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks when workers are too similar or too different, or cease to be.
+        """Process a step; report workers that are too similar or too different, and the end of it.
 
-        Steps with identical batches are left out, which are exact evidence of their own, and so
+        Steps with identical batches are left out, as they have exact evidence of their own, and so
         are steps whose batches came before.
         """
         if self._num_workers < 2:
             return ()
         self._steps += 1
         gathered = step.gathered
-        apart = self._set_apart()
-        if _came_before(step) or step.identical or len(apart) > self._num_workers - 2:
+        flagged = self._flagged()
+        if _came_before(step) or step.identical or len(flagged) > self._num_workers - 2:
             return ()
-        gathered = _without(gathered, apart)
-        observed, expected = map(_square, _loss_stds(gathered, {} if apart else step.report.values))
+        gathered = _without(gathered, flagged)
+        observed, expected = map(
+            _square, _loss_stds(gathered, {} if flagged else step.report.values)
+        )
         self._recent.append((observed, expected, _all_distinct(step.report)))
         return list(self._bet(gathered))
 
@@ -108,41 +111,44 @@ class Sampling(Detector):
         low = self._units_for_low(gathered, losses)
         if low is not None:
             e_low, _ = rank_bets(spread_ranks(low, rng, same_index=False))
-            news = self._low.add(gathered.step, e_low)
-            if news is not _News.NONE:
-                yield self._say_similar(news, "losses" if low is losses else "gradient norms")
-        told = False
+            change = self._low.add(gathered.step, e_low)
+            if change is not _Change.NONE:
+                yield self._similar_evidence(
+                    change, "losses" if low is losses else "gradient norms"
+                )
+        changed = False
         for source, units in ((_LOSSES, losses), (_NORMS, norms)):
             if units is not None:
                 _, e_high = rank_bets(spread_ranks(units, rng, same_index=True))
-                told |= self._high.add(gathered.step, e_high, source) is not _News.NONE
-        if told:
-            yield self._say_different()
+                changed |= self._high.add(gathered.step, e_high, source) is not _Change.NONE
+        if changed:
+            yield self._different_evidence()
 
     def _units_for_low(self, gathered: GatheredStep, losses: Units | None) -> Units | None:
         """Return the units that may move to any other place.
 
         Losses may. All but the first gradient norm of a worker are estimates, so the later ones
-        may among themselves. Losses that were averaged over workers before they got here are
-        equal to the last bit while gradients differ, and tell nothing.
+        may among themselves. Losses that the training averages over workers are equal to the last
+        bit while gradients differ, and are of no use.
         """
         if losses is None:
             return pool_units(gathered.micro_norms, from_index=1)
         if gathered.observed:
-            losses_W, norms_W = gathered.workers["loss"], gathered.workers["grad_norm"]
+            losses_W = gathered.workers["loss"]
+            norms_W = gathered.workers["grad_norm"]
             equal = population_std(losses_W) <= 1e-9 * float(np.abs(losses_W).max())
             self._averaged = equal and population_std(norms_W) > 1e-2 * float(np.mean(norms_W))
         return None if self._averaged else losses
 
-    def _say_similar(self, news: _News, what: str) -> FaultEvidence:
-        if news is _News.OPENED:
+    def _similar_evidence(self, change: _Change, what: str) -> FaultEvidence:
+        if change is _Change.OPENED:
             proven = [distinct for _, _, distinct in self._recent][-self._low.duration :]
             differ = sum(proven) >= _PROVEN * len(proven)
             self._similar = Severity.NOTE if differ else Severity.WARNING
         cause = "data.duplicate_batches"
         return self._evidence("sampling.too_similar", cause, self._similar, self._low, what)
 
-    def _say_different(self) -> FaultEvidence:
+    def _different_evidence(self) -> FaultEvidence:
         losses, norms = self._high.evidence_of_each.mean(axis=1).tolist()
         what = "losses" if losses >= norms else "gradient norms"
         return self._evidence(
@@ -201,27 +207,27 @@ class _Alarm(PersistentFault):
         """Evidence of each of them."""
         return self._detectors.evidence.astype(np.float64)
 
-    def add(self, step: int, e: Floats, at: int | None = None) -> _News:
-        """Take the e-values of a step; ``at`` is the row that they belong to, if not all."""
+    def add(self, step: int, e: Floats, at: int | None = None) -> _Change:
+        """Add the e-values of a step; ``at`` is their row, if not all."""
         self._detectors.observe(e.astype(np.float32), ... if at is None else at)
         if not self._fed or self._fed[-1] != step:
             self._fed.append(step)
             self.duration = min(self.duration + 1, RECENT)
         total = float(self._detectors.evidence.mean())
         if not self.open:
-            return self._open(step) if total >= self._level else _News.NONE
+            return self._open(step) if total >= self._level else _Change.NONE
         cap = _HEADROOM * self._level
         np.minimum(self._detectors.evidence, cap, out=self._detectors.evidence)
         if total < _HEALED * self._level:
             self.open = False
-            return _News.CLOSED
+            return _Change.CLOSED
         if float(e.mean()) <= 1.0:
-            return _News.NONE
+            return _Change.NONE
         self.last = step
         self.count += 1
-        return _News.CONTINUED
+        return _Change.CONTINUED
 
-    def _open(self, step: int) -> _News:
+    def _open(self, step: int) -> _Change:
         strongest = int(self._detectors.evidence.argmax())
         age = float(self._detectors.age.flat[strongest])
         self.duration = int(np.clip(round(age), 1, len(self._fed)))
@@ -230,18 +236,18 @@ class _Alarm(PersistentFault):
         self.last = step
         self.count += self.duration
         self.open = True
-        return _News.OPENED
+        return _Change.OPENED
 
 
 def _came_before(step: Step) -> bool:
-    """Return whether a worker or all of them have batches again: what they show is no new draw."""
+    """Return whether a worker or all of them repeat a batch, which is no new draw."""
     recurrence = step.recurrence
     age = step.gathered.step - recurrence.before if recurrence.before >= 0 else _REPEATED + 1
     return bool(recurrence.ages_W.any()) or age <= _REPEATED
 
 
 def _without(gathered: GatheredStep, workers: Sequence[int]) -> GatheredStep:
-    """Return what the other workers sent, as far as it is used here."""
+    """Return the step without some workers, in the fields used here."""
     if not workers:
         return gathered
     kept = [worker for worker in range(gathered.num_workers) if worker not in workers]
@@ -261,9 +267,7 @@ def _without(gathered: GatheredStep, workers: Sequence[int]) -> GatheredStep:
 def _loss_stds(gathered: GatheredStep, values: Mapping[str, float]) -> tuple[float, float]:
     """Return the losses' std over workers, and the one that sampling alone would give.
 
-    Args:
-        gathered: The workers that are compared.
-        values: Columns of the steps table, if these are all workers.
+    ``values`` holds the columns of the steps table, if all workers are compared.
     """
     if "loss_std" in values and "loss_std_expected" in values:
         return values["loss_std"], values["loss_std_expected"]

@@ -1,4 +1,4 @@
-"""Versions, devices, precision and the optimizer's settings of each worker."""
+"""Versions, devices, precision and optimizer settings of each worker."""
 
 from rankscope.bus.columns import DType, Source, Table, Tail, declare
 from rankscope.bus.evidence import Evidence

@@ -1,4 +1,4 @@
-"""What a worker runs on: versions, device, precision, environment variables, source revision."""
+"""A worker's environment: versions, device, precision, variables, source revision."""
 
 import contextlib
 import functools
@@ -28,18 +28,15 @@ _LONGEST_VALUE = 200
 _GIT_SECONDS = 2.0
 
 FLAGS_EVERY = PACE.flags_every
-"""Steps from one look at torch's global settings to the next."""
+"""Steps between two readings of torch's global settings."""
 
 
 def environment_facts(device: torch.device) -> dict[str, Fact]:
-    """Return what this worker runs on, by name; for ``run.json`` and to compare workers.
+    """Return the facts of this worker's environment, for ``run.json`` and to compare workers.
 
-    Versions, device, torch's flags, and the source revision have names in lower case; environment
-    variables have their own names. What is not there or cannot be told is left out. Only variables
-    that are known to decide how a job computes are read, so that no secret is.
-
-    Args:
-        device: Where the model computes.
+    Versions, the device of the model, torch's flags, and the source revision have names in lower
+    case; environment variables have their own names. Missing and unreadable facts are left out.
+    Only variables that are known to decide how a job computes are read, so that no secret is.
     """
     facts: dict[str, Fact] = {
         "python": platform.python_version(),
@@ -89,14 +86,9 @@ def vocabulary_digest(tokenizer: Any) -> int:
 
 
 def source_revision(directory: Path | None, seconds: float = _GIT_SECONDS) -> dict[str, Fact]:
-    """Return the commit that a directory is at, and whether files differ from it.
+    """Return a directory's git commit (``revision``), and whether files differ from it.
 
-    Args:
-        directory: Some directory in a git repository; None when there is none.
-        seconds: Longest time that git may take.
-
-    Returns:
-        ``revision`` and ``revision_changed``; what git does not tell in time is left out.
+    Facts that git does not return within so many seconds are left out.
     """
     if directory is None:
         return {}
@@ -171,7 +163,7 @@ def _device(device: torch.device) -> dict[str, Fact]:
 
 
 def quietly(collect: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
-    """Return facts, or none where they cannot be had: a job must not fail to start for them."""
+    """Return facts, or none if reading them fails: a job must not fail to start for them."""
     try:
         return collect()
     except Exception:
@@ -179,18 +171,15 @@ def quietly(collect: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 class PrecisionMeter:
-    """Tells the precision of each step's first forward pass.
+    """Reads the precision of each step's first forward pass.
 
-    Autocast is looked at in every step, torch's global settings in steps that are multiples of
+    Autocast is read in every step, torch's global settings in steps that are multiples of
     ``FLAGS_EVERY``, on all workers alike: scripts set them once, and they take long to read.
-
-    Args:
-        module: The model.
-        device: Where it computes.
     """
 
     def __init__(self, module: torch.nn.Module, device: torch.device) -> None:
-        self._module, self._device = module, device
+        self._module = module
+        self._device = device
         self._flags: dict[str, str | bool] | None = None
         self._codes: dict[str, int] = {}
 
@@ -213,12 +202,7 @@ class PrecisionMeter:
 
 
 def precision_words(module: torch.nn.Module, device: torch.device) -> dict[str, str | bool]:
-    """Return what decides the precision of a forward pass, by name.
-
-    Args:
-        module: The model.
-        device: Where it computes.
-    """
+    """Return the settings that decide the precision of a forward pass, by name."""
     types = {str(parameter.dtype).removeprefix("torch.") for parameter in module.parameters()}
     return {
         "parameter_types": ", ".join(sorted(types)) or "none",
@@ -256,7 +240,7 @@ def _float32_matmul() -> str:
 
 
 def _fp32(operations: Any) -> str:
-    """Return ``tf32``, or ``ieee`` where float32 is what it says; ``allow_tf32`` may raise."""
+    """Return ``tf32``, or ``ieee`` for full float32; ``allow_tf32`` may raise."""
     precision = str(operations.fp32_precision)
     return "ieee" if precision == "none" else precision
 

@@ -1,4 +1,4 @@
-"""What judges environments and the optimizer's settings."""
+"""The detectors of environments and optimizer settings."""
 
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
@@ -7,7 +7,7 @@ from rankscope.evidence.environment.settings import DifferentSettings, PlannedSe
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     return (
         EnvironmentMismatch(run.environments),
         DifferentSettings(run.num_workers, run.plan),

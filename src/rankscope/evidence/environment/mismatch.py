@@ -1,4 +1,4 @@
-"""The detector of workers that run on something else than the others."""
+"""The detector of workers whose environment differs from the others'."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from rankscope.bus.environment_names import DECIDES_BITS, HARMLESS, PACKAGES, is
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.rank_values import known_values, name_values
-from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, name_ranks
@@ -18,27 +18,27 @@ from rankscope.bus.words import count, name_ranks
 CAUSE = "env.mismatch"
 
 STEPS_IN_A_ROW = 3
-"""Steps in which a worker computes in another precision before it is told."""
+"""Steps in which a worker computes in another precision before it is reported."""
 
 _TITLES = {"revision": "source revision", "revision_changed": "source files"}
-_MOST_TOLD = 6
+_MOST_LISTED = 6
 
 
 class EnvironmentMismatch(Detector):
     """Workers whose versions, device, flags, vocabulary or source differ, or their precision.
 
-    What each rank said when it started is compared once; it is told with the first step. The
+    The facts of the ranks at their start are compared once, and reported with the first step. The
     precision of the forward pass is compared in every step.
 
     Args:
-        facts: What each rank runs on, by name, in rank order; empty when unknown. Names in capital
+        facts: Each rank's environment by name, in rank order; empty when unknown. Names in capital
             letters are environment variables.
     """
 
-    SETTINGS = ("_words", "_odd", "_severity", "_at_start")
+    SETTINGS = ("_words", "_minority", "_severity", "_at_start")
 
     def __init__(self, facts: Sequence[Mapping[str, Any]] = ()) -> None:
-        self._odd, self._words, self._severity = compare_facts(facts)
+        self._minority, self._words, self._severity = compare_facts(facts)
         self._at_start = True
         self._first = self._last = -1
         self._ranks: set[int] = set()
@@ -46,7 +46,7 @@ class EnvironmentMismatch(Detector):
         self._precision = PersistentFault(STEPS_IN_A_ROW, in_a_row=True)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks with the first one, and while the precision differs."""
+        """Process a step; report with the first one, and while the precision differs."""
         number = step.gathered.step
         changed = self._at_start and self._start(number)
         if step.alike("precision"):
@@ -56,17 +56,17 @@ class EnvironmentMismatch(Detector):
         codes_W = step.gathered.workers["precision"]
         known_W = codes_W != MISSING_INT
         if np.count_nonzero(known_W) > 1:
-            odd = odd_ranks(known_values(codes_W, known_W))
-            changed |= self._precision.observe(number, odd)
+            minority = minority_ranks(known_values(codes_W, known_W))
+            changed |= self._precision.observe(number, minority)
         return (self._evidence(),) if changed else ()
 
     def _start(self, step: int) -> bool:
-        """Begin a run, or go on with one; return whether what is known has changed."""
+        """Begin or continue a run; return whether the evidence has changed."""
         self._at_start = False
-        changed = self._differed or bool(self._odd)
-        self._differed = bool(self._odd)
-        if self._odd:
-            self._ranks = set(self._odd)
+        changed = self._differed or bool(self._minority)
+        self._differed = bool(self._minority)
+        if self._minority:
+            self._ranks = set(self._minority)
             self._serious = self._severity is Severity.WARNING
             self._first = step if self._first < 0 else self._first
             self._last = step
@@ -74,7 +74,8 @@ class EnvironmentMismatch(Detector):
 
     def _evidence(self) -> FaultEvidence:
         seen = self._precision
-        words, ranks = list(self._words[:_MOST_TOLD]), self._ranks | seen.ranks
+        words = list(self._words[:_MOST_LISTED])
+        ranks = self._ranks | seen.ranks
         more = len(self._words) - len(words)
         if more:
             words.append(f"and {count(more, 'other difference')}")
@@ -94,20 +95,20 @@ class EnvironmentMismatch(Detector):
                 "what": "; ".join(words) or "no difference any more",
             },
             numbers={"differences": words, "steps_in_another_precision": seen.count},
-            status="open" if self._odd or seen.open else "closed",
+            status="open" if self._minority or seen.open else "closed",
         )
 
 
 def compare_facts(
     facts: Sequence[Mapping[str, Any]],
 ) -> tuple[tuple[int, ...], tuple[str, ...], Severity]:
-    """Compare what the ranks run on.
+    """Compare the environments of the ranks.
 
     Args:
         facts: By name, in rank order; an empty one is unknown.
 
     Returns:
-        The odd ranks, each difference in words, the serious ones first, and how bad it is.
+        The ranks that differ, each difference in words, the serious ones first, and the severity.
     """
     names = sorted(filter(is_compared, {name for own in facts for name in own}))
     serious: list[str] = []
@@ -115,12 +116,12 @@ def compare_facts(
     ranks: set[int] = set()
     for name in names:
         values = [_value(own, name) for own in facts]
-        odd = odd_ranks(values)
-        if not odd:
+        minority = minority_ranks(values)
+        if not minority:
             continue
-        ranks.update(odd)
+        ranks.update(minority)
         note = name in HARMLESS or (name.isupper() and name not in DECIDES_BITS)
-        (harmless if note else serious).append(_difference(name, values, odd))
+        (harmless if note else serious).append(_difference(name, values, minority))
     severity = Severity.WARNING if serious else Severity.NOTE
     return tuple(sorted(ranks)), (*serious, *harmless), severity
 

@@ -1,4 +1,4 @@
-"""What the optimizer does between two steps: how often it was called, and with which settings."""
+"""The optimizer between two steps: its calls, and their settings."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,18 +19,14 @@ _FIXED = (bool, int, float, str, type(None))
 
 
 class OptimizerMeter:
-    """Counts calls of ``optimizer.step`` and takes the settings of the last one.
+    """Counts calls of ``optimizer.step`` and reads the settings of the last one.
 
     A gradient scaler skips some calls. The settings are the learning rate and the weight decay of
-    the first parameter group, a digest of the other groups' rates, and one of all other settings.
-    Bounds that a scheduler keeps in the groups (``max_lr``) are not counted. What cannot be read
-    (tensors on an accelerator, an optimizer without parameter groups) is left out.
+    the first parameter group, a digest of the other groups' rates, and one of all other settings,
+    without bounds that a scheduler keeps in the groups (``max_lr``). Unreadable settings (tensors
+    on an accelerator, an optimizer without parameter groups) are left out.
 
-    Of several optimizers, the settings of all are taken, and the calls of the one that was called
-    most.
-
-    Args:
-        optimizer: The optimizer; None when it is not known.
+    Of several optimizers, the settings of all count, and the calls of the one that was called most.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | JointOptimizer | None) -> None:
@@ -44,30 +40,25 @@ class OptimizerMeter:
         self._values: list[object] = []  # of all groups: while they live, their ids are theirs
         self._seen: list[int] = []
         self._digests: dict[str, int] = {}
-        self._taken = False
+        self._read_before = False
 
     def begin(self, optimizer: Any) -> None:
-        """Take the settings with which ``optimizer.step`` is called; some change theirs in it."""
-        self._take(optimizer)
-        self._taken = True
+        """Read the settings before ``optimizer.step``, as some optimizers change theirs in it."""
+        self._read(optimizer)
+        self._read_before = True
 
     def count(self, optimizer: Any) -> None:
-        """Take one call of ``optimizer.step`` that has ended.
+        """Count a call of ``optimizer.step`` that has ended.
 
-        Its settings are those at this moment, unless :meth:`begin` has taken them before.
+        Its settings are the present ones, unless :meth:`begin` has read them before.
         """
         self._calls[id(optimizer)] += 1
-        if not self._taken:
-            self._take(self._joint or optimizer)
-        self._taken = False
+        if not self._read_before:
+            self._read(self._joint or optimizer)
+        self._read_before = False
 
     def collect(self) -> dict[str, float]:
-        """Return the settings and the count, and count from 0 again.
-
-        Returns:
-            ``lr``, ``weight_decay`` and ``optimizer_steps`` (NaN when unknown), and
-            ``rates_digest`` and ``settings_digest`` where there are any.
-        """
+        """Return the settings' columns and the count (NaN when unknown); count from 0 again."""
         steps = max(self._calls.values(), default=0)
         self._calls.clear()
         values: dict[str, float] = {
@@ -77,7 +68,7 @@ class OptimizerMeter:
         }
         return {**values, **self._digests}
 
-    def _take(self, optimizer: Any) -> None:
+    def _read(self, optimizer: Any) -> None:
         groups = getattr(optimizer, "param_groups", None)
         if isinstance(groups, list) and self._is_known(groups):
             return
@@ -99,16 +90,16 @@ class OptimizerMeter:
         self._seen = [id(value) for _, value in named] if known else []
 
     def _is_known(self, groups: list[Any]) -> bool:
-        """Return whether all settings are the very objects of the last call, and cannot change."""
+        """Return whether all settings are the same immutable objects as in the last call."""
         try:
             return self._seen == [id(value) for group in groups for value in group.values()] != []
         except AttributeError:  # no mapping
             return False
 
     def _text_of(self, number: int, group: Mapping[str, Any]) -> str:
-        """Return the settings of one parameter group; written anew only when some have changed."""
-        told = _NO_SETTINGS if number else _NO_SETTINGS | {"weight_decay"}
-        others = {name: value for name, value in group.items() if name not in told}
+        """Return the settings of a parameter group as text, from a cache until some change."""
+        omitted = _NO_SETTINGS if number else _NO_SETTINGS | {"weight_decay"}
+        others = {name: value for name, value in group.items() if name not in omitted}
         known = self._groups.get(number)
         if known is None or not known.holds(list(others.values())):
             known = self._groups[number] = _GroupSettings(others)
@@ -116,11 +107,7 @@ class OptimizerMeter:
 
 
 class _GroupSettings:
-    """Settings of one parameter group in plain form.
-
-    Args:
-        settings: Those that have no column of their own.
-    """
+    """Settings of one parameter group, without those that have columns, in plain form."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         plain = [(name, _plain(settings.get(name))) for name in sorted(map(str, settings))]

@@ -11,9 +11,7 @@ from rankscope.evidence.environment.optimizer import OptimizerMeter
 class EnvironmentProbe(Probe):
     """Collects settings and precision of one worker's steps.
 
-    Args:
-        optimizer: What reads the optimizer's settings.
-        precisions: What reads the precision; None where it is not compared.
+    ``precisions`` is None where the precision is not compared.
     """
 
     def __init__(self, optimizer: OptimizerMeter, precisions: PrecisionMeter | None) -> None:
@@ -22,7 +20,7 @@ class EnvironmentProbe(Probe):
         self._precision = math.nan
 
     def before_forward(self, step: int, *, first: bool) -> None:
-        """Read the precision of the step's first forward pass: later ones are like it."""
+        """Read the precision of the step's first forward pass; later ones are the same."""
         if first and self._precisions is not None:
             self._precision = self._precisions.code(step)
 
@@ -39,7 +37,7 @@ class EnvironmentProbe(Probe):
 
 
 def make_probe(job: Job) -> EnvironmentProbe:
-    """Return what collects the settings of a training."""
+    """Return the probe of settings."""
     wrapped = job.wrapped
     precisions = PrecisionMeter(wrapped.module, wrapped.device) if job.exact else None
     return EnvironmentProbe(OptimizerMeter(job.optimizer), precisions)

@@ -10,7 +10,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.plan import Plan
 from rankscope.bus.rank_values import known_values, name_values
-from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import name_ranks
@@ -18,7 +18,7 @@ from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.state import State
 
 STEPS_NEEDED = 3
-"""Optimizer steps in which the learning rate departs from the plan before it is told."""
+"""Optimizer steps in which the learning rate departs from the plan before it is reported."""
 
 CALLS = "optimizer-steps-differ"
 
@@ -67,27 +67,23 @@ class DifferentSettings(Detector):
         self._departure: tuple[int, float, float] = (-1, 0.0, 0.0)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of what differs in it or in the step before, and of what ends."""
+        """Process a step; report differences in it and in the step before, and their end."""
         gathered = step.gathered
         calls_W = _calls(step)
-        told: list[FaultEvidence] = []
+        found: list[FaultEvidence] = []
         if self._num_workers > 1:
-            told += self._compare_calls(gathered.step, calls_W)
-            told += self._compare_settings(step)
-        told += self._follow_plan(gathered, calls_W)
-        return told
+            found += self._compare_calls(gathered.step, calls_W)
+            found += self._compare_settings(step)
+        found += self._follow_plan(gathered, calls_W)
+        return found
 
     def close(self) -> Iterable[FaultEvidence]:
-        """End the run; what its last step shows is not judged."""
+        """End the run; its last step is not judged."""
         self._waiting = -1
         return ()
 
     def restore(self, state: State) -> None:
-        """Remember what a detector of as many workers remembered.
-
-        Raises:
-            StateError: The state does not fit.
-        """
+        """Continue from the state of another detector; StateError if it does not fit."""
         super().restore(state)
         self._anchored = False
 
@@ -98,7 +94,8 @@ class DifferentSettings(Detector):
         active_W = gathered.workers["optimizer_steps"] != 0
         several = int(np.count_nonzero(active_W)) > 1
         ranks: set[int] = set()
-        known, parts = False, []
+        known = False
+        parts = []
         for name, words in _NAMES.items():
             if step.alike(name):  # so none is NaN
                 known |= several
@@ -109,7 +106,7 @@ class DifferentSettings(Detector):
             if _alike(values_W, known_W):
                 continue
             values = known_values(values_W, known_W)
-            ranks.update(self._odd(values))
+            ranks.update(self._minority(values))
             parts.append(f"{words} is {name_values(values, _speller(values))}")
         for name, words in _DIGESTS.items():
             if step.alike(name):
@@ -119,27 +116,29 @@ class DifferentSettings(Detector):
             known_W = active_W & (digests_W != MISSING_INT)
             known |= int(np.count_nonzero(known_W)) > 1
             if not _alike(digests_W, known_W):
-                odd = self._odd(known_values(digests_W, known_W))
+                odd = self._minority(known_values(digests_W, known_W))
                 ranks.update(odd)
                 parts.append(f"{words} differ on {name_ranks(odd)}")
         self._what = "; ".join(parts) or self._what
         if known and self._settings.observe(gathered.step, ranks):
             yield self._settings_evidence()
 
-    def _odd(self, values: Sequence[float | int | None]) -> Sequence[int]:
-        """Return the odd ranks; where no majority tells, those that were odd before, if any.
+    def _minority(self, values: Sequence[float | int | None]) -> Sequence[int]:
+        """Return the minority; without a majority, the earlier minority, if any.
 
         So a step in which some do not call the optimizer accuses nobody new.
         """
-        odd = odd_ranks(values)
+        odd = minority_ranks(values)
         before = sorted(self._settings.ranks.intersection(odd))
         undecided = len(odd) == sum(value is not None for value in values)
         return before if undecided and before else odd
 
     def _compare_calls(self, step: int, calls_W: Ints) -> Iterable[FaultEvidence]:
         """Judge the step before, which was not the last one."""
-        before_W, number = self._waiting_calls, self._waiting
-        self._waiting, self._waiting_calls = step, calls_W
+        before_W = self._waiting_calls
+        number = self._waiting
+        self._waiting = step
+        self._waiting_calls = calls_W
         if number < 0:
             return
         known_W = before_W != MISSING_INT
@@ -148,13 +147,14 @@ class DifferentSettings(Detector):
         ranks: tuple[int, ...] = ()
         if not _alike(before_W, known_W):
             values = known_values(before_W, known_W)
-            ranks = odd_ranks(values)
+            ranks = minority_ranks(values)
             self._called = name_values(values, _times)
         if self._calls.observe(number, ranks):
             yield self._calls_evidence()
 
     def _settings_evidence(self) -> FaultEvidence:
-        seen, what = self._settings, {"what": self._what}
+        seen = self._settings
+        what = {"what": self._what}
         numbers = {"steps": seen.count, **what}
         cause = "state.hyperparameters_differ"
         return seen.evidence(cause, Severity.ERROR, seen.ranks, what, numbers)
@@ -191,10 +191,10 @@ class DifferentSettings(Detector):
             yield self._schedule_evidence()
 
     def _anchor(self, rates: Floats, calls: int) -> None:
-        """Count on after a restart: from where it was, or from an earlier checkpoint.
+        """Count on after a restart: from its end, or from an earlier checkpoint.
 
-        Which one tells the learning rate of the first step: the latest call of the plan that has
-        it, and is not after the last one that was seen.
+        The learning rate of the first step decides: the latest call of the plan that has it, and
+        is not after the last one before the restart.
         """
         self._anchored = True
         last = self._num_calls + calls - 1
@@ -204,7 +204,7 @@ class DifferentSettings(Detector):
                 self._num_calls = int(fits[-1])
 
     def _departs(self, rates: Floats, at: int) -> bool:
-        """Return whether all these learning rates are not what the plan has for a call."""
+        """Return whether all these learning rates differ from the plan's for a call."""
         return bool(self._depart(rates, np.array([self._planned_at(at)]))[0])
 
     def _depart(self, rates: Floats, planned_N: Floats) -> NDArray[np.bool_]:
@@ -256,7 +256,7 @@ def _alike(values_W: NDArray[np.float64 | np.int64], known_W: NDArray[np.bool_])
 
 
 def _speller(values: Iterable[float | None]) -> Callable[[float], str]:
-    """Return what writes numbers in six digits, or in as many as tell these apart."""
+    """Return a function that writes numbers in six digits, or in as many as separate these."""
     different = {value for value in values if value is not None}
     short = {f"{value:.6g}" for value in different}
     return (lambda value: f"{value:.6g}") if len(short) == len(different) else repr
@@ -273,8 +273,8 @@ class PlannedSeed(Detector):
     """Compares the seed of each rank's sampler, as it was at the start, with the plan's.
 
     Args:
-        planned: The seed that is intended; None if the plan does not say.
-        seeds: Each rank's, None where it is not known; empty when nothing is known.
+        planned: The intended seed; None if the plan has none.
+        seeds: Each rank's, None where unknown; empty when all are.
     """
 
     SETTINGS = ("_planned", "_wrong")
@@ -286,13 +286,13 @@ class PlannedSeed(Detector):
             for rank, seed in enumerate(seeds)
             if None not in (planned, seed) and seed != planned
         }
-        self._told = False
+        self._reported = False
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks with the first one after a start."""
-        if self._told or not self._wrong:
+        """Process a step; report with the first one after a start."""
+        if self._reported or not self._wrong:
             return ()
-        self._told = True
+        self._reported = True
         number = step.gathered.step
         ranks = tuple(self._wrong)
         return (

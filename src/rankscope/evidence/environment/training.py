@@ -1,9 +1,9 @@
-"""What a training is made of, in plain values: so that two runs can be told apart by name.
+"""Facts of a training as plain values, by which two runs can be compared.
 
-And what a data loader says of itself: its seed, and whether it draws with replacement.
+And a data loader's seed, and whether it draws with replacement.
 
-Taken once, when the watch begins, on rank 0. Nothing here may keep a job from starting: what cannot
-be told is left out.
+Read once, when the watch begins, on rank 0. Nothing here may keep a job from starting: unreadable
+facts are left out.
 """
 
 import math
@@ -55,18 +55,10 @@ def training_facts(
     loader: Any,
     group: dist.ProcessGroup,
 ) -> Facts:
-    """Return what a training is made of, by stable names.
+    """Return the facts of a training by stable names.
 
-    Args:
-        wrapper: What makes the model data parallel.
-        module: The model inside it.
-        optimizer: Its optimizer; None if it is not known.
-        loader: Its data loader; None if it was not given.
-        group: The workers.
-
-    Returns:
-        ``seed``, and ``model``, ``parameters``, ``reduction``, ``optimizer`` and ``loader``, each a
-        mapping; ``optimizer`` and ``loader`` are None where they are not known.
+    They are ``seed``, and ``model``, ``parameters``, ``reduction``, ``optimizer`` and ``loader``,
+    each a mapping; ``optimizer`` and ``loader`` are None where unknown.
     """
     return {
         "seed": torch.initial_seed(),
@@ -79,7 +71,7 @@ def training_facts(
 
 
 def _parameters(module: nn.Module) -> Facts:
-    """Return how many there are, of which types, and a digest of names, shapes and types."""
+    """Return the parameters' number, types, and a digest of names, shapes and types."""
     named = [(canonical_name(name), p) for name, p in module.named_parameters()]
     trained = [parameter for _, parameter in named if parameter.requires_grad]
     lines = [f"{name} {_shape(p)} {_type(p)} {p.requires_grad}" for name, p in named]
@@ -160,7 +152,7 @@ def _loader(loader: Any) -> Facts:
 
 
 def sampler_seed(loader: Any) -> int | None:
-    """Return the seed with which a data loader's samples are shuffled; None if it is not known.
+    """Return the seed with which a data loader's samples are shuffled; None if unknown.
 
     That of a sampler with a ``seed`` (``DistributedSampler``) or ``initial_seed`` (accelerate's),
     unless it does not shuffle, or of the generator that torch's own samplers draw from.
@@ -214,7 +206,7 @@ def _type(tensor: Tensor) -> str:
 
 
 def _plain(value: object) -> object:
-    """Return a value as JSON can hold it; of what it cannot, the class."""
+    """Return a value as JSON can hold it, else its class."""
     if isinstance(value, Tensor):  # elsewhere it would wait
         value = value.item() if value.device.type == "cpu" and value.numel() == 1 else _type(value)
     if isinstance(value, float) and not math.isfinite(value):
@@ -229,15 +221,14 @@ def _plain(value: object) -> object:
 
 
 def draws_with_replacement(loader: Any) -> bool:
-    """Return whether a data loader says that it draws samples, or whole shards, with replacement.
+    """Return whether a data loader declares that it draws samples, or shards, with replacement.
 
-    So say torch's samplers with ``replacement=True``, and webdataset's ``ResampledShards``
-    (``WebDataset(resampled=True)``) or a class of that name. Nothing is read or called.
-
-    Args:
-        loader: A data loader, or whatever the training reads its batches from; None if unknown.
+    That is torch's samplers with ``replacement=True``, and webdataset's ``ResampledShards``
+    (``WebDataset(resampled=True)``) or a class of that name. ``loader`` is a data loader, or any
+    other source of batches; nothing of it is read or called.
     """
-    waiting, visited = deque([loader]), 0
+    waiting = deque([loader])
+    visited = 0
     while waiting and visited < _MAX_VISITED:
         part = waiting.popleft()
         visited += 1

@@ -1,4 +1,4 @@
-"""What is read of each worker's gradient: norms, sketches, and the reduced gradient beside it."""
+"""Norms and sketches of each worker's local gradient, and of the reduced one."""
 
 import numpy as np
 
@@ -29,7 +29,7 @@ COLUMNS = (
 
 ARRAYS = (
     Array("numbers", np.float64, bulk=True),  # see measured.py; empty without a valid measurement
-    Array("sizes", np.int64, bulk=True),  # how numbers and sketches are made up
+    Array("sizes", np.int64, bulk=True),  # sizes of the parts of numbers and sketches
     Array("sketches", np.float32, bulk=True),
 )
 

@@ -1,4 +1,4 @@
-"""The workers' gradients, from what is measured of each.
+"""The workers' gradients, from their messages.
 
 Legend of shapes: W workers, R rows of an audit, G groups.
 """
@@ -14,7 +14,7 @@ from rankscope.bus.judge import Columns, Combiner, Message, fill
 from rankscope.bus.layout import Layout
 from rankscope.bus.measured import Measured, measured_of
 from rankscope.bus.step import MISSING_INT, MeasuredGradient
-from rankscope.evidence.gradient.own_reduction import reduced_between, undo_factor
+from rankscope.evidence.gradient.user_reduction import normalise_user_reduction, reduced_between
 from rankscope.stats.arrays import Floats
 from rankscope.stats.audit import residuals_of_all
 
@@ -30,7 +30,7 @@ class MeasuredGradients(Combiner):
         self._layout = layout
 
     def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
-        """Fill in norms and the like; return what is compared between workers."""
+        """Fill in norms and other columns; return the values compared between workers."""
         measured_W = [self._measured(message) for message in messages_W]
         if self._layout.by_loop:
             measured_W = _as_reduced(measured_W)
@@ -84,14 +84,14 @@ class MeasuredGradients(Combiner):
 
 
 def make_combiner(layout: Layout) -> MeasuredGradients:
-    """Return what combines gradients."""
+    """Return the combiner of gradients."""
     return MeasuredGradients(layout)
 
 
 def _as_reduced(measured_W: Sequence[Measured | None]) -> list[Measured | None]:
-    """Take what a loop has reduced by itself for the mean that it is a multiple of.
+    """Replace a loop's own reduced gradients by the mean that they are a multiple of.
 
-    One that reduces after each micro-batch adds to what was reduced: no gradient is local then.
+    A loop that reduces after each micro-batch adds to reduced gradients: none is local then.
     """
     known = [one for one in measured_W if one is not None]
     if len(known) == len(measured_W) and reduced_between([one.found_B for one in known]):
@@ -99,7 +99,7 @@ def _as_reduced(measured_W: Sequence[Measured | None]) -> list[Measured | None]:
     parts = [one.gradient.audit for one in known if one.gradient.audit is not None]
     if not parts or len(parts) < len(measured_W):
         return list(measured_W)
-    found = undo_factor(parts)
+    found = normalise_user_reduction(parts)
     return [
         one._replace(
             gradient=replace(one.gradient, audit=part),
@@ -114,7 +114,7 @@ def _as_reduced(measured_W: Sequence[Measured | None]) -> list[Measured | None]:
 
 
 def _changes(measured_W: Sequence[Measured]) -> Floats | None:
-    """Return how accumulated gradients changed between micro-batches, if some did ``[W, G]``."""
+    """Return changes of accumulated gradients between micro-batches ``[W, G]``, if any."""
     changes_WG = [one.changes_G for one in measured_W]
     if not all(len(changes_G) for changes_G in changes_WG):
         return None

@@ -1,4 +1,4 @@
-"""The local loss: its value, its label tokens, what it was multiplied by."""
+"""The local loss: its value, its label tokens, its multiplier before backward."""
 
 import numpy as np
 
@@ -17,14 +17,14 @@ COLUMNS = (
         ("loss_weight", DType.FLOAT, "tokens", Source.LOCAL, Tail.NONE, "label tokens behind the loss, or the weight that was given", Compared("label tokens", observed=False, by=Compares.AMOUNTS)),
         ("loss_divided", DType.BOOL, "", Source.LOCAL, Tail.NONE, "whether the training sums its loss over label tokens and divides it by those of all workers, as all workers' counts prove"),
         ("loss_sem", DType.FLOAT, "nats/token", Source.LOCAL, Tail.NONE, "standard error of the local loss, from its micro-batches or samples"),
-        ("grad_scale", DType.FLOAT, "", Source.LOCAL, Tail.BOTH, "what the loss was multiplied by before backward (scaler, accumulation), summed over micro-batches; its median over workers is undone in all gradient columns"),
+        ("grad_scale", DType.FLOAT, "", Source.LOCAL, Tail.BOTH, "multiplier of the loss before backward (scaler, accumulation), summed over micro-batches; its median over workers is undone in all gradient columns"),
         ("nonfinite", DType.BOOL, "", Source.LOCAL, Tail.HIGH, "whether the local loss or gradient holds an infinity or NaN"),
     ),
     *declare(
         Table.MICRO,
         ("loss", DType.FLOAT, "nats/token", Source.SEQUENCE, Tail.NONE, "local loss of the micro-batch per label token"),
         ("loss_weight", DType.FLOAT, "tokens", Source.SEQUENCE, Tail.NONE, "label tokens in the micro-batch"),
-        ("loss_scale", DType.FLOAT, "", Source.SEQUENCE, Tail.NONE, "what the micro-batch's loss was multiplied by before backward"),
+        ("loss_scale", DType.FLOAT, "", Source.SEQUENCE, Tail.NONE, "multiplier of the micro-batch's loss before backward"),
     ),
 )
 # fmt: on
@@ -33,9 +33,9 @@ ARRAYS = (
     Array("losses_U", np.float64),  # of all micro-batches, one after the other, in units
     Array("weights_U", np.float64),  # label tokens behind each, NaN if unknown
     Array("units_M", np.int64),  # how many units each micro-batch has
-    Array("multipliers_M", np.float64),  # what each loss was multiplied by before backward
-    # Of losses that are sums over label tokens, all of them: how many tokens, what the sum was
-    # divided by, their mean, and what that was multiplied by before backward.
+    Array("multipliers_M", np.float64),  # multiplier of each loss before backward
+    # If all losses are sums over label tokens: number of tokens, divisor of the sum, mean, and
+    # multiplier of the mean before backward.
     Array("sums_M4", np.float64),
 )
 

@@ -1,4 +1,4 @@
-"""The workers' losses, from the units that they send."""
+"""The workers' losses, from the units of their messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ class Losses(Combiner):
 
 
 def make_combiner(layout: Layout) -> Losses:
-    """Return what combines losses."""
+    """Return the combiner of losses."""
     return Losses()
 
 
@@ -43,14 +43,14 @@ def derive(gathered: GatheredStep) -> Derived:
 
 
 amend = undo_common_scale
-"""Takes out what all losses were multiplied by, once the step is known."""
+"""Divides gradients by the common multiplier of all losses, once the step is complete."""
 
 
 def _as_means(messages_W: Sequence[Message]) -> Sequence[Message]:
-    """Take losses for means over label tokens where they are proven to be.
+    """Treat losses as means over label tokens where they are proven to be.
 
-    They are if each is a sum over label tokens, divided by the number of them in all micro-batches
-    of all workers.
+    They are if each is a sum over label tokens, divided by the number of label tokens in all
+    micro-batches of all workers.
     """
     if not all(0 < len(m.sums_M4) == 4 * len(m.units_M) for m in messages_W):
         return messages_W
@@ -74,13 +74,15 @@ def _losses(
     messages_W: Sequence[Message], columns: Columns
 ) -> tuple[tuple[Floats, ...], tuple[Floats, ...]]:
     """Fill the workers' losses in; return those of each micro-batch, and their weights."""
-    losses, weights = [], []
+    losses = []
+    weights = []
     for rank, message in enumerate(messages_W):
         count = len(message.units_M)
-        own, own_weights = np.full(count, np.nan), np.full(count, np.nan)
+        own = np.full(count, np.nan)
+        own_weights = np.full(count, np.nan)
         if count:
             whole = _loss_values(message.losses_U, message.weights_U)
-            if count > 1 and _says_what_counts(message):
+            if count > 1 and _knows_multipliers(message):
                 whole["loss"], whole["loss_sem"] = weighted_mean_and_sem(
                     message.losses_U, _trained_weights(message)
                 )
@@ -92,7 +94,8 @@ def _losses(
                     if count == 1
                     else _loss_values(message.losses_U[begin:end], message.weights_U[begin:end])
                 )
-                own[micro], own_weights[micro] = one["loss"], one["loss_weight"]
+                own[micro] = one["loss"]
+                own_weights[micro] = one["loss_weight"]
         if len(message.multipliers_M):
             fill(columns, rank, {"grad_scale": float(message.multipliers_M.sum())})
         losses.append(own)
@@ -105,18 +108,18 @@ def _loss_values(losses_U: Floats, weights_U: Floats) -> dict[str, float]:
     return {"loss": loss, "loss_sem": sem, "loss_weight": float(weights_U.sum())}
 
 
-def _says_what_counts(message: Message) -> bool:
-    """Return whether it is known what each micro-batch was multiplied by, and some count."""
+def _knows_multipliers(message: Message) -> bool:
+    """Return whether the multipliers of all micro-batches are known, and some are not zero."""
     multipliers_M = message.multipliers_M
     known = len(multipliers_M) == len(message.units_M) and np.isfinite(multipliers_M).all()
     return bool(known and multipliers_M.any())
 
 
 def _trained_weights(message: Message) -> Floats:
-    """Return how much each unit of a loss counts in what is trained on ``[U]``.
+    """Return the weight of each unit in the trained loss ``[U]``.
 
-    A micro-batch counts as much as its loss was multiplied by before backward, whatever its tokens;
-    units of one micro-batch count by their tokens.
+    A micro-batch counts by the multiplier of its loss, whatever its tokens; units of one
+    micro-batch count by their tokens.
     """
     micro_U = np.repeat(np.arange(len(message.units_M)), message.units_M)
     known = np.isfinite(message.weights_U).all()

@@ -1,4 +1,4 @@
-"""What judges losses: weighting, scale, values that are not finite, no gradient."""
+"""The detectors of losses: weighting, scale, values that are not finite, no gradient."""
 
 from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.detector import Detector
@@ -9,7 +9,7 @@ from rankscope.evidence.loss.weighting import LEAST_STEPS, TokenWeighting
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     return (
         NonFinite(),
         NoGradient(run.num_workers),
@@ -19,7 +19,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
 
 
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:
-    """Return what a run is checked for."""
+    """Return the checks of a run."""
     return (
         Check("values that are not finite", 1),
         Check("the weights of workers in the average", LEAST_STEPS),

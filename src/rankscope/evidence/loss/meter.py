@@ -1,11 +1,11 @@
 """The local loss of a worker, before anything averages it.
 
 A loss arrives in units: one scalar per micro-batch, or one value per sample. Each unit carries a
-weight, the number of its label tokens. The spread between units is what later tells how much
-dispersion *between* workers sampling alone would give.
+weight, the number of its label tokens. The spread between units later shows how much dispersion
+*between* workers sampling alone would give.
 
-A DTensor counts if each rank holds all of it. Of any other, reading the loss would communicate: it
-is declined with one line in the log.
+A DTensor counts if each rank holds all of it. To read any other would communicate: it is declined
+with one line in the log.
 """
 
 import logging
@@ -35,11 +35,11 @@ _log = logging.getLogger("rankscope")
 
 
 class TokenSum(NamedTuple):
-    """What a loss is if it is a sum over label tokens that was divided by a number.
+    """A loss that is a sum over label tokens divided by a number.
 
     Attributes:
-        tokens: How many ``[1]``.
-        divisor: What their sum was divided by ``[1]``: the number of all workers' tokens, perhaps.
+        tokens: Number of label tokens ``[1]``.
+        divisor: Divisor of the sum ``[1]``: the number of all workers' tokens, perhaps.
     """
 
     tokens: Numbers
@@ -52,12 +52,12 @@ class MicroBatchLoss(NamedTuple):
     Attributes:
         values: One or more ``[U]``.
         weights: Label tokens behind each ``[U]``, None if unknown.
-        multiplier: Sees what they are multiplied by before backward.
+        multiplier: Reads their multiplier before backward.
         forward: Number of the forward pass.
         constant: None where they are known to be means, or the user's own. Else the constant in
-            the multiplier of which only one over the number of micro-batches can be told from the
-            loss itself; NaN: all of the multiplier.
-        summed: What a loss is that is a sum over label tokens; None of others.
+            the multiplier, of which only one over the number of micro-batches can be separated
+            from the loss itself; NaN: all of the multiplier.
+        summed: Tokens and divisor of a sum over label tokens; None for other losses.
     """
 
     values: Numbers
@@ -75,14 +75,11 @@ class MicroBatchLoss(NamedTuple):
 
 
 class _Multiplier:
-    """The factor between a loss and what ``backward`` was called on.
+    """The factor between a loss and the value on which ``backward`` was called.
 
     It is the gradient that arrives at the loss: scaler, accumulation divisor and any other factor
-    together. The hook returns nothing, so the gradient stays as it is.
-
-    Args:
-        loss: The loss, not reduced any further.
-        unit: What the loss was divided by to get the recorded one.
+    together. The hook returns nothing, so the gradient stays as it is. The recorded loss is the
+    given one divided by ``unit``.
     """
 
     def __init__(self, loss: Tensor, unit: Tensor | None = None) -> None:
@@ -95,25 +92,25 @@ class _Multiplier:
 
     def _see(self, gradient: Tensor | None) -> None:
         try:
-            outside(self._take, gradient)
+            outside(self._read, gradient)
         except Exception:  # the backward pass goes on, and the factor is unknown
-            _log.debug("what a loss was multiplied by could not be read", exc_info=True)
+            _log.debug("the multiplier of a loss could not be read", exc_info=True)
 
-    def _take(self, gradient: Tensor | None) -> None:
+    def _read(self, gradient: Tensor | None) -> None:
         self.value = self._factor(gradient)
 
     def _factor(self, gradient: Tensor | None) -> Tensor | float | None:
         if self._unit is None and _is_number_on_host(gradient):
             return gradient.item()
         if gradient is None or is_spread(gradient):
-            return self.value  # it is None where nothing that follows the loss depends on it
+            return self.value  # None where nothing after the loss depends on it
         gradient = own(gradient)
         value = gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32))
         return value if self._unit is None else value * _moved(self._unit, value.device)
 
 
 class LossMeter:
-    """Collects the losses of one step; losses that are given win over those that are seen.
+    """Collects the losses of one step; given losses take precedence over those of outputs.
 
     Args:
         shifted: Whether the model predicts the next token, so that the first label of each
@@ -139,19 +136,19 @@ class LossMeter:
         summed: tuple[Tensor, Tensor | float] | None = None,
         spare: bool = False,
     ) -> None:
-        """Take the loss of a micro-batch.
+        """Add the loss of a micro-batch.
 
         Args:
             value: A scalar, or one loss per sample ``[B]``.
             weight: Number of label tokens, a scalar or ``[B]`` like ``value``.
             forward: Number of the forward pass that it comes from.
-            factor: What ``value`` was multiplied by already, a scalar; it is taken out of what is
-                recorded, and counts as a part of what the loss was multiplied by.
+            factor: Multiplier that ``value`` contains already, a scalar; the recorded loss is
+                without it, and the recorded multiplier includes it.
             constant: See :class:`MicroBatchLoss`.
-            summed: Number of label tokens that ``value`` sums over, and what the sum was divided
-                by, scalars; None where it is no such sum.
-            spare: Whether it only counts when backward did not pass through the losses that were
-                seen in the model's outputs.
+            summed: Number of label tokens that ``value`` sums over, and the sum's divisor,
+                scalars; None where it is no such sum.
+            spare: Whether it only counts if backward did not pass through the losses in the
+                model's outputs.
 
         Raises:
             UsageError: Shapes other than these.
@@ -169,7 +166,7 @@ class LossMeter:
             )
         values = values.reshape(-1)
         if unit is not None:
-            values = _taken_out(unit, values)
+            values = _over_unit(unit, values)
         weights = None
         if weight is not None:
             weights = _in_double(weight).reshape(-1)
@@ -180,16 +177,16 @@ class LossMeter:
                 )
         copy = None if weights is None else _copy(weights)
         whole = None if summed is None else TokenSum(*(_copy(_in_double(n)) for n in summed))
-        taken = MicroBatchLoss(_copy(values), copy, multiplier, forward, constant, whole)
-        (self._spare if spare else self._given).append(taken)
+        loss = MicroBatchLoss(_copy(values), copy, multiplier, forward, constant, whole)
+        (self._spare if spare else self._given).append(loss)
 
     def see(self, output: Any, kwargs: Mapping[str, Any], forward: int = 0) -> None:
         """Pick the loss up from a model's output, and its label tokens from the inputs.
 
-        A model that is given ``num_items_in_batch`` (by Trainer) divides the sum over its tokens
-        by that number, which counts those of other micro-batches and workers as well. What is
-        recorded is the mean over its own tokens. Some models ignore it and return that mean: the
-        first loss tells, if autograd shows how it came about, and waits for the device.
+        A model that gets ``num_items_in_batch`` (from Trainer) divides the sum over its tokens by
+        that number, which counts those of other micro-batches and workers as well. The recorded
+        loss is the mean over its own tokens. Some models ignore the number and return that mean:
+        the first loss decides, if autograd shows its origin, and waits for the device.
         """
         mapped = isinstance(output, (dict, Mapping))
         loss = output.get("loss") if mapped else getattr(output, "loss", None)
@@ -208,13 +205,13 @@ class LossMeter:
         if unit is not None and self._is_own_mean(loss, weights, kwargs["num_items_in_batch"]):
             unit = None
         if unit is not None:
-            values = _taken_out(unit, values)
+            values = _over_unit(unit, values)
         copy = None if weights is None else _copy(weights)
         multiplier = _multiplier(loss, unit)
         self._seen.append(MicroBatchLoss(_copy(values), copy, multiplier, forward, constant))
 
     def _see_on_host(self, loss: Tensor, kwargs: Mapping[str, Any], forward: int) -> None:
-        """Take a loss that can be read at once."""
+        """Add a loss that can be read at once."""
         labels, first = labels_in(kwargs, shifted=self._shifted)
         count = None if labels is None else count_labels(labels, IGNORED_LABEL, first=first)
         weights: Numbers | None
@@ -223,24 +220,25 @@ class LossMeter:
         else:
             counted = count_label_tokens(kwargs, shifted=self._shifted)
             weights = None if counted is None else _copy(counted)
-        values, multiplier = OnHost(np.array([loss.item()])), _multiplier(loss)
+        values = OnHost(np.array([loss.item()]))
+        multiplier = _multiplier(loss)
         constant = _constant_of(loss)
         self._seen.append(MicroBatchLoss(values, weights, multiplier, forward, constant))
 
     @property
     def num_given(self) -> tuple[int, int]:
-        """How many losses were given in this step: to count, and to spare."""
+        """How many losses were given in this step: counting and spare ones."""
         return len(self._given), len(self._spare)
 
     def move(self, num_given: tuple[int, int], to: "LossMeter") -> None:
-        """Move what was given since ``num_given`` to another meter."""
+        """Move the losses given since ``num_given`` to another meter."""
         given, spare = num_given
         to._given += self._given[given:]
         to._spare += self._spare[spare:]
         del self._given[given:], self._spare[spare:]
 
     def absorb(self, other: "LossMeter", forward: int) -> None:
-        """Take over what another meter has collected in one forward pass, which is ``forward``."""
+        """Add the losses of another meter, all of the forward pass ``forward``."""
         for mine, others in (
             (self._given, other._given),
             (self._seen, other._seen),
@@ -249,7 +247,7 @@ class LossMeter:
             mine += [micro._replace(forward=forward) for micro in others]
 
     def _is_own_mean(self, loss: Tensor, own: Any, num_items: Any) -> bool:
-        """Return whether the model is known to average over its own tokens; looks once."""
+        """Return whether the model averages over its own tokens; decided once."""
         if self._own_mean is None:
             self._own_mean = False
             try:
@@ -268,17 +266,17 @@ class LossMeter:
             )
 
     def collect(self, idle: Collection[int] = ()) -> tuple[list[MicroBatchLoss], Numbers | None]:
-        """Return what was collected since the last call, and start again.
+        """Return the losses since the last call, and start again.
 
-        Args:
-            idle: Numbers of forward passes that do not count.
-
-        Returns:
-            The losses, and what each was multiplied by before backward (float64 ``[M]``); None
-            when one of these factors is unknown.
+        Forward passes in ``idle`` do not count. The second result holds the losses' multipliers
+        before backward (float64 ``[M]``); None when one is unknown.
         """
-        given, seen, spare = self._given, self._seen, self._spare
-        self._given, self._seen, self._spare = [], [], []
+        given = self._given
+        seen = self._seen
+        spare = self._spare
+        self._given = []
+        self._seen = []
+        self._spare = []
         if idle:
             given, seen, spare = (
                 [micro for micro in micros if micro.forward not in idle]
@@ -294,9 +292,9 @@ class LossMeter:
 def shifts_labels(module: torch.nn.Module) -> bool:
     """Return whether a model predicts the next token, and shifts its labels by one itself.
 
-    Known of transformers' models, by their names and, where one name stands for two kinds, by
-    whether they have an encoder. What PEFT or ``torch.compile`` has put around a model counts only
-    where the model inside has no name of these.
+    True for transformers' models, by their names and, where one name stands for two kinds, by
+    whether they have an encoder. A wrapper of PEFT or ``torch.compile`` counts only where the model
+    inside has none of these names.
     """
     known = (_shifts(layer) for layer in reversed(_layers(module)))
     return next((shifts for shifts in known if shifts is not None), False)
@@ -311,7 +309,7 @@ def _shifts(module: torch.nn.Module) -> bool | None:
 
 
 def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return a model and what it is wrapped around, from the outside to the inside."""
+    """Return a model and the models inside it, from the outside to the inside."""
     layers = [module]
     while (inner := _inside(layers[-1])) is not None and inner not in layers:
         layers.append(inner)
@@ -331,7 +329,7 @@ def _inside(module: torch.nn.Module) -> torch.nn.Module | None:
 
 
 def _is_number_on_host(tensor: Any) -> TypeGuard[Tensor]:
-    """Return whether a tensor is a real number in the host's memory, which is soon read."""
+    """Return whether a tensor is a real number in the host's memory, which is quick to read."""
     return (
         type(tensor) is Tensor
         and tensor.is_cpu
@@ -362,7 +360,7 @@ def _in_double(value: Any) -> Tensor:
 
 
 def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Bring a few numbers to a device; what lies on the host goes there without waiting for it."""
+    """Copy a few numbers to a device; from the host without waiting for the device."""
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
@@ -374,9 +372,10 @@ def _unit(num_items: Any, weights: Tensor | None) -> Tensor | None:
     return weights / items if items.numel() == 1 else None
 
 
-def _taken_out(unit: Tensor, values: Tensor) -> Tensor:
-    """Return values over their unit; those without a token stay what they are, which is 0."""
-    unit, values = _moved(unit, values.device), values.to(torch.float64)
+def _over_unit(unit: Tensor, values: Tensor) -> Tensor:
+    """Return values over their unit; those without a token stay 0."""
+    unit = _moved(unit, values.device)
+    values = values.to(torch.float64)
     return torch.where(unit == 0, values, values / unit)
 
 

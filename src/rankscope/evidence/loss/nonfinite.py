@@ -19,8 +19,8 @@ class NonFinite(Detector):
     """Infinities and NaN in local losses and gradients.
 
     A gradient scaler overflows now and then on purpose, and the optimizer skips that step: a
-    gradient alone is an error only if the optimizer was called all the same, or is unknown, or if
-    it skips ever so many steps.
+    gradient alone is an error only if the optimizer was called all the same, or is unknown, or
+    skips very many steps.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class NonFinite(Detector):
         self._skips_in_a_row = 0
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of values that are not finite in it."""
+        """Process a step; report NaN and infinite values."""
         gathered = step.gathered
         if not step.some_true("nonfinite"):
             self._skips_in_a_row = 0
@@ -74,7 +74,7 @@ class NoGradient(Detector):
         self._zero = PersistentFault(_ZERO_IN_A_ROW, in_a_row=True)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of one without a gradient, and when there is one again."""
+        """Process a step; report missing gradients, and the end of that."""
         ends = step.ends("grad_norm")
         if np.isnan(ends).any():
             return ()
@@ -83,7 +83,8 @@ class NoGradient(Detector):
 
     def _evidence(self) -> FaultEvidence:
         over = "" if self._zero.open else " It is over now."
-        zero, numbers = self._zero, {"steps": self._zero.count}
+        zero = self._zero
+        numbers = {"steps": self._zero.count}
         return zero.evidence(
             "loss.no_gradient", Severity.WARNING, zero.ranks, {"over": over}, numbers
         )

@@ -25,7 +25,7 @@ class PendingLosses:
 
     Attributes:
         losses: One entry per micro-batch.
-        multipliers: What the losses were multiplied by before backward; None if unknown.
+        multipliers: Multipliers of the losses before backward; None if unknown.
         summed_workers: How many workers' gradients the reduction adds up: 1 for their mean.
     """
 
@@ -59,7 +59,7 @@ class LossProbe(Probe):
         self.give = self._meter.give
 
     def on_output(self, output: Any, kwargs: Mapping[str, Any], forward: int) -> None:
-        """Take the loss that the model's output holds, if any."""
+        """Read the loss in the model's output, if any."""
         self._meter.see(output, kwargs, forward)
 
     def on_evaluation(self, output: Any, kwargs: Mapping[str, Any]) -> Evaluated:
@@ -70,7 +70,7 @@ class LossProbe(Probe):
         return Evaluated(move, partial(self._meter.absorb, losses))
 
     def collect(self, end: StepEnd) -> PendingLosses:
-        """Return the losses of the passes that took part in the step."""
+        """Return the losses of the step's forward passes that had a backward pass."""
         losses, multipliers = self._meter.collect(end.idle)
         return PendingLosses(losses, multipliers, end.summed_workers)
 
@@ -80,7 +80,7 @@ class LossProbe(Probe):
 
 
 def make_probe(job: Job) -> LossProbe:
-    """Return what collects the losses of a model."""
+    """Return the probe of losses."""
     return LossProbe(shifted=shifts_labels(job.wrapped.module))
 
 
@@ -99,16 +99,17 @@ def _losses(
 def _trained_losses(
     collected: Sequence[MicroBatchLoss], multipliers_M: NDArray[Any], summed_workers: float
 ) -> dict[str, Content]:
-    """Return losses of unknown make, as backward was called on them.
+    """Return losses of unknown form, scaled as in the call of backward.
 
     One over the number of micro-batches makes their sum a mean. Any other constant may belong to
     the loss (a sum over terms or tokens, divided by their number), or not. So it stays in: then
-    the mean over micro-batches is the sum of what backward was called on, and the mean over workers
-    is what they train on together, whether the reduction takes a mean or a sum. A large factor is
-    a gradient scaler's, which is no part of it.
+    the mean over micro-batches is the sum of the backward calls' values, and the mean over workers
+    is the common trained loss, whether the reduction takes a mean or a sum. A large factor is a
+    gradient scaler's, which is no part of the loss.
     """
     count = len(collected)
-    losses, multipliers = [], np.array(multipliers_M, np.float64)
+    losses = []
+    multipliers = np.array(multipliers_M, np.float64)
     known = _token_means(collected, multipliers_M, summed_workers)
     for number, micro in enumerate(collected):
         values: NDArray[Any] = micro.values.numpy()
@@ -126,9 +127,9 @@ def _trained_losses(
 def _token_means(
     collected: Sequence[MicroBatchLoss], multipliers_M: NDArray[Any], summed_workers: float
 ) -> dict[str, Content]:
-    """Return what sums over label tokens are as means, if their divisor counts all tokens.
+    """Return sums over label tokens as means, if their divisor counts all workers' tokens.
 
-    Whether it does, all workers' counts tell together.
+    Whether it does follows from all workers' counts together.
     """
     rows = []
     for micro, multiplier in zip(collected, multipliers_M, strict=True):

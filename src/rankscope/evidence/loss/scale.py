@@ -1,4 +1,4 @@
-"""The detector of losses that are multiplied by what they should not be.
+"""The detector of losses with a wrong multiplier.
 
 The multiplier of a loss is read where backward begins: accumulation divisor, gradient scaler and
 any other factor together.
@@ -32,9 +32,10 @@ _DIVIDED = (
 )
 
 _CLOSE = 1e-3
-_STEPS, _STEPS_OF_ONE = 8, 3
+_STEPS = 8
+_STEPS_OF_ONE = 3
 _POWERS = 3
-_LARGEST = 1e300  # of as many workers as there can be, the sum is finite
+_LARGEST = 1e300  # the sum over any number of workers is finite
 
 
 class LossScale(Detector):
@@ -44,12 +45,12 @@ class LossScale(Detector):
     are 1, whether workers or tokens count alike. A sum of W, 1/W, M or 1/M (M micro-batches) in
     8 steps in a row means that a factor is missing or there twice.
 
-    A gradient scaler multiplies, too, by a number that changes while it runs; what hides behind
-    it cannot be told. A multiplier beyond 4·max(W, M), or three powers of two, count as one. And
-    losses that are sums over tokens, divided by the number on all workers, need the factor W.
+    A gradient scaler multiplies, too, by a number that changes while it runs and hides any other
+    factor. A multiplier beyond 4·max(W, M), or three powers of two, count as one. And losses that
+    are sums over tokens, divided by the number on all workers, need the factor W.
 
-    Where the optimizer is not known, and each micro-batch's backward pass synchronises, one with
-    1/W may be one of W, and nothing is said of it.
+    Where the optimizer is unknown, and each micro-batch's backward pass synchronises, a step with
+    1/W may be one of W steps, and is not reported.
 
     Args:
         num_workers: W.
@@ -70,13 +71,13 @@ class LossScale(Detector):
         self._span = PersistentFault()
         self._factor = ""
         self._value = math.nan
-        self._odd = _OddWorkers()
+        self._differing = _DifferingWorkers()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take the multipliers of one step; speaks of wrong ones."""
+        """Process a step's multipliers; report wrong ones."""
         gathered = step.gathered
         workers = gathered.workers
-        self._sums.take(step.columns.token_products[step.index])
+        self._sums.add_products(step.columns.token_products[step.index])
         scales_W = np.abs(workers["grad_scale"])
         known = scales_W.min() > 0 and scales_W.max() < _LARGEST  # false with NaN
         sizes = {len(micro) for micro in gathered.micro_losses}
@@ -91,7 +92,7 @@ class LossScale(Detector):
         if not known or len(sizes) > 1:
             return ()
         if not alike:
-            return self._odd.observe(gathered.step, scales_W)
+            return self._differing.observe(gathered.step, scales_W)
         micro = max(sizes, default=1)
         self._notice_scaler(scale, micro)
         return () if math.isnan(scale) else self._observe_mean(gathered, scale, micro)
@@ -124,11 +125,12 @@ class LossScale(Detector):
         if factor != self._factor:
             self._span = PersistentFault()
         self._span.see(gathered.step, first=self._streak_first, before=_STEPS - 1)
-        self._factor, self._value = factor, scale
+        self._factor = factor
+        self._value = scale
         return (self._evidence(micro),)
 
     def _name(self, scale: float, micro: int) -> str:
-        """Return which wrong factor a multiplier is, or nothing."""
+        """Return the name of a wrong factor; empty for a right one."""
         if micro == 1 and scale < 1 and not self._called:
             return ""
         factors = {
@@ -166,7 +168,7 @@ def _mean(step: Step, scales_W: Floats) -> float:
     return float(scales_W.mean())
 
 
-class _OddWorkers(Stateful):
+class _DifferingWorkers(Stateful):
     """Workers whose multiplier is a constant times the others'."""
 
     def __init__(self) -> None:
@@ -175,18 +177,18 @@ class _OddWorkers(Stateful):
         self._span = PersistentFault()
 
     def observe(self, step: int, scales_W: Floats) -> Iterable[FaultEvidence]:
-        """Take the multipliers of a step in which they differ."""
+        """Process a step's multipliers, which differ."""
         ratio_W = _against_most(scales_W)
         if ratio_W is None:
             return ()
-        odd = np.flatnonzero(np.abs(ratio_W - 1) > _CLOSE).tolist()
-        for rank in odd:
+        differing = np.flatnonzero(np.abs(ratio_W - 1) > _CLOSE).tolist()
+        for rank in differing:
             ratio, steps, first = self._seen.get(rank, (0.0, 0, step))
             same = math.isclose(ratio, ratio_W[rank], rel_tol=_CLOSE)
             self._seen[rank] = (
                 (ratio, steps + 1, first) if same else (float(ratio_W[rank]), 1, step)
             )
-        certain = {rank for rank in odd if self._seen[rank][1] >= _STEPS_OF_ONE}
+        certain = {rank for rank in differing if self._seen[rank][1] >= _STEPS_OF_ONE}
         if not certain:
             return ()
         first = min(self._seen[rank][2] for rank in certain)
@@ -195,21 +197,21 @@ class _OddWorkers(Stateful):
         return (self._evidence(len(scales_W)),)
 
     def _evidence(self, num_workers: int) -> FaultEvidence:
-        odd = sorted(self._ranks)
-        ranks = tuple(odd) if num_workers > 2 else (0, 1)
-        ratios = sorted({round(self._seen[rank][0], 6) for rank in odd})
+        differing = sorted(self._ranks)
+        ranks = tuple(differing) if num_workers > 2 else (0, 1)
+        ratios = sorted({round(self._seen[rank][0], 6) for rank in differing})
         listed = " and ".join(f"{ratio:.4g}" for ratio in ratios[:3])
         return self._span.evidence(
             "loss.scale",
             Severity.WARNING,
             ranks,
             {
-                "who": name_ranks(odd),
+                "who": name_ranks(differing),
                 "others": "the others'" if num_workers > 2 else "rank 0's",
                 "ratio": listed,
             },
             {
-                "ratios": {str(rank): self._seen[rank][0] for rank in odd[:16]},
+                "ratios": {str(rank): self._seen[rank][0] for rank in differing[:16]},
                 "steps": self._span.count,
             },
             key=ONE_WORKER,
@@ -217,7 +219,7 @@ class _OddWorkers(Stateful):
 
 
 def _against_most(scales_W: Floats) -> Floats | None:
-    """Return multipliers against that of most workers ``[W]``, of two against rank 0's.
+    """Return multipliers over that of most workers ``[W]``, of two over rank 0's.
 
     None when no majority has the same.
     """

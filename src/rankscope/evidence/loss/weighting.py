@@ -19,15 +19,18 @@ from rankscope.bus.weighting import TokenSums, are_alike, as_matrix, log_spread
 from rankscope.bus.words import count
 from rankscope.stats.arrays import Floats
 
-MICRO, STARVED = "token-weighting-micro-batches", "token-weighting-one-worker"
+MICRO = "token-weighting-micro-batches"
+STARVED = "token-weighting-one-worker"
 """Keys of the findings between micro-batches, and of one worker with very few tokens."""
 
 LEAST_STEPS = 16
-WARNING, NOTE = 2.0, 1.25
+WARNING = 2.0
+NOTE = 1.25
 """Largest over smallest weight of a token in a step, in the geometric mean over steps."""
 
 _WINDOW = 64
-_FEW, _FEW_STEPS = 8, 8
+_FEW = 8
+_FEW_STEPS = 8
 
 
 class TokenWeighting(Detector):
@@ -44,8 +47,8 @@ class TokenWeighting(Detector):
 
     Args:
         num_workers: W.
-        weighting: What the training means: ``"worker"`` when all workers are to count alike
-            whatever their tokens, ``"token"`` when all tokens are, None when nothing is known.
+        weighting: The intended weighting: ``"worker"`` when all workers count alike whatever
+            their tokens, ``"token"`` when all tokens do, None if unknown.
     """
 
     SETTINGS = ("_intended",)
@@ -57,16 +60,18 @@ class TokenWeighting(Detector):
         self._starved = _Starved(num_workers)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take the token counts of one step; speaks of weights that differ."""
+        """Process a step's token counts; report weights that differ."""
         if self._intended:
             return ()
         gathered = step.gathered
-        self._between.sums.take(step.columns.token_products[step.index])
+        self._between.sums.add_products(step.columns.token_products[step.index])
         return (*self._observe_workers(step), *self._observe_micro_batches(gathered))
 
     def _observe_workers(self, step: Step) -> Iterable[FaultEvidence]:
-        gathered, workers = step.gathered, step.gathered.workers
-        scales_W, tokens_W = workers["grad_scale"], workers["loss_weight"]
+        gathered = step.gathered
+        workers = step.gathered.workers
+        scales_W = workers["grad_scale"]
+        tokens_W = workers["loss_weight"]
         found: list[FaultEvidence] = []
         if self._between.sums.found:
             return found
@@ -110,7 +115,7 @@ class _Spread(PersistentFault):
         self._largest = 1.0
 
     def add(self, step: int, log_ratio: float) -> bool:
-        """Take one step, NaN when it cannot be judged; return whether there is news."""
+        """Add a step, NaN when it cannot be judged; return whether the evidence has changed."""
         if not math.isfinite(log_ratio):
             return False
         self._latest.append((step, log_ratio))
@@ -128,7 +133,7 @@ class _Spread(PersistentFault):
         return True
 
     def describe(self, key: str, ranks: Iterable[int]) -> FaultEvidence:
-        """Return what is known so far."""
+        """Return the evidence so far."""
         return self.evidence(
             "loss.token_weighting",
             Severity.WARNING if self._ratio >= WARNING else Severity.NOTE,
@@ -153,7 +158,7 @@ class _Starved(PersistentFault):
         self._tokens = self._typical = math.nan
 
     def add(self, step: int, scales_W: Floats, tokens_W: Floats) -> bool:
-        """Take one step; return whether it shows more."""
+        """Add a step; return whether it adds evidence."""
         if float(tokens_W.min()) > float(tokens_W.max()) / _FEW and not self._score_W.any():
             return False  # nobody has few
         known_W = np.isfinite(scales_W) & np.isfinite(tokens_W)
@@ -168,11 +173,12 @@ class _Starved(PersistentFault):
         if not named_W.any():
             return False
         self.see(step, first=int(self._since_W[named_W].min()), before=_FEW_STEPS - 1)
-        self._tokens, self._typical = float(tokens_W[named_W].max()), typical
+        self._tokens = float(tokens_W[named_W].max())
+        self._typical = typical
         return True
 
     def describe(self) -> FaultEvidence:
-        """Return what is known so far."""
+        """Return the evidence so far."""
         return self.evidence(
             "loss.token_weighting",
             Severity.WARNING,

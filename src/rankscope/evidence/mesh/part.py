@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.packing import PackedError, pack_arrays, unpack_arrays
-from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.replicas import minority_ranks
 from rankscope.stats.arrays import Floats, Floats32, Ints
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 
@@ -195,7 +195,7 @@ def _compare(
         sketches_TK = np.array([part.sketches_2NK[what, number] for part in parts_T], np.float64)
         apart.append(_apart(digests_T, norms_T, sketches_TK))
         held |= bool((norms_T != 0).any())
-        differing = odd_ranks(digests_T) or differing  # of the gradient, where it differs
+        differing = minority_ranks(digests_T) or differing  # of the gradient, where it differs
     tolerance = max(tolerance_of(part.types[number]) for part in parts_T)
     return Replicated(
         name=name,

@@ -1,4 +1,4 @@
-"""Which worker differs from the others, by statistics with a bounded rate of false alarms."""
+"""Workers that differ from the others, by statistics with a bounded rate of false alarms."""
 
 from rankscope.bus.evidence import Evidence
 

@@ -1,9 +1,9 @@
 """Pairs and blocks of workers whose gradients resemble each other too much.
 
 The pairs of a step are exchangeable when its workers are, so the test that compares workers
-(:mod:`rankscope.stats.exchangeability`) compares pairs just as well, in their cosine. Pairs that
-exact evidence speaks of (identical batches), and those of workers that were found to differ or
-cannot be compared, are left out.
+(:mod:`rankscope.stats.exchangeability`) compares pairs just as well, in their cosine. Pairs with
+exact evidence (identical batches), and those of workers that were found to differ or cannot be
+compared, are left out.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,7 +30,8 @@ from rankscope.stats.direction import upper_triangle
 from rankscope.stats.exchangeability import ExchangeabilityTest
 from rankscope.stats.flagged import HEALED
 
-FEWEST, MOST = 3, 64
+FEWEST = 3
+MOST = 64
 """Numbers of workers among which pairs are compared."""
 
 KEY = "pairs-alike"
@@ -44,7 +45,7 @@ class AlikePairs(Detector):
 
     Args:
         num_workers: W.
-        not_compared: Tells which workers are to be left out of the step.
+        not_compared: Returns the workers to leave out of the step.
     """
 
     SETTINGS = ("_num_workers", "_not_compared", "_pairs")
@@ -59,19 +60,20 @@ class AlikePairs(Detector):
         self._active: set[int] = set()
         self._ranks: set[int] = set()
         self._span = PersistentFault()
-        self._told = self._steps = 0
+        self._count_reported = self._steps = 0
         self._excess = 0.0
         self._many = False
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
-        """Take consecutive steps; yields pairs that begin, go on, or cease to be too much alike."""
+        """Process consecutive steps; yield pairs that begin, go on, or cease to be too alike."""
         compared: Iterator[int] = iter(())
         left_out: tuple[int, ...] = ()
         for step in steps:
             if not self._has_cosines(step):
                 yield ()
                 continue
-            before, left_out = left_out, tuple(self._not_compared())
+            before = left_out
+            left_out = tuple(self._not_compared())
             if left_out != before or next(compared, None) is None:
                 piece = self._next_piece(steps, step.index)
                 values = np.array([self._cosines(one, left_out) for one in piece])
@@ -81,7 +83,7 @@ class AlikePairs(Detector):
             yield self._judge(step)
 
     def _judge(self, step: Step) -> Iterable[FaultEvidence]:
-        """Return what a step has changed, once it was compared."""
+        """Return the changes of a step that was compared."""
         self._steps += 1
         changed = self._follow(step.gathered.step)
         level = alarm_level(PAIRS)
@@ -93,14 +95,14 @@ class AlikePairs(Detector):
         return (self._evidence(),) if changed else ()
 
     def close(self) -> Iterable[FaultEvidence]:
-        """End the run; tells the last state."""
+        """End the run; report the last state."""
         return (self._evidence(),) if self._active else ()
 
     def _has_cosines(self, step: Step) -> bool:
         return self._num_workers > 0 and step.report.cosines_WW is not None
 
     def _next_piece(self, steps: StepBatch, start: int) -> list[Step]:
-        """Return the steps with cosines from one on, as many as are best compared together."""
+        """Return the steps with cosines from ``start`` on, as many as are best compared at once."""
         end = start + max(1, AT_ONCE // len(self._pairs))
         rest = (steps[at] for at in range(start, min(end, len(steps))))
         return list(takewhile(self._has_cosines, rest))
@@ -119,7 +121,7 @@ class AlikePairs(Detector):
         return upper_triangle(cosines_WW).astype(np.float64)
 
     def _open(self, evidence_P: Floats, gathered: GatheredStep) -> None:
-        """Set the strongest pair apart, with all pairs of the block that it belongs to."""
+        """Flag the strongest pair, with all pairs of the block that it belongs to."""
         log_P = np.log1p(evidence_P * len(self._pairs))
         strongest = int(log_P.argmax())
         block = _connected(
@@ -128,22 +130,22 @@ class AlikePairs(Detector):
         )
         age = self._test.steps_since(strongest, 0, BetKind.UP)
         members = [index for index, pair in enumerate(self._pairs) if block.issuperset(pair)]
-        odd = self._test.odd_ones_out(members, 0, age)
+        odd = self._test.minority(members, 0, age)
         involved = {worker for index in odd or () for worker in self._pairs[index]}
         self._many = self._many or odd is None or 2 * len(involved) >= self._num_workers
         if self._span.count == 0:
             self._span.first = self._test.onset(strongest, 0, BetKind.UP)
             self._span.count = max(1, gathered.step - self._span.first)
-        apart = self._test.set_apart
+        flagged = self._test.flagged
         for index, pair in enumerate(self._pairs):
-            if block.issuperset(pair) and index not in apart:
-                self._test.set_unit_apart(index)
+            if block.issuperset(pair) and index not in flagged:
+                self._test.flag(index)
                 self._active.add(index)
         self._ranks |= block
         self._span.last = gathered.step
 
     def _follow(self, step: int) -> bool:
-        """Count on and take healed pairs back; return whether that is worth telling."""
+        """Add a step and unflag healed pairs; return whether to report it."""
         if not self._active:
             return False
         self._span.count += 1
@@ -151,14 +153,14 @@ class AlikePairs(Detector):
         if max(certain.values()) >= 1:
             self._span.last = step
         if max(certain.values()) > HEALED:
-            return self._span.count >= 2 * self._told
+            return self._span.count >= 2 * self._count_reported
         for pair in self._active:  # a block heals as a whole
-            self._test.take_back(pair)
+            self._test.unflag(pair)
         self._active = set()
         return True
 
     def _evidence(self) -> FaultEvidence:
-        self._told = self._span.count
+        self._count_reported = self._span.count
         ranks = tuple(sorted(self._ranks))
         many = self._many or 2 * len(ranks) >= self._num_workers
         self._span.open = bool(self._active)
@@ -190,7 +192,8 @@ class AlikePairs(Detector):
 
 def _connected(start: Pair, pairs: Iterable[Pair]) -> set[int]:
     """Return the workers that pairs link to the first pair."""
-    block, rest = set(start), list(pairs)
+    block = set(start)
+    rest = list(pairs)
     while linked := [pair for pair in rest if block & set(pair)]:
         block.update(*linked)
         rest = [pair for pair in rest if not block & set(pair)]

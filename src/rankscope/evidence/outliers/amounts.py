@@ -1,11 +1,11 @@
-"""How much each worker is given: label tokens, samples, length of sequences, padding.
+"""The amount of data of each worker: label tokens, samples, length of sequences, padding.
 
-These are compared like losses and gradients, with three differences. Small ones count as none: a
-sampler that sorts by length deals the longest of each few samples to the same worker, always. And
-what most steps do not show is forgotten: an epoch's last batch is short, on the same worker each
-time. Neither looks at which worker it is, so the workers remain exchangeable. And a difference
-without a majority is a note: lengths that differ by domain are the rule. No such difference keeps
-losses and gradients from being compared.
+These are compared like losses and gradients, with three exceptions. Small differences count as
+none: a sampler that sorts by length deals the longest of each few samples to the same worker,
+always. A difference that most steps do not show is forgotten: an epoch's last batch is short, on
+the same worker each time. Neither depends on the rank, so the workers remain exchangeable. And a
+difference without a majority is a note: lengths that differ by domain are the rule. Losses and
+gradients are compared whatever the amounts.
 
 Legend of shapes: S signals, W workers.
 """
@@ -29,34 +29,36 @@ from rankscope.stats.arrays import Floats
 from rankscope.stats.budget import AMOUNTS
 
 FACTOR = 1.75
-"""Times the median, or one over it, from which an amount counts as another one."""
+"""Ratio to the median, or one over it, from which an amount counts as different."""
 
 DIFFERENCE = 0.25
-"""The same of shares."""
+"""The same for shares, as a difference."""
 
 
 class UnequalAmounts(OutlierSearch):
-    """Finds workers that are given another amount of data than the others.
+    """Finds workers whose amount of data differs from the others'.
 
     Args:
         num_workers: W.
         hosts: Host of each rank; empty when unknown.
     """
 
-    FAMILY, SHARE = AMOUNTS, 1.0
-    KEY, TIE = "amount", "amounts-differ"
+    FAMILY = AMOUNTS
+    SHARE = 1.0
+    KEY = "amount"
+    TIE = "amounts-differ"
 
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         self._amounts = Levelled(num_workers, total_signals(Compares.AMOUNTS))
         super().__init__(num_workers, self._amounts, hosts)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of faults that begin, change, grow or heal."""
+        """Process a step; report faults that begin, change, grow or heal."""
         if self._num_workers < 2:
             return ()
         self._steps += 1
         workers = step.gathered.workers
-        # Of who knows a batch by heart, the past tells the amount.
+        # The amount of a repeated batch is no new draw.
         usable_W = step.recurrence.ages_W == 0
         values_SW, different = self._levels(workers, usable_W)
         self._amounts.see(values_SW, usable_W, step.gathered.step, different=different)
@@ -65,7 +67,7 @@ class UnequalAmounts(OutlierSearch):
     def _levels(
         self, workers: Mapping[str, NDArray[np.generic]], usable_W: NDArray[np.bool_]
     ) -> tuple[Floats, bool]:
-        """Return the values of all signals, and whether some are other ones than most."""
+        """Return the values of all signals, and whether some differ from most."""
         signals = self._amounts.signals
         values_SW = np.array([_known(workers[signal.name], signal.name) for signal in signals])
         values_SW[:, ~usable_W] = np.nan
@@ -79,14 +81,14 @@ class UnequalAmounts(OutlierSearch):
 
 
 def _known(column_W: NDArray[np.generic], name: str) -> Floats:
-    """Return a column with NaN where it is unknown: a worker without samples has no known ones."""
+    """Return a column with NaN where it is unknown; 0 samples are unknown, too."""
     unknown = 0 if name == "num_samples" else MISSING_INT
     values_W: Floats = np.where(column_W == unknown, np.nan, column_W).astype(np.float64)
     return values_W
 
 
 def _level(values_W: Floats, *, relative: bool) -> bool:
-    """Put those that are near the median there; return whether some are not."""
+    """Set values near the median to the median; return whether others are left."""
     present = np.flatnonzero(np.isfinite(values_W))
     if len(present) < 2 or (values_W[present] == values_W[present[0]]).all():
         return False

@@ -1,8 +1,8 @@
-"""The search for workers that are unlike the others: whom to blame, since when, and until when.
+"""The search for workers that are unlike the others, since when, and until when.
 
-When the common evidence reaches its level, the worker with most of it is blamed and set apart, and
-the others are compared without it. Where those who would have to be blamed are not a minority,
-nothing tells who is right: the finding is ``inconclusive``.
+When the common evidence reaches its level, the worker with most of it is blamed and flagged, and
+the others are compared without it. Where the workers to blame are not a minority, the finding is
+``inconclusive``.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,14 +23,16 @@ from rankscope.stats.state import State, StateError
 
 _SUSPICIOUS = 0.5
 _SAME_ONSET = 15
-_SAME_ONSET_PART, _SAME_ONSET_ON_HOST = 0.25, 0.75
+_SAME_ONSET_PART = 0.25
+_SAME_ONSET_ON_HOST = 0.75
 _NOTEWORTHY = 3.0
 _PART_OF_STRONGEST = 0.6
-_SHORTEST_WAIT, _WAIT = 20, 10
+_SHORTEST_WAIT = 20
+_WAIT = 10
 
 
 class OutlierSearch(Detector):
-    """Blames workers, by what is compared of them as wholes and, if at all, in groups.
+    """Flags outlier workers, by whole-model and per-group signals.
 
     Args:
         num_workers: W.
@@ -40,7 +42,7 @@ class OutlierSearch(Detector):
     Attributes:
         FAMILY: Its part of the false-alarm budget.
         SHARE: The share of each part in the evidence.
-        KEY: How the keys of its findings begin.
+        KEY: Prefix of the keys of its findings.
         TIE: Key of its finding without a majority.
     """
 
@@ -58,25 +60,25 @@ class OutlierSearch(Detector):
         self._steps = 0
 
     @property
-    def set_apart(self) -> tuple[int, ...]:
+    def flagged(self) -> tuple[int, ...]:
         """Workers that differ from the others at present."""
-        return self._totals.test.set_apart
+        return self._totals.test.flagged
 
     @property
-    def steadily_apart(self) -> tuple[int, ...]:
-        """Those of them that differ in most steps, as far as their traces tell."""
+    def steadily_flagged(self) -> tuple[int, ...]:
+        """Flagged workers that differ in most steps, by their traces."""
         return tuple(
             worker
-            for worker in self.set_apart
+            for worker in self.flagged
             if all(trace.kind is not BetKind.RARE for _, trace in self._traces(worker))
         )
 
     def close(self) -> Iterable[FaultEvidence]:
-        """End the run; tells the last state of every open fault."""
+        """End the run; report the last state of every open fault."""
         return [self._evidence(fault) for fault in self._faults if fault.is_open]
 
     def state(self) -> State:
-        """Return a copy of all that it remembers."""
+        """Return a copy of its state."""
         return {
             "totals": self._totals.state(),
             "faults": [fault.to_plain() for fault in self._faults],
@@ -84,11 +86,7 @@ class OutlierSearch(Detector):
         }
 
     def restore(self, state: State) -> None:
-        """Remember what a search of as many workers remembered.
-
-        Raises:
-            StateError: The state does not fit.
-        """
+        """Continue from the state of another search; StateError if it does not fit."""
         try:
             self._totals.restore(state["totals"])
             self._faults = [Fault.from_plain(plain) for plain in state["faults"]]
@@ -97,7 +95,7 @@ class OutlierSearch(Detector):
             raise StateError(f"this is not the state of a search for outliers: {error}") from error
 
     def _find(self, gathered: GatheredStep) -> list[FaultEvidence]:
-        """Judge after a step was compared; return what has changed."""
+        """Judge a step that was compared; return changed evidence."""
         changed = [*self._judge(gathered), *self._follow(gathered.step)]
         return [self._evidence(fault) for fault in {fault.key: fault for fault in changed}.values()]
 
@@ -112,7 +110,7 @@ class OutlierSearch(Detector):
         return evidence_W
 
     def _judge(self, gathered: GatheredStep) -> list[Fault]:
-        """Blame workers until what is left of the evidence is below the level."""
+        """Blame workers until the rest of the evidence is below the level."""
         changed: list[Fault] = []
         level = alarm_level(self.FAMILY)
         most = sum(self.SHARE * part.test.most_evidence for part in self._parts)
@@ -121,14 +119,15 @@ class OutlierSearch(Detector):
         while (evidence_W := self._evidence_of_workers()).sum() >= level:
             log_W = np.log1p(evidence_W * self._num_workers)
             suspects = np.flatnonzero(log_W >= _SUSPICIOUS * log_W.max()).tolist()
-            worker, apart = int(evidence_W.argmax()), self._totals.test.set_apart
-            minority = 2 * (len(suspects) + len(apart)) < self._num_workers
+            worker = int(evidence_W.argmax())
+            flagged = self._totals.test.flagged
+            minority = 2 * (len(suspects) + len(flagged)) < self._num_workers
             in_tie = any(fault.tie and fault.is_open for fault in self._faults)
             if minority and not in_tie and not self._is_one_of_many(worker):
                 changed.append(self._blame(worker, gathered))
             else:
                 strongest_first = sorted(suspects, key=lambda w: -log_W[w])
-                changed += self._say_tie([*strongest_first, *apart][:NAMED_WORKERS], gathered)
+                changed += self._report_tie([*strongest_first, *flagged][:NAMED_WORKERS], gathered)
         return changed
 
     def _is_one_of_many(self, worker: int) -> bool:
@@ -136,12 +135,13 @@ class OutlierSearch(Detector):
         traces = self._traces(worker)
         if not traces:
             return False
-        (signal, strongest), totals = traces[0], self._totals
+        signal, strongest = traces[0]
+        totals = self._totals
         checks = [(totals, index) for index in range(len(totals.signals))]
         if signal.group and self._groups is not None:
             checks.append((self._groups, strongest.signal))
         return any(
-            part.test.odd_ones_out([worker], index, strongest.age) is None for part, index in checks
+            part.test.minority([worker], index, strongest.age) is None for part, index in checks
         )
 
     def _blame(self, worker: int, gathered: GatheredStep) -> Fault:
@@ -149,7 +149,7 @@ class OutlierSearch(Detector):
         first = self._onset(worker, traces, gathered)
         traces = self._traces(worker, gathered.step - first + 1)
         for part in self._parts:
-            part.test.set_unit_apart(worker)
+            part.test.flag(worker)
         fault = self._same_fault(worker, traces, first, gathered.step)
         if fault is None:
             since = gathered.step - first + 1
@@ -159,7 +159,7 @@ class OutlierSearch(Detector):
         return fault
 
     def _same_fault(self, worker: int, traces: Traces, first: int, now: int) -> Fault | None:
-        """Return the open fault that began with this one and shows alike, or healed here before."""
+        """Return the open fault with the same onset and signals, or one that healed here before."""
         names = {signal.name for signal, _ in traces}
         for fault in self._faults:
             if fault.tie or not names & {name for name, _ in fault.ways}:
@@ -178,21 +178,20 @@ class OutlierSearch(Detector):
         hosts = self._hosts
         return len(set(hosts)) > 1 and {hosts[rank] for rank in fault.ranks} == {hosts[worker]}
 
-    def _say_tie(self, suspects: list[int], gathered: GatheredStep) -> list[Fault]:
-        """Say that workers differ while nothing tells which of them are at fault.
+    def _report_tie(self, suspects: list[int], gathered: GatheredStep) -> list[Fault]:
+        """Report that workers differ, but not which are at fault.
 
-        Args:
-            suspects: Those who stand out most, the first one most of all.
-            gathered: The step.
+        ``suspects`` begins with the worker that stands out most.
         """
         traces = {worker: self._traces(worker) for worker in suspects}
         first = self._onset(suspects[0], traces[suspects[0]], gathered)
         absorbed = [fault for fault in self._faults if fault.is_open and not fault.tie]
         for fault in absorbed:
             first = min(first, fault.first_step)
-            fault.absorbed, fault.active = True, []
-        for worker in self._totals.test.set_apart:
-            self._take_back(worker)
+            fault.absorbed = True
+            fault.active = []
+        for worker in self._totals.test.flagged:
+            self._unflag(worker)
         tie = next((fault for fault in self._faults if fault.tie), None)
         if tie is None:
             tie = Fault(key=self.TIE, first_step=first, tie=True)
@@ -206,7 +205,7 @@ class OutlierSearch(Detector):
         return [*absorbed, tie]
 
     def _follow(self, step: int) -> list[Fault]:
-        """Count on, and let workers that are like the others again count among them."""
+        """Add a step to open faults, and unflag workers that have healed."""
         changed = []
         for fault in self._faults:
             if not fault.is_open:
@@ -220,10 +219,10 @@ class OutlierSearch(Detector):
                 fault.count += 1
             if active != fault.active:
                 for worker in () if fault.tie else sorted(set(fault.active) - set(active)):
-                    self._take_back(worker)
+                    self._unflag(worker)
                 fault.active = active
                 changed.append(fault)
-            elif fault.count >= 2 * fault.told:
+            elif fault.count >= 2 * fault.reported_count:
                 changed.append(fault)
         return changed
 
@@ -233,12 +232,12 @@ class OutlierSearch(Detector):
     def _has_healed(self, worker: int) -> bool:
         return all(part.test.certainty(worker) <= HEALED for part in self._parts)
 
-    def _take_back(self, worker: int) -> None:
+    def _unflag(self, worker: int) -> None:
         for part in self._parts:
-            part.test.take_back(worker)
+            part.test.unflag(worker)
 
     def _traces(self, worker: int, since: int = RECENT) -> Traces:
-        """Return how a worker differs in the last ``since`` steps, the strongest trace first."""
+        """Return a worker's traces over the last ``since`` steps, the strongest first."""
         least = _NOTEWORTHY
         for part in self._parts:
             strongest = part.test.traces(worker)[:1]
@@ -258,7 +257,7 @@ class OutlierSearch(Detector):
         return part.test.onset(worker, trace.signal, trace.kind)
 
     def _evidence(self, fault: Fault) -> FaultEvidence:
-        fault.told = fault.count
+        fault.reported_count = fault.count
         for worker in fault.active[:NAMED_WORKERS]:
             if not fault.tie:
                 since = fault.last_step - fault.first_step + 1

@@ -1,9 +1,9 @@
-"""Gross values: single ones far beyond the other workers', or beyond anything shown before.
+"""Gross values: single ones far beyond the other workers', or beyond the whole past.
 
 No alarm within one step can be free of assumptions: an e-value of one step is at most W. So these
 are notes, outside of the false-alarm budget.
 
-A gross outlier is measured by the run's past, and is rare: each must be twice as far out as the
+A gross outlier is compared with the run's past, and is rare: each must be twice as far out as the
 last, on any worker.
 
 Gross outliers that come again and again are another note, on the worker to which most of them
@@ -11,8 +11,8 @@ belong: were all alike, k or more of n would fall on one worker with a probabili
 ``W·P(Binomial(n, 1/W) >= k)``. Of four workers, eight on one are enough, long before the evidence
 within the budget, which grows by a factor W a step at most, has reached its level.
 
-A gross value needs no past: it is so many times the largest of its peers' (:class:`GrossValues`).
-Only how often it is told depends on those before.
+A gross value needs no past: it is a fixed multiple of the largest of its peers'
+(:class:`GrossValues`). Only the frequency of reports depends on earlier ones.
 """
 
 import math
@@ -41,7 +41,7 @@ class Gross(NamedTuple):
     Attributes:
         name: Its name.
         label: Its name in findings.
-        times: How many times the largest of its peers a value is that is gross.
+        times: A value is gross from this multiple of the largest of its peers on.
     """
 
     name: str
@@ -63,18 +63,18 @@ AGAIN_FROM = 10.0
 """The same for those that come again and again on one worker."""
 
 CHANCE = 1e-4
-"""What chance has to be less than to tell of these."""
+"""Such values are reported where chance explains them with less probability than this."""
 
 _MOST_COUNTED = 64
-_FIRST_SCALES = 3  # steps until the robust scale means something
+_FIRST_SCALES = 3  # steps until the robust scale is of use
 _WARM_UP = 50
 _FEWEST_WORKERS = 4
 _STEPS_TOLD = 8
-_FREELY = 8  # steps with gross values that are all told
+_FREELY = 8  # steps with gross values that are all reported
 
 
 class GrossOutliers(Stateful):
-    """Keeps the record of how far out a value has been, and tells when it is broken by far.
+    """Remembers how far out a value has been, and reports values far beyond that.
 
     Args:
         labels: Names of the signals in words ``[S]``.
@@ -91,15 +91,10 @@ class GrossOutliers(Stateful):
         self._ranks: set[int] = set()
         self._seen: list[int] = []
         self._recent: list[tuple[int, int]] = []  # step and worker
-        self._told = 0
+        self._count_reported = 0
 
     def observe(self, z_SW: NDArray[np.float32], step: int) -> list[FaultEvidence]:
-        """Take one step.
-
-        Args:
-            z_SW: Distances from the median, in robust standard deviations.
-            step: Step number.
-        """
+        """Process a step; ``z_SW`` are distances from the median, in robust standard deviations."""
         self._steps += 1
         if self._num_workers < _FEWEST_WORKERS:
             return []
@@ -118,18 +113,19 @@ class GrossOutliers(Stateful):
         return self._evidence(int(signal), int(worker), largest)
 
     def _see_again(self, z_SW: NDArray[np.float32], step: int) -> FaultEvidence | None:
-        """Count whose values are far out; speaks when chance does not explain it, then rarely."""
+        """Count far-out values by worker; report if chance does not explain them, then rarely."""
         signal, worker = np.unravel_index(int(z_SW.argmax()), z_SW.shape)
         z = float(z_SW[signal, worker])
         if z < AGAIN_FROM or self._steps <= _FIRST_SCALES:
             return None
         self._recent = [*self._recent, (step, int(worker))][-_MOST_COUNTED:]
         own = [at for at, whose in self._recent if whose == worker]
-        count, total = len(own), len(self._recent)
+        count = len(own)
+        total = len(self._recent)
         chance = self._num_workers * _at_least(count, total, 1 / self._num_workers)
-        if chance > CHANCE or count < 2 * self._told:
+        if chance > CHANCE or count < 2 * self._count_reported:
             return None
-        self._told = count
+        self._count_reported = count
         return FaultEvidence(
             cause="inconclusive",
             severity=Severity.NOTE,
@@ -173,13 +169,13 @@ class GrossOutliers(Stateful):
 
 
 class GrossValues(Stateful):
-    """Tells of a value that is many times the largest of its peers, at once.
+    """Reports a value that is many times the largest of its peers, at once.
 
     It is a note in the very step, whatever came before, and once per episode: until no step has
     shown any for a while. Of two workers both are named. How many there were in the last 50 steps
     stands in the evidence: three are worth a canary.
 
-    What it assumes of a healthy run is that logarithms of the workers' values in a step spread like
+    The assumption about a healthy run: logarithms of the workers' values in a step spread like
     normal ones with a standard deviation of at most 0.4 for losses and norms, more than is usual
     even early in training with small batches. Then the largest of W is 8 times the second one with
     a probability of 1e-6 a step for W = 4 or 8, 7e-6 for W = 3 and 2e-4 for W = 2. At 0.5 it is
@@ -187,10 +183,10 @@ class GrossValues(Stateful):
     at 0.5, one is 12 times the second one with a probability of 6e-6 for W = 4, 4e-4 for W = 2.
     With a tail like that of x to the power −a it is 8 to the power −a, whatever W is. So heavy
     tails show now and then: that is no fault, one finding for the whole run, and never more than a
-    note. After 8 such steps another one is counted, but told only if it is twice as far out as any
-    before, or the third within 50 steps. Of a signal that has been negative, as losses in
-    reinforcement learning are, ratios say nothing. A worker whose values are ten times the others'
-    is seen through their spread: hence 8, not 10.
+    note. After 8 such steps another one is counted, but reported only if it is twice as far out as
+    any before, or the third within 50 steps. Ratios of a signal that has been negative, as losses
+    in reinforcement learning are, mean nothing. A worker whose values are ten times the others' is
+    seen through their spread: hence 8, not 10.
 
     Args:
         num_workers: W.
@@ -203,37 +199,36 @@ class GrossValues(Stateful):
         self._seen = PersistentFault()
         self._lately: list[int] = []
         self._signed: set[str] = set()
-        self._excess = self._record = 0.0  # over what is gross: of this step, and of all before
-        self._said = ""
+        self._excess = self._record = 0.0  # excess over the limit: of this step, and of all before
+        self._statement = ""
         self._numbers: dict[str, object] = {}
 
     def observe(self, gathered: GatheredStep, left_out: Sequence[int]) -> list[FaultEvidence]:
-        """Take one step.
-
-        Args:
-            gathered: The step; values that are not positive and finite are not compared.
-            left_out: Workers that are not compared.
-        """
-        step, ranks = gathered.step, set[int]()
+        """Process a step; values that are not positive and finite are not compared."""
+        step = gathered.step
+        ranks = set[int]()
         self._excess = 0.0
         for column in reversed(GROSS):
             ranks |= self._compare(column, gathered.workers[column.name], left_out, step)
         self._lately = [at for at in self._lately if at > step - LATELY]
         if ranks:
             self._lately.append(step)
-        seen, said = self._seen, {"what": self._said}
-        quiet = bool(ranks) and not self._speaks()
+        seen = self._seen
+        fields = {"what": self._statement}
+        quiet = bool(ranks) and not self._is_reported()
         self._record = max(self._record, self._excess)
         seen.count += quiet
         if not seen.observe(step, () if quiet else ranks):
             return []
         numbers = {"steps": seen.count, TIMES_LATELY: len(self._lately), **self._numbers}
         return [
-            seen.evidence("inconclusive", Severity.NOTE, seen.ranks, said, numbers, key=KEY_AT_ONCE)
+            seen.evidence(
+                "inconclusive", Severity.NOTE, seen.ranks, fields, numbers, key=KEY_AT_ONCE
+            )
         ]
 
-    def _speaks(self) -> bool:
-        """Return whether a step with gross values is told, after those that came before."""
+    def _is_reported(self) -> bool:
+        """Return whether to report a step with gross values, after earlier ones."""
         broken = self._excess >= 2 * self._record
         return self._seen.count < _FREELY or broken or len(self._lately) >= OFTEN
 
@@ -249,18 +244,19 @@ class GrossValues(Stateful):
             return set()
         ranks = np.flatnonzero(known_W)
         second, first = ranks[np.argsort(values_W[ranks])[-2:]].tolist()
-        value, peer = float(values_W[first]), float(values_W[second])
+        value = float(values_W[first])
+        peer = float(values_W[second])
         if value < column.times * peer:
             return set()
         self._excess = max(self._excess, value / peer / column.times)
         self._numbers = {"signal": label, "times": value / peer, "value": value, "next": peer}
         if self._num_workers == 2:
-            self._said = (
+            self._statement = (
                 f"At step {step:,} ranks 0 and 1 differed in their {label} by a factor of "
                 f"{value / peer:,.1f}: {values_W[0]:.3g} and {values_W[1]:.3g}"
             )
             return {0, 1}
-        self._said = (
+        self._statement = (
             f"At step {step:,} the {label} of {name_ranks([first])} was {value / peer:,.1f} times "
             f"the largest of the other workers': {value:.3g} against {peer:.3g}"
         )

@@ -1,4 +1,4 @@
-"""What judges workers that differ from the others, or are too much alike."""
+"""The detectors of workers that differ from the others, or are too much alike."""
 
 from functools import cache
 
@@ -15,14 +15,14 @@ from rankscope.evidence.outliers.parts import SignalSet, total_signals
 from rankscope.stats.budget import OUTLIERS, alarm_level
 
 MOST_STEPS = 64
-"""Steps that are tried at most to see how many the search for outliers needs."""
+"""Limit of :func:`fewest_steps`."""
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     outliers = WorkerOutliers(run.num_workers, run.hosts)
-    run.flagged.now = lambda: outliers.set_apart
-    run.flagged.steadily = lambda: outliers.steadily_apart
+    run.flagged.now = lambda: outliers.flagged
+    run.flagged.steadily = lambda: outliers.steadily_flagged
     run.flagged.left_out = lambda: outliers.not_compared
     return (
         outliers,
@@ -32,16 +32,16 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
 
 
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:
-    """Return what a run is checked for."""
+    """Return the checks of a run."""
     return (Check("a worker that differs from the others", fewest_steps(run.num_workers)),)
 
 
 @cache
 def fewest_steps(num_workers: int) -> int:
-    """Return how many steps the search for outliers needs at least: for a worker far from all.
+    """Return how many steps the search for outliers needs at least.
 
-    The detector itself says so: it is fed with one worker that is farthest out in every signal.
-    Small differences take longer.
+    The detector itself is run on one worker that is farthest out in every signal. Small
+    differences take longer.
     """
     if num_workers < 2:
         return 0

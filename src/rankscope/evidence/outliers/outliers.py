@@ -1,4 +1,4 @@
-"""Workers that differ from the others: which, since when, in what, and by how much.
+"""Workers that differ from the others: which, since when, in which signals, and by how much.
 
 Each step compares the workers in loss, gradient norm and direction, and in norm and direction of
 every group of parameters (:mod:`rankscope.stats.exchangeability`).
@@ -39,8 +39,10 @@ class WorkerOutliers(OutlierSearch):
         hosts: Host of each rank; empty when unknown.
     """
 
-    FAMILY, SHARE = OUTLIERS, 0.5
-    KEY, TIE = "outlier", "workers-differ"
+    FAMILY = OUTLIERS
+    SHARE = 0.5
+    KEY = "outlier"
+    TIE = "workers-differ"
 
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         super().__init__(num_workers, SignalSet(num_workers, total_signals()), hosts)
@@ -50,7 +52,7 @@ class WorkerOutliers(OutlierSearch):
         self._left_out: list[int] = []
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
-        """Take consecutive steps; yields faults that begin, change, grow or heal."""
+        """Process consecutive steps; yield faults that begin, change, grow or heal."""
         if self._num_workers < 2:
             yield from ([] for _ in steps)
             return
@@ -64,9 +66,10 @@ class WorkerOutliers(OutlierSearch):
             at += len(piece)
 
     def _next_piece(self, steps: StepBatch, start: int) -> list[Step]:
-        """Return the steps from one on that have the same groups, as many as are best compared."""
+        """Return the steps from ``start`` on with the same groups, as many as are best compared."""
         self._compare_groups(compared_groups(steps[start].report))
-        piece, num_values = [steps[start]], self._num_values(steps[start])
+        piece = [steps[start]]
+        num_values = self._num_values(steps[start])
         for at in range(start + 1, len(steps)):
             names = compared_groups(steps[at].report)
             num_values += self._num_values(steps[at])
@@ -80,11 +83,11 @@ class WorkerOutliers(OutlierSearch):
         return [] if self._groups is None else self._groups.group_names
 
     def _compare_groups(self, names: list[str]) -> None:
-        """Compare the workers in these groups from now on; without any, in those as before."""
+        """Compare the workers in these groups from now on; without any, in the previous ones."""
         if names and names != self._group_names:
             self._groups = SignalSet(self._num_workers, group_signals(names))
-            for worker in self.set_apart:
-                self._groups.test.set_unit_apart(worker)
+            for worker in self.flagged:
+                self._groups.test.flag(worker)
 
     def _num_values(self, step: Step) -> int:
         parts = self._parts if compared_groups(step.report) else (self._totals,)
@@ -115,7 +118,7 @@ class WorkerOutliers(OutlierSearch):
         usable_TW: NDArray[np.bool_],
         sizes_TW: Floats,
     ) -> Iterator[int]:
-        """Take the groups of the steps that measure them, one with each iteration."""
+        """Process the groups of the steps that measure them, one with each iteration."""
         if self._groups is None or not any(in_groups):
             return iter(())
         measured = [step for step, has_groups in zip(piece, in_groups, strict=True) if has_groups]
@@ -134,27 +137,29 @@ class WorkerOutliers(OutlierSearch):
     @property
     def not_compared(self) -> tuple[int, ...]:
         """Workers that differ, or could not be compared in the last step."""
-        return tuple(sorted({*self.set_apart, *self._left_out}))
+        return tuple(sorted({*self.flagged, *self._left_out}))
 
     def _see_canary(self, gathered: GatheredStep) -> None:
-        """Learn from a canary that a worker which differs in most steps has other data."""
-        results = results_of(gathered) if self.set_apart else None
+        """Note where a canary shows that a worker which differs in most steps has other data."""
+        results = results_of(gathered) if self.flagged else None
         if results is None or judge(results).verdict is not CanaryCause.DATA:
             return
         suspect = results.suspect
         for fault in self._faults:
-            if fault.active == fault.ranks == [suspect] and suspect in self.steadily_apart:
-                fault.agreed, fault.told = gathered.step, 0  # it is told again
+            if fault.active == fault.ranks == [suspect] and suspect in self.steadily_flagged:
+                fault.agreed = gathered.step
+                fault.reported_count = 0  # report it again
 
     def _z_of_unsuspected(self) -> NDArray[np.float32]:
-        z_SW, apart = self._totals.test.z_SU, list(self.set_apart)
-        if apart:
+        z_SW = self._totals.test.z_SU
+        flagged = list(self.flagged)
+        if flagged:
             z_SW = z_SW.copy()
-            z_SW[:, apart] = 0
+            z_SW[:, flagged] = 0
         return z_SW
 
     def state(self) -> State:
-        """Return a copy of all that it remembers."""
+        """Return a copy of its state."""
         groups = self._groups
         return {
             **super().state(),
@@ -165,11 +170,7 @@ class WorkerOutliers(OutlierSearch):
         }
 
     def restore(self, state: State) -> None:
-        """Remember what a detector of as many workers remembered.
-
-        Raises:
-            StateError: The state does not fit.
-        """
+        """Continue from the state of another detector; StateError if it does not fit."""
         super().restore(state)
         try:
             if state["groups"] is not None:
@@ -183,10 +184,10 @@ class WorkerOutliers(OutlierSearch):
 
 
 def _usable(steps: StepBatch) -> NDArray[np.bool_]:
-    """Return who can be compared in each step ``[T, W]``.
+    """Return which workers can be compared in each step ``[T, W]``.
 
-    Who knows a batch by heart, or has one of another size (at the end of an epoch), is unlike the
-    others for no fault. And of workers with the same batch one stands for all.
+    A worker that repeats a batch, or has one of another size (at the end of an epoch), differs
+    without fault. And of workers with the same batch one stands for all.
     """
     usable_TW = np.array([step.recurrence.ages_W == 0 for step in steps])
     for at, step in enumerate(steps):

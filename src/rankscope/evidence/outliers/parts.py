@@ -1,12 +1,12 @@
-"""What of the workers is compared: their totals, or their groups of parameters.
+"""The compared signals of workers: their totals, or their groups of parameters.
 
-What follows from how much each worker was given is taken away first. The more label tokens a batch
-holds, the smaller is the noise of its gradient; and long texts are other texts. A worker whose
-shard holds the longer ones is unlike the others for no fault. In logarithms a power of the size is
-a straight line. Its slope is learnt for each signal from the steps before: each unit's own by least
-squares, and of these the median over units, so that what is wrong with one unit is not taken for a
-rule. The slope is one for all units and comes from the past alone. Where values and sizes are
-exchangeable jointly, so is what is left of the values.
+The effect of each worker's amount of data is removed first. The more label tokens a batch holds,
+the smaller is the noise of its gradient; and long texts are other texts. A worker whose shard holds
+the longer ones differs without fault. In logarithms a power of the size is a straight line. Its
+slope is learnt for each signal from the steps before: each unit's own by least squares, and of
+these the median over units, so that a fault of one unit does not become the rule. The slope is one
+for all units and comes from the past alone. Where values and sizes are exchangeable jointly, so are
+the adjusted values.
 
 Legend of shapes: T steps, S signals, U units (workers).
 """
@@ -27,15 +27,15 @@ from rankscope.stats.exchangeability import ExchangeabilityTest
 from rankscope.stats.state import Stateful
 
 _KEPT = 0.99
-"""What is left of a step's weight in the next one: about 100 steps count."""
+"""Decay of a step's weight from one step to the next: about 100 steps count."""
 _FEWEST = 3
-_MOST_KEPT = 16  # steps that show nothing, after as many that do, until they are forgotten
+_MOST_KEPT = 16  # steps without a difference, after as many with one, until those are forgotten
 _LEAST_SQUARES = 0.01
 """Sum of squared sizes below which a slope counts as none."""
 
 
 class SizeEffect(Stateful):
-    """Learns how signals follow sizes, and frees them from it, in constant memory.
+    """Learns how signals follow sizes, and removes the effect, in constant memory.
 
     Args:
         relative_S: Whether a signal follows a power of the size; if not, its logarithm.
@@ -49,16 +49,16 @@ class SizeEffect(Stateful):
         self._products_SU = np.zeros((len(relative_S), num_units))
         self._squares_SU = np.zeros((len(relative_S), num_units))
 
-    def take_away(self, values_TSU: Floats, sizes_TU: Floats) -> Floats:
+    def adjust(self, values_TSU: Floats, sizes_TU: Floats) -> Floats:
         """Return the values as of units of the median size, and learn from each step in turn.
 
         Args:
             values_TSU: Values of all signals in consecutive steps, NaN where a unit has none.
-            sizes_TU: Logarithm of the size of what each unit was given; NaN where it is unknown.
+            sizes_TU: Logarithm of the size of each unit's data; NaN where it is unknown.
 
         Returns:
             The values themselves in steps in which a size is unknown or none differs, and of two
-            units: what is wrong with one of them would look like a rule.
+            units: a fault of one of them would look like a rule.
         """
         if sizes_TU.shape[1] < _FEWEST:
             return values_TSU
@@ -105,7 +105,8 @@ def _relative_sizes(
     sizes_TU = np.where(present_TU, sizes_TU, np.nan)
     known_T = (np.isfinite(sizes_TU) == present_TU).all(axis=1)
     enough_T = np.count_nonzero(present_TU, axis=1) >= _FEWEST
-    smallest_T, largest_T = np.fmin.reduce(sizes_TU, axis=1), np.fmax.reduce(sizes_TU, axis=1)
+    smallest_T = np.fmin.reduce(sizes_TU, axis=1)
+    largest_T = np.fmax.reduce(sizes_TU, axis=1)
     differ_T = known_T & enough_T & (smallest_T != largest_T)
     relative_TU = sizes_TU - median_of_known(sizes_TU)[:, None]
     return np.where(present_TU & differ_T[:, None], relative_TU, 0.0), differ_T
@@ -132,20 +133,20 @@ class SignalSet(Stateful):
         self._size_effect = SizeEffect(relative_S, num_workers)
 
     def observe(self, values_TSW: Floats, sizes_TW: Floats, steps: Sequence[int]) -> Iterator[int]:
-        """Take consecutive steps, one with each iteration; see :class:`ExchangeabilityTest`.
+        """Process consecutive steps, one with each iteration; see :class:`ExchangeabilityTest`.
 
         Args:
             values_TSW: Values of all signals, NaN where a worker has none or is not compared.
-            sizes_TW: Logarithms of the sizes that the values are freed from.
+            sizes_TW: Logarithms of the sizes whose effect is removed.
             steps: The numbers of the steps.
         """
-        return self.test.observe(self._size_effect.take_away(values_TSW, sizes_TW), steps)
+        return self.test.observe(self._size_effect.adjust(values_TSW, sizes_TW), steps)
 
 
 class Levelled(SignalSet):
-    """Signals in which most steps show nothing, since what is near the usual value counts as it.
+    """Signals without a difference in most steps, since values near the usual one count as equal.
 
-    Such steps are not compared, and enough of them let all be forgotten.
+    Such steps are not compared, and enough of them erase the memory.
     """
 
     def __init__(self, num_workers: int, signals: Sequence[WorkerSignal]) -> None:
@@ -156,19 +157,19 @@ class Levelled(SignalSet):
     def see(
         self, values_SW: Floats, usable_W: NDArray[np.bool_], step: int, *, different: bool
     ) -> None:
-        """Take one step.
+        """Process a step.
 
         Args:
             values_SW: Values of all signals, NaN where there is none.
-            usable_W: Who is compared.
+            usable_W: Which workers are compared.
             step: Its number.
-            different: Whether some value is another one than the usual one.
+            different: Whether some value differs from the usual one.
         """
         self._shown = min(self._shown + 1, _MOST_KEPT) if different else self._shown - 1
         if self._shown < 0:
             self._shown = 0
             self.test.start_anew()
-        if different or self.test.set_apart:
+        if different or self.test.flagged:
             values = np.where(usable_W, values_SW, np.nan)
             for _ in self.observe(values[None], self._unknown_W[None], [step]):
                 pass
@@ -189,12 +190,8 @@ def group_signals(groups: Sequence[str]) -> list[WorkerSignal]:
 def totals_of(step: Step, signals: Sequence[WorkerSignal]) -> Floats:
     """Return the values of workers as wholes ``[S, W]``, NaN where there is none.
 
-    Where some workers have the same batch, what compares a worker with all others says nothing:
-    copies agree with copies.
-
-    Args:
-        step: The step.
-        signals: What :func:`total_signals` returns.
+    Where some workers have the same batch, signals that compare a worker with all others are of no
+    use: copies agree with copies.
     """
     report = step.report
     derived = {} if step.identical else report.derived
@@ -215,7 +212,8 @@ def compared_groups(report: StepReport) -> list[str]:
 
 def groups_of(step: Step, num_signals: int) -> Floats:
     """Return the values of groups ``[S, W]``, norms first, NaN where there is none."""
-    norms_WG, cosines_WG = step.gathered.group_norms_WG, step.report.group_cosine_rest_WG
+    norms_WG = step.gathered.group_norms_WG
+    cosines_WG = step.report.group_cosine_rest_WG
     assert norms_WG is not None, "compared_groups looks"
     values_SW = np.full((num_signals, step.gathered.num_workers), np.nan)
     num_groups = norms_WG.shape[1]
@@ -231,7 +229,7 @@ def log_sizes(weights: Floats) -> Floats:
 
 
 def of_usual_size(sizes_W: Ints) -> NDArray[np.bool_]:
-    """Return which workers have a batch of the size that most have; all, if most have none."""
+    """Return which workers have the batch size of the majority; all without a majority."""
     if np.count_nonzero(sizes_W == sizes_W[0]) == len(sizes_W):
         return np.ones(len(sizes_W), bool)
     sizes, counts = np.unique(sizes_W, return_counts=True)

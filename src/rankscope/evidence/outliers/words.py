@@ -15,7 +15,7 @@ from rankscope.stats.budget import bound_in_words, false_alarm_bound
 from rankscope.stats.exchangeability import SignalTrace
 
 NAMED_WORKERS = 16
-"""Workers whose differences a finding tells one by one."""
+"""Workers whose differences a finding lists one by one."""
 
 _NAMED_GROUPS = 5
 _AGREED = " It is the data: in the canary of step {step} all workers computed the same from them."
@@ -54,14 +54,14 @@ class Fault:
 
     Attributes:
         key: Names it inside the run.
-        first_step: Where it seems to have begun.
-        tie: Whether nothing tells who is at fault.
+        first_step: Its probable first step.
+        tie: Whether it is unknown which workers are at fault.
         ranks: All workers that it has concerned, ascending.
         active: Those that still differ.
         traces: How each worker differs, the strongest trace first.
         last_step: The last step that showed it.
         count: Steps since it was found; for a tie, how often it was found.
-        told: ``count`` when it was last told.
+        reported_count: ``count`` at its last report.
         wait: For a tie, steps without any evidence after which it counts as healed.
         absorbed: Whether a tie has taken its place.
         agreed: Step of the last canary in which all workers agreed on this one's batch; -1 without.
@@ -75,7 +75,7 @@ class Fault:
     traces: dict[int, Traces] = field(default_factory=dict)
     last_step: int = -1
     count: int = 0
-    told: int = 0
+    reported_count: int = 0
     wait: int = 0
     absorbed: bool = False
     agreed: int = -1
@@ -87,20 +87,20 @@ class Fault:
 
     @property
     def ways(self) -> set[tuple[str, BetKind]]:
-        """The signals that differ, and how."""
+        """The signals that differ, and the kinds of difference."""
         return {
             (signal.name, trace.kind) for traces in self.traces.values() for signal, trace in traces
         }
 
     def add(self, worker: int, traces: Traces, step: int) -> None:
-        """Let the fault concern one more worker, or again."""
+        """Add a worker to the fault, for the first time or again."""
         self.ranks = sorted({*self.ranks, worker})
         self.active = sorted({*self.active, worker})
         self.traces[worker] = traces
         self.last_step = step
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as plain JSON values."""
+        """Return the fault as plain JSON values."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         plain["traces"] = [
             [worker, [_trace_to_plain(*pair) for pair in traces]]
@@ -229,7 +229,7 @@ def _phrase(signal: WorkerSignal, trace: SignalTrace, size: str) -> str:
 
 
 def _apart(signal: WorkerSignal, trace: SignalTrace) -> str:
-    """Return how far two workers lie apart; each deviates from the middle between them."""
+    """Return the difference of two workers; each deviates from the middle between them."""
     deviation = abs(trace.deviation)
     if signal.how.relative and trace.relative and deviation < 1:
         return f"by a factor of {(1 + deviation) / (1 - deviation):.2f}"
@@ -242,7 +242,7 @@ def _size(signal: WorkerSignal, trace: SignalTrace) -> str:
         return "different"
     if not signal.how.relative:
         return f"{deviation:+.2f}".replace("-", "−")
-    if not trace.relative:  # of values around zero, parts of their median say nothing
+    if not trace.relative:  # for values around zero, parts of their median mean nothing
         return f"{deviation:+.2g}".replace("-", "−")
     return f"× {1 + deviation:.{2 if abs(deviation) >= 0.1 else 3}f}"
 

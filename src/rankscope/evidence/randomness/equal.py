@@ -10,7 +10,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.plan import Plan
 from rankscope.bus.rank_values import known_values
-from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
 from rankscope.bus.words import listed, name_ranks
@@ -91,7 +91,7 @@ class EqualRandom(Detector):
                 continue
             moved_W &= digests_W != MISSING_INT
             if self._same:
-                ranks = odd_ranks(known_values(digests_W, moved_W))
+                ranks = minority_ranks(known_values(digests_W, moved_W))
             else:
                 ranks = _sharing(digests_W, moved_W)
             forward.update(rank for rank in ranks if used_W[rank] & bits)

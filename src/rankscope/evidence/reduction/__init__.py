@@ -1,4 +1,4 @@
-"""What the reduction makes of the local gradients, up to the optimizer's call."""
+"""The reduction of the local gradients, up to the optimizer's call."""
 
 from rankscope.bus.columns import DType, Source, Table, Tail, declare
 from rankscope.bus.evidence import Evidence

@@ -1,9 +1,9 @@
-"""The detectors of gradients that are not what the micro-batches, or the reduction, have made them.
+"""The detectors of gradients that change between micro-batches, or after the reduction.
 
-What a backward pass has left is compared with what the next one finds, on each worker
-(:mod:`rankscope.wrappers.accumulator`), so a single difference is proof. A training may do it
-on purpose all the same, once in a while: it is an error from the third step on, if the kind is one
-of the known mistakes.
+The gradient at the end of a backward pass is compared with that at the beginning of the next, on
+each worker (:mod:`rankscope.wrappers.accumulator`), so a single difference is proof. A training may
+do it on purpose once in a while: it is an error from the third step on, if the kind is one of the
+known mistakes.
 
 Legend of shapes: W workers, G groups.
 """
@@ -32,13 +32,17 @@ ERROR_FROM = 3
 """Steps of one kind from which it is an error."""
 
 _FEWEST_PASSES = 2
-"""With no more of them, the first may have trained another model through this one, as in a GAN."""
+"""With so few passes, the first may have trained another model through this one, as in a GAN."""
 
 _SAME_FACTOR = 0.01
 _NAMED = 4
 _MOST_NAMES = 64
-_RESET, _DOUBLED, _DIVIDED, _MULTIPLIED = "reset", "doubled", "divided", "multiplied"
-_IN_PART, _UNSTEADY = "changed in part", "changed"
+_RESET = "reset"
+_DOUBLED = "doubled"
+_DIVIDED = "divided"
+_MULTIPLIED = "multiplied"
+_IN_PART = "changed in part"
+_UNSTEADY = "changed"
 _MISTAKES = (_RESET, _DOUBLED, _DIVIDED, _MULTIPLIED)
 
 
@@ -47,7 +51,8 @@ class AccumulationAudit(Detector):
 
     - Between the end of a micro-batch's backward pass and the beginning of the next, the
       accumulated gradient was reset, multiplied, or changed otherwise.
-    - A step's backward pass added to what the optimizer had applied, and it applied that again.
+    - A step's backward pass added to a gradient that the optimizer had applied, and it applied the
+      sum.
     """
 
     def __init__(self) -> None:
@@ -56,13 +61,13 @@ class AccumulationAudit(Detector):
         self._left_over = PersistentFault()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of one that shows it, and of what has healed."""
-        told = []
+        """Process a step; report changed or left-over gradients, and their end."""
+        found = []
         if self._follow(step.gathered):
-            told.append(self._evidence())
+            found.append(self._evidence())
         if self._follow_left_over(step):
-            told.append(self._left_over_evidence())
-        return told
+            found.append(self._left_over_evidence())
+        return found
 
     # Between micro-batches -----------------------------------------------------------------
 
@@ -73,7 +78,7 @@ class AccumulationAudit(Detector):
         ranks = np.flatnonzero(changes_W > CHANGED).tolist()
         if ranks:
             worst = int(np.nanargmax(changes_W))
-            self._last.take(
+            self._last.update(
                 passes=int(np.nan_to_num(gathered.workers["micro_batches"][worst])),
                 scale=float(gathered.workers["accumulator_scale"][worst]),
                 micro=int(gathered.workers["accumulator_micro"][worst]),
@@ -82,7 +87,8 @@ class AccumulationAudit(Detector):
         return self._changed.observe(gathered.step, ranks)
 
     def _evidence(self) -> FaultEvidence:
-        change, seen = self._last, self._changed
+        change = self._last
+        seen = self._changed
         severity = Severity.WARNING
         if change.kind in _MISTAKES and seen.count >= ERROR_FROM:
             severity = Severity.ERROR
@@ -133,9 +139,9 @@ class AccumulationAudit(Detector):
 class ChangedLater(Detector):
     """Gradients of some parameters that change between the reduction and the optimizer.
 
-    Clipping by norm and unscaling have one factor for all parameters of a step. Others are told: as
-    a note, since clipping by value or by layer does that, and as a warning where the factor is the
-    same in three turns, above 1, or 0.
+    Clipping by norm and unscaling have one factor for all parameters of a step. Different factors
+    are reported: as a note, since clipping by value or by layer does that, and as a warning where
+    the factor is the same in three readings, above 1, or 0.
     """
 
     def __init__(self) -> None:
@@ -144,7 +150,7 @@ class ChangedLater(Detector):
         self._factors: list[float] = []
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of one that shows it, and when it has healed."""
+        """Process a step; report changed gradients, and their end."""
         factors_W = step.gathered.workers["applied_odd"]
         known_W = np.isfinite(factors_W)
         if not known_W.any():
@@ -158,11 +164,13 @@ class ChangedLater(Detector):
         return (self._evidence(),) if self._seen.observe(step.gathered.step, ranks) else ()
 
     def _evidence(self) -> FaultEvidence:
-        seen, last = self._seen, self._factors[-1]
+        seen = self._seen
+        last = self._factors[-1]
         apart = max(self._factors) - min(self._factors)
         steady = len(self._factors) == ERROR_FROM and apart <= _SAME_FACTOR * abs(last)
         serious = steady or last > 1 + _SAME_FACTOR or last == 0
-        shown, rest = self._names[:_NAMED], len(self._names) - _NAMED
+        shown = self._names[:_NAMED]
+        rest = len(self._names) - _NAMED
         return seen.evidence(
             CHANGED_LATER,
             Severity.WARNING if serious else Severity.NOTE,
@@ -177,14 +185,14 @@ class ChangedLater(Detector):
 
 
 class _Change(Stateful):
-    """What was done to the accumulated gradient, as far as the steps agree.
+    """The change of the accumulated gradient, as far as the steps agree.
 
     Attributes:
-        kind: Of change.
-        scale: The factor, as it was last.
-        micro: The micro-batch before which it was, from 0.
+        kind: Kind of change.
+        scale: The latest factor.
+        micro: The micro-batch before which it happened, from 0.
         groups: Groups of parameters, where not all have changed.
-        passes: Backward passes of the step, as many as any step had.
+        passes: Largest number of backward passes in a step.
     """
 
     def __init__(self) -> None:
@@ -194,8 +202,8 @@ class _Change(Stateful):
         self.micro = 0
         self.groups: tuple[str, ...] = ()
 
-    def take(self, *, passes: int, scale: float, micro: int, groups: tuple[str, ...]) -> None:
-        """Take one step's."""
+    def update(self, *, passes: int, scale: float, micro: int, groups: tuple[str, ...]) -> None:
+        """Add a step's change."""
         self.passes = max(self.passes, passes, micro + 1)
         kind = _IN_PART if groups else _kind_of(scale)
         steady = abs(scale - self.scale) <= _SAME_FACTOR * max(abs(scale), abs(self.scale))
@@ -203,19 +211,22 @@ class _Change(Stateful):
             self.kind = kind
         elif self.kind != _IN_PART:
             self.kind = _UNSTEADY
-        self.scale, self.micro, self.groups = scale, micro, groups
+        self.scale = scale
+        self.micro = micro
+        self.groups = groups
 
     @property
     def where(self) -> str:
         """The groups, in words; empty for all."""
         if not self.groups:
             return ""
-        shown, rest = self.groups[:_NAMED], len(self.groups) - _NAMED
+        shown = self.groups[:_NAMED]
+        rest = len(self.groups) - _NAMED
         return " of " + listed([*shown, count(rest, "other group")] if rest > 0 else list(shown))
 
     @property
     def words(self) -> str:
-        """What was done, in words."""
+        """The change, in words."""
         if self.kind == _RESET:
             return "set to zero"
         if self.kind == _DOUBLED:

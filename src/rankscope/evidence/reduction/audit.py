@@ -1,18 +1,18 @@
 """The detector of reductions that err more than rounding, from residuals by worker and group.
 
-Errors leave different traces, and each finding says which:
+Errors leave different traces, and each has a finding of its own:
 
 - a corrupted element: one group, or few, in one step, and every worker the same;
 - one worker's result differs: its residual is high, and most others' are not;
 - all groups alike, in step after step: a reduction in a narrower type than meant;
 - anything else that lasts: compression that loses something, for instance.
 
-What is high follows from rounding (:mod:`rankscope.evidence.reduction.levels`) and, where a group's
-residuals are always larger than that, from the group's own.
+A residual is high by comparison with rounding (:mod:`rankscope.evidence.reduction.levels`) and,
+where a group's residuals are always larger than that, with the group's own.
 
-A group that is high is told in the same step if it is one of few and has been seen well before.
-Otherwise the next steps decide whether it was an exception, or the beginning of a lasting error.
-They always do where a communication hook reduces: compression often begins in some later step.
+A high group is reported in the same step if it is one of few and was well before. Otherwise the
+next steps decide whether it was an exception, or the beginning of a lasting error. They always do
+where a communication hook reduces: compression often begins in some later step.
 
 Legend of shapes: W workers, G groups.
 """
@@ -45,7 +45,7 @@ from rankscope.evidence.reduction.levels import (
 from rankscope.stats.arrays import Floats
 
 ALIKE = 3.0
-"""Times that most groups' residuals may be off their median when one rounding explains them."""
+"""Factor by which most groups' residuals may differ from their median under one rounding."""
 
 _NAMED = 4  # groups that a sentence names
 _LARGEST_FLOAT16 = 65504.0
@@ -68,14 +68,13 @@ class _Step:
 class ReductionAudit(Detector):
     """Corrupted elements, single workers that differ, and reductions in too narrow a type.
 
-    It needs ``watch(reduced="sketch")`` and two or more groups of parameters: with one, say
-    ``groups="none"``, the residual is recorded but not judged.
+    It needs ``watch(reduced="sketch")`` and two or more groups of parameters: with one
+    (``groups="none"``) the residual is recorded but not judged.
 
     Args:
         num_workers: W.
         reduced_in: Name of the type in which each group is meant to be reduced, such as
-            ``bfloat16``; float32 where it is not said. Groups of a type that is not known here are
-            not judged.
+            ``bfloat16``; float32 where a group has none. Groups of an unknown type are not judged.
         hook: Whether a communication hook reduces, which may compress from some step on.
     """
 
@@ -92,7 +91,7 @@ class ReductionAudit(Detector):
         self._step = 0
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
-        """Take consecutive steps; yields what is wrong with the reductions of one or of many."""
+        """Process consecutive steps; yield wrong reductions of single or of many steps."""
         sums = _sums_of_steps([step.report for step in steps])
         for step in steps:
             yield self._observe(step.gathered, sums.get(step.index))
@@ -104,24 +103,24 @@ class ReductionAudit(Detector):
             return []
         self._step = gathered.step
         now = self._judge(gathered, gathered.residuals_WG, sums_G)
-        told = [*self._check_workers(now), *self._check_groups(now)]
-        told += self._check_lasting(now.names, STEPS)
-        return [self._evidence(key) for key in dict.fromkeys(told)]
+        keys = [*self._check_workers(now), *self._check_groups(now)]
+        keys += self._check_lasting(now.names, STEPS)
+        return [self._evidence(key) for key in dict.fromkeys(keys)]
 
     def close(self) -> Iterable[FaultEvidence]:
-        """End the run: what has just begun is told as far as it goes."""
+        """End the run; report errors that have only just begun."""
         waiting = {name: group for name, group in self._groups.items() if group.high.steps}
-        told = list(self._check_lasting(tuple(waiting), 2))
+        keys = list(self._check_lasting(tuple(waiting), 2))
         last = [n for n, g in waiting.items() if g.well and g.high.steps == g.lasting.steps == 1]
         if last:
             worst = max(waiting[name].residual for name in last)
-            told.append(self._tell(ELEMENT, last, worst))
+            keys.append(self._add(ELEMENT, last, worst))
             for name in last:
                 waiting[name].high.steps = 0
-        return [self._evidence(key) for key in told]
+        return [self._evidence(key) for key in keys]
 
     def _judge(self, gathered: GatheredStep, residuals_WG: Floats, sums_G: Floats) -> _Step:
-        """Return the groups whose residuals are known, and what to expect of them."""
+        """Return the groups whose residuals are known, and their expected residuals."""
         norms_WG = gathered.group_norms_WG
         assert norms_WG is not None, "observe looks"
         lengths_G = np.linalg.norm(norms_WG, axis=0)
@@ -161,14 +160,14 @@ class ReductionAudit(Detector):
         narrow_G = np.array([self._expected.type_of(n) == "float16" for n in gathered.groups], bool)
         if not narrow_G.any() or "grad_max" not in gathered.workers:
             return narrow_G
-        scale = common_scale(gathered)  # which is undone in what is recorded
+        scale = common_scale(gathered)  # recorded gradients are without it
         largest = float(gathered.workers["grad_max"].sum()) * (1.0 if np.isnan(scale) else scale)
         if largest < _LARGEST_FLOAT16 / 2:
             return np.zeros_like(narrow_G)
         return narrow_G
 
     def _check_workers(self, now: _Step) -> Iterable[str]:
-        """Notice workers whose result errs though that of most others does not."""
+        """Find workers whose result errs though that of most others does not."""
         apart_WG = (now.residuals_WG > now.limits_G) & (now.levels_G <= now.limits_G)
         if not apart_WG.any():
             return
@@ -176,12 +175,13 @@ class ReductionAudit(Detector):
         names = [now.names[g] for g in np.flatnonzero(apart_WG.any(axis=0))]
         limit = float(now.limits_G[apart_WG.any(axis=0)].max())
         worst = float(now.residuals_WG[apart_WG].max())
-        yield self._tell(ONE_WORKER, names, worst, ranks=ranks, limit=limit)
+        yield self._add(ONE_WORKER, names, worst, ranks=ranks, limit=limit)
 
     def _check_groups(self, now: _Step) -> Iterable[str]:
-        """Notice groups that err in single steps and are well in others."""
+        """Find groups that err in single steps and are well in others."""
         few = int((now.levels_G > now.limits_G).sum()) <= max(1, len(now.names) // 2)
-        sudden, over = list[str](), dict[str, Streak]()
+        sudden = list[str]()
+        over = dict[str, Streak]()
         for name, level, limit, common, once, lasting in zip(
             now.names,
             now.levels_G.tolist(),
@@ -191,7 +191,7 @@ class ReductionAudit(Detector):
             now.lasting_G.tolist(),
             strict=True,
         ):
-            is_sudden, before = self._groups[name].take(
+            is_sudden, before = self._groups[name].add(
                 now.step,
                 level,
                 limit=limit,
@@ -205,7 +205,7 @@ class ReductionAudit(Detector):
             if before is not None:
                 over[name] = before
         if over:
-            yield self._tell(
+            yield self._add(
                 ELEMENT,
                 list(over),
                 max(streak.worst for streak in over.values()),
@@ -214,10 +214,10 @@ class ReductionAudit(Detector):
                 steps=max(streak.steps for streak in over.values()),
             )
         if sudden:
-            yield self._tell(ELEMENT, sudden, max(self._groups[n].residual for n in sudden))
+            yield self._add(ELEMENT, sudden, max(self._groups[n].residual for n in sudden))
 
     def _common(self, now: _Step) -> float:
-        """Return up to which residual a group is like the others, if most err for some time.
+        """Return the largest residual of a group that is like the others, if most err for long.
 
         A group of few elements errs now and then where larger ones always do.
         """
@@ -229,12 +229,12 @@ class ReductionAudit(Detector):
         return USUAL * float(relative[(len(relative) - 1) // 2])
 
     def _check_lasting(self, names: Sequence[str], least: int) -> Iterable[str]:
-        """Notice groups that err in at least so many steps in a row."""
+        """Find groups that err in at least so many steps in a row."""
         lasting = {n: self._groups[n] for n in names if self._groups[n].lasting.steps >= least}
         if not lasting:
             return
         fits = self._fits(lasting, names)
-        yield self._tell(
+        yield self._add(
             LOW_PRECISION if fits else LOSSY,
             list(lasting),
             float(np.median([group.residual for group in lasting.values()])),
@@ -256,7 +256,7 @@ class ReductionAudit(Detector):
         kappa = float(np.median([group.kappa for group in lasting.values()]))
         return " or ".join(self._expected.types_that_fit(residual, kappa, meant.pop()))
 
-    def _tell(
+    def _add(
         self,
         key: str,
         names: Sequence[str],
@@ -269,7 +269,7 @@ class ReductionAudit(Detector):
         steps: int = 1,
         fits: str = "",
     ) -> str:
-        """Add what is new to what is known of an error; returns its key."""
+        """Add new evidence of an error to earlier evidence; return its key."""
         fault = ReductionFault(
             first=self._step if since is None else since,
             last=self._step if last is None else last,
@@ -323,9 +323,9 @@ def _with_lost(
 ) -> Floats:
     """Give a residual of 1 to a group that was well and whose reduced gradient is not finite.
 
-    Its residual is not known then, though the workers' gradients are finite, and those of other
-    groups are known on the same worker. Groups that err all the time may overflow: their type is
-    narrower than meant.
+    Its residual is unknown then, though the workers' gradients are finite and the same worker has
+    residuals of other groups. Groups that err all the time may overflow: their type is narrower
+    than meant.
     """
     known_WG = np.isfinite(residuals_WG)
     well_G = np.array([h.well and not h.lasting.steps for h in histories])
@@ -334,7 +334,7 @@ def _with_lost(
 
 
 def _is_finite(values_W: NDArray[Any] | None) -> bool:
-    """Return whether all workers know a number, and it is finite."""
+    """Return whether all workers have a number, and it is finite."""
     return values_W is not None and bool(np.isfinite(values_W).all())
 
 

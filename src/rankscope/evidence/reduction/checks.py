@@ -1,6 +1,6 @@
-"""The detector of reductions that return something else than the mean of the local gradients.
+"""The detector of reductions that do not return the mean of the local gradients.
 
-It works on norms: what the reduced gradient's should be follows from the workers' norms and
+It works on norms: the expected norm of the reduced gradient follows from the workers' norms and
 cosines. A single step proves nothing, a ratio that stays the same over many steps does.
 
 For W gradients g_i with mean m:
@@ -38,7 +38,7 @@ def norm_of_mean(norms_W: Floats, cosine_weighted: float) -> float:
         cosine_weighted: Their mean cosine, weighted by the products of norms.
 
     Returns:
-        The norm; NaN where it cannot be told.
+        The norm; NaN where it cannot be found.
     """
     if len(norms_W) < 2 or not math.isfinite(cosine_weighted):
         return float("nan")
@@ -65,7 +65,7 @@ def clip_limit(reduced_norm: float, cosine_mean: float, num_workers: int) -> flo
         num_workers: W.
 
     Returns:
-        The common length; NaN where it cannot be told.
+        The common length; NaN where it cannot be found.
     """
     share = (1 + (num_workers - 1) * cosine_mean) / num_workers
     if not math.isfinite(share) or share * num_workers < LEAST_SHARE:
@@ -85,7 +85,8 @@ APART = 0.2
 STEADY = 0.04
 """Relative spread of a ratio that stays the same: twice what sketches leave."""
 
-_LOW, _HIGH = 0.97, 1.03  # inside exp(±STEADY): no test of a ratio's logarithm begins there
+_LOW = 0.97
+_HIGH = 1.03  # inside exp(±STEADY): no test of a ratio's logarithm begins there
 _EXACT = 2e-3
 _PINNED = 1e-4
 
@@ -107,19 +108,19 @@ class ReductionChecks(Detector):
         self._found: dict[str, list[int]] = {}
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks when enough of them agree on what is wrong."""
+        """Process a step; report a fault when enough steps agree on it."""
         if self._num_workers < 2:
             return ()
         gathered = step.gathered
-        told = [self._check_applied(gathered)]
+        found = [self._check_applied(gathered)]
         if gathered.observed:
             norms_W = gathered.workers["grad_norm"].astype(np.float64)
             self._history.append(self._summary(step, norms_W))
-            told += [
+            found += [
                 self._check_ratio(gathered.step),
                 self._check_pinned(gathered.step, norms_W),
             ]
-        return [evidence for evidence in told if evidence is not None]
+        return [evidence for evidence in found if evidence is not None]
 
     def _summary(self, step: Step, norms_W: Floats) -> tuple[float, ...]:
         """Return the reduced and the expected norm, and the limit if all were clipped."""
@@ -134,10 +135,11 @@ class ReductionChecks(Detector):
         )
 
     def _check_applied(self, gathered: GatheredStep) -> FaultEvidence | None:
-        """Notice gradients that are divided, or multiplied, by W once more after the reduction."""
+        """Find gradients that are divided, or multiplied, by W once more after the reduction."""
         scales_W = gathered.workers["applied_scale"]
         width = self._num_workers
-        first, spread = float(scales_W[0]), float(scales_W.max()) - float(scales_W.min())
+        first = float(scales_W[0])
+        spread = float(scales_W.max()) - float(scales_W.min())
         common = spread <= _EXACT * abs(first) < math.inf  # false with NaN, or an infinity
         self._applied.append(first if common and not _undoes_scale(gathered, first) else math.nan)
         if len(self._applied) < STEPS_APPLIED:
@@ -145,7 +147,7 @@ class ReductionChecks(Detector):
         for factor, words in ((1 / width, "divided"), (width, "multiplied")):
             if all(abs(scale / factor - 1) < _EXACT for scale in self._applied):
                 what = f"{words} once more by the number of workers"
-                return self._tell(
+                return self._evidence(
                     "sync.wrong_scale",
                     gathered.step,
                     factor=float(factor),
@@ -163,21 +165,25 @@ class ReductionChecks(Detector):
             return None
         reduced, expected, limits = history.T
         logs = np.log(reduced / expected)
-        off, spread = float(np.median(logs)), float(np.std(logs))
-        wrong, factor = abs(off) > APART and spread < STEADY, float(np.exp(off))
+        off = float(np.median(logs))
+        spread = float(np.std(logs))
+        wrong = abs(off) > APART and spread < STEADY
+        factor = float(np.exp(off))
         if wrong and self._reading(factor):
-            return self._tell("sync.wrong_scale", step, factor=factor, what=self._reading(factor))
+            return self._evidence(
+                "sync.wrong_scale", step, factor=factor, what=self._reading(factor)
+            )
         late = np.log(reduced[1:] / expected[:-1])
         if _rms(late) < STEADY and _rms(logs) > 3 * max(_rms(late), STEADY / 2):
-            return self._tell("sync.stale", step)
+            return self._evidence("sync.stale", step)
         if not np.isfinite(limits).all():
             return None
-        # Norms that change from step to step tell a limit from a factor: one explanation holds.
+        # Norms that change from step to step separate a limit from a factor: one explanation holds.
         limited = float(np.std(np.log(limits)))
         if off < -STEADY and limited < min(STEADY, spread / 2):
-            return self._tell("sync.clipped_locally", step, limit=float(np.median(limits)))
+            return self._evidence("sync.clipped_locally", step, limit=float(np.median(limits)))
         if wrong and spread < limited / 2:
-            return self._tell("sync.wrong_scale", step, factor=factor, what="scaled")
+            return self._evidence("sync.wrong_scale", step, factor=factor, what="scaled")
         return None
 
     def _as_expected(self) -> bool:
@@ -187,8 +193,9 @@ class ReductionChecks(Detector):
         )
 
     def _check_pinned(self, step: int, norms_W: Floats) -> FaultEvidence | None:
-        """Notice local norms that stop at one value: most workers', in most steps."""
-        largest, pinned = float(norms_W.max()), False
+        """Find local norms that stop at one value: most workers', in most steps."""
+        largest = float(norms_W.max())
+        pinned = False
         if 0 < largest < math.inf:
             at_limit = np.abs(norms_W - largest) <= _PINNED * largest
             pinned = 2 * int(np.count_nonzero(at_limit)) > len(norms_W)
@@ -198,10 +205,10 @@ class ReductionChecks(Detector):
             return None
         if self._history[-1][1] > (1 - STEADY) * limits[0]:
             return None  # equal directions, too: the workers train on the same batches
-        return self._tell("sync.clipped_locally", step, limit=limits[0])
+        return self._evidence("sync.clipped_locally", step, limit=limits[0])
 
     def _reading(self, factor: float) -> str:
-        """Return how a factor comes about; empty unless it is that of a usual mistake."""
+        """Return the usual mistake that gives a factor; empty if none does."""
         width = self._num_workers
         readings = {
             1 / width: "divided twice by the number of workers",
@@ -212,7 +219,7 @@ class ReductionChecks(Detector):
                 return words
         return ""
 
-    def _tell(
+    def _evidence(
         self,
         cause: str,
         step: int,
@@ -247,8 +254,8 @@ class ReductionChecks(Detector):
 def _undoes_scale(gathered: GatheredStep, applied: float) -> bool:
     """Return whether a factor after the reduction brings the loss's multiplier nearer to 1.
 
-    A gradient scaler's ``unscale_`` divides there, and so does who sums losses over micro-batches:
-    a pipeline schedule does, whose stages know no loss.
+    A gradient scaler's ``unscale_`` divides there, and so does code that sums losses over
+    micro-batches, such as a pipeline schedule, most of whose stages have no loss.
     """
     scale = common_scale(gathered)
     if math.isnan(scale):

@@ -1,4 +1,4 @@
-"""What the reduction has made of the local gradients, in numbers of a step."""
+"""The result of the reduction, in columns of a step."""
 
 import math
 
@@ -9,7 +9,7 @@ from rankscope.bus.step import GatheredStep, reduced_norm
 
 
 def derive(gathered: GatheredStep) -> Derived:
-    """Return the norm of the reduced gradient, and how far it is from the workers' mean."""
+    """Return the norm of the reduced gradient, and its distance from the workers' mean."""
     residuals_W = gathered.total_residuals_W
     known_W = np.empty(0) if residuals_W is None else residuals_W[np.isfinite(residuals_W)]
     return Derived(

@@ -1,4 +1,4 @@
-"""What judges reductions: their norms, their sketches, and accumulation before them."""
+"""The detectors of reductions: their norms, their sketches, and accumulation before them."""
 
 from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.detector import Detector
@@ -10,7 +10,7 @@ from rankscope.evidence.reduction.checks import ReductionChecks
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     return (
         ReductionChecks(run.num_workers),
         ReductionAudit(run.num_workers, run.reduced_in, hook=run.comm_hook),
@@ -20,7 +20,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
 
 
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:
-    """Return what a run is checked for."""
+    """Return the checks of a run."""
     impossible = ""
     if run.options.get("tier") == "scalars":
         impossible = "tier='scalars'"

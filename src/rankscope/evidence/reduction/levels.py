@@ -1,7 +1,7 @@
-"""What residual a healthy reduction has, by group of parameters: from rounding, and from its past.
+"""The residual of a healthy reduction, by group of parameters: from rounding, and from its past.
 
 A residual is the distance of the reduced gradient from the mean of the workers' gradients, over the
-norm of the reduced one. Two things give it in a healthy run, and both grow where the workers'
+norm of the reduced one. It has two causes in a healthy run, and both grow where the workers'
 gradients cancel, by ``kappa = sqrt(sum |g_i|^2) / |sum g_i|``:
 
 - sketches, which add up in float32: at most ``SKETCH_FLOOR * sqrt((1 + kappa^2) / 2)`` in sections
@@ -39,22 +39,22 @@ SKETCH_FLOOR = 2.5e-6
 sections of 10 M elements (benchmarks/audit.py)."""
 
 ROUNDINGS = 6.0
-"""Times the predicted error that rounding does not reach, in groups of few elements either."""
+"""Times the predicted error; rounding stays below, in groups of few elements too."""
 
 LASTING_ROUNDINGS = 2.5
-"""Times the predicted error that rounding does not reach in step after step."""
+"""Times the predicted error; rounding does not exceed it in step after step."""
 
 ROUNDED = 1e-4
-"""Residual from which a lasting error is told: half of what float16 gives."""
+"""Least residual of a reported lasting error: half of float16's."""
 
 NEAR = 1.5
-"""Times that a residual may be off what a type gives, and still fit."""
+"""Factor between a residual and a type's rounding error, up to which they fit."""
 
 _OPPOSED = -0.3
-"""Cosine below which the bound is taken for the norm of the sum, not the estimate."""
+"""Cosine below which the norm of the sum is the bound, not the estimate."""
 
 _LOST = 4e-12
-"""What rounding leaves of ``1 - c^2`` for opposite gradients."""
+"""``1 - c^2`` of opposite gradients, after rounding."""
 
 _ITERATIONS = 8
 _SECTION_ROOT = math.sqrt(1e7)
@@ -81,7 +81,7 @@ def sums_of_gradients(norms_WG: Floats, cosine_rest_WG: Floats) -> Floats:
     known_WG = np.isfinite(cosine_rest_WG) & (norms_WG > 0)
     norms = np.where(known_WG, norms_WG, 0.0)
     scale_G = norms.max(axis=-2, initial=0.0)
-    with np.errstate(invalid="ignore"):  # of an infinite norm nothing can be told: NaN
+    with np.errstate(invalid="ignore"):  # an infinite norm gives NaN
         norms = norms / np.where(scale_G > 0, scale_G, 1.0)[..., None, :]
     cosines = np.clip(np.where(known_WG, cosine_rest_WG, 1.0), -1.0, 1.0)
     sines = np.sqrt(np.maximum(1.0 - np.square(cosines) - _LOST, 0.0))
@@ -119,7 +119,7 @@ class ExpectedResiduals:
     def limits(
         self, groups: tuple[str, ...], kappas_G: Floats, sums_G: Floats
     ) -> tuple[Floats, Floats]:
-        """Return what no residual of a healthy step exceeds, and none in step after step ``[G]``.
+        """Return limits of the residuals of a single healthy step, and of many in a row ``[G]``.
 
         Args:
             groups: Their names.
@@ -127,7 +127,7 @@ class ExpectedResiduals:
             sums_G: Norm of the sum of the workers' gradients.
 
         Returns:
-            Infinite where a type, or how much gradients cancel, is not known.
+            Infinite where a type, or the cancellation of gradients, is unknown.
         """
         types = [self.type_of(group) for group in groups]
         rounding_G = np.array([self._most.get(t, math.inf) for t in types])
@@ -149,7 +149,8 @@ class ExpectedResiduals:
             kappa: How much their gradients cancel, typically.
             meant: The type that they are meant to be reduced in; only narrower ones fit.
         """
-        squared, others = max(kappa, 1e-3) ** -2, max(self._num_workers - 1, 1)
+        squared = max(kappa, 1e-3) ** -2
+        others = max(self._num_workers - 1, 1)
         cosine = min((squared - 1) / others, 1.0)
         fitting = []
         for dtype in ("bfloat16", "float16"):
@@ -188,8 +189,10 @@ def _errors(
     )
 
 
-ELEMENT, ONE_WORKER = "reduction-spike", "reduction-one-worker"
-LOW_PRECISION, LOSSY = "numerics.reduction_error", "reduction-lossy"
+ELEMENT = "reduction-spike"
+ONE_WORKER = "reduction-one-worker"
+LOW_PRECISION = "numerics.reduction_error"
+LOSSY = "reduction-lossy"
 """Keys of the kinds of errors, and of the rules that put them into words."""
 
 STEPS = 16
@@ -220,7 +223,8 @@ class Streak(Stateful):
     def extend(self, step: int, residual: float) -> None:
         """Add a step."""
         if not self.steps:
-            self.since, self.worst = step, 0.0
+            self.since = step
+            self.worst = 0.0
         self.steps += 1
         self.last = step
         self.worst = max(self.worst, residual)
@@ -232,14 +236,14 @@ class GroupHistory(Stateful):
 
     Attributes:
         usual: The last ones.
-        kappas: How much the gradients cancelled, in the last steps that tell.
-        high: The present steps in a row that are high and have not been told.
-        lasting: The present steps in a row that are above what rounding gives every time.
+        kappas: Cancellation of the gradients, in the last steps where it is known.
+        high: The present high steps in a row that have not been reported.
+        lasting: The present steps in a row above the limit of many healthy steps.
         well: Whether some step was not high.
-        sudden: Whether the last step was told as a single one.
+        sudden: Whether the last step was reported as a single one.
         residual: The last one.
-        kappa: How much the gradients cancelled then.
-        once: What no healthy step would have exceeded then.
+        kappa: Cancellation of the gradients then.
+        once: Limit of a single healthy step then.
     """
 
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
@@ -253,27 +257,24 @@ class GroupHistory(Stateful):
     once: float = 0.0
 
     def kappa_of(self, now: float) -> float:
-        """Return how much gradients cancel: as they do now, else as they may, by their past.
+        """Return how much gradients cancel: in this step, else at most by their past, or NaN.
 
-        Args:
-            now: As the cosines of this step tell; NaN if they are not known.
-
-        Returns:
-            NaN where the past does not tell either.
+        ``now`` follows from the cosines of this step; NaN if they are unknown.
         """
         if not math.isnan(now):
             self.kappas.append(now)
             return now
         if len(self.kappas) < _KNOWN:
             return math.nan
-        most, least = max(self.kappas), min(self.kappas)
+        most = max(self.kappas)
+        least = min(self.kappas)
         return most * (most / least) ** 2 if least > 0 else math.nan
 
     def limit(self, once: float) -> float:
-        """Return from which residual the group is high, where rounding explains ``once``."""
+        """Return the residual above which the group is high, if rounding explains ``once``."""
         return max(once, USUAL * statistics.median(self.usual)) if self.usual else once
 
-    def take(
+    def add(
         self,
         step: int,
         residual: float,
@@ -284,22 +285,20 @@ class GroupHistory(Stateful):
         common: float,
         at_once: bool,
     ) -> tuple[bool, Streak | None]:
-        """Take one step's residual.
+        """Process a step's residual.
 
         Args:
             step: Its number.
-            residual: That of the median worker.
-            limit: What :meth:`limit` returned for it.
-            once: What no healthy step exceeds.
-            lasting: What no healthy steps exceed in a row.
-            common: What is usual in this step, since most groups err and have done so before; 0
-                if they do not.
-            at_once: Whether an exception may be told in its own step.
+            residual: Residual of the median worker.
+            limit: Result of :meth:`limit` for it.
+            once: Limit of a single healthy step.
+            lasting: Limit of many healthy steps in a row.
+            common: Usual residual of this step, if most groups err and did so before; else 0.
+            at_once: Whether an exception may be reported in its own step.
 
         Returns:
-            Whether this step is an exception, and the steps before if they were. Of steps in a
-            row, the first alone is told at once: what follows may be the beginning of a lasting
-            error.
+            Whether this step is an exception, and the steps before if they were one. Of steps in a
+            row, only the first is reported at once: the others may begin a lasting error.
         """
         high = residual > max(limit, common)
         exception = None
@@ -311,21 +310,24 @@ class GroupHistory(Stateful):
         if not sudden and (high or self.high.steps):
             self.high.extend(step, residual)
         if self.high.steps >= STEPS:
-            self.high, self.well = Streak(), True  # so it is always, or lasting
+            self.high = Streak()
+            self.well = True  # so it is always, or lasting
         if not sudden or self.sudden:
             self.usual.append(residual)
         if residual > lasting:
             self.lasting.extend(step, residual)
         else:
             self.lasting = Streak()
-        self.sudden, self.well = sudden, self.well or residual <= once
-        self.residual, self.once = residual, once
+        self.sudden = sudden
+        self.well = self.well or residual <= once
+        self.residual = residual
+        self.once = once
         return sudden, exception
 
 
 @dataclass(frozen=True)
 class ReductionFault(Stateful):
-    """What is known of one kind of error, over the whole run."""
+    """The evidence of one kind of error, over the whole run."""
 
     first: int
     last: int
@@ -341,8 +343,8 @@ class ReductionFault(Stateful):
 
         Args:
             key: The kind of error.
-            where: Of which parameters, in words.
-            against: What the residual should be, in words.
+            where: The parameters, in words.
+            against: The expected residual, in words.
             meant: Names of the types in which these are meant to be reduced.
         """
         lasting = key in (LOW_PRECISION, LOSSY)

@@ -4,7 +4,7 @@ from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
 
 
 class ReductionProbe(Probe):
-    """Collects what the collector knows of reductions."""
+    """Records the collector's facts about reductions."""
 
     def collect(self, end: StepEnd) -> Ready:
         """Return the step's flags."""
@@ -12,5 +12,5 @@ class ReductionProbe(Probe):
 
 
 def make_probe(job: Job) -> ReductionProbe:
-    """Return what collects these flags."""
+    """Return the probe of these flags."""
     return ReductionProbe()

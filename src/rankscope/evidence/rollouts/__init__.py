@@ -1,4 +1,4 @@
-"""How far the engine that draws completions is from the trainer, in reinforcement learning."""
+"""The gap between the engine that draws completions and the trainer, in reinforcement learning."""
 
 from rankscope.bus.columns import Compared, Compares, DType, Source, Table, Tail, declare
 from rankscope.bus.evidence import Evidence

@@ -3,8 +3,9 @@
 An engine that holds the trainer's weights still differs by its kernels and its precision: vLLM in
 bf16 by 0.010 to 0.018 nats per token, and by 0.2 after its weights went stale at a high learning
 rate (huggingface/trl#5312). Workers are compared like in other signals, with three differences.
-Small gaps count as none. One that is not three times the usual is the usual: data of other entropy
-have another gap. And only a large gap is wrong, so even of two workers the one at fault is known.
+Small gaps count as none. A gap below three times the usual one counts as the usual: data of other
+entropy have another gap. And only a large gap is wrong, so even of two workers the one at fault is
+known.
 
 Legend of shapes: W workers.
 """
@@ -30,7 +31,7 @@ from rankscope.stats.state import State, StateError
 COLUMN = "rollout_gap"
 
 FACTOR = 3.0
-"""Times the usual gap of a step from which a worker's counts as another one."""
+"""Times the usual gap of a step from which a worker's gap counts as different."""
 
 LEAST = 0.01
 """Nats per token below which a gap counts as none: engines with the right weights have as much."""
@@ -39,7 +40,7 @@ GROSS = 0.1
 """Nats per token from which a gap is gross on any worker.
 
 It is a ratio of probabilities of 1.1: twice what NeMo RL accepts of an engine of the trainer's own
-precision before it is to be looked into (a mean ratio of 1.05; docs/adding-new-models.md there).
+precision without an investigation (a mean ratio of 1.05; docs/adding-new-models.md there).
 """
 
 _STEPS_NEEDED = 4
@@ -47,24 +48,26 @@ _KEPT = 0.8  # of the mean gap, from one step that has one to the next
 
 
 class DifferentRollouts(OutlierSearch):
-    """Finds workers whose rollouts come from something else than their trainer holds.
+    """Finds workers whose rollouts do not come from their trainer's weights.
 
     Args:
         num_workers: W.
         hosts: Host of each rank; empty when unknown.
     """
 
-    FAMILY, SHARE = ROLLOUTS, 1.0
-    KEY, TIE = "rollout", "rollouts-differ"
+    FAMILY = ROLLOUTS
+    SHARE = 1.0
+    KEY = "rollout"
+    TIE = "rollouts-differ"
 
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
         self._gaps = Levelled(num_workers, total_signals(Compares.ROLLOUTS))
         super().__init__(num_workers, self._gaps, hosts)
         self._mean_W = np.full(num_workers, np.nan)
-        self._told: dict[str, tuple[list[int], float, float]] = {}
+        self._reported: dict[str, tuple[list[int], float, float]] = {}
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of faults that begin, change, grow or heal."""
+        """Process a step; report faults that begin, change, grow or heal."""
         gaps_W = step.gathered.workers[COLUMN]
         known_W = np.isfinite(gaps_W)
         if np.count_nonzero(known_W) < 2:
@@ -79,61 +82,62 @@ class DifferentRollouts(OutlierSearch):
         return self._find(step.gathered)
 
     def state(self) -> State:
-        """Return a copy of all that it remembers."""
-        told = [[key, *words] for key, words in self._told.items()]
-        return {**super().state(), "mean_W": self._mean_W.copy(), "told": told}
+        """Return a copy of its state."""
+        reported = [[key, *words] for key, words in self._reported.items()]
+        return {**super().state(), "mean_W": self._mean_W.copy(), "reported": reported}
 
     def restore(self, state: State) -> None:
-        """Remember what a detector of as many workers remembered.
-
-        Raises:
-            StateError: The state does not fit.
-        """
+        """Continue from the state of another detector; StateError if it does not fit."""
         super().restore(state)
         try:
             self._mean_W = np.array(state["mean_W"], np.float64).reshape(self._num_workers)
-            self._told = {
+            self._reported = {
                 str(key): ([int(rank) for rank in ranks], float(gap), float(others))
-                for key, ranks, gap, others in state["told"]
+                for key, ranks, gap, others in state["reported"]
             }
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is not the state of a search of rollouts: {error}") from error
 
     def _evidence(self, fault: Fault) -> FaultEvidence:
         ranks, gap, others = words = self._words(fault)
-        told = self._told.get(fault.key)
-        if told is None or gap > told[1] or (fault.is_open and set(ranks) > set(told[0])):
-            self._told[fault.key] = words
-        ranks, gap, others = self._told[fault.key]
+        reported = self._reported.get(fault.key)
+        if (
+            reported is None
+            or gap > reported[1]
+            or (fault.is_open and set(ranks) > set(reported[0]))
+        ):
+            self._reported[fault.key] = words
+        ranks, gap, others = self._reported[fault.key]
         evidence = super()._evidence(fault)
         usual = {name: evidence.fields[name] for name in ("host", "steps", "bound")}
         one = self._num_workers - len(ranks) == 1
         theirs = "those of the other worker" if one else "those of the other workers"
-        said = {"gap": f"{gap:.2g}", "theirs": theirs, "others": f"{others:.2g}"}
+        own = {"gap": f"{gap:.2g}", "theirs": theirs, "others": f"{others:.2g}"}
         return replace(  # which fills in the names of the ranks
             evidence,
             cause="rollout.worker_outlier",
             ranks=tuple(ranks),
-            fields={**usual, **said},
+            fields={**usual, **own},
             numbers={**evidence.numbers, "gap": gap, "others": others},
         )
 
     def _words(self, fault: Fault) -> tuple[list[int], float, float]:
-        """Return who has too large a gap, the smallest of theirs, and the largest of the others'.
+        """Return the ranks with too large a gap, their smallest gap, and the others' largest.
 
-        Without a majority these are the workers whose gap is now another one than the smallest.
+        Without a majority these are the workers whose gap now differs from the smallest.
         """
         far_W = np.isin(np.arange(self._num_workers), fault.ranks)
         if fault.tie:
             far_W = self._mean_W >= max(LEAST, FACTOR * np.nanmin(self._mean_W))
         if not far_W.any() or far_W.all():
             far_W = np.arange(self._num_workers) == np.nanargmax(self._mean_W)
-        far, near = self._mean_W[far_W], self._mean_W[~far_W]
+        far = self._mean_W[far_W]
+        near = self._mean_W[~far_W]
         return np.flatnonzero(far_W).tolist(), float(np.nanmin(far)), float(np.nanmax(near))
 
 
 class GrossRollouts(Detector):
-    """Tells of gaps that are gross on all workers alike, which no comparison shows.
+    """Detects gaps that are gross on all workers alike, which no comparison shows.
 
     Args:
         num_workers: W.
@@ -147,7 +151,7 @@ class GrossRollouts(Detector):
         self._smallest = 0.0
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of gross gaps, and of their end."""
+        """Process a step; report gross gaps, and their end."""
         gaps_W: Floats = step.gathered.workers[COLUMN]
         known_W = np.isfinite(gaps_W)
         if not known_W.any():
@@ -165,10 +169,10 @@ class GrossRollouts(Detector):
 
 
 def level(gaps_W: Floats) -> Floats:
-    """Return the gaps of a step, all those that are not another one as the usual one.
+    """Return the gaps of a step, each that does not count as different as the usual one.
 
-    The usual one is the lower median: of two workers, the smaller gap. Which worker has which does
-    not matter, so the workers remain exchangeable.
+    The usual one is the lower median: of two workers, the smaller gap. No rank is treated apart,
+    so the workers remain exchangeable.
 
     >>> level(np.array([0.012, 0.015, 0.011, 0.2])).tolist()
     [0.012, 0.012, 0.012, 0.2]

@@ -1,4 +1,4 @@
-"""What judges rollouts: engines that differ, or are far from the trainer."""
+"""The detectors of rollouts: engines that differ, or are far from the trainer."""
 
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
@@ -6,7 +6,7 @@ from rankscope.evidence.rollouts.gaps import DifferentRollouts, GrossRollouts
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     return (
         DifferentRollouts(run.num_workers, run.hosts),
         GrossRollouts(run.num_workers),

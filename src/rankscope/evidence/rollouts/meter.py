@@ -1,8 +1,8 @@
-"""How far the log-probabilities of rollouts lie from the trainer's, in reinforcement learning.
+"""The gap between the log-probabilities of rollouts and the trainer's, in reinforcement learning.
 
-An engine that draws completions says how probable each token was. The trainer, which holds the same
-weights, computes that again. What lies between the two is the engine's: stale or other weights,
-another precision, another temperature.
+An engine that draws completions returns the probability of each token. The trainer, which holds the
+same weights, computes it again. The gap is the engine's: stale or other weights, another precision,
+another temperature.
 """
 
 import logging
@@ -23,8 +23,7 @@ _log = logging.getLogger("rankscope")
 class Gaps:
     """The gap of one step; its sums may still be on the device.
 
-    Args:
-        sums: Of each micro-batch the sum of absolute differences, and how many there are.
+    ``sums`` holds each micro-batch's sum of absolute differences, and their number.
     """
 
     def __init__(self, sums: Sequence[Numbers]) -> None:
@@ -44,18 +43,18 @@ class Gaps:
 
 
 class RolloutMeter:
-    """Collects the gap of one step on one worker; what cannot have one is declined in the log."""
+    """Collects the gap of one step on one worker; unusable values are declined in the log."""
 
     def __init__(self) -> None:
         self._sums: list[Numbers] = []
         self._declined = False
 
     def give(self, trainer: Any, rollout: Any, mask: Any = None) -> None:
-        """Take the log-probabilities of the tokens of a micro-batch.
+        """Add the log-probabilities of the tokens of a micro-batch.
 
         Args:
             trainer: By the trainer, of any shape, such as ``[B, n]``.
-            rollout: By what drew the tokens, of the same shape. What is not finite does not count.
+            rollout: By the engine, of the same shape. Values that are not finite do not count.
             mask: Which tokens count, of the same shape; None for all.
         """
         problem = _problem(trainer, rollout, mask)
@@ -71,10 +70,11 @@ class RolloutMeter:
             )
 
     def collect(self) -> Gaps | None:
-        """Return what was collected since the last call, if anything, and start again."""
+        """Return the gap since the last call, if any, and start again."""
         if not self._sums:
             return None
-        sums, self._sums = self._sums, []
+        sums = self._sums
+        self._sums = []
         return Gaps(sums)
 
 
@@ -89,7 +89,7 @@ def _begin(trainer: Tensor, rollout: Tensor, mask: Tensor | None) -> Numbers:
 
 
 def _problem(trainer: Any, rollout: Any, mask: Any) -> str:
-    """Return in words what cannot be compared; nothing if it can."""
+    """Return in words why values cannot be compared; empty if they can."""
     given = [trainer, rollout, *([] if mask is None else [mask])]
     for each in given:
         if not isinstance(each, Tensor):

@@ -1,4 +1,4 @@
-"""The gap between trainer and rollout log-probabilities, as the training gives them."""
+"""The gap between trainer and rollout log-probabilities, which the training provides."""
 
 from rankscope.bus.probe import Job, Pending, Probe, StepEnd
 from rankscope.evidence.rollouts.meter import RolloutMeter
@@ -16,10 +16,10 @@ class RolloutProbe(Probe):
         return self._meter.collect()
 
     def abort(self) -> None:
-        """Forget what was given."""
+        """Forget the values given so far."""
         self._meter.collect()
 
 
 def make_probe(job: Job) -> RolloutProbe:
-    """Return what collects gaps."""
+    """Return the probe of gaps."""
     return RolloutProbe()

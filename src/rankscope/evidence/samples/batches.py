@@ -1,4 +1,4 @@
-"""What tells samples apart: the batch in what a model is called with, and numbers for ids.
+"""The identity of samples: the batch among a model's inputs, and numbers for ids.
 
 The batch is found in any structure, without reading it. Equal ids have equal numbers on all workers
 and in every run.
@@ -18,9 +18,11 @@ from torch import Tensor
 
 from rankscope.errors import UsageError
 
-_DEPTH, _BREADTH, _MOST = 5, 256, 4096
+_DEPTH = 5
+_BREADTH = 256
+_MOST = 4096
 _CHANNELS = (1, 3, 4)
-_TELL_LITTLE = ("label", "target", "mask")
+_VAGUE = ("label", "target", "mask")
 
 Items = Sequence[Any]
 
@@ -28,19 +30,13 @@ Items = Sequence[Any]
 def find_batch(
     args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Tensor | Items | None, Tensor | None]:
-    """Return the inputs that tell samples apart, and their attention mask if they have one.
+    """Return the inputs that identify samples, and their attention mask if they have one.
 
-    That is ``input_ids``, with ``attention_mask`` beside it, in whatever mapping or dataclass; else
-    the first tensor with a batch dimension, or list with one tensor per sample; else the first
-    list of texts. Of parts that have names, those with a label, target or mask in them come last:
-    many samples share a label.
-
-    Args:
-        args: Positional inputs.
-        kwargs: Named inputs.
-
-    Returns:
-        A tensor ``[B, ...]``, a list of one tensor or text per sample, or None; and the mask.
+    That is ``input_ids``, with ``attention_mask`` beside it, in any mapping or dataclass; else the
+    first tensor with a batch dimension, or list with one tensor per sample; else the first list of
+    texts. Of named parts, those with a label, target or mask in the name come last: many samples
+    share a label. The result is a tensor ``[B, ...]``, a list of one tensor or text per sample, or
+    None.
     """
     named = dict(kwargs)
     for arg in args:
@@ -48,7 +44,8 @@ def find_batch(
             named = {**arg, **named}
     for part in _parts_of([named, *args]):
         members = _members(part)
-        ids, mask = members.get("input_ids"), members.get("attention_mask")
+        ids = members.get("input_ids")
+        mask = members.get("attention_mask")
         if isinstance(ids, Tensor) and _has_samples(ids):
             return ids, mask if isinstance(mask, Tensor) and is_dense(mask) else None
     values = [*args, *_by_name(named)]
@@ -106,7 +103,7 @@ def _are_texts(value: object) -> bool:
 
 
 def _parts_of(values: Iterable[Any]) -> Iterable[Any]:
-    """Yield values and all that they hold, in order, as far as is cheap."""
+    """Yield values and their contents, in order, up to a depth and a number."""
     return islice(_nested(values, _DEPTH), _MOST)
 
 
@@ -124,13 +121,13 @@ def _held_by(value: object) -> Iterable[Any]:
 
 
 def _by_name(members: Mapping[Any, Any]) -> list[Any]:
-    """Return the values of named parts; last those whose names say that they tell little."""
+    """Return the values of named parts; labels, targets and masks last."""
 
-    def tells_little(item: tuple[Any, Any]) -> bool:
+    def is_vague(item: tuple[Any, Any]) -> bool:
         name = item[0]
-        return isinstance(name, str) and any(word in name.lower() for word in _TELL_LITTLE)
+        return isinstance(name, str) and any(word in name.lower() for word in _VAGUE)
 
-    return [value for _, value in sorted(islice(members.items(), _BREADTH), key=tells_little)]
+    return [value for _, value in sorted(islice(members.items(), _BREADTH), key=is_vague)]
 
 
 def _members(value: object) -> Mapping[Any, Any]:
@@ -142,7 +139,8 @@ def _members(value: object) -> Mapping[Any, Any]:
     return {}
 
 
-_LOWEST, _HIGHEST = -(1 << 63), (1 << 63) - 1
+_LOWEST = -(1 << 63)
+_HIGHEST = (1 << 63) - 1
 
 
 def ids_of(samples: object) -> NDArray[np.int64]:
@@ -150,9 +148,6 @@ def ids_of(samples: object) -> NDArray[np.int64]:
 
     Integers stand for themselves; everything else is digested: text, bytes, other numbers, UUIDs,
     dates, paths, and tuples or lists of these.
-
-    Args:
-        samples: Ids in any iterable.
 
     Raises:
         UsageError: It is no iterable of ids, or an id has no content that all workers see alike.
@@ -191,7 +186,7 @@ def _digest(content: bytes) -> int:
 
 
 def _content(sample: Any) -> bytes:
-    """Return bytes that stand for an id."""
+    """Return the content of an id as bytes."""
     if isinstance(sample, str):
         return sample.encode("utf-8", "surrogatepass")
     if isinstance(sample, bytes):
@@ -203,13 +198,17 @@ def _content(sample: Any) -> bytes:
         return b"\0tuple " + numbers.tobytes()
     if isinstance(sample, float) and math.isnan(sample):
         raise _refused(sample, "NaN is no id")
-    if sample is None or isinstance(sample, (Mapping, Set, Tensor)) or not _says_what_it_is(sample):
+    if (
+        sample is None
+        or isinstance(sample, (Mapping, Set, Tensor))
+        or not _repr_shows_content(sample)
+    ):
         raise _refused(sample, f"got {type(sample).__name__}")
     return f"\0{type(sample).__qualname__} {sample!r}".encode("utf-8", "surrogatepass")
 
 
-def _says_what_it_is(sample: object) -> bool:
-    """Return whether an object's ``repr`` tells its content, not its address in memory."""
+def _repr_shows_content(sample: object) -> bool:
+    """Return whether an object's ``repr`` shows its content, not its address in memory."""
     return type(sample).__repr__ is not object.__repr__ and not callable(sample)
 
 

@@ -1,4 +1,4 @@
-"""Which samples the workers have drawn, together."""
+"""The samples that the workers have drawn, together."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,30 +16,31 @@ class Samples(Combiner):
     """Samples of all workers."""
 
     def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
-        """Fill in how many samples each worker has, and a digest of which; return them."""
+        """Fill in each worker's number of samples and their digest; return the samples."""
         samples_W = tuple(message.samples_B for message in messages_W)
         _fill_samples(columns, samples_W)
         return {"samples": samples_W}
 
 
 def make_combiner(layout: Layout) -> Samples:
-    """Return what combines samples."""
+    """Return the combiner of samples."""
     return Samples()
 
 
 def _fill_samples(columns: Columns, samples_W: Sequence[Ints]) -> None:
-    """Fill in how many samples each worker has, and a digest of which, in any order."""
+    """Fill in each worker's number of samples, and their digest, whatever their order."""
     spread = _mix(np.concatenate(samples_W))
     end = 0
     for rank, samples in enumerate(samples_W):
-        begin, end = end, end + len(samples)
+        begin = end
+        end = end + len(samples)
         columns["num_samples"][rank] = len(samples)
         if len(samples):
             columns["batch_digest"][rank] = spread[begin:end].sum()
 
 
 def _mix(samples: Ints) -> Ints:
-    """Spread ids over 64 bits (the finaliser of SplitMix64), so that their sums tell sets apart."""
+    """Spread ids over 64 bits (the finaliser of SplitMix64), so that sums of sets differ."""
     bits = samples.astype(np.uint64)
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -66,7 +67,7 @@ def _num_distinct(values: NDArray[np.int64]) -> float:
 
 
 def _num_samples(gathered: GatheredStep) -> NDArray[np.int64]:
-    """Return how many samples each worker drew ``[W]``: what it says, or how many it names."""
+    """Return how many samples each worker drew ``[W]``: its own count, or at least those named."""
     named_W = np.array([len(samples) for samples in gathered.samples], np.int64)
-    said_W = gathered.workers["num_samples"]
-    return np.maximum(named_W, np.where(said_W == MISSING_INT, 0, said_W))
+    sent_W = gathered.workers["num_samples"]
+    return np.maximum(named_W, np.where(sent_W == MISSING_INT, 0, sent_W))

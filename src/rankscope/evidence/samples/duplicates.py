@@ -1,4 +1,4 @@
-"""Whole batches that are the same on two or more workers."""
+"""The detector of whole batches that are the same on two or more workers."""
 
 from collections.abc import Iterable
 
@@ -32,8 +32,9 @@ class DuplicateBatches(Detector):
         self._span = PersistentFault()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks when it shows enough identical batches."""
-        number, samples = step.gathered.step, step.gathered.samples
+        """Process a step; report identical batches once enough samples coincide."""
+        number = step.gathered.step
+        samples = step.gathered.samples
         if not step.identical:
             self._streaks = {}
             return ()

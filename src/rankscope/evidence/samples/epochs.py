@@ -1,10 +1,10 @@
-"""The detectors of epochs that all have the same order, and of what pads an epoch's end.
+"""The detectors of epochs that all have the same order, and of padding at an epoch's end.
 
-A sampler that is not told the epoch deals the same batches in the same order again and again. No
-worker differs from another then, and no metric of a single step shows it.
+A sampler without ``set_epoch`` deals the same batches in the same order in each epoch. No worker
+differs from another then, and no metric of a single step shows it.
 
-Samples that a sampler repeats at an epoch's end, so that all workers have as many, are no fault.
-They explain repeats that somebody may find in the record.
+Samples that a sampler repeats at an epoch's end, so that all workers have equally many, are no
+fault. They explain repeats in the record.
 """
 
 from collections.abc import Iterable
@@ -25,11 +25,9 @@ from rankscope.stats.state import Stateful
 
 
 class PeriodFinder(Stateful):
-    """Counts how many steps in a row came before, all the same number of steps ago.
+    """Counts steps in a row whose batches came before, all ``period`` steps ago.
 
-    Attributes:
-        period: That number.
-        run: How many steps in a row, from ``first`` on; 0 when the last one does not come again.
+    ``run`` is the number of these steps, from ``first`` on; 0 if the last one's did not.
     """
 
     def __init__(self) -> None:
@@ -39,18 +37,20 @@ class PeriodFinder(Stateful):
         self.first = -1
 
     def restart(self, step: int) -> None:
-        """From this step on, compare with no step before it."""
+        """Compare with no step before this one from now on."""
         self._earliest = step
         self.period = self.run = 0
 
     def observe(self, step: int, before: int) -> None:
-        """Take one step, in order; ``before`` is the latest one with the same batches, or -1."""
+        """Process a step, in order; ``before`` is the latest one with the same batches, or -1."""
         if before < self._earliest:
             self.period = self.run = 0
         elif step - before == self.period:
             self.run += 1
         else:
-            self.period, self.run, self.first = step - before, 1, step
+            self.period = step - before
+            self.run = 1
+            self.first = step
 
 
 _LEAST_STEPS = 8
@@ -60,9 +60,9 @@ _SHARE = 4  # of a period must have come again
 class RepeatedOrder(Detector):
     """The batches of all workers come again in the same order.
 
-    A step's batch is known by the digests of all workers' batches in the order of ranks. It must
-    have come before with one constant period, in 8 steps in a row and in a quarter of the period.
-    So a single batch that comes twice proves nothing. Exact for periods up to 2^19 steps.
+    A step's batch is identified by the digests of all workers' batches in the order of ranks. It
+    must have come before with one constant period, in 8 steps in a row and in a quarter of the
+    period. So a single batch that comes twice proves nothing. Exact for periods up to 2^19 steps.
 
     Steps are not compared across a restart: a job that begins again from an older checkpoint
     repeats some of them, as it should.
@@ -83,11 +83,12 @@ class RepeatedOrder(Detector):
         self._severity = Severity.NOTE
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take the batches of one step; speaks while they come again in the same order."""
+        """Process a step's batches; report while they come again in the same order."""
         gathered = step.gathered
         digests_W = gathered.workers["batch_digest"]
         if self._ended:
-            self._ended, self._on_purpose = False, 0
+            self._ended = False
+            self._on_purpose = 0
             self._finder.restart(gathered.step)
         if not step.some_known("batch_digest"):
             return ()
@@ -101,7 +102,9 @@ class RepeatedOrder(Detector):
         few = finder.period < FEW or self._on_purpose >= finder.run
         severity = Severity.NOTE if few or self._intended else Severity.WARNING
         if not self._span.count or severity > self._severity:
-            self._span, self._period, self._severity = PersistentFault(), finder.period, severity
+            self._span = PersistentFault()
+            self._period = finder.period
+            self._severity = severity
         self._span.see(gathered.step, first=finder.first, before=finder.run - 1)
         return (self._evidence(),)
 
@@ -127,7 +130,7 @@ _NONE = np.empty(0, np.int64)
 
 
 class Padding(Stateful):
-    """Looks at the end of the first epoch, where repeats begin.
+    """Detects padding at the end of the first epoch, where repeats begin.
 
     A step with some new samples and a few repeats is padded if no step before it repeats any, the
     next one draws nothing new, so a new epoch has begun, and the repeats are fewer than workers,
@@ -147,24 +150,20 @@ class Padding(Stateful):
         self._step = -1
 
     def observe(self, step: int, counts: SampleCounts, samples: Ints) -> Iterable[FaultEvidence]:
-        """Take one step; speaks once, after the first epoch's end.
-
-        Args:
-            step: Its number.
-            counts: What it draws.
-            samples: The samples themselves.
-        """
+        """Process a step's samples and their counts; report once, after the first epoch's end."""
         if not self._looking or not counts.drawn:
             return ()
         if self._repeats:
-            self._looking, self._start = False, _NONE
+            self._looking = False
+            self._start = _NONE
             return () if counts.new else (self._evidence(),)
         repeats = counts.drawn - counts.new
         if repeats:
             few = repeats < self._num_workers
             of_the_start = count_common(samples, self._start) == repeats
             self._looking = counts.new > 0 and (few or of_the_start)
-            self._repeats, self._step = repeats, step
+            self._repeats = repeats
+            self._step = step
         if not len(self._start):
             self._start = in_order(samples)
         return ()

@@ -1,4 +1,4 @@
-"""What judges samples: duplicates, overlaps, order, resumption."""
+"""The detectors of samples: duplicates, overlaps, order, resumption."""
 
 from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.detector import Detector
@@ -12,7 +12,7 @@ from rankscope.evidence.samples.resume import ResumeMismatch
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     num_workers = run.num_workers
     repeats = run.plan.repeats
     drawn_again = repeats or run.with_replacement
@@ -28,6 +28,6 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
 
 
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:
-    """Return what a run is checked for."""
+    """Return the checks of a run."""
     impossible = "" if run.samples else "samples were not identified"
     return (Check("shared batches", 3, impossible),)

@@ -1,4 +1,4 @@
-"""How long the token sequences are that enter a model, and how much of them is padding."""
+"""The length of the token sequences that enter a model, and their share of padding."""
 
 from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,11 +19,7 @@ class _Seen(NamedTuple):
 
 
 class Lengths:
-    """The lengths of one step; counts of what a mask keeps may still be on the device.
-
-    Args:
-        seen: What its forward passes were given.
-    """
+    """The lengths of one step; counts of a mask may still be on the device."""
 
     def __init__(self, seen: Sequence[_Seen]) -> None:
         self._seen = seen
@@ -56,18 +52,14 @@ class LengthMeter:
 
     @torch.no_grad()
     def see(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int = 0) -> None:
-        """Take the inputs of a forward pass: token ids ``[B, n]``, and their mask if there is one.
+        """Read the inputs of a forward pass: token ids ``[B, n]``, and their mask if there is one.
 
-        They are looked for by their usual names, in a first mapping, and in the first position.
-
-        Args:
-            args: Positional inputs.
-            kwargs: Named inputs.
-            forward: Number of the forward pass.
+        They are searched by their usual names, in a first mapping, and in the first position.
         """
         first = args[0] if args else None
         named = first if isinstance(first, Mapping) and "input_ids" in first else kwargs
-        ids, mask = named.get("input_ids", first), named.get("attention_mask")
+        ids = named.get("input_ids", first)
+        mask = named.get("attention_mask")
         if not _are_ids(ids):
             return
         fits = isinstance(mask, Tensor) and is_dense(mask) and mask.shape == ids.shape
@@ -75,12 +67,9 @@ class LengthMeter:
         self._seen.append(_Seen(forward, ids.shape[0], ids.numel(), present))
 
     def collect(self, idle: Container[int] = ()) -> Lengths:
-        """Return what was collected since the last call, and start again.
-
-        Args:
-            idle: Numbers of forward passes that do not count.
-        """
-        seen, self._seen = self._seen, []
+        """Return the lengths since the last call, without those of ``idle`` forward passes."""
+        seen = self._seen
+        self._seen = []
         return Lengths([one for one in seen if one.forward not in idle])
 
 

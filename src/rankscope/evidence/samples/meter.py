@@ -1,4 +1,4 @@
-"""Which samples a worker trains on: ids that it is given, or digests of what enters the model.
+"""The samples that a worker trains on: ids from the training, or digests of the model's inputs.
 
 A content digest is position-aware and blind to padding: with an attention mask, the same text
 has the same digest whether it was padded on the left, on the right, or not at all.
@@ -38,7 +38,7 @@ _MIX = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as a signed numb
 
 
 class SampleMeter:
-    """Collects the samples of one step on one worker; ids that are given win over digests."""
+    """Collects the samples of one step on one worker; given ids take precedence over digests."""
 
     def __init__(self) -> None:
         self._given: list[tuple[int, Numbers | NDArray[np.int64]]] = []
@@ -46,13 +46,9 @@ class SampleMeter:
         self._declined = False
 
     def give(self, samples: object, forward: int = 0) -> None:
-        """Take ids (of any type that has a content) or the tensors of a batch.
+        """Add ids (of any type that has a content) or the tensors of a batch, in any structure.
 
-        Something else is declined with one line in the log, and digests stand for the samples.
-
-        Args:
-            samples: Ids, or tensors in any structure.
-            forward: Number of the forward pass that they enter.
+        Anything else is declined with one line in the log, and digests stand for the samples.
         """
         given = self._unless_declined(lambda: _identity(samples))
         if given is not None:
@@ -72,7 +68,7 @@ class SampleMeter:
     def _unless_declined(self, work: Callable[[], Any]) -> Any:
         """Return what ``work`` returns; None, and a line in the log the first time, if it raises.
 
-        Whatever a batch is made of, it must stop neither the training nor the other measures.
+        No batch may stop the training or the other measures.
         """
         try:
             return work()
@@ -89,27 +85,19 @@ class SampleMeter:
         return bool(self._given)
 
     def collect(self, idle: Container[int] = ()) -> list[Numbers | NDArray[np.int64]]:
-        """Return what was collected since the last call, and start again.
-
-        Args:
-            idle: Numbers of forward passes that do not count.
-        """
+        """Return the samples since the last call, without those of ``idle`` forward passes."""
         collected = self._given or self._seen
-        self._given, self._seen = [], []
+        self._given = []
+        self._seen = []
         return [part for forward, part in collected if forward not in idle]
 
 
 def digest_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """Return one digest per sample of a batch, or None when no batch can be recognised.
+    """Return one digest per sample of a batch, int64 ``[B]`` on the inputs' device.
 
-    Args:
-        args: Positional inputs of the model: tensors, also inside sequences, mappings and
-            dataclasses; a list of one tensor per sample; a list of texts.
-        kwargs: Named inputs of the model; ``input_ids`` and ``attention_mask`` are recognised,
-            wherever they stand together.
-
-    Returns:
-        int64 ``[B]``, on the inputs' device.
+    None where no batch is recognised: tensors, also inside sequences, mappings and dataclasses; a
+    list of one tensor per sample; a list of texts. ``input_ids`` and ``attention_mask`` are
+    recognised wherever they stand side by side.
     """
     batch, mask = find_batch(args, kwargs)
     if batch is None:
@@ -121,7 +109,7 @@ def digest_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | No
 
 
 def _digests_of_ids(ids: Any, mask: Any) -> NDArray[np.int64] | None:
-    """Return digests of token ids that lie on the host as most do, in a fraction of the time."""
+    """Return digests of token ids in the usual host layout, in a fraction of the time."""
     if type(ids) is not Tensor or not ids.is_cpu or ids.dim() != 2 or not len(ids):
         return None
     if mask is not None and not (type(mask) is Tensor and mask.shape == ids.shape):
@@ -160,7 +148,7 @@ def _digests_in_torch(batch: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _digests_on_device(batch: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Return digests by one launch; None where no kernel works, or this mask is not for it."""
+    """Return digests by one launch; None where no kernel works, or not with this mask."""
     digests: Tensor | None = None
     try:
         if _kernel_agrees(batch.device):
@@ -194,12 +182,7 @@ def check_launched(device: torch.device) -> None:
 
 
 def launch_digests(batch: Tensor, mask: Tensor | None) -> Tensor | None:
-    """Return digests ``[B]`` by one launch; None for a mask of an unusual form.
-
-    Args:
-        batch: ``[B, ...]``, on an accelerator.
-        mask: Of the same shape; None if all counts.
-    """
+    """Return digests ``[B]`` of a batch ``[B, ...]`` by one launch; None for an unusual mask."""
     from rankscope.gradients.kernels.triton_inputs import digest_rows
 
     if mask is not None and (batch.dim() != 2 or mask.stride(1) != 1):
@@ -244,7 +227,7 @@ def _mixed(words: Any, present: Any, weights: Any) -> Any:
 
 
 def _is_padded_at_end(present: Any) -> bool:
-    """Return whether every word that counts keeps its place; False where looking would wait."""
+    """Return whether all padding is at the end; False where the answer would wait for a device."""
     if not isinstance(present, np.ndarray) or present.shape[1] > MAX_WORDS:
         return False
     return not (present[:, 1:] > present[:, :-1]).any()
@@ -272,14 +255,15 @@ def _as_rows(batch: Tensor) -> Tensor:
 def _weights(device: torch.device) -> Tensor:
     """Return one odd random weight per position, the same on every worker."""
     generator = torch.Generator(device="cpu").manual_seed(0x5EED)
-    low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    low = torch.iinfo(torch.int64).min
+    high = torch.iinfo(torch.int64).max
     words = torch.randint(low, high, (MAX_WORDS,), generator=generator, device="cpu")
     return (words | 1).to(device)
 
 
 @cache
 def _weights_at() -> tuple[int, Tensor]:
-    """Return where the weights lie on the host, and what keeps them there."""
+    """Return the weights' address on the host, and the tensor that owns them."""
     weights = _weights(torch.device("cpu"))
     return weights.data_ptr(), weights
 
@@ -291,7 +275,7 @@ def _weights_on_host() -> NDArray[np.int64]:
 
 @torch.no_grad()
 def _identity(samples: object) -> HostCopy | NDArray[np.int64] | None:
-    """Return the ids that were given, or digests of the tensors that were."""
+    """Return the given ids, or digests of the given tensors."""
     if isinstance(samples, Tensor) and not _is_content(samples):
         return HostCopy(samples.to(torch.int64).reshape(-1))
     if isinstance(samples, (list, tuple)) and samples and isinstance(samples[0], Tensor):

@@ -1,4 +1,4 @@
-"""The detector of workers that run another number of micro-batches than the rest."""
+"""The detector of workers whose number of micro-batches differs from the others'."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.rank_values import name_values
-from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.steps import Step
 
 _SURE = 16
@@ -16,9 +16,9 @@ class UnequalMicroBatches(Detector):
     """Numbers of micro-batches that differ between workers, the same in most steps.
 
     Numbers that differ now and then are healthy: an epoch ends with fewer on some workers, or
-    batches are cut by tokens, and the numbers change from step to step. So a vote is held among
-    steps (Boyer and Moore, 1991): each one counts for what most had, or against it. Sixteen more
-    steps for than against are needed.
+    batches are cut by tokens, and the numbers change from step to step. So steps vote (Boyer and
+    Moore, 1991): each one counts for the usual numbers, or against them. Sixteen more steps for
+    than against are needed.
 
     Args:
         num_workers: W.
@@ -33,10 +33,10 @@ class UnequalMicroBatches(Detector):
         self._since = -1
         self._first: dict[tuple[int, ...], int] = {}  # steps, of those seen since all was usual
         self._span = PersistentFault()
-        self._told: tuple[int, ...] = ()
+        self._reported: tuple[int, ...] = ()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks of numbers that differ in most steps, and when that has ended."""
+        """Process a step; report numbers that differ in most steps, and the end of that."""
         if self._num_workers < 2 or not step.all_known("micro_batches"):
             return ()
         number = step.gathered.step
@@ -45,8 +45,9 @@ class UnequalMicroBatches(Detector):
         if self._votes < _SURE or counts != self._usual:
             return ()
         if len(set(counts)) > 1:
-            if self._told != counts:
-                self._span, self._told = PersistentFault(), counts
+            if self._reported != counts:
+                self._span = PersistentFault()
+                self._reported = counts
             self._span.see(number, first=self._since, before=number - self._since)
             return (self._evidence(),)
         return (self._evidence(),) if self._span.close() else ()
@@ -62,14 +63,15 @@ class UnequalMicroBatches(Detector):
         if self._votes:
             self._votes -= 1
         else:
-            self._usual, self._votes = counts, 1
+            self._usual = counts
+            self._votes = 1
             self._since = self._first.get(counts, step)
 
     def _evidence(self) -> FaultEvidence:
         return self._span.evidence(
             "data.micro_batches",
             Severity.WARNING,
-            odd_ranks(self._told),
-            {"what": name_values(self._told)},
-            {"steps": self._span.count, "micro_batches": list(self._told[:64])},
+            minority_ranks(self._reported),
+            {"what": name_values(self._reported)},
+            {"steps": self._span.count, "micro_batches": list(self._reported[:64])},
         )

@@ -44,18 +44,18 @@ class OverlappingShards(Detector):
     is stated. It holds as long as repeats come one by one. Whole shards that are drawn with
     replacement come in hundreds: such a job needs ``repeats``.
 
-    Workers with identical batches count as one worker here: :class:`DuplicateBatches` speaks of
+    Workers with identical batches count as one worker here: :class:`DuplicateBatches` reports
     them. Beyond ``capacity`` different samples, only a random share of them is followed: the same
-    holds in it, and the evidence says so.
+    holds in it, and the evidence states the share.
 
-    The few samples that a sampler adds at an epoch's end, so that all workers have as many, are a
-    note of their own.
+    The few samples that a sampler adds at an epoch's end, so that all workers have equally many,
+    are a note of their own.
 
     Args:
         num_workers: W.
         capacity: Different samples to remember.
         repeats: Whether workers are meant to repeat each other's samples.
-        seeds: Seed of each rank's sampler, None where it is not known; empty when nothing is.
+        seeds: Seed of each rank's sampler, None where unknown; empty when all are.
     """
 
     SETTINGS = ("_num_workers", "_repeats", "_where", "_drawn", "_remembered")
@@ -78,13 +78,13 @@ class OverlappingShards(Detector):
         self._global_batch = 0
         self._new_since = 0
         self._first: int | None = None
-        self._known = _Account(num_workers)
+        self._counted = _Account(num_workers)
         self._pending = _Account(num_workers)
         self._error = False
         self._previous = _NONE
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
-        """Take consecutive steps; yields overlaps that are proven, and more of them.
+        """Process consecutive steps; yield proven overlaps, again when there are more.
 
         Digests of content, which stand for samples that the training does not name, also agree
         when the data hold the same content twice.
@@ -96,14 +96,16 @@ class OverlappingShards(Detector):
         for step, now in zip(steps, self._ledger.observe(drawn), strict=True):
             self._new_since = self._new_since * one_in // self._ledger.one_in
             one_in = self._ledger.one_in
-            self._drawn, self._remembered = now.drawn, now.remembered
+            self._drawn = now.drawn
+            self._remembered = now.remembered
             yield self._observe(step, drawn[step.index], now)
 
     def _observe(self, step: Step, drawn_W: Sequence[Ints], now: Followed) -> list[FaultEvidence]:
         self._named = self._named and step.all_true("samples_named")
         if not self._ledger.complete:
             return []
-        number, exact = step.gathered.step, self._ledger.one_in == 1
+        number = step.gathered.step
+        exact = self._ledger.one_in == 1
         padding = self._padding.observe(number, now.counts, now.samples) if exact else ()
         return [*padding, *self._follow(number, drawn_W, now.samples, step.identical, now.counts)]
 
@@ -115,7 +117,7 @@ class OverlappingShards(Detector):
         groups: Groups,
         counts: SampleCounts,
     ) -> Iterable[FaultEvidence]:
-        """Add what a step shows; ``followed`` are those of the samples drawn that count."""
+        """Add a step's overlaps; ``followed`` are the drawn samples that count."""
         lengths = [len(batch) for batch in drawn_W if len(batch)]
         self._global_batch = max(self._global_batch, sum(lengths))
         self._new_since += counts.new if self._first is not None else 0
@@ -127,11 +129,11 @@ class OverlappingShards(Detector):
         self._pending.add(step, counts, lengths, groups, near)
         if not counts.new:  # repeats without new samples may be the next epoch: wait
             return ()
-        news = self._pending.steps > 0
-        self._known.merge(self._pending)
+        more = self._pending.steps > 0
+        self._counted.merge(self._pending)
         self._pending = _Account(self._num_workers)
-        proven = self._new_since > self._global_batch and self._known.steps >= _STEPS_OF_OVERLAP
-        return (self._evidence(),) if proven and news else ()
+        proven = self._new_since > self._global_batch and self._counted.steps >= _STEPS_OF_OVERLAP
+        return (self._evidence(),) if proven and more else ()
 
     def _near(self, followed: Ints, cross: int) -> int:
         """Return how many of the cross repeats may have the content of a draw in the step before.
@@ -140,16 +142,18 @@ class OverlappingShards(Detector):
         """
         if self._named:
             return 0
-        previous, self._previous = self._previous, followed
+        previous = self._previous
+        self._previous = followed
         if not cross:
             return 0
         return min(count_common(self._previous, previous), cross)
 
     def _severity(self) -> tuple[Severity, float]:
         """Return severity and a bound on the probability of the innocent readings."""
-        known = self._known
-        far, close = known.far_apart.log_ratio, known.close_by.log_ratio
-        one_worker = known.chance_of_one_worker()
+        counted = self._counted
+        far = counted.far_apart.log_ratio
+        close = counted.close_by.log_ratio
+        one_worker = counted.chance_of_one_worker()
         chance = _either(_chance(far, close, far + close), one_worker)
         # Equal contents beside each other in a file share a step or follow closely, without fault.
         sure = chance if self._named else _either(_chance(far), one_worker)
@@ -161,29 +165,30 @@ class OverlappingShards(Detector):
     def _evidence(self) -> FaultEvidence:
         severity, chance = self._severity()
         severity = Severity.NOTE if self._repeats else severity
-        known = self._known
-        ranks = known.ranks()
-        overlaps = known.cross + known.shared
-        one_in, (distinct, error) = self._ledger.one_in, self._ledger.scale_up(self._remembered)
+        counted = self._counted
+        ranks = counted.ranks()
+        overlaps = counted.cross + counted.shared
+        one_in = self._ledger.one_in
+        distinct, error = self._ledger.scale_up(self._remembered)
         of = f" among the one in {one_in:,} samples that are followed" if one_in > 1 else ""
         return FaultEvidence(
             cause="data.overlapping_shards",
             severity=severity,
             ranks=ranks,
-            first_step=known.first,
-            last_step=known.last,
+            first_step=counted.first,
+            last_step=counted.last,
             count=overlaps,
             fields={
                 "overlaps": count(overlaps, "draw") + of,
                 "chance": f"{max(chance, 1e-12):.2g}",
-                "own": count(known.own, "draw"),
+                "own": count(counted.own, "draw"),
                 "Where": self._where,
             },
             numbers={
-                "drawn_from_others": known.cross,
-                "drawn_from_own": known.own,
-                "shared_inside_steps": known.shared,
-                "steps": known.steps,
+                "drawn_from_others": counted.cross,
+                "drawn_from_own": counted.own,
+                "shared_inside_steps": counted.shared,
+                "steps": counted.steps,
                 "innocent_probability": chance,
                 "samples_drawn": self._drawn,
                 "samples_distinct": round(distinct),
@@ -222,12 +227,14 @@ class _Account(Stateful):
 
         Args:
             step: Its number.
-            counts: What it drew, of what is followed.
+            counts: Counts of its followed samples.
             lengths: Samples drawn by each worker that drew any.
             groups: Workers with identical batches.
             near: Cross repeats that follow so closely that a file's order explains them.
         """
-        cross, own, workers = counts.repeated_cross, counts.repeated_own, len(lengths)
+        cross = counts.repeated_cross
+        own = counts.repeated_own
+        workers = len(lengths)
         self.own += own + counts.repeated_in_batch
         if workers > 1:
             inside = (sum(lengths) / workers - 1) / (sum(lengths) - 1)
@@ -301,13 +308,13 @@ class _ShareTest(Stateful):
         self._log_half = 0.0
 
     def add(self, others: int, own: int, p: float) -> None:
-        """Take repeats of others' and of own samples, and the null's share p of own ones."""
+        """Add repeats of others' and of own samples, and the null's share p of own ones."""
         if p > 0:
             self._log_never += -math.inf if own else -others * math.log1p(-p)
             self._log_half += others * math.log((1 - p / 2) / (1 - p)) - own * math.log(2)
 
     def merge(self, later: "_ShareTest") -> None:
-        """Take what a test of later steps has taken."""
+        """Add the repeats of a test of later steps."""
         self._log_never += later._log_never
         self._log_half += later._log_half
 
@@ -318,14 +325,14 @@ class _ShareTest(Stateful):
 
 
 def _of_different_workers(step: Step) -> Sequence[Ints]:
-    """Return what the workers draw, without those that draw the same as another."""
+    """Return the workers' samples, without workers that draw the same as another."""
     doubles = {rank for group in step.identical for rank in group[1:]}
     samples = step.gathered.samples
     return [batch[:0] if rank in doubles else batch for rank, batch in enumerate(samples)]
 
 
 def _where_to_look(seeds: Sequence[int | None]) -> str:
-    """Return what may make shards overlap, as far as the samplers' seeds leave it open."""
+    """Return possible causes of overlapping shards, given the samplers' seeds."""
     if not seeds or None in seeds:
         return (
             "Check that all ranks split and shuffle the data with the same seed and the same "
@@ -352,10 +359,7 @@ def _either(one: float, other: float) -> float:
 def _chance(*log_ratios: float) -> float:
     """Bound the probability that the null ever looks like this, in [0, 1].
 
-    The average of supermartingales of mean 1 is one, too.
-
-    Args:
-        log_ratios: Their logarithms.
+    The average of supermartingales of mean 1 is one, too; ``log_ratios`` are their logarithms.
     """
     log_average = float(np.logaddexp.reduce(log_ratios)) - math.log(len(log_ratios))
     return math.exp(-max(log_average, 0.0))

@@ -1,4 +1,4 @@
-"""Which samples enter the model, how many, and how long they are."""
+"""The samples that enter the model: their identity, number and lengths."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,7 @@ from rankscope.stats.arrays import Ints
 
 @dataclass(frozen=True, slots=True)
 class PendingSamples:
-    """The samples of one step; they may still be on the device.
-
-    Attributes:
-        samples: Ids or digests, in parts.
-        lengths: How long they are.
-        values: Columns that are known already.
-    """
+    """The samples (ids or digests, in parts) of one step; they may still be on the device."""
 
     samples: Sequence[Numbers | Ints]
     lengths: Lengths
@@ -49,12 +43,12 @@ class SampleProbe(Probe):
         self.give = self._samples.give
 
     def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
-        """Digest the batch, unless its ids were given."""
+        """Digest the batch, unless the training gave its ids."""
         self._samples.see(args, kwargs, forward)
         self._lengths.see(args, kwargs, forward)
 
     def collect(self, end: StepEnd) -> PendingSamples:
-        """Return the samples of the passes that took part in the step."""
+        """Return the samples of the step's forward passes that had a backward pass."""
         values = {"samples_named": self._samples.named, "micro_batches": end.num_passes or math.nan}
         samples = self._samples.collect(end.idle)
         return PendingSamples(samples, self._lengths.collect(end.idle), values)
@@ -66,7 +60,7 @@ class SampleProbe(Probe):
 
 
 def make_probe(job: Job) -> SampleProbe:
-    """Return what collects samples."""
+    """Return the probe of samples."""
     return SampleProbe()
 
 

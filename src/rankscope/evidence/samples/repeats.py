@@ -14,11 +14,11 @@ from rankscope.bus.words import count
 from rankscope.stats.arrays import Ints
 
 FEW = 16
-"""Batches that are so few that a worker that meets no others knows them by heart."""
+"""So few batches that a worker with no others learns them by heart."""
 
 _STEPS_NEEDED = 24
 _SMALLEST = 4  # samples: fewer are soon the same by chance
-_ORDINARY = 9  # batches to one that is filled; where more are, the training's inputs are made so
+_ORDINARY = 9  # batches to one that is filled; with more filled ones, such inputs are intended
 _MOST_FILLERS = 64
 
 
@@ -26,9 +26,9 @@ class RepeatedBatches(Detector):
     """Workers that meet the same few batches again and again, while others go on to new ones.
 
     In 24 steps in a row each batch of the worker is one of its last 16, and at least half of the
-    workers have new ones. Where all repeat their batches, it is a test whether they can be learnt
-    by heart, or a small data set; and a worker that meets a batch of the epoch before by chance
-    does not do so 24 times in a row.
+    workers have new ones. Where all repeat their batches, it is an overfitting test or a small
+    data set; and a worker that meets a batch of the epoch before by chance does not do so 24 times
+    in a row.
 
     Args:
         num_workers: W.
@@ -38,11 +38,12 @@ class RepeatedBatches(Detector):
     SETTINGS = ("_num_workers", "_intended")
 
     def __init__(self, num_workers: int, *, repeats: bool = False) -> None:
-        self._num_workers, self._intended = num_workers, repeats
+        self._num_workers = num_workers
+        self._intended = repeats
         self._seen = PersistentFault(_STEPS_NEEDED, in_a_row=True)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take the batches of one step; speaks while a worker repeats its own, and at the end."""
+        """Process a step's batches; report while a worker repeats its own, and the end of it."""
         if self._num_workers < 2 or not step.some_known("batch_digest"):
             return ()
         digests_W = step.gathered.workers["batch_digest"]
@@ -51,8 +52,8 @@ class RepeatedBatches(Detector):
         new_W = (digests_W != MISSING_INT) & ~again_W
         others_go_on = 2 * np.count_nonzero(new_W) >= self._num_workers
         ranks = np.flatnonzero(again_W).tolist() if others_go_on else ()
-        told = self._seen.observe(step.gathered.step, ranks)
-        return (self._evidence(step.recurrence),) if told else ()
+        changed = self._seen.observe(step.gathered.step, ranks)
+        return (self._evidence(step.recurrence),) if changed else ()
 
     def _evidence(self, recurrence: Recurrence) -> FaultEvidence:
         seen = self._seen
@@ -69,9 +70,9 @@ class RepeatedBatches(Detector):
 class FilledBatches(Detector):
     """Batches of four samples or more, all of which are the same one, among ordinary batches.
 
-    That is what is left of data that were lost on their way: zeros, or a sample that stands for
-    those that could not be read. A batch of which no label counts keeps workers in step, and is
-    passed over. Where a step has several micro-batches, a batch is one of them.
+    Lost data leave such batches: zeros, or one sample in place of those that could not be read. A
+    batch without a label that counts only keeps workers in step, and is passed over. Where a step
+    has several micro-batches, a batch is one of them.
 
     Args:
         repeats: Whether the training means to repeat its samples.
@@ -87,12 +88,13 @@ class FilledBatches(Detector):
         self._span = PersistentFault()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take the samples of one step; speaks of batches that are filled with one of them."""
+        """Process a step's samples; report batches that are filled with one of them."""
         samples = step.gathered.samples
         if step.columns.samples.all_differ(step.index):
             self._ordinary += sum(len(batch) >= _SMALLEST for batch in samples)
             return ()
-        columns, found = step.gathered.workers, False
+        columns = step.gathered.workers
+        found = False
         for rank, batch in enumerate(samples):
             size = len(batch) // max(1, int(columns["micro_batches"][rank]))
             if size < _SMALLEST or columns["loss_weight"][rank] == 0:
@@ -101,14 +103,14 @@ class FilledBatches(Detector):
             if filler is None:
                 self._ordinary += 1
             else:
-                self._take(rank, filler, size)
+                self._add(rank, filler, size)
                 found = True
         if not found or self._filled * _ORDINARY > self._ordinary:
             return ()
         self._span.see(step.gathered.step)
         return (self._evidence(),)
 
-    def _take(self, rank: int, filler: int, size: int) -> None:
+    def _add(self, rank: int, filler: int, size: int) -> None:
         self._filled += 1
         self._size = size
         self._ranks.add(rank)

@@ -1,4 +1,4 @@
-"""The detector of restarts that do not go on with the data where the job was interrupted.
+"""The detector of restarts that do not continue the data where the job was interrupted.
 
 Every sample is kept with the last step that drew it. So the samples of the interrupted epoch fall
 into those that it had drawn, and its rest. Legend: U different samples in a step.
@@ -25,8 +25,11 @@ from rankscope.stats.state import Stateful
 Bools = NDArray[np.bool_]
 
 _CHUNK = 8  # draws that decide together whether a new epoch has begun
-_EARLY_STEPS, _EARLY_DRAWS, _EARLY_SHARE = 4, 64, 0.02
-_LEAST, _BY_CHANCE = 16, 5
+_EARLY_STEPS = 4
+_EARLY_DRAWS = 64
+_EARLY_SHARE = 0.02
+_LEAST = 16
+_BY_CHANCE = 5
 _WIDEST = 8  # steps of the old job in one of the new
 
 
@@ -66,14 +69,16 @@ class RestartWatch(Stateful):
         self.epoch = -1
         self._num_epochs = 0
         self._drawn = self._repeated = 0
-        self._chunk_start, self._chunk_drawn, self._chunk_again = -1, 0, 0
+        self._chunk_start = -1
+        self._chunk_drawn = 0
+        self._chunk_again = 0
         self.boundary = -1
         self.interrupted = -1
         self._watching = False
         self._before = (0, 0)
         self.again = 0
         self.again_W = np.zeros(num_workers, np.int64)
-        self._taken = self._steps = self._rest = self._since = 0
+        self._draws = self._steps = self._rest = self._since = 0
         self._replaying = False
         self.replayed_from = -1
         self._replayed_to = -1
@@ -83,47 +88,52 @@ class RestartWatch(Stateful):
 
     @property
     def one_in(self) -> int:
-        """How many samples stand behind one that is followed; 1 as long as it is exact."""
+        """Number of samples that each followed one stands for; 1 while the counts are exact."""
         return self._share.one_in
 
     def restart(self, step: int) -> None:
-        """Take ``step`` as the first one of a restarted job."""
+        """Begin a restarted job with this step."""
         self._end_chunk()
-        drawn, repeated = self._drawn, self._repeated
+        drawn = self._drawn
+        repeated = self._repeated
         overlaps = repeated >= _CHUNK and repeated > _EARLY_SHARE * drawn
         self._watching = drawn > 0 and not overlaps
-        self.boundary, self.interrupted = step, self.epoch
+        self.boundary = step
+        self.interrupted = self.epoch
         self._before = drawn, repeated
-        self.again, self.again_W = 0, np.zeros_like(self.again_W)
-        self._taken = self._steps = self._rest = self._since = 0
-        self._replaying, self.replayed_from, self._replayed_to = True, -1, -1
+        self.again = 0
+        self.again_W = np.zeros_like(self.again_W)
+        self._draws = self._steps = self._rest = self._since = 0
+        self._replaying = True
+        self.replayed_from = -1
+        self._replayed_to = -1
         self._mixed = False
         self._in_first_epoch = self._num_epochs <= 1
         self._end = self._last_step
 
     def observe(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
-        """Take the samples of consecutive steps, one with each iteration.
+        """Process the samples of consecutive steps, one with each iteration.
 
-        Yields:
-            How the restarted job went on, in the step that shows it, and for MIXED in later steps
-            that show more of it.
+        Yields how the restarted job went on, in the step that shows it, and for MIXED in later
+        steps that show more of it.
         """
         begin = 0
         for piece in drawn.pieces():
             some = int(np.count_nonzero(self._share.admits(piece.flat)))
             together = len(piece) < 2 or len(self._last) + some <= self._capacity
             for few in (piece,) if together else piece.single_steps():
-                yield from self._take(steps[begin : begin + len(few)], few)
+                yield from self._process(steps[begin : begin + len(few)], few)
                 begin += len(few)
 
-    def _take(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
-        """Take steps that share no sample: a single one, or several for which there is room."""
+    def _process(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
+        """Process steps that share no sample: a single one, or several if there is room."""
         draws = drawn.sorted(self._share.admits(drawn.flat))
         different = draws.where(differs_from_previous(draws.samples))
         numbers_U = np.array(steps, np.int32)[different.steps]
         known_U, latest_U = self._last.put(different.samples, numbers_U)
         last_U = np.where(known_U, latest_U, np.int64(-1))
-        lasts, samples = different.of_steps(last_U), different.of_steps(different.samples)
+        lasts = different.of_steps(last_U)
+        samples = different.of_steps(different.samples)
         for index, step in enumerate(steps):
             self._most_drawn = max(self._most_drawn, int(drawn.lengths[index]))
             verdict = None
@@ -147,7 +157,7 @@ class RestartWatch(Stateful):
         rest = self._num_of_rest(last_U)
         decided_before = self._is_decided()
         self._steps += 1
-        self._taken += len(last_U)
+        self._draws += len(last_U)
         self._since += int(np.sum(last_U >= self.boundary))
         self.again += int(again_U.sum())
         self.again_W += again_W
@@ -172,16 +182,18 @@ class RestartWatch(Stateful):
             self._mixed = True
             return Resumption.MIXED
         self._watching = False
-        self.epoch, (self._drawn, self._repeated) = self.interrupted, self._before
+        self.epoch = self.interrupted
+        self._drawn, self._repeated = self._before
         self._num_epochs = 1 if self._in_first_epoch else self._num_epochs
         whole = self.replayed_from == self.interrupted
         return Resumption.FROM_START if whole else Resumption.FROM_CHECKPOINT
 
     def _goes_on_replaying(self, last_U: Ints, again_U: Bools, rest: int) -> bool:
-        """Return whether this step repeats what followed on the one before, up to the restart."""
+        """Return whether this step goes on repeating the old ones in order, up to the restart."""
         if not again_U.any():
             return False
-        low, high = int(last_U[again_U].min()), int(last_U[again_U].max())
+        low = int(last_U[again_U].min())
+        high = int(last_U[again_U].max())
         gap = low - self._replayed_to
         furthest = 1 if self.one_in == 1 else 2 * _WIDEST
         follows = self.replayed_from >= 0 and 0 <= gap <= furthest
@@ -197,11 +209,11 @@ class RestartWatch(Stateful):
         return not reached
 
     def _is_decided(self) -> bool:
-        """Return whether so many samples came again that a rest after them proves a fault."""
+        """Return whether enough samples came again for a later rest to prove a fault."""
         if self._has_replayed():
             return True
         drawn, repeated = self._before
-        by_chance = 3 * (self._taken / drawn) * (repeated + _BY_CHANCE)
+        by_chance = 3 * (self._draws / drawn) * (repeated + _BY_CHANCE)
         return not self._replaying and self.again > _LEAST + by_chance
 
     def _has_replayed(self) -> bool:
@@ -210,9 +222,9 @@ class RestartWatch(Stateful):
 
     def _is_over(self) -> bool:
         """Return whether the job has proved to go on, or whole epochs have passed."""
-        begun = self._steps >= _EARLY_STEPS and self._taken >= _EARLY_DRAWS
-        goes_on = begun and self.again < _EARLY_SHARE * self._taken
-        return (goes_on and not self._has_replayed()) or 2 * self._since > self._taken
+        begun = self._steps >= _EARLY_STEPS and self._draws >= _EARLY_DRAWS
+        goes_on = begun and self.again < _EARLY_SHARE * self._draws
+        return (goes_on and not self._has_replayed()) or 2 * self._since > self._draws
 
     def _tolerance(self) -> float:
         """Samples that an epoch's end may leave out, and the step that crosses its border."""
@@ -221,7 +233,8 @@ class RestartWatch(Stateful):
 
     def _follow_epoch(self, step: int, last_U: Ints) -> None:
         if self.epoch < 0:
-            self.epoch, self._num_epochs = step, 1
+            self.epoch = step
+            self._num_epochs = 1
         if self._chunk_drawn == 0:
             self._chunk_start = step
         self._chunk_drawn += len(last_U)
@@ -231,8 +244,10 @@ class RestartWatch(Stateful):
 
     def _end_chunk(self) -> None:
         if 2 * self._chunk_again > self._chunk_drawn:  # most of it came before: the next epoch
-            self.epoch, self._num_epochs = self._chunk_start, self._num_epochs + 1
-            self._drawn, self._repeated = self._chunk_drawn, 0
+            self.epoch = self._chunk_start
+            self._num_epochs += 1
+            self._drawn = self._chunk_drawn
+            self._repeated = 0
         else:
             self._drawn += self._chunk_drawn
             self._repeated += self._chunk_again
@@ -241,26 +256,28 @@ class RestartWatch(Stateful):
     def _halve(self) -> None:
         self._share.halve()
         self._last.keep(self._share.admits)
-        self._drawn, self._repeated = self._drawn // 2, self._repeated // 2
+        self._drawn //= 2
+        self._repeated //= 2
         self._before = max(self._before[0] // 2, 1), self._before[1] // 2
-        for name in ("again", "_taken", "_rest", "_since"):
+        for name in ("again", "_draws", "_rest", "_since"):
             setattr(self, name, getattr(self, name) // 2)
         self.again_W //= 2
 
 
-FROM_START, DONE_TWICE = "epoch-begun-again", "steps-done-twice"
+FROM_START = "epoch-begun-again"
+DONE_TWICE = "steps-done-twice"
 """Keys of the findings whose words differ from those of ``data.resume_mismatch``."""
 
 
 class ResumeMismatch(Detector):
     """After a restart, samples that the interrupted epoch had drawn come again before its rest.
 
-    A restart is known from ``close``: a step after it belongs to a job that continues this one,
-    whether this object goes on or another that was restored from its state.
+    A step after ``close`` belongs to a restarted job, whether this object continues or another that
+    was restored from its state.
 
     - In another order, it is an error: the loader shuffled again.
     - All steps of the epoch in the same order: the loader was not advanced, or the whole job went
-      back to a checkpoint from the epoch's start. The learning rate tells, where it changes.
+      back to a checkpoint from the epoch's start. A changing learning rate decides which.
     - The last few steps in the same order: the checkpoint was a little older than the last step.
       That is a note.
 
@@ -277,7 +294,7 @@ class ResumeMismatch(Detector):
         self._lr_last = math.nan
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
-        """Take consecutive steps; yields how a restarted job went on, where that shows."""
+        """Process consecutive steps; yield how a restarted job went on, once that shows."""
         if self._ended:
             self.restarted(steps.numbers[0])
         verdicts = self._watch.observe(steps.numbers, steps.columns.samples)
@@ -295,14 +312,14 @@ class ResumeMismatch(Detector):
         return ()
 
     def restarted(self, step: int) -> None:
-        """Take ``step`` as the first one of a restarted job."""
+        """Begin a restarted job with this step."""
         self._ended = False
         self._watch.restart(step)
         self._lr_at_start = self._lr_by_step.get(self._watch.interrupted, math.nan)
         self._lr_before = self._lr_last
 
     def _remember(self, step: int, lr: float) -> None:
-        """Keep the learning rate of the epoch's first step, which is known a little later."""
+        """Keep the learning rate of the epoch's first step, which arrives a little later."""
         self._lr_last = lr
         self._lr_by_step[step] = lr
         epoch = self._watch.epoch
@@ -321,7 +338,8 @@ class ResumeMismatch(Detector):
         return Severity.NOTE if back < on else Severity.ERROR
 
     def _evidence(self, verdict: Resumption, gathered: GatheredStep) -> FaultEvidence:
-        watch, severity = self._watch, self._severity(verdict)
+        watch = self._watch
+        severity = self._severity(verdict)
         many_W = 4 * watch.again_W >= max(1, int(watch.again_W.max()))
         ranks = tuple(np.flatnonzero(many_W).tolist())
         one_in = watch.one_in
@@ -355,7 +373,7 @@ class ResumeMismatch(Detector):
 
 
 def _largest(step: Step) -> float:
-    """Return the largest learning rate that is known; minus infinity without any."""
+    """Return the largest known learning rate; minus infinity without any."""
     highest = step.ends("lr")[1]
     if not math.isnan(highest):
         return max(highest, -math.inf)

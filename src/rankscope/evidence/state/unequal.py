@@ -16,7 +16,7 @@ from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.rank_values import known_values
-from rankscope.bus.replicas import StateDifference, StateKind, odd_ranks
+from rankscope.bus.replicas import StateDifference, StateKind, minority_ranks
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count
@@ -134,7 +134,7 @@ class UnequalState(Detector):
             yield _Seen("sync.not_reduced", unreduced, words=words)
         layout_W = workers["state_layout"]
         if not step.alike("state_layout") and (
-            odd := odd_ranks(known_values(layout_W, layout_W != MISSING_INT))
+            odd := minority_ranks(known_values(layout_W, layout_W != MISSING_INT))
         ):
             words = "names, shapes or types"
             yield _Seen("state.parameters_differ", odd, words=words, own_key="state-layout")
@@ -353,12 +353,12 @@ def _apart(some: bool) -> dict[str, str]:
 
 
 def _odd(found: Sequence[StateDifference], replicas_W: Ints) -> list[int]:
-    return sorted({rank for difference in found for rank in difference.odd_ones_out(replicas_W)})
+    return sorted({rank for difference in found for rank in difference.minority_ranks(replicas_W)})
 
 
 def _odd_of(difference: StateDifference) -> tuple[int, ...]:
     """Return the workers that differ from most, of all of them."""
-    return odd_ranks(difference.digests_W.tolist())
+    return minority_ranks(difference.digests_W.tolist())
 
 
 def _names(found: Sequence[StateDifference]) -> list[str]:

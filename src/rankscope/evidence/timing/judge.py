@@ -1,4 +1,4 @@
-"""What judges times: who keeps the others waiting."""
+"""The detectors of times: workers that keep the others waiting."""
 
 from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.detector import Detector
@@ -7,10 +7,10 @@ from rankscope.evidence.timing.stragglers import WARM_UP, WINDOW, Stragglers
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
-    """Return what looks for faults in a run."""
+    """Return the detectors of a run."""
     return (Stragglers(run.num_workers, run.hosts),)
 
 
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:
-    """Return what a run is checked for."""
+    """Return the checks of a run."""
     return (Check("slow workers", WARM_UP + WINDOW),)

@@ -8,11 +8,9 @@ from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
 
 @dataclass(frozen=True, slots=True)
 class PendingTimes:
-    """The times of one step; what it lost on an accelerator may still be measured.
+    """The times of one step by column; accelerator overhead may still be on the device.
 
-    Attributes:
-        values: Columns by name.
-        device_overhead: What the step lost to the monitor on an accelerator; None on the host.
+    ``device_overhead`` is None on the host.
     """
 
     values: dict[str, float]
@@ -40,5 +38,5 @@ class TimingProbe(Probe):
 
 
 def make_probe(job: Job) -> TimingProbe:
-    """Return what collects times."""
+    """Return the probe of times."""
     return TimingProbe()

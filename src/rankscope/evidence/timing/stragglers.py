@@ -31,7 +31,7 @@ _MOST = 0.75  # of a window's steps
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """What a window of steps says of the workers.
+    """The lateness of the workers in a window of steps.
 
     Attributes:
         steps_S: Step numbers.
@@ -96,7 +96,7 @@ WARM_UP = 10
 WINDOW = 50
 """Steps that are judged together."""
 
-_PATIENCE = 2  # windows in a row, to speak and to fall silent
+_PATIENCE = 2  # windows in a row, to open and to close a finding
 
 
 class Stragglers(Detector):
@@ -127,20 +127,21 @@ class Stragglers(Detector):
         self._gone: list[_Place] = []  # slow before a restart, and no longer there
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Take one step; speaks at the end of a window."""
-        gone, self._gone = tuple(place.describe() for place in self._gone), []
-        return gone + self._take(step)
+        """Process a step; report at the end of a window."""
+        gone = tuple(place.describe() for place in self._gone)
+        self._gone = []
+        return gone + self._add_step(step)
 
     def close(self) -> Iterable[FaultEvidence]:
         """End the run; a window that is not full does not count."""
         return ()
 
     def state(self) -> State:
-        """Return what is known of places that were slow."""
+        """Return the places that were slow."""
         return {"places": [place.description() for place in self._places if place.was_slow]}
 
     def restore(self, state: State) -> None:
-        """Go on with what was known before a restart; places that are no more have healed.
+        """Continue with the places of before a restart; those that no longer exist have healed.
 
         Raises:
             StateError: It is not such a state.
@@ -155,7 +156,7 @@ class Stragglers(Detector):
                 before.open = False
                 self._gone.append(before)
 
-    def _take(self, step: Step) -> tuple[FaultEvidence, ...]:
+    def _add_step(self, step: Step) -> tuple[FaultEvidence, ...]:
         workers = step.gathered.workers
         busy_W = workers["busy_seconds"]
         known = len(busy_W) > 1 and np.isfinite(step.ends("busy_seconds")).all()
@@ -176,16 +177,14 @@ class Stragglers(Detector):
         self._windows.append(window)
         confirmed_W = window.slow_W & before_W
         for place in self._places:
-            if place.take(confirmed_W, self._windows):
+            if place.add_window(confirmed_W, self._windows):
                 yield place.describe()
 
 
 class _Place(PersistentFault):
-    """A host with its ranks, or a single rank; and what is known of it.
+    """A host with its ranks, or a single rank, and its evidence.
 
-    Args:
-        ranks: Its ranks.
-        host: Name of the host; empty when hosts are unknown, or all the same.
+    ``host`` is empty when hosts are unknown, or all the same.
     """
 
     SETTINGS = (*PersistentFault.SETTINGS, "members", "_host")
@@ -206,12 +205,12 @@ class _Place(PersistentFault):
         return place
 
     def description(self) -> State:
-        """Return all that there is to know, as plain data."""
+        """Return the place and its evidence as plain data."""
         return {"ranks": list(self.members), "host": self._host, "known": self.state()}
 
     @property
     def key(self) -> str:
-        """What names it inside the run."""
+        """Its name inside the run."""
         return f"time.straggler:{f'host-{self._host}' if self._host else f'rank-{self.members[0]}'}"
 
     @property
@@ -219,8 +218,8 @@ class _Place(PersistentFault):
         """Whether it is slow, or has been."""
         return self.count > 0
 
-    def take(self, confirmed_W: Bools, windows: Sequence[Lateness]) -> bool:
-        """Take the latest window and those before it; return whether there is news.
+    def add_window(self, confirmed_W: Bools, windows: Sequence[Lateness]) -> bool:
+        """Process the latest window and those before it; return whether the evidence changed.
 
         Args:
             confirmed_W: Workers that were slow in the latest window and in the one before.
@@ -247,7 +246,7 @@ class _Place(PersistentFault):
         return lingers or not self.open
 
     def describe(self) -> FaultEvidence:
-        """Return what is known."""
+        """Return the evidence."""
         healed = "" if self.open else f" to step {self.last:,}"
         return self.evidence(
             "time.straggler",
@@ -274,7 +273,8 @@ class _Place(PersistentFault):
         self.open = True
         self._quiet_windows = 0
         self._slow = slow
-        self.count, self._lost = 0, 0.0
+        self.count = 0
+        self._lost = 0.0
         latest = windows[-1]
         steps = np.concatenate([window.steps_S for window in windows])
         behind = np.concatenate([self._lateness(window) for window in windows])

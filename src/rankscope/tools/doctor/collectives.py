@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import name_ranks
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed
 
@@ -62,8 +62,8 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
         bad = [rank for rank, one in enumerate(seen) if one["wrong"]]
         if bad:
             wrong[f"{name}: {seen[bad[0]]['example']}"] = bad
-        elif case["same"] and odd_ranks([one["digest"] for one in seen]):
-            unlike[name] = odd_ranks([one["digest"] for one in seen])
+        elif case["same"] and minority_ranks([one["digest"] for one in seen]):
+            unlike[name] = minority_ranks([one["digest"] for one in seen])
     unsupported = [str(name) for name in facts[0]["unsupported"]]
     numbers = {"cases": len(facts[0]["cases"]), "wrong": wrong, "unsupported": unsupported}
     if wrong or unlike:
@@ -210,7 +210,7 @@ def judge_repeats(facts: Sequence[Facts]) -> list[CheckResult]:
     }
     exactness = "relative error " + ", ".join(f"{errors[d]:.1g} in {d}" for d in ROUNDOFF)
     for dtype in ROUNDOFF:
-        odd = odd_ranks([tuple(fact[dtype]["digests"]) for fact in facts])
+        odd = minority_ranks([tuple(fact[dtype]["digests"]) for fact in facts])
         if odd:
             found = f"the same all-reduce in {dtype} gave other bits on {name_ranks(odd)}"
             advice = (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import count, name_ranks
 from rankscope.evidence.samples.overlap import LIKELY, SURE
 from rankscope.tools.doctor.loader_facts import look
@@ -98,8 +98,8 @@ def _declared(facts: Sequence[Facts]) -> CheckResult | None:
     elif len(set(ranks)) < len(ranks):
         odd = tuple(r for r, number in enumerate(ranks) if ranks.count(number) > 1)
         found = f"the samplers of {name_ranks(odd)} take the same shard"
-    elif odd_ranks(seeds) and any(sampler.get("shuffle", True) for sampler in samplers):
-        odd = odd_ranks(seeds)
+    elif minority_ranks(seeds) and any(sampler.get("shuffle", True) for sampler in samplers):
+        odd = minority_ranks(seeds)
         first = ", ".join(seeds[:8])
         found = f"samplers shuffle with different seeds ({first}), so their shards overlap"
     if not found:
@@ -169,7 +169,7 @@ def _counts(facts: Sequence[Facts]) -> CheckResult:
     read = [len(fact["tokens"]) for fact in facts]
     numbers = {"read": read, "lengths": lengths}
     if None not in lengths and len(set(lengths)) > 1:
-        return _uneven(lengths, odd_ranks(lengths), numbers)
+        return _uneven(lengths, minority_ranks(lengths), numbers)
     ends = [number for number, fact in zip(read, facts, strict=True) if fact["ended"]]
     short = [r for r, fact in enumerate(facts) if fact["ended"] and read[r] < max(read)]
     if ends and short:

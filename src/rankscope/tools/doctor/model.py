@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import count, name_ranks
 from rankscope.errors import UsageError
 from rankscope.gradients.digest import digest_tensor
@@ -204,7 +204,7 @@ def _tensors(name: str, facts: Sequence[Facts]) -> CheckResult:
     numbers = {"tensors": len(tables[0]), "different": different}
     if not different:
         return _equal(name, what, tables, numbers)
-    ranks = odd_ranks([tuple(table[key][2] for key in different) for table in tables])
+    ranks = minority_ranks([tuple(table[key][2] for key in different) for table in tables])
     who = "all ranks differ" if len(ranks) == len(facts) else f"{name_ranks(ranks)} differ"
     if len(ranks) == 1:
         who = f"{name_ranks(ranks)} differs"
@@ -236,7 +236,7 @@ def _optimizers(facts: Sequence[Facts]) -> CheckResult:
         return CheckResult(OPTIMIZER, Status.SKIPPED, found)
     settings = [optimizer.get("settings", {}) for optimizer in optimizers]
     names = list(dict.fromkeys(name for one in settings for name in one))
-    odd = {name: odd_ranks([repr(one.get(name)) for one in settings]) for name in names}
+    odd = {name: minority_ranks([repr(one.get(name)) for one in settings]) for name in names}
     different = {name: [one.get(name) for one in settings] for name in names if odd[name]}
     if different:
         parts = [_values_in_words(name, values) for name, values in different.items()]
@@ -252,7 +252,7 @@ def _optimizers(facts: Sequence[Facts]) -> CheckResult:
     tables: list[Table] = [optimizer.get("state", {}) for optimizer in optimizers]
     differing = _differing(tables) if len({tuple(table) for table in tables}) == 1 else ["its size"]
     if differing:
-        ranks = odd_ranks([repr(table) for table in tables])
+        ranks = minority_ranks([repr(table) for table in tables])
         return CheckResult(
             OPTIMIZER,
             Status.ERROR,
@@ -320,7 +320,7 @@ def _batch_norms(facts: Sequence[Facts]) -> list[CheckResult]:
 def _other_layout(name: str, what: str, tables: Sequence[Table]) -> CheckResult | None:
     """Return the result when ranks have other names, shapes or types."""
     layouts = [tuple((key, repr(value[:2])) for key, value in table.items()) for table in tables]
-    odd = odd_ranks(layouts)
+    odd = minority_ranks(layouts)
     if not odd:
         return None
     usual = next((r for r in range(len(tables)) if r not in odd), 0)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rankscope.bus.replicas import odd_ranks
+from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import count, name_ranks
 from rankscope.tools.doctor.meeting import choose_backend
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, ranks_by
@@ -98,7 +98,7 @@ def _alone(facts: Sequence[Facts]) -> Iterator[Problem]:
 
 def _promises(facts: Sequence[Facts]) -> Iterator[Problem]:
     sizes = [fact["world_size"] for fact in facts]
-    odd = odd_ranks(sizes)
+    odd = minority_ranks(sizes)
     if odd:
         found = f"ranks disagree on WORLD_SIZE: {sorted(set(sizes))}"
         yield Status.ERROR, found, "Start all ranks by one launcher.", odd
@@ -142,7 +142,7 @@ def _shared(facts: Sequence[Facts]) -> Iterator[Problem]:
 
 
 def _kinds(facts: Sequence[Facts]) -> Iterator[Problem]:
-    odd = odd_ranks([fact["device_kind"] for fact in facts])
+    odd = minority_ranks([fact["device_kind"] for fact in facts])
     if odd:
         kinds = sorted({str(fact["device_kind"]) for fact in facts})
         found = f"ranks have different kinds of device: {' and '.join(kinds)}"
@@ -208,7 +208,7 @@ def judge_group(facts: Sequence[Facts]) -> list[CheckResult]:
     backends = [str(fact["backend"]) for fact in facts]
     numbers = {"backend": backends[0], "seconds": seconds}
     wrong = [rank for rank, fact in enumerate(facts) if fact["counted"] != len(facts)]
-    odd = odd_ranks(backends)
+    odd = minority_ranks(backends)
     if odd or wrong:
         found = (
             f"ranks chose different backends: {' and '.join(sorted(set(backends)))}"

@@ -1,12 +1,12 @@
-"""What a training that reduces by itself has made of the workers' gradients, told by sketches.
+"""The result of a reduction by the training's own code, read from sketches.
 
-What the optimizer is given is the mean of the local gradients, or their sum, with a gradient
-scaler's factor undone or clipped: then it is that mean times one factor, which is the same for all
-parameters and on all workers. It is undone here, so that what is left can be audited. Whether the
-factor is meant, only a plan or a reference step can tell.
+The optimizer gets the mean of the local gradients, or their sum, with a gradient scaler's factor
+undone, or clipped: that is the mean times one factor, the same for all parameters and on all
+workers. The factor is undone here, so that the rest can be audited. Whether it is intended, only a
+plan or a reference step shows.
 
-Or it is still each worker's own gradient, whole or of some parameters: then the optimizer reduces,
-or nobody does, and nothing is known of a reduction. Which of the two it is shows in the parameters.
+Or the optimizer gets each worker's own gradient, whole or of some parameters: then the optimizer
+reduces, or nobody does, and nothing is known of a reduction. The parameters show which.
 
 Legend of shapes: W workers, S sections, k numbers in a section's sketch.
 """
@@ -27,19 +27,19 @@ _OWN_FACTOR = 1e-3
 """Relative spread of a section's factor around that of most, inside which it counts."""
 
 _ONE_DIRECTION = 0.5
-"""Largest distance from the mean, relative, at which a factor is undone at all."""
+"""Largest relative distance from the mean at which a factor is undone."""
 
 
 @dataclass(frozen=True, slots=True)
-class OwnReduction:
-    """What came out of a reduction that a training does by itself.
+class UserReduction:
+    """The result of a reduction by the training's own code.
 
     Attributes:
         parts_W: The workers' parts, the factor undone; the reduced gradient is NaN where it cannot
             be read.
         factor: The reduced gradient over the mean of the local ones; NaN where it is no multiple of
             it, or unknown.
-        unreduced_W: Whether a worker's reduced gradient is its own local one, but for a factor.
+        unreduced_W: Whether a worker's reduced gradient is its own local one, up to a factor.
     """
 
     parts_W: tuple[AuditPart, ...]
@@ -47,24 +47,24 @@ class OwnReduction:
     unreduced_W: NDArray[np.bool_]
 
 
-def undo_factor(parts_W: Sequence[AuditPart]) -> OwnReduction:
-    """Return what came out of a reduction, as a mean where it is a multiple of the mean.
+def normalise_user_reduction(parts_W: Sequence[AuditPart]) -> UserReduction:
+    """Return the result of a reduction, as a mean where it is a multiple of the mean.
 
     Example:
         >>> local = [np.array([[3.0, 1.0]], np.float32), np.array([[1.0, 3.0]], np.float32)]
         >>> total, square = local[0] + local[1], np.array([32.0])
-        >>> found = undo_factor([AuditPart(each, total, square) for each in local])
+        >>> found = normalise_user_reduction([AuditPart(each, total, square) for each in local])
         >>> found.factor, found.parts_W[0].reduced_SK.tolist(), found.unreduced_W.tolist()
         (2.0, [[2.0, 2.0]], [False, False])
         >>> own = [AuditPart(each, each, np.array([10.0])) for each in local]
-        >>> undo_factor(own).unreduced_W.tolist()
+        >>> normalise_user_reduction(own).unreduced_W.tolist()
         [True, True]
     """
     local_WSK = np.stack([part.local_SK.astype(np.float64) for part in parts_W])
     given_WSK = np.stack([part.reduced_SK.astype(np.float64) for part in parts_W])
     none_W = np.zeros(len(parts_W), bool)
     if not (np.isfinite(local_WSK).all() and np.isfinite(given_WSK).all()):
-        return OwnReduction(tuple(parts_W), float("nan"), none_W)
+        return UserReduction(tuple(parts_W), float("nan"), none_W)
     mean_SK = local_WSK.mean(axis=0)
     own_WS = _apart(local_WSK, mean_SK[None]) > _SAME  # else the mean is no other than the own
     kept_WS = own_WS & (_apart(given_WSK, local_WSK) <= _SAME)
@@ -81,11 +81,11 @@ def undo_factor(parts_W: Sequence[AuditPart]) -> OwnReduction:
             )
             for part in parts_W
         ]
-        return OwnReduction(tuple(hidden), float("nan"), unreduced_W)
+        return UserReduction(tuple(hidden), float("nan"), unreduced_W)
     factor = _plain(_common_factor(given_WSK[0], mean_SK), len(parts_W))
     distance = np.linalg.norm(given_WSK[0] - factor * mean_SK)
     if not factor or not distance <= _ONE_DIRECTION * np.linalg.norm(given_WSK[0]):
-        return OwnReduction(tuple(parts_W), float("nan"), none_W)
+        return UserReduction(tuple(parts_W), float("nan"), none_W)
     undone = tuple(
         replace(
             part,
@@ -94,14 +94,14 @@ def undo_factor(parts_W: Sequence[AuditPart]) -> OwnReduction:
         )
         for part, given_SK in zip(parts_W, given_WSK, strict=True)
     )
-    return OwnReduction(undone, factor, none_W)
+    return UserReduction(undone, factor, none_W)
 
 
 def reduced_between(found_W: Sequence[Floats]) -> bool:
-    """Return whether workers have found equal gradients when they added another micro-batch's.
+    """Return whether workers held equal gradients before they added another micro-batch's.
 
     Args:
-        found_W: Norms of what the step's later backward passes have found, of each worker ``[B]``.
+        found_W: Norms of the gradient before each later backward pass, of each worker ``[B]``.
 
     Example:
         >>> reduced_between([np.array([3.0]), np.array([3.0])])
@@ -116,13 +116,13 @@ def reduced_between(found_W: Sequence[Floats]) -> bool:
 
 
 def _plain(factor: float, num_workers: int) -> float:
-    """Return a factor, without rounding where it is that of a mean or of a sum."""
+    """Return a factor; exactly 1 or W where it is that of a mean or of a sum."""
     known = (float(plain) for plain in (1, num_workers) if abs(factor - plain) <= _SAME * plain)
     return next(known, factor)
 
 
 def _apart(one_WSK: Floats, other_WSK: Floats) -> Floats:
-    """Return how far sections are from each other ``[W, S]``, relative to the first; 0 of zeros."""
+    """Return distances of sections ``[W, S]``, relative to the first; 0 between zeros."""
     distances_WS = np.linalg.norm(one_WSK - other_WSK, axis=2)
     sizes_WS = np.linalg.norm(one_WSK, axis=2)
     both = np.where(sizes_WS > 0, sizes_WS, np.where(distances_WS > 0, distances_WS, 1.0))
@@ -131,7 +131,7 @@ def _apart(one_WSK: Floats, other_WSK: Floats) -> Floats:
 
 
 def _factors(given_WSK: Floats, local_WSK: Floats) -> Floats:
-    """Return the factor of each worker's local gradient that comes nearest to what it has."""
+    """Return the factor that brings each worker's local gradient nearest to its reduced one."""
     products_W = (given_WSK * local_WSK).sum(axis=(1, 2))
     squares_W = np.square(local_WSK).sum(axis=(1, 2))
     factors_W: Floats = products_W / np.where(squares_W > 0, squares_W, 1.0)
@@ -140,7 +140,8 @@ def _factors(given_WSK: Floats, local_WSK: Floats) -> Floats:
 
 def _common_factor(given_SK: Floats, mean_SK: Floats) -> float:
     """Return the factor of the mean that most sections share; 0 where the mean is zero."""
-    products_S, squares_S = (given_SK * mean_SK).sum(axis=1), np.square(mean_SK).sum(axis=1)
+    products_S = (given_SK * mean_SK).sum(axis=1)
+    squares_S = np.square(mean_SK).sum(axis=1)
     known_S = squares_S > 0
     if not known_S.any():
         return 0.0

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rankscope.evidence.gradient.own_reduction import undo_factor
+from rankscope.evidence.gradient.user_reduction import normalise_user_reduction
 from rankscope.stats.audit import AuditPart
 
 W, S, K = 4, 6, 31
@@ -26,7 +26,7 @@ def everywhere(given_SK):
 @pytest.mark.parametrize("factor", [1.0, 4.0, 0.37, 2.0**-16, -1.0])
 def test_a_multiple_of_the_mean_becomes_the_mean(local_WSK, factor):
     mean_SK = local_WSK.mean(0, dtype=np.float64)
-    found = undo_factor(parts_of(local_WSK, everywhere(factor * mean_SK)))
+    found = normalise_user_reduction(parts_of(local_WSK, everywhere(factor * mean_SK)))
     assert found.factor == pytest.approx(factor, rel=1e-6)
     for part in found.parts_W:
         np.testing.assert_allclose(part.reduced_SK, mean_SK, rtol=1e-5, atol=1e-7)
@@ -37,7 +37,7 @@ def test_a_multiple_of_the_mean_becomes_the_mean(local_WSK, factor):
 def test_a_wrong_section_stays_wrong_and_changes_no_other(local_WSK):
     given_SK = 4 * local_WSK.mean(0, dtype=np.float64)
     given_SK[2] *= 1.5
-    found = undo_factor(parts_of(local_WSK, everywhere(given_SK)))
+    found = normalise_user_reduction(parts_of(local_WSK, everywhere(given_SK)))
     assert found.factor == 4
     np.testing.assert_allclose(found.parts_W[1].reduced_SK, given_SK / 4, rtol=1e-6)
 
@@ -45,7 +45,7 @@ def test_a_wrong_section_stays_wrong_and_changes_no_other(local_WSK):
 def test_another_direction_is_left_as_it_is(local_WSK):
     stale_SK = np.random.default_rng(1).normal(size=(S, K))
     given_WSK = everywhere(stale_SK)
-    found = undo_factor(parts_of(local_WSK, given_WSK))
+    found = normalise_user_reduction(parts_of(local_WSK, given_WSK))
     assert np.isnan(found.factor)
     assert (found.parts_W[0].reduced_SK == given_WSK[0]).all()
 
@@ -53,7 +53,7 @@ def test_another_direction_is_left_as_it_is(local_WSK):
 @pytest.mark.parametrize("factors_W", [[1, 1, 1, 1], [0.1, 0.5, 2, 1]])
 def test_what_is_still_each_worker_s_own_is_no_reduction(local_WSK, factors_W):
     given_WSK = local_WSK * np.array(factors_W, np.float32)[:, None, None]
-    found = undo_factor(parts_of(local_WSK, given_WSK))
+    found = normalise_user_reduction(parts_of(local_WSK, given_WSK))
     assert found.unreduced_W.all()
     assert all(np.isnan(part.reduced_SK).all() for part in found.parts_W)
 
@@ -61,22 +61,22 @@ def test_what_is_still_each_worker_s_own_is_no_reduction(local_WSK, factors_W):
 def test_where_some_sections_are_each_worker_s_own_nothing_is_known_of_the_rest(local_WSK):
     given_WSK = everywhere(local_WSK.mean(0))
     given_WSK[:, 3] = local_WSK[:, 3]
-    found = undo_factor(parts_of(local_WSK, given_WSK))
+    found = normalise_user_reduction(parts_of(local_WSK, given_WSK))
     assert not found.unreduced_W.any()
     assert all(np.isnan(part.reduced_squares_S).all() for part in found.parts_W)
 
 
 def test_workers_that_have_the_same_gradient_are_not_called_unreduced(local_WSK):
     same_WSK = everywhere(local_WSK[0])
-    found = undo_factor(parts_of(same_WSK, same_WSK))
+    found = normalise_user_reduction(parts_of(same_WSK, same_WSK))
     assert found.factor == 1
     assert not found.unreduced_W.any()
 
 
 def test_zeros_and_infinities_are_told_nothing_of(local_WSK):
     zeros_WSK = np.zeros_like(local_WSK)
-    assert np.isnan(undo_factor(parts_of(zeros_WSK, zeros_WSK)).factor)
+    assert np.isnan(normalise_user_reduction(parts_of(zeros_WSK, zeros_WSK)).factor)
     local_WSK[0, 0, 0] = np.inf
-    found = undo_factor(parts_of(local_WSK, everywhere(local_WSK.mean(0))))
+    found = normalise_user_reduction(parts_of(local_WSK, everywhere(local_WSK.mean(0))))
     assert np.isnan(found.factor)
     assert not found.unreduced_W.any()
