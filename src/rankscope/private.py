@@ -426,8 +426,8 @@ USES = (
     Use(
         "torch.nn.Module",
         "_modules _parameters _buffers",
-        "evidence.canary.state evidence.state.leaves evidence.state.plan evidence.state.parameter_roles"
-        " wrappers.find",
+        "evidence.canary.state evidence.state.leaves evidence.state.plan"
+        " evidence.state.parameter_roles wrappers.find",
         "what hangs in a module, without the cost of its generators",
         _REFUSES + ", or " + _SWITCHES_OFF,
     ),
