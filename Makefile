@@ -17,7 +17,7 @@ FAULTS_FLAGS ?= --all
 KERNELS := hatch_build.py $(wildcard $(addprefix src/rankscope/gradients/kernels/,build.py *.[ch]))
 
 FUZZ_FLAGS ?=
-EAGER_FLAGS ?= tests/scope tests/capture tests/integrations tests/reduce
+EAGER_FLAGS ?= tests/scope tests/wrappers tests/evidence tests/integrations tests/reduce
 MUTANTS_FLAGS ?=
 
 .PHONY: demo test eager check bench faults mutants fuzz field chaos gpu docs packaging format clean

@@ -63,8 +63,8 @@ def test_an_edit_changes_the_draw_by_its_own_places(tmp_path: Path, monkeypatch)
 
 def test_a_test_that_imports_a_module_among_others_is_near():
     path = "src/rankscope/wrappers/transfer.py"
-    assert mutants.names_module("tests/capture/test_handover.py", path)
-    assert not mutants.names_module("tests/core/test_secrets.py", path)
+    assert mutants.names_module("tests/wrappers/test_handover.py", path)
+    assert not mutants.names_module("tests/bus/test_secrets.py", path)
 
 
 def test_more_mutants_are_the_same_and_further_ones():
@@ -84,10 +84,10 @@ PATH = "src/rankscope/bus/secrets.py"
 
 
 def test_functions_note_the_tests_that_enter_them(copied: Path):
-    entered = mutant_tests.trace(copied, [PATH], 1, "tests/core/test_secrets.py")
+    entered = mutant_tests.trace(copied, [PATH], 1, "tests/bus/test_secrets.py")
     assert not entered.failed
-    assert set(entered.seconds) == {"tests/core/test_secrets.py"}
-    assert entered.tests[f"{PATH}::_is_secret"] == ["tests/core/test_secrets.py"]
+    assert set(entered.seconds) == {"tests/bus/test_secrets.py"}
+    assert entered.tests[f"{PATH}::_is_secret"] == ["tests/bus/test_secrets.py"]
 
 
 ON_A_RANK = """
@@ -118,7 +118,7 @@ def test_ranks_note_the_test_that_they_are_of(copied: Path):
 @pytest.mark.parametrize(
     ("change", "killer", "passed"),
     [
-        ("_is_secret(name) → not _is_secret(name)", "tests/core/test_secrets.py::", 0),
+        ("_is_secret(name) → not _is_secret(name)", "tests/bus/test_secrets.py::", 0),
         (None, "", 1),
     ],
 )
@@ -128,7 +128,7 @@ def test_a_mutant_is_decided_by_tests(copied: Path, change, killer, passed):
         PATH, len(every), 0, "nothing"
     )
     before, entered = (copied / PATH).read_text(), mutant_tests.Entered()
-    decided = mutants.decide(mutant, copied, ["tests/core/test_secrets.py"], entered, 1.0)
+    decided = mutants.decide(mutant, copied, ["tests/bus/test_secrets.py"], entered, 1.0)
     assert decided[0].partition("::")[0] == killer.partition("::")[0]
     assert decided[1] == passed
     assert (copied / PATH).read_text() == before

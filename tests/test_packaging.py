@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from capture.kernel_checks import needs_compiler
 from rankscope.gradients.kernels.build import LEVELS
+from support.kernel_checks import needs_compiler
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "rankscope"

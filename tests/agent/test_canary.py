@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch import nn
 
-from diagnose.stepping import evidence_of
-from diagnose.streams import gathered
 from rankscope.agent.summarize import summarize
 from rankscope.bus.director import Request  # noqa: TC001
 from rankscope.bus.finding import Finding, Severity
@@ -34,6 +32,8 @@ from rankscope.evidence.canary.verdicts import CanaryVerdicts
 from rankscope.wrappers.find import Wrapped
 from rankscope.wrappers.kinds import DDP
 from support.models import make_batch, make_model
+from support.stepping import evidence_of
+from support.streams import gathered
 
 CPU = torch.device("cpu")
 OUTLIER = Finding("rank-1", "data.worker_outlier", Severity.WARNING, (1,), 0, 5, "", "")

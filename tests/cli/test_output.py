@@ -21,7 +21,7 @@ from rankscope.evidence.canary.bundle import ReplayBundle, save_bundle
 from rankscope.lab.study.config import StudyConfig
 from rankscope.lab.study.launch import StudyInterrupted
 from rankscope.lab.study.worker import StudyProgress
-from web.recorded_runs import record_run
+from report.recorded_runs import record_run
 
 Call = Callable[..., int]
 NUMBERS = ("numerics", "--synthetic", "normal", "--workers", "2", "--orders", "2")

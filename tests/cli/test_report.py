@@ -15,7 +15,7 @@ from rankscope.cli.verdict import SUMMARY_LINES, render_run, render_study
 from rankscope.errors import RunError, UsageError, install_command
 from rankscope.record import Run, RunWriter
 from rankscope.verdict.assessment import assess
-from web.recorded_runs import record_run, record_study
+from report.recorded_runs import record_run, record_study
 
 HOSTILE = "[bold red]name[/]\x1b[2J\x1b]0;title\x07\r[link=http://x]y"
 

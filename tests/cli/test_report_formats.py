@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from rankscope.cli.report import report
 from rankscope.errors import MissingExtraError, UsageError, install_command
-from web.recorded_runs import record_run, record_study, with_everything
+from report.recorded_runs import record_run, record_study, with_everything
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from rankscope.errors import RankscopeError
 from rankscope.evidence.canary.bundle import ReplayBundle, load_bundle, save_bundle
 from rankscope.lab.study.data import load_records
 from rankscope.report.live.board import Board
-from web.recorded_runs import record_run, record_study, with_everything
+from report.recorded_runs import record_run, record_study, with_everything
 
 SECONDS = 60
 MEMORY = 3 * 2**30

@@ -16,7 +16,7 @@ from fuzz.readers import forked
 from rankscope.bus.columns import Table
 from rankscope.errors import RunError
 from rankscope.record import Run
-from web.recorded_runs import record_run
+from report.recorded_runs import record_run
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from capture.kernel_checks import needs_compiler
 from rankscope.lab.reductions import accumulator
 from rankscope.lab.reductions.accumulator import (
     DTYPES,
@@ -22,6 +21,7 @@ from rankscope.lab.reductions.accumulator import (
     native_functions,
     verdicts,
 )
+from support.kernel_checks import needs_compiler
 
 EPSILON = 2.0**-24
 NUM_SUMMANDS = 64

@@ -1,0 +1,140 @@
+"""The detector that reads canaries."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rankscope.agent.summarize import summarize
+from rankscope.bus.finding import Severity
+from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.rules import LATENESS, RULES, describe
+from rankscope.bus.run import RunFacts
+from rankscope.bus.step import MISSING_INT
+from rankscope.evidence.canary.verdicts import CanaryVerdicts
+from rankscope.verdict.diagnosis import Diagnosis
+from support.stepping import evidence_of
+from support.streams import gathered
+
+
+def step(number=32, digests=(5, 5, 5, 5), again=None, losses=None, differs=None):
+    """Return a step with a canary of rank 2 against rank 3; without one if digests are None."""
+    samples = [np.arange(2)] * 4
+    columns = {"replica": [0] * 4}
+    if digests is not None:
+        losses = np.ones(4) if losses is None else np.array(losses)
+        columns |= {
+            "canary_of": [2] * 4,
+            "canary_loss": losses,
+            "canary_norm": losses,
+            "canary_digest": digests,
+            "canary_again": digests if again is None else again,
+            "canary_against": [3] * 4,
+            "canary_against_loss": losses,
+            "canary_against_norm": losses,
+            "canary_against_digest": digests,
+        }
+    found = gathered(number, samples, **columns)
+    if differs is not None:
+        own = np.array([9 if rank == differs else 1 for rank in range(4)])
+        difference = StateDifference(StateKind.PARAMETER, "head.weight", own, np.zeros(4, bool))
+        found = replace(found, differences=(difference,))
+    return summarize(found)
+
+
+def told(detector, *steps):
+    return [evidence for one in steps for evidence in evidence_of(detector, one)]
+
+
+def test_a_canary_that_agrees_speaks_only_of_a_worker_that_differs():
+    assert told(CanaryVerdicts(4), step()) == []
+    assert told(CanaryVerdicts(4, lambda: (1,)), step()) == []
+    [data] = told(CanaryVerdicts(4, lambda: (2,)), step())
+    assert (data.key, data.cause, data.severity) == (
+        "canary-data",
+        "data.worker_outlier",
+        Severity.NOTE,
+    )
+    assert data.ranks == (2,)
+
+
+@pytest.mark.parametrize(
+    ("losses", "severity"),
+    [([1, 2, 1, 1], Severity.ERROR), ([1, 1 + 1e-6, 1, 1], Severity.WARNING)],
+)
+def test_hardware_is_an_error_unless_rounding_explains_it(losses, severity):
+    [found] = told(CanaryVerdicts(4), step(digests=(5, 6, 5, 5), losses=losses))
+    assert (found.key, found.cause) == ("canary-differs", "compute.worker_outlier")
+    assert (found.severity, found.ranks) == (severity, (1,))
+    assert "state.parameters_differ" in found.numbers["other_causes"]
+
+
+def test_state_is_told_where_it_is_known_to_differ():
+    bad = {"digests": (5, 6, 5, 5), "losses": (1, 2, 1, 1)}
+    [found] = told(CanaryVerdicts(4), step(20, digests=None, differs=1), step(**bad))
+    assert (found.cause, found.severity) == ("state.parameters_differ", Severity.ERROR)
+    elsewhere = told(CanaryVerdicts(4), step(20, digests=None, differs=3), step(**bad))
+    assert elsewhere[0].cause == "compute.worker_outlier"
+    healed = step(LATENESS + 21, **bad)
+    [later] = told(CanaryVerdicts(4), step(20, digests=None, differs=1), healed)
+    assert later.cause == "compute.worker_outlier"
+
+
+def test_what_looked_like_hardware_turns_to_state_when_its_digest_has_its_turn():
+    detector = CanaryVerdicts(4)
+    first = told(detector, step(digests=(5, 6, 5, 5)), step(40, digests=None, differs=3))
+    assert [evidence.cause for evidence in first] == ["compute.worker_outlier"]
+    restored = CanaryVerdicts(4)
+    restored.restore(detector.state())
+    for one in (detector, restored):
+        [second] = told(one, step(41, digests=None, differs=1))
+        assert (second.key, second.cause) == ("canary-differs", "state.parameters_differ")
+        assert "other_causes" not in second.numbers
+        assert told(one, step(42, digests=None, differs=1)) == []
+
+
+def test_a_worker_at_random_and_a_tie():
+    [random] = told(CanaryVerdicts(4), step(again=(5, 5, 5, 7)))
+    assert (random.cause, random.ranks) == ("compute.nondeterministic", (3,))
+    assert random.severity is Severity.NOTE  # no farther off than another order of sums
+    [far] = told(CanaryVerdicts(4), step(again=(5, 5, 5, 7), losses=(1, 1, 1, 1.1)))
+    assert (far.severity, far.ranks) == (Severity.WARNING, (3,))
+    [every] = told(CanaryVerdicts(4), step(again=(7, 7, 7, 7)))
+    assert (every.severity, every.ranks) == (Severity.WARNING, (0, 1, 2, 3))
+    [tie] = told(CanaryVerdicts(4), step(digests=(5, 5, 6, 6), losses=(1, 1, 2, 2)))
+    assert (tie.cause, tie.severity, tie.ranks) == (
+        "inconclusive",
+        Severity.WARNING,
+        (0, 1, 2, 3),
+    )
+
+
+def test_a_canary_that_a_worker_missed_says_nothing():
+    detector = CanaryVerdicts(4, lambda: (2,))
+    assert told(detector, step(digests=(5, MISSING_INT, 5, 5)), step(33, digests=None)) == []
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"digests": (5, 6, 5, 5), "losses": (1, 2, 1, 1)}, "Rank 1 did not compute what the oth"),
+        ({"digests": (5, 6, 5, 5)}, "as small as rounding"),
+        ({"again": (5, 5, 5, 7)}, "rank 3 ran the same batch twice"),
+        ({"digests": (5, 5, 6, 6)}, "any of ranks 0–3 may be wrong"),
+    ],
+)
+def test_findings_are_in_plain_words(how, words):
+    diagnosis = Diagnosis(RunFacts(4))
+    [finding] = [f for f in diagnosis.observe(step(**how)) if f.id.startswith("canary")]
+    assert words in finding.explanation
+    assert "before step 32" in finding.explanation.lower()
+    assert "{" not in finding.explanation + finding.next_check
+
+
+def test_the_words_of_a_canary_that_agrees():
+    [data] = told(CanaryVerdicts(4, lambda: (2,)), step())
+    explanation, check = describe("canary-data", data.severity, data.fields)
+    assert "the difference is in the data of rank 2" in explanation
+    assert "all 4 workers ran the same two batches and agree in every bit" in explanation
+    assert "rankscope replay" in check
+    assert RULES["canary-differs"].explains

@@ -1,0 +1,52 @@
+"""Samplers that shuffle with another seed than the planned one."""
+
+import pytest
+
+from rankscope.bus.finding import Severity
+from rankscope.evidence.environment.settings import PlannedSeed
+from rankscope.verdict.diagnosis import seeds_of
+from support.stepping import observe, words
+
+
+@pytest.mark.parametrize(
+    ("planned", "seeds"),
+    [(42, (42, 42)), (None, (0, 0)), (42, ()), (42, (None, None)), (0, (0, 0))],
+    ids=["as planned", "no plan", "nothing known", "unknown seeds", "zero"],
+)
+def test_nothing_is_said_without_a_difference(planned, seeds):
+    detector = PlannedSeed(planned, seeds)
+    assert [observe(detector, step) for step in range(3)] == [[], [], []]
+
+
+def test_another_seed_is_told_once_with_both_numbers():
+    detector = PlannedSeed(42, (0, 0, 0))
+    (told,) = observe(detector, 7)
+    assert (told.cause, told.key) == ("state.schedule", "seed-not-planned")
+    assert (told.severity, told.ranks, told.first_step) == (Severity.WARNING, (0, 1, 2), 7)
+    assert "shuffles with seed 0, and the plan declares 42" in words(told)
+    assert "DistributedSampler" in words(told)
+    assert observe(detector, 8) == []
+
+
+def test_only_the_ranks_that_depart_are_named():
+    (told,) = observe(PlannedSeed(42, (42, 43, None, 44)), 0)
+    assert told.ranks == (1, 3)
+    assert told.numbers == {"planned": 42, "seeds": [43, 44]}
+
+
+def test_it_is_told_again_after_a_restart_only_if_it_was_not_before():
+    first = PlannedSeed(42, (0, 0))
+    observe(first, 0)
+    second = PlannedSeed(42, (0, 0))
+    second.restore(first.state())
+    assert observe(second, 1) == []
+
+
+@pytest.mark.parametrize("info", [{}, {"ranks": None}, {"ranks": [{"rank": 0}]}])
+def test_older_records_have_no_seeds(info):
+    assert set(seeds_of(info)) <= {None}
+
+
+def test_seeds_are_read_in_the_order_of_ranks():
+    ranks = [{"rank": 1, "sampler_seed": 8}, {"rank": 0, "sampler_seed": 7}]
+    assert seeds_of({"ranks": ranks}) == (7, 8)

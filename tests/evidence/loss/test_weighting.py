@@ -1,0 +1,403 @@
+"""Label tokens against how losses are weighted, and multipliers that are wrong."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rankscope.agent.summarize import summarize
+from rankscope.bus.finding import Severity
+from rankscope.bus.rules import describe
+from rankscope.bus.step import MISSING_INT, as_recorded
+from rankscope.bus.weighting import TokenSums, are_alike, as_matrix, follow_tokens, log_spread
+from rankscope.evidence.loss.scale import ONE_WORKER, LossScale
+from rankscope.evidence.loss.weighting import MICRO, STARVED, TokenWeighting
+from rankscope.record.states import pack_state, unpack_state
+from support.stepping import evidence_of
+from support.streams import gathered
+
+W = 4
+
+
+def observation(step, tokens, scales, losses=None, calls=1):
+    """Return a step of workers with these micro-batches ``[W][M]``; NaN where unknown."""
+    tokens, scales = ([np.asarray(row, float) for row in rows] for rows in (tokens, scales))
+    losses = [np.full(len(row), 2.0) for row in tokens] if losses is None else losses
+    nothing = [np.empty(0, np.int64)] * len(tokens)
+    one = gathered(
+        step,
+        nothing,
+        loss=[np.mean(row) for row in losses],
+        loss_weight=[row.sum() for row in tokens],
+        grad_scale=[row.sum() for row in scales],
+        optimizer_steps=[calls] * len(tokens),
+    )
+    one = replace(
+        one,
+        micro_losses=tuple(losses),
+        micro_weights=tuple(tokens),
+        micro_scales=tuple(scales),
+        micro_norms=(),
+    )
+    return as_recorded(summarize(one))
+
+
+def watch(detector, steps, first=0):
+    """Return all evidence by key, the last of each."""
+    found = {}
+    for step, parts in enumerate(steps, start=first):
+        for evidence in evidence_of(detector, observation(step, *parts)):
+            key = evidence.key or evidence.cause
+            assert "{" not in "".join(describe(key, evidence.severity, evidence.fields))
+            found[key] = evidence
+    return found
+
+
+def lengths(steps, *, micro=1, width=W, ratio=4.0, seed=0):
+    """Yield token counts ``[W][M]`` whose largest and smallest differ by about this ratio."""
+    rng = np.random.default_rng(seed)
+    for _ in range(steps):
+        spread = rng.uniform(0, np.log(ratio), (width, micro))
+        spread -= spread.min(axis=0)
+        yield np.round(100 * np.exp(spread * np.log(ratio) / np.maximum(spread.max(axis=0), 1e-9)))
+
+
+def means_of_means(tokens):
+    return np.full(tokens.shape, 1 / tokens.shape[1])
+
+
+def by_tokens(tokens):
+    return tokens * len(tokens) / tokens.sum()
+
+
+# Pure functions ------------------------------------------------------------------------------
+
+
+def test_spread_against_a_loop():
+    rng = np.random.default_rng(3)
+    tokens = rng.integers(1, 50, (20, 5)).astype(float)
+    weights = 1 / tokens
+    expected = [np.log(max(row) / min(row)) for row in weights]
+    np.testing.assert_allclose(log_spread(np.full((20, 5), 0.3), tokens), expected)
+
+
+@pytest.mark.parametrize(
+    ("scales", "tokens", "expected"),
+    [
+        ([1, 1], [10, 10], 0.0),
+        ([-1, 1], [10, 10], 0.0),
+        ([2, 1], [20, 10], 0.0),
+        ([1, 1, 1], [10, 0, 20], np.log(2)),
+        ([1, np.nan, 1], [10, 1, 20], np.log(2)),
+        ([1, 1], [10, np.nan], np.nan),
+        ([1, 3], [10, 20], np.nan),
+        ([1, 0], [10, 20], np.nan),
+        ([], [], np.nan),
+        ([np.inf, 1], [2, 3], np.nan),
+    ],
+)
+def test_spread_of_odd_values(scales, tokens, expected):
+    found = log_spread(np.array([scales], float), np.array([tokens], float))
+    np.testing.assert_allclose(found, [expected], atol=1e-12)
+
+
+def test_equality_and_proportion():
+    assert are_alike(np.array([1, 1.0005, -1]))
+    assert not are_alike(np.array([1, np.nan]))
+    assert not are_alike(np.array([1, 1.01]))
+    assert follow_tokens(np.array([1.0, 2.0]), np.array([7.0, 14.0]))
+    assert not follow_tokens(np.array([1.0, 2.0]), np.array([7.0, np.nan]))
+    assert not follow_tokens(np.array([1.0, 2.0]), np.array([7.0, 7.0]))
+
+
+def test_rows_of_different_lengths():
+    matrix = as_matrix([np.array([1.0]), np.array([2.0, 3.0]), np.empty(0)])
+    np.testing.assert_array_equal(matrix, [[1, np.nan], [2, 3], [np.nan, np.nan]])
+    assert as_matrix([]).shape == (0, 0)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_sums_over_tokens_are_told_from_means(summed):
+    rng, sums = np.random.default_rng(1), TokenSums()
+    for _ in range(20):
+        tokens = rng.integers(20, 100, (1, 8)).astype(float)
+        losses = rng.normal(2, 0.3, (1, 8))
+        sums.add(losses * tokens / tokens.sum() if summed else losses, tokens)
+    assert sums.found == summed
+
+
+# Token weighting -----------------------------------------------------------------------------
+
+
+def test_means_of_means_between_workers_are_a_warning():
+    steps = [(t, means_of_means(t)) for t in lengths(40)]
+    found = watch(TokenWeighting(W, None), steps)
+    assert set(found) == {"loss.token_weighting"}
+    evidence = found["loss.token_weighting"]
+    assert (evidence.severity, evidence.ranks) == (Severity.WARNING, (0, 1, 2, 3))
+    assert evidence.first_step == 0
+    assert evidence.count == 40
+    assert evidence.numbers["token_weight_ratio"] == pytest.approx(4, rel=0.03)
+    assert watch(TokenWeighting(W, None), steps[:15]) == {}
+    assert watch(TokenWeighting(W, None), steps[:16]).keys() == found.keys()
+
+
+def test_small_differences_are_a_note():
+    found = watch(TokenWeighting(W, None), [(t, means_of_means(t)) for t in lengths(40, ratio=1.5)])
+    assert found["loss.token_weighting"].severity is Severity.NOTE
+
+
+def test_means_of_means_between_micro_batches():
+    steps = []
+    for tokens in lengths(40, width=4):  # equal totals on all workers, unequal micro-batches
+        row = tokens[:, 0]
+        table = np.stack([np.roll(row, rank) for rank in range(W)])
+        steps.append((table, means_of_means(table)))
+    found = watch(TokenWeighting(W, None), steps)
+    assert set(found) == {MICRO}
+    assert found[MICRO].cause == "loss.token_weighting"
+    assert found[MICRO].severity is Severity.WARNING
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+@pytest.mark.parametrize("ratio", [2.1, 10])
+def test_weights_that_follow_the_tokens_are_silent(micro, ratio):
+    steps = [(t, by_tokens(t)) for t in lengths(60, micro=micro, ratio=ratio)]
+    assert watch(TokenWeighting(W, None), steps) == {}
+    assert watch(LossScale(W), steps) == {}
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+def test_losses_that_are_sums_over_all_tokens_are_silent(micro):
+    rng = np.random.default_rng(5)
+    steps = []
+    for t in lengths(60, micro=micro):
+        losses = rng.normal(2, 0.3, t.shape) * t / t.sum()
+        steps.append((t, np.full(t.shape, float(W)), list(losses)))
+    assert watch(TokenWeighting(W, None), steps) == {}
+    assert watch(LossScale(W), steps) == {}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "scales"), [(np.nan, 1.0), (1.0, np.nan)], ids=["tokens", "multipliers"]
+)
+def test_what_is_unknown_is_silent(tokens, scales):
+    steps = [(t * tokens, means_of_means(t) * scales) for t in lengths(40)]
+    assert watch(TokenWeighting(W, None), steps) == {}
+    assert watch(LossScale(W), steps) == {}
+
+
+@pytest.mark.parametrize("scale", [1.7e308, 5e-324])
+def test_multipliers_at_the_ends_of_the_type_are_silent(scale):
+    steps = [(t, np.full(t.shape, scale)) for t in lengths(20, micro=1)]
+    assert watch(LossScale(W), steps) == {}
+
+
+def test_what_is_meant_is_silent():
+    steps = [(t, means_of_means(t)) for t in lengths(40)]
+    assert watch(TokenWeighting(W, "worker"), steps) == {}
+    assert watch(TokenWeighting(W, "token"), steps)
+
+
+def test_batches_of_equal_length_are_silent():
+    steps = [(np.full((W, 2), 64), np.full((W, 2), 0.5))] * 60
+    assert watch(TokenWeighting(W, None), steps) == {}
+    assert watch(LossScale(W), steps) == {}
+
+
+@pytest.mark.parametrize("epoch", [20, 33])
+def test_one_short_batch_at_an_epochs_end_is_silent(epoch):
+    steps = []
+    for step in range(200):
+        tokens = np.full((W, 1), 64.0)
+        tokens[1] = 4 if step % epoch == epoch - 1 else 64
+        steps.append((tokens, np.ones((W, 1))))
+    assert watch(TokenWeighting(W, None), steps) == {}
+    assert watch(LossScale(W), steps) == {}
+
+
+def test_a_fault_in_the_middle_of_a_run_is_found_in_a_window():
+    good = [(t, by_tokens(t)) for t in lengths(500)]
+    bad = [(t, means_of_means(t)) for t in lengths(64, seed=1)]
+    found = watch(TokenWeighting(W, None), good + bad)
+    assert found["loss.token_weighting"].severity is Severity.WARNING
+    assert found["loss.token_weighting"].first_step == 500
+
+
+@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("left", [0, 1])
+def test_a_worker_with_one_filler_token_is_named_soon(width, left):
+    tokens = np.full((width, 1), 64.0)
+    tokens[1] = left
+    found = watch(TokenWeighting(width, None), [(tokens, np.ones((width, 1)))] * 12)
+    assert set(found) == {STARVED}
+    evidence = found[STARVED]
+    assert (evidence.severity, evidence.ranks) == (Severity.WARNING, (1,))
+    assert (evidence.first_step, evidence.count) == (0, 12)
+    words, _ = describe(STARVED, evidence.severity, evidence.fields)
+    assert f"{left} label token" in words
+
+
+def test_a_starved_worker_does_not_make_all_others_suspect():
+    tokens = np.full((W, 1), 64.0)
+    tokens[1] = 1
+    assert set(watch(TokenWeighting(W, None), [(tokens, np.ones((W, 1)))] * 100)) == {STARVED}
+
+
+def test_a_starved_worker_that_counts_by_tokens_is_silent():
+    tokens = np.full((W, 1), 64.0)
+    tokens[1] = 1
+    assert watch(TokenWeighting(W, None), [(tokens, by_tokens(tokens))] * 40) == {}
+
+
+@pytest.mark.parametrize("cut", [3, 9, 30])
+@pytest.mark.parametrize("make", [lambda: TokenWeighting(W, None), lambda: LossScale(W)])
+def test_a_saved_state_changes_nothing(make, cut):
+    steps = [(t, 2 * means_of_means(t)) for t in lengths(40, micro=2)]
+    whole, first, second = make(), make(), make()
+    expected = watch(whole, steps)
+    found = watch(first, steps[:cut])
+    second.restore(unpack_state(pack_state(first.state())))
+    assert found | watch(second, steps[cut:], first=cut) == expected
+    assert expected
+
+
+# Multipliers ---------------------------------------------------------------------------------
+
+
+def constant(value, *, micro=1, width=W, steps=20):
+    return [(np.full((width, micro), 64.0), np.full((width, micro), value))] * steps
+
+
+@pytest.mark.parametrize(
+    ("value", "micro", "words"),
+    [
+        (4.0, 1, "multiplied by 4 in all before backward: the number of workers (4 workers"),
+        (0.25, 1, "one over the number of workers"),
+        (1.0, 3, "the number of micro-batches"),
+        (1 / 9, 3, "one over the number of micro-batches"),
+        (4 / 3, 3, "the number of workers"),
+        (1.0, 4, "the number of workers or the number of micro-batches"),
+    ],
+)
+def test_a_wrong_factor_is_named(value, micro, words):
+    found = watch(LossScale(W), constant(value, micro=micro))
+    assert set(found) == {"loss.scale"}
+    evidence = found["loss.scale"]
+    assert (evidence.severity, evidence.ranks) == (Severity.WARNING, (0, 1, 2, 3))
+    assert (evidence.first_step, evidence.count) == (0, 20)
+    assert words in describe("loss.scale", evidence.severity, evidence.fields)[0]
+
+
+@pytest.mark.parametrize(
+    ("divided", "words"), [(False, "Nothing is wrong if"), (True, "this factor comes on top")]
+)
+def test_advice_knows_whether_the_tokens_are_divided_out_already(divided, words):
+    detector, found = LossScale(W), []
+    for step, parts in enumerate(constant(0.25)):
+        seen = observation(step, *parts)
+        seen.gathered.workers["loss_divided"][:] = divided
+        found += evidence_of(detector, seen)
+    assert words in describe("loss.scale", found[-1].severity, found[-1].fields)[1]
+
+
+def test_losses_weighted_by_tokens_and_by_workers():
+    found = watch(LossScale(W), [(t, W * by_tokens(t)) for t in lengths(20)])
+    assert set(found) == {"loss.scale"}
+
+
+def test_a_factor_that_begins_in_the_middle_of_a_run():
+    found = watch(LossScale(W), constant(1.0, steps=50) + constant(4.0))
+    assert found["loss.scale"].first_step == 50
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0] * 40,
+        [65536.0] * 20 + [32768.0] * 20,
+        [65536.0] * 5 + [4.0] * 40,
+        [8.0, 8.0, 2.0, 2.0] + [4.0] * 40,
+        [4.0] * 7 + [1.0] * 40,
+        [3.0] * 40,
+    ],
+    ids=["plain", "scaler", "falling scaler", "small scaler", "short", "no known factor"],
+)
+def test_other_factors_are_silent(values):
+    steps = [step for value in values for step in constant(value, steps=1)]
+    assert watch(LossScale(W), steps) == {}
+
+
+def accumulating(values, width, calls):
+    """Yield steps of one micro-batch each, with these multipliers and calls of the optimizer."""
+    tokens = np.full((width, 1), 64.0)
+    for value, called in zip(values, calls, strict=True):
+        yield tokens, np.full((width, 1), value), None, called
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_micro_batches_that_all_synchronise_are_silent_without_an_optimizer(width):
+    """Accumulation without ``no_sync``, over as many micro-batches as there are workers."""
+    unknown = accumulating([1 / width] * 60, width, [MISSING_INT] * 60)
+    assert watch(LossScale(width), unknown) == {}
+    assert watch(LossScale(width), accumulating([1 / width] * 60, width, [1] * 60))
+
+
+def test_a_closure_that_runs_many_times_is_silent_unless_its_factor_is_wrong():
+    calls = ([0] * 19 + [1]) * 12
+    assert watch(LossScale(W), accumulating([1.0] * 240, W, calls)) == {}
+    found = watch(LossScale(W), accumulating([4.0] * 240, W, calls))
+    assert found["loss.scale"].first_step <= 19
+
+
+def test_a_last_step_with_fewer_micro_batches_is_silent():
+    rest = [(np.full((W, 2), 64.0), np.full((W, 2), 0.25))]
+    uneven = [
+        ([np.full(4, 64.0)] * 3 + [np.full(3, 64.0)], [np.full(4, 0.25)] * 3 + [np.full(3, 0.25)])
+    ]
+    epochs = (constant(0.25, micro=4, steps=15) + rest + uneven) * 10
+    assert watch(LossScale(W), epochs) == {}
+
+
+def test_last_steps_with_fewer_micro_batches_look_like_no_gradient_scaler():
+    last = constant(1.0, micro=2, steps=1) + constant(1.0, micro=1, steps=1)
+    found = watch(LossScale(W), constant(1.0, micro=4, steps=5) + last + constant(1.0, micro=4))
+    assert found["loss.scale"].first_step == 7
+
+
+@pytest.mark.parametrize("width", [3, 4, 8])
+def test_a_worker_with_a_factor_of_its_own_is_named(width):
+    scales = np.ones((width, 1))
+    scales[2] = 2.5
+    found = watch(LossScale(width), [(np.full((width, 1), 64.0), scales)] * 3)
+    assert set(found) == {ONE_WORKER}
+    evidence = found[ONE_WORKER]
+    assert (evidence.cause, evidence.severity) == ("loss.scale", Severity.WARNING)
+    assert (evidence.ranks, evidence.first_step, evidence.count) == ((2,), 0, 3)
+    words, _ = describe(ONE_WORKER, evidence.severity, evidence.fields)
+    assert "loss of rank 2 is multiplied by 2.5 times the others' factor" in words
+
+
+def test_of_two_workers_nobody_tells_who_is_wrong():
+    found = watch(LossScale(2), [(np.full((2, 1), 64.0), np.array([[1.0], [2.0]]))] * 5)
+    evidence = found[ONE_WORKER]
+    assert evidence.ranks == (0, 1)
+    words, _ = describe(ONE_WORKER, evidence.severity, evidence.fields)
+    assert "loss of rank 1 is multiplied by 2 times rank 0's factor" in words
+
+
+def test_a_worker_behind_a_gradient_scaler_is_named_too():
+    scales = np.full((W, 1), 65536.0)
+    scales[0] /= 2
+    assert watch(LossScale(W), [(np.full((W, 1), 64.0), scales)] * 5)[ONE_WORKER].ranks == (0,)
+
+
+def test_factors_that_change_from_step_to_step_are_silent():
+    rng = np.random.default_rng(0)
+    steps = [(np.full((W, 1), 64.0), rng.uniform(0.5, 2, (W, 1))) for _ in range(60)]
+    assert watch(LossScale(W), steps) == {}
+
+
+def test_a_thousand_workers():
+    steps = [(t, means_of_means(t)) for t in lengths(18, width=1024, micro=2)]
+    assert set(watch(TokenWeighting(1024, None), steps)) == {"loss.token_weighting", MICRO}

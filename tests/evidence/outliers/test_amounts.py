@@ -1,0 +1,132 @@
+"""How much each worker is given: what counts as another amount, and healthy data of any lengths."""
+
+import numpy as np
+import pytest
+
+from rankscope.bus.finding import Severity
+from rankscope.bus.run import RunFacts
+from rankscope.bus.step import StepReport
+from rankscope.evidence.outliers.amounts import UnequalAmounts
+from rankscope.verdict.diagnosis import Diagnosis
+from support.stepping import evidence_of
+from support.streams import gathered
+
+NO_SAMPLES = np.empty(0, np.int64)
+
+
+def told_of(num_workers, columns_of, steps, detector=None, first=0):
+    detector = detector or UnequalAmounts(num_workers)
+    told = []
+    for step in range(first, first + steps):
+        columns = columns_of(step)
+        sizes = columns.pop("num_samples", None)
+        step_ = gathered(step, [NO_SAMPLES] * num_workers, None, **columns)
+        if sizes is not None:
+            step_.workers["num_samples"][:] = sizes
+        told += evidence_of(detector, StepReport(step_, {}))
+    return told
+
+
+@pytest.mark.parametrize(
+    ("column", "usual", "own"),
+    [
+        ("loss_weight", 512, 256),
+        ("num_samples", 8, 4),
+        ("sequence_length", 128, 256),
+        ("padding", 0.0, 0.5),
+    ],
+)
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_a_worker_that_is_given_another_amount_is_named_within_25_steps(width, column, usual, own):
+    detector = UnequalAmounts(width)
+
+    def columns(step):
+        values = np.full(width, float(usual))
+        values[-1] = own if step >= 100 else usual
+        return {column: values}
+
+    assert told_of(width, columns, 100, detector) == []
+    told = told_of(width, columns, 25 if width > 2 else 40, detector, first=100)
+    assert {one.ranks for one in told} == {(width - 1,) if width > 2 else (0, 1)}
+    expected = ("data.worker_outlier", Severity.WARNING)
+    if width == 2:
+        expected = ("inconclusive", Severity.NOTE)
+    assert {(one.cause, one.severity) for one in told} == {expected}
+    assert told[0].first_step == 100
+
+
+def test_an_epochs_last_batch_is_short_on_the_same_worker_each_time():
+    def columns(step):
+        last = 1 if step % 12 == 11 else 4
+        return {"num_samples": [4, 4, 4, last], "loss_weight": [128, 128, 128, 32 * last]}
+
+    assert told_of(4, columns, 3000) == []
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("width", [2, 3, 8])
+def test_lengths_that_differ_from_batch_to_batch_are_healthy(width, batch):
+    """Padded to the longest of each batch, with a long tail and a curriculum."""
+    rng = np.random.default_rng(width)
+
+    def columns(step):
+        lengths = (1 + step / 2000) * 80 * np.exp(0.8 * rng.standard_normal((width, batch)))
+        longest = lengths.max(axis=1)
+        return {
+            "loss_weight": lengths.sum(axis=1).round(),
+            "sequence_length": longest.round(),
+            "padding": 1 - lengths.mean(axis=1) / longest,
+        }
+
+    assert told_of(width, columns, 2000) == []
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_sampler_that_deals_sorted_lengths_by_rank_is_healthy(width, batch):
+    """As that of Transformers does: batches of fifty steps are sorted, the longest first.
+
+    Rank 0 then has the longest of each few samples in every step.
+    """
+    rng, steps = np.random.default_rng(batch), 50
+    dealt = []
+    for _ in range(40):
+        lengths = np.sort(80 * np.exp(0.5 * rng.standard_normal(steps * batch * width)))[::-1]
+        dealt += list(lengths.reshape(steps, batch, width))
+
+    def columns(step):
+        return {"loss_weight": dealt[step].sum(axis=0), "sequence_length": dealt[step].max(axis=0)}
+
+    assert told_of(width, columns, 2000) == []
+
+
+def test_amounts_that_differ_by_worker_are_a_note_and_hide_no_other_fault():
+    """Domains of other lengths on each worker; then the labels of one are wrong."""
+    rng, diagnosis, told = np.random.default_rng(0), Diagnosis(RunFacts(4)), []
+    for step in range(160):
+        losses = 2 + 0.1 * rng.standard_normal(4)
+        losses[2] *= 1.5 if step >= 80 else 1
+        columns = {"loss": losses, "loss_weight": [100, 400, 400, 100]}
+        told += diagnosis.observe(StepReport(gathered(step, [NO_SAMPLES] * 4, None, **columns), {}))
+    severe = {(one.id, one.ranks) for one in told if one.severity > Severity.NOTE}
+    assert severe == {("outlier-1", (2,))}
+    assert any(one.id == "amounts-differ" for one in told)
+
+
+def test_a_restarted_run_goes_on_where_it_stood():
+    rng = np.random.default_rng(0)
+
+    def columns(step):
+        tokens = 80 * np.exp(0.5 * rng.standard_normal(4))
+        tokens[2] *= 3 if step > 60 else 1
+        return {"loss_weight": tokens}
+
+    one = UnequalAmounts(4)
+    told_of(4, columns, 70, one)
+    again = UnequalAmounts(4)
+    again.restore(one.state())
+    state = rng.bit_generator.state
+    told = told_of(4, columns, 60, one, first=70)
+    rng.bit_generator.state = state
+    assert told_of(4, columns, 60, again, first=70) == told
+    assert {(each.key, each.ranks) for each in told} == {("amount-1", (2,))}

@@ -1,0 +1,130 @@
+"""A worker that meets the same batches again and again, and runs in which that is healthy."""
+
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from rankscope.agent.summarize import summarize
+from rankscope.bus.finding import Severity
+from rankscope.bus.plan import Plan
+from rankscope.bus.run import RunFacts
+from rankscope.evidence.samples.combine import _fill_samples
+from rankscope.verdict.diagnosis import Diagnosis
+from support.streams import gathered, sharded
+
+
+def told_of(stream, steps, width, plan=None):
+    diagnosis, told = Diagnosis(RunFacts(width, plan=plan or Plan())), []
+    for step, batches in enumerate(islice(stream, steps)):
+        one = gathered(step, batches, None, samples_named=[True] * width)
+        _fill_samples(one.workers, one.samples)
+        told += diagnosis.observe(summarize(one))
+    return [finding for finding in told if finding.cause == "data.repeated_batches"]
+
+
+def repeating(width, few, begin=10, end=10**6):
+    """Yield batches of a sharded job, in which the last worker meets ``few`` of its own again."""
+    kept = []
+    for step, batches in enumerate(sharded(10**5, width, 4)):
+        if begin <= step < end:
+            kept += [batches[-1]] if len(kept) < few else []
+            batches[-1] = kept[step % len(kept)]
+        yield batches
+
+
+@pytest.mark.parametrize("few", [1, 3, 12])
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_worker_that_goes_through_few_batches_is_named_until_it_goes_on(width, few):
+    told = told_of(repeating(width, few, end=90), 120, width)
+    assert {(one.severity, one.ranks) for one in told} == {(Severity.WARNING, (width - 1,))}
+    assert told[0].step <= 10 + 2 * few + 24
+    assert f"no more than {few} batch" in told[0].explanation
+    assert told[-1].status == "closed"
+
+
+def test_where_the_plan_has_repeats_it_is_a_note():
+    told = told_of(repeating(4, 1), 60, 4, Plan(repeats=True))
+    assert {one.severity for one in told} == {Severity.NOTE}
+
+
+@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_epochs_of_a_small_data_set_and_uneven_shards_are_healthy(width, batch):
+    assert told_of(sharded(10 * width * batch, width, batch), 2000, width) == []
+
+    def uneven():  # each worker goes through a shard of its own; their sizes differ
+        step = 0
+        while True:
+            yield [
+                1000 * rank + batch * (step % (10 + rank)) + np.arange(batch)
+                for rank in range(width)
+            ]
+            step += 1
+
+    assert told_of(uneven(), 500, width) == []
+
+
+def filled(width, fillers, size=8):
+    """Yield batches of a sharded job; in some steps rank 1 has one sample throughout.
+
+    Args:
+        width: W.
+        fillers: That sample, by step.
+        size: Samples of a batch.
+    """
+    for step, batches in enumerate(sharded(10**5, width, size)):
+        if step in fillers:
+            batches[1] = np.full(size, fillers[step])
+        yield batches
+
+
+def of_filled(stream, steps, width, plan=None, **columns):
+    diagnosis, told = Diagnosis(RunFacts(width, plan=plan or Plan())), []
+    for step, batches in enumerate(islice(stream, steps)):
+        one = gathered(step, batches, None, samples_named=[True] * width, **columns)
+        told += diagnosis.observe(summarize(one))
+    return [finding for finding in told if finding.cause == "data.filled_batches"]
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_a_batch_of_one_sample_is_a_note_and_the_second_by_it_a_warning(width):
+    told = of_filled(filled(width, {20: -5, 50: -5}), 80, width)
+    assert [(one.step, one.severity) for one in told] == [
+        (20, Severity.NOTE),
+        (50, Severity.WARNING),
+    ]
+    assert told[-1].ranks == (1,)
+    assert "Rank 1 met 2 batches that held one sample only" in told[-1].explanation
+
+
+def test_batches_filled_by_different_samples_stay_a_note():
+    told = of_filled(filled(4, {20: -5, 50: -6, 60: -7}), 80, 4)
+    assert {one.severity for one in told} == {Severity.NOTE}
+
+
+def test_one_filled_micro_batch_of_several_is_seen():
+    def stream():
+        for step, batches in enumerate(sharded(10**5, 2, 16)):
+            if step in (30, 40):
+                batches[0][4:8] = 77_777
+            yield batches
+
+    told = of_filled(stream(), 60, 2, micro_batches=[4, 4])
+    assert [one.severity for one in told] == [Severity.NOTE, Severity.WARNING]
+    assert of_filled(stream(), 60, 2, micro_batches=[1, 1]) == []
+
+
+def test_inputs_that_are_always_the_same_are_the_training_s_own():
+    assert of_filled(([np.zeros(8, int)] * 2 for _ in range(300)), 300, 2) == []
+
+
+def test_batches_without_labels_and_small_ones_say_nothing():
+    weights = [64.0, 0.0]
+    assert of_filled(filled(2, {20: -5, 50: -5}), 80, 2, loss_weight=weights) == []
+    assert of_filled(filled(2, {20: -5, 50: -5}, size=3), 80, 2) == []
+
+
+def test_repeats_that_are_meant_are_a_note():
+    told = of_filled(filled(4, {20: -5, 50: -5}), 80, 4, Plan(repeats=True))
+    assert {one.severity for one in told} == {Severity.NOTE}

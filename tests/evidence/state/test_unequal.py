@@ -1,0 +1,218 @@
+"""State that differs between workers: who is named, for what cause, and when it is over."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rankscope.bus.finding import Severity
+from rankscope.bus.replicas import StateDifference, StateDigests, StateKind, differences
+from rankscope.bus.rules import describe
+from rankscope.bus.step import StepReport
+from rankscope.evidence.state.unequal import AVERAGES, HEALED_AFTER, UnequalState
+from support.stepping import evidence_of
+from support.streams import gathered
+
+W = 4
+ONE_SET = {"replica": np.zeros(W, np.int64)}
+
+
+def difference(kind, digests_W, *, name="head.weight", unchanged=()):
+    digests_W = np.array(digests_W, np.int64)
+    unchanged_W = np.isin(np.arange(len(digests_W)), list(unchanged))
+    return StateDifference(StateKind(kind), name, digests_W, unchanged_W)
+
+
+def step(number, *found, **values):
+    values = {name: np.array(value) for name, value in {**ONE_SET, **values}.items()}
+    one = replace(gathered(number, [[]] * W, **values), differences=found, observed=True)
+    return StepReport(one, {})
+
+
+def watch(*steps):
+    detector = UnequalState(W)
+    return [evidence for one in steps for evidence in evidence_of(detector, one)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "cause"),
+    [
+        ("parameter", "state.parameters_differ"),
+        ("buffer", "state.buffers_differ"),
+        ("optimizer", "state.optimizer_differs"),
+        ("reduced", "sync.gradients_differ"),
+    ],
+)
+def test_the_worker_that_is_alone_is_named_with_the_tensor(kind, cause):
+    [found] = watch(step(7, difference(kind, [1, 1, 5, 1])))
+    assert (found.cause, found.ranks, found.first_step) == (cause, (2,), 7)
+    explanation, _ = describe(found.key, found.severity, found.fields)
+    assert "rank 2" in explanation.lower()
+    assert "head.weight" in explanation
+
+
+def test_all_are_named_where_no_majority_agrees():
+    for digests_W in ([1, 2, 3, 4], [1, 1, 2, 2]):
+        [found] = watch(step(0, difference("parameter", digests_W)))
+        assert found.ranks == (0, 1, 2, 3)
+
+
+def test_gradients_that_the_reduction_left_alone_are_not_reduced():
+    [found] = watch(step(0, difference("reduced", [1, 2, 3, 4], unchanged=[0, 1, 2, 3])))
+    assert (found.cause, found.ranks) == ("sync.not_reduced", (0, 1, 2, 3))
+    assert found.numbers["names"] == ["head.weight"]
+
+
+def test_norms_tell_at_once_that_nothing_is_reduced():
+    local_W = [1.0, 2.0, 3.0, 4.0]
+    whole = {"grad_norm": local_W, "reduced_digest": [7] * W}
+    [found] = watch(step(0, **whole, reduced_norm=local_W))
+    assert found.cause == "sync.not_reduced"
+    [found] = watch(step(0, **whole, reduced_norm=[1.5, 1.5, 1.6, 1.5]))
+    assert (found.cause, found.ranks) == ("sync.gradients_differ", (2,))
+
+
+def test_a_gradient_that_one_worker_scales_alone():
+    [found] = watch(
+        step(
+            3,
+            difference("applied", [1, 1, 1, 9]),
+            applied_scale=[1.0, 1.0, 1.0, 0.25],
+        )
+    )
+    assert (found.key, found.cause, found.ranks) == (
+        "applied-scale",
+        "state.parameters_differ",
+        (3,),
+    )
+    assert "0.25" in describe(found.key, found.severity, found.fields)[0]
+
+
+def test_a_gradient_that_one_worker_changes_otherwise():
+    one = difference("applied", [9, 1, 1, 1])
+    [found] = watch(step(3, one, applied_scale=[1.0] * W))
+    assert (found.cause, found.ranks) == ("sync.gradients_differ", (0,))
+
+
+def test_gradients_that_reach_the_optimizer_without_a_reduction():
+    [found] = watch(step(4, unreduced=[False, True, True, False]))
+    assert (found.cause, found.ranks) == ("sync.not_reduced", (1, 2))
+
+
+def test_gradients_that_the_training_reduces_itself():
+    alone = {"unreduced": [True] * W}
+    alike, apart = [
+        step(n, **alone, applied_digest=d) for n, d in ((0, [7] * W), (2, [7, 7, 7, 8]))
+    ]
+    assert not watch(alike, step(1, **alone))  # a step that does not tell
+    assert [found.cause for found in watch(alike, apart)] == ["sync.not_reduced"]
+    assert watch(step(0, **alone))
+
+
+def in_local_steps(*digests_SW, first=0, local_steps=4, **values):
+    """Return what is told of steps with these digests of a parameter; None: it was not read."""
+    detector, told = UnequalState(W, local_steps=local_steps), []
+    for number, digests_W in enumerate(digests_SW, start=first):
+        known = {} if digests_W is None else {"param_digest": digests_W}
+        found = [] if digests_W is None or len(set(digests_W)) == 1 else digests_W
+        found = [difference("parameter", found)] if found else []
+        found.append(difference("optimizer", [1, 2, 3, 4]))
+        told += evidence_of(detector, step(number, *found, unreduced=[True] * W, **known, **values))
+    return told
+
+
+APART, AGREED, ONE_APART = [1, 2, 3, 4], [7] * 4, [7, 7, 8, 7]
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [APART, APART, APART, AGREED] * 3,
+        [AGREED, APART, APART, APART] * 3,
+        [APART, None, APART, ONE_APART] * 3,  # what was not read may have agreed
+        [APART] * 3,  # the run ends before the average
+    ],
+)
+def test_local_steps_that_a_plan_has_are_no_fault(steps):
+    assert in_local_steps(*steps) == []
+
+
+def test_of_local_steps_only_whole_rows_are_judged():
+    assert in_local_steps(APART, APART, AGREED, APART, APART, APART, first=5) == []
+
+
+def test_the_worker_that_missed_an_average_is_named_after_it():
+    healthy = [APART, APART, APART, AGREED]
+    [found] = in_local_steps(*healthy, APART, APART, APART, ONE_APART, *healthy)
+    assert (found.key, found.cause) == (AVERAGES, "state.parameters_differ")
+    assert (found.ranks, found.first_step, found.severity) == ((2,), 7, Severity.ERROR)
+    explanation, _ = describe(found.key, found.severity, found.fields)
+    assert "The parameters of rank 2 (head.weight) are not the other workers'" in explanation
+
+
+def test_models_of_another_layout():
+    [found] = watch(step(0, state_layout=[5, 5, 6, 5]))
+    assert (found.key, found.cause, found.ranks) == (
+        "state-layout",
+        "state.parameters_differ",
+        (2,),
+    )
+
+
+def test_what_is_equal_or_has_one_owner_is_no_fault():
+    assert watch(step(0), step(1, state_layout=[5] * W, reduced_norm=[2.0] * W)) == []
+    assert watch(step(0, grad_norm=[1.0, 2.0, 3.0, 4.0], reduced_norm=[1.5, 1.5, 1.6, 1.5])) == []
+    own = {name: [1.0, 2.0, 3.0, 4.0] for name in ("grad_norm", "reduced_norm")}
+    assert watch(step(0, replica=np.full(W, np.iinfo(np.int64).min), **own)) == []
+
+
+def test_it_goes_on_until_nothing_differs_any_more():
+    broken = [step(t, difference("parameter", [1, 2, 1, 1])) for t in (3, 5)]
+    quiet = [step(t) for t in range(6, 6 + HEALED_AFTER)]
+    evidence = watch(*broken, *quiet)
+    assert [(e.status, e.last_step, e.count) for e in evidence] == [
+        ("open", 3, 1),
+        ("open", 5, 2),
+        ("closed", 5, 2),
+    ]
+
+
+def test_its_state_goes_on_after_a_restart():
+    before, after = UnequalState(W), UnequalState(W)
+    evidence_of(before, step(0, difference("parameter", [1, 2, 1, 1])))
+    after.restore(before.state())
+    [found] = evidence_of(after, step(1, difference("parameter", [1, 2, 1, 1], name="other")))
+    assert (found.first_step, found.numbers["names"]) == (0, ["head.weight", "other"])
+
+
+class TestDifferences:
+    def digests(self, *kinds):
+        kinds = tuple(StateKind(kind) for kind in kinds)
+        names = tuple(f"tensor {i}" for i in range(len(kinds)))
+        zeros = np.zeros(len(kinds), np.int64)
+        return StateDigests(kinds, names, zeros, zeros.astype(bool))
+
+    def compare(self, own, digests_WD, replicas):
+        digests_WD = np.array(digests_WD, np.int64)
+        unchanged_WD = np.zeros_like(digests_WD, bool)
+        return differences(own, digests_WD, unchanged_WD, np.array(replicas))
+
+    def test_only_what_differs_is_told(self):
+        own = self.digests("parameter", "parameter")
+        [found] = self.compare(own, [[1, 1], [1, 2], [1, 1]], [0, 0, 0])
+        assert (found.name, found.minority_ranks(np.zeros(3, int))) == ("tensor 1", (1,))
+
+    def test_workers_of_other_shards_are_not_compared(self):
+        own = self.digests("parameter", "buffer")
+        digests = [[1, 7], [2, 7], [1, 7], [2, 7]]
+        assert self.compare(own, digests, [0, 1, 0, 1]) == ()
+        [found] = self.compare(own, [[1, 7], [2, 7], [1, 7], [3, 7]], [0, 1, 0, 1])
+        assert found.minority_ranks(np.array([0, 1, 0, 1])) == (1, 3)
+
+    def test_buffers_are_compared_between_all(self):
+        [found] = self.compare(self.digests("buffer"), [[1], [1], [1], [4]], [0, 1, 0, 1])
+        assert found.minority_ranks(np.array([0, 1, 0, 1])) == (3,)
+
+    def test_items_have_a_digest_of_their_own(self):
+        assert self.digests("parameter").items != self.digests("buffer").items
+        assert self.digests("parameter").of_kind(StateKind.BUFFER) is None

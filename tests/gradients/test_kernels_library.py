@@ -1,0 +1,154 @@
+"""The compiled library: every level of it against the truth, and a training without it."""
+
+import logging
+import shutil
+import subprocess
+
+import pytest
+import torch
+
+from rankscope.gradients.kernels import bits, build, choose_kernel, inputs, library, period_signs
+from rankscope.gradients.kernels.bits import native_sum
+from rankscope.gradients.kernels.build import FOLDER, LEVELS, compile_kernels
+from rankscope.gradients.kernels.dot import NativeDot, check_dot, choose_dot, plain_dot
+from rankscope.gradients.kernels.library import NoLibraryError, StaleLibraryError, load
+from rankscope.gradients.kernels.native import NativeKernel
+from rankscope.gradients.kernels.plain import PlainKernel
+from rankscope.lab.reductions import accumulator
+from rankscope.wrappers import transfer
+from support.kernel_checks import CPU, DTYPES, SEED, WIDTH, expect, measured, needs_compiler, random
+from support.sketch_oracle import truth
+
+CACHED = (library.load_once, native_sum, accumulator.native_functions, transfer._is_compiled,
+          inputs._function)  # fmt: skip
+USED = library.library_path().stem.removeprefix("kernels-")
+RUNNABLE = list(LEVELS)[: list(LEVELS).index(USED) + 1]
+
+
+@pytest.fixture(autouse=True)
+def allowed(monkeypatch):
+    monkeypatch.delenv("RANKSCOPE_NATIVE", raising=False)
+
+
+@pytest.fixture
+def fresh():
+    """Forget before and after a test what a process finds out once."""
+    for cached in CACHED:
+        cached.cache_clear()
+    yield
+    for cached in CACHED:
+        cached.cache_clear()
+
+
+def use_level(level, monkeypatch):
+    """Use the library for one level, and return its kernel."""
+    opened = load(FOLDER / f"kernels-{level}.so")
+    monkeypatch.setattr(library, "load_once", lambda: opened)
+    return NativeKernel(WIDTH, period_signs(SEED))
+
+
+@needs_compiler
+@pytest.mark.parametrize("level", RUNNABLE)
+def test_every_level_that_this_processor_has_is_right(level, monkeypatch):
+    kernels = [use_level(each, monkeypatch) for each in ("default", level)]
+    for dtype in DTYPES:
+        for size, start in ((3, 500), (5 * WIDTH - 1, 1), (90 * WIDTH + 17, 2 * WIDTH - 5)):
+            gradient = random(size, dtype)
+            default, totals = (measured(kernel, gradient, start=start) for kernel in kernels)
+            expect(totals, truth("weight", SEED, gradient, WIDTH, start))
+            assert torch.equal(totals.sketches, default.sketches)
+    check_dot(NativeDot())
+    accumulator._check(accumulator._Native())
+    content = random(9 * bits.ROW + 77)
+    found = bits.NativeSum().at(content.data_ptr(), content.nbytes)
+    assert found == bits.plain_sum([content], CPU)
+
+
+@needs_compiler
+def test_the_library_of_this_processor_is_the_one_in_use():
+    assert library.load_once()._name == str(library.library_path())
+    capability = torch.backends.cpu.get_cpu_capability()
+    assert {"AVX512": "avx512", "AVX2": "avx2"}.get(capability, "default") == USED
+
+
+def everything_in_plain_torch():
+    """Use all that the library has, and return whether plain torch did it."""
+    assert isinstance(choose_kernel(CPU, WIDTH, period_signs(SEED)), PlainKernel)
+    assert choose_dot(CPU) is plain_dot
+    assert native_sum() is None
+    assert accumulator.native_functions() is None
+    assert not transfer._is_compiled()
+    assert inputs.count_labels(torch.zeros(4, dtype=torch.int64), -100, first=0) is None
+
+
+def test_without_a_library_plain_torch_does_all_and_one_line_says_so(
+    fresh, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setattr(library, "library_path", lambda: tmp_path / "kernels-none.so")
+    with caplog.at_level(logging.INFO, logger="rankscope"):
+        everything_in_plain_torch()
+    [record] = caplog.records
+    assert record.levelno == logging.INFO
+    assert f"kernels-none.so is missing; run `python {FOLDER}/build.py`" in record.message
+
+
+@needs_compiler
+def test_a_library_of_other_sources_is_not_used_and_one_warning_says_what_helps(
+    fresh, monkeypatch, caplog
+):
+    monkeypatch.setattr(library, "hash_sources", lambda: "those of another day")
+    with caplog.at_level(logging.INFO, logger="rankscope"):
+        everything_in_plain_torch()
+    [record] = caplog.records
+    assert record.levelno == logging.WARNING
+    assert f"run `python {FOLDER}/build.py`" in record.message
+    with pytest.raises(StaleLibraryError):
+        library.compiled("dot")
+
+
+@needs_compiler
+def test_a_library_without_its_sources_is_used(monkeypatch):
+    """As in a wheel."""
+    monkeypatch.setattr(library, "hash_sources", lambda: None)
+    assert load(library.library_path())
+
+
+@pytest.mark.parametrize("content", [b"", b"no library"])
+def test_what_is_no_library_is_not_loaded(tmp_path, content):
+    file = tmp_path / "kernels-default.so"
+    file.write_bytes(content)
+    with pytest.raises(NoLibraryError, match="cannot be loaded"):
+        load(file)
+
+
+@pytest.fixture
+def source_tree(tmp_path, monkeypatch):
+    """A folder of kernels of the test's own, in which one library lies already."""
+    folder = tmp_path / "kernels"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (folder / "kernels-default.so").write_text("an old one")
+    monkeypatch.setattr(build, "FOLDER", folder)
+    monkeypatch.setattr(build, "LEVELS", {"default": ("-O0",)})
+    monkeypatch.delenv("CC", raising=False)
+    return folder
+
+
+@needs_compiler
+def test_the_build_stamps_a_library_with_its_sources(source_tree):
+    compile_kernels()
+    assert load(source_tree / "kernels-default.so")
+    assert [path.name for path in source_tree.glob("*.so")] == ["kernels-default.so"]
+    with (source_tree / "dot.c").open("a") as file:
+        file.write("/* another comment */\n")
+    with pytest.raises(StaleLibraryError):
+        load(source_tree / "kernels-default.so")
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true", "cc 'and no end"])
+def test_a_compiler_that_does_not_work_changes_nothing(source_tree, monkeypatch, compiler):
+    monkeypatch.setenv("CC", compiler)
+    before = sorted(source_tree.iterdir())
+    with pytest.raises((OSError, ValueError, subprocess.CalledProcessError)):
+        compile_kernels()
+    assert sorted(source_tree.iterdir()) == before
+    assert (source_tree / "kernels-default.so").read_text() == "an old one"

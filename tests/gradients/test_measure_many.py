@@ -1,0 +1,227 @@
+"""Many gradients measured in one call, against the definition and against one after the other."""
+
+import functools
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from rankscope.bus.groups import cut_sections, group_parameters
+from rankscope.errors import UnsupportedError
+from rankscope.gradients.kernels import period_signs
+from rankscope.gradients.kernels.plain import PlainKernel
+from rankscope.gradients.sketch import NormMeter, Sketcher
+from rankscope.gradients.totals import GradientTotals
+from support.interpreted import interpreter, measure_interpreted
+from support.kernel_checks import CPU, DTYPES, needs_compiler
+from support.sketch_oracle import first_position, truth
+
+WIDTH = 251
+SEED = 5
+SIZES = {
+    "a.long": 300 * WIDTH + 7,  # long enough for every way of reading
+    "a.short": 3,
+    "b.row": WIDTH,
+    "b.rows": 70 * WIDTH,
+    "c.none": 0,
+    "c.one": 1,
+    "c.some": 20 * WIDTH + 1,
+}
+GROUPS = group_parameters(SIZES, lambda name: name.split(".")[0])
+SECTIONS = cut_sections(SIZES, GROUPS, section_elements=90 * WIDTH)
+
+
+def make(dtype=torch.float32, sizes=SIZES, offset=0):
+    """Return gradients that begin at any address."""
+    generator = torch.Generator().manual_seed(1)
+    made = {}
+    for number, (name, size) in enumerate(sizes.items()):
+        memory = torch.randn(size + number + offset, generator=generator).mul_(1e-3)
+        made[name] = memory.to(dtype)[number + offset :]
+    return made
+
+
+def sketcher_of(kernel, meter=Sketcher, sections=None):
+    sketcher = meter(CPU, GROUPS, WIDTH, SEED, sections)
+    if kernel == "torch":
+        sketcher._kernel = PlainKernel(CPU, WIDTH, period_signs(SEED))
+    return sketcher
+
+
+def measured(kernel, gradients, *, meter=Sketcher, sections=None):
+    if kernel.startswith("triton"):
+        options = {"width": WIDTH, "seed": SEED, "num_processors": int(kernel.split()[1])}
+        return measure_interpreted(PROCESS[0], meter, GROUPS, sections, gradients, **options)
+    sketcher = sketcher_of(kernel, meter, sections)
+    totals = sketcher.new_totals()
+    sketcher.measure_many([(name, part, 0) for name, part in gradients.items()], totals)
+    return totals
+
+
+@functools.cache
+def measured_once(kernel, offset, dtype):
+    """Return what is measured of all gradients together, for every test that asks for it."""
+    return measured(kernel, make(dtype, offset=offset))
+
+
+PROCESS = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process():
+    with interpreter() as process:
+        PROCESS[:] = [process]
+        yield
+        PROCESS.clear()
+
+
+KERNELS = pytest.mark.parametrize(
+    "kernel", ["torch", pytest.param("native", marks=needs_compiler), "triton 1", "triton 9"]
+)
+
+
+def expect(totals: GradientTotals, gradients, ranges) -> None:
+    """Compare each row with the truth about the elements that lie in it."""
+    for row in range(len(totals.squared_norms)):
+        sketch, squares, largest, nonfinite = np.zeros(WIDTH), 0.0, 0.0, 0
+        for name, gradient in gradients.items():
+            for number, start, stop in ranges[name]:
+                if number != row or start == stop:
+                    continue
+                first = first_position(name, SEED, WIDTH) + start
+                true = truth(name, SEED, gradient.flatten()[start:stop], WIDTH, first)
+                sketch += true.sketch
+                squares += true.squared_norm
+                largest = np.maximum(largest, true.largest)
+                nonfinite += true.nonfinite
+        scale = math.sqrt(squares / WIDTH) if math.isfinite(squares) else 1.0
+        np.testing.assert_allclose(totals.sketches[row], sketch, rtol=1e-5, atol=1e-5 * scale)
+        np.testing.assert_allclose(totals.squared_norms[row], squares, rtol=1e-6)
+        np.testing.assert_equal(float(totals.largest[row]), float(largest))
+        assert int(totals.nonfinite[row]) == nonfinite
+
+
+def whole():
+    return {name: [(GROUPS.index_of[name], 0, size)] for name, size in SIZES.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "offset", "dtype"),
+    [
+        *itertools.product(["torch"], (0, 1), DTYPES),
+        *(
+            pytest.param("native", offset, dtype, marks=needs_compiler)
+            for offset in (0, 1)
+            for dtype in DTYPES
+        ),
+        ("triton 1", 0, torch.float32),  # each is interpreted for seconds
+        ("triton 1", 0, torch.bfloat16),
+        ("triton 9", 1, torch.float32),
+        ("triton 9", 1, torch.float16),
+    ],
+)
+def test_each_row_is_what_its_gradients_are(kernel, offset, dtype):
+    expect(measured_once(kernel, offset, dtype), make(dtype, offset=offset), whole())
+
+
+@KERNELS
+def test_sections_and_types_and_values_that_are_not_finite(kernel):
+    gradients = make()
+    gradients["a.long"] = gradients["a.long"].bfloat16()
+    gradients["c.some"] = gradients["c.some"].half()
+    gradients["c.one"] = gradients["c.one"].double()
+    gradients["b.rows"][[5, 40 * WIDTH]] = torch.tensor([math.nan, -math.inf])
+    assert len(SECTIONS.ranges["a.long"]) > 2
+    expect(measured(kernel, gradients, sections=SECTIONS), gradients, SECTIONS.ranges)
+
+
+@KERNELS
+def test_norms_alone_leave_sketches_zero(kernel):
+    gradients = make(torch.bfloat16)
+    totals = measured(kernel, gradients, meter=NormMeter)
+    with_sketches = measured("torch", gradients)
+    assert not totals.sketches.any()
+    torch.testing.assert_close(totals.squared_norms, with_sketches.squared_norms, rtol=1e-6, atol=0)
+    assert torch.equal(totals.largest, with_sketches.largest)
+
+
+@KERNELS
+def test_the_same_bits_every_time(kernel):
+    offset = int(kernel == "triton 9")
+    one = measured_once(kernel, offset, torch.float32)
+    other = measured(kernel, make(offset=offset))
+    assert all(map(torch.equal, one.tensors, other.tensors))
+
+
+def one_by_one(kernel, gradients):
+    sketcher = sketcher_of(kernel)
+    totals = sketcher.new_totals()
+    for name, part in gradients.items():
+        sketcher.measure(name, part, totals)
+    return totals
+
+
+@pytest.mark.parametrize("kernel", ["torch", pytest.param("native", marks=needs_compiler)])
+def test_together_they_have_the_bits_of_one_after_the_other(kernel):
+    gradients = make(torch.bfloat16)
+    assert torch.equal(measured(kernel, gradients).memory, one_by_one(kernel, gradients).memory)
+
+
+def test_whatever_changes_from_call_to_call_is_noticed():
+    """Memory, lengths, types, layouts, where one begins, and which there are."""
+    sketcher = sketcher_of("native")
+    totals = sketcher.new_totals()
+    changes = [
+        {},
+        {"a.long": make()["a.long"].double()},
+        {"b.rows": make()["b.rows"].view(70, WIDTH).t().contiguous().t()},
+        {"b.rows": make()["b.rows"].view(70, WIDTH)[:, ::2]},
+        {"c.some": make()["c.some"][:40]},
+        {"c.some": make()["c.some"].half()},
+        {"b.row": make()["b.row"].view(1, -1).to_sparse()},
+        {"b.row": torch.nn.Parameter(make()["b.row"])},
+        {},
+    ]
+    for number, change in enumerate(changes):
+        gradients = make() | change
+        expected = one_by_one("native", gradients)
+        for _ in range(2):
+            totals.reset()
+            named = [(name, gradient, 0) for name, gradient in gradients.items()]
+            sketcher.measure_many(named, totals)
+            for one, other in zip(totals.tensors, expected.tensors, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=str(number))
+
+
+@pytest.mark.parametrize("meter", [Sketcher, NormMeter])
+def test_nothing_is_measured_if_the_memory_of_one_is_gone(meter):
+    sketcher = meter(CPU, GROUPS, WIDTH)
+    totals, gradients = sketcher.new_totals(), make()
+    named = [(name, gradient, 0) for name, gradient in gradients.items()]
+    for _ in range(2):
+        sketcher.measure_many(named, totals)
+    before = totals.memory.clone()
+    gradients["b.rows"].untyped_storage().resize_(0)
+    with pytest.raises(UnsupportedError, match="whose memory has been freed"):
+        sketcher.measure_many(named, totals)
+    assert torch.equal(totals.memory, before)
+
+
+@pytest.mark.parametrize("value", [1.0, math.nan, -math.inf, 1e-30])
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_whether_anything_is_held(value):
+    sketcher = sketcher_of("native")
+    assert sketcher.holds_any([]) is None
+    zeros = [torch.zeros(3, 200), torch.zeros(200, 3).t(), torch.zeros(0), torch.zeros(()),
+             torch.zeros(5, dtype=torch.bfloat16), torch.zeros(4, 3).to_sparse()]  # fmt: skip
+    assert not sketcher.holds_any(zeros)
+    for number in (0, 1, 3, 4):
+        gradients = [each.clone() for each in zeros]
+        gradients[number].fill_(value)
+        assert sketcher.holds_any(gradients)
+    late = torch.zeros(1000)
+    late[-1] = value  # it goes by the first elements
+    assert not sketcher.holds_any([late])

@@ -1,0 +1,359 @@
+"""The sketch as an estimator: unbiased, with the error that theory states, on any structure."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rankscope.bus.groups import group_parameters
+from rankscope.errors import UnsupportedError, UsageError
+from rankscope.gradients.fold import fold
+from rankscope.gradients.kernels.flat import flat_parts
+from rankscope.gradients.sketch import NormMeter, Sketcher
+from rankscope.gradients.totals import GradientTotals
+from support.sketch_oracle import first_position, truth
+from support.structures import (
+    STRUCTURES,
+    cosine,
+    language_model_gradients,
+    normal,
+)
+
+CPU = torch.device("cpu")
+WIDTH = 1021
+SEEDS = range(20)
+WORKERS = 4
+ONE = group_parameters(["weight"])
+
+
+def totals_of(sketcher: Sketcher, **gradients: torch.Tensor) -> GradientTotals:
+    totals = sketcher.new_totals()
+    for name, gradient in gradients.items():
+        sketcher.measure(name, gradient, totals)
+    return totals
+
+
+def sketch(gradient: torch.Tensor, width: int = WIDTH, seed: int = 0) -> torch.Tensor:
+    return totals_of(Sketcher(CPU, ONE, width, seed), weight=gradient).sketches[0]
+
+
+def pairwise(vectors, estimates) -> np.ndarray:
+    """Return the error of each pair's cosine."""
+    pairs = itertools.combinations(range(len(vectors)), 2)
+    return np.array(
+        [cosine(estimates[i], estimates[j]) - cosine(vectors[i], vectors[j]) for i, j in pairs]
+    )
+
+
+def expect_unbiased(errors_SP: np.ndarray, width: float) -> None:
+    """Check RMS and mean of errors, of S seeds and P pairs each."""
+    assert np.sqrt(np.mean(errors_SP**2)) <= 1.25 / math.sqrt(width)
+    means_S = errors_SP.mean(1)  # pairs of one seed are not independent
+    assert abs(means_S.mean()) <= 3.5 * means_S.std(ddof=1) / math.sqrt(len(means_S))
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize("narrow", [None, 251])
+def test_cosines_are_unbiased_with_the_stated_error(structure, narrow):
+    errors = []
+    for seed in SEEDS:
+        generator = torch.Generator().manual_seed(seed)
+        gradients = [structure(generator) for _ in range(WORKERS)]
+        width = 4093 if narrow else WIDTH
+        sketches = torch.stack([sketch(gradient, width, seed) for gradient in gradients])
+        errors.append(pairwise(gradients, fold(sketches, narrow, seed) if narrow else sketches))
+    expect_unbiased(np.array(errors), narrow or WIDTH)
+
+
+def test_cosines_of_real_gradients_in_total_and_by_group():
+    errors, narrow, by_group = [], [], []
+    for seed in SEEDS:
+        workers = language_model_gradients(seed, WORKERS)
+        groups = group_parameters(workers[0])
+        sketcher = Sketcher(CPU, groups, 4093, seed)
+        sketches_WGK = torch.stack(
+            [totals_of(sketcher, **gradient).sketches for gradient in workers]
+        )
+        whole = [torch.cat([part.flatten() for part in worker.values()]) for worker in workers]
+        errors.append(pairwise(whole, sketches_WGK.sum(1)))
+        narrow.append(
+            pairwise(whole, [fold(part.sum(0)[None], 251, seed) for part in sketches_WGK])
+        )
+        for index in range(len(groups)):
+            members = [name for name in workers[0] if groups.index_of[name] == index]
+            parts = [torch.cat([w[name].flatten() for name in members]) for w in workers]
+            by_group.append(
+                pairwise(parts, [fold(part, 251, seed)[index] for part in sketches_WGK])
+            )
+    expect_unbiased(np.array(errors), 4093)
+    expect_unbiased(np.array(narrow), 251)
+    expect_unbiased(np.array(by_group), 251)
+
+
+def test_the_error_falls_with_the_square_root_of_the_width():
+    generator = torch.Generator().manual_seed(0)
+    gradients = [normal(generator) for _ in range(3)]
+    rms = {}
+    for width in (61, 251, 967):
+        errors = [pairwise(gradients, [sketch(g, width, s) for g in gradients]) for s in range(60)]
+        rms[width] = np.sqrt(np.mean(np.square(errors))) * math.sqrt(width)
+    assert all(value == pytest.approx(1, rel=0.2) for value in rms.values())
+
+
+def test_a_wide_sketch_folds_to_the_error_of_the_narrow_one():
+    """Folding adds its own variance, 1/width, to that of the wide sketch, 1/k."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [normal(generator) for _ in range(3)]
+    errors = []
+    for seed in range(60):
+        wide = torch.stack([sketch(gradient, 967, seed) for gradient in gradients])
+        errors.append(pairwise(gradients, fold(wide, 251, seed)))
+    expected = math.sqrt(1 / 251 + 1 / 967)
+    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(expected, rel=0.15)
+
+
+def test_folding_is_linear_and_follows_its_definition():
+    generator = torch.Generator().manual_seed(1)
+    wide = torch.randn(3, WIDTH, generator=generator)
+    narrow = fold(wide, 61, seed=5)
+    columns = fold(torch.eye(WIDTH), 61, seed=5)  # row c: where entry c goes, and with what sign
+    assert torch.equal(columns.abs().sum(1), torch.ones(WIDTH))
+    assert torch.equal(columns.abs().argmax(1), torch.arange(WIDTH) % 61)
+    assert abs(float(columns.sum())) < 4 * math.sqrt(WIDTH)
+    torch.testing.assert_close(narrow, wide @ columns)
+    torch.testing.assert_close(fold(3 * wide[:1] - wide[1:2], 61, 5), 3 * narrow[:1] - narrow[1:2])
+    assert not torch.equal(fold(wide, 61, seed=6), narrow)
+
+
+def test_folding_a_narrower_sketch_loses_nothing():
+    wide = torch.randn(2, 61, generator=torch.Generator().manual_seed(1))
+    narrow = fold(wide, 251)
+    assert narrow.shape == (2, 251)
+    torch.testing.assert_close(narrow @ narrow.t(), wide @ wide.t())
+
+
+def test_folding_touches_no_random_state():
+    before = torch.get_rng_state()
+    fold(torch.ones(1, 967), 251, seed=99)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_signs_are_balanced_and_differ_between_parameters():
+    sketcher = Sketcher(CPU, group_parameters(["a", "b"], lambda name: name), WIDTH)
+    ones = torch.ones(WIDTH * 400)
+    first, second = totals_of(sketcher, a=ones, b=ones).sketches
+    assert abs(float(first.mean())) < 4 * (400 / WIDTH) ** 0.5
+    assert abs(cosine(first, second)) < 5 / WIDTH**0.5
+
+
+def test_small_parameters_do_not_share_buckets():
+    """Each fills a tenth of the sketch; all together they fill it three times."""
+    names = [f"norms.{index}.weight" for index in range(30)]
+    groups = group_parameters(names, "none")
+    errors = []
+    for seed in SEEDS:
+        generator = torch.Generator().manual_seed(seed)
+        gradients = torch.randn(WORKERS, 30, 100, generator=generator)
+        sketcher = Sketcher(CPU, groups, WIDTH, seed)
+        sketches = [
+            totals_of(sketcher, **dict(zip(names, each, strict=True))).sketches[0]
+            for each in gradients
+        ]
+        errors.append(pairwise(list(gradients.flatten(1)), sketches))
+    expect_unbiased(np.array(errors), WIDTH)
+
+
+def test_signs_do_not_depend_on_the_order_in_which_rows_are_needed():
+    gradient = torch.randn(300 * 61, generator=torch.Generator().manual_seed(0))
+    expected = truth("weight", 7, gradient, 61, first_position("weight", 7, 61)).sketch
+    sketcher = Sketcher(CPU, ONE, 61, seed=7)
+    totals = sketcher.new_totals()
+    for first, last in ((250, 300), (100, 250), (0, 100)):
+        part = gradient[first * 61 : last * 61]
+        sketcher.measure("weight", part, totals, start=first * 61)
+    np.testing.assert_allclose(totals.sketches[0].numpy(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_sketches_are_linear_and_split_over_parameters():
+    sketcher = Sketcher(CPU, group_parameters(["a.x", "a.y"]), WIDTH)
+    generator = torch.Generator().manual_seed(5)
+    a, b = (
+        {
+            "a.x": torch.randn(500, 70, generator=generator),
+            "a.y": torch.randn(900, generator=generator),
+        }
+        for _ in range(2)
+    )
+    total = totals_of(sketcher, **{name: a[name] + 2 * b[name] for name in a}).sketches
+    parts = totals_of(sketcher, **a).sketches + 2 * totals_of(sketcher, **b).sketches
+    torch.testing.assert_close(total, parts, rtol=1e-4, atol=1e-4)
+
+
+def layouts(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return a matrix of 600 by 900 in several layouts in memory."""
+    wider = torch.zeros(600, 1000)
+    wider[:, 50:950] = matrix
+    coordinates = matrix.to_sparse()
+    twice = torch.sparse_coo_tensor(
+        coordinates.indices().repeat(1, 2), coordinates.values().repeat(2) / 2, matrix.shape
+    )
+    return {
+        "contiguous": matrix,
+        "transposed": matrix.t().contiguous().t(),
+        "a slice": wider[:, 50:950],
+        "reversed dimensions": matrix.view(30, 20, 900)
+        .permute(2, 1, 0)
+        .contiguous()
+        .permute(2, 1, 0),
+        "sparse": coordinates,
+        "sparse, not coalesced": twice,
+        "sparse rows": matrix.to_sparse(1),
+        "requires grad": nn.Parameter(matrix),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_layouts_of_memory_do_not_matter():
+    generator = torch.Generator().manual_seed(2)
+    matrix = torch.randn(600, 900, generator=generator)
+    matrix[torch.rand(600, generator=generator) < 0.5] = 0
+    expected = truth("weight", 0, matrix, WIDTH, first_position("weight", 0, WIDTH))
+    for layout, gradient in layouts(matrix).items():
+        totals = totals_of(Sketcher(CPU, ONE, WIDTH), weight=gradient)
+        np.testing.assert_allclose(
+            totals.sketches[0].numpy(), expected.sketch, rtol=1e-4, atol=1e-4, err_msg=layout
+        )
+        assert float(totals.squared_norms[0]) == pytest.approx(expected.squared_norm, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_no_layout_is_copied_whole():
+    matrix = torch.randn(600, 900)
+    tall = torch.randn(2, 300_000).t()  # 600,000 elements, with rows of two
+    wide = torch.randn(900_000, 2).t()  # a single row is longer than what may be copied
+    for gradient in (*layouts(matrix).values(), tall, wide):
+        parts = list(flat_parts(gradient))
+        ends = [position + len(part) for position, part in parts]
+        assert [position for position, _ in parts] == [0, *ends[:-1]]
+        assert ends[-1] == gradient.numel()
+        own = gradient.data_ptr() if gradient.layout == torch.strided else None
+        assert all(len(p) <= 1 << 18 or p.data_ptr() == own for _, p in parts)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_a_sparse_gradient_costs_what_it_holds(coalesced):
+    rows, inner = torch.tensor([900_000, 5, 900_003, 5, 1_999_999, 5]), 64
+    values = random(6, inner)
+    gradient = torch.sparse_coo_tensor(rows[None], values, (2_000_000, inner))
+    parts = dict(flat_parts(gradient.coalesce() if coalesced else gradient))
+    lengths = {place // inner: len(part) // inner for place, part in parts.items()}
+    assert lengths == {5: 1, 900_000: 4, 1_999_999: 1}
+    expected = gradient.coalesce().values()
+    torch.testing.assert_close(parts[5 * inner], expected[0])
+    neighbours = parts[900_000 * inner].view(4, inner)
+    assert torch.equal(neighbours[[0, 3]], expected[1:3])
+    assert not neighbours[1:3].any()
+    assert torch.equal(parts[1_999_999 * inner], expected[3])
+    assert not list(flat_parts(torch.sparse_coo_tensor(rows[None, :0], values[:0], (2**20, inner))))
+
+
+@pytest.mark.parametrize("stride", [2, 3])
+def test_a_vector_with_gaps_in_memory(stride):
+    gradient = torch.randn(3000)[::stride]
+    totals = totals_of(Sketcher(CPU, ONE, WIDTH), weight=gradient)
+    expected = truth("weight", 0, gradient, WIDTH, first_position("weight", 0, WIDTH))
+    assert float(totals.squared_norms[0]) == pytest.approx(expected.squared_norm, rel=1e-6)
+    np.testing.assert_allclose(totals.sketches[0].numpy(), expected.sketch, rtol=1e-4, atol=1e-4)
+
+
+def test_complex_and_scalar_and_empty_gradients():
+    sketcher = Sketcher(CPU, ONE, WIDTH)
+    value = torch.randn(50, dtype=torch.complex64)
+    real = totals_of(sketcher, weight=torch.view_as_real(value))
+    torch.testing.assert_close(totals_of(sketcher, weight=value).sketches, real.sketches)
+    flipped = totals_of(sketcher, weight=value.conj().t())
+    torch.testing.assert_close(flipped.squared_norms, real.squared_norms)
+    scalar = totals_of(sketcher, weight=torch.tensor(-2.0))
+    assert float(scalar.squared_norms[0]) == 4
+    empty = totals_of(sketcher, weight=torch.empty(0, 7))
+    assert not any(t.any() for t in (empty.sketches, empty.squared_norms, empty.largest))
+
+
+def test_double_precision_is_measured_in_plain_torch():
+    gradient = torch.randn(5000, dtype=torch.float64)
+    totals = totals_of(Sketcher(CPU, ONE, WIDTH), weight=gradient)
+    expected = truth("weight", 0, gradient, WIDTH, first_position("weight", 0, WIDTH))
+    np.testing.assert_allclose(totals.sketches[0].numpy(), expected.sketch, rtol=1e-5, atol=1e-5)
+    assert float(totals.squared_norms[0]) == pytest.approx(expected.squared_norm, rel=1e-6)
+
+
+def test_measuring_touches_no_generator_and_no_gradient():
+    state, gradient = torch.get_rng_state(), torch.randn(3000)
+    torch.set_rng_state(state)
+    before = gradient.clone()
+    totals_of(Sketcher(CPU, ONE), weight=gradient)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(gradient, before)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def expect_equal(found: GradientTotals, expected: GradientTotals) -> None:
+    for one, other in zip(found.tensors, expected.tensors, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("meter", [Sketcher, NormMeter])
+def test_measuring_again_gives_the_bits_of_measuring_for_the_first_time(meter):
+    """Whatever comes before: another length, layout, type or place, or other totals."""
+    sketcher = meter(CPU, ONE, WIDTH)
+    into, others = sketcher.new_totals(), sketcher.new_totals()
+    calls = [(random(900), 0), (random(900), 0), (random(200_000), 0), (random(30, 30).t(), 0)]
+    calls += [(random(900, dtype=torch.bfloat16), 0), (random(900, dtype=torch.float64), 0)]
+    calls += [(random(900), 77), (random(50_000), 0), (random(0), 0), (random(900), 0)]
+    for gradient, start in calls:
+        expected = meter(CPU, ONE, WIDTH)
+        fresh = expected.new_totals()
+        expected.measure("weight", gradient, fresh, start=start)
+        for totals in (into, others):
+            totals.reset()
+            sketcher.measure("weight", gradient, totals, start=start)
+            expect_equal(totals, fresh)
+
+
+def test_norms_of_several_gradients_have_the_bits_of_one_after_the_other():
+    names = ["a.0", "a.1", "b.0", "a.2", "a.3"]
+    sketcher = Sketcher(CPU, group_parameters(names, lambda name: name[0]), WIDTH)
+    gradients = [random(900), random(5, dtype=torch.float16), random(70, 70).t(), random(40_000)]
+    named = list(zip(names, [*gradients, random(0)], strict=True))
+    at_once, one_by_one = sketcher.new_totals(), sketcher.new_totals()
+    sketcher.measure_norms(iter(named), at_once)
+    for name, gradient in named:
+        sketcher.measure_norms([(name, gradient)], one_by_one)
+    expect_equal(at_once, one_by_one)
+
+
+@pytest.mark.parametrize("meter", [Sketcher, NormMeter])
+def test_a_gradient_on_another_device_is_an_error_that_is_told(meter):
+    sketcher = meter(CPU, ONE, WIDTH)
+    totals = sketcher.new_totals()
+    elsewhere = torch.ones(30, 30, device="meta")  # the compiled kernel would read at address 0
+    for _ in range(2):  # the second time, all is prepared
+        with pytest.raises(UnsupportedError, match=r"a gradient on cpu.*got one on meta"):
+            sketcher.measure("weight", elsewhere, totals)
+        with pytest.raises(UnsupportedError, match="got one on meta"):
+            sketcher.measure_norms([("weight", elsewhere)], totals)
+        sketcher.measure("weight", torch.ones(30, 30), totals)
+    assert float(totals.squared_norms[0]) == 2 * 30 * 30
+
+
+@pytest.mark.parametrize("width", [0, 1, 4096, 8191])
+def test_widths_that_cannot_work_are_refused(width):
+    with pytest.raises(UsageError, match=f"prime other than 8191, got {width}"):
+        Sketcher(CPU, ONE, width)

@@ -1,0 +1,396 @@
+"""The live page in a browser: the distribution's Chromium, without a window.
+
+With ``RANKSCOPE_SCREENSHOTS=1`` the test of the looks also writes the pictures of ``docs/live.md``.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from playwright.sync_api import Browser, Locator, Page, expect
+
+from report.live.chromium import PATIENCE
+from report.live.serving import Training, serving
+
+FIGURES = Path(__file__).parents[3] / "docs" / "figures"
+HOSTILE = "<script>alert(1)</script>"
+IN_VIEW = "e => e.getBoundingClientRect().top < innerHeight && e.getBoundingClientRect().bottom > 0"
+
+OVERHANG = """() => [...document.querySelectorAll("[data-figure]")].filter((place) => {
+  const drawn = place.querySelector("svg, canvas").getBoundingClientRect();
+  return drawn.right > place.getBoundingClientRect().right + 1;
+}).map((place) => place.dataset.figure)"""
+"""The figures that are wider than their place."""
+
+
+class Site:
+    """The served directory: a healthy run, a faulty one, one with a bad name, one under way."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        for name, reading, steps in (
+            ("healthy", "sharded", 40),
+            ("forgotten-sampler", "replicated", 30),
+        ):
+            config = {"optimizer": {"lr": 0.1 * steps}, "layers": 2}
+            training = Training(root / "sft" / name, num_workers=8, reading=reading, config=config)
+            training.steps(steps)
+            training.close()
+        training = Training(root / HOSTILE.replace("/", ""), name=HOSTILE, reading="replicated")
+        training.steps(6)
+        training.close()
+        self.live = Training(root / "pretrain" / "live")
+        self.live.steps(12)
+        self.url = ""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, browser: Browser) -> Iterator[Site]:
+    made = Site(tmp_path_factory.mktemp("site") / "runs")
+    with serving(made.root) as server:
+        made.url = server.url
+        yield made
+
+
+@pytest.fixture
+def page(browser: Browser, site: Site) -> Iterator[Page]:
+    """A page that must not complain, and must not ask anyone but this server."""
+    context = browser.new_context(viewport={"width": 1280, "height": 800}, color_scheme="light")
+    opened = context.new_page()
+    opened.set_default_timeout(PATIENCE)
+    complaints: list[str] = []
+    asked: list[str] = []
+    opened.on(
+        "console", lambda m: complaints.append(m.text) if m.type in ("error", "warning") else None
+    )
+    opened.on("pageerror", lambda error: complaints.append(str(error)))
+    opened.on("dialog", lambda dialog: (complaints.append(dialog.message), dialog.dismiss()))
+    opened.on("request", lambda request: asked.append(request.url))
+    yield opened
+    context.close()
+    local = (site.url, "data:", "blob:")
+    assert [url for url in asked if not url.startswith(local)] == []
+    assert complaints == []
+
+
+def opened(page: Page, site: Site, path: str) -> Page:
+    page.goto(site.url + path)
+    expect(page.locator("#link")).to_have_text("Live")
+    return page
+
+
+def figure(page: Page, name: str) -> Locator:
+    """Scroll a figure into view and return it when it is drawn."""
+    place = page.locator(f'[data-figure="{name}"]')
+    place.scroll_into_view_if_needed()
+    expect(place.locator(".stage:not(.next) :is(svg, canvas)").first).to_be_visible()
+    return place
+
+
+def test_all_runs_at_a_glance(page: Page, site: Site):
+    site.live.steps(1)
+    opened(page, site, "")
+    rows = page.locator("tbody tr")
+    expect(rows).to_have_count(4)
+    expect(rows.nth(0)).to_contain_text("Error")
+    expect(rows.filter(has_text="pretrain/live")).to_contain_text("Running")
+    expect(page.locator("svg.spark")).to_have_count(4)
+    page.get_by_role("link", name="sft/forgotten-sampler").click()
+    expect(page.locator("h1")).to_contain_text("train on the same batches")
+
+
+def test_every_figure_is_drawn_when_it_comes_into_view(page: Page, site: Site):
+    opened(page, site, "run/sft/forgotten-sampler")
+    names = page.locator("[data-figure]").evaluate_all("all => all.map((e) => e.dataset.figure)")
+    assert {"timeline", "loss", "loss_std", "workers-loss", "heatmap", "coverage"} <= set(names)
+    assert page.locator("[data-drawn]").count() < len(names)
+    for name in names:
+        figure(page, name)
+
+
+def test_steps_appear_while_the_run_writes_and_the_reader_keeps_their_place(page: Page, site: Site):
+    site.live.steps(1)
+    first = site.live.step
+    opened(page, site, "run/pretrain/live")
+    expect(page.locator("#strip")).to_contain_text("Running")
+    figure(page, "workers-loss")
+    page.get_by_role("button", name="2", exact=True).click()
+    heatmap = figure(page, "heatmap")
+    slider = page.locator("[data-slider]")
+    slider.focus()
+    slider.press("End")
+    expect(page.locator("output")).to_have_text(f"step {first - 1}")
+    before = slider.bounding_box()
+    drawn = int(heatmap.get_attribute("data-drawn") or 0)
+
+    site.live.steps(3)
+    expect(page.locator("#strip")).to_contain_text(f"step {first + 2}")
+    expect(page.locator("output")).to_have_text(f"step {first + 2}")
+    expect(heatmap).to_have_attribute("data-drawn", str(drawn + 1))
+    expect(heatmap.locator(".stage")).to_have_count(1)
+    expect(slider).to_be_focused()
+    after = slider.bounding_box()
+    assert before is not None
+    assert after is not None
+    assert abs(after["y"] - before["y"]) < 5
+    expect(page.get_by_role("button", name="2", exact=True)).to_have_attribute(
+        "aria-pressed", "true"
+    )
+
+    slider.press("Home")
+    slider.press("ArrowRight")
+    expect(page.locator("output")).to_have_text("step 0")
+    site.live.steps(2)
+    expect(page.locator("#strip")).to_contain_text(f"step {first + 4}")
+    expect(page.locator("output")).to_have_text("step 0")
+
+
+def test_a_fault_that_begins_is_found_in_the_open_page(page: Page, site: Site):
+    opened(page, site, "run/pretrain/live")
+    expect(page.locator(".verdict .badge")).not_to_have_text("Error")
+    site.live.steps(8, reading="replicated")
+    expect(page.locator(".verdict .badge")).to_have_text("Error")
+    details = page.locator("article.finding details").first
+    details.locator("summary").click()
+    site.live.steps(2, reading="replicated")
+    expect(page.locator("#strip")).to_contain_text(f"step {site.live.step - 1}")
+    expect(details).to_have_attribute("open", "")
+
+
+def test_the_slider_and_the_player_move_the_matrix(page: Page, site: Site):
+    opened(page, site, "run/sft/healthy")
+    figure(page, "heatmap")
+    expect(page.locator("output")).to_have_text("mean of 40 steps")
+    page.keyboard.press("]")
+    expect(page.locator("output")).to_have_text("step 0")
+    page.keyboard.press("[")
+    expect(page.locator("output")).to_have_text("mean of 40 steps")
+    page.locator("[data-play]").click()
+    expect(page.locator("[data-play]")).to_have_text("❚❚")
+    expect(page.locator("output")).not_to_have_text("mean of 40 steps")
+    page.locator("[data-play]").click()
+    expect(page.locator("[data-play]")).to_have_text("▶")
+
+
+def test_shift_and_the_wheel_zoom_a_curve_and_a_double_click_shows_it_whole(page: Page, site: Site):
+    opened(page, site, "run/sft/healthy")
+    place = figure(page, "loss")
+    labels = place.locator(".role-axis-label").first.locator("text")
+    steps = set(labels.all_text_contents())
+    box = place.bounding_box()
+    assert box is not None
+    middle = box["x"] + box["width"] / 2, box["y"] + 90
+    page.mouse.move(*middle)
+    page.mouse.wheel(0, 60)
+    page.wait_for_timeout(300)
+    assert set(labels.all_text_contents()) == steps
+    page.mouse.wheel(0, -60)
+    page.keyboard.down("Shift")
+    for _ in range(4):
+        page.mouse.wheel(0, -200)
+    page.keyboard.up("Shift")
+    expect(labels.filter(has_text="0").first).not_to_have_text("0")
+    page.mouse.dblclick(*middle)
+    expect(labels.get_by_text("0", exact=True)).to_have_count(1)
+    assert set(labels.all_text_contents()) == steps
+
+
+def test_smoothing_keeps_the_measured_curve_in_sight(page: Page, site: Site):
+    opened(page, site, "run/sft/healthy")
+    drawn = figure(page, "loss")
+    lines = drawn.locator(".stage:not(.next) .mark-line path")
+    expect(lines).to_have_count(1)
+    measured = lines.get_attribute("d")
+    slider = page.locator("[data-smoothing]").first
+    slider.fill("0.9")
+    expect(lines).to_have_count(2)
+    assert lines.nth(0).get_attribute("d") == measured
+    assert lines.nth(1).get_attribute("d") != measured
+    slider.fill("0")
+    expect(lines).to_have_count(1)
+    assert lines.get_attribute("d") == measured
+
+
+def test_print_has_every_figure(page: Page, site: Site):
+    opened(page, site, "run/sft/forgotten-sampler")
+    figures = page.locator("[data-figure]")
+    expect(page.locator("[data-drawn]")).to_have_count(figures.count())
+    page.emulate_media(media="print")
+    page.evaluate("document.querySelector('main').style.width = '600px'")  # as paper is narrower
+    assert page.evaluate(OVERHANG) == []
+    pdf = page.pdf()
+    assert pdf.startswith(b"%PDF")
+    assert pdf.count(b"/Type /Page\n") > 1
+
+
+@pytest.mark.parametrize("path", ["", "run/sft/forgotten-sampler"])
+def test_a_phone_shows_all_without_scrolling_sideways(page: Page, site: Site, path: str):
+    page.set_viewport_size({"width": 400, "height": 800})
+    opened(page, site, path)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    for place in page.locator("[data-figure]").all():
+        box = place.bounding_box()
+        assert box is not None
+        assert 0 <= box["x"] < box["x"] + box["width"] <= 400
+
+
+def test_a_finding_on_the_timeline_leads_to_its_article(page: Page, site: Site):
+    opened(page, site, "run/sft/forgotten-sampler")
+    place = figure(page, "timeline")
+    box = place.bounding_box()
+    assert box is not None
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + 16)
+    article = page.locator("article.finding").first
+    expect(article).to_be_focused()
+    expect(article).to_be_in_viewport()
+
+
+def test_two_runs_are_chosen_and_compared(page: Page, site: Site):
+    opened(page, site, "")
+    page.get_by_label("Compare sft/healthy").check()
+    expect(page.locator("#pick")).to_contain_text("with other runs")
+    page.get_by_label("Compare sft/forgotten-sampler").check()
+    page.get_by_role("link", name="Compare the two").click()
+    expect(page.locator("h2").first).to_contain_text("A · healthy")
+    figure(page, "compare-loss")
+    page.locator("select[name=b]").select_option("pretrain/live")
+    expect(page.locator("h2").nth(1)).to_contain_text("B · live")
+
+
+def names(page: Page) -> list[str]:
+    return page.locator("tbody tr:visible [data-item-link]").all_inner_texts()
+
+
+def test_runs_are_filtered_sorted_and_shown_with_their_settings(page: Page, site: Site):
+    site.live.steps(1)
+    opened(page, site, "")
+    first = names(page)
+    page.get_by_role("button", name="Run", exact=True).click()
+    assert names(page) == sorted(first)
+    page.get_by_role("button", name="Run", exact=True).click()
+    downwards = sorted(first, reverse=True)
+    assert names(page) == downwards
+    page.get_by_text("Columns").click()
+    offered = page.locator("[data-column]").evaluate_all("all => all.map((e) => e.dataset.column)")
+    assert offered == ["samples per step", "optimizer.lr", "layers"]
+    page.get_by_label("optimizer.lr").check()
+    expect(page.locator("tbody td:visible", has_text="4")).not_to_have_count(0)
+    page.keyboard.press("Escape")
+    page.get_by_role("button", name="optimizer.lr").click()
+    assert names(page)[:2] == ["sft/forgotten-sampler", "sft/healthy"]
+    before = names(page)
+    steps = site.live.step
+    site.live.steps(2)
+    live = page.locator("tbody tr", has_text="pretrain/live")
+    expect(live.locator('[data-of="Steps"]')).to_have_text(str(steps + 2))
+    assert names(page) == before  # nothing moves when the list is renewed
+    expect(page.get_by_role("button", name="optimizer.lr")).to_be_visible()
+    page.get_by_label("Filter runs").fill("error sft")
+    assert names(page) == ["sft/forgotten-sampler"]
+    expect(page.locator("#shown")).to_have_text("1 shown")
+    page.get_by_label("Filter runs").fill("optimizer.lr=4")
+    assert names(page) == ["sft/healthy"]
+
+
+def test_any_number_of_runs_lies_over_each_other(page: Page, site: Site):
+    opened(page, site, "")
+    for name in ("sft/healthy", "sft/forgotten-sampler", "pretrain/live"):
+        page.get_by_label(f"Compare {name}").check()
+    page.get_by_role("link", name="Lay the 3 over each other").click()
+    expect(page.locator("h1")).to_have_text("3 runs over each other")
+    expect(page.locator("tbody tr")).to_have_count(3)
+    drawn = figure(page, "compare-loss")
+    expect(drawn.locator("text", has_text="C").first).to_be_visible()
+    row = page.locator("tbody tr", has_text="live")
+    before = row.locator("td").nth(3).inner_text()
+    site.live.steps(3)
+    expect(row.locator("td").nth(3)).not_to_have_text(before)  # the averaged loss
+
+
+def test_dark_mode_by_choice_and_by_system(page: Page, site: Site):
+    opened(page, site, "run/sft/healthy")
+    place = figure(page, "loss")
+    expect(page.locator("html")).to_have_attribute("data-mode", "light")
+    light = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    page.keyboard.press("d")
+    expect(page.locator("html")).to_have_attribute("data-mode", "dark")
+    expect(place.locator(".stage")).to_have_count(1)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") != light
+    page.reload()
+    expect(page.locator("html")).to_have_attribute("data-mode", "dark")
+    page.locator("#mode").click()
+    expect(page.locator("#mode-name")).to_have_text("Auto")
+    page.emulate_media(color_scheme="dark")
+    expect(page.locator("html")).to_have_attribute("data-mode", "dark")
+
+
+def test_a_name_that_is_a_script_is_only_a_name(page: Page, site: Site):
+    opened(page, site, "")
+    page.locator("tbody a", has_text="<script>").click()
+    expect(page.locator("#crumb")).to_have_text(HOSTILE)
+    figure(page, "loss")
+    assert page.evaluate("document.querySelectorAll('main script, main img').length") == 0
+
+
+def test_everything_is_reached_with_the_keyboard(page: Page, site: Site):
+    opened(page, site, "")
+    page.keyboard.press("j")
+    page.keyboard.press("j")
+    page.keyboard.press("k")
+    expect(page.locator("[data-item-link]").first).to_be_focused()
+    page.keyboard.press("Enter")
+    expect(page.locator(".verdict")).to_be_visible()
+    expect(page.locator("#link")).to_have_text("Live")
+    page.keyboard.press("j")
+    expect(page.locator("article.finding").first).to_be_focused()
+    page.keyboard.press("?")
+    expect(page.get_by_role("dialog")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.get_by_role("dialog")).to_be_hidden()
+    page.keyboard.press("g")
+    expect(page.locator("tbody tr")).to_have_count(4)
+    outlines = []
+    for _ in range(6):
+        page.keyboard.press("Tab")
+        outlines.append(page.evaluate("getComputedStyle(document.activeElement).outlineStyle"))
+    assert "none" not in outlines
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_no_page_is_wider_than_its_window(page: Page, site: Site, width: int):
+    page.set_viewport_size({"width": width, "height": 800})
+    for path in ("", "run/sft/forgotten-sampler", "compare?a=sft/healthy&b=sft/forgotten-sampler"):
+        opened(page, site, path)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, path
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "mode", "reach"),
+    [
+        ("runs", "", "light", None),
+        ("run", "run/sft/forgotten-sampler", "light", None),
+        ("workers", "run/sft/forgotten-sampler", "dark", "map-loss"),
+        ("compare", "compare?a=sft/forgotten-sampler&b=sft/healthy", "light", "compare-loss"),
+    ],
+)
+def test_looks(page: Page, site: Site, name: str, path: str, mode: Any, reach: str | None):
+    page.emulate_media(color_scheme=mode, reduced_motion="reduce")
+    site.live.steps(1)
+    opened(page, site, path)
+    if reach:
+        figure(page, reach)
+        page.locator("section", has=page.locator(f'[data-figure="{reach}"]')).evaluate(
+            "section => section.scrollIntoView({block: 'start'})"
+        )
+        for place in page.locator("[data-figure]").all():
+            if place.evaluate(IN_VIEW):
+                expect(place.locator(".stage:not(.next) :is(svg, canvas)").first).to_be_visible()
+    picture = page.screenshot(animations="disabled")
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 20_000
+    if os.environ.get("RANKSCOPE_SCREENSHOTS") == "1":
+        (FIGURES / f"live-{name}.png").write_bytes(picture)
+        print(f"wrote {FIGURES / f'live-{name}.png'}", file=sys.stderr)

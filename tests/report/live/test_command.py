@@ -1,0 +1,67 @@
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rankscope.errors import MissingExtraError, install_command
+from rankscope.report.live import live_server
+from report.live.serving import serving
+
+SERVE = [sys.executable, "-m", "rankscope", "serve"]
+
+
+def test_it_says_where_it_is_and_ends_at_once_when_asked(tmp_path: Path):
+    with subprocess.Popen(
+        [*SERVE, str(tmp_path), "--port", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as started:
+        assert started.stdout is not None
+        first = started.stdout.readline()
+        address = re.search(r"http://127\.0\.0\.1:(\d+)/", first)
+        assert address, first
+        assert "Ctrl-C" in started.stdout.readline()
+        listen = subprocess.run(
+            [sys.executable, "-c", LISTEN, address[1]], capture_output=True, text=True, check=False
+        )
+        assert listen.stdout.strip() == "hello", listen.stderr
+        started.send_signal(signal.SIGINT)
+        rest, complaints = started.communicate(timeout=120)
+    assert started.returncode == 130
+    assert "Traceback" not in rest + complaints
+
+
+LISTEN = """
+import sys, urllib.request
+stream = urllib.request.urlopen(f"http://127.0.0.1:{sys.argv[1]}/events?topic=runs", timeout=60)
+print(stream.readline().decode().partition(": ")[2].strip())
+"""
+
+
+def test_a_port_that_is_taken_is_one_line(tmp_path: Path):
+    with serving(tmp_path) as server:
+        ended = subprocess.run(
+            [*SERVE, str(tmp_path), "--port", str(server.port)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == 2
+    assert "name another port" in ended.stderr
+    assert len(ended.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("package", ["starlette", "uvicorn", "jinja2"])
+def test_the_extra_is_named(package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in [
+        name for name in sys.modules if name.startswith(("rankscope.report.", f"{package}."))
+    ]:
+        if name != "rankscope.report.live":
+            monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=re.escape(install_command("serve"))):
+        live_server(tmp_path, port=0)

@@ -1,0 +1,71 @@
+from pathlib import Path
+
+import pytest
+import vl_convert
+
+from rankscope.record import Run
+from rankscope.report.compare import compare_view
+from rankscope.report.document import VEGALITE
+from rankscope.report.parts import Tables
+from report.recorded_runs import record_run
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    return record_run(tmp_path_factory.mktemp("other") / "less", num_workers=3, num_steps=20)
+
+
+def test_both_runs_are_in_every_figure_and_can_be_told_apart_in_grey(healthy_run: Run, other: Run):
+    tables = Tables()
+    view = compare_view(tables, healthy_run, other, "x-")
+
+    assert set(view.specs) == {
+        f"x-compare-{name}" for name in ("loss", "loss_std", "grad_norm_std", "cosine_mean")
+    }
+    for name, spec in view.figures.items():
+        assert name in view.titles
+        svg = vl_convert.vegalite_to_svg(
+            {**spec, "width": 300, "datasets": tables.rows}, vl_version=VEGALITE
+        )
+        assert "stroke-dasharray" in svg
+        assert ">A<" in svg
+        assert ">B<" in svg
+
+
+def test_sides_numbers_and_notes(healthy_run: Run, other: Run, copied_run: Run):
+    view = compare_view(Tables(), healthy_run, other)
+    assert [(side.letter, side.verdict.title) for side in view.sides] == [
+        ("A", "sft"),
+        ("B", "less"),
+    ]
+    assert "A has 8 workers and B 3" in view.notes[0]
+    assert "A has steps 0 to 29, B steps 0 to 19" in view.notes[1]
+
+    view = compare_view(Tables(), healthy_run, copied_run)
+    assert view.notes == []
+    assert [side.verdict.severity for side in view.sides] == ["early", "error"]
+    one, two = view.numbers[1]
+    assert (one["label"], two["label"]) == ("Loss dispersion",) * 2
+    assert one["value"] != two["value"]
+
+
+def test_curves_are_those_recorded(healthy_run: Run, copied_run: Run):
+    tables = Tables()
+    compare_view(tables, healthy_run, copied_run)
+    tables_of_lines = [rows for rows in tables.rows.values() if rows and "run" in rows[0]]
+    for run, letter in ((healthy_run, "A"), (copied_run, "B")):
+        from rankscope.bus.columns import Table
+
+        for name in ("loss_mean", "cosine_mean"):
+            values = [float(f"{v:.6g}") for v in run.columns(Table.STEPS, name)[name]]
+            drawn = [
+                [row["value"] for row in rows if row["run"] == letter and "value" in row]
+                for rows in tables_of_lines
+            ]
+            assert values in drawn
+
+
+def test_a_run_without_steps(healthy_run: Run, tmp_path: Path):
+    empty = record_run(tmp_path / "empty", num_workers=2, num_steps=0)
+    assert set(compare_view(Tables(), healthy_run, empty).figures)
+    assert compare_view(Tables(), empty, empty).figures == {}

@@ -1,0 +1,89 @@
+"""A recorded run in Python: tables that other libraries take, and its verdict in a notebook."""
+
+import json
+from dataclasses import replace
+
+import polars
+import pyarrow as pa
+import pytest
+
+import rankscope
+from rankscope.bus.columns import Table
+from rankscope.bus.finding import Severity
+from rankscope.bus.step import GatheredStep
+from rankscope.errors import RunError
+from rankscope.evidence import columns_of
+from rankscope.record import Run
+from report.recorded_runs import record_run, with_everything
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    place = tmp_path_factory.mktemp("loaded") / "<b>run"
+    return record_run(place, num_workers=4, num_steps=16, change=with_everything)
+
+
+@pytest.mark.parametrize("table", Table)
+def test_every_table_is_there_with_all_of_its_columns(run: Run, table: Table):
+    loaded = rankscope.load(run.path)
+    rows = getattr(loaded, table)
+    assert isinstance(rows, pa.Table)
+    assert rows.column_names == [signal.name for signal in columns_of(table)]
+    assert rows.equals(run.table(table))
+    assert len(rows.to_pandas()) == len(rows)
+
+
+def test_tables_turn_into_those_of_polars(run: Run):
+    workers = polars.from_arrow(rankscope.load(run.path).workers)
+    assert isinstance(workers, polars.DataFrame)
+    assert workers.group_by("rank").len()["len"].to_list() == [16] * 4
+
+
+def test_findings_are_a_table(run: Run):
+    rows = rankscope.load(run.path).findings.to_pylist()
+    found = run.findings()
+    assert [row["id"] for row in rows] == [finding.id for finding in found]
+    assert [Severity[row["severity"].upper()] for row in rows] == [one.severity for one in found]
+    assert [json.loads(row["evidence"]) for row in rows] == [dict(one.evidence) for one in found]
+
+
+def test_a_notebook_shows_the_verdict_and_no_markup_of_names(run: Run):
+    loaded = rankscope.load(run.path)
+    shown = loaded._repr_html_()
+    assert loaded.assess().headline in repr(loaded)
+    assert "<b>run" not in shown
+    assert "&lt;b&gt;run" in shown
+    assert shown.count("<tr>") == len(run.findings())
+
+
+def test_what_is_no_run_is_said(tmp_path):
+    with pytest.raises(RunError, match="not a run"):
+        rankscope.load(tmp_path)
+
+
+def test_what_watching_costs_is_said_in_every_step_and_for_each_read(tmp_path):
+    def change(step: GatheredStep) -> GatheredStep:
+        workers = {name: values.copy() for name, values in step.workers.items()}
+        observed = step.step % 2 == 0
+        workers["overhead_seconds"][:] = 0.002 + 0.003 * observed
+        workers["read_seconds"][:] = 0.003 * observed
+        workers["overhead_seconds"][1] += 0.002
+        return replace(step, workers=workers, interval=2, observed=observed)
+
+    run = record_run(tmp_path / "run", num_workers=4, num_steps=16, change=change)
+    said = rankscope.load(run.path).assess()
+    assert said.values["overhead_fixed_seconds"] == pytest.approx(0.004)
+    assert said.values["overhead_read_seconds"] == pytest.approx(0.003)
+    [cost] = [line for line in said.statements if line.startswith("Watching took")]
+    assert "gradients were measured every 2 steps at the widest" in cost
+    assert "4 ms in every step whatever its length, and 3 ms to read the gradient" in cost
+    assert cost.endswith("A step of 1 second would pay 0.70%.")
+    info = json.loads((run.path / "run.json").read_text())
+    overhead = {"within_budget": False, "budget": 0.01}
+    (run.path / "run.json").write_text(json.dumps({**info, "overhead": overhead}))
+    [cost] = [
+        line
+        for line in rankscope.load(run.path).assess().statements
+        if line.startswith("Watching took")
+    ]
+    assert "The budget of 1.00% was not kept" in cost

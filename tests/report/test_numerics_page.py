@@ -1,0 +1,180 @@
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import vl_convert
+
+from rankscope.errors import RunError
+from rankscope.lab.numerics import write_numerics_page
+from rankscope.lab.numerics.figures import MAX_LAYERS
+from rankscope.lab.numerics.gradients import GradientKind, LocalGradients, synthetic
+from rankscope.lab.numerics.spread import SumOptions, measure
+from rankscope.lab.study.rounding_result import TITLES, GrowthResult, PairResult, fit_growth
+from rankscope.report.document import VEGALITE
+from report.html_reader import Page
+
+HOSTILE = "<script>alert(1)</script>{{ 7*7 }}"
+SUM_FIGURES = {
+    "error-float32", "error-bfloat16", "error-float16", "algorithms", "layers",
+    "spread-median", "spread-p99", "spread-share",
+}  # fmt: skip
+GROWTH_FIGURES = {"growth-distance", "growth-evaluation", "growth-layers"}
+STEPS = 30
+LEVELS = {
+    "order": 1e-8, "workers": 2e-8, "bfloat16": 3e-4, "float16": 1e-4, "float16-scaled": 8e-5,
+    "data": 1e-2,
+}  # fmt: skip
+
+
+def sums_of(gradients: LocalGradients, workers: tuple[int, ...] = (2, 4, 8)) -> dict[str, Any]:
+    return measure(gradients, SumOptions(workers=workers, orders=4))
+
+
+def growth_of(names=tuple(TITLES), noise: float = 1.0) -> dict[str, Any]:
+    evaluated = [10, 20, 30]
+    pairs = []
+    for name in names:
+        level = LEVELS.get(name, 0.0) * noise
+        distance = [level * step**0.5 for step in range(1, STEPS + 1)]
+        share = [1.0 if level else 0.0] * STEPS
+        layers = [
+            {"group": group, "first_step": 1 if level else None, "distance": distance[-1]}
+            for group in ("embed", "layers.0", HOSTILE)
+        ]
+        losses = [-level, 0.0, level]
+        pairs.append(
+            PairResult(
+                name, distance, distance, share, share, share, distance, losses, layers,
+                fit_growth(distance),
+            )
+        )  # fmt: skip
+    facts = {
+        "model": "small", "num_parameters": 1000, "data": HOSTILE, "samples": 99,
+        "samples_per_step": 16,
+    }  # fmt: skip
+    options = {"steps": STEPS, "workers": 8, "optimizer": "adamw", "learning_rate": 5e-4}
+    loss, held_out = [3.0] * STEPS, [3.1, 3.0, 2.9]
+    return GrowthResult(options, facts, evaluated, loss, held_out, tuple(pairs)).to_json()
+
+
+@pytest.fixture(scope="module")
+def sums() -> dict[str, Any]:
+    return sums_of(synthetic(GradientKind.NORMAL, 8, num_elements=400))
+
+
+def read(path: Path) -> Page:
+    return Page(path.read_text(encoding="utf-8"))
+
+
+def svg_of(page: Page, name: str, mode: str = "light", width: int = 460) -> str:
+    svg: str = vl_convert.vegalite_to_svg(
+        {**page.specs[name], "width": width},
+        vl_version=VEGALITE,
+        config=page.configs[mode],
+        allowed_base_urls=[],
+    )
+    return svg
+
+
+def test_page_holds_every_figure_and_each_is_drawn_in_both_modes(sums, tmp_path: Path):
+    page = read(write_numerics_page(tmp_path / "new", sums, growth_of()))
+
+    assert set(page.figures) == set(page.specs) == SUM_FIGURES | GROWTH_FIGURES
+    for name, mode in itertools.product(page.specs, ("light", "dark")):
+        assert "<path" in svg_of(page, name, mode), name
+    pngs = sorted(path.name for path in (tmp_path / "new").glob("*.png"))
+    assert pngs == [f"numerics-{name}.png" for name in ("error", "growth", "layers", "spread")]
+    for name in pngs:
+        assert (tmp_path / "new" / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_page_says_what_was_measured(sums, tmp_path: Path):
+    growth = growth_of()
+    words = read(write_numerics_page(tmp_path, sums, growth)).words
+
+    for sentence in sums["sentences"]:
+        _, _, rest = sentence.partition(": ")
+        assert rest[1:] in words
+    assert growth["summary"] in words
+    assert "8 local gradients of 400 elements each" in words
+    assert "arrival order grows as steps^0.5 1 1e-08 5e-08 100 % 1 1.0e-08" in words
+    assert "the same again the same bits never 0 0 0 0 0" in words
+
+
+def test_points_of_errors_lie_where_they_were_measured(sums, tmp_path: Path):
+    page = read(write_numerics_page(tmp_path, sums))
+    [rows] = page.specs["error-bfloat16"]["datasets"].values()
+    shown = {(row["workers"], row["kind"]): row["error"] for row in rows}
+
+    for cell in sums["cells"]:
+        if cell["inputs"] == "bfloat16" and cell["algorithm"] == "ring":
+            kind = "ring" if cell["sums"] == "bfloat16" else "ring, added in float32"
+            assert shown[cell["workers"], kind] == cell["error_relative"]
+
+
+def test_labels_of_curves_do_not_cover_each_other(sums, tmp_path: Path):
+    page = read(write_numerics_page(tmp_path, sums, growth_of()))
+    svg = svg_of(page, "growth-distance", width=900)
+    labels = re.findall(r"translate\(([\d.]+),([\d.]+)\)[^>]*>([a-z][a-z0-9 ,]+)</text>", svg)
+    heights = sorted(float(y) for _, y, words in labels if words != "step")
+
+    assert {words for _, _, words in labels} - {"step"} == {
+        "arrival order", "twice the workers", "bfloat16 buffers", "float16 buffers",
+        "float16, scaled loss", "other data order",
+    }  # fmt: skip
+    assert min(np.diff(heights)) >= 13
+
+
+def test_names_are_escaped_and_nothing_is_loaded(sums, tmp_path: Path):
+    gradients = LocalGradients("file", HOSTILE, {HOSTILE: np.eye(4, 40, dtype=np.float32)})
+    path = write_numerics_page(tmp_path, sums_of(gradients, (2, 4)), growth_of())
+    html, page = path.read_text(encoding="utf-8"), read(path)
+
+    assert "<script>alert" not in html
+    assert HOSTILE in page.words
+    assert HOSTILE in json.dumps(page.specs["layers"])
+    assert page.loads == ["#verdict"]
+    assert not {"link", "iframe", "img", "object", "embed", "base"} & page.tags.keys()
+    assert "default-src 'none'" in page.policy
+    assert "connect-src 'none'" in page.policy
+    assert all(digest in page.policy for digest in page.digests())
+    assert "http" not in json.dumps(page.specs)
+
+
+def test_page_without_trainings_has_the_figures_of_sums_alone(sums, tmp_path: Path):
+    page = read(write_numerics_page(tmp_path, sums))
+
+    assert set(page.figures) == SUM_FIGURES
+    assert "Over a training" not in page.words
+    assert not (tmp_path / "numerics-growth.png").exists()
+
+
+def test_trainings_that_never_part_have_no_curve(sums, tmp_path: Path):
+    page = read(write_numerics_page(tmp_path, sums, growth_of(("control",))))
+
+    assert set(page.figures) == SUM_FIGURES
+    assert "the same again the same bits" in page.words
+
+
+def test_one_type_one_world_and_many_layers_fit(tmp_path: Path):
+    arrays = {
+        f"model.layers.{index}": np.full((2, 3), 1.5 + index, np.float32) for index in range(60)
+    }
+    options = SumOptions(workers=(2,), orders=2, types=("float32",))
+    sums = measure(LocalGradients("file", "two", arrays), options)
+    page = read(write_numerics_page(tmp_path, sums))
+    rows = [row for table in page.specs["layers"]["datasets"].values() for row in table]
+
+    assert len({row["layer"] for row in rows}) == MAX_LAYERS
+    assert {"model.layers.0", "model.layers.59"} <= {row["layer"] for row in rows}
+    assert "<path" in svg_of(page, "error-float32")
+
+
+def test_a_place_that_cannot_be_written_is_told(sums, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot write"):
+        write_numerics_page(tmp_path / "file", sums)

@@ -1,0 +1,434 @@
+"""Assessments of recorded runs whose samples, losses and gradients are simulated."""
+
+import math
+from dataclasses import replace
+from itertools import islice
+
+import numpy as np
+import pytest
+
+from rankscope.agent.summarize import summarize
+from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.run import RunFacts
+from rankscope.evidence.outliers.judge import fewest_steps
+from rankscope.record import Run, RunWriter
+from rankscope.record.states import START_FILE
+from rankscope.stats.spread import weighted_mean_and_sem
+from rankscope.verdict.assessment import assess
+from rankscope.verdict.diagnosis import Diagnosis, diagnose_run
+from rankscope.verdict.verdicts import judge, statements
+from support.streams import gathered, replicated, sharded, with_replacement
+
+STEPS = 30
+
+
+def sample_loss(sample):
+    """Loss, label tokens and gradient of a sample, a function of its number alone."""
+    rng = np.random.default_rng(sample)
+    return rng.gamma(4.0, 0.5), float(rng.integers(20, 60)), rng.standard_normal(60) + 0.02
+
+
+def step_of(t, batches, *, identified=True, per_sample=True, shift=0.0):
+    losses, sems, rows = [], [], []
+    for rank, batch in enumerate(batches):
+        values, weights, gradients = zip(*map(sample_loss, batch.tolist()), strict=True)
+        mean, sem = weighted_mean_and_sem(np.array(values), np.array(weights))
+        losses.append(mean + shift * rank - 0.01 * t)
+        sems.append(sem if per_sample else math.nan)
+        rows.append(np.mean(gradients, axis=0))
+    return gathered(
+        t,
+        batches if identified else [batch[:0] for batch in batches],
+        sketches_WK=np.array(rows, np.float32),
+        loss=losses,
+        loss_sem=sems,
+        grad_norm=np.linalg.norm(rows, axis=1),
+    )
+
+
+def record(path, stream, steps=STEPS, num_workers=8, status="complete", **options):
+    """Record a run with its live findings; return it and them. ``running``: it is not closed."""
+    diagnosis = Diagnosis(RunFacts(num_workers))
+    writer = RunWriter(path / "run", {"num_workers": num_workers})
+    for t, batches in enumerate(islice(stream, steps)):
+        report = summarize(step_of(t, batches, **options))
+        writer.add(report)
+        writer.add_findings(diagnosis.observe(report))
+    writer.add_findings(diagnosis.close())
+    writer.flush()
+    if status != "running":
+        writer.close(status)
+    return Run.open(path / "run"), diagnosis.findings
+
+
+def test_a_run_that_grows_while_it_is_read(tmp_path, monkeypatch):
+    diagnosis, writer = Diagnosis(RunFacts(4)), RunWriter(tmp_path / "run", {"num_workers": 4})
+    stream = sharded(4096, 4, 4)
+    values = {"step_seconds": np.full(4, 2.0), "overhead_seconds": np.full(4, 0.5)}
+
+    def grow(steps):
+        for t, batches in zip(steps, stream, strict=False):
+            report = summarize(gathered(t, batches, **values))
+            writer.add(report)
+            writer.add_findings(diagnosis.observe(report))
+        writer.flush()
+
+    grow(range(6))
+    run, read = Run.open(tmp_path / "run"), Run.columns
+
+    def columns(self, table, *names):
+        found = read(self, table, *names)
+        if "interval" in names:
+            grow(range(6, 9))
+        return found
+
+    monkeypatch.setattr(Run, "columns", columns)
+    assert assess(run).values["overhead_share"] == pytest.approx(0.5 / 1.5)
+    writer.close()
+
+
+def test_equal_seeds_without_shards(tmp_path):
+    run, _ = record(tmp_path, replicated(4096, 4, [0] * 8))
+    found = assess(run)
+    assert found.severity is Severity.ERROR
+    assert found.headline == (
+        "All 8 workers train on the same batches: the job does the work of one worker."
+    )
+    assert "DistributedSampler" in found.recommendation
+    assert any("mark of shared data" in text for text in found.statements)
+    assert any("the workers share data" in text for text in found.statements)
+    assert found.values["loss_std"] == 0.0
+    assert found.values["cosine_mean"] == 1.0
+    assert found.values["dispersion_ratio"] == 0.0
+    assert (found.values["distinct_samples"], found.values["samples_drawn"]) == (120, 960)
+    assert found.values["effective_batch"] == 4.0
+
+
+def test_one_odd_worker_without_shards(tmp_path):
+    run, _ = record(tmp_path, replicated(4096, 4, [9] + [0] * 7))
+    found = assess(run)
+    assert found.severity is Severity.ERROR
+    assert found.headline == (
+        "Ranks 1–7 train on the same batches: the job does the work of 2 workers, not 8."
+    )
+    assert 0.7 < found.values["cosine_mean"] < 0.85
+
+
+def test_all_different_but_not_disjoint(tmp_path):
+    run, _ = record(tmp_path, replicated(2048, 4, range(8)))
+    found = assess(run)
+    assert found.severity is Severity.ERROR
+    assert found.headline.startswith("The workers' shards overlap:")
+    assert any("None of the three metrics" in text for text in found.statements)
+    assert found.values["distinct_samples"] < 900
+
+
+def test_healthy_shards(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 8, 4), steps=70)
+    found = assess(run)
+    assert found.severity is None
+    assert any(
+        "A healthy run of 70 steps raises a finding of that kind with a probability of at most "
+        "7e-05." in text
+        for text in found.statements
+    )
+    assert found.headline == (
+        "Healthy: the 8 workers train on different samples, and disagree about as much as "
+        "sampling alone explains."
+    )
+    assert found.recommendation == "Nothing to change."
+    assert 0.7 < found.values["dispersion_ratio"] < 1.4
+    assert found.values["distinct_samples"] == found.values["samples_drawn"] == 2240
+    assert found.values["samples_exact"] is True
+    assert not any("yet checked" in text for text in found.statements)
+
+
+@pytest.mark.parametrize(("status", "word"), [("running", "early"), ("complete", "short")])
+def test_too_few_steps_are_not_called_healthy(tmp_path, status, word):
+    run, _ = record(tmp_path, sharded(4096, 8, 4), status=status)
+    found = assess(run)
+    assert (found.severity, found.word) == (None, "early")
+    assert found.headline == f"Too {word} to judge: no fault found in 30 steps."
+    assert "34 more steps" in found.recommendation
+    checked, waiting = found.statements[-2:]
+    assert checked.startswith("Checked so far: shared batches; values that are not finite;")
+    assert "a worker that differs from the others" in checked
+    assert "parameters, buffers and optimizer state (34 more steps)" in waiting
+
+
+def test_what_a_run_cannot_show_is_said_with_its_reason(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 8, 4), identified=False)
+    assert any(
+        text == "This run cannot show: shared batches (samples were not identified)."
+        for text in assess(run).statements
+    )
+
+
+@pytest.mark.parametrize("num_workers", [2, 4, 64])
+def test_the_search_for_outliers_says_itself_how_many_steps_it_needs(num_workers):
+    needed = fewest_steps(num_workers)
+    assert 4 <= needed <= 30
+    assert fewest_steps(2) > fewest_steps(8)
+
+
+def test_shards_by_different_seeds(tmp_path):
+    run, _ = record(tmp_path, sharded(2048, 8, 4, seeds=list(range(8))))
+    found = assess(run)
+    assert found.severity is Severity.ERROR
+    assert "overlap" in found.headline
+    assert "random_split needs a generator" in found.recommendation
+    assert "DistributedSampler" not in found.recommendation
+    assert 0.7 < found.values["dispersion_ratio"] < 1.4
+
+
+def test_one_shard_by_a_different_seed(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 8, 4, seeds=[5] + [0] * 7), steps=90)
+    found = assess(run)
+    assert found.severity is Severity.ERROR
+    assert found.headline.startswith("Rank 0 draws samples that belong to other workers:")
+
+
+def test_sampling_with_replacement_needs_no_change(tmp_path):
+    run, _ = record(tmp_path, with_replacement(800, 8, 4), steps=60)
+    found = assess(run)
+    assert found.severity is Severity.NOTE
+    assert "with replacement" in found.headline
+    assert "Nothing to change if that is intended" in found.recommendation
+
+
+def test_values_are_those_of_the_recorded_steps(tmp_path):
+    stream = list(islice(sharded(4096, 8, 4), STEPS))
+    run, _ = record(tmp_path, iter(stream))
+    reports = [summarize(step_of(t, batches)) for t, batches in enumerate(stream)]
+    values = assess(run).values
+    means = {"loss_std", "loss_range", "grad_norm_std", "cosine_mean", "cosine_weighted"}
+    for name in (*means, "loss_std_expected"):
+        assert values[name] == pytest.approx(np.mean([getattr(r, name) for r in reports]))
+    assert values["loss_first"] == pytest.approx(np.mean([r.loss_mean for r in reports[:5]]))
+    assert values["loss_last"] == pytest.approx(np.mean([r.loss_mean for r in reports[-5:]]))
+    observed = math.fsum(r.loss_std**2 for r in reports)
+    expected = math.fsum(r.loss_std_expected**2 for r in reports)
+    assert values["dispersion_ratio"] == pytest.approx(math.sqrt(observed / expected))
+    assert (values["steps"], values["num_workers"]) == (STEPS, 8)
+
+
+def test_workers_whose_data_differ_in_kind_are_a_note_and_put_into_words(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 8, 4), shift=1.0)
+    found = assess(run)
+    assert found.severity is Severity.NOTE
+    assert found.headline.startswith("The workers differ from each other since about step")
+    assert any("more than sampling gives" in text for text in found.statements)
+
+
+def test_without_a_spread_inside_workers_no_null_is_claimed(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 8, 4), per_sample=False, steps=70)
+    found = assess(run)
+    assert found.values["dispersion_ratio"] is None
+    assert found.values["loss_std_expected"] is None
+    assert found.headline == "Healthy: the 8 workers train on different samples."
+    assert any("cannot be known" in text for text in found.statements)
+
+
+def test_without_sample_identity_only_exact_agreement_is_said(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 8, 4), identified=False)
+    found = assess(run)
+    assert found.severity is None
+    assert "samples are unknown" in found.headline
+    assert found.values["samples_drawn"] is None
+    assert found.values["distinct_samples"] is None
+    (tmp_path / "equal").mkdir()
+    run, _ = record(tmp_path / "equal", replicated(4096, 4, [0] * 8), identified=False)
+    found = assess(run)
+    assert found.severity is Severity.WARNING
+    assert "the same losses and gradients" in found.headline
+    for loss, spread in [(20.0, 1.8e-5), (0.01, 9e-7)]:  # float32 rounds them
+        rounded = {**found.values, "loss_last": loss, "loss_range": spread}
+        assert judge(rounded, ()).headline == found.headline
+
+
+def test_one_worker_has_nothing_to_compare(tmp_path):
+    run, _ = record(tmp_path, sharded(4096, 1, 4), num_workers=1)
+    found = assess(run)
+    assert found.severity is None
+    assert "nothing to compare" in found.headline
+    assert found.values["cosine_mean"] is None
+
+
+def test_a_run_without_steps(tmp_path):
+    run, _ = record(tmp_path, iter([]))
+    found = assess(run)
+    assert found.severity is Severity.WARNING
+    assert found.statements == ()
+    assert "Nothing was recorded" in found.headline
+    assert judge(found.values, ()).severity is Severity.NOTE  # it may have just begun
+
+
+@pytest.mark.parametrize(("times", "told"), [(2, False), (3, True)])
+def test_gross_values_are_the_verdict_once_three_came_within_50_steps(tmp_path, times, told):
+    run, _ = record(tmp_path, sharded(4096, 8, 4))
+    evidence = {"times_in_50_steps": times}
+    words = "At step 9 the loss of rank 1 was 9.0 times the largest. A step proves nothing."
+    gross = Finding(
+        "gross-value", "inconclusive", Severity.NOTE, (1,), 4, 9, words, "Look.", evidence
+    )
+    verdict = judge(assess(run).values, [gross])
+    assert (verdict.about == gross) is told
+    assert verdict.headline.startswith("At step 9 the loss of rank 1") is told
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stream": lambda: sharded(4096, 8, 4)},
+        {"stream": lambda: sharded(4096, 8, 4), "identified": False},
+        {"stream": lambda: sharded(4096, 8, 4), "per_sample": False},
+        {"stream": lambda: sharded(4096, 1, 4), "num_workers": 1},
+        {"stream": lambda: replicated(4096, 1, [0] * 8), "steps": 2},
+    ],
+    ids=["healthy", "samples unknown", "no null", "one worker", "nothing proven"],
+)
+def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
+    found = {}
+    for status in ("running", "complete", "incomplete"):
+        (tmp_path / status).mkdir()
+        given = {**options, "stream": options["stream"]()}
+        found[status] = assess(record(tmp_path / status, status=status, **given)[0])
+    said = {"headline": "", "recommendation": ""}  # too early while it runs, else too short
+    assert replace(found["running"], **said) == replace(found["complete"], **said)
+    assert found["complete"].severity is None
+    assert "ends early" not in found["complete"].headline
+    early, last = found["incomplete"], options.get("steps", STEPS) - 1
+    assert early.severity is Severity.NOTE  # a crash alone is no fault
+    assert early.headline.endswith(
+        f"The record ends early, with step {last}: the training stopped there, or went on "
+        "unwatched."
+    )
+    assert "Healthy" not in early.headline
+    assert "See the log" in early.recommendation
+    assert "Nothing to change." not in early.recommendation
+    assert early.statements == found["complete"].statements
+
+
+def test_what_was_found_before_a_record_ended_early_comes_first(tmp_path):
+    run, _ = record(tmp_path, replicated(4096, 4, [0] * 8), status="incomplete")
+    found = assess(run)
+    assert found.severity is Severity.ERROR
+    assert found.headline.startswith("All 8 workers train on the same batches")
+    assert "ends early" not in found.headline
+    assert found.statements[0].startswith("The record ends early, with step 29:")
+    (tmp_path / "note").mkdir()
+    stream = with_replacement(800, 8, 4)
+    run, _ = record(tmp_path / "note", stream, steps=60, status="incomplete")
+    found = assess(run)
+    assert found.severity is Severity.NOTE
+    assert "with replacement. The record ends early, with step 59:" in found.headline
+    assert found.recommendation.startswith("Nothing to change if that is intended.")
+    assert "See the log" in found.recommendation
+
+
+def test_a_run_without_steps_that_ends_early_is_still_one_that_recorded_nothing(tmp_path):
+    run, _ = record(tmp_path, iter([]), status="incomplete")
+    found = assess(run)
+    assert found.severity is Severity.WARNING
+    assert "Nothing was recorded" in found.headline
+
+
+def test_the_promise_about_a_run_that_continues_another_counts_the_steps_before(tmp_path):
+    stream = sharded(4096, 8, 4)
+    before = Diagnosis(RunFacts(8))
+    for t, batches in enumerate(islice(stream, 11)):
+        before.observe(summarize(step_of(t, batches)))
+    info = {"num_workers": 8, "continues": "sft"}
+    writer = RunWriter(tmp_path / "sft-2", info, start=before.state())
+    for t, batches in enumerate(islice(stream, 20), start=11):
+        writer.add(summarize(step_of(t, batches)))
+    writer.close()
+    run, nobody = Run.open(tmp_path / "sft-2"), "No worker stands out from the others"
+    [said] = [text for text in assess(run).statements if nobody in text]
+    assert "A healthy training of 31 steps, those before its restarts included," in said
+    assert said.endswith("with a probability of at most 4e-05.")
+    for damage in (lambda file: file.write_bytes(b"PK no archive"), lambda file: file.unlink()):
+        damage(run.path / START_FILE)
+        [said] = [text for text in assess(run).statements if nobody in text]
+        assert "probability" not in said
+
+
+def test_two_steps_of_equal_single_samples_are_not_called_healthy(tmp_path):
+    run, _ = record(tmp_path, replicated(4096, 1, [0] * 8), steps=2)
+    found = assess(run)
+    assert found.severity is None
+    assert "No fault proven" in found.headline
+
+
+AVERAGED = "All workers report exactly the same loss although their gradients differ"
+
+
+@pytest.mark.parametrize(
+    ("norms", "cosine", "said"),
+    [(0.0, None, False), (0.3, None, True), (0.0, 0.2, True), (0.0, 1.0, False)],
+)
+def test_gradients_that_do_not_differ_are_not_said_to(tmp_path, norms, cosine, said):
+    values = assess(record(tmp_path, sharded(4096, 8, 4), steps=2)[0]).values
+    values = {**values, "loss_std": 0.0, "grad_norm_std": norms, "cosine_mean": cosine}
+    assert any(AVERAGED in text for text in statements(values, ())) is said
+
+
+@pytest.mark.parametrize(
+    ("bad", "start", "advice"),
+    [
+        (0, 0, "Start again with the fault repaired"),
+        (5, 5, "Start again with the fault repaired"),  # nothing is known of steps before
+        (6, 5, "Go back to a checkpoint before step 6"),
+    ],
+)
+def test_nobody_is_sent_to_a_checkpoint_that_there_cannot_be(tmp_path, bad, start, advice):
+    diagnosis = Diagnosis(RunFacts(4))
+    writer = RunWriter(tmp_path / "run", {"num_workers": 4})
+    for t in range(start, 8):
+        loss = [math.nan if t == bad else 1.0, 1.0, 1.0, 1.0]
+        columns = {"loss": loss, "nonfinite": [t == bad, False, False, False]}
+        report = summarize(gathered(t, [np.array([t, rank]) for rank in range(4)], **columns))
+        writer.add(report)
+        writer.add_findings(diagnosis.observe(report))
+    writer.add_findings(diagnosis.close())
+    writer.close()
+    [finding] = [one for one in diagnosis.findings if one.cause == "numerics.nonfinite"]
+    assert finding.next_check.startswith(advice)
+    assert assess(Run.open(tmp_path / "run")).recommendation == finding.next_check
+
+
+def test_statements_are_sentences_without_holes(tmp_path):
+    streams = [
+        sharded(4096, 8, 4),
+        replicated(900, 4, [0] * 8),
+        replicated(900, 4, [1] + [0] * 7),
+        replicated(900, 4, range(8)),
+        with_replacement(900, 8, 4),
+    ]
+    for i, stream in enumerate(streams):
+        (tmp_path / str(i)).mkdir()
+        run, findings = record(tmp_path / str(i), stream)
+        found = assess(run)
+        texts = [found.headline, found.recommendation, *found.statements]
+        texts += [text for f in findings for text in (f.explanation, f.next_check)]
+        for text in texts:
+            assert text[0].isupper()
+            assert text.endswith(".")
+            assert ".." not in text
+            assert not any(hole in text for hole in ("None,", "None.", "nan ", "{", "}", "  "))
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        lambda: sharded(517, 8, 4),
+        lambda: replicated(300, 4, [0] * 8),
+        lambda: replicated(300, 4, [1] + [0] * 7),
+        lambda: replicated(300, 4, range(8)),
+        lambda: with_replacement(300, 8, 4),
+    ],
+)
+def test_a_record_gives_the_same_findings_as_the_live_run(tmp_path, stream):
+    run, live = record(tmp_path, stream(), steps=60)
+    assert diagnose_run(run) == live
+    assert run.findings() == live

@@ -1,0 +1,160 @@
+"""Steps that are handled together give what they give one by one, bit for bit."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rankscope.agent.summarize import summarize
+from rankscope.bus.run import RunFacts
+from rankscope.bus.weighting import undo_common_scale
+from rankscope.verdict.diagnosis import Diagnosis
+from support.streams import gathered, sharded
+
+GROUPS = ("embedding", "layers.0", "head")
+LAID_OUT_OTHERWISE = {"OverlappingShards", "ResumeMismatch"}  # the same samples, in other pieces
+STEPS = 260
+
+
+def make_step(t, batches, observed):
+    """Return a step of a healthy job, with all that detectors read often."""
+    width, rng = len(batches), np.random.default_rng([t, len(batches)])
+    sketches_WK = 0.5 + rng.normal(size=(width, 67)).astype(np.float32)
+    step = gathered(
+        t,
+        batches,
+        sketches_WK=sketches_WK if observed else None,
+        samples_named=[True] * width,
+        batch_digest=rng.integers(2**62, size=width),
+        loss=2 + rng.normal(size=width) / 8,
+        loss_sem=np.full(width, 0.1),
+        loss_weight=rng.integers(90, 110, width),
+        grad_scale=np.ones(width),
+        grad_norm=np.linalg.norm(sketches_WK, axis=1) if observed else np.full(width, np.nan),
+        reduced_norm=np.full(width, np.linalg.norm(sketches_WK.mean(axis=0))),
+        optimizer_steps=np.ones(width),
+        busy_seconds=rng.normal(0.1, 0.001, width),
+        step_seconds=rng.normal(0.11, 0.001, width),
+        lr=np.full(width, 1e-3),
+    )
+    if not observed:
+        return step
+    return replace(
+        step,
+        reduced_copies=width,
+        groups=GROUPS,
+        group_norms_WG=rng.lognormal(0, 0.1, (width, 3)),
+        group_sketches_WGK=rng.normal(size=(width, 3, 17)).astype(np.float32) + 0.5,
+        residuals_WG=rng.uniform(2e-7, 4e-7, (width, 3)),
+        total_residuals_W=rng.uniform(2e-7, 4e-7, width),
+    )
+
+
+def with_column(step, name, change):
+    values = step.workers[name].copy()
+    change(values)
+    return replace(step, workers={**step.workers, name: values})
+
+
+def healthy(step):
+    return step
+
+
+def one_odd(step):
+    """Let worker 1's gradient be longer for a while, so that it is set apart and taken back."""
+    if not 60 <= step.step < 150:
+        return step
+    return with_column(step, "grad_norm", lambda norms_W: norms_W.__setitem__(1, 1.5 * norms_W[1]))
+
+
+def short_batches(step):
+    """Give the last worker a short batch now and then, two workers the same one, or none at all."""
+    batches = list(step.samples)
+    if step.step % 23 == 7:
+        batches[-1] = batches[-1][:1]
+    if step.step % 41 == 5:
+        batches[1] = batches[0]
+    if step.step % 37 == 3:
+        batches = [batch[:0] for batch in batches]
+    sizes = [len(batch) for batch in batches]
+    workers = {**step.workers, "num_samples": np.array(sizes, np.int64)}
+    return replace(step, samples=tuple(batches), workers=workers)
+
+
+def not_finite(step):
+    if step.step % 31 != 4:
+        return step
+    if step.sketches_WK is not None:
+        sketches_WK = step.sketches_WK.copy()
+        sketches_WK[0] = np.nan
+        step = replace(step, sketches_WK=sketches_WK)
+    step = with_column(step, "nonfinite", lambda flags_W: flags_W.__setitem__(0, True))
+    return with_column(step, "loss", lambda losses_W: losses_W.__setitem__(0, np.nan))
+
+
+def corrupted(step):
+    if step.residuals_WG is None or step.step not in (100, 200):
+        return step
+    return replace(step, residuals_WG=step.residuals_WG + np.array([0.0, 1e-3, 0.0]))
+
+
+def stale_tokens(step):
+    return with_column(step, "loss_weight", lambda w: w.__setitem__(0, 2.0 if step.step % 2 else 0))
+
+
+JOBS = [healthy, one_odd, short_batches, not_finite, corrupted, stale_tokens]
+
+
+def reports_of(change, width, every):
+    batches = sharded(600, width, 3)
+    steps = [change(make_step(t, next(batches), t % every == 0)) for t in range(STEPS)]
+    return [summarize(undo_common_scale(step)) for step in steps]
+
+
+def digest(state):
+    """Return a state in which arrays and NaN can be compared."""
+    if isinstance(state, dict):
+        return {name: digest(part) for name, part in state.items()}
+    if isinstance(state, list | tuple):
+        return [digest(part) for part in state]
+    return (str(state.dtype), state.tobytes()) if isinstance(state, np.ndarray) else repr(state)
+
+
+FINDS = {  # on four workers, with every step observed
+    "one_odd": "outlier-1",
+    "short_batches": "data.overlapping_shards",
+    "not_finite": "numerics.nonfinite",
+    "corrupted": "reduction-spike",
+    "stale_tokens": "token-weighting-one-worker",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "width", "every"),
+    [
+        *((change, 4, 1) for change in JOBS),
+        *((change, 2, 1) for change in JOBS[:2]),
+        *((change, 4, 5) for change in JOBS[2:4]),
+        *((change, 8, 3) for change in JOBS[4:]),
+    ],
+)
+def test_findings_and_all_that_is_remembered_are_the_same(change, width, every):
+    reports = reports_of(change, width, every)
+    alone, together = Diagnosis(RunFacts(width)), Diagnosis(RunFacts(width))
+    expected = [alone.observe(report) for report in reports]
+    found, sizes = [], np.random.default_rng(width).integers(1, 65, STEPS).tolist()
+    while len(found) < STEPS:
+        found += together.observe_many(reports[len(found) : len(found) + sizes.pop()])
+    assert found == expected
+    assert together.findings == alone.findings
+    finds = FINDS.get(change.__name__) if (width, every) == (4, 1) else None
+    assert finds is None or finds in {finding.id for finding in together.findings}
+    one, other = alone.state()["detectors"], together.state()["detectors"]
+    for name in set(one) - LAID_OUT_OTHERWISE:
+        assert digest(other[name]) == digest(one[name]), name
+    assert together.close() == alone.close()
+
+
+def test_nothing_comes_of_no_steps():
+    assert Diagnosis(RunFacts(2)).observe_many([]) == []

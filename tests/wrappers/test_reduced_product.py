@@ -1,0 +1,156 @@
+"""The inner product of local and reduced gradient, read while the one is copied over the other."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.autograd import Variable
+
+from rankscope.gradients.kernels.dot import NativeDot, check_dot, choose_dot, plain_dot
+from rankscope.wrappers.guard import Guard
+from rankscope.wrappers.reduced_product import ReducedProduct, needs_product
+from rankscope.wrappers.tap import ReadReduced
+from support.kernel_checks import needs_compiler
+
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64)
+
+
+@pytest.fixture(params=["torch", pytest.param("native", marks=needs_compiler)])
+def dot(request):
+    return plain_dot if request.param == "torch" else NativeDot()
+
+
+def pair(shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in "ab"]
+
+
+def expect(dot, one, other):
+    a, b = (np.asarray(x.to(torch.complex128).resolve_conj()).ravel() for x in (one, other))
+    exact, size = np.vdot(a, b).real, np.linalg.norm(a) * np.linalg.norm(b)
+    assert float(dot(one, other)) == pytest.approx(exact, abs=1e-13 * size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0, 1, 127, 128, 1031, 200_000])
+def test_every_type_and_size(dot, dtype, size):
+    expect(dot, *pair((size,), dtype))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[0, :1], lambda x: x[3, 5],
+     lambda x: x.view(10, 5, 4, 50).contiguous(memory_format=torch.channels_last)],
+)  # fmt: skip
+def test_every_layout(dot, view):
+    one, other = (view(x) for x in pair((50, 200)))
+    expect(dot, one, other)
+    expect(dot, one, other.contiguous())
+
+
+def test_neither_tiny_nor_huge_numbers_are_lost(dot):
+    one, other = pair((1000,))
+    expect(dot, one * 1e-30, other * 1e-30)
+    expect(dot, one * 1e30, other * 1e30)
+    one[7] = torch.nan
+    assert np.isnan(float(dot(one, other)))
+
+
+def test_a_wrong_function_is_noticed():
+    check_dot(choose_dot(CPU))
+    with pytest.raises(ArithmeticError, match="errs"):
+        check_dot(lambda one, other: plain_dot(one, other) + 1e-6)
+
+
+class Backward:
+    """A backward pass at whose end something copies, as DDP does."""
+
+    def __init__(self):
+        self.failures = []
+        self.parameters = {"a": torch.ones(3, 4), "b": torch.ones(5), "c": torch.ones(2)}
+        for parameter in self.parameters.values():
+            parameter.requires_grad_()
+        self.product = ReducedProduct(self.parameters, CPU, Guard(self.failures.append))
+
+    def run(self, finish):
+        """Return the local gradients and the product; ``finish`` is DDP's own callback."""
+        engine, local = Variable._execution_engine, {}
+
+        def near_end():
+            local.update({name: p.grad.clone() for name, p in self.parameters.items()})
+            self.product.watch()
+
+        def begin(gradient):
+            engine.queue_callback(near_end)
+            engine.queue_callback(finish)
+
+        loss = sum((i + 2) * p.square().sum() for i, p in enumerate(self.parameters.values()))
+        loss.register_hook(begin)
+        loss.backward()
+        assert torch._C._len_torch_dispatch_stack() == 0
+        return local, self.product.take(self.parameters)
+
+    def copy(self, names, factor=0.5, repeat=1):
+        for name in names * repeat:
+            gradient = self.parameters[name].grad
+            gradient.copy_(gradient * factor + 1)
+
+    def copy_at_once(self):
+        gradients = [p.grad for p in self.parameters.values()]
+        torch._foreach_copy_(gradients, [g * 0.5 + 1 for g in gradients])
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_copies_show_both_gradients(at_once):
+    backward = Backward()
+    for _ in range(2):
+        finish = backward.copy_at_once if at_once else lambda: backward.copy("abc")
+        local, product = backward.run(finish)
+        exact = sum(float((g * (g * 0.5 + 1)).sum()) for g in local.values())
+        assert float(product) == pytest.approx(exact, rel=1e-12)
+        for name, parameter in backward.parameters.items():
+            torch.testing.assert_close(parameter.grad, local[name] * 0.5 + 1, rtol=0, atol=0)
+            parameter.grad = None
+    assert backward.failures == []
+
+
+def test_what_was_not_seen_whole_is_unknown():
+    backward = Backward()
+    assert backward.product.take({"a"}) is None
+    assert backward.run(lambda: backward.copy("ab"))[1] is None
+    assert backward.run(lambda: backward.copy("abc", repeat=2))[1] is None  # not by the reduction
+    assert backward.run(lambda: backward.copy("abc"))[1] is not None
+    assert backward.failures == []
+
+
+def test_when_the_reduction_raises_nothing_stays_behind():
+    backward = Backward()
+
+    def fail():
+        raise RuntimeError("a peer is gone")
+
+    with pytest.raises(RuntimeError, match="a peer is gone"):
+        backward.run(fail)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert backward.run(lambda: backward.copy("abc"))[1] is not None
+    assert backward.failures == []
+
+
+@pytest.mark.parametrize(
+    ("sketches", "reduced", "workers", "in_buckets", "asked"),
+    [
+        (False, ReadReduced.NORM, 3, False, True),
+        (True, ReadReduced.NORM, 3, False, False),
+        (False, ReadReduced.OFF, 3, False, False),
+        (False, ReadReduced.NORM, 2, False, False),
+        (False, ReadReduced.NORM, 3, True, False),
+    ],
+)
+def test_it_is_asked_for_where_nothing_else_tells_directions(
+    sketches, reduced, workers, in_buckets, asked
+):
+    group = SimpleNamespace(size=lambda: workers)
+    model = SimpleNamespace(process_group=group, gradient_as_bucket_view=in_buckets)
+    assert needs_product(model, SimpleNamespace(sketches=sketches), reduced) == asked
