@@ -19,7 +19,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from rankscope.version import __version__
 
 if TYPE_CHECKING:
     from rankscope.bus.finding import Finding as Finding

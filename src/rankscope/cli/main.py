@@ -11,7 +11,6 @@ from typing import Any
 import typer
 from rich.text import Text
 
-import rankscope
 from rankscope.cli.causes import causes
 from rankscope.cli.demo import demo
 from rankscope.cli.diff import diff
@@ -25,6 +24,7 @@ from rankscope.cli.serve import serve
 from rankscope.cli.study import study
 from rankscope.cli.verify import verify
 from rankscope.errors import RankscopeError
+from rankscope.version import __version__
 
 FINDINGS = 1
 BAD_INPUT = 2
@@ -76,7 +76,7 @@ app.command(short_help="Measure what the order and the type of a sum change.")(n
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"rankscope {rankscope.__version__}")
+        print(f"rankscope {__version__}")
         raise typer.Exit
 
 
@@ -137,7 +137,7 @@ def _defect(error: Exception) -> str:
     own = [frame for frame in frames if "rankscope" in Path(frame.filename).parts]
     places = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in (own or frames)[-3:]]
     return (
-        f"this is a defect of rankscope {rankscope.__version__}, not of your input or training: "
+        f"this is a defect of rankscope {__version__}, not of your input or training: "
         f"{type(error).__name__}: {str(error)[:300]} (at {', '.join(places)}); please report it"
     )
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-import rankscope
 from rankscope.files import claim, create_directory, is_file, replace, staged, to_plain
 from rankscope.record.states import START_FILE
+from rankscope.version import __version__
 
 SCHEMA_VERSION = 1
 """Raised when an older reader would misread a run; a new column alone does not raise it."""
@@ -101,7 +101,7 @@ def now() -> str:
 
 def _versions() -> dict[str, str]:
     return {
-        "rankscope": rankscope.__version__,
+        "rankscope": __version__,
         "python": platform.python_version(),
         "numpy": np.__version__,
     }
