@@ -47,7 +47,7 @@ def _works(setup: Setup, flat: Tensor, gradients: list[tuple[str, Tensor]]) -> d
     sketcher = Sketcher(setup.device, group_parameters([name for name, _ in gradients]), width)
     use_kernel(sketcher, kernel_for(setup, width))
     totals, norms = sketcher.new_totals(), sketcher.new_totals()
-    reading_of = on_device(setup).Reading
+    reading_of = on_device(setup).PendingDigests
 
     def digest() -> object:
         reading = reading_of()

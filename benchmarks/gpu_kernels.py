@@ -232,7 +232,7 @@ def on_device(setup: Setup) -> Any:
 
 
 def _digested(setup: Setup) -> Values:
-    reading = on_device(setup).Reading()
+    reading = on_device(setup).PendingDigests()
     types = (*DTYPES, "float64", "int64", "int32", "uint8", "bool", "complex64")
     sizes = setup.pick((0, 1, 3, 1023, 4097, 2_000_003), (0, 1023))
     expected, squares = [], []

@@ -329,9 +329,9 @@ def _pretend(training: _Training) -> None:
     cpu = torch.device("cpu")
     tap: Any = training.collector._tap
     tap._sketcher._kernel = fused.TritonKernel(cpu, WIDTH, period_signs(0), num_processors=1)
-    tap._sketcher._together.clear()
+    tap._sketcher._readers.clear()
     state: Any = training.collector._probes["state"]
-    state._meter._turns.clear()  # what was learnt of them is of the host
+    state._meter._slots.clear()  # what was learnt of them is of the host
     reader = many.DeviceReader(cpu)
     for replaced, name, value in (
         (readings, "native_sum", lambda: None),

@@ -89,4 +89,4 @@ def test_a_worker_whose_messages_were_lost_is_named_once(caplog):
     assert assembly.lost == [1, 2, 4, 5, 6]
     assert assembly.lost_of == {1: 5}
     (line,) = [record.getMessage() for record in caplog.records]
-    assert line.startswith("what rank 1 has measured up to step 2 was lost")
+    assert line.startswith("rank 1: its data up to step 2 was lost")

@@ -15,16 +15,16 @@ os.makedirs("gone"), os.chdir("gone"), os.rmdir("../gone")
 os.environ["TMPDIR"] = os.environ["HOME"] = "/proc/1"
 os.environ["PYTHONHOME"] = "/nowhere"
 from rankscope.agent import launch
-from rankscope.agent.frames import Kind, pack
+from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.link import Link
 
 listening, address = launch.listen()
 numbers = listening.fileno()
 started = launch.start(listening, "password", thread=False)
-hello = pack(Kind.HELLO, json.dumps({"rank": 0, "secret": "password"}).encode(), rank=0)
+hello = pack(FrameKind.HELLO, json.dumps({"rank": 0, "secret": "password"}).encode(), rank=0)
 link = Link(lambda: launch.connect(address), hello)
 frames = link.wait(30.0)
-assert [frame.kind for frame in frames] == [Kind.WELCOME], frames
+assert [frame.kind for frame in frames] == [FrameKind.WELCOME], frames
 assert int(frames[0].payload) == started.pid, frames
 assert os.getsid(started.pid) == started.pid  # Ctrl-C in the terminal does not reach it
 print(numbers, open(f"/proc/{started.pid}/environ").read().count("VISIBLE_DEVICES=\\0"))

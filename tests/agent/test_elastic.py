@@ -10,7 +10,7 @@ from support.forked_ranks import torchrun
 
 JOB = """
 import os, sys, torch, torch.distributed as dist
-from rankscope.session import rendezvous
+from rankscope.wrappers import rendezvous
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 import rankscope

@@ -170,7 +170,8 @@ def test_runs_of_other_models_are_bad_input(command, tmp_path):
 def test_a_missing_extra_is_named(command, tmp_path, monkeypatch):
     write_training(tmp_path / "a", Training(steps=3))
     write_training(tmp_path / "b", Training(steps=3))
-    for name in [name for name in sys.modules if name.startswith("rankscope.report.")]:
+    figures = ("rankscope.report.", "rankscope.tools.diff.figures")
+    for name in [name for name in sys.modules if name.startswith(figures)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     code, _, errors = command(tmp_path / "a", tmp_path / "b", "--html", tmp_path / "d.html")

@@ -37,7 +37,7 @@ EVERY, STEPS = 13, 27  # two canaries on schedule: decided at 0 and 13, run at 1
 
 def hasten() -> None:
     """Let canaries of this rank's process come after fewer steps."""
-    canary_plan.LAG = LEAD
+    canary_plan.LAG = canary_plan.FIRST_KEPT = LEAD
 
 
 class SideEffects(nn.Module):

@@ -232,6 +232,7 @@ def train_all(rank, folder):
     options = {"num_steps": CANARY_STEPS, "canary_every": 40}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(canary_plan, "LAG", CANARY_LEAD)
+        patch.setattr(canary_plan, "FIRST_KEPT", CANARY_LEAD)
         healthy["with a canary"] = (
             train(rank, BareLoop, None, **options),
             train(rank, BareLoop, f"{folder}/with a canary", **options),

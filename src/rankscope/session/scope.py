@@ -305,6 +305,8 @@ class Scope:
         while not self._inbox.done and time.monotonic() < until:
             if self._inbox.wait(min(until - time.monotonic(), 0.5)):
                 until = time.monotonic() + timeout  # the agent is still busy
+            else:
+                self._link.drain(0.0)  # it may have been stopped only now
         if not self._inbox.done and not interrupted:
             warns = self._handle.agent is not None and timeout >= CLOSE_SECONDS_AFTER_ERROR
             level = logging.WARNING if warns else logging.INFO

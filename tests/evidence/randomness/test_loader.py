@@ -192,7 +192,7 @@ def test_a_failure_of_ours_does_not_end_a_worker(monkeypatch):
     def refuse(row):
         raise OSError("no more threads")
 
-    monkeypatch.setattr("rankscope.evidence.randomness.meter._Witness", refuse)
+    monkeypatch.setattr("rankscope.evidence.randomness.meter._MoveWatcher", refuse)
     loader = loader_of("numpy", multiprocessing_context="fork")
     meter = LoaderMeter(loader)
     assert len(epoch(loader)) == 8

@@ -19,6 +19,9 @@ from rankscope.bus.governor import LAG
 from rankscope.bus.pace import PACE
 from rankscope.bus.step import MISSING_INT, GatheredStep
 
+FIRST_KEPT = PACE.first_kept
+"""Steps until the batches of a run's first canary are kept."""
+
 SPACING = PACE.canary_spacing
 """Steps between two canaries of findings, or of a schedule within a share, at least."""
 
@@ -120,7 +123,7 @@ class Planned:
 
 def first_by_default(first_step: int) -> Planned:
     """Return the first canary of a run, if nobody asked for another schedule."""
-    capture_at = first_step + PACE.first_kept
+    capture_at = first_step + FIRST_KEPT
     return Planned(SCHEDULED, 0, 1, capture_at, capture_at + LAG, by_default=True)
 
 
