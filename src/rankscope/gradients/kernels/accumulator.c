@@ -1,4 +1,4 @@
-/* Sums of gradients in two digits of 64 bits per element; see reduce/accumulator.py for what they mean.
+/* Sums of gradients in two digits of 64 bits per element; see lab/reductions/accumulator.py for what they mean.
  *
  * Every product with a power of two and every difference here is exact, so that neither the width
  * of vectors nor fused operations change a bit.

@@ -289,7 +289,7 @@ typedef struct {
 /* Hands over squared norms, the reduced gradient's likewise, what the caller fills in, the largest
  * element, the number of those that are not finite; and behind all numbers the sketches.
  *
- * local, reduced: totals as capture/totals.py lays them out; the latter may be null. */
+ * local, reduced: totals as gradients/totals.py lays them out; the latter may be null. */
 void rankscope_hand_over(const form *f, const fold *folds, const double *local,
                          const double *reduced, double *into) {
     const int64_t rows = f->rows, before = 2 * rows + (rows + 1) / 2;
