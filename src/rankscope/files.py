@@ -24,6 +24,9 @@ DAMAGES = (
 )
 """Errors of reading a damaged NumPy archive, or its JSON."""
 
+MAX_TEXT_BYTES = 2**26
+"""Largest JSON file of a run that is read: ten times the ``run.json`` of 10,240 ranks."""
+
 _PIECE = 2**20
 
 
@@ -95,14 +98,20 @@ def open_file(path: Path) -> IO[bytes]:
     return os.fdopen(number, "rb")
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
     """Return the content of a regular file, as :func:`open_file` opens it.
 
+    A file of a few kilobytes on disk may be gigabytes long; so nothing beyond ``most`` is read.
+
     Raises:
-        OSError: It cannot be read.
+        OSError: It cannot be read, or is longer than ``most`` bytes.
     """
     with open_file(path) as file:
-        return file.read()
+        if os.fstat(file.fileno()).st_size <= most:
+            content = file.read(most + 1)
+            if len(content) <= most:
+                return content
+    raise OSError(errno.EFBIG, f"it is longer than {most // 2**20} MiB, which no such file is")
 
 
 def parse(content: bytes | str) -> Any:
@@ -125,20 +134,39 @@ class RunTakenError(RunError):
     """Another job has begun a run in the directory."""
 
 
-def create_directory(path: Path, mark: str, leftovers: Collection[str] = ()) -> None:
+def make_folder(path: Path, mode: int) -> None:
+    """Create a directory of this mode, and its parents; one that exists keeps its own.
+
+    Raises:
+        OSError: It cannot be created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700)
+    except FileExistsError:
+        if not is_directory(path):
+            raise
+    else:
+        path.chmod(mode)
+
+
+def create_directory(
+    path: Path, mark: str, leftovers: Collection[str] = (), *, mode: int = 0o700
+) -> None:
     """Create a directory and its parents; it may exist if it holds only leftovers.
 
     Args:
         path: The directory.
         mark: The file by which a job claims the directory, see ``claim``.
         leftovers: Names of files that a failed start may have left, besides hidden unfinished ones.
+        mode: Its permissions; files that are written into it are as readable as the directory.
 
     Raises:
         RunTakenError: Another job has taken it.
         RunError: It holds something else, or cannot be created.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path, mode)
         names = {entry.name for entry in path.iterdir()} - {*leftovers}
     except OSError as error:
         raise RunError(
@@ -203,7 +231,7 @@ def staged(path: Path, content: bytes, *, after: int = 0) -> Iterator[Path]:
     """
     hidden = path.with_name(f".{path.stem}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with hidden.open("xb") as file:
+        with open(hidden, "xb", opener=_create) as file:
             _copy_beginning(path, after, file)
             file.write(content)
             file.flush()
@@ -214,6 +242,15 @@ def staged(path: Path, content: bytes, *, after: int = 0) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             hidden.unlink()
+
+
+def _create(path: str, flags: int) -> int:
+    """Open a file; a new one is as readable as its directory, whatever the umask."""
+    number = os.open(path, flags, 0o600)
+    mode = Path(path).parent.stat().st_mode & 0o666
+    if mode != 0o600 and not os.fstat(number).st_size:
+        os.fchmod(number, mode | 0o600)
+    return number
 
 
 def _copy_beginning(path: Path, size: int, target: IO[bytes]) -> None:
@@ -261,7 +298,7 @@ def append(path: Path, data: bytes) -> None:
         RunError: They cannot be written; the file is then cut back, now or before the next lines.
     """
     try:
-        with path.open("ab+", buffering=0) as file:
+        with open(path, "ab+", buffering=0, opener=_create) as file:
             size = file.tell()
             if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
                 size = os.pread(file.fileno(), size, 0).rfind(b"\n") + 1

@@ -37,7 +37,7 @@ from rankscope.report.live.board import Board
 from report.recorded_runs import record_run, record_study, with_everything
 
 SECONDS = 60
-MEMORY = 3 * 2**30
+MEMORY = 2**30
 VALUES = (
     *(None, True, -1, 0, 10**9, 10**30, 1e308, float("inf"), float("nan"), "x", "\ud800", "\0"),
     *([], {}, [[1]], {"a": {"b": [None]}}, [10**30, -1]),
@@ -110,6 +110,9 @@ def mutate(place: Path, chosen: random.Random) -> str:
     structural = {".json": tree, ".jsonl": lines, ".parquet": table}.get(file.suffix)
     if structural is not None:
         ways += [structural] * 4
+    if chosen.random() < 0.03:
+        os.truncate(file, 2**30)  # a few kilobytes on disk
+        return f"stretch {file.relative_to(place)}"
     way = chosen.choice(ways)
     file.write_bytes(way(file.read_bytes(), chosen))
     return f"{way.__name__} {file.relative_to(place)}"

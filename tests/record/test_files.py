@@ -1,5 +1,6 @@
 """Files that grow as a whole."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -46,3 +47,12 @@ def test_a_file_to_which_others_can_write_is_not_read(tmp_path: Path):
     path.chmod(0o600)
     (tmp_path / "link").symlink_to(path)
     assert files.read_own(tmp_path / "link") is None
+
+
+def test_nothing_is_read_of_a_file_that_is_too_long(tmp_path: Path):
+    path = tmp_path / "run.json"
+    path.write_bytes(b"[]")
+    assert files.read_file(path, 2) == b"[]"
+    os.truncate(path, 2**40)
+    with pytest.raises(OSError, match="it is longer than 64 MiB, which no such file is"):
+        files.read_file(path)

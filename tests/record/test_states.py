@@ -1,6 +1,7 @@
 """State files: what is in them comes back, and what is not a state is refused."""
 
 import io
+import os
 import zipfile
 
 import numpy as np
@@ -66,6 +67,18 @@ def test_a_damaged_or_foreign_file_is_no_state(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "STATE_FORMAT", 2)
     with pytest.raises(StateError, match="another release"):
         unpack_state(whole)
+
+
+def test_a_state_larger_than_any_is_not_read(tmp_path):
+    bomb = io.BytesIO()
+    np.savez_compressed(bomb, tree=np.zeros(files.MAX_BYTES, np.uint8))
+    assert len(bomb.getvalue()) < 2**20
+    with pytest.raises(StateError, match="it holds more than 256 MiB, as no state does"):
+        unpack_state(bomb.getvalue())
+    (tmp_path / STATE_FILE).touch()
+    os.truncate(tmp_path / STATE_FILE, 2**30)
+    with pytest.raises(StateError, match="it is longer than 256 MiB"):
+        read_state(tmp_path / STATE_FILE)
 
 
 def test_a_missing_array_is_damage():

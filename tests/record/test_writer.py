@@ -1,4 +1,5 @@
 import json
+import os
 import threading
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -297,6 +298,22 @@ def test_close_writes_what_is_left_and_the_status(tmp_path):
     assert polars_rows(run.path, "steps") == expected_steps(3)
     with pytest.raises(RunError, match="closed"):
         run.add(make_report(3))
+
+
+@pytest.mark.parametrize(("share", "folder", "file"), [("me", 0o700, 0o600), ("all", 0o755, 0o644)])
+def test_a_run_is_as_readable_as_it_is_shared_whatever_the_umask(tmp_path, share, folder, file):
+    umask = os.umask(0 if share == "me" else 0o077)
+    try:
+        info = begin_run(tmp_path / "run", {"num_workers": 2}, share=share)
+        run = RunWriter(tmp_path / "run", info, begun=True)
+        run.add(make_report(0))
+        run.add_findings([make_finding("a")])
+        run.close()
+    finally:
+        os.umask(umask)
+    found = [run.path, *run.path.rglob("*")]
+    kinds = {(path.is_dir(), path.stat().st_mode & 0o777) for path in found}
+    assert kinds == {(True, folder), (False, file)}
 
 
 def test_info_cannot_claim_another_schema_or_status(tmp_path):

@@ -92,16 +92,31 @@ _URL = re.compile(r"\b([a-z][a-z0-9+.-]*://)(?:\S*@)?([^\s/?#\\]+)[^\s]*", re.IG
 _SECRET = re.compile(
     r"secret|passw(or)?d|passphrase|passcode|credential|authoriz|bearer|cookie|signature"
     r"|connection_?string|(api|access|account|private|ssh|encryption|signing|license)_?key"
-    r"|(^|_)(auth|dsn|jwt|key|pass|pat|pwd|sas|tokens?|webhook)(_(id|file|url|value|str))?$",
+    r"|(^|_)(auth|dsn|jwt|key|pass|pat|pwd|sas|tokens?|webhook)(_(id|file|url|value|str|\d+))?$",
     re.IGNORECASE,
 )
-_NAMED = r"[\w-]*(?:secret|passw(?:or)?d|passphrase|credential|authorization|token|[is]_?key)[\w-]*"
+_NAMED = (
+    r"[\w-]*(?:secret|passw(?:or)?d|passphrase|credential|authorization|token|[is][_-]?key)[\w-]*"
+)
 _NAMED_VALUE = re.compile(
     rf"(--{_NAMED}[ =]|\b{_NAMED}['\"]?\s*[=:]\s*)"
-    r"(['\"]?)(?!\d+\b|None\b)(?:(?:bearer|basic)\s+)?[^\s'\",)]+",
+    r"(['\"]?)(?!\d+\b|None\b)(?:(?:apikey|basic|bearer|digest|token)\s+)?[^\s'\",)]+",
     re.IGNORECASE,
 )
-_MARKS_OF_TEXT = re.compile(r"^(additional|bos|cls|eos|image|mask|pad|sep|special|unk)_tokens?$")
+_USER = re.compile(r"(?<![\w/])[A-Za-z_][\w.+-]*:[^\s:@/]+@(?=[\w-])")
+_PRIVATE_KEY = re.compile(
+    r"-----BEGIN [A-Z0-9 ]*PRIVATE KEY(?: BLOCK)?-----.*?(?:-----END [^-]*-----|\Z)", re.DOTALL
+)
+_ISSUED = re.compile(
+    r"\b(?:hf_|gh[opusr]_|github_pat_|glpat-|sk-|sk_live_|rk_live_|xox[abeoprs]-|npm_|pypi-"
+    r"|wandb_v1_|AIza|AKIA|ASIA|eyJ[\w-]+\.eyJ)[\w.-]{12,}"
+)
+"""Beginnings by which issuers mark their tokens, so that scanners find them."""
+
+_FLAG = re.compile(r"--?([A-Za-z][\w.-]*)")
+_MARKS_OF_TEXT = re.compile(
+    r"^(additional|bos|cls|eos|image|mask|max|pad|sep|special|unk)_tokens?$"
+)
 _CAMEL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 
 
@@ -113,18 +128,32 @@ def without_addresses(text: str) -> str:
 def without_secrets(value: Any, name: str = "") -> Any:
     """Return a user's plain JSON value with all likely secrets hidden.
 
-    Text is hidden if ``name``, the name of the value, is that of a secret.
+    Text is hidden if ``name``, the name of the value, is that of a secret; in a list of arguments,
+    the name is the argument before it.
     """
     if isinstance(value, Mapping):
         hidden = name if _is_secret(name) else ""
         return {key: without_secrets(item, hidden or str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [without_secrets(item, name) for item in value]
+        if _is_secret(name):
+            return [without_secrets(item, name) for item in value]
+        flags = ["", *map(_flag, value)]
+        return [
+            without_secrets(item, name if _flag(item) else flag or name)
+            for item, flag in zip(value, flags, strict=False)
+        ]
     if not isinstance(value, str):
         return value
     if _is_secret(name):
         return HIDDEN
-    return without_addresses(_NAMED_VALUE.sub(rf"\1\2{HIDDEN}", value))
+    text = _NAMED_VALUE.sub(rf"\1\2{HIDDEN}", _PRIVATE_KEY.sub(HIDDEN, value))
+    return without_addresses(_USER.sub(f"{HIDDEN}@", _ISSUED.sub(HIDDEN, text)))
+
+
+def _flag(argument: Any) -> str:
+    """Return the name of a flag that may have its value in the next argument; else nothing."""
+    found = isinstance(argument, str) and _FLAG.fullmatch(argument)
+    return found[1] if found else ""
 
 
 def _is_secret(name: str) -> bool:

@@ -30,7 +30,13 @@ def is_run(path: Path) -> bool:
     return is_file(path / INFO_FILE)
 
 
-def begin_run(path: str | Path, info: Mapping[str, Any], start: bytes = b"") -> dict[str, Any]:
+SHARES = {"me": 0o700, "group": 0o750, "all": 0o755}
+"""Permissions of a run's directory, by who may read the run."""
+
+
+def begin_run(
+    path: str | Path, info: Mapping[str, Any], start: bytes = b"", share: str = "me"
+) -> dict[str, Any]:
     """Claim a directory for a run, and return the content of ``run.json``.
 
     Args:
@@ -39,6 +45,7 @@ def begin_run(path: str | Path, info: Mapping[str, Any], start: bytes = b"") -> 
         info: The description of the run for ``run.json``: configuration, hosts, versions. Numpy
             and paths are made plain, non-finite numbers null.
         start: The packed initial state of the detectors, if the run continues another.
+        share: Who may read the run, see :data:`SHARES`; a directory that exists stays as it is.
 
     Raises:
         RunTakenError: Another job has begun a run in it.
@@ -52,7 +59,7 @@ def begin_run(path: str | Path, info: Mapping[str, Any], start: bytes = b"") -> 
         "status": "running",
         "started": now(),
     }
-    create_directory(path, INFO_FILE, leftovers=[START_FILE])
+    create_directory(path, INFO_FILE, leftovers=[START_FILE], mode=SHARES[share])
     with contextlib.ExitStack() as stack:
         remembered = path / START_FILE
         hidden = stack.enter_context(staged(remembered, start)) if start else None

@@ -26,6 +26,9 @@ START_FILE = "detectors-start.npz"
 STATE_FORMAT = 1
 """Raised when a state of the same shape gets another meaning."""
 
+MAX_BYTES = 2**28
+"""Largest state that is read: what is kept of samples is a share of them, of bounded size."""
+
 _PLACE = "$array"
 
 
@@ -46,6 +49,8 @@ def unpack_state(content: bytes) -> State:
     """
     try:
         with np.load(BytesIO(content), allow_pickle=False) as archive:
+            if sum(entry.file_size for entry in archive.zip.infolist()) > MAX_BYTES:
+                raise StateError(f"it holds more than {MAX_BYTES // 2**20} MiB, as no state does")
             header = parse(archive["tree"].tobytes())
             if (header["format"], header["schema"]) != (STATE_FORMAT, schema_hash()):
                 raise StateError("it is of another release of rankscope")
@@ -64,7 +69,7 @@ def read_state(file: Path) -> State | None:
         StateError: It cannot be read, is damaged, or is of another release.
     """
     try:
-        content = read_file(file)
+        content = read_file(file, MAX_BYTES)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -78,7 +83,7 @@ def read_number(file: Path, name: str) -> int | None:
     None without such a number, or if the file is no readable state.
     """
     try:
-        with np.load(BytesIO(read_file(file)), allow_pickle=False) as archive:
+        with np.load(BytesIO(read_file(file, MAX_BYTES)), allow_pickle=False) as archive:
             value = parse(archive["tree"].tobytes())["state"][name]
     except DAMAGES:
         return None

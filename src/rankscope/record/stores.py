@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from rankscope.bus.pace import PACE
 from rankscope.errors import RunError, UsageError
-from rankscope.files import cache_root
+from rankscope.files import cache_root, make_folder
 from rankscope.record.begin import INFO_FILE
 
 if TYPE_CHECKING:
@@ -385,7 +385,7 @@ def _bring(files: "FileSystem", found: "dict[str, FileInfo]", copy: Path) -> Non
 
     if not found:
         return
-    copy.mkdir(parents=True, exist_ok=True)
+    make_folder(copy, 0o700)
     names = sorted(found, key=_send_order)
     with TemporaryDirectory(prefix=".", dir=copy) as hidden:
         for name in reversed(names):

@@ -27,7 +27,7 @@ from rankscope.bus.replicas import TRACE_WIDTH
 from rankscope.bus.step import StepReport
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
-from rankscope.files import append, extend, is_file, replace, to_plain, write_error
+from rankscope.files import append, extend, is_file, make_folder, replace, to_plain, write_error
 from rankscope.record.begin import INFO_FILE, begin_run, now, text_of
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
 from rankscope.record.rows import Rows, rows_of
@@ -440,7 +440,7 @@ class _PartWriter:
             return
         try:
             for folder in self._folders:
-                folder.mkdir(exist_ok=True)
+                make_folder(folder, folder.parent.stat().st_mode & 0o777)
         except OSError as error:
             raise write_error(self._folder, error) from error
         if self._part.size and not is_file(self._file):  # it was removed

@@ -120,6 +120,7 @@ class RunRequest:
         hang_seconds: How long a step may take; None for any time.
         in_thread: Whether agents live in threads of the training's processes.
         announce: Whether findings and the verdict are printed.
+        share: Who may read the run, see :data:`rankscope.record.begin.SHARES`.
     """
 
     options: dict[str, Any]
@@ -129,6 +130,7 @@ class RunRequest:
     hang_seconds: float | None
     in_thread: bool
     announce: bool = True
+    share: str = "me"
 
 
 def _end_lost_run(run_dir: Path, pid: int | None, how: str) -> None:
@@ -276,7 +278,8 @@ def _begin(
         if previous is not None and start is not None:
             described |= {"continues": previous.name, "first_step": start["step"] + 1}
         try:
-            written = begin_run(path, described, b"" if start is None else pack_state(start))
+            packed = b"" if start is None else pack_state(start)
+            written = begin_run(path, described, packed, request.share)
         except RunTakenError:  # by a job that begins at the same time: the next sibling is ours
             continue
         return _RootRun(

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rankscope.bus.groups import GroupsOption
 from rankscope.bus.plan import Tier
 from rankscope.errors import UsageError
+from rankscope.record.begin import SHARES
 from rankscope.wrappers.tap import ReadReduced
 
 _Choice = TypeVar("_Choice", bound=StrEnum)
@@ -68,6 +69,8 @@ class WatchOptions:
         announce: Whether rank 0 prints on the error stream (through the logger ``rankscope``) when
             a warning or an error opens, gets worse or closes, and at the end the verdict and the
             command that shows more.
+        share: Who may read the run: ``"me"``, ``"group"`` or ``"all"``. A directory that exists
+            keeps its permissions, and files in it are as readable as the directory.
 
     Raises:
         UsageError: An option cannot work.
@@ -91,6 +94,7 @@ class WatchOptions:
     trace: bool = False
     agent: str | None = None
     announce: bool = True
+    share: str = "me"
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -101,6 +105,9 @@ class WatchOptions:
             raise UsageError(f"verify_at expected numbers of steps, got {self.verify_at!r}")
         if self.agent not in (None, "", "process", "thread"):
             raise UsageError(f"agent must be 'process' or 'thread', got {self.agent!r}")
+
+        if self.share not in SHARES:
+            raise UsageError(f"share must be 'me', 'group' or 'all', got {self.share!r}")
 
     @classmethod
     def of(cls, options: "WatchOptions | None", named: Mapping[str, Any]) -> "WatchOptions":

@@ -156,6 +156,7 @@ def watch(
             hang_seconds=options.hang_seconds,
             in_thread=_in_thread(options.agent),
             announce=options.announce,
+            share=options.share,
         ),
     )
     mesh = None

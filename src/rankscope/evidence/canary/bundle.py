@@ -269,7 +269,7 @@ def _archive(batch: PlainBatch) -> bytes:
 
 def _read_batch(file: Path, structure: Any) -> PlainBatch:
     try:
-        content = read_file(file)
+        content = read_file(file, MAX_BYTES)
         _check_sizes(content)
         with np.load(BytesIO(content), allow_pickle=False) as archive:
             count = len(archive.files) - 1
