@@ -12,6 +12,7 @@ from rankscope.agent.hang_report import CodePlace, ProcessState, Stack
 from rankscope.agent.processes import ProcessWatch
 from rankscope.agent.progress import open_mark, read_mark
 from rankscope.agent.stacks import StackTaker
+from rankscope.bus.words import printable
 
 _log = logging.getLogger("rankscope")
 
@@ -85,7 +86,7 @@ class LocalRanks:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_NOCTTY
                 descriptor = os.open(f"/proc/{pid}/fd/2", flags)
                 try:
-                    os.write(descriptor, f"rankscope: {line}\n".encode())
+                    os.write(descriptor, f"rankscope: {printable(line)}\n".encode())
                 finally:
                     os.close(descriptor)
                 return

@@ -19,7 +19,7 @@ from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.processes import lower_priority
 from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer
-from rankscope.bus.words import name_ranks
+from rankscope.bus.words import name_ranks, printable
 from rankscope.errors import RankscopeError
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class LinesToTraining(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a line."""
-        line = record.getMessage()
+        line = printable(record.getMessage())
         if record.exc_info is not None and record.exc_info[1] is not None:
             line += "\n" + "".join(traceback.format_exception(record.exc_info[1])).rstrip()
         self._agent.log(record.levelno, line)

@@ -1,4 +1,4 @@
-"""Ranks, lists and counts as words."""
+"""Ranks, lists and counts as words, and words that a terminal may print."""
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
@@ -31,3 +31,8 @@ def listed(words: Sequence[str]) -> str:
 def count(number: int, singular: str, plural: str | None = None) -> str:
     """Return a number with its noun: ``1 step``, ``1,200 steps``."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
+
+
+def printable(words: str) -> str:
+    """Return words with a space in place of each control character, fit for a terminal."""
+    return "".join(sign if sign.isprintable() else " " for sign in words)

@@ -11,12 +11,13 @@ from typing import Any
 import typer
 from rich.text import Text
 
+from rankscope.bus.words import printable
 from rankscope.cli.causes import causes
 from rankscope.cli.demo import demo
 from rankscope.cli.diff import diff
 from rankscope.cli.doctor import doctor
 from rankscope.cli.numerics import numerics
-from rankscope.cli.output import guarded_streams, printable, terminal
+from rankscope.cli.output import guarded_streams, terminal
 from rankscope.cli.replay import replay
 from rankscope.cli.report import report
 from rankscope.cli.run import run_script

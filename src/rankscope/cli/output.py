@@ -21,6 +21,8 @@ from rich.segment import Segment, Segments
 from rich.table import Table as Grid
 from rich.text import Text
 
+from rankscope.bus.words import printable
+
 OnFailure = Callable[[str], None]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
@@ -230,11 +232,6 @@ def points(console: Console, sentences: Iterable[str]) -> None:
 def plain(words: str, style: str = "") -> Text:
     """Return text from records: never read as markup, without control characters."""
     return Text(printable(words), style=style)
-
-
-def printable(words: str) -> str:
-    """Return words with a space in place of each control character."""
-    return "".join(sign if sign.isprintable() else " " for sign in words)
 
 
 def _nearest(error: UnicodeError) -> tuple[str, int]:

@@ -28,6 +28,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from rankscope.bus.words import printable
 from rankscope.integrations.hooks import AfterImport, BackwardCalls, CallHook, reaches
 from rankscope.integrations.run_script import PID_VARIABLE, ScriptJob
 from rankscope.private import Patch
@@ -387,4 +388,4 @@ def report_single_process_run(job: ScriptJob, has_group: Callable[[], bool]) -> 
 def print_line(message: str) -> None:
     """Write a line to the script's error stream, if it is still open."""
     with contextlib.suppress(Exception):
-        print(f"rankscope: {message}", file=sys.stderr, flush=True)
+        print(f"rankscope: {printable(message)}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rankscope.bus.words import printable
 from rankscope.record import Run
 from rankscope.report.study_words import (
     Entry,
@@ -35,7 +36,7 @@ _ALT = {
 
 def escaped(words: object) -> str:
     """Return words as Markdown shows them, in one line, whatever they contain."""
-    line = " ".join("".join(c if c.isprintable() else " " for c in str(words)).split())
+    line = " ".join(printable(str(words)).split())
     marked = "".join(f"\\{c}" if c in _SPECIAL else c for c in html.escape(line, quote=False))
     return marked.replace("@", "&#64;").replace("://", ":&#47;&#47;")
 

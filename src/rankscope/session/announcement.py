@@ -5,6 +5,8 @@ import logging
 import shlex
 from pathlib import Path
 
+from rankscope.bus.words import printable
+
 _log = logging.getLogger("rankscope")
 
 
@@ -13,7 +15,7 @@ def announce(level: int, line: str) -> None:
 
     A level of the logger ``rankscope`` takes precedence.
     """
-    line = f"rankscope: {line}"
+    line = f"rankscope: {printable(line)}"
     if _log.level != logging.NOTSET:
         _log.log(level, "%s", line)
     elif not _log.disabled:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from rankscope.agent.launch import IN_THREAD
 from rankscope.bus.plan import Plan, Tier
+from rankscope.bus.words import printable
 from rankscope.errors import UsageError
 from rankscope.evidence.canary.check import check_canary
 from rankscope.evidence.environment.facts import environment_facts, vocabulary_digest
@@ -205,7 +206,8 @@ class _OnStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
         with contextlib.suppress(Exception):  # the stream is closed
-            sys.stderr.write(f"{self.format(record)}\n")  # in one piece, beside other ranks' lines
+            lines = map(printable, self.format(record).split("\n"))
+            sys.stderr.write("\n".join([*lines, ""]))  # in one piece, beside other ranks' lines
             sys.stderr.flush()
 
 

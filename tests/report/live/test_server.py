@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,7 @@ def test_a_run_that_leads_out_is_not_read(tmp_path: Path):
         ("localhost", 200), ("localhost:9999", 200), ("127.0.0.1:1", 200), ("[::1]:8321", 200),
         ("LOCALHOST", 200), ("evil.example", 421), ("localhost.evil.example:8321", 421),
         ("127.0.0.1.evil.example", 421), ("10.0.0.1", 421), ("[::2]", 421),
+        ("localhost:80@evil.example", 421), ("[::1]x", 421),
     ],
 )  # fmt: skip
 def test_only_names_of_this_machine_are_answered(served: Any, host: str, status: int):
@@ -439,6 +441,36 @@ def test_viewers_who_never_read_an_answer_are_left(tmp_path: Path):
         while server.server_state.connections:  # else the test's own limit ends it
             time.sleep(0.05)
         assert get(server, script).status == 200
+
+
+def test_viewers_of_a_slow_run_keep_no_other_page_waiting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    going_on = threading.Event()
+    waited = []
+
+    def slowly(run: Run) -> Any:
+        waited.append(run)
+        going_on.wait(60)
+        return run_content(run)
+
+    run_content = board.run_content
+    monkeypatch.setattr(board, "run_content", slowly)
+    Training(tmp_path / "slow").close()
+    request = b"GET /api/run/slow HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with serving(tmp_path) as server, contextlib.ExitStack() as stack:
+        stack.callback(going_on.set)
+        for number in range(100):
+            viewer = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+            stack.enter_context(viewer)
+            viewer.sendall(request)
+            if number % 2:
+                viewer.close()  # gives up
+
+        assert get(server, "/").status == 200
+        going_on.set()
+        assert get(server, "/run/slow").status == 200
+        assert len(waited) == 1
 
 
 def test_of_too_many_viewers_the_first_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

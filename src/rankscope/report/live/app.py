@@ -16,6 +16,7 @@ import functools
 import hashlib
 import hmac
 import ipaddress
+import re
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -41,6 +42,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rankscope.report.live.board import RUNS, Board, compare_topic, overlay_topic, run_topic
 from rankscope.report.live.sheets import (
     GZIP_LEVEL,
+    Sheet,
     asset,
     news_of,
     packed,
@@ -172,12 +174,13 @@ def _equal(one: str, other: str) -> bool:
 
 
 def _name_of(host: str) -> str:
-    """Return the name in a ``Host`` header without its port.
+    """Return the name in a ``Host`` header without its port; empty if it is malformed.
 
-    >>> _name_of("localhost:8321"), _name_of("[::1]:80")
-    ('localhost', '[::1]')
+    >>> _name_of("localhost:8321"), _name_of("[::1]:80"), _name_of("localhost:80@evil.example")
+    ('localhost', '[::1]', '')
     """
-    return host[: host.find("]") + 1] if host.startswith("[") else host.partition(":")[0]
+    found = _HOST.fullmatch(host)
+    return found[1] if found else ""
 
 
 def _with_headers(send: Send) -> Send:
@@ -191,6 +194,8 @@ def _with_headers(send: Send) -> Send:
 
     return sending
 
+
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::\d{0,5})?")
 
 _T = TypeVar("_T")
 
@@ -306,6 +311,20 @@ class _Pages:
     def __init__(self, board: Board, hub: Hub) -> None:
         self._board = board
         self._hub = hub
+        self._reading: dict[str, asyncio.Task[Sheet | None]] = {}
+
+    async def _sheet(self, topic: str) -> Sheet | None:
+        """Return the content of a page; None if there is no such page.
+
+        One thread reads for all who wait for a page, also for those who have left: so viewers of
+        one slow run never take the threads of other pages.
+        """
+        task = self._reading.get(topic)
+        if task is None:
+            task = asyncio.create_task(_elsewhere(functools.partial(self._board.sheet, topic)))
+            self._reading[topic] = task
+            task.add_done_callback(lambda _: self._reading.pop(topic, None))
+        return await asyncio.shield(task)
 
     async def runs(self, request: Request) -> Response:
         only = await _elsewhere(self._board.only_run)
@@ -325,8 +344,10 @@ class _Pages:
         start = await _elsewhere(functools.partial(start_of, topic))
         yield packing.compress(start.encode()) + packing.flush(zlib.Z_SYNC_FLUSH)
 
+        sheet = await self._sheet(topic) or _NO_RUN
+
         def rest() -> bytes:
-            page = page_of(self._board.sheet(topic) or _NO_RUN, topic)
+            page = page_of(sheet, topic)
             return packing.compress(page.removeprefix(start).encode()) + packing.flush()
 
         yield await _elsewhere(rest)
@@ -335,18 +356,15 @@ class _Pages:
         topic = _topic_of(request)
         since = request.query_params.get("since", "")
 
-        def make() -> tuple[int, bytes]:
-            sheet = self._board.sheet(topic)
-            if sheet is None:
-                return 404, packed("{}")
-            return 200, packed(news_of(sheet, self._board.figures_of(since)))
-
-        status, content = await _elsewhere(make)
-        return _compressed(content, "application/json", status)
+        sheet = await self._sheet(topic)
+        if sheet is None:
+            return _compressed(packed("{}"), "application/json", 404)
+        content = await _elsewhere(lambda: packed(news_of(sheet, self._board.figures_of(since))))
+        return _compressed(content, "application/json")
 
     async def events(self, request: Request) -> Response:
         topic = request.query_params.get("topic", "")
-        if await _elsewhere(lambda: self._board.sheet(topic) if topic else None) is None:
+        if not topic or await self._sheet(topic) is None:
             return Response(status_code=404)
         stream = self._hub.follow(topic, request.query_params.get("have", ""))
         return EventSourceResponse(stream, ping=_PING_SECONDS, ping_message_factory=_ping)
