@@ -251,3 +251,16 @@ def test_a_lack_of_memory_is_no_defect(
 
     assert code == main.BAD_INPUT
     assert "not enough memory" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "suggested"),
+    [("duplicate", "data.duplicate_batches"), ("state.paramters_differ", "state.parameters_differ"),
+     ("zzz", "")],
+)  # fmt: skip
+def test_the_nearest_causes_are_suggested(monkeypatch, capsys, name, suggested):
+    code, _, errors = call(monkeypatch, capsys, "causes", name)
+    assert code == 2
+    assert "rankscope causes lists all of them" in errors
+    assert ("did you mean" in errors) == bool(suggested)
+    assert suggested in errors

@@ -75,6 +75,12 @@ def test_a_missing_directory(tmp_path):
         Run.open(tmp_path / "nowhere")
 
 
+def test_a_file_in_place_of_a_directory(tmp_path):
+    (tmp_path / "train.py").touch()
+    with pytest.raises(RunError, match=r"train\.py is a file: name the directory of a run"):
+        Run.open(tmp_path / "train.py")
+
+
 def test_a_directory_that_is_no_run(tmp_path):
     with pytest.raises(RunError, match=r"it has no run\.json"):
         Run.open(tmp_path)

@@ -1,6 +1,7 @@
 """``rankscope causes``: the meaning of a finding, and advice."""
 
 import json
+from difflib import get_close_matches
 from typing import Annotated
 
 import typer
@@ -33,9 +34,7 @@ def causes(
         return
     known = {name: rule.title for name, rule in RULES.items()}
     if name is not None and name not in known:
-        raise UsageError(
-            f"expected the name of a cause, got {name!r}: rankscope causes lists all of them"
-        )
+        raise UsageError(f"expected the name of a cause, got {name!r}{_instead(name, known)}")
     if name is None:
         _list(known, as_json=as_json)
     elif as_json:
@@ -43,6 +42,17 @@ def causes(
     else:
         heading(terminal(), f"{known[name]}  {name}", space=False)
         show(terminal(), Markdown(cause_pages()[name]))
+
+
+def _instead(name: str, known: dict[str, str]) -> str:
+    words = name.lower().replace("_", " ").split()
+    near = [
+        one
+        for one, title in known.items()
+        if words and all(word in f"{one} {title}".lower() for word in words)
+    ] or get_close_matches(name, known, n=3)
+    suggested = f"did you mean {' or '.join(near[:5])}? " if near else ""
+    return f": {suggested}rankscope causes lists all of them"
 
 
 def _list(known: dict[str, str], *, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from rankscope.bus.finding import MAX_WORKERS, Finding
 from rankscope.bus.step import StepReport
 from rankscope.errors import RunError, UsageError
 from rankscope.evidence import columns_of, find_column
-from rankscope.files import is_directory, parse, read_file, unreadable
+from rankscope.files import is_directory, is_file, parse, read_file, unreadable
 from rankscope.record.begin import INFO_FILE, SCHEMA_VERSION, is_run
 from rankscope.record.lock import writer_is_gone
 from rankscope.record.replay import read_reports
@@ -381,6 +381,10 @@ def _read_info(file: Path) -> dict[str, Any]:
     try:
         info = parse(read_file(file))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+        if is_file(file.parent):
+            raise RunError(
+                f"{file.parent} is a file: name the directory of a run, run_dir in watch()"
+            ) from error
         if not is_directory(file.parent):
             raise RunError(f"there is no run directory {file.parent}: check the path") from error
         raise RunError(
