@@ -79,7 +79,10 @@ def _show(run: Run) -> None:
     if first is not None and last is not None:
         show(
             console,
-            labelled("Averaged loss", f"{first:.2f} → {last:.2f}, {run_line(run, assessment)}"),
+            labelled(
+                "Averaged loss",
+                f"{first:.2f} → {last:.2f} (first and last 5 steps), {run_line(run, assessment)}",
+            ),
         )
     show(console, labelled("What to do", assessment.recommendation))
 

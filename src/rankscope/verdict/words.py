@@ -143,7 +143,7 @@ def tiles(values: Values) -> list[dict[str, str]]:
     batch: Any = values.get("effective_batch")
     batch_note = "" if missing(batch) else f"{float(batch):.1f} different per step"
     cells = (
-        ("Averaged loss", f"{_short(first)} → {_short(last)}", unit),
+        ("Averaged loss", f"{_short(first)} → {_short(last)}", f"{unit}; first and last 5 steps"),
         ("Loss dispersion", _short(values.get("loss_std")), ratio_in_words(values)),
         (
             "Gradient-norm dispersion",

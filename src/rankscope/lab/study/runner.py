@@ -359,7 +359,7 @@ Full-parameter fine-tuning by `rankscope study`, the experiment of arXiv 2602.14
 | Gradient-norm dispersion | {number(entry["grad_norm_std"])} |
 | Gradient-direction consistency (mean cosine) | {number(entry["cosine_mean"])} |
 | Distinct samples of those drawn | {samples} |
-| Averaged loss, first → last steps | {number(entry["loss_first"])} → \
+| Averaged loss, first 5 → last 5 steps | {number(entry["loss_first"])} → \
 {number(entry["loss_last"])} |
 
 **{entry["headline"]}** {entry["recommendation"]}
