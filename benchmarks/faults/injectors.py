@@ -19,11 +19,14 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from . import data_faults, healthy, loop_faults, mesh_faults
+from . import data_faults, healthy, loop_faults, mesh_faults, reports_clipping
 from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 
-__all__ = ["INJECTORS", "data_faults", "healthy", "loop_faults", "mesh_faults"]
+__all__ = [
+    *("INJECTORS", "data_faults", "healthy", "loop_faults", "mesh_faults"),
+    "reports_clipping",
+]
 
 EVERY = 5
 """A fault that comes and goes hits every fifth step."""

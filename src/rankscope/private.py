@@ -445,6 +445,13 @@ USES = (
         "which of several wrapped optimizers takes hooks",
         "no settings and no time of the optimizer are recorded",
     ),
+    Use(
+        "torch.nn.utils.clip_grad",
+        "_get_total_norm _clip_grads_with_norm_",
+        "wrappers.clipping",
+        "to which norm gradients are clipped, and from which",
+        "clipping is judged by its effect alone, unless the plan has max_norm",
+    ),
     # DDP
     Use(
         _DDP,

@@ -55,6 +55,8 @@ class Plan:
             every step's gradients are reduced.
         replicated: Whether all parameters are meant to be equal on all workers, including those
             that the wrapper is configured not to reduce.
+        max_norm: The norm to which the gradients of all parameters together are meant to be
+            clipped. None: the calls of torch's ``clip_grad_norm_`` count.
     """
 
     loss_weighting: str | None = None
@@ -65,6 +67,7 @@ class Plan:
     seed: int | None = None
     local_steps: int | None = None
     replicated: bool = False
+    max_norm: float | None = None
 
     @classmethod
     def of(cls, given: "Plan | Mapping[str, Any] | None") -> "Plan":
@@ -112,6 +115,14 @@ def _positive(name: str, value: Any) -> int | None:
     return number
 
 
+def _norm(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if not _is_rate(value) or not float(value):
+        raise UsageError(f"plan's {name} must be a number above 0, got {value!r}")
+    return float(value)
+
+
 def _choice(name: str, value: Any) -> str | None:
     known = {"loss_weighting": LOSS_WEIGHTINGS, "random": RANDOM}[name]
     if value is not None and value not in known:
@@ -150,4 +161,5 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "seed": _whole,
     "local_steps": _positive,
     "replicated": _flag,
+    "max_norm": _norm,
 }

@@ -139,6 +139,7 @@ class Job:
         canary_every: Steps from one scheduled canary to the next; None for a schedule by cost.
         verify_at: Steps whose gradient is computed again.
         leave_out: Called with seconds of the present work that count elsewhere.
+        guard: Runs work of listeners that the collector does not call, on the training's thread.
         channel: The way to the root.
     """
 
@@ -157,6 +158,7 @@ class Job:
     canary_every: int | None = None
     verify_at: Collection[int] = ()
     leave_out: Callable[[float], None] = lambda seconds: None
+    guard: Callable[..., None] = lambda work, *args: work(*args)
     channel: Channel = field(default_factory=Channel)
 
 

@@ -17,7 +17,7 @@ from rankscope.stats.arrays import digest_of
 VARIABLE = "RANKSCOPE_EVIDENCE"
 
 NAMES = (
-    *("samples", "loss", "gradient", "reduction", "state", "mesh", "randomness", "environment"),
+    *("samples", "loss", "gradient", "reduction", "clipping", "state", "mesh", "randomness", "environment"),
     *("outliers", "rollouts", "canary", "dispersion", "hangs", "reference", "timing"),
 )
 

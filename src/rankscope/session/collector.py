@@ -76,7 +76,7 @@ class StepCollector:
         self._module = instruments.module
         self._later_seconds = 0.0  # of the present call, that count for the next step
         job = instruments.make_job(
-            optimizer, first_step, guard.leave_out, channel if channel is not None else Channel()
+            optimizer, first_step, guard, channel if channel is not None else Channel()
         )
         made = {
             each.name: make(job) for each in EVIDENCE if (make := each.find("probe", "make_probe"))

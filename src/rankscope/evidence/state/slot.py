@@ -259,7 +259,7 @@ class PendingState:
         Returns:
             The digests, and LOCAL signals: ``state_layout`` and, where they were read,
             ``param_digest``, ``buffer_digest``, ``optimizer_digest``, ``reduced_digest``,
-            ``applied_digest`` and ``applied_scale``.
+            ``applied_digest``, ``applied_scale`` and ``applied_spread``.
         """
         slot = self._slot
         values: dict[str, float | int] = {}
@@ -318,6 +318,7 @@ class PendingState:
         reduced = squares.get(StateKind.REDUCED, 0.0)
         if StateKind.APPLIED in squares and 0 < reduced < math.inf:
             values["applied_scale"] = math.sqrt(squares[StateKind.APPLIED] / reduced)
+            values["applied_spread"] = spread_of_factors(*each)
             if not self._finds_changed:
                 return
             factor, odd = odd_factors(*each)
@@ -338,6 +339,28 @@ class PendingState:
         if len(rows.rows) < len(same):
             same = [all(same[first:last]) for first, last in pairwise((0, *rows.ends))]
         rows.put(unchanged, bytes(same))
+
+
+def spread_of_factors(reduced_N: Sequence[float], applied_N: Sequence[float]) -> float:
+    """Return how far apart the factors are by which gradients were scaled between two moments.
+
+    Args:
+        reduced_N: Their squared norms right after the reduction.
+        applied_N: When the optimizer was called.
+
+    Returns:
+        The largest minus the smallest factor, over the largest; NaN where fewer than two are known.
+
+    Example:
+        >>> spread_of_factors([4.0, 1.0, 9.0], [1.0, 0.25, 9.0])  # 0.5, 0.5 and 1
+        0.5
+    """
+    pairs = zip(reduced_N, applied_N, strict=True)
+    factors = [math.sqrt(a / r) for r, a in pairs if 0 < r < math.inf and 0 <= a < math.inf]
+    if len(factors) < _FEWEST - 1:
+        return math.nan
+    largest = max(factors)
+    return (largest - min(factors)) / largest if largest else 0.0
 
 
 def odd_factors(
