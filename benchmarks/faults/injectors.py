@@ -24,7 +24,11 @@ from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 
 __all__ = [
-    *("INJECTORS", "data_faults", "healthy", "loop_faults", "mesh_faults"),
+    "INJECTORS",
+    "data_faults",
+    "healthy",
+    "loop_faults",
+    "mesh_faults",
     "reports_clipping",
 ]
 

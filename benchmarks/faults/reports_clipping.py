@@ -234,7 +234,7 @@ class Adaptive(Clipping):
     def limit(self, norm: float) -> float:
         """Return the norm to clip to in a step with such a norm."""
         ordered = sorted(self.norms)
-        return ordered[len(ordered) // 10]
+        return float(ordered[len(ordered) // 10])
 
 
 @injects("HP50")

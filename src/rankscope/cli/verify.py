@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from rankscope.bus.finding import Finding
+from rankscope.bus.finding import Finding, Severity
 from rankscope.cli.output import JsonOption, plain, show, terminal
 from rankscope.cli.verdict import LOOK
 from rankscope.errors import RunError
@@ -53,8 +53,11 @@ def verify(
 
 
 def _answer(steps: list[Finding]) -> str:
-    """Return the answer of all steps: a step that was not computed again proves nothing."""
+    """Return the answer of all steps.
+
+    A step that was not computed again proves nothing, nor does a factor that may be clipping's.
+    """
     causes = {finding.cause for finding in steps}
-    if causes - {_AGREES, _DECLINED}:
+    if any(finding.severity >= Severity.WARNING for finding in steps):
         return WRONG
-    return RIGHT if _AGREES in causes else UNKNOWN
+    return RIGHT if _AGREES in causes <= {_AGREES, _DECLINED} else UNKNOWN

@@ -17,7 +17,17 @@ from rankscope.stats.arrays import digest_of
 VARIABLE = "RANKSCOPE_EVIDENCE"
 
 NAMES = (
-    *("samples", "loss", "gradient", "reduction", "clipping", "state", "mesh", "randomness", "environment"),
+    *(
+        "samples",
+        "loss",
+        "gradient",
+        "reduction",
+        "clipping",
+        "state",
+        "mesh",
+        "randomness",
+        "environment",
+    ),
     *("outliers", "rollouts", "canary", "dispersion", "hangs", "reference", "timing"),
 )
 

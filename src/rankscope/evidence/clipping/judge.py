@@ -15,4 +15,6 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
 
 def make_checks(run: CheckedRun) -> tuple[Check, ...]:
     """Return the checks of a run."""
-    return (Check("clipping", STEPS, "" if run.options.get("evidence", True) else "evidence=False"),)
+    return (
+        Check("clipping", STEPS, "" if run.options.get("evidence", True) else "evidence=False"),
+    )

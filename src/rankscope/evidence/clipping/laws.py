@@ -174,7 +174,7 @@ class NormLaw(Detector):
         return next((f"the training clips by {_COMBINATIONS[at]}" for at in found), "")
 
     def _multiple(self, clipped: "_Clipped") -> str:
-        """Return what a norm means whose square is a multiple, or a fraction, of the right one's."""
+        """Return what it means that the square of a norm is a multiple or a part of the limit's."""
         squares = (clipped.limit / clipped.after) ** 2
         number = round(max(squares, 1 / squares))
         near = abs(max(squares, 1 / squares) / max(number, 1) - 1) <= 4 * clipped.bound
@@ -248,7 +248,6 @@ class _Clipped:
         order = _common(workers["clip_order"])
         self.called = limit == limit
         self.limit = limit if self.called else planned or math.nan
-        self.certain = order == 2 if self.called else True
         self.other_order = self.called and order == order and order != 2
         self.factor = _common(workers["clip_factor"])
         scale = common_scale(step.gathered)
@@ -261,6 +260,8 @@ class _Clipped:
         self.bound = 2 * rounding + (_EPSILON / self.limit if self.limit == self.limit else 0.0)
         own = self.factor if self.factor == self.factor else applied
         self.acts = own < 1 - self.bound
+        near = 0.5 < self.after / self.limit < 2  # other norms of many elements are farther away
+        self.certain = not self.called or order == 2 or near
         combined = (parts_W.mean(), parts_W.max(), parts_W.sum())
         self.norms = (self.after, before, *(applied * float(each) for each in combined))
         self.guess = ""
@@ -268,7 +269,8 @@ class _Clipped:
         if scale >= _LEAST_SCALER and abs(self.after * scale / self.limit - 1) <= 4 * self.bound:
             self.guess = "the training clips before it unscales"
         elif left_out != MISSING_INT and left_out > 0:
-            self.guess = f"{count(left_out, 'gradient')} that it scales are not part of the norm"
+            are = "is" if left_out == 1 else "are"
+            self.guess = f"{count(left_out, 'gradient')} that it scales {are} not part of the norm"
 
     @classmethod
     def of(cls, step: Step, planned: float | None) -> "_Clipped | None":

@@ -9,6 +9,7 @@ in its store. The root judges the numbers, see :mod:`rankscope.evidence.referenc
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rankscope.bus.probe import Job, Probe, StepEnd
@@ -22,6 +23,7 @@ from rankscope.evidence.reference.reference import ReferenceModel, ReferenceStep
 from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.evidence.reference.unsharded import ReplicatedModel, ShardedModel
 from rankscope.private import lacking
+from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.deepspeed import before_engine_step
 from rankscope.wrappers.find import Wrapped, is_compiled
 from rankscope.wrappers.kinds import DEEPSPEED, FSDP2, REPLICATE
@@ -64,6 +66,7 @@ class ReferenceProbe(Probe):
         self._num_passes = 0
         self._passes: list[MicroBatch] = []
         self._declined = ""
+        self._num_clips = 0  # before the step
         self._spent = 0.0
         self.entering = self._done = False
         self._inside: MicroBatch | None = None
@@ -103,6 +106,7 @@ class ReferenceProbe(Probe):
                 self._forget()
                 self._due = step
                 self._declined = self._why_not
+                self._num_clips = CLIP.num_calls
         if self.recompute_due:
             self._num_passes += 1
             self.entering = True
@@ -141,6 +145,7 @@ class ReferenceProbe(Probe):
             trained = [micro for micro in self._passes if micro.trained]
             assert self._reference is not None
             part = self._reference.compute(trained)
+            part = replace(part, clips=CLIP.num_calls > self._num_clips)
         except CanaryDeclined as reason:
             self._declined = _in_words(reason)
         except Exception as error:

@@ -26,7 +26,7 @@ class Verifications(Director):
 
     Args:
         num_workers: W.
-        meant: The plan's weighting of the loss; None without.
+        plan: The user's plan.
         report: Takes each finding.
         by_loop: Whether the training's own loop reduces.
         silent_steps: Steps that yield no findings, since nobody asked for them.
@@ -35,7 +35,7 @@ class Verifications(Director):
     def __init__(
         self,
         num_workers: int,
-        meant: str | None,
+        plan: Plan,
         report: Callable[[Finding], None],
         *,
         by_loop: bool = False,
@@ -43,7 +43,7 @@ class Verifications(Director):
     ) -> None:
         self._by_loop = by_loop
         self._num_workers = num_workers
-        self._meant = meant
+        self._plan = plan
         self._report = report
         self._silent_steps = silent_steps
         self._parts: dict[int, dict[int, ReferenceShare]] = {}
@@ -90,7 +90,7 @@ class Verifications(Director):
         if step.workers["loss_divided"].all():  # and the sum over workers is in them
             scales_W = tuple(s / p.summed_workers for s, p in zip(scales_W, parts_W, strict=True))
         try:
-            found = verify(parts_W, scales_W, step.micro_weights, self._meant)
+            found = verify(parts_W, scales_W, step.micro_weights, self._plan.loss_weighting)
         except Exception as error:  # the run goes on without it
             _log.debug("a reference step could not be judged", exc_info=True)
             return declined(f"what was sent of it cannot be compared ({error})", (), step.step)
@@ -99,7 +99,10 @@ class Verifications(Director):
             why = f"rounding, or replicas that differ over {axis}, may change most of it"
             return declined(why, (), step.step)
         most = max(len(part.terms_MPK) for part in parts_W)
-        return verified(found, step.step, self._num_workers, most, by_loop=self._by_loop)
+        clips = self._plan.max_norm is not None or all(part.clips for part in parts_W)
+        return verified(
+            found, step.step, self._num_workers, most, by_loop=self._by_loop, clips=clips
+        )
 
     def _why_not(self, parts: dict[int, ReferenceShare]) -> str:
         """Return why the workers' parts cannot be compared; empty if they can."""
@@ -122,9 +125,9 @@ def _kind_of(part: ReferenceShare) -> tuple[object, ...]:
 
 def make_director(run: DirectedRun) -> Verifications:
     """Return the director of reference steps."""
-    meant = Plan.of(run.options.get("plan")).loss_weighting
+    plan = Plan.of(run.options.get("plan"))
     requested = run.options.get("verify_at", ())
     silent_steps = {run.first_step + later for later in PACE.references}.difference(requested)
     return Verifications(
-        run.num_workers, meant, run.report, by_loop=run.by_loop, silent_steps=silent_steps
+        run.num_workers, plan, run.report, by_loop=run.by_loop, silent_steps=silent_steps
     )

@@ -57,6 +57,7 @@ class ReferenceShare:
         summed_workers: The reduced gradient over the workers' mean gradient: 1 for a mean, W for a
             sum.
         axis: Name of that axis.
+        clips: Whether torch clipped gradients in the step, before the optimizer's call.
         declined: The reason why all of this is missing; empty if it is not.
     """
 
@@ -71,6 +72,7 @@ class ReferenceShare:
     copies: int = 1
     summed_workers: float = 1.0
     axis: str = ""
+    clips: bool = False
     declined: str = ""
 
     def pack(self) -> bytes:
@@ -81,6 +83,7 @@ class ReferenceShare:
             "copies": self.copies,
             "summed_workers": self.summed_workers,
             "axis": self.axis,
+            "clips": self.clips,
             "declined": self.declined,
         }
         return pack_arrays(header, [np.asarray(getattr(self, name)) for name in _FIELDS])
@@ -104,6 +107,7 @@ class ReferenceShare:
                 copies=int(header["copies"]),
                 summed_workers=float(header["summed_workers"]),
                 axis=str(header["axis"]),
+                clips=bool(header["clips"]),
                 declined=str(header["declined"]),
                 **found,
             )

@@ -36,12 +36,19 @@ _MOST_CHANGED = 1e-6  # relative effect of rounding on a factor of 1
 
 
 def verified(
-    found: Verification, step: int, num_workers: int, num_micro: int, *, by_loop: bool = False
+    found: Verification,
+    step: int,
+    num_workers: int,
+    num_micro: int,
+    *,
+    by_loop: bool = False,
+    clips: bool = False,
 ) -> Finding:
     """Return the finding of a reference step.
 
     A loop that reduces by itself may clip before its gradient is seen, may intend a sum, and may
-    leave the reduction to its optimizer.
+    leave the reduction to its optimizer. A gradient that became smaller after the reduction agrees
+    where it is known that the training clips; elsewhere the factor is a note.
 
     Args:
         found: The result.
@@ -49,14 +56,16 @@ def verified(
         num_workers: W.
         num_micro: The most micro-batches of a worker.
         by_loop: Whether the training's own loop reduces.
+        clips: Whether the training is known to clip: it called torch in the step, or the plan has
+            a limit.
     """
     if by_loop and any(odd.how is GradientMismatch.NOT_REDUCED for odd in found.odd):
         return declined(_BY_OPTIMIZER, (), step)
-    if by_loop and found.answer is ReferenceAnswer.SCALE and 0 < found.factor < 1:
-        clips = not _guess(found.factor, num_workers, num_micro)
-        found = (
-            replace(found, answer=ReferenceAnswer.AGREES, clipped=found.factor) if clips else found
-        )
+    smaller = found.answer is ReferenceAnswer.SCALE and 0 < found.factor < 1
+    if by_loop and smaller and not _guess(found.factor, num_workers, num_micro):
+        found = replace(found, answer=ReferenceAnswer.AGREES, clipped=found.factor)
+    if found.clipped != 1 and not clips:
+        found = replace(found, answer=ReferenceAnswer.SCALE)
     fields = {
         "step": f"{step:,}",
         "computed": f"{count(num_workers, 'worker')}, each with {_micro_batches(num_micro)}",
@@ -72,7 +81,7 @@ def verified(
 
 def _severity(found: Verification, num_workers: int, num_micro: int) -> Severity:
     """Return the severity: a loss may have a factor, and micro-batches weights, on purpose."""
-    if found.answer is ReferenceAnswer.AGREES:
+    if found.answer is ReferenceAnswer.AGREES or found.clipped != 1:
         return Severity.NOTE
     meant = False
     if found.answer is ReferenceAnswer.SCALE:
