@@ -386,10 +386,21 @@ def test_steps_that_a_gradient_scaler_skips_are_a_note():
     assert len(events) == 3  # when it comes, when it has doubled, and the last at the end
 
 
-def test_a_gradient_that_never_recovers_is_an_error():
+def test_a_gradient_that_never_recovers_is_a_warning_though_no_update_is_applied():
     bad = ([True, False], [1.0, 2.0], [0, 0])
     assert steps_with([FINE, *[bad] * 10])[0][NONFINITE].severity is Severity.NOTE
-    assert steps_with([FINE, *[bad] * 30])[0][NONFINITE].severity is Severity.ERROR
+    stuck = steps_with([FINE, *[bad] * 30])[0][NONFINITE]
+    assert stuck.severity is Severity.WARNING
+    assert "the parameters are as they were" in stuck.explanation
+
+
+def test_a_scaler_that_begins_too_high_is_a_note_until_its_scale_has_fallen_to_1():
+    detector, found = NonFinite(), []
+    for step in range(60):
+        columns = {"nonfinite": True, "loss": 1.0, "optimizer_steps": 0}
+        found += observe(detector, step, grad_scale=2.0 ** (40 - step), **columns)
+    severities = [each.severity for each in found]
+    assert severities == [Severity.NOTE] * 40 + [Severity.WARNING] * 20
 
 
 def test_closing_twice_tells_nothing_twice():

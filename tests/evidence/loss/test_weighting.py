@@ -278,6 +278,8 @@ def constant(value, *, micro=1, width=W, steps=20):
         (1 / 9, 3, "one over the number of micro-batches"),
         (4 / 3, 3, "the number of workers"),
         (1.0, 4, "the number of workers or the number of micro-batches"),
+        (4.0, 2, "multiplied by 8 in all before backward: the number of workers times that of"),
+        (1 / 36, 3, "one over the number of workers and that of micro-batches"),
     ],
 )
 def test_a_wrong_factor_is_named(value, micro, words):
@@ -287,6 +289,28 @@ def test_a_wrong_factor_is_named(value, micro, words):
     assert (evidence.severity, evidence.ranks) == (Severity.WARNING, (0, 1, 2, 3))
     assert (evidence.first_step, evidence.count) == (0, 20)
     assert words in describe("loss.scale", evidence.severity, evidence.fields)[0]
+
+
+def sums(detector, **columns):
+    """Return all evidence on losses that are sums over tokens; ``columns`` of all workers."""
+    found = []
+    for step, tokens in enumerate(lengths(20)):
+        seen = observation(step, tokens, tokens)
+        for name, value in columns.items():
+            seen.gathered.workers[name][:] = value if name != "applied_scale" else value(tokens)
+        found += evidence_of(detector, seen)
+    return found
+
+
+def test_sums_over_tokens_are_a_note_and_a_warning_where_gradients_are_clipped():
+    assert {one.severity for one in sums(LossScale(W))} == {Severity.NOTE}
+    [*_, last] = sums(LossScale(W), clip_limit=1.0)
+    assert last.severity is Severity.WARNING
+    assert "the number of its label tokens" in describe("loss.scale", last.severity, last.fields)[0]
+
+
+def test_sums_over_tokens_that_are_divided_after_the_reduction_are_silent():
+    assert sums(LossScale(W), applied_scale=lambda tokens: W / tokens.sum()) == []
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,10 @@ class FactorLaw(Detector):
             ranks = np.flatnonzero(odd_W).tolist()
             shown = [None if v is None else f"{v:.3g}" for v in known_values(scales_W, known_W)]
             self._words = name_values(shown)
-            after_W = scales_W * workers["reduced_norm"]
-            self._own = bool(np.ptp(after_W[known_W]) <= bound * after_W[known_W].max())
+            clipped_W = known_W & (scales_W < 1 - bound)
+            if np.count_nonzero(clipped_W) >= 2:
+                after_W = (scales_W * workers["reduced_norm"])[clipped_W]
+                self._own = bool(np.ptp(after_W) <= bound * after_W.max())
         return (self._evidence(),) if self._fault.observe(step.gathered.step, ranks) else ()
 
     def _evidence(self) -> FaultEvidence:
