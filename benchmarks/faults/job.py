@@ -89,6 +89,7 @@ class Job:
         self.use_samples(self.num_samples)
         self.module: Any = None
         self.model: Any = None
+        self.scope: Any = None
         self.optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]
 
     @classmethod
@@ -271,6 +272,7 @@ class Job:
             self.session = session
             batches = self.batches()
             with watch(self.model, self.optimizer, run_dir=self.trial.run_dir, **options) as scope:
+                self.scope = scope
                 for step in self.steps_of(session):
                     self.step = step
                     self.train_step(batches)

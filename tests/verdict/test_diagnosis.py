@@ -394,15 +394,6 @@ def test_a_gradient_that_never_recovers_is_a_warning_though_no_update_is_applied
     assert "the parameters are as they were" in stuck.explanation
 
 
-def test_a_scaler_that_begins_too_high_is_a_note_until_its_scale_has_fallen_to_1():
-    detector, found = NonFinite(), []
-    for step in range(60):
-        columns = {"nonfinite": True, "loss": 1.0, "optimizer_steps": 0}
-        found += observe(detector, step, grad_scale=2.0 ** (40 - step), **columns)
-    severities = [each.severity for each in found]
-    assert severities == [Severity.NOTE] * 40 + [Severity.WARNING] * 20
-
-
 def test_closing_twice_tells_nothing_twice():
     diagnosis = Diagnosis(RunFacts(8))
     for report in reports(replicated(900, 4, [0] * 8), 7):

@@ -80,7 +80,8 @@ def watch(
             keeps running statistics of its own), ``seed`` (of every rank's sampler),
             ``local_steps`` (optimizer steps from one average of the workers' parameters to the
             next), ``replicated`` (True: all parameters are equal, also those that DDP ignores) and
-            ``max_norm`` (the norm to which code of the training's own clips all gradients). See :class:`rankscope.bus.plan.Plan`.
+            ``max_norm`` (the norm to which code of the training's own clips all gradients).
+            See :class:`rankscope.bus.plan.Plan`.
         on_finding: Called with each finding when it opens, gets worse or closes: in the training's
             thread, at the beginning of the same step on every rank, so that it may write a
             checkpoint. An exception is logged; ``SystemExit`` and the like end the training.
