@@ -1,9 +1,8 @@
 """The detectors of clipping: one factor on all ranks, and one norm after it."""
 
-from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.evidence.clipping.laws import STEPS, FactorLaw, NormLaw
+from rankscope.evidence.clipping.laws import FactorLaw, NormLaw
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
@@ -11,10 +10,3 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     if run.plan.local_steps or run.by_loop:
         return ()
     return FactorLaw(), NormLaw(run.plan.max_norm)
-
-
-def make_checks(run: CheckedRun) -> tuple[Check, ...]:
-    """Return the checks of a run."""
-    return (
-        Check("clipping", STEPS, "" if run.options.get("evidence", True) else "evidence=False"),
-    )
