@@ -33,7 +33,8 @@ def name_values(values: Sequence[_T | None], word: Callable[[_T], str] = str) ->
     rest = [value for value in ranks if value != common]
     parts = [f"{word(value)} on {name_ranks(ranks[value])}" for value in rest[:_MOST_GROUPS]]
     if len(rest) > _MOST_GROUPS:
-        parts.append(f"other values on {len(rest) - _MOST_GROUPS} more")
+        others = sum(len(ranks[value]) for value in rest[_MOST_GROUPS:])
+        parts.append(f"other values on {others} more")
     if common is not None:
         parts.append(f"{word(common)} on the others")
     return ", ".join(parts)

@@ -26,9 +26,6 @@ _T = TypeVar("_T")
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """torch's names of the buffers of a normalisation over batches."""
 
-MAX_REPORTED = 4
-"""Reported differences of one kind in a step: one is enough to prove the fault."""
-
 
 class StateKind(StrEnum):
     """A kind of compared state."""
@@ -163,15 +160,12 @@ def differences(
     for ranks in _replicas(replicas_W):
         among_replicas_D |= (digests_WD[ranks] != digests_WD[ranks[0]]).any(axis=0)
     items = list(zip(own.kinds, own.names, strict=True))
-    found: list[StateDifference] = []
-    for kind in StateKind:
-        differs_D = among_all_D if kind is StateKind.BUFFER else among_replicas_D
-        found += [
-            StateDifference(kind, name, digests_WD[:, d].copy(), unchanged_WD[:, d].copy())
-            for d, (item, name) in enumerate(items)
-            if item is kind and differs_D[d]
-        ][:MAX_REPORTED]
-    return tuple(found)
+    return tuple(
+        StateDifference(kind, name, digests_WD[:, d].copy(), unchanged_WD[:, d].copy())
+        for kind in StateKind
+        for d, (item, name) in enumerate(items)
+        if item is kind and (among_all_D if kind is StateKind.BUFFER else among_replicas_D)[d]
+    )
 
 
 @functools.lru_cache(maxsize=256)

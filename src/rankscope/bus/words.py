@@ -28,6 +28,20 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
+def shortened(words: Sequence[str], most: int, rest: str = "other") -> str:
+    """Return words as a list, those beyond a number counted: ``a, b and 12 others``."""
+    more = [count(len(words) - most, rest)] if len(words) > most else []
+    return listed([*words[:most], *more])
+
+
+MOST_RECORDED = 64
+
+
+def named(names: Sequence[str]) -> dict[str, object]:
+    """Return names for the record, up to a number of them, and how many there are."""
+    return {"names": list(names[:MOST_RECORDED]), "num_names": len(names)}
+
+
 def count(number: int, singular: str, plural: str | None = None) -> str:
     """Return a number with its noun: ``1 step``, ``1,200 steps``."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"

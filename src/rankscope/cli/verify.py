@@ -13,6 +13,7 @@ from rankscope.errors import RunError
 from rankscope.evidence.reference.verify import ReferenceAnswer
 from rankscope.record import Run
 from rankscope.record.stores import at_hand
+from rankscope.verdict.siblings import coordinate_of, siblings_of
 
 RIGHT = "right"
 WRONG = "wrong"
@@ -30,11 +31,15 @@ def verify(
 ) -> None:
     """Check that the optimizer got the gradient that one process would compute.
 
-    Needs a run with a reference step: torchrun … -m rankscope run --verify-at 20 SCRIPT.
+    Needs a run with a reference step: torchrun … -m rankscope run --verify-at 20 SCRIPT. The other
+    runs of the same job (stages, coordinates of a mesh) count, too.
     Exit code: 0 all reference steps agree; 1 one differs; 2 none has an answer, or bad input.
     """
     run = Run.open(at_hand(path))
-    steps = [finding for finding in run.findings() if finding.cause.startswith("verify.")]
+    found = {coordinate_of(run.info): run.findings()}
+    found |= {one.ranks: one.findings for one in siblings_of(run)}
+    placed = [(p, f) for p, each in found.items() for f in each if f.cause.startswith("verify.")]
+    steps = [finding for _, finding in placed]
     if not steps:
         raise RunError(
             f"no reference step has ended in {path}: train with rankscope run --verify-at 20, or "
@@ -44,10 +49,11 @@ def verify(
     if as_json:
         print(json.dumps({"answer": answer, "steps": [one.to_json() for one in steps]}))
     else:
-        for finding in steps:
+        for place, finding in placed:
             healthy = finding.cause == _AGREES
             sign, colour = LOOK["healthy" if healthy else str(finding.severity)]
-            show(terminal(), plain(f"{sign} {finding.explanation}", colour))
+            where = f"{place}: " if place else ""
+            show(terminal(), plain(f"{sign} {where}{finding.explanation}", colour))
     if _CODES[answer]:
         raise typer.Exit(_CODES[answer])
 

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import platform
+import secrets
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from rankscope.sinks import RunInfo, SinkOption, Sinks
 from rankscope.wrappers.find import find_wrapper, plain_optimizers
 from rankscope.wrappers.kinds import LOOP
 from rankscope.wrappers.optimizers import JointOptimizer
+from rankscope.wrappers.rendezvous import default_store
 
 _log = logging.getLogger("rankscope")
 
@@ -145,7 +147,7 @@ def watch(
             "config": dict(config or {}),
             "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
             "sinks": sinks,
-            "run_dir": _own_directory(run_dir, dist.get_process_group_ranks(group)),
+            **_own_directory(run_dir, dist.get_process_group_ranks(group)),
         }
 
     handle = open_run(
@@ -233,13 +235,21 @@ def _local_sinks(handle: RunHandle) -> Sinks | None:
     return Sinks(handle.local_sinks, run)
 
 
-def _own_directory(run_dir: str | Path, ranks: list[int]) -> Path | Store:
-    """Return the directory of one data-parallel group; each group has its own."""
+def _own_directory(run_dir: str | Path, ranks: list[int]) -> dict[str, Any]:
+    """Return the directory of one data-parallel group, and what its job's groups have in common.
+
+    Each group has a directory of its own, see :mod:`rankscope.verdict.siblings`.
+    """
     given = Store.of(run_dir) or Path(run_dir)
-    if 0 in ranks:
-        return given
-    name = f"{given.name}-from-rank-{ranks[0]}"
-    return given.sibling(name) if isinstance(given, Store) else given.with_name(name)
+    own = given
+    if 0 not in ranks:
+        name = f"{given.name}-from-rank-{ranks[0]}"
+        own = given.sibling(name) if isinstance(given, Store) else given.with_name(name)
+    if len(ranks) == dist.get_world_size() or dist.get_rank() != ranks[0]:
+        return {"run_dir": own}
+    name_of_job = default_store().compare_set("rankscope/job", "", secrets.token_hex(8))
+    job = {"id": name_of_job.decode(), "base": given.name, "name": own.name, "ranks": ranks}
+    return {"run_dir": own, "job": job}
 
 
 def _facts(device: torch.device, tokenizer: Any, loader: Any) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """From all workers' digests to the state that differs between them."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +26,9 @@ from rankscope.evidence.state.roles import (
 )
 from rankscope.stats.arrays import Ints
 
+MOST_AGAIN = 4
+"""Differences of one kind in a step, besides new ones: one is enough to prove that it lasts."""
+
 _Kinds = tuple[StateKind, ...]
 _Named = tuple[_Kinds, tuple[str, ...]]
 
@@ -35,6 +39,7 @@ class ComparedState(Combiner):
     def __init__(self) -> None:
         self._names: dict[int, _Named] = {}
         self._unchanged = UnchangedParameters()
+        self._recorded: set[tuple[StateKind, str, bool]] = set()
 
     def learn(self, rank: int, message: Message) -> None:
         """Learn names from a message that has just arrived."""
@@ -47,11 +52,24 @@ class ComparedState(Combiner):
     def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
         """Return the differences, and the first worker's traced tensors."""
         found = (
-            *self._differences(messages_W, columns["replica"]),
+            *self._new_or_few(self._differences(messages_W, columns["replica"])),
             *self._unchanged_parameters(messages_W, columns),
-            *_named_differences(messages_W),
+            *self._new_or_few(_named_differences(messages_W)),
         )
         return {"differences": found, "trace": self._trace(messages_W[0])}
+
+    def _new_or_few(self, found: Iterable[StateDifference]) -> Iterator[StateDifference]:
+        """Yield the differences that no step had before, and a few of the others.
+
+        So the record has each tensor once at least, and does not grow with all of them.
+        """
+        again: Counter[StateKind] = Counter()
+        for one in found:
+            key = one.kind, one.name, bool(one.unchanged_W.any())
+            again[one.kind] += key in self._recorded
+            if key not in self._recorded or again[one.kind] <= MOST_AGAIN:
+                yield one
+            self._recorded.add(key)
 
     def _differences(self, messages_W: Sequence[Message], replicas_W: Ints) -> Any:
         first = messages_W[0]

@@ -13,7 +13,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.steps import Step
-from rankscope.bus.words import count, listed, name_ranks
+from rankscope.bus.words import name_ranks, named, shortened
 from rankscope.evidence.state.roles import Role, tie_of
 from rankscope.stats.arrays import Ints
 
@@ -27,7 +27,6 @@ _ROLE_WORDS = (
     (Role.OWNED, "in the optimizer's parameter groups", "in no parameter group"),
     (Role.LEFT_OUT, "left out of the reduction", "reduced"),
 )
-_MOST_NAMES = 64
 _NAMED = 4
 
 
@@ -65,7 +64,7 @@ class NotUpdated(Detector):
     def _update(self, key: str, name: str, step: int, *, is_open: bool) -> bool:
         """Note one parameter's fault; return whether the finding changes."""
         names = self._names.setdefault(key, {})
-        if name not in names and (not is_open or len(names) >= _MOST_NAMES):
+        if name not in names and not is_open:
             return False
         names[name] = is_open
         if is_open:
@@ -80,13 +79,10 @@ class NotUpdated(Detector):
         names = still or list(self._names[key])
         span = self._spans[key]
         over = "" if span.open else " They change again."
-        shown = names[:_NAMED]
-        rest = len(names) - _NAMED
-        words = listed([*shown, count(rest, "other")] if rest > 0 else shown)
-        fields = {"names": words, "over": over}
+        fields = {"names": shortened(names, _NAMED), "over": over}
         cause = key if key == TWICE else ALONE
         severity = Severity.NOTE if key == HELD else Severity.WARNING
-        return span.evidence(cause, severity, (), fields, {"names": names}, key=key)
+        return span.evidence(cause, severity, (), fields, named(names), key=key)
 
 
 def _key_of(word: int) -> str:

@@ -103,8 +103,7 @@ def role_differences(roles_W: Sequence[Mapping[str, Any]]) -> tuple[StateDiffere
     Returns:
         Of the kind ``role``, the parameters whose words differ between workers, and those that all
         have in several places of the optimizer; nothing where the workers' parameters have other
-        names. Of the kind ``left-out``, those that are not reduced, and differ. At most
-        ``MOST_NAMED`` of each.
+        names. Of the kind ``left-out``, those that are not reduced, and differ.
     """
     first = roles_W[0]
     found: list[StateDifference] = []
@@ -112,10 +111,10 @@ def role_differences(roles_W: Sequence[Mapping[str, Any]]) -> tuple[StateDiffere
         words_WN = np.array([_words(one) for one in roles_W], np.int64)
         differs_N = (words_WN != words_WN[:1]).any(axis=0)
         twice_N = (words_WN & Role.TWICE).astype(bool).any(axis=0)
-        chosen = (differs_N | twice_N).nonzero()[0].tolist()[:MOST_NAMED]
+        chosen = (differs_N | twice_N).nonzero()[0].tolist()
         found += [_difference(StateKind.ROLE, first["names"][n], words_WN[:, n]) for n in chosen]
     names = [name for name in first["left_out"] if all(name in one["left_out"] for one in roles_W)]
-    for name in names[:MOST_NAMED]:
+    for name in names:
         digests_W = np.array([one["left_out"][name] for one in roles_W], np.int64)
         if (digests_W != digests_W[0]).any():
             found.append(_difference(StateKind.LEFT_OUT, name, digests_W))
@@ -203,7 +202,7 @@ class UnchangedParameters:
                 parameter.reported = parameter.repeats
                 others_too = self._any_moved_since < parameter.first
                 found.append((name, _role(of) | (Role.ALL_REST if others_too else Role(0)), True))
-        return found[:MOST_NAMED]
+        return found
 
     def _is_unchanged(self, parameter: "_Parameter", *, owned: bool) -> bool:
         due = max(_REPEATS * (1 + owned), 2 * parameter.reported)
@@ -252,6 +251,6 @@ def unchanged_differences(
 
 def changed_gradients(names_W: Sequence[Sequence[str]]) -> tuple[StateDifference, ...]:
     """Return the gradients, named by worker, that were scaled otherwise than most before use."""
-    names = list(dict.fromkeys(name for names in names_W for name in names))[:MOST_NAMED]
+    names = list(dict.fromkeys(name for names in names_W for name in names))
     digests_W = np.zeros(len(names_W), np.int64)
     return tuple(StateDifference(StateKind.CHANGED, n, digests_W, digests_W != 0) for n in names)
