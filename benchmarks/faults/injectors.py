@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from . import data_faults, healthy, loop_faults, mesh_faults, reports_clipping
+from . import data_faults, healthy, loop_faults, mesh_faults, reports_samples
 from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 
@@ -30,6 +31,7 @@ __all__ = [
     "loop_faults",
     "mesh_faults",
     "reports_clipping",
+    "reports_samples",
 ]
 
 EVERY = 5

@@ -50,6 +50,8 @@ class Plan:
         repeats: Whether samples are repeated on purpose: between workers, or within an epoch.
         seed: With which every rank's sampler is meant to shuffle; it is compared where the
             training's data loader is given. None: unspecified.
+        samples: How many samples the data set has: an epoch is meant to draw them all. None:
+            unspecified.
         local_steps: Optimizer steps from one average of the workers' parameters to the next, in
             local SGD, DiLoCo and their like: between averages parameters are meant to differ. None:
             every step's gradients are reduced.
@@ -65,6 +67,7 @@ class Plan:
     repeats: bool = False
     local_buffers: bool = False
     seed: int | None = None
+    samples: int | None = None
     local_steps: int | None = None
     replicated: bool = False
     max_norm: float | None = None
@@ -159,6 +162,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "repeats": _flag,
     "local_buffers": _flag,
     "seed": _whole,
+    "samples": _positive,
     "local_steps": _positive,
     "replicated": _flag,
     "max_norm": _norm,

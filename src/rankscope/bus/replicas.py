@@ -50,6 +50,8 @@ class StateKind(StrEnum):
     """A gradient whose scaling between reduction and optimizer differs from that of most."""
     RESTING = "resting"
     """A parameter that has a gradient and does not change, while others do."""
+    PASSES = "passes"
+    """State that changes between the forward passes of a step; its digest counts the changes."""
 
 
 @dataclass(frozen=True, slots=True)

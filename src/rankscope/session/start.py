@@ -22,7 +22,9 @@ from rankscope.evidence.canary.check import check_canary
 from rankscope.evidence.environment.facts import environment_facts, vocabulary_digest
 from rankscope.evidence.environment.training import (
     draws_with_replacement,
+    length_of,
     sampler_seed,
+    splits_of,
     training_facts,
 )
 from rankscope.record.stores import Store
@@ -260,6 +262,8 @@ def _facts(device: torch.device, tokenizer: Any, loader: Any) -> dict[str, Any]:
         "pid": os.getpid(),
         "sampler_seed": sampler_seed(loader),
         "with_replacement": draws_with_replacement(loader),
+        "data_splits": splits_of(loader),
+        "data_length": length_of(loader),
         "device": str(device),
         "device_name": name or platform.processor() or platform.machine(),
         "python": platform.python_version(),

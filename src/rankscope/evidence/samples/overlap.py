@@ -62,7 +62,7 @@ class OverlappingShards(Detector):
         seeds: Seed of each rank's sampler, None where unknown; empty when all are.
     """
 
-    SETTINGS = ("_num_workers", "_repeats", "_where", "_drawn", "_remembered")
+    SETTINGS = ("_num_workers", "_repeats", "_where")
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class OverlappingShards(Detector):
         self._num_workers = num_workers
         self._where = _where_to_look(seeds)
         self._repeats = repeats
-        self._drawn = self._remembered = 0  # samples of the epoch up to the present step
+        self._drawn = self._remembered = 0  # samples of the epoch up to the step before
         self._named = True
         self._ledger = ThinningLedger(capacity)
         self._padding = Padding(num_workers)
@@ -102,12 +102,14 @@ class OverlappingShards(Detector):
             one_in = self._ledger.one_in
             now = next(follow)
             self._new_since = self._new_since * one_in // self._ledger.one_in
+            found = self._observe(step, drawn[at], now)
             self._drawn = now.drawn
             self._remembered = now.remembered
-            yield self._observe(step, drawn[at], now)
             if self._begins_epoch():
+                found += self._padding.end_epoch()
                 self._begin_epoch([] if now.counts.new else [drawn[at]])
                 follow = self._ledger.observe(drawn.after(at))
+            yield found
 
     def _observe(self, step: Step, drawn_W: Sequence[Ints], now: Followed) -> list[FaultEvidence]:
         self._named = self._named and step.all_true("samples_named")

@@ -21,6 +21,7 @@ from rankscope.bus.replicas import (
 from rankscope.evidence.state.roles import (
     UnchangedParameters,
     changed_gradients,
+    moved_in_passes,
     role_differences,
     unchanged_differences,
 )
@@ -52,13 +53,13 @@ class ComparedState(Combiner):
     def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
         """Return the differences, and the first worker's traced tensors."""
         found = (
-            *self._new_or_few(self._differences(messages_W, columns["replica"])),
+            *self.new_or_few(self._differences(messages_W, columns["replica"])),
             *self._unchanged_parameters(messages_W, columns),
-            *self._new_or_few(_named_differences(messages_W)),
+            *self.new_or_few(_named_differences(messages_W)),
         )
         return {"differences": found, "trace": self._trace(messages_W[0])}
 
-    def _new_or_few(self, found: Iterable[StateDifference]) -> Iterator[StateDifference]:
+    def new_or_few(self, found: Iterable[StateDifference]) -> Iterator[StateDifference]:
         """Yield the differences that no step had before, and a few of the others.
 
         So the record has each tensor once at least, and does not grow with all of them.
@@ -124,7 +125,8 @@ def _named_differences(messages_W: Sequence[Message]) -> tuple[StateDifference, 
     names_W = [json.loads(m.names.tobytes()) if len(m.names) else {} for m in messages_W]
     roles_W = [names.get("roles") for names in names_W]
     roles = role_differences([each for each in roles_W if each]) if all(roles_W) else ()
-    return (*changed_gradients([names.get("changed", ()) for names in names_W]), *roles)
+    changed = changed_gradients([names.get("changed", ()) for names in names_W])
+    return (*changed, *moved_in_passes([names.get("passes", ()) for names in names_W]), *roles)
 
 
 def _tensors(message: Message, kinds: _Kinds, names: tuple[str, ...], begin: int) -> TensorTrace:

@@ -254,3 +254,23 @@ def changed_gradients(names_W: Sequence[Sequence[str]]) -> tuple[StateDifference
     names = list(dict.fromkeys(name for names in names_W for name in names))
     digests_W = np.zeros(len(names_W), np.int64)
     return tuple(StateDifference(StateKind.CHANGED, n, digests_W, digests_W != 0) for n in names)
+
+
+def moved_in_passes(
+    moved_W: Sequence[Sequence[tuple[str, int, bool]]],
+) -> tuple[StateDifference, ...]:
+    """Return the state that changes between the forward passes of a step, for the record.
+
+    Args:
+        moved_W: By worker: names, numbers of changes, and whether it is a frozen parameter.
+    """
+    changes: dict[str, Ints] = {}
+    frozen = {}
+    for rank, moved in enumerate(moved_W):
+        for name, number, is_frozen in moved:
+            changes.setdefault(name, np.zeros(len(moved_W), np.int64))[rank] = number
+            frozen[name] = is_frozen
+    return tuple(
+        StateDifference(StateKind.PASSES, name, numbers_W, np.full(len(moved_W), frozen[name]))
+        for name, numbers_W in changes.items()
+    )
