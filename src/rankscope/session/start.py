@@ -80,7 +80,8 @@ def watch(
         plan: The intent, where a fault depends on it: a dict with any of
             ``loss_weighting`` (``"token"`` or ``"worker"``), ``learning_rate`` (a number, or one
             per optimizer step), ``random`` (``"same"`` or ``"different"`` on all workers),
-            ``repeats`` (True: samples repeat on purpose), ``local_buffers`` (True: each worker
+            ``repeats`` (True: samples repeat on purpose), ``samples`` (how many the data set
+            has, all of which an epoch draws), ``local_buffers`` (True: each worker
             keeps running statistics of its own), ``seed`` (of every rank's sampler),
             ``local_steps`` (optimizer steps from one average of the workers' parameters to the
             next), ``replicated`` (True: all parameters are equal, also those that DDP ignores) and
