@@ -46,7 +46,6 @@ class StreamSplitOnce(Job):
 
     from_the_start = True
     num_splits = 1
-    epoch_steps: int | None = None
 
     def __init__(self, trial: Trial, rank: int) -> None:
         super().__init__(trial, rank)
@@ -59,8 +58,7 @@ class StreamSplitOnce(Job):
         for epoch in itertools.count():
             read = [int(index) for index in self.loader]
             random.Random(self.seed + epoch).shuffle(read)
-            starts = range(0, len(read) - self.batch_size + 1, self.batch_size)
-            for begin in itertools.islice(starts, self.epoch_steps):
+            for begin in range(0, len(read) - self.batch_size + 1, self.batch_size):
                 yield read[begin : begin + self.batch_size]
 
     def options(self) -> dict[str, Any]:
@@ -72,13 +70,6 @@ class StreamSplitTwice(StreamSplitOnce):
     """Is split by rank, and again by what prepares the loader."""
 
     num_splits = 2
-
-
-@injects("HP28B")
-class StreamCutShort(StreamSplitOnce):
-    """Ends each epoch early, by a number of steps."""
-
-    epoch_steps = 20
 
 
 class Student(nn.Module):
