@@ -52,6 +52,18 @@ class StateKind(StrEnum):
     """A parameter that has a gradient and does not change, while others do."""
     PASSES = "passes"
     """State that changes between the forward passes of a step; its digest counts the changes."""
+    MODE = "mode"
+    """Whether a module is in training or in evaluation mode, and whether it is compiled."""
+    MODULE = "module"
+    """Mode, class, code or an attribute of a module, where a canary differs; ``name`` in words."""
+    OPERATION = "operation"
+    """An operation of a canary's forward pass, or a constant or random numbers in it; in words."""
+    SETTING = "setting"
+    """A flag, a version or a device, where a canary differs; in words."""
+    HELD = "held"
+    """A parameter or buffer in a canary's forward pass."""
+    HOOK = "hook"
+    """Hooks of a module, where a canary differs; in words."""
 
 
 @dataclass(frozen=True, slots=True)

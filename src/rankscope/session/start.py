@@ -19,7 +19,7 @@ from rankscope.bus.plan import Plan, Tier
 from rankscope.bus.words import printable
 from rankscope.errors import UsageError
 from rankscope.evidence.canary.check import check_canary
-from rankscope.evidence.environment.facts import environment_facts, vocabulary_digest
+from rankscope.evidence.environment.facts import compilation, environment_facts, vocabulary_digest
 from rankscope.evidence.environment.training import (
     draws_with_replacement,
     length_of,
@@ -146,7 +146,7 @@ def watch(
 
     def describe() -> dict[str, Any]:
         return {
-            "facts": _facts(instruments.device, options.tokenizer, loader),
+            "facts": _facts(model, instruments.device, options.tokenizer, loader),
             "config": dict(config or {}),
             "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
             "sinks": sinks,
@@ -255,7 +255,9 @@ def _own_directory(run_dir: str | Path, ranks: list[int]) -> dict[str, Any]:
     return {"run_dir": own, "job": job}
 
 
-def _facts(device: torch.device, tokenizer: Any, loader: Any) -> dict[str, Any]:
+def _facts(
+    model: torch.nn.Module, device: torch.device, tokenizer: Any, loader: Any
+) -> dict[str, Any]:
     name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
     vocabulary = {} if tokenizer is None else {"vocabulary": vocabulary_digest(tokenizer)}
     return {
@@ -271,5 +273,5 @@ def _facts(device: torch.device, tokenizer: Any, loader: Any) -> dict[str, Any]:
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "seed": torch.initial_seed(),
-        "environment": {**environment_facts(device), **vocabulary},
+        "environment": {**environment_facts(device), "compiled": compilation(model), **vocabulary},
     }

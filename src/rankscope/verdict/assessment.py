@@ -83,7 +83,8 @@ def assess(run: Run) -> Assessment:
     findings = run.findings()
     progress = progress_of(run)
     known = values["samples_drawn"] is not None
-    checks = checks_of(run.num_workers, run.info.get("options"), samples=known)
+    options = run.info.get("options")
+    checks = checks_of(run.num_workers, options, samples=known, canaries=_has_canary(run))
     progress = replace(progress, checks=checks)
     siblings = siblings_of(run)
     verdict: Verdict = _of_job(judge(values, findings, progress), findings, worst_of(siblings))
@@ -131,6 +132,11 @@ def progress_of(run: Run) -> RunProgress:
     """
     steps = step_range(run.path, Table.STEPS)
     return RunProgress(run.status, -1 if steps is None else steps[1], _earlier_steps(run))
+
+
+def _has_canary(run: Run) -> bool:
+    """Return whether all workers have run a canary."""
+    return bool(np.isfinite(run.overview("canary_loss").mean_BW).all(axis=1).any())
 
 
 def _earlier_steps(run: Run) -> int | None:

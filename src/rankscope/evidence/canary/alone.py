@@ -1,7 +1,7 @@
 """The context of a canary's run: as in training, but without other workers and ``.grad``."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -61,9 +61,16 @@ class OperationCallbacks(Protocol):
         """Takes each generator from which an operation may draw."""
 
 
+SeeOperation = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
+"""Takes an operation, its arguments by position and by name, and what it has returned."""
+
+
 @contextmanager
 def alone(
-    device: torch.device, callbacks: OperationCallbacks, given: Autocast | None = None
+    device: torch.device,
+    callbacks: OperationCallbacks,
+    given: Autocast | None = None,
+    see: SeeOperation | None = None,
 ) -> Iterator[None]:
     """Keep the autocast in force without its cache, run eagerly, and forbid communication.
 
@@ -78,6 +85,7 @@ def alone(
         callbacks: Called before writes and draws.
         given: The autocast to run in; None for the one in force. It has no cache inside another
             autocast, which would keep the cast weights.
+        see: Called after each operation.
     """
     why_not = why_wait()
     if why_not:
@@ -85,7 +93,7 @@ def alone(
     outer = Autocast.in_force(device)
     cached = given is not None and given.cached and not outer.enabled
     autocast = (given or outer).again(device, cached=cached)
-    mode = _Alone(callbacks)
+    mode = _Alone(callbacks, see)
     stack = ExitStack()
     try:
         try:
@@ -123,9 +131,10 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, callbacks: OperationCallbacks) -> None:
+    def __init__(self, callbacks: OperationCallbacks, see: SeeOperation | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._callbacks = callbacks
+        self._see = see
         self._touched: dict[Any, list[tuple[int, str]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,7 +154,10 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._callbacks.before_write(one)
                 elif isinstance(one, torch.Generator):
                     self._callbacks.before_draw(one)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self._see is not None:
+            self._see(func, args, kwargs, result)
+        return result
 
 
 def _touched_arguments(func: Any) -> list[tuple[int, str]]:
