@@ -119,8 +119,8 @@ def replay(bundle: ReplayBundle, model: nn.Module) -> Replayed | None:
     results = _results(bundle, [row.results for row in rows_W])
     states_W = np.array([row.state for row in rows_W])
     verdict = judge(results, differing=_minority(states_W))
-    if verdict.verdict is not CanaryCause.DATA:
-        programs_W = [row.program for row in rows_W]
+    programs_W = [row.program for row in rows_W if row.program is not None]
+    if verdict.verdict is not CanaryCause.DATA and len(programs_W) == len(rows_W):
         verdict = explain(verdict, compare_programs(programs_W, verdict.ranks))
     if verdict.verdict is not CanaryCause.DATA:
         return Replayed(results, verdict)
@@ -150,12 +150,12 @@ class _Row(NamedTuple):
     Attributes:
         results: The results.
         state: Digest of parameters and buffers.
-        program: What the first run's forward pass ran.
+        program: What the first run's forward pass ran; None if unknown.
     """
 
     results: tuple[CanaryResult, CanaryResult, CanaryResult]
     state: int
-    program: Mapping[str, Any]
+    program: Mapping[str, Any] | None
 
 
 def _run(bundle: ReplayBundle, model: nn.Module, device: torch.device) -> _Row:
@@ -165,9 +165,9 @@ def _run(bundle: ReplayBundle, model: nn.Module, device: torch.device) -> _Row:
         first = run_batch(model, suspect, device, seed=seed, record=True)
         again = run_batch(model, suspect, device, seed=seed, backward_seed=seed + 1)
         against = run_batch(model, peer, device, seed=seed)
-    assert first.program is not None
     results = first.read(), again.read(), against.read()
-    return _Row(results, state_digest(model), first.program.read())
+    program = None if first.program is None else first.program.read()
+    return _Row(results, state_digest(model), program)
 
 
 def _autocast(bundle: ReplayBundle, device: torch.device) -> AbstractContextManager[Any]:

@@ -17,6 +17,7 @@ Equal texts are kept once: entries are numbers of ``texts``.
 
 import functools
 import json
+import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ from rankscope.gradients.host import HostCopy
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.passes import tensors_in
 
+_log = logging.getLogger("rankscope")
+
 _MOST_OPERATIONS = 2**15
 _MOST_CONSTANT_BYTES = 2**26
 _MOST_FUNCTIONS = 256  # whose code is digested for one module's class
@@ -47,6 +50,7 @@ _CALLS = ("_call_impl", "inner")  # torch's functions that call ``forward``, and
 _OF_MODULES = nn.Module.__init__.__code__.co_filename
 _OF_TORCH = _OF_MODULES.removesuffix("nn/modules/module.py")
 _GENERATORS = {"Python": python_state, "numpy": numpy_state, "torch": torch_state}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 _PLAIN = (str, int, float, bool, type(None), torch.dtype)
 
 
@@ -69,6 +73,7 @@ class ProgramRecorder:
         self._files: dict[CodeType, str] = {}
         self._digests: list[Tensor] = []
         self._before: dict[str, bytes] = {}
+        self._failed = False
         self._facts: dict[str, Any] = {
             "modules": {
                 canonical_name(name): self._number(describe_module(part))
@@ -106,9 +111,19 @@ class ProgramRecorder:
     def see(
         self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> None:
-        """Record an operation that has returned."""
+        """Record an operation that has returned; an error of ours ends the record, not the run."""
         if not self.open or len(self._operations) >= 4 * _MOST_OPERATIONS:
             return
+        try:
+            self._record(operation, args, kwargs, result)
+        except Exception as error:
+            _log.debug("what a canary runs is not recorded: %r", error)
+            self.open = False
+            self._failed = True
+
+    def _record(
+        self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
         place = self._place()
         if place is not None:
             for tensor in _tensors((*args, *kwargs.values())):
@@ -121,8 +136,10 @@ class ProgramRecorder:
         for tensor in _tensors((result,)):
             self._know(tensor)
 
-    def pending(self) -> "PendingProgram":
-        """Return the record; digests may still be on the device."""
+    def pending(self) -> "PendingProgram | None":
+        """Return the record, whose digests may still be on the device; None if it has failed."""
+        if self._failed:
+            return None
         facts = {**self._facts, "operations": self._operations, "constants": self._constants}
         texts = list(self._texts)
         if not self._digests:
@@ -151,7 +168,7 @@ class ProgramRecorder:
         """Return the module that computes, and the line of the user's that does; None in a hook."""
         line = ""
         called: FrameType | None = None
-        frame: FrameType | None = sys._getframe(3)
+        frame: FrameType | None = sys._getframe(4)  # above this class and the dispatch mode
         while frame is not None:
             code = frame.f_code
             if code.co_filename == _OF_MODULES and code.co_name in _CALLS:
@@ -248,10 +265,13 @@ def _kind(value: Any) -> str:
     return type(value).__qualname__
 
 
-def _hook_codes(module: nn.Module) -> set[CodeType]:
+def _hooks(module: nn.Module) -> list[Any]:
     own = vars(module)
-    hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
-    return {code for hook in hooks if (code := _code_of(hook)) is not None}
+    return [hook for n in _HOOKS for hook in own.get(n, {}).values()]
+
+
+def _hook_codes(module: nn.Module) -> set[CodeType]:
+    return {code for hook in _hooks(module) if (code := _code_of(hook)) is not None}
 
 
 def _code_of(function: Any) -> CodeType | None:
@@ -270,13 +290,12 @@ def describe_module(module: nn.Module) -> str:
     """Return mode, class, code and plain attributes of a module, and its hooks, as JSON."""
     own = vars(module)
     kind = type(module)
-    hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
     facts = {
         "mode": "training" if module.training else "evaluation",
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "code": code_digest(kind),
         "compiled": "yes" if own.get("_compiled_call_impl") is not None else "no",
-        "hooks": ", ".join(_name_of(hook) for hook in hooks),
+        "hooks": ", ".join(map(_name_of, _hooks(module))),
     }
     for name, value in own.items():
         if name.startswith("_") or name == "training":

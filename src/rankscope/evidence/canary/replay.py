@@ -7,6 +7,7 @@ see :mod:`rankscope.evidence.canary.alone`. All random generators are seeded ali
 Afterwards all state is restored, see :mod:`rankscope.evidence.canary.state`.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.fold import fold_signs
 from rankscope.gradients.host import HostCopy
 from rankscope.wrappers.passes import tensors_in
+
+_log = logging.getLogger("rankscope")
 
 _PERIOD = 8191  # of the signs of the projection of outputs
 _COMMUNICATING = ("SyncBatchNorm", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine")
@@ -168,7 +171,7 @@ def run_batch(
         parameters = [p for p in module.parameters() if p.requires_grad]
         check_gradient_room(parameters, device)
         args, kwargs = restore_batch(batch, device)
-        recorder = ProgramRecorder(module, device) if record else None
+        recorder = _recorder_of(module, device) if record else None
         see = None if recorder is None else recorder.see
         with preserved_state(module, device, seed=seed) as run, alone(device, run, see=see):
             if recorder is not None:
@@ -193,6 +196,15 @@ def run_batch(
         full = is_out_of_memory(error)
         why = f"the canary could not be run ({in_short(error)})"
         raise CanaryDeclined(why, out_of_memory=full) from (None if full else error)
+
+
+def _recorder_of(module: nn.Module, device: torch.device) -> ProgramRecorder | None:
+    """Return a recorder of what the model runs; None where a part of it cannot be read."""
+    try:
+        return ProgramRecorder(module, device)
+    except Exception as error:
+        _log.debug("what a canary runs is not recorded: %r", error)
+        return None
 
 
 def loss_without_gradient(
