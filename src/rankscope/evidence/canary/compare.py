@@ -108,7 +108,7 @@ def _module_differences(
         if all(part == parts_W[0] for part in parts_W):
             continue
         for fact in dict.fromkeys(fact for part in parts_W for fact in part):
-            values_W = tuple(part.get(fact, _MISSING) for part in parts_W)
+            values_W = tuple(part.get(fact, "not set") for part in parts_W)
             if fact != "hooks" and keep(values_W):
                 alike.setdefault((fact, values_W), []).append(name)
                 if fact == "class":  # code and attributes follow from it
