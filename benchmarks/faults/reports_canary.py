@@ -109,12 +109,12 @@ class LibraryFlag(OnOneRank):
     dropout = 0.0
 
     def prepare(self) -> None:
-        torch.backends.mkldnn.enabled = not self.hit
+        torch.backends.mkldnn.set_flags(not self.hit)
         super().prepare()
 
     def after_optimizer(self) -> None:
         if self.step == self.trial.num_steps - 1:
-            torch.backends.mkldnn.enabled = True
+            torch.backends.mkldnn.set_flags(True)
 
 
 class Smoothed(BenchCausalLM):
@@ -177,7 +177,8 @@ class FaultyDevice(Job):
     def build_model(self) -> nn.Module:
         model: Any = super().build_model()
         model.blocks[0].output.register_forward_hook(self.hook)
-        return model
+        made: nn.Module = model
+        return made
 
     def hook(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
         """Return a layer's output as the device computes it."""
@@ -228,13 +229,14 @@ class StuckElement(FaultyDevice):
 class NoisyGradient(FaultyDevice):
     def compute(self, output: Tensor) -> Tensor:
         if output.requires_grad:
-            output.register_hook(self.disturb)
+            output.register_hook(self.disturb)  # type: ignore[no-untyped-call]
         return output
 
     def disturb(self, gradient: Tensor) -> Tensor:
         """Return a gradient with noise of its own size in a hundredth."""
         noise = torch.empty_like(gradient).normal_(generator=self.noise)
-        return gradient + 0.01 * gradient.norm() / gradient.numel() ** 0.5 * noise
+        disturbed: Tensor = gradient + 0.01 * gradient.norm() / gradient.numel() ** 0.5 * noise
+        return disturbed
 
     @property
     def noise(self) -> torch.Generator:
@@ -258,7 +260,8 @@ class OwnCode(OnOneRank):
         model.blocks[0].output.register_forward_hook(self.hook)
         if self.rank == 0:
             model.head.register_forward_hook(lambda *_: None)
-        return model
+        made: nn.Module = model
+        return made
 
     def before_step(self) -> None:
         self.module.blocks[1].train(self.step % 3 > 0)
