@@ -109,12 +109,12 @@ class LibraryFlag(OnOneRank):
     dropout = 0.0
 
     def prepare(self) -> None:
-        torch.backends.mkldnn.set_flags(not self.hit)
+        torch.backends.mkldnn.set_flags(not self.hit)  # type: ignore[no-untyped-call]
         super().prepare()
 
     def after_optimizer(self) -> None:
         if self.step == self.trial.num_steps - 1:
-            torch.backends.mkldnn.set_flags(True)
+            torch.backends.mkldnn.set_flags(True)  # type: ignore[no-untyped-call]
 
 
 class Smoothed(BenchCausalLM):

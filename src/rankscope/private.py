@@ -404,9 +404,16 @@ USES = (
     Use(
         "torch.nn.Module",
         "_compiled_call_impl",
-        "wrappers.find",
+        "wrappers.find evidence.canary.program evidence.environment.facts",
         "whether Module.compile was called, for hooks would break the graph of such a module",
         "it counts as one that is not compiled",
+    ),
+    Use(
+        "torch.nn.Module",
+        "_call_impl _forward_pre_hooks _forward_hooks",
+        "evidence.canary.program",
+        "which module runs an operation of a canary, and whether a hook of it does",
+        "operations of a canary are named without their module",
     ),
     Use(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",

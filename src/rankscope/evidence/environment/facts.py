@@ -31,7 +31,6 @@ _LONGEST_VALUE = 200
 _GIT_SECONDS = 2.0
 _COMPILER_OPTIONS = ("max_autotune", "triton.cudagraphs", "coordinate_descent_tuning")
 """Options that the modes of ``torch.compile`` set."""
-_ATTENTION = ("flash", "mem_efficient", "math", "cudnn")
 
 FLAGS_EVERY = PACE.flags_every
 """Steps between two readings of torch's global settings."""
@@ -267,7 +266,13 @@ def precision_flags() -> dict[str, str | bool]:
 def _attention_backends() -> str:
     """Return the kernels that scaled dot-product attention may use."""
     cuda: Any = torch.backends.cuda
-    return ", ".join(name for name in _ATTENTION if getattr(cuda, f"{name}_sdp_enabled")())
+    enabled = {
+        "flash": cuda.flash_sdp_enabled,
+        "mem_efficient": cuda.mem_efficient_sdp_enabled,
+        "math": cuda.math_sdp_enabled,
+        "cudnn": cuda.cudnn_sdp_enabled,
+    }
+    return ", ".join(name for name, is_enabled in enabled.items() if is_enabled())
 
 
 def _float32_matmul() -> str:
