@@ -53,7 +53,7 @@ class StateKind(StrEnum):
     PASSES = "passes"
     """State that changes between the forward passes of a step; its digest counts the changes."""
     MODE = "mode"
-    """Whether a module is in training or in evaluation mode, and whether it is compiled."""
+    """Modules in training mode on some workers and in evaluation mode on others; in words."""
     MODULE = "module"
     """Mode, class, code or an attribute of a module, where a canary differs; ``name`` in words."""
     OPERATION = "operation"
