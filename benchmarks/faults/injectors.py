@@ -19,8 +19,15 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from . import data_faults, healthy, loop_faults, mesh_faults, reports_clipping
-from . import data_faults, healthy, loop_faults, mesh_faults, reports_samples
+from . import (
+    data_faults,
+    healthy,
+    loop_faults,
+    mesh_faults,
+    reports_canary,
+    reports_clipping,
+    reports_samples,
+)
 from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 
@@ -30,14 +37,10 @@ __all__ = [
     "healthy",
     "loop_faults",
     "mesh_faults",
+    "reports_canary",
     "reports_clipping",
     "reports_samples",
 ]
-from . import data_faults, healthy, loop_faults, mesh_faults, reports_canary
-from .job import INJECTORS, Job, injects, seed_everything
-from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
-
-__all__ = ["INJECTORS", "data_faults", "healthy", "loop_faults", "mesh_faults", "reports_canary"]
 
 EVERY = 5
 """A fault that comes and goes hits every fifth step."""
