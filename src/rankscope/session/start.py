@@ -129,7 +129,13 @@ def watch(
     alike = not local_steps  # else parameters differ, and with them every result
     canary = check_canary(wrapped, wanted=options.canary and alike, every=options.canary_every)
     instruments = choose_instruments(
-        wrapped, options, tier, local_steps=local_steps, loader=loader, canary=canary
+        wrapped,
+        options,
+        tier,
+        local_steps=local_steps,
+        loader=loader,
+        canary=canary,
+        given_dir=str(run_dir),
     )
     described = {
         "tier": tier,

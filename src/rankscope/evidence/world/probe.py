@@ -1,0 +1,241 @@
+"""Publishes what a group of ranks reduces, and reads what the others of the job have published.
+
+The training's own store carries it. The first rank of each group writes one key, and reads those of
+the others at steps 0, 1, 2, 4, 8, …; no rank waits for another, nor has to be watched at all.
+"""
+
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rankscope.bus.probe import Channel, Job, MessagePart, Probe
+from rankscope.evidence.world.unit import Unit
+from rankscope.gradients.host import HostCopy
+from rankscope.stats.arrays import digest_of
+from rankscope.wrappers.find import Wrapped
+from rankscope.wrappers.fsdp2_model import parameters_by_mesh
+from rankscope.wrappers.kinds import DDP, FSDP2, REPLICATE
+from rankscope.wrappers.passes import tensors_in
+from rankscope.wrappers.rendezvous import default_store
+
+_log = logging.getLogger("rankscope")
+
+NAME = "world"
+
+_MOST_PARAMETERS = 64
+_ELEMENTS = 4  # of each
+_LAST_READING = 64  # steps since the run began
+_LAST_LOOK = 1 << 14
+_MOST_UNITS = 64  # that are read
+_MOST_SENT = 16
+
+_watched: Counter[str] = Counter()
+"""How often this process has begun to watch: ranks that run one program count alike."""
+
+
+class WorldProbe(Probe):
+    """Publishes the units that this rank is the first of; all calls come on the training thread.
+
+    A failure here only ends this comparison.
+
+    Args:
+        job: The training.
+        units: The units, and the parameters ``[E / elements of each]`` whose first elements are
+            read.
+        store: The training's store, in a part of its own.
+    """
+
+    def __init__(self, job: Job, units: Sequence[tuple[Unit, Sequence[Tensor]]], store: Any) -> None:
+        self._optimizer = job.optimizer
+        self._channel: Channel = job.channel
+        self._first_step = job.first_step
+        self._units = units
+        self._store = store
+        self._pending: dict[int, list[HostCopy]] = {}
+        self._numbers: list[int] = []
+        self._others: dict[int, Unit] = {}
+        self._age = -1
+
+    def begin_step(self, step: int, *, paused: bool) -> None:
+        """Read some elements of the parameters before the step changes them."""
+        age = step - self._first_step
+        if age == self._age or not self._units:
+            return
+        self._age = age
+        if _is_due(age, _LAST_READING):
+            self._pending[age] = [HostCopy(_elements(tensors), own=True) for _, tensors in self._units]
+            settings = _settings(self._optimizer)
+            for unit, _ in self._units:
+                unit.settings[age] = settings
+
+    def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
+        """Note whether the model is given activations, as a stage of a pipeline is."""
+        if self._age == 0 and any(tensor.requires_grad for tensor in tensors_in([args, kwargs])):
+            for unit, _ in self._units:
+                unit.whole = False
+
+    def on_message(self, step: int, part: MessagePart) -> None:
+        """Publish what is on the host, and read what others have published."""
+        age = step - self._first_step
+        if not self._units or not _is_due(age, _LAST_LOOK):
+            return
+        samples = part.arrays.get("samples_B", b"")
+        if len(samples) and age <= _LAST_READING:
+            for unit, _ in self._units:
+                unit.batches[age] = digest_of(bytes(samples))
+        self._try_exchange(step)
+
+    def close(self) -> None:
+        """Publish the last readings, and look for the others' a last time."""
+        if self._age >= 0 and self._units:
+            self._try_exchange(self._first_step + self._age)
+
+    def _try_exchange(self, step: int) -> None:
+        try:
+            self._publish()
+            if self._look():
+                found = [unit.to_json() for unit in self._others.values()]
+                own = [unit.to_json() for unit, _ in self._units]
+                self._channel.send(NAME, step, json.dumps([own, found]).encode())
+        except Exception as error:  # the store's process may have ended before this rank
+            self._units = ()
+            _log.debug("groups of the job that hold the same model are not compared: %r", error)
+
+    def _publish(self) -> None:
+        for age in [age for age, copies in self._pending.items() if all(c.ready for c in copies)]:
+            for (unit, _), copy in zip(self._units, self._pending.pop(age), strict=True):
+                unit.readings[age] = copy.numpy().tolist()
+        if not self._numbers:
+            self._numbers = [int(self._store.add("count", 1)) for _ in self._units]
+        for number, (unit, _) in zip(self._numbers, self._units, strict=True):
+            self._store.set(str(number), json.dumps(unit.to_json()))
+
+    def _look(self) -> bool:
+        """Read what others have published that may be the same model; return whether it is news."""
+        total = min(int(self._store.add("count", 0)), _MOST_UNITS)
+        keys = [str(n) for n in range(1, total + 1) if n not in self._numbers]
+        keys = keys if not keys or self._store.check(keys) else [k for k in keys if self._store.check([k])]
+        news = False
+        for key, content in zip(keys, self._store.multi_get(keys) if keys else (), strict=True):
+            other = Unit.from_json(json.loads(bytes(content)))
+            known = self._others.get(int(key))
+            fits = any(own.main == other.main for own, _ in self._units)
+            if fits and other != known and (known or len(self._others) < _MOST_SENT):
+                self._others[int(key)] = other
+                news = True
+        return news
+
+
+def _is_due(age: int, last: int) -> bool:
+    """Return whether something happens so many steps after the run's begin: 0, 1, 2, 4, 8, …"""
+    return 0 <= age <= last and age & (age - 1) == 0
+
+
+def _elements(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the first elements of some parameters, float32 ``[E]``; no kernel for each."""
+    local = [_local(tensor) for tensor in tensors]
+    starts = [t.as_strided((_ELEMENTS,), (1,)) for t in local]
+    return torch.cat([start.to(torch.float32) for start in starts])
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _settings(optimizer: Any) -> int:
+    """Return a digest of the settings of all parameter groups that are numbers on the host."""
+    groups = () if optimizer is None else optimizer.param_groups
+    plain = [
+        sorted((str(k), repr(v)) for k, v in group.items() if _is_plain(v)) for group in groups
+    ]
+    return digest_of(repr(plain).encode())
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str | None)
+
+
+def _unit(
+    job: Job, named: Iterable[tuple[str, Tensor]], ranks: Sequence[int], *, main: bool, divisor: float
+) -> tuple[Unit, Sequence[Tensor]] | None:
+    """Return a unit and the parameters to read; None where this rank holds too few elements."""
+    trained = [(name, tensor) for name, tensor in named if tensor.requires_grad]
+    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in trained]
+    readable = [
+        (name, tensor)
+        for name, tensor in trained
+        if tensor.is_floating_point() and _local(tensor).numel() >= _ELEMENTS
+    ]
+    if not readable:
+        return None
+    some = readable[:: math.ceil(len(readable) / _MOST_PARAMETERS)]
+    place = job.wrapped.mesh
+    unit = Unit(
+        ranks=tuple(ranks),
+        main=main,
+        layout=digest_of("\n".join(lines).encode()),
+        names=tuple(name for name, _ in trained[:_ELEMENTS]),
+        dtype=str(some[0][1].dtype).removeprefix("torch."),
+        divisor=divisor,
+        wrapper=_described(job.wrapped),
+        axes={} if place is None else dict(place.axes),
+        given_dir=job.given_dir,
+        seed=torch.initial_seed(),
+    )
+    return unit, [tensor for _, tensor in some]
+
+
+def _described(wrapped: Wrapped) -> str:
+    if wrapped.kind is FSDP2:
+        return "fully_shard got a mesh"
+    if wrapped.kind in (DDP, REPLICATE):
+        return "DistributedDataParallel got a process_group"
+    return f"{wrapped.kind} reduces over a group"
+
+
+def _units_of(job: Job) -> list[tuple[Unit, Sequence[Tensor]]]:
+    """Return the units that this rank is the first of, but for those of all ranks of the job."""
+    wrapped: Wrapped = job.wrapped
+    ranks = dist.get_process_group_ranks(wrapped.group)
+    groups: list[tuple[Sequence[int], Any, float]] = [(ranks, wrapped.parameters.items(), 0.0)]
+    if wrapped.kind is FSDP2:
+        groups = [
+            (one[0].group.ranks, [(p.name, p.tensor) for p in one], one[0].group.divisor)
+            for one in parameters_by_mesh(wrapped.wrapper)
+        ]
+    found = []
+    for own, named, divisor in groups:
+        main = set(own) == set(ranks)
+        if (main and len(own) == dist.get_world_size() and len(groups) == 1) or own[0] != dist.get_rank():
+            continue
+        unit = _unit(job, named, own, main=main, divisor=divisor)
+        found += [] if unit is None else [unit]
+    return found
+
+
+def make_probe(job: Job) -> WorldProbe | None:
+    """Return the probe of this rank's units; None where one group has all ranks of the job."""
+    _watched[NAME] += 1
+    if not job.exact or job.local_steps:
+        return None
+    try:
+        units = _units_of(job)
+        if not units:
+            return None
+        c10d: Any = dist.distributed_c10d
+        store = c10d.PrefixStore(f"rankscope/{NAME}/{_watched[NAME]}", default_store())
+    except Exception as error:  # a model of an unknown kind, or no store in reach
+        _log.debug("groups of the job that hold the same model are not compared: %r", error)
+        return None
+    return WorldProbe(job, units, store)
