@@ -13,6 +13,7 @@ from rankscope.wrappers.fsdp2_model import ManagedParameter, managed_parameters
 
 _log = logging.getLogger("rankscope")
 _STAGES = ("pp", "pipe", "stage")  # names of the axes of pipeline stages
+_SEQUENCES = ("cp", "context", "sp", "seq", "ulysses", "ring")  # of those that cut sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,19 @@ def mesh_place(model: nn.Module) -> MeshPlace | None:
     return MeshPlace(dist.get_rank(), ranks, axes, tuple(managed))
 
 
+def sequence_lines(managed: Sequence[ManagedParameter]) -> dict[str, tuple[int, ...]]:
+    """Return by name of each axis that cuts sequences the ranks along it through this rank.
+
+    FSDP2 may average over such an axis or not.
+    """
+    lines: dict[str, tuple[int, ...]] = {}
+    for mesh in _meshes(managed):
+        for name, line in _lines(mesh):
+            if name.startswith(_SEQUENCES) and line not in lines.values():
+                lines.setdefault(name, line)
+    return lines
+
+
 def placements_of(parameter: ManagedParameter) -> dict[str, bool]:
     """Return by name of each axis that a parameter's placement names, whether it is replicated."""
     tensor = parameter.tensor
@@ -103,7 +117,7 @@ def log_other_mesh(watched: Sequence[ManagedParameter], other: Sequence[ManagedP
         )
 
 
-def _meshes(managed: list[ManagedParameter]) -> Iterator[DeviceMesh]:
+def _meshes(managed: Sequence[ManagedParameter]) -> Iterator[DeviceMesh]:
     """Yield the mesh from which FSDP2's was cut, and those of placements, the former first."""
     inside = managed[0].group.mesh
     root = getattr(inside, "_get_root_mesh", None)

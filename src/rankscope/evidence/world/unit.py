@@ -19,7 +19,7 @@ from rankscope.stats.rounding import UNIT_ROUNDOFF
 
 _APART = 1 / 16
 """Distance of two updates, relative to the larger one, that rounding may explain: as of replicas
-that compute in bfloat16 by themselves, see :func:`rankscope.evidence.mesh.part.tolerance_of`."""
+that compute in bfloat16 by themselves, see :func:`rankscope.stats.rounding.tolerance_of`."""
 
 _ROUNDINGS = 4  # of an element in an update
 _FEWEST_DISTINCT = 8  # elements that begin with one constant prove nothing
