@@ -111,7 +111,7 @@ class VocabularyParallelCausalLM(BenchCausalLM):
         for block in self.blocks:
             hidden = block(hidden)
         copied = exchange(self.norm(hidden)[:, :-1], group, _same, _sum)
-        logits = copied @ self.head.weight.to_local().t()  # type: ignore[operator]
+        logits = copied @ self.head.weight.to_local().t()  # type: ignore[attr-defined]
         rows = logits.shape[-1]
         local = labels[:, 1:] - group.rank() * rows
         inside = (local >= 0) & (local < rows)
@@ -152,7 +152,7 @@ class CutCausalLM(BenchCausalLM):
         super().__init__()
         self._group = group
 
-    def forward(  # type: ignore[override]
+    def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, shift_labels: Tensor | None = None
     ) -> dict[str, Any]:
         """Return the mean loss per label token of this rank's part."""
@@ -298,6 +298,7 @@ class ExpertsDividedByAll(Job):
             fully_shard(experts, mesh=self.mesh["dp"], shard_placement_fn=lambda p: Shard(1))
             if self.divided:
                 experts.set_gradient_divide_factor(float(self.num_workers))
+                experts.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing
             fully_shard(block, mesh=whole)
         fully_shard(module, mesh=whole)
         return module

@@ -86,13 +86,12 @@ def placements_of(parameter: ManagedParameter) -> dict[str, bool]:
 
 
 def log_other_mesh(watched: Sequence[ManagedParameter], other: Sequence[ManagedParameter]) -> None:
-    """Log which parameters lie on another mesh, and whether FSDP2 divides their gradients alike.
+    """Log which parameters lie on another mesh.
 
     Args:
         watched: The parameters that are compared.
         other: Those that are reduced otherwise.
     """
-    level = logging.WARNING if dist.get_rank() == 0 else logging.INFO
     group = watched[0].group
     apart = other[0].group
     some = f"{len(other)} parameters (from {other[0].name} on)"
@@ -103,18 +102,6 @@ def log_other_mesh(watched: Sequence[ManagedParameter], other: Sequence[ManagedP
         len(apart.ranks),
         len(group.ranks),
     )
-    if apart.divisor != group.divisor:
-        _log.log(
-            level,
-            "FSDP2 divides the gradients of %s by %g, those of the rest by %g: they are %g times "
-            "as large as those of one mean loss, unless the training scales them by hand; call "
-            "set_gradient_divide_factor(%g) on the modules that hold them",
-            some,
-            apart.divisor,
-            group.divisor,
-            group.divisor / apart.divisor,
-            group.divisor,
-        )
 
 
 def _meshes(managed: Sequence[ManagedParameter]) -> Iterator[DeviceMesh]:

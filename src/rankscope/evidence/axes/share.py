@@ -23,7 +23,7 @@ class Share:
         weight: Number of label tokens behind them; None if unknown.
         samples: Digest of the inputs that identify samples.
         rows: Number of sequences.
-        tokens: Number of tokens in them.
+        tokens: Number of tokens in them; 0 if unknown.
         dtype: The coarsest type in which the model computes.
         random: Digest of the states of the random generators that the forward pass used; None if it
             used none.
@@ -70,7 +70,9 @@ def loss_distance(shares_T: Sequence[Share]) -> float:
         == (first.samples, first.rows, first.weight, len(first.losses))
         for one in shares_T
     )
-    if not alike or first.weight is None or len(shares_T) * first.weight <= first.tokens:
+    if not alike or first.weight is None or not first.tokens:
+        return 0.0
+    if len(shares_T) * first.weight <= first.tokens:
         return 0.0
     apart = 0.0
     for losses_T in zip(*(one.losses for one in shares_T), strict=True):

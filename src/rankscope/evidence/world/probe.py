@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -50,15 +52,24 @@ class WorldProbe(Probe):
         job: The training.
         units: The units, and the parameters ``[E / elements of each]`` whose first elements are
             read.
+        reference: Parameters of the main unit, if this rank is the first of another one.
         store: The training's store, in a part of its own.
     """
 
-    def __init__(self, job: Job, units: Sequence[tuple[Unit, Sequence[Tensor]]], store: Any) -> None:
+    def __init__(
+        self,
+        job: Job,
+        units: Sequence[tuple[Unit, Sequence[Tensor]]],
+        reference: Sequence[Tensor],
+        store: Any,
+    ) -> None:
         self._optimizer = job.optimizer
         self._channel: Channel = job.channel
         self._first_step = job.first_step
         self._units = units
         self._store = store
+        self._reference = reference
+        self._gradients: dict[str, list[HostCopy]] = {}
         self._pending: dict[int, list[HostCopy]] = {}
         self._numbers: list[int] = []
         self._others: dict[int, Unit] = {}
@@ -71,7 +82,9 @@ class WorldProbe(Probe):
             return
         self._age = age
         if _is_due(age, _LAST_READING):
-            self._pending[age] = [HostCopy(_elements(tensors), own=True) for _, tensors in self._units]
+            self._pending[age] = [
+                HostCopy(_elements(tensors), own=True) for _, tensors in self._units
+            ]
             settings = _settings(self._optimizer)
             for unit, _ in self._units:
                 unit.settings[age] = settings
@@ -81,6 +94,23 @@ class WorldProbe(Probe):
         if self._age == 0 and any(tensor.requires_grad for tensor in tensors_in([args, kwargs])):
             for unit, _ in self._units:
                 unit.whole = False
+
+    def see_reduced(self) -> None:
+        """Read some elements of the reduced gradients."""
+        self._read_gradients("reduced")
+
+    def before_update(self) -> None:
+        """Read the same elements as the optimizer gets them."""
+        self._read_gradients("applied")
+
+    def _read_gradients(self, when: str) -> None:
+        """Read gradients in the run's first step, if this rank is the first of experts."""
+        if self._age or not self._reference:
+            return
+        each = [self._reference, *(tensors for _, tensors in self._units)]
+        gradients = [[t.grad for t in tensors if t.grad is not None] for tensors in each]
+        if all(gradients):
+            self._gradients[when] = [HostCopy(_elements(some), own=True) for some in gradients]
 
     def on_message(self, step: int, part: MessagePart) -> None:
         """Publish what is on the host, and read what others have published."""
@@ -113,16 +143,32 @@ class WorldProbe(Probe):
         for age in [age for age, copies in self._pending.items() if all(c.ready for c in copies)]:
             for (unit, _), copy in zip(self._units, self._pending.pop(age), strict=True):
                 unit.readings[age] = copy.numpy().tolist()
+        self._note_scales()
         if not self._numbers:
             self._numbers = [int(self._store.add("count", 1)) for _ in self._units]
         for number, (unit, _) in zip(self._numbers, self._units, strict=True):
             self._store.set(str(number), json.dumps(unit.to_json()))
 
+    def _note_scales(self) -> None:
+        """Note what the training multiplies gradients by, relative to those of the main unit."""
+        copies = [copy for some in self._gradients.values() for copy in some]
+        if len(self._gradients) < 2 or not all(copy.ready for copy in copies):
+            return
+        pairs = zip(self._gradients["applied"], self._gradients["reduced"], strict=True)
+        main, *scales = [_ratio(applied.numpy(), reduced.numpy()) for applied, reduced in pairs]
+        for (unit, _), scale in zip(self._units, scales, strict=True):
+            unit.scale = scale / main if main and math.isfinite(scale / main) else None
+        self._gradients = {}
+
     def _look(self) -> bool:
         """Read what others have published that may be the same model; return whether it is news."""
         total = min(int(self._store.add("count", 0)), _MOST_UNITS)
         keys = [str(n) for n in range(1, total + 1) if n not in self._numbers]
-        keys = keys if not keys or self._store.check(keys) else [k for k in keys if self._store.check([k])]
+        keys = (
+            keys
+            if not keys or self._store.check(keys)
+            else [k for k in keys if self._store.check([k])]
+        )
         news = False
         for key, content in zip(keys, self._store.multi_get(keys) if keys else (), strict=True):
             other = Unit.from_json(json.loads(bytes(content)))
@@ -135,7 +181,7 @@ class WorldProbe(Probe):
 
 
 def _is_due(age: int, last: int) -> bool:
-    """Return whether something happens so many steps after the run's begin: 0, 1, 2, 4, 8, …"""
+    """Return whether a step is due, by steps since the run began: 0, 1, 2, 4, 8 and so on."""
     return 0 <= age <= last and age & (age - 1) == 0
 
 
@@ -146,9 +192,22 @@ def _elements(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([start.to(torch.float32) for start in starts])
 
 
+def _is_readable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and _local(tensor).numel() >= _ELEMENTS
+
+
 def _local(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _ratio(applied_E: NDArray[Any], reduced_E: NDArray[Any]) -> float:
+    """Return the factor between two gradients; NaN without a gradient."""
+    if applied_E.shape != reduced_E.shape:
+        return math.nan
+    reduced = reduced_E.astype(np.float64)
+    square = float(reduced @ reduced)
+    return float(applied_E.astype(np.float64) @ reduced) / square if square else math.nan
 
 
 def _settings(optimizer: Any) -> int:
@@ -167,16 +226,17 @@ def _is_plain(value: object) -> bool:
 
 
 def _unit(
-    job: Job, named: Iterable[tuple[str, Tensor]], ranks: Sequence[int], *, main: bool, divisor: float
+    job: Job,
+    named: Iterable[tuple[str, Tensor]],
+    ranks: Sequence[int],
+    *,
+    main: bool,
+    divisor: float,
 ) -> tuple[Unit, Sequence[Tensor]] | None:
     """Return a unit and the parameters to read; None where this rank holds too few elements."""
     trained = [(name, tensor) for name, tensor in named if tensor.requires_grad]
     lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in trained]
-    readable = [
-        (name, tensor)
-        for name, tensor in trained
-        if tensor.is_floating_point() and _local(tensor).numel() >= _ELEMENTS
-    ]
+    readable = [(name, tensor) for name, tensor in trained if _is_readable(tensor)]
     if not readable:
         return None
     some = readable[:: math.ceil(len(readable) / _MOST_PARAMETERS)]
@@ -217,10 +277,10 @@ def _units_of(job: Job) -> list[tuple[Unit, Sequence[Tensor]]]:
     found = []
     for own, named, divisor in groups:
         main = set(own) == set(ranks)
-        if (main and len(own) == dist.get_world_size() and len(groups) == 1) or own[0] != dist.get_rank():
-            continue
-        unit = _unit(job, named, own, main=main, divisor=divisor)
-        found += [] if unit is None else [unit]
+        alone = main and len(own) == dist.get_world_size() and len(groups) == 1
+        if not alone and own[0] == dist.get_rank():
+            unit = _unit(job, named, own, main=main, divisor=divisor)
+            found += [] if unit is None else [unit]
     return found
 
 
@@ -238,4 +298,8 @@ def make_probe(job: Job) -> WorldProbe | None:
     except Exception as error:  # a model of an unknown kind, or no store in reach
         _log.debug("groups of the job that hold the same model are not compared: %r", error)
         return None
-    return WorldProbe(job, units, store)
+    experts = [unit for unit, _ in units if not unit.main]
+    reference = list(job.wrapped.parameters.values()) if experts else []
+    return WorldProbe(
+        job, units, [p for p in reference if _is_readable(p)][:_MOST_PARAMETERS], store
+    )

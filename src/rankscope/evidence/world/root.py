@@ -1,8 +1,8 @@
-"""Finds groups of the job that train one model and never meet, and experts divided by too little."""
+"""Finds groups of the job that train one model apart, and experts with another divisor."""
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rankscope.bus.director import DirectedRun, Director
 from rankscope.bus.finding import Finding, Severity
@@ -18,6 +18,7 @@ PART = "sync.part_of_ranks"
 DIVISOR = "sync.expert_divisor"
 
 _MOST_NAMED = 3
+_SCALED = 0.01  # relative difference of two scales that is none
 
 
 class World(Director):
@@ -63,8 +64,10 @@ class World(Director):
 
     def _is_news(self, finding: Finding) -> bool:
         known = self.findings.get(finding.id)
-        return known is None or known.severity < finding.severity or (
-            known.explanation != finding.explanation and known.severity == finding.severity
+        return (
+            known is None
+            or known.severity < finding.severity
+            or (known.explanation != finding.explanation and known.severity == finding.severity)
         )
 
     def _part_of_ranks(self, unit: Unit, others: Sequence[Unit], step: int) -> Finding | None:
@@ -82,7 +85,9 @@ class World(Director):
         total = sum(map(len, groups))
         outside = {rank for ranks in apart for rank in ranks}
         missing = [name for name, line in unit.axes.items() if outside & set(line)]
-        without = f" without {listed(missing)}" if missing else f" of {count(len(unit.ranks), 'rank')}"
+        without = (
+            f" without {listed(missing)}" if missing else f" of {count(len(unit.ranks), 'rank')}"
+        )
         fields = {
             "size": len(unit.ranks),
             "total": total,
@@ -107,11 +112,13 @@ class World(Director):
     ) -> Finding | None:
         """Return a finding of experts on a mesh of their own whose divisor is not the rest's."""
         apart = [one for one in others if one.readings and not set(one.ranks) & set(unit.ranks)]
-        if main is None or not unit.readings or not apart or unit.divisor == main.divisor:
+        if main is None or not unit.readings or not apart or unit.scale is None:
+            return None
+        times = main.divisor / unit.divisor * unit.scale
+        if abs(times - 1) < _SCALED:
             return None
         if any(is_same_model(unit, one) for one in apart):
             return None  # replicas that are not reduced together, until their updates are known
-        times = main.divisor / unit.divisor
         fields = {
             "names": _named(unit.names),
             "divisor": f"{unit.divisor:g}",
@@ -127,8 +134,8 @@ class World(Director):
         self,
         cause: str,
         severity: Severity,
-        fields: dict[str, object],
-        numbers: dict[str, object],
+        fields: Mapping[str, object],
+        numbers: Mapping[str, object],
         first: int,
         step: int,
     ) -> Finding:
@@ -156,7 +163,7 @@ def _named(names: Sequence[str]) -> str:
 def _listed_groups(groups: Sequence[Sequence[int]]) -> str:
     named = [name_ranks(ranks) for ranks in groups[:_MOST_NAMED]]
     rest = len(groups) - len(named)
-    return listed([*named, *([count(rest, "other group")] if rest else [])])
+    return "; ".join([*named, *([count(rest, "other group")] if rest else [])])
 
 
 def make_director(run: DirectedRun) -> World:

@@ -41,6 +41,8 @@ class Unit:
         axes: The ranks of the job along other axes of their mesh, by name.
         given_dir: The run directory that the user gave.
         seed: The first rank's seed.
+        scale: What the training multiplies the reduced gradient by, relative to that of the main
+            unit; None if unknown.
         whole: Whether the first rank runs the whole model, not a stage that is given activations.
         readings: By number of steps since the run began, the elements ``[E]`` before that step.
         settings: Digest of the optimizer's settings at the same times.
@@ -57,6 +59,7 @@ class Unit:
     axes: Mapping[str, tuple[int, ...]]
     given_dir: str
     seed: int
+    scale: float | None = None
     whole: bool = True
     readings: dict[int, list[float]] = field(default_factory=dict)
     settings: dict[int, int] = field(default_factory=dict)
