@@ -86,6 +86,7 @@ def watch(
             ``local_steps`` (optimizer steps from one average of the workers' parameters to the
             next), ``replicated`` (True: all parameters are equal, also those that DDP ignores) and
             ``max_norm`` (the norm to which code of the training's own clips all gradients).
+            ``independent`` (True: groups that never meet are trainings of their own).
             See :class:`rankscope.bus.plan.Plan`.
         on_finding: Called with each finding when it opens, gets worse or closes: in the training's
             thread, at the beginning of the same step on every rank, so that it may write a

@@ -60,6 +60,13 @@ def mesh_place(model: nn.Module) -> MeshPlace | None:
     return MeshPlace(dist.get_rank(), ranks, axes, tuple(managed))
 
 
+def outer_axes(managed: Sequence[ManagedParameter]) -> dict[str, tuple[int, ...]]:
+    """Return by name of each axis over which FSDP2 does not average the ranks along it."""
+    workers = set(managed[0].group.ranks)
+    lines = [found for mesh in _meshes(managed) for found in _lines(mesh)]
+    return {name: line for name, line in lines if workers & set(line) == {dist.get_rank()}}
+
+
 def sequence_lines(managed: Sequence[ManagedParameter]) -> dict[str, tuple[int, ...]]:
     """Return by name of each axis that cuts sequences the ranks along it through this rank.
 

@@ -1,5 +1,6 @@
 """Whether two groups of ranks train one model apart, from what their first ranks publish."""
 
+import base64
 import dataclasses
 import json
 
@@ -7,10 +8,15 @@ import numpy as np
 import pytest
 
 from rankscope.bus.finding import Severity
+from rankscope.bus.packing import pack_headed
 from rankscope.evidence.world.root import World
 from rankscope.evidence.world.unit import Unit, first_apart, is_same_model
 
 ELEMENTS = 64
+
+
+def packed(values: np.ndarray) -> str:
+    return base64.b64encode(values.astype(np.float32).tobytes()).decode()
 
 
 def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
@@ -28,7 +34,7 @@ def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
     return Unit(
         tuple(ranks),
         **{**taken, **more},
-        readings={at: list(map(float, np.float32(one))) for at, one in readings.items()},
+        readings={at: packed(one) for at, one in readings.items()},
         settings=more.pop("settings", dict.fromkeys(readings, 3)),
         batches=more.pop("batches", {0: ranks[0], 1: ranks[0]}),
     )
@@ -77,15 +83,15 @@ def test_another_model_is_another(other):
 
 def test_parameters_of_one_constant_prove_nothing():
     one, other = unit(0, 1), unit(2, 3)
-    one.readings[0] = other.readings[0] = [1.0] * ELEMENTS
+    one.readings[0] = other.readings[0] = packed(np.ones(ELEMENTS))
     assert not is_same_model(one, other)
 
 
 def found(own: list[Unit], others: list[Unit], seed: int | None = None, **more):
     """Return what the director finds, by its cause."""
     world = World(10, lambda finding: None, lambda: seed, **more)
-    content = json.dumps([[one.to_json() for one in each] for each in (own, others)])
-    world.take(0, 14, content.encode())
+    parts = [json.dumps(one.to_json()).encode() for one in (*own, *others)]
+    world.take(0, 14, pack_headed([len(own), list(map(len, parts))], *parts))
     return world.findings
 
 
@@ -117,9 +123,13 @@ def test_experts_are_divided_like_the_rest_unless_the_training_scales_them(scale
     assert [times in one.explanation for one in findings.values()] == [True] * bool(times)
 
 
-def test_parameters_left_on_a_smaller_mesh_are_a_warning_and_no_experts():
+@pytest.mark.parametrize(
+    ("axes", "severity"),
+    [({"rep": (0, 2)}, Severity.WARNING), ({"ep": (0, 2)}, Severity.NOTE), ({}, Severity.NOTE)],
+)
+def test_parameters_left_on_a_smaller_mesh_are_named_unless_they_may_be_experts(axes, severity):
     main = unit(*range(4), divisor=4.0)
-    own = dataclasses.replace(unit(0, 1, moves=1.0, main=False), scale=1.0)
+    own = dataclasses.replace(unit(0, 1, moves=1.0, main=False), scale=1.0, axes=axes)
     [finding] = found([main, own], [unit(2, 3, moves=1.0, main=False)]).values()
-    assert (finding.cause, finding.severity) == ("sync.part_of_ranks", Severity.WARNING)
-    assert "Gradients of a and b" in finding.explanation
+    assert (finding.cause, finding.severity) == ("sync.part_of_ranks", severity)
+    assert "a and b" in finding.explanation

@@ -4,11 +4,12 @@ The training's own store carries it. The first rank of each group writes one key
 the others at steps 0, 1, 2, 4, 8, …; no rank waits for another, nor has to be watched at all.
 """
 
+import base64
 import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,11 +19,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rankscope.bus.packing import pack_headed
 from rankscope.bus.probe import Channel, Job, MessagePart, Probe
-from rankscope.evidence.world.unit import Unit
+from rankscope.evidence.world.unit import MOST_UNITS, Unit
 from rankscope.gradients.host import HostCopy
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import Wrapped
+from rankscope.wrappers.fsdp2_mesh import outer_axes
 from rankscope.wrappers.fsdp2_model import parameters_by_mesh
 from rankscope.wrappers.kinds import DDP, FSDP2, REPLICATE
 from rankscope.wrappers.passes import tensors_in
@@ -36,8 +39,6 @@ _MOST_PARAMETERS = 64
 _ELEMENTS = 4  # of each
 _LAST_READING = 64  # steps since the run began
 _LAST_LOOK = 1 << 14
-_MOST_UNITS = 64  # that are read
-_MOST_SENT = 16
 
 _watched: Counter[str] = Counter()
 """How often this process has begun to watch: ranks that run one program count alike."""
@@ -72,7 +73,8 @@ class WorldProbe(Probe):
         self._gradients: dict[str, list[HostCopy]] = {}
         self._pending: dict[int, list[HostCopy]] = {}
         self._numbers: list[int] = []
-        self._others: dict[int, Unit] = {}
+        self._published: dict[int, bytes] = {}
+        self._others: dict[str, bytes] = {}
         self._age = -1
 
     def begin_step(self, step: int, *, paused: bool) -> None:
@@ -131,10 +133,10 @@ class WorldProbe(Probe):
     def _try_exchange(self, step: int) -> None:
         try:
             self._publish()
-            if self._look():
-                found = [unit.to_json() for unit in self._others.values()]
-                own = [unit.to_json() for unit, _ in self._units]
-                self._channel.send(NAME, step, json.dumps([own, found]).encode())
+            if self._look() and self._channel.has_room():
+                each = [*self._published.values(), *self._others.values()]
+                header = [len(self._published), list(map(len, each))]
+                self._channel.send(NAME, step, pack_headed(header, *each))
         except Exception as error:  # the store's process may have ended before this rank
             self._units = ()
             _log.debug("groups of the job that hold the same model are not compared: %r", error)
@@ -142,12 +144,19 @@ class WorldProbe(Probe):
     def _publish(self) -> None:
         for age in [age for age, copies in self._pending.items() if all(c.ready for c in copies)]:
             for (unit, _), copy in zip(self._units, self._pending.pop(age), strict=True):
-                unit.readings[age] = copy.numpy().tolist()
+                unit.readings[age] = base64.b64encode(copy.numpy().tobytes()).decode()
         self._note_scales()
+        for number, unit in self._numbered():
+            content = json.dumps(unit.to_json()).encode()
+            if content != self._published.get(number):
+                self._store.set(str(number), content)
+                self._published[number] = content
+
+    def _numbered(self) -> Iterator[tuple[int, Unit]]:
+        """Yield the units with the numbers under which the job finds them."""
         if not self._numbers:
             self._numbers = [int(self._store.add("count", 1)) for _ in self._units]
-        for number, (unit, _) in zip(self._numbers, self._units, strict=True):
-            self._store.set(str(number), json.dumps(unit.to_json()))
+        yield from zip(self._numbers, (unit for unit, _ in self._units), strict=True)
 
     def _note_scales(self) -> None:
         """Note what the training multiplies gradients by, relative to those of the main unit."""
@@ -162,22 +171,18 @@ class WorldProbe(Probe):
 
     def _look(self) -> bool:
         """Read what others have published that may be the same model; return whether it is news."""
-        total = min(int(self._store.add("count", 0)), _MOST_UNITS)
+        total = min(int(self._store.add("count", 0)), MOST_UNITS)
         keys = [str(n) for n in range(1, total + 1) if n not in self._numbers]
         keys = (
             keys
             if not keys or self._store.check(keys)
             else [k for k in keys if self._store.check([k])]
         )
-        news = False
-        for key, content in zip(keys, self._store.multi_get(keys) if keys else (), strict=True):
-            other = Unit.from_json(json.loads(bytes(content)))
-            known = self._others.get(int(key))
-            fits = any(own.main == other.main for own, _ in self._units)
-            if fits and other != known and (known or len(self._others) < _MOST_SENT):
-                self._others[int(key)] = other
-                news = True
-        return news
+        contents = self._store.multi_get(keys) if keys else ()
+        others = {key: bytes(content) for key, content in zip(keys, contents, strict=True)}
+        is_news = others != self._others
+        self._others = others
+        return is_news
 
 
 def _is_due(age: int, last: int) -> bool:
@@ -186,10 +191,12 @@ def _is_due(age: int, last: int) -> bool:
 
 
 def _elements(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the first elements of some parameters, float32 ``[E]``; no kernel for each."""
-    local = [_local(tensor) for tensor in tensors]
-    starts = [t.as_strided((_ELEMENTS,), (1,)) for t in local]
-    return torch.cat([start.to(torch.float32) for start in starts])
+    """Return the first elements of some parameters, float32 ``[E]``, by few kernels."""
+    starts: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        start = _local(tensor).as_strided((_ELEMENTS,), (1,))
+        starts.setdefault(start.dtype, []).append(start)
+    return torch.cat([torch.cat(some).to(torch.float32) for some in starts.values()])
 
 
 def _is_readable(tensor: Tensor) -> bool:
@@ -232,6 +239,7 @@ def _unit(
     *,
     main: bool,
     divisor: float,
+    axes: Mapping[str, tuple[int, ...]],
 ) -> tuple[Unit, Sequence[Tensor]] | None:
     """Return a unit and the parameters to read; None where this rank holds too few elements."""
     trained = [(name, tensor) for name, tensor in named if tensor.requires_grad]
@@ -240,7 +248,6 @@ def _unit(
     if not readable:
         return None
     some = readable[:: math.ceil(len(readable) / _MOST_PARAMETERS)]
-    place = job.wrapped.mesh
     unit = Unit(
         ranks=tuple(ranks),
         main=main,
@@ -249,7 +256,7 @@ def _unit(
         dtype=str(some[0][1].dtype).removeprefix("torch."),
         divisor=divisor,
         wrapper=_described(job.wrapped),
-        axes={} if place is None else dict(place.axes),
+        axes=axes,
         given_dir=job.given_dir,
         seed=torch.initial_seed(),
     )
@@ -268,18 +275,24 @@ def _units_of(job: Job) -> list[tuple[Unit, Sequence[Tensor]]]:
     """Return the units that this rank is the first of, but for those of all ranks of the job."""
     wrapped: Wrapped = job.wrapped
     ranks = dist.get_process_group_ranks(wrapped.group)
-    groups: list[tuple[Sequence[int], Any, float]] = [(ranks, wrapped.parameters.items(), 0.0)]
+    groups: list[tuple[Sequence[int], Any, float, Mapping[str, tuple[int, ...]]]]
+    groups = [(ranks, wrapped.parameters.items(), 0.0, {})]
     if wrapped.kind is FSDP2:
         groups = [
-            (one[0].group.ranks, [(p.name, p.tensor) for p in one], one[0].group.divisor)
+            (
+                one[0].group.ranks,
+                [(p.name, p.tensor) for p in one],
+                one[0].group.divisor,
+                outer_axes(one),
+            )
             for one in parameters_by_mesh(wrapped.wrapper)
         ]
     found = []
-    for own, named, divisor in groups:
+    for own, named, divisor, axes in groups:
         main = set(own) == set(ranks)
         alone = main and len(own) == dist.get_world_size() and len(groups) == 1
         if not alone and own[0] == dist.get_rank():
-            unit = _unit(job, named, own, main=main, divisor=divisor)
+            unit = _unit(job, named, own, main=main, divisor=divisor, axes=axes)
             found += [] if unit is None else [unit]
     return found
 

@@ -3,13 +3,15 @@
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 
 from rankscope.bus.director import DirectedRun, Director
 from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.packing import unpack_headed
 from rankscope.bus.plan import Plan
 from rankscope.bus.rules import describe, go_back
 from rankscope.bus.words import count, listed, name_ranks
-from rankscope.evidence.world.unit import Unit, first_apart, is_same_model
+from rankscope.evidence.world.unit import MOST_UNITS, Unit, first_apart, is_same_model
 from rankscope.files import parse, read_file
 
 _log = logging.getLogger("rankscope")
@@ -18,6 +20,7 @@ PART = "sync.part_of_ranks"
 DIVISOR = "sync.expert_divisor"
 
 _MOST_NAMED = 3
+_EXPERTS = ("ep", "expert", "moe")  # names of axes along which ranks hold other experts
 _SCALED = 0.01  # relative difference of two scales that is none
 
 
@@ -48,10 +51,16 @@ class World(Director):
     def take(self, rank: int | None, step: int, content: bytes) -> None:
         """Compare a rank's units with those that it has read of others."""
         try:
-            own, others = ([Unit.from_json(one) for one in each] for each in json.loads(content))
-        except (TypeError, ValueError) as error:
+            (num_own, sizes), packed = unpack_headed(content)
+            ends = list(accumulate(sizes))
+            units = [
+                Unit.from_json(json.loads(bytes(packed[end - size : end])))
+                for size, end in zip(sizes, ends, strict=True)
+            ]
+        except (TypeError, ValueError, AttributeError) as error:
             _log.debug("what a rank sent of the job cannot be read: %s", error)
             return
+        own, others = units[:num_own], units[num_own:]
         for unit in own:
             counterparts = [one for one in others if one.main == unit.main]
             finding = self._part_of_ranks(unit, counterparts, step)
@@ -88,9 +97,11 @@ class World(Director):
         without = (
             f" without {listed(missing)}" if missing else f" of {count(len(unit.ranks), 'rank')}"
         )
+        if not unit.main and (not missing or any(name.startswith(_EXPERTS) for name in missing)):
+            severity = Severity.NOTE  # they may be experts that begin with equal values
         fields = {
             "size": len(unit.ranks),
-            "total": total,
+            "total": f"at least {total}" if len(others) >= MOST_UNITS - 1 else total,
             "what": "all parameters" if unit.main else _named(unit.names),
             "groups": _listed_groups(groups),
             "how": f"{unit.wrapper}{without}",

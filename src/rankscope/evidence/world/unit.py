@@ -7,6 +7,7 @@ that begin with equal elements and apply different updates train two models.
 Legend of shapes: E elements.
 """
 
+import base64
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import takewhile
@@ -16,6 +17,9 @@ import numpy as np
 
 from rankscope.stats.arrays import Floats
 from rankscope.stats.rounding import UNIT_ROUNDOFF
+
+MOST_UNITS = 64
+"""Groups of a job that are compared."""
 
 _APART = 1 / 16
 """Distance of two updates, relative to the larger one, that rounding may explain: as of replicas
@@ -44,7 +48,8 @@ class Unit:
         scale: What the training multiplies the reduced gradient by, relative to that of the main
             unit; None if unknown.
         whole: Whether the first rank runs the whole model, not a stage that is given activations.
-        readings: By number of steps since the run began, the elements ``[E]`` before that step.
+        readings: By number of steps since the run began, the elements ``[E]`` before that step: the
+            bytes of float32, in base64.
         settings: Digest of the optimizer's settings at the same times.
         batches: Digest of the first rank's batch in some steps.
     """
@@ -61,7 +66,7 @@ class Unit:
     seed: int
     scale: float | None = None
     whole: bool = True
-    readings: dict[int, list[float]] = field(default_factory=dict)
+    readings: dict[int, str] = field(default_factory=dict)
     settings: dict[int, int] = field(default_factory=dict)
     batches: dict[int, int] = field(default_factory=dict)
 
@@ -74,7 +79,7 @@ class Unit:
         """Return the unit of plain values.
 
         Raises:
-            TypeError, ValueError: They are none of a unit.
+            TypeError, ValueError, AttributeError: They are none of a unit.
         """
         unit = cls(**values)
         unit.ranks = tuple(map(int, unit.ranks))
@@ -84,22 +89,22 @@ class Unit:
             setattr(unit, name, {int(at): one for at, one in getattr(unit, name).items()})
         return unit
 
-    @property
-    def begins(self) -> Floats:
-        """The first elements ``[E]``; empty if unknown."""
-        return np.array(self.readings.get(0, ()), np.float64)
+    def elements(self, age: int) -> Floats:
+        """Return the elements ``[E]`` so many steps after the run began; empty if unknown."""
+        packed = base64.b64decode(self.readings.get(age, ""))
+        return np.frombuffer(packed, np.float32).astype(np.float64)
 
 
 def is_same_model(one: Unit, other: Unit) -> bool:
     """Return whether two groups began with one model: equal layout, and equal elements."""
-    begins_E = one.begins
+    begins_E = one.elements(0)
     return (
         one.layout == other.layout
         and one.whole
         and other.whole
         and not set(one.ranks) & set(other.ranks)
         and len(np.unique(begins_E)) >= _FEWEST_DISTINCT
-        and np.array_equal(begins_E, other.begins)
+        and np.array_equal(begins_E, other.elements(0))
     )
 
 
@@ -120,9 +125,9 @@ def first_apart(one: Unit, other: Unit) -> int | None:
 
 
 def _are_apart(one: Unit, other: Unit, at: int) -> bool:
-    begins_E = one.begins
-    moved_E = np.array(one.readings[at]) - begins_E
-    other_E = np.array(other.readings[at]) - begins_E
+    begins_E = one.elements(0)
+    moved_E = one.elements(at) - begins_E
+    other_E = other.elements(at) - begins_E
     largest = max(np.linalg.norm(moved_E), np.linalg.norm(other_E))
     rounding = _ROUNDINGS * at * UNIT_ROUNDOFF.get(one.dtype, _COARSEST)
     allowed = _APART * largest + rounding * np.linalg.norm(begins_E)
