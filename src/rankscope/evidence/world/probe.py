@@ -9,7 +9,7 @@ import json
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,12 +84,14 @@ class WorldProbe(Probe):
             return
         self._age = age
         if _is_due(age, _LAST_READING):
-            self._pending[age] = [
-                HostCopy(_elements(tensors), own=True) for _, tensors in self._units
-            ]
-            settings = _settings(self._optimizer)
-            for unit, _ in self._units:
-                unit.settings[age] = settings
+            self._try(self._read_parameters)
+
+    def _read_parameters(self) -> None:
+        copies = [HostCopy(_elements(tensors), own=True) for _, tensors in self._units]
+        self._pending[self._age] = copies
+        settings = _settings(self._optimizer)
+        for unit, _ in self._units:
+            unit.settings[self._age] = settings
 
     def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
         """Note whether the model is given activations, as a stage of a pipeline is."""
@@ -99,11 +101,11 @@ class WorldProbe(Probe):
 
     def see_reduced(self) -> None:
         """Read some elements of the reduced gradients."""
-        self._read_gradients("reduced")
+        self._try(self._read_gradients, "reduced")
 
     def before_update(self) -> None:
         """Read the same elements as the optimizer gets them."""
-        self._read_gradients("applied")
+        self._try(self._read_gradients, "applied")
 
     def _read_gradients(self, when: str) -> None:
         """Read gradients in the run's first step, if this rank is the first of experts."""
@@ -123,22 +125,25 @@ class WorldProbe(Probe):
         if len(samples) and age <= _LAST_READING:
             for unit, _ in self._units:
                 unit.batches[age] = digest_of(bytes(samples))
-        self._try_exchange(step)
+        self._try(self._exchange, step)
 
     def close(self) -> None:
         """Publish the last readings, and look for the others' a last time."""
         if self._age >= 0 and self._units:
-            self._try_exchange(self._first_step + self._age)
+            self._try(self._exchange, self._first_step + self._age)
 
-    def _try_exchange(self, step: int) -> None:
+    def _exchange(self, step: int) -> None:
+        self._publish()
+        if self._look() and self._channel.has_room():
+            each = [*self._published.values(), *self._others.values()]
+            header = [len(self._published), list(map(len, each))]
+            self._channel.send(NAME, step, pack_headed(header, *each))
+
+    def _try(self, work: Callable[..., None], *args: Any) -> None:
         try:
-            self._publish()
-            if self._look() and self._channel.has_room():
-                each = [*self._published.values(), *self._others.values()]
-                header = [len(self._published), list(map(len, each))]
-                self._channel.send(NAME, step, pack_headed(header, *each))
+            work(*args)
         except Exception as error:  # the store's process may have ended before this rank
-            self._units = ()
+            self._units = self._reference = ()
             _log.debug("groups of the job that hold the same model are not compared: %r", error)
 
     def _publish(self) -> None:
@@ -173,11 +178,8 @@ class WorldProbe(Probe):
         """Read what others have published that may be the same model; return whether it is news."""
         total = min(int(self._store.add("count", 0)), MOST_UNITS)
         keys = [str(n) for n in range(1, total + 1) if n not in self._numbers]
-        keys = (
-            keys
-            if not keys or self._store.check(keys)
-            else [k for k in keys if self._store.check([k])]
-        )
+        if keys and not self._store.check(keys):
+            keys = [key for key in keys if self._store.check([key])]
         contents = self._store.multi_get(keys) if keys else ()
         others = {key: bytes(content) for key, content in zip(keys, contents, strict=True)}
         is_news = others != self._others
