@@ -102,6 +102,7 @@ def train(folder: str | None, case: dict[str, Any]) -> list[bytes]:
             local.mul_(2 if axis is None else 1)
         optimizer.step()
         optimizer.zero_grad()
+        dist.barrier()  # each pair reads what the other has published
     if scope:
         scope.close()
     return [
