@@ -68,7 +68,9 @@ class Axes(Director):
                 "apart": f"{apart:.2g}",
                 "why": _MASKS.format(axis=axis) if len(drawn) > 1 else _SUMS.format(axis=axis),
             }
-            self._add(LOSSES, axis, step, fields, {"axis": axis, "ranks": line, "apart": apart})
+            numbers = {"axis": axis, "ranks": line, "apart": apart}
+            severity = Severity.ERROR if len(drawn) > 1 else Severity.WARNING
+            self._add(LOSSES, axis, step, fields, numbers, severity)
         lost, offered = lost_labels(shares_T) if axis in shares_T[0].sequences else (0, 0)
         if lost:
             fields = {
@@ -87,6 +89,7 @@ class Axes(Director):
         step: int,
         fields: Mapping[str, object],
         numbers: Mapping[str, object],
+        severity: Severity = Severity.WARNING,
     ) -> None:
         name = f"{cause}:{axis}"
         fault = self._faults.setdefault(name, _Fault(step))
@@ -97,11 +100,11 @@ class Axes(Director):
         first = fault.first
         words = {**fields, "first": f"{first:,}"}
         back = go_back(first, self._first_step)
-        explanation, next_check = describe(cause, Severity.WARNING, words, back)
+        explanation, next_check = describe(cause, severity, words, back)
         finding = Finding(
             id=name,
             cause=cause,
-            severity=Severity.WARNING,
+            severity=severity,
             ranks=(),
             first_step=first,
             last_step=step,
