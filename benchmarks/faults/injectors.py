@@ -19,8 +19,15 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from . import data_faults, healthy, loop_faults, mesh_faults, reports_clipping
-from . import data_faults, healthy, loop_faults, mesh_faults, reports_samples
+from . import (
+    data_faults,
+    healthy,
+    loop_faults,
+    mesh_faults,
+    reports_clipping,
+    reports_samples,
+    reports_world,
+)
 from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 
@@ -32,12 +39,8 @@ __all__ = [
     "mesh_faults",
     "reports_clipping",
     "reports_samples",
+    "reports_world",
 ]
-from . import data_faults, healthy, loop_faults, mesh_faults, reports_world
-from .job import INJECTORS, Job, injects, seed_everything
-from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
-
-__all__ = ["INJECTORS", "data_faults", "healthy", "loop_faults", "mesh_faults", "reports_world"]
 
 EVERY = 5
 """A fault that comes and goes hits every fifth step."""
