@@ -27,6 +27,9 @@ from . import (
     reports_canary,
     reports_clipping,
     reports_samples,
+    reports_clipping,
+    reports_samples,
+    reports_world,
 )
 from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
@@ -40,6 +43,7 @@ __all__ = [
     "reports_canary",
     "reports_clipping",
     "reports_samples",
+    "reports_world",
 ]
 
 EVERY = 5

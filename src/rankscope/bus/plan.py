@@ -59,6 +59,8 @@ class Plan:
             that the wrapper is configured not to reduce.
         max_norm: The norm to which the gradients of all parameters together are meant to be
             clipped. None: the calls of torch's ``clip_grad_norm_`` count.
+        independent: Whether groups of ranks that never meet in a reduction are trainings of their
+            own, such as those of an ensemble or a sweep.
     """
 
     loss_weighting: str | None = None
@@ -71,6 +73,7 @@ class Plan:
     local_steps: int | None = None
     replicated: bool = False
     max_norm: float | None = None
+    independent: bool = False
 
     @classmethod
     def of(cls, given: "Plan | Mapping[str, Any] | None") -> "Plan":
@@ -166,4 +169,5 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "local_steps": _positive,
     "replicated": _flag,
     "max_norm": _norm,
+    "independent": _flag,
 }

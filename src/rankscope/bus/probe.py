@@ -138,6 +138,7 @@ class Job:
         canary: Whether canaries run.
         canary_every: Steps from one scheduled canary to the next; None for a schedule by cost.
         verify_at: Steps whose gradient is computed again.
+        given_dir: The run directory that the user gave, before each group takes one of its own.
         leave_out: Called with seconds of the present work that count elsewhere.
         guard: Runs work of listeners that the collector does not call, on the training's thread.
         channel: The way to the root.
@@ -157,6 +158,7 @@ class Job:
     canary: bool = False
     canary_every: int | None = None
     verify_at: Collection[int] = ()
+    given_dir: str = ""
     leave_out: Callable[[float], None] = lambda seconds: None
     guard: Callable[..., None] = lambda work, *args: work(*args)
     channel: Channel = field(default_factory=Channel)
@@ -251,6 +253,12 @@ class Probe:
 
     def collect(self, end: StepEnd) -> Pending | None:
         """The step ends: return the probe's part of the message, and start again."""
+
+    def on_message(self, step: int, part: MessagePart) -> None:
+        """A step is about to be sent: the parts of all probes together, on the host.
+
+        It may come some steps later.
+        """
 
     def abort(self) -> None:
         """Forget the step, after an exception or a second begin."""

@@ -29,6 +29,7 @@ NAMES = (
         "environment",
     ),
     *("outliers", "rollouts", "canary", "dispersion", "hangs", "reference", "timing"),
+    *("world", "axes"),
 )
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rankscope.bus.governor import Intervals
-from rankscope.bus.probe import Channel, Evaluated, Probe, StepEnd, overriding
+from rankscope.bus.probe import Channel, Evaluated, MessagePart, Probe, StepEnd, overriding
 from rankscope.evidence import EVIDENCE
 from rankscope.gradients.host import begin_copies
 from rankscope.session.instruments import Instruments
@@ -36,7 +36,8 @@ _log = logging.getLogger("rankscope")
 _EVENTS = (
     *("before_pass", "on_module_inputs", "on_module_output", "on_turn", "listen", "begin_step"),
     *("on_inputs", "before_forward", "enter_module", "after_forward", "on_output"),
-    *("on_evaluation", "see_reduced", "before_update", "after_update", "collect", "abort", "close"),
+    *("on_evaluation", "see_reduced", "before_update", "after_update", "collect", "on_message"),
+    *("abort", "close"),
 )
 """The events of probes, see :class:`rankscope.bus.probe.Probe`."""
 
@@ -380,6 +381,10 @@ class StepCollector:
         if self._accumulation is None or self._updated or self._handing_over:
             return False
         return self._accumulation.goes_on(self._passes.current + 1)
+
+    def see_message(self, step: int, part: MessagePart) -> None:
+        """Handle a step that is about to be sent."""
+        self._call("on_message", step, part)
 
     def remove(self) -> None:
         """Remove all hooks from the model."""

@@ -79,6 +79,7 @@ def choose_instruments(
     local_steps: int = 0,
     loader: Any = None,
     canary: bool = False,
+    given_dir: str = "",
 ) -> Instruments:
     """Return the instruments of a model.
 
@@ -137,6 +138,7 @@ def choose_instruments(
             canary=canary,
             canary_every=options.canary_every,
             verify_at=[*options.verify_at, *(first_step + later for later in PACE.references)],
+            given_dir=given_dir,
             leave_out=guard.leave_out,
             guard=guard,
             channel=channel,

@@ -96,7 +96,7 @@ class Scope:
         )
         self._mark = _new_mark()
         self._link = handle.connect(self._collector.reduced_copies, self._mark)
-        self._outbox = Outbox(self._link, handle.rank)
+        self._outbox = Outbox(self._link, handle.rank, self._collector.see_message)
         self._inbox = Inbox(self._link, handle, self._collector, on_finding, sinks)
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(ForeignHook(self._before_forward), with_kwargs=True),

@@ -84,8 +84,9 @@ def watch(
             has, all of which an epoch draws), ``local_buffers`` (True: each worker
             keeps running statistics of its own), ``seed`` (of every rank's sampler),
             ``local_steps`` (optimizer steps from one average of the workers' parameters to the
-            next), ``replicated`` (True: all parameters are equal, also those that DDP ignores) and
-            ``max_norm`` (the norm to which code of the training's own clips all gradients).
+            next), ``replicated`` (True: all parameters are equal, also those that DDP ignores),
+            ``max_norm`` (the norm to which code of the training's own clips all gradients) and
+            ``independent`` (True: groups that never meet are trainings of their own).
             See :class:`rankscope.bus.plan.Plan`.
         on_finding: Called with each finding when it opens, gets worse or closes: in the training's
             thread, at the beginning of the same step on every rank, so that it may write a
@@ -129,7 +130,13 @@ def watch(
     alike = not local_steps  # else parameters differ, and with them every result
     canary = check_canary(wrapped, wanted=options.canary and alike, every=options.canary_every)
     instruments = choose_instruments(
-        wrapped, options, tier, local_steps=local_steps, loader=loader, canary=canary
+        wrapped,
+        options,
+        tier,
+        local_steps=local_steps,
+        loader=loader,
+        canary=canary,
+        given_dir=str(run_dir),
     )
     described = {
         "tier": tier,

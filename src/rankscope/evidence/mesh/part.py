@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rankscope.bus.packing import PackedError, pack_arrays, unpack_arrays
 from rankscope.bus.replicas import minority_ranks
 from rankscope.stats.arrays import Floats, Floats32, Ints
-from rankscope.stats.rounding import UNIT_ROUNDOFF
+from rankscope.stats.rounding import tolerance_of
 
 _ARRAYS: Mapping[str, type[np.generic]] = {
     "over_NA": np.uint8,
@@ -28,7 +28,6 @@ _ARRAYS: Mapping[str, type[np.generic]] = {
 }
 _HELD = 1
 _PLACED = 2
-_COARSEST = UNIT_ROUNDOFF["bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +144,6 @@ class Replicated:
     def gradient_differs(self) -> bool:
         """Whether its gradients differ by more than rounding explains."""
         return self.gradient > self.tolerance
-
-
-def tolerance_of(dtype: str) -> float:
-    """Return the distance of replicas that rounding may explain, relative to their norm.
-
-    Replicas that compute by themselves, in another order, agree in half of the digits of a type at
-    least: the square root of its unit roundoff. Parts of a gradient do not agree in the first one.
-
-    Example:
-        >>> round(tolerance_of("float32"), 5), round(tolerance_of("bfloat16"), 3)
-        (0.00024, 0.062)
-    """
-    return math.sqrt(UNIT_ROUNDOFF.get(dtype, _COARSEST))
 
 
 def compare_along(axis: str, parts_T: Sequence[AxisPart]) -> list[Replicated]:
