@@ -19,8 +19,15 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from . import data_faults, healthy, loop_faults, mesh_faults, reports_clipping
-from . import data_faults, healthy, loop_faults, mesh_faults, reports_samples
+from . import (
+    data_faults,
+    healthy,
+    loop_faults,
+    mesh_faults,
+    reports_clipping,
+    reports_optimizer,
+    reports_samples,
+)
 from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 
@@ -31,6 +38,7 @@ __all__ = [
     "loop_faults",
     "mesh_faults",
     "reports_clipping",
+    "reports_optimizer",
     "reports_samples",
 ]
 
