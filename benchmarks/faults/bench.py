@@ -287,9 +287,11 @@ def _shift_of(values_TW: NDArray[np.float64], worker: int) -> float | None:
 
 
 def names_the_workers(finding: Finding, fault: Fault, trial: Trial) -> bool:
-    """Return whether a finding names exactly the workers that are hit: one, or all or nobody."""
+    """Return whether a finding names exactly the workers that are hit; nobody stands for all."""
     if fault.hits is Hits.ONE:
         return finding.ranks == (trial.worker,)
+    if fault.hits is Hits.OTHERS:
+        return finding.ranks == tuple(range(1, trial.num_workers))
     return set(finding.ranks) in (set(), set(range(trial.num_workers)))
 
 

@@ -30,6 +30,9 @@ from . import (
     reports_clipping,
     reports_samples,
     reports_world,
+    reports_clipping,
+    reports_optimizer,
+    reports_samples,
 )
 from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
@@ -42,6 +45,7 @@ __all__ = [
     "mesh_faults",
     "reports_canary",
     "reports_clipping",
+    "reports_optimizer",
     "reports_samples",
     "reports_world",
 ]

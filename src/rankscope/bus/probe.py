@@ -251,6 +251,9 @@ class Probe:
     def after_update(self, optimizer: Any, *, complete: bool) -> None:
         """The optimizer's call has ended; ``complete`` if the step's gradients were reduced."""
 
+    def see_saved(self) -> None:
+        """The training saves its optimizer's state, or the session ends."""
+
     def collect(self, end: StepEnd) -> Pending | None:
         """The step ends: return the probe's part of the message, and start again."""
 

@@ -64,6 +64,12 @@ class StateKind(StrEnum):
     """A parameter or buffer in a canary's forward pass."""
     HOOK = "hook"
     """Hooks of a module, where a canary differs; in words."""
+    STARTED = "started"
+    """What each worker holds when a session begins, see :class:`rankscope.bus.judge.HeldValues`."""
+    SAVED = "saved"
+    """The same when the training saves its optimizer, and when the session ends."""
+    ROUNDED = "rounded"
+    """Updates of parameters of low precision against what rounding loses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +123,13 @@ class StateDifference:
         Workers with equal numbers in ``replicas_W`` should. Where no majority agrees, all workers
         concerned are returned.
         """
+        values = self.digests_W.tolist()
+        if self.kind is StateKind.OPTIMIZER:
+            values = [value or None for value in values]
         odd = [
             ranks[index]
             for ranks in _classes(self.kind, replicas_W)
-            for index in minority_ranks(self.digests_W[ranks].tolist())
+            for index in minority_ranks([values[rank] for rank in ranks])
         ]
         return tuple(sorted(odd))
 
@@ -160,6 +169,9 @@ def differences(
 ) -> tuple[StateDifference, ...]:
     """Return the differences between workers that should hold the same, in order of the items.
 
+    An optimizer that holds nothing for a parameter (digest 0) differs from none: workers may update
+    shares of the parameters, of which each has one owner.
+
     Args:
         own: One worker's items; all workers have the same ones.
         digests_WD: All workers' digests.
@@ -170,9 +182,13 @@ def differences(
     among_all_D = (digests_WD != digests_WD[:1]).any(axis=0)
     if not among_all_D.any():
         return ()
+    kept_D = np.array([kind is StateKind.OPTIMIZER for kind in own.kinds])
     among_replicas_D = np.zeros_like(among_all_D)
     for ranks in _replicas(replicas_W):
-        among_replicas_D |= (digests_WD[ranks] != digests_WD[ranks[0]]).any(axis=0)
+        held_RD = digests_WD[ranks]
+        owner_D = (held_RD != 0).argmax(axis=0)  # the first that holds something
+        held_RD = np.where(kept_D & (held_RD == 0), held_RD[owner_D, range(len(kept_D))], held_RD)
+        among_replicas_D |= (held_RD != held_RD[0]).any(axis=0)
     items = list(zip(own.kinds, own.names, strict=True))
     return tuple(
         StateDifference(kind, name, digests_WD[:, d].copy(), unchanged_WD[:, d].copy())

@@ -17,19 +17,9 @@ from rankscope.stats.arrays import digest_of
 VARIABLE = "RANKSCOPE_EVIDENCE"
 
 NAMES = (
-    *(
-        "samples",
-        "loss",
-        "gradient",
-        "reduction",
-        "clipping",
-        "state",
-        "mesh",
-        "randomness",
-        "environment",
-    ),
-    *("outliers", "rollouts", "canary", "dispersion", "hangs", "reference", "timing"),
-    *("world", "axes"),
+    *("samples", "loss", "gradient", "reduction", "clipping", "state", "mesh", "optimizer"),
+    *("randomness", "environment", "outliers", "rollouts", "canary", "dispersion", "hangs"),
+    *("reference", "timing", "world", "axes"),
 )
 
 

@@ -36,8 +36,8 @@ _log = logging.getLogger("rankscope")
 _EVENTS = (
     *("before_pass", "on_module_inputs", "on_module_output", "on_turn", "listen", "begin_step"),
     *("on_inputs", "before_forward", "enter_module", "after_forward", "on_output"),
-    *("on_evaluation", "see_reduced", "before_update", "after_update", "collect", "on_message"),
-    *("abort", "close"),
+    *("on_evaluation", "see_reduced", "before_update", "after_update", "see_saved", "collect"),
+    *("on_message", "abort", "close"),
 )
 """The events of probes, see :class:`rankscope.bus.probe.Probe`."""
 
@@ -331,6 +331,10 @@ class StepCollector:
         if self._accumulation is not None:
             self._accumulation.see_updated(self._passes.current + 1)
         self._call("after_update", optimizer, complete=self._tap.complete)
+
+    def see_saved(self) -> None:
+        """Handle a call of ``optimizer.state_dict``, or the end of the session."""
+        self._call("see_saved")
 
     def close_step(self, *, interrupted: bool = False, last: bool = False) -> None:
         """Close a step whose synchronising backward pass has ended.

@@ -114,6 +114,7 @@ class Scope:
         for each in all_of(optimizer):
             self._hooks.append(each.register_step_pre_hook(self._before_optimizer_step))
             self._hooks.append(each.register_step_post_hook(self._after_optimizer_step))
+            self._hooks.append(each.register_state_dict_pre_hook(self._before_state_dict))
         self._hooks += map(_Hook, self._collector.listen(self._before_engine_step))
         _scopes.add(self)
         atexit.register(_close_at_exit, weakref.ref(self))
@@ -267,6 +268,8 @@ class Scope:
     def _close(self, timeout: float, *, interrupted: bool = False) -> None:
         if self._closed or os.getpid() != self._pid:  # not in a forked process
             return
+        if not interrupted:
+            self._guard(self._collector.see_saved)
         self._guard(partial(self._collector.close_step, interrupted=interrupted, last=True))
         self._closed = True
         settled = self._guard.open
@@ -419,6 +422,9 @@ class Scope:
             self._guard(self._collector.begin_optimizer_step)
         self._guard(self._collector.count_optimizer_step, optimizer)
         self._beat("step")
+
+    def _before_state_dict(self, optimizer: Any) -> None:
+        self._guard(self._collector.see_saved)
 
     def _beat(self, phase: str) -> None:
         """Write the place of the training into memory that the agent reads in a hang."""

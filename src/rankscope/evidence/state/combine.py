@@ -22,6 +22,7 @@ from rankscope.evidence.state.roles import (
     UnchangedParameters,
     changed_gradients,
     moved_in_passes,
+    owned_names,
     role_differences,
     unchanged_differences,
 )
@@ -41,6 +42,7 @@ class ComparedState(Combiner):
         self._names: dict[int, _Named] = {}
         self._unchanged = UnchangedParameters()
         self._recorded: set[tuple[StateKind, str, bool]] = set()
+        self._owned: frozenset[str] | None = None  # names of parameters that some optimizer holds
 
     def learn(self, rank: int, message: Message) -> None:
         """Learn names from a message that has just arrived."""
@@ -52,10 +54,11 @@ class ComparedState(Combiner):
 
     def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
         """Return the differences, and the first worker's traced tensors."""
+        named = self._named_differences(messages_W)
         found = (
             *self.new_or_few(self._differences(messages_W, columns["replica"])),
             *self._unchanged_parameters(messages_W, columns),
-            *self.new_or_few(_named_differences(messages_W)),
+            *self.new_or_few(named),
         )
         return {"differences": found, "trace": self._trace(messages_W[0])}
 
@@ -95,8 +98,23 @@ class ComparedState(Combiner):
             return ()
         updates = bool(columns["optimizer_steps"][0] > 0 and columns["lr"][0] > 0)
         digests = first.digests_D.tolist()
-        found = self._unchanged.see(first.step, kinds, names, digests, updates=updates)
+        found = self._unchanged.see(
+            first.step, kinds, names, digests, updates=updates, owned=self._owned
+        )
         return unchanged_differences(found, len(messages_W))
+
+    def _named_differences(self, messages_W: Sequence[Message]) -> tuple[StateDifference, ...]:
+        """Return gradients that changed otherwise than most, and roles where all have sent them."""
+        if not any(len(message.names) for message in messages_W):
+            return ()
+        names_W = [json.loads(m.names.tobytes()) if len(m.names) else {} for m in messages_W]
+        changed = changed_gradients([names.get("changed", ()) for names in names_W])
+        moved = moved_in_passes([names.get("passes", ()) for names in names_W])
+        roles_W = [names["roles"] for names in names_W if names.get("roles")]
+        if len(roles_W) < len(names_W):
+            return (*changed, *moved)
+        self._owned = owned_names(roles_W)
+        return (*changed, *moved, *role_differences(roles_W))
 
     def _trace(self, message: Message) -> TensorTrace | None:
         """Return the first worker's traced tensors, if there are any."""
@@ -116,17 +134,6 @@ class ComparedState(Combiner):
 def make_combiner(layout: Layout) -> ComparedState:
     """Return the combiner of digests."""
     return ComparedState()
-
-
-def _named_differences(messages_W: Sequence[Message]) -> tuple[StateDifference, ...]:
-    """Return gradients that changed otherwise than most, and roles where all have sent them."""
-    if not any(len(message.names) for message in messages_W):
-        return ()
-    names_W = [json.loads(m.names.tobytes()) if len(m.names) else {} for m in messages_W]
-    roles_W = [names.get("roles") for names in names_W]
-    roles = role_differences([each for each in roles_W if each]) if all(roles_W) else ()
-    changed = changed_gradients([names.get("changed", ()) for names in names_W])
-    return (*changed, *moved_in_passes([names.get("passes", ()) for names in names_W]), *roles)
 
 
 def _tensors(message: Message, kinds: _Kinds, names: tuple[str, ...], begin: int) -> TensorTrace:

@@ -17,7 +17,7 @@ from rankscope.bus.pace import PACE
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.state.leaves import optimizer_state, signature, state_leaves
 from rankscope.evidence.state.parameter_roles import read_roles
-from rankscope.evidence.state.plan import DigestSchedule, Lasting, Slice, survey
+from rankscope.evidence.state.plan import DigestSchedule, Lasting, Slice, is_sharded, survey
 from rankscope.evidence.state.readings import CachedReading, PendingDigests, PendingReading, prepare
 from rankscope.evidence.state.roles import is_role_step
 from rankscope.evidence.state.slot import NOTHING, DigestSlot, PendingRoles, PendingState, Seen
@@ -92,6 +92,7 @@ class StateMeter:
             replicated=replicated,
             shards=shards,
             called=optimizer is not None,
+            kept=optimizer is not None and not is_sharded(optimizer),
             num_slots=max(num_slots // spacing, 1),
             max_items=max_items * spacing,
         )
@@ -316,7 +317,6 @@ class StateMeter:
             return
         found = survey(
             self._module,
-            self._optimizer,
             self._left_out,
             self._lasting,
             broadcast=self._broadcasts is not None,

@@ -7,8 +7,9 @@ one, too.
 Legend of shapes: N parameters.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Any
@@ -29,6 +30,7 @@ MOST_NAMED = 64
 """Parameters in one record, at most."""
 
 _TIED_FROM = 8  # bits
+_CUT = re.compile(r"\[\d+:\d+\]$| … .*$")  # of an item's name: a range, or the last of several
 
 
 class Role(IntFlag):
@@ -44,6 +46,9 @@ class Role(IntFlag):
     """The wrapper does not reduce its gradient, by request."""
     ALL_REST = 16
     """No parameter has changed since this one did, though the optimizer was called."""
+
+
+_OF_OWNERS = int(Role.OWNED | Role.TWICE)
 
 
 def is_role_step(step: int, first: int) -> bool:
@@ -109,7 +114,8 @@ def role_differences(roles_W: Sequence[Mapping[str, Any]]) -> tuple[StateDiffere
     found: list[StateDifference] = []
     if "names" in first and all(one["of"] == first["of"] for one in roles_W):
         words_WN = np.array([_words(one) for one in roles_W], np.int64)
-        differs_N = (words_WN != words_WN[:1]).any(axis=0)
+        compared_WN = words_WN & ~_OF_OWNERS if in_shares(words_WN) else words_WN
+        differs_N = (compared_WN != compared_WN[:1]).any(axis=0)
         twice_N = (words_WN & Role.TWICE).astype(bool).any(axis=0)
         chosen = (differs_N | twice_N).nonzero()[0].tolist()
         found += [_difference(StateKind.ROLE, first["names"][n], words_WN[:, n]) for n in chosen]
@@ -119,6 +125,31 @@ def role_differences(roles_W: Sequence[Mapping[str, Any]]) -> tuple[StateDiffere
         if (digests_W != digests_W[0]).any():
             found.append(_difference(StateKind.LEFT_OUT, name, digests_W))
     return tuple(found)
+
+
+def in_shares(words_WN: Ints) -> bool:
+    """Return whether workers update shares of the parameters, as ZeRO does.
+
+    Each parameter that not all of them own has one owner, and there are several owners. Whether the
+    parameters agree after the update is seen by their digests.
+    """
+    owned_WN = (words_WN & Role.OWNED).astype(bool)
+    shared_WN = owned_WN[:, ~owned_WN.all(axis=0) & (words_WN & Role.TRAINED).any(axis=0)]
+    alone = bool((shared_WN.sum(axis=0) == 1).all())
+    return alone and int(np.count_nonzero(shared_WN.any(axis=1))) > 1
+
+
+def owned_names(roles_W: Sequence[Mapping[str, Any]]) -> frozenset[str] | None:
+    """Return the parameters that some worker's optimizer holds, from :meth:`Roles.to_json`.
+
+    None where the first worker has not sent their names.
+    """
+    first = roles_W[0]
+    if "names" not in first:
+        return None
+    words_WN = np.array([_words(one) for one in roles_W if one["of"] == first["of"]])
+    held = np.flatnonzero((words_WN & Role.OWNED).any(axis=0)).tolist()
+    return frozenset(first["names"][number] for number in held)
 
 
 def _words(roles: Mapping[str, Any]) -> Ints:
@@ -161,6 +192,7 @@ class UnchangedParameters:
         digests: Sequence[int],
         *,
         updates: bool = False,
+        owned: Container[str] | None = None,
     ) -> list[tuple[str, Role, bool]]:
         """Process a step's digests.
 
@@ -170,6 +202,7 @@ class UnchangedParameters:
             names: Name of each digested item.
             digests: The digests.
             updates: Whether the optimizer was called with a learning rate above 0.
+            owned: Parameters that some optimizer holds; None for those whose state is digested.
 
         Returns:
             Name, role, and whether it is unchanged, of each parameter to record.
@@ -180,15 +213,19 @@ class UnchangedParameters:
             by_name.setdefault(name, {})[kind] = digest
         found = []
         trained = [(n, of) for n, of in by_name.items() if {_PARAMETER, _REDUCED} <= of.keys()]
+        held = {
+            name: StateKind.OPTIMIZER in of if owned is None else _CUT.sub("", name) in owned
+            for name, of in trained
+        }
         for name, of in trained:
             parameter = self._parameters.get(name)
             if parameter is None or parameter.digest != of[_PARAMETER]:
                 if parameter is not None:
                     self._any_moved_since = max(self._any_moved_since, parameter.last)
-                    if StateKind.OPTIMIZER in of:
+                    if held[name]:
                         self._moved_since = max(self._moved_since, parameter.last)
                     if parameter.reported:
-                        found.append((name, _role(of), False))
+                        found.append((name, _role(held[name]), False))
                 parameter = _Parameter(of[_PARAMETER], step, self._updates)
                 self._parameters[name] = parameter
             else:
@@ -196,12 +233,13 @@ class UnchangedParameters:
             parameter.last = step
             if of[_REDUCED] and len(parameter.gradients) < _DIFFERENT:
                 parameter.gradients.add(of[_REDUCED])
-        for name, of in trained:
+        for name in held:
             parameter = self._parameters[name]
-            if self._is_unchanged(parameter, owned=StateKind.OPTIMIZER in of):
+            if self._is_unchanged(parameter, owned=held[name]):
                 parameter.reported = parameter.repeats
                 others_too = self._any_moved_since < parameter.first
-                found.append((name, _role(of) | (Role.ALL_REST if others_too else Role(0)), True))
+                rest = Role.ALL_REST if others_too else Role(0)
+                found.append((name, _role(held[name]) | rest, True))
         return found
 
     def _is_unchanged(self, parameter: "_Parameter", *, owned: bool) -> bool:
@@ -222,8 +260,8 @@ _DIFFERENT = 2  # gradients
 _UPDATES = 32  # steps: rounding may lose a few updates of a small rate
 
 
-def _role(of: Mapping[StateKind, int]) -> Role:
-    return Role.TRAINED | (Role.OWNED if StateKind.OPTIMIZER in of else Role(0))
+def _role(held: bool) -> Role:
+    return Role.TRAINED | (Role.OWNED if held else Role(0))
 
 
 @dataclass(slots=True)
