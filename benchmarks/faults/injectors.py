@@ -26,13 +26,9 @@ from . import (
     mesh_faults,
     reports_canary,
     reports_clipping,
-    reports_samples,
-    reports_clipping,
-    reports_samples,
-    reports_world,
-    reports_clipping,
     reports_optimizer,
     reports_samples,
+    reports_world,
 )
 from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
