@@ -28,7 +28,7 @@ NAMES = (
         "randomness",
         "environment",
     ),
-    *("outliers", "rollouts", "canary", "dispersion", "hangs", "reference", "timing"),
+    *("outliers", "rollouts", "canary", "dispersion", "hangs", "reference", "update", "timing"),
 )
 
 
