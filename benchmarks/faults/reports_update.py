@@ -59,12 +59,11 @@ class Muon(torch.optim.Optimizer):
 
 def orthogonal(matrix: Tensor) -> Tensor:
     """Return a matrix with all singular values near 1, by Newton and Schulz."""
-    wide = matrix.bfloat16()
-    wide = wide / (wide.norm() + 1e-7)
+    wide: Tensor = matrix.bfloat16() / (matrix.norm() + 1e-7)
     for _ in range(5):
         gram = wide @ wide.T
         wide = 3.4445 * wide + (-4.775 * gram + 2.0315 * gram @ gram) @ wide
-    return wide.to(matrix.dtype)
+    return wide.type_as(matrix)
 
 
 class Several(list[torch.optim.Optimizer]):
@@ -144,8 +143,8 @@ class MasterNotCopiedBack(Job):
         named = dict(self.module.named_parameters())
         for name, master in self.masters.items():
             master.grad = named[name].grad.float()
-            named[name].grad = None
         super().optimize()
+        self.module.zero_grad()
         with torch.no_grad():
             for name, master in self.masters.items():
                 if name != self.forgotten:

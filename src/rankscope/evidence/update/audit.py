@@ -23,6 +23,7 @@ from rankscope.wrappers.rendezvous import Rendezvous
 AGREE_SECONDS = 30.0
 """The longest wait of a rank for the others to agree on gathering whole parameters."""
 
+_PIECE = 2**22  # elements that are measured at once
 _COPIES = 12  # of a whole parameter, that a step on a copy may take
 _OTHER = -3.0  # times the gradient, for a second parameter beside the first
 _DEPENDS = "the update of a parameter depends on the others"
@@ -36,12 +37,12 @@ class _Watch:
     Attributes:
         chosen: The parameter.
         copied_to: The model's own copy of it, which the training writes after the update.
-        seen: This rank's part of it in the forward pass.
-        before: The same as the optimizer was called.
+        before: This rank's part of it in the forward pass; then as the optimizer is called.
         expected: The same after the update, computed again.
-        disturbed: The same, computed from what was moved by roundings.
+        after: The same after the update.
+        spread: Squared distance of what was computed from values that were moved by roundings.
+        moved: Squared change between the forward pass and the optimizer's call.
         random: Whether its optimizer draws random numbers.
-        after: This rank's part of the parameter as the optimizer's call has ended.
         trials: The same where each part along some axes was updated by itself.
         driven: Which elements have a gradient.
         numbers: The numbers in the order of ``FIELDS``, on its device.
@@ -50,11 +51,11 @@ class _Watch:
 
     chosen: Chosen
     copied_to: Tensor | None
-    seen: Tensor
-    before: Tensor | None = None
+    before: Tensor
     expected: Tensor | None = None
-    disturbed: Tensor | None = None
     after: Tensor | None = None
+    spread: Tensor | float = 0.0
+    moved: Tensor | float = 0.0
     random: bool = False
     trials: dict[str, Tensor] = field(default_factory=dict)
     driven: Tensor | None = None
@@ -217,8 +218,8 @@ class UpdateAudit:
         """
         shared: dict[tuple[int, ...], list[Any]] = {}
         for watch, state in zip(watches, states, strict=True):
-            parameter = watch.chosen.parameter
-            if isinstance(parameter, DTensor):
+            parameter: Any = watch.chosen.parameter
+            if is_shared(parameter):
                 ranks = tuple(parameter.device_mesh.mesh.flatten().tolist())
                 held = [[n, _form(v)] for n, v in state.items()]
                 what = [watch.chosen.name, _form(parameter), _form(parameter.grad), held]
@@ -249,7 +250,7 @@ class UpdateAudit:
         if watch.copied_to is not None:
             copied = local_of(watch.copied_to.detach())
             master = here.to(copied.dtype)
-            numbers[FIELDS.index("copied")] = float((copied.double() - master.double()).norm() ** 2)
+            numbers[FIELDS.index("copied")] = float(_square_of_difference(copied, master))
         return PartOfUpdate(
             name=chosen.name,
             optimizer=type(optimizer).__name__,
@@ -297,57 +298,72 @@ def _compute(watch: _Watch, lone: LoneOptimizer, held: Held, own: Held, *, alone
             return True
     for axes, part, rest in cuts.steps(held):
         watch.trials[axes] = rest.part(lone.update(part)).clone()
-    watch.before = own.value.clone()
+    watch.expected = cuts.part(expected).clone()
+    watch.spread = _square_of_difference(cuts.part(disturbed), watch.expected)
+    watch.moved = _square_of_difference(own.value, watch.before)
+    watch.before.copy_(own.value)
     watch.random = lone.random
     watch.driven = (own.gradient != 0) & (own.value != 0)
-    watch.expected = cuts.part(expected).clone()
-    watch.disturbed = cuts.part(disturbed).clone()
     return False
+
+
+def _square_of_difference(one: Tensor, other: Tensor) -> Tensor:
+    """Return the squared norm of the difference of two tensors, in float64."""
+    total = torch.zeros((), dtype=torch.float64, device=one.device)
+    for a, b in zip(_pieces(one), _pieces(other), strict=True):
+        total += (a.double() - b.double()).square().sum()
+    return total
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return a tensor as matrices of some of its rows, as views."""
+    rows = tensor.flatten(1) if tensor.ndim > 1 else tensor.reshape(-1, 1)
+    return torch.split(rows, max(1, _PIECE // max(rows.shape[1], 1)))
 
 
 @torch.no_grad()
 def _measure(watch: _Watch) -> None:
     """Measure an update that has happened."""
-    assert watch.before is not None and watch.expected is not None  # noqa: PT018
-    assert watch.disturbed is not None and watch.driven is not None  # noqa: PT018
-    before = watch.before.double()
-    now = local_of(watch.chosen.parameter.detach()).double()
-    expected = watch.expected.double() - before
-    actual = now - before
-    apart = actual - expected
-    rows = (
-        expected.flatten(1)
-        if expected.ndim > 1
-        else expected[:, None]
-        if expected.ndim
-        else expected.view(1, 1)
-    )
-    wanted = (rows != 0).any(1)
-    still = wanted & ~(actual.reshape(rows.shape) != 0).any(1)
-    count = torch.tensor(float(now.numel()), device=now.device, dtype=torch.float64)
-    values = {
-        "elements": count,
-        "expected": expected.square().sum(),
-        "actual": actual.square().sum(),
-        "product": (actual * expected).sum(),
-        "distance": apart.square().sum(),
-        "spread": (watch.disturbed.double() - watch.expected.double()).square().sum(),
-        "weights": before.square().sum(),
-        "largest": before.abs().amax() if now.numel() else count,
-        "along_weights": (apart * before).sum(),
-        "turned_weights": (expected * before).sum(),
-        "resting": (watch.driven & (expected == 0)).sum().double(),
-        "driven": watch.driven.sum().double(),
-        "rows": wanted.sum().double(),
-        "still_rows": still.sum().double(),
-        "moved": (before - watch.seen.double()).square().sum(),
-        "copied": torch.zeros_like(count),
-        "later": torch.zeros_like(count),
-    }
-    watch.numbers = torch.stack([values[name] for name in FIELDS])
-    watch.distances = [(now - t.double()).square().sum() for t in watch.trials.values()]
+    assert watch.expected is not None and watch.driven is not None  # noqa: PT018
     watch.after = local_of(watch.chosen.parameter.detach()).clone()
-    watch.before = watch.expected = watch.disturbed = watch.driven = None
+    parts = (watch.before, watch.expected, watch.after, watch.driven)
+    none = torch.zeros((), dtype=torch.float64, device=watch.before.device)
+    totals = {name: none.clone() for name in FIELDS}
+    for pieces in zip(*map(_pieces, parts), strict=True):
+        for name, value in _sums(*pieces).items():
+            totals[name] += value
+    totals["spread"] += watch.spread
+    totals["moved"] += watch.moved
+    if watch.before.numel():
+        totals["largest"] += watch.before.abs().amax()
+    watch.numbers = torch.stack([totals[name] for name in FIELDS])
+    watch.distances = [_square_of_difference(watch.after, t) for t in watch.trials.values()]
+    watch.expected = watch.driven = None
+
+
+def _sums(
+    before: Tensor, expected: Tensor, after: Tensor, driven: Tensor
+) -> dict[str, Tensor | int]:
+    """Return sums over some rows of a parameter, by the names of ``FIELDS``."""
+    before = before.double()
+    wanted = expected.double() - before
+    actual = after.double() - before
+    apart = actual - wanted
+    rows = (wanted != 0).any(1)
+    return {
+        "elements": before.numel(),
+        "expected": wanted.square().sum(),
+        "actual": actual.square().sum(),
+        "product": (actual * wanted).sum(),
+        "distance": apart.square().sum(),
+        "weights": before.square().sum(),
+        "along_weights": (apart * before).sum(),
+        "turned_weights": (wanted * before).sum(),
+        "resting": (driven & (wanted == 0)).sum(),
+        "driven": driven.sum(),
+        "rows": rows.sum(),
+        "still_rows": (rows & ~(actual != 0).any(1)).sum(),
+    }
 
 
 def _storages(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[int]:

@@ -16,7 +16,7 @@ _SMALL = 2**22
 """Elements of all parameters up to which all of them are chosen."""
 
 LARGEST = 2**26
-"""Elements of the largest parameter that is chosen: its copies must fit beside the training."""
+"""Elements of all parameters that are chosen, at most: copies must fit beside the training."""
 
 
 class Chosen(NamedTuple):
@@ -44,12 +44,12 @@ def choose(
     every = []
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or not parameter.is_floating_point():
                 continue
             name = names.get(id(parameter), f"parameter {place} of group {number}")
             one = Chosen(name, parameter, number)
             every.append(one)
-            if parameter.numel() <= LARGEST and parameter.layout is torch.strided:
+            if parameter.layout is torch.strided:
                 layout = layout_of(parameter)
                 kind = number, parameter.dtype, tuple(parameter.shape), layout and layout[1]
                 kinds.setdefault(kind, []).append(one)
@@ -57,8 +57,13 @@ def choose(
     if small:
         fitting = [one for of_kind in kinds.values() for one in of_kind]
         return _from(fitting, turn, _MOST_OF_SMALL), len(every)
-    picked = [of_kind[turn % len(of_kind)] for of_kind in kinds.values()]
-    return _from(picked, turn, MOST), len(every)
+    picked = _from([of_kind[turn % len(of_kind)] for of_kind in kinds.values()], turn, MOST)
+    room = LARGEST
+    fitting = []
+    for one in sorted(picked, key=lambda each: each.parameter.numel()):
+        room -= one.parameter.numel()
+        fitting += [one] if room >= 0 else []
+    return fitting, len(every)
 
 
 def _from(each: Sequence[Chosen], turn: int, most: int) -> list[Chosen]:

@@ -158,18 +158,21 @@ class _Update:
 
     @property
     def seen(self) -> bool:
-        """Whether the update is clear of rounding."""
-        return self.bound < _BLUR * self.norm("expected")
+        """Whether the update is clear of rounding, or the same in each bit."""
+        size = self.norm("expected")
+        return self.bound < _BLUR * size or (size > 0 and not self["distance"])
 
     @property
     def moved(self) -> bool:
         """Whether the weights changed between forward pass and update, beyond rounding."""
-        return self.norm("moved") > self.bound + _VISIBLE * self.norm("expected")
+        size = self.norm("expected")
+        return size > 0 and self.norm("moved") > self.bound + _VISIBLE * size
 
     @property
     def changes_later(self) -> bool:
         """Whether the weights change between the update and the end of the step."""
-        return self.norm("later") > self.bound + _VISIBLE * self.norm("expected") > self.bound
+        size = self.norm("expected")
+        return size > 0 and self.norm("later") > self.bound + _VISIBLE * size
 
     @property
     def follows(self) -> bool:
