@@ -10,6 +10,7 @@ from torch import nn
 from rankscope.evidence.update.audit import UpdateAudit
 from rankscope.evidence.update.choice import MOST, choose
 from rankscope.evidence.update.compare import UpdateMismatch, judge_update
+from rankscope.evidence.update.probe import _names
 from rankscope.evidence.update.share import UpdateShare
 
 SHAPES = {"embedding": (30, 8), "matrix": (8, 8), "norm": (8,)}
@@ -232,6 +233,63 @@ def test_a_wrong_update_is_found_and_described(kind):
     for one in verdict.odd:
         assert one.factor == pytest.approx(factor, rel=0.02, nan_ok=True)
     assert set(verdict.compared) == set(SHAPES).difference(names)
+
+
+def test_a_rate_that_a_step_changes_on_its_way_is_found_for_the_groups_after_it():
+    def halving(optimizer, parameters, lr):
+        for parameter in parameters:
+            parameter.sub_(lr * parameter.grad)
+        lr.mul_(0.5)  # the same tensor in all groups
+
+    def make(ps):
+        rate = torch.tensor(0.1)
+        groups = [{"params": ps[:1], "lr": rate}, {"params": ps[1:], "lr": rate}]
+        return Plain(groups, halving)
+
+    verdict, _ = train(make, steps=1)
+    assert verdict.compared == ("embedding",)
+    assert [(one.name, one.how, round(one.factor, 5)) for one in verdict.odd] == [
+        ("matrix", UpdateMismatch.SCALE, 0.5),
+        ("norm", UpdateMismatch.SCALE, 0.5),
+    ]
+
+
+def test_master_weights_that_are_not_copied_back_are_found():
+    torch.manual_seed(0)
+    model = {name: nn.Parameter(torch.randn(4, 4).bfloat16()) for name in ("first", "second")}
+    masters = {name: p.detach().float().requires_grad_() for name, p in model.items()}
+    optimizer = torch.optim.AdamW(masters.values(), 0.1)
+    names, copies = _names(model, [optimizer])
+    assert names[id(masters["second"])] == "second"
+    audit = UpdateAudit(0, [optimizer], names, copies, None)
+    for master in masters.values():
+        master.grad = torch.randn(4, 4)
+    audit.before(optimizer)
+    optimizer.step()
+    audit.after(optimizer)
+    with torch.no_grad():
+        model["first"].copy_(masters["first"])
+    verdict = judge_update([audit.share()])
+    assert [(one.name, one.how) for one in verdict.odd] == [("second", UpdateMismatch.NOT_COPIED)]
+
+
+def test_weights_that_move_before_the_update_or_after_it_are_told_apart():
+    torch.manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(4, 4)) for _ in range(2)]
+    optimizer = torch.optim.AdamW(parameters, 0.1)
+    audit = UpdateAudit(0, [optimizer], dict(zip(map(id, parameters), "ab", strict=True)), {}, None)
+    for parameter in parameters:
+        parameter.grad = torch.randn(4, 4)
+    with torch.no_grad():
+        parameters[0].add_(0.1)
+    audit.before(optimizer)
+    optimizer.step()
+    audit.after(optimizer)
+    with torch.no_grad():
+        parameters[1].mul_(1.5)
+    verdict = judge_update([audit.share()])
+    assert [(one.name, one.how) for one in verdict.odd] == [("a", UpdateMismatch.MOVED)]
+    assert [name for name, _ in verdict.later] == ["b"]
 
 
 def test_parameters_of_a_large_model_are_chosen_in_turn_one_of_each_kind():

@@ -51,7 +51,7 @@ class Held:
         gradient = _moved(self.gradient, eps, 0)
         state = {
             name: _moved(value, eps, seed)
-            if isinstance(value, Tensor) and value.is_floating_point() and value.numel() > 1
+            if type(value) is Tensor and value.is_floating_point() and value.numel() > 1
             else value
             for seed, (name, value) in enumerate(self.state.items(), start=1)
         }
