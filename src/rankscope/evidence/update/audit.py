@@ -27,7 +27,7 @@ _PIECE = 2**22  # elements that are measured at once
 _COPIES = 12  # of a whole parameter, that a step on a copy may take
 _OTHER = -3.0  # times the gradient, for a second parameter beside the first
 _DEPENDS = "the update of a parameter depends on the others"
-_LATE = "not all ranks that hold a part of a parameter came to gather it ({})"
+_NOT_MET = "the ranks that hold parts of its parameters did not meet at watch()"
 
 
 @dataclass(slots=True)
@@ -94,14 +94,17 @@ class UpdateAudit:
         for number, optimizer in enumerate(optimizers):
             chosen, total = choose(optimizer, names, step)
             self._num_parameters += total
+            met = [one for one in chosen if self._have_met(one.parameter)]
             self._watches[number] = [
                 _Watch(
                     one,
                     copies.get(id(one.parameter)),
                     local_of(one.parameter.detach()).clone(),
                 )
-                for one in chosen
+                for one in met
             ]
+            if chosen and not met:
+                self.decline(optimizer, _NOT_MET)
 
     def before(self, optimizer: torch.optim.Optimizer) -> None:
         """Compute its update again; it is about to be called, for the first time in the step."""
@@ -148,6 +151,11 @@ class UpdateAudit:
             if watch.numbers is not None
         ]
         return UpdateShare(tuple(parts), self._num_parameters, tuple(self._hooks), self.declined)
+
+    def _have_met(self, parameter: Tensor) -> bool:
+        """Return whether all ranks that hold a part of a parameter can agree on gathering it."""
+        known = () if self._meeting is None else self._meeting.ranks
+        return not is_shared(parameter) or set(_ranks_of(parameter)) <= set(known)
 
     def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
         return next(n for n, each in enumerate(self._optimizers) if each is optimizer)
@@ -220,21 +228,18 @@ class UpdateAudit:
         for watch, state in zip(watches, states, strict=True):
             parameter: Any = watch.chosen.parameter
             if is_shared(parameter):
-                ranks = tuple(parameter.device_mesh.mesh.flatten().tolist())
+                ranks = _ranks_of(parameter)
                 held = [[n, _form(v)] for n, v in state.items()]
                 what = [watch.chosen.name, _form(parameter), _form(parameter.grad), held]
                 shared.setdefault(ranks, []).append(what)
-        if not shared and problem:
-            raise CanaryDeclined(problem)
         for ranks, what in shared.items():
-            if self._meeting is None or not set(ranks) <= set(self._meeting.ranks):
-                raise CanaryDeclined("ranks that hold parts of a parameter did not meet at watch()")
             digest = hashlib.blake2b(repr(what).encode(), digest_size=8).hexdigest()
             among = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
             topic = f"update/{self._step}/{number}/{among}/{digest}"
-            why = self._meeting.agree(topic, problem, AGREE_SECONDS, len(ranks))
-            if why:
-                raise CanaryDeclined(why if why == problem else _LATE.format(why))
+            assert self._meeting is not None  # else it would not have been chosen
+            problem = self._meeting.agree(topic, problem, AGREE_SECONDS, len(ranks)) or problem
+        if problem:
+            raise CanaryDeclined(problem)
 
     def _part(self, optimizer: torch.optim.Optimizer, watch: _Watch) -> PartOfUpdate:
         chosen = watch.chosen
@@ -244,9 +249,7 @@ class UpdateAudit:
         numbers = watch.numbers.cpu().numpy()
         here = local_of(parameter.detach())
         if watch.after is not None:
-            numbers[FIELDS.index("later")] = float(
-                (here.double() - watch.after.double()).norm() ** 2
-            )
+            numbers[FIELDS.index("later")] = float(_square_of_difference(here, watch.after))
         if watch.copied_to is not None:
             copied = local_of(watch.copied_to.detach())
             master = here.to(copied.dtype)
@@ -377,6 +380,11 @@ def _storages(optimizers: Iterable[torch.optim.Optimizer]) -> frozenset[int]:
                     if isinstance(one, Tensor) and one.layout is torch.strided:
                         found.add(address_of(one))
     return frozenset(found - {0})
+
+
+def _ranks_of(parameter: Any) -> tuple[int, ...]:
+    """Return the ranks that share a parameter."""
+    return tuple(parameter.device_mesh.mesh.flatten().tolist())
 
 
 def _form(value: Any) -> list[object]:
