@@ -30,7 +30,7 @@ _DEPENDS = "the update of a parameter depends on the others"
 _NOT_MET = "the ranks that hold parts of its parameters did not meet at watch()"
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Watch:
     """A chosen parameter between a forward pass and the end of its step.
 
@@ -86,7 +86,6 @@ class UpdateAudit:
         self._optimizers = optimizers
         self._meeting = meeting
         self._watches: dict[int, list[_Watch]] = {}
-        self._groups: dict[int, Mapping[str, Any]] = {}
         self._num_parameters = 0
         self._hooks: dict[str, None] = {}
         self.declined: dict[str, str] = {}
@@ -111,18 +110,13 @@ class UpdateAudit:
         if id(optimizer) not in self._due:
             return
         self._due.discard(id(optimizer))
-        kind = type(optimizer).__name__
         number = self._number_of(optimizer)
         watches = [w for w in self._watches[number] if w.chosen.parameter.grad is not None]
         self._watches[number] = watches
         try:
             self._compute(optimizer, number, watches)
-        except CanaryDeclined as reason:
-            self._decline(kind, number, str(reason))
         except Exception as error:
-            full = is_out_of_memory(error)
-            why = "it has found no memory" if full else f"something failed ({in_short(error)})"
-            self._decline(kind, number, why)
+            self.decline(optimizer, _in_words(error))
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure what its call has done; other calls than the first do not count."""
@@ -137,7 +131,8 @@ class UpdateAudit:
     def decline(self, optimizer: torch.optim.Optimizer, why: str) -> None:
         """Do not compute its update again."""
         self._due.discard(id(optimizer))
-        self._decline(type(optimizer).__name__, self._number_of(optimizer), why)
+        self.declined[type(optimizer).__name__] = why
+        self._watches[self._number_of(optimizer)] = []
 
     def share(self) -> UpdateShare:
         """Return this worker's share, as the step ends; waits for the device."""
@@ -159,10 +154,6 @@ class UpdateAudit:
 
     def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
         return next(n for n, each in enumerate(self._optimizers) if each is optimizer)
-
-    def _decline(self, kind: str, number: int, why: str) -> None:
-        self.declined[kind] = why
-        self._watches[number] = []
 
     def _compute(
         self, optimizer: torch.optim.Optimizer, number: int, watches: Sequence[_Watch]
@@ -190,17 +181,19 @@ class UpdateAudit:
             if not dependent and not problem:
                 try:
                     dependent = _compute(watch, lone, held, own, alone=watch in smallest)
-                except CanaryDeclined as reason:
-                    problem = str(reason)  # all parts are gathered still, as others may wait
+                except Exception as error:  # all parts are gathered still: others may wait
+                    problem = _in_words(error)
         if problem or dependent:
             raise CanaryDeclined(problem or _DEPENDS)
 
-    def _check(self, optimizer: torch.optim.Optimizer, watches: Iterable[_Watch]) -> None:
+    def _check(self, optimizer: torch.optim.Optimizer, watches: Sequence[_Watch]) -> None:
         """Check that parameters can be put together, and copied.
 
         Raises:
             CanaryDeclined: They cannot.
         """
+        if not watches:
+            raise CanaryDeclined("no parameter has a gradient")
         for watch in watches:
             parameter: Any = watch.chosen.parameter
             LoneOptimizer(optimizer, parameter, frozenset())
@@ -267,6 +260,13 @@ class UpdateAudit:
             numbers=numbers,
             trials=tuple(float(one) for one in watch.distances),
         )
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, CanaryDeclined):
+        return str(error)
+    full = is_out_of_memory(error)
+    return "it has found no memory" if full else f"something failed ({in_short(error)})"
 
 
 def _smallest(watches: Iterable[_Watch]) -> list[_Watch]:
