@@ -45,6 +45,11 @@ __all__ = [
     "reports_samples",
     "reports_world",
 ]
+from . import data_faults, healthy, loop_faults, mesh_faults, reports_update
+from .job import INJECTORS, Job, injects, seed_everything
+from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
+
+__all__ = ["INJECTORS", "data_faults", "healthy", "loop_faults", "mesh_faults", "reports_update"]
 
 EVERY = 5
 """A fault that comes and goes hits every fifth step."""

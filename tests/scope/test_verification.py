@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import rankscope
 from rankscope.errors import UsageError
 from rankscope.evidence.reference import probe as verification
+from rankscope.evidence.update import audit
 from support import deepspeed_modes
 from support.loops import collect_warnings
 from support.models import TinyLM, make_batch
@@ -219,7 +220,7 @@ class Loop:
 
 def train_each(rank: int, kinds: list[str], folder: str) -> dict[str, Any]:
     """Train each kind with the monitor and without; return warnings, and whether bits agree."""
-    verification.AGREE_SECONDS = 0.5  # for a rank that never comes
+    verification.AGREE_SECONDS = audit.AGREE_SECONDS = 0.5  # for a rank that never comes
     told = {}
     for kind in kinds:
         warnings = collect_warnings()

@@ -20,7 +20,9 @@ WRONG = "wrong"
 UNKNOWN = "unknown"
 _CODES = {RIGHT: 0, WRONG: 1, UNKNOWN: 2}
 _AGREES = f"verify.{ReferenceAnswer.AGREES}"
-_DECLINED = "verify.declined"
+_CAUSES = ("verify.", "update.")
+_HEALTHY = (_AGREES, "update.agrees")
+_NO_ANSWER = ("verify.declined", "update.declined")
 
 
 def verify(
@@ -29,7 +31,7 @@ def verify(
     ],
     as_json: JsonOption = False,
 ) -> None:
-    """Check that the optimizer got the gradient that one process would compute.
+    """Check that the optimizer got the gradient that one process would compute, and applied it.
 
     Needs a run with a reference step: torchrun … -m rankscope run --verify-at 20 SCRIPT. The other
     runs of the same job (stages, coordinates of a mesh) count, too.
@@ -38,7 +40,7 @@ def verify(
     run = Run.open(at_hand(path))
     found = {coordinate_of(run.info): run.findings()}
     found |= {one.ranks: one.findings for one in siblings_of(run)}
-    placed = [(p, f) for p, each in found.items() for f in each if f.cause.startswith("verify.")]
+    placed = [(p, f) for p, each in found.items() for f in each if f.cause.startswith(_CAUSES)]
     steps = [finding for _, finding in placed]
     if not steps:
         raise RunError(
@@ -50,7 +52,7 @@ def verify(
         print(json.dumps({"answer": answer, "steps": [one.to_json() for one in steps]}))
     else:
         for place, finding in placed:
-            healthy = finding.cause == _AGREES
+            healthy = finding.cause in _HEALTHY
             sign, colour = LOOK["healthy" if healthy else str(finding.severity)]
             where = f"{place}: " if place else ""
             show(terminal(), plain(f"{sign} {where}{finding.explanation}", colour))
@@ -66,4 +68,4 @@ def _answer(steps: list[Finding]) -> str:
     causes = {finding.cause for finding in steps}
     if any(finding.severity >= Severity.WARNING for finding in steps):
         return WRONG
-    return RIGHT if _AGREES in causes <= {_AGREES, _DECLINED} else UNKNOWN
+    return RIGHT if _AGREES in causes <= {*_HEALTHY, *_NO_ANSWER} else UNKNOWN

@@ -238,10 +238,11 @@ class Scope:
 
         The gradient of the next step that begins is computed again before the optimizer is called,
         one micro-batch at a time and without the wrapper, and compared with the optimizer's
-        gradient; a finding ``verify.…`` has the result. Training goes on as it would have, bit for
-        bit.
+        gradient; a finding ``verify.…`` has the result. So is the optimizer's update of some whole
+        parameters, with a finding ``update.…``. Training goes on as it would have, bit for bit.
         """
         self._collector.ask("reference")
+        self._collector.ask("update")
 
     def pause(self) -> None:
         """Stop measuring gradients; losses and samples are still recorded."""

@@ -30,7 +30,7 @@ from rankscope.stats.state import State, StateError
 
 _log = logging.getLogger("rankscope")
 
-SEEN_LIVE = ("time.hang", "verify.", "sync.partial_gradient", "state.replicas_differ")
+SEEN_LIVE = ("time.hang", "verify.", "update.", "sync.partial_gradient", "state.replicas_differ")
 """Prefixes of causes whose findings do not come from the tables."""
 
 _TOGETHER = 64  # steps of a record that are diagnosed at a time
