@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import data_faults, healthy, loop_faults, mesh_faults, reports_clipping
 from . import data_faults, healthy, loop_faults, mesh_faults, reports_samples
+from . import data_faults, healthy, loop_faults, mesh_faults, reports_reference
 from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 
@@ -32,6 +33,7 @@ __all__ = [
     "mesh_faults",
     "reports_clipping",
     "reports_samples",
+    "reports_reference",
 ]
 
 EVERY = 5

@@ -21,6 +21,8 @@ UNKNOWN = "unknown"
 _CODES = {RIGHT: 0, WRONG: 1, UNKNOWN: 2}
 _AGREES = f"verify.{ReferenceAnswer.AGREES}"
 _DECLINED = "verify.declined"
+_CONTRADICTS = ("sync.", "state.parameters_differ", "state.replicas_differ")
+"""Causes of errors with which no gradient is that of one process."""
 
 
 def verify(
@@ -33,7 +35,8 @@ def verify(
 
     Needs a run with a reference step: torchrun … -m rankscope run --verify-at 20 SCRIPT. The other
     runs of the same job (stages, coordinates of a mesh) count, too.
-    Exit code: 0 all reference steps agree; 1 one differs; 2 none has an answer, or bad input.
+    Exit code: 0 all reference steps agree; 1 one differs, or the workers do; 2 none has an answer,
+    or bad input.
     """
     run = Run.open(at_hand(path))
     found = {coordinate_of(run.info): run.findings()}
@@ -45,6 +48,13 @@ def verify(
             f"no reference step has ended in {path}: train with rankscope run --verify-at 20, or "
             "watch(verify_at=[20]), beyond that step"
         )
+    placed += [
+        (place, finding)
+        for place, each in found.items()
+        for finding in each
+        if finding.severity is Severity.ERROR and finding.cause.startswith(_CONTRADICTS)
+    ]
+    steps = [finding for _, finding in placed]
     answer = _answer(steps)
     if as_json:
         print(json.dumps({"answer": answer, "steps": [one.to_json() for one in steps]}))
