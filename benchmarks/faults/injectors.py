@@ -30,6 +30,9 @@ from . import (
     reports_samples,
     reports_world,
 )
+from . import data_faults, healthy, loop_faults, mesh_faults, reports_clipping
+from . import data_faults, healthy, loop_faults, mesh_faults, reports_samples
+from . import data_faults, healthy, loop_faults, mesh_faults, reports_reference
 from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 
@@ -44,6 +47,7 @@ __all__ = [
     "reports_optimizer",
     "reports_samples",
     "reports_world",
+    "reports_reference",
 ]
 from . import data_faults, healthy, loop_faults, mesh_faults, reports_update
 from .job import INJECTORS, Job, injects, seed_everything

@@ -348,8 +348,8 @@ USES = (
     Use(
         "torch.utils._python_dispatch",
         "TorchDispatchMode is_traceable_wrapper_subclass",
-        "evidence.canary.alone evidence.canary.tensors gradients.digest"
-        " wrappers.reduced_product tools.doctor.determinism",
+        "evidence.canary.alone evidence.canary.tensors evidence.reference.derivative"
+        " gradients.digest wrappers.reduced_product tools.doctor.determinism",
         "to see operators, and tensors that are made of others",
         _REFUSES,
     ),
@@ -373,8 +373,8 @@ USES = (
     Use(
         "torch._ops.OpOverload",
         "_schema",
-        "evidence.canary.alone tools.doctor.determinism",
-        "which arguments an operator writes into",
+        "evidence.canary.alone evidence.reference.derivative tools.doctor.determinism",
+        "which arguments an operator writes into, and along which axis it chooses",
         "a canary, and the preflight, take it for one that writes nothing",
     ),
     Use(

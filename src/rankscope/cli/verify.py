@@ -20,9 +20,11 @@ WRONG = "wrong"
 UNKNOWN = "unknown"
 _CODES = {RIGHT: 0, WRONG: 1, UNKNOWN: 2}
 _AGREES = f"verify.{ReferenceAnswer.AGREES}"
-_CAUSES = ("verify.", "update.")
+_COMPUTED_AGAIN = ("verify.", "update.")
 _HEALTHY = (_AGREES, "update.agrees")
 _NO_ANSWER = ("verify.declined", "update.declined")
+_CONTRADICTS = ("sync.", "state.parameters_differ", "state.replicas_differ")
+"""Causes of errors with which no gradient is that of one process."""
 
 
 def verify(
@@ -35,23 +37,30 @@ def verify(
 
     Needs a run with a reference step: torchrun … -m rankscope run --verify-at 20 SCRIPT. The other
     runs of the same job (stages, coordinates of a mesh) count, too.
-    Exit code: 0 all reference steps agree; 1 one differs; 2 none has an answer, or bad input.
+    Exit code: 0 all reference steps agree; 1 one differs, or the workers do; 2 none has an answer,
+    or bad input.
     """
     run = Run.open(at_hand(path))
     found = {coordinate_of(run.info): run.findings()}
     found |= {one.ranks: one.findings for one in siblings_of(run)}
-    placed = [(p, f) for p, each in found.items() for f in each if f.cause.startswith(_CAUSES)]
-    steps = [finding for _, finding in placed]
+    placed = [(place, finding) for place, each in found.items() for finding in each]
+    steps = [one for one in placed if one[1].cause.startswith(_COMPUTED_AGAIN)]
     if not steps:
         raise RunError(
             f"no reference step has ended in {path}: train with rankscope run --verify-at 20, or "
             "watch(verify_at=[20]), beyond that step"
         )
-    answer = _answer(steps)
+    steps += [
+        (place, finding)
+        for place, finding in placed
+        if finding.severity is Severity.ERROR and finding.cause.startswith(_CONTRADICTS)
+    ]
+    findings = [finding for _, finding in steps]
+    answer = _answer(findings)
     if as_json:
-        print(json.dumps({"answer": answer, "steps": [one.to_json() for one in steps]}))
+        print(json.dumps({"answer": answer, "steps": [one.to_json() for one in findings]}))
     else:
-        for place, finding in placed:
+        for place, finding in steps:
             healthy = finding.cause in _HEALTHY
             sign, colour = LOOK["healthy" if healthy else str(finding.severity)]
             where = f"{place}: " if place else ""

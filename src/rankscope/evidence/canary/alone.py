@@ -71,6 +71,8 @@ def alone(
     callbacks: OperationCallbacks,
     given: Autocast | None = None,
     see: SeeOperation | None = None,
+    *,
+    communicates: bool = False,
 ) -> Iterator[None]:
     """Keep the autocast in force without its cache, run eagerly, and forbid communication.
 
@@ -86,6 +88,7 @@ def alone(
         given: The autocast to run in; None for the one in force. It has no cache inside another
             autocast, which would keep the cast weights.
         see: Called after each operation.
+        communicates: Whether all ranks run the model together, so that operations may communicate.
     """
     why_not = why_wait()
     if why_not:
@@ -93,7 +96,7 @@ def alone(
     outer = Autocast.in_force(device)
     cached = given is not None and given.cached and not outer.enabled
     autocast = (given or outer).again(device, cached=cached)
-    mode = _Alone(callbacks, see)
+    mode = _Alone(callbacks, see, communicates=communicates)
     stack = ExitStack()
     try:
         try:
@@ -127,20 +130,23 @@ def _without_benchmark() -> Iterator[None]:
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that communicate with other workers; observes all others."""
+    """Observes all operations; refuses those that communicate, unless all ranks run the model."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, callbacks: OperationCallbacks, see: SeeOperation | None) -> None:
+    def __init__(
+        self, callbacks: OperationCallbacks, see: SeeOperation | None, *, communicates: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._callbacks = callbacks
         self._see = see
+        self._refused = () if communicates else _NAMESPACES
         self._touched: dict[Any, list[tuple[int, str]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Pass an operation on, unless it communicates."""
         kwargs = kwargs or {}
-        if getattr(func, "namespace", "") in _NAMESPACES:
+        if getattr(func, "namespace", "") in self._refused:
             raise CanaryDeclined(
                 "a canary runs on each worker alone, and the model's forward pass talks to the "
                 f"others ({func})"
@@ -180,6 +186,38 @@ def _without_accumulation(mode: TorchDispatchMode) -> AbstractContextManager[obj
     its threads.
     """
     return Patch(Variable, "_execution_engine", lambda engine: _Engine(engine, mode))
+
+
+def watch_roots(before: Callable[[Any, Any], None], after: Callable[[], None]) -> Patch:
+    """Call functions around each backward pass that accumulates gradients, until it is removed.
+
+    ``before`` takes the tensors on which it is called, and their gradients. Both must not raise.
+    """
+    return Patch(Variable, "_execution_engine", lambda engine: _Watched(engine, before, after))
+
+
+class _Watched:
+    """Autograd's engine, with functions around each backward pass."""
+
+    def __init__(
+        self, engine: Any, before: Callable[[Any, Any], None], after: Callable[[], None]
+    ) -> None:
+        self._engine = engine
+        self._before = before
+        self._after = after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, tensors: Any, grad_tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass."""
+        accumulates = kwargs.get("accumulate_grad", False)
+        if accumulates:
+            self._before(tensors, grad_tensors)
+        found = self._engine.run_backward(tensors, grad_tensors, *args, **kwargs)
+        if accumulates:
+            self._after()
+        return found
 
 
 class _Engine:

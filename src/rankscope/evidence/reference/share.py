@@ -3,11 +3,13 @@
 Legend of shapes: W workers, M micro-batches of one worker, P parameters, k numbers in a sketch.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from rankscope.bus.packing import PackedError, pack_arrays, unpack_arrays
+from rankscope.evidence.reference.slopes import Slopes
 from rankscope.stats.arrays import Floats, Floats32
 
 WIDTHS = (251, 127, 61, 31)
@@ -59,6 +61,10 @@ class ReferenceShare:
         axis: Name of that axis.
         clips: Whether torch clipped gradients in the step, before the optimizer's call.
         declined: The reason why all of this is missing; empty if it is not.
+        slopes: Directional derivatives, which all ranks have measured instead; None without.
+        digests: Digests of the parameters by name, where each worker holds all of them.
+        roots_M: The value on which the backward pass of each micro-batch was called; empty if
+            unknown.
     """
 
     names: tuple[str, ...] = ()
@@ -74,6 +80,9 @@ class ReferenceShare:
     axis: str = ""
     clips: bool = False
     declined: str = ""
+    slopes: Slopes | None = None
+    digests: Mapping[str, int] = field(default_factory=dict)
+    roots_M: tuple[float, ...] = ()
 
     def pack(self) -> bytes:
         """Return its bytes: JSON, and arrays behind it."""
@@ -85,6 +94,9 @@ class ReferenceShare:
             "axis": self.axis,
             "clips": self.clips,
             "declined": self.declined,
+            "slopes": None if self.slopes is None else self.slopes.to_json(),
+            "digests": dict(self.digests),
+            "roots": list(self.roots_M),
         }
         return pack_arrays(header, [np.asarray(getattr(self, name)) for name in _FIELDS])
 
@@ -109,6 +121,9 @@ class ReferenceShare:
                 axis=str(header["axis"]),
                 clips=bool(header["clips"]),
                 declined=str(header["declined"]),
+                slopes=None if header["slopes"] is None else Slopes.from_json(header["slopes"]),
+                digests={str(name): int(one) for name, one in header["digests"].items()},
+                roots_M=tuple(map(float, header["roots"])),
                 **found,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -120,7 +135,7 @@ class ReferenceShare:
     @property
     def _fits(self) -> bool:
         """Whether the shapes of the arrays fit each other."""
-        if self.declined:
+        if self.declined or self.slopes is not None:
             return True
         if self.terms_MPK.ndim != 3 or not len(self.terms_MPK):
             return False
