@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from . import data_faults, healthy, loop_faults, mesh_faults, reports_clipping
 from . import data_faults, healthy, loop_faults, mesh_faults, reports_samples
+from . import data_faults, healthy, loop_faults, mesh_faults, reports_pipeline
 from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 
@@ -33,6 +34,8 @@ __all__ = [
     "reports_clipping",
     "reports_samples",
 ]
+    "INJECTORS", "data_faults", "healthy", "loop_faults", "mesh_faults", "reports_pipeline",
+]  # fmt: skip
 
 EVERY = 5
 """A fault that comes and goes hits every fifth step."""

@@ -30,10 +30,11 @@ from rankscope.evidence.environment.training import (
 from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
-from rankscope.session.mesh_meeting import join_mesh, meet_mesh
+from rankscope.session.mesh_meeting import JoinedMesh, join_mesh, meet_mesh
 from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
 from rankscope.session.options import WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
+from rankscope.session.stage_meeting import meet_stages
 from rankscope.sinks import RunInfo, SinkOption, Sinks
 from rankscope.wrappers.find import find_wrapper, plain_optimizers
 from rankscope.wrappers.kinds import LOOP
@@ -166,13 +167,16 @@ def watch(
             share=options.share,
         ),
     )
-    mesh = None
+    joined: list[JoinedMesh | None] = [None, None]
     if not local_steps and not handle.problem:
         host = host_name()
-        secret = handle.hello["secret"]
-        met = meet_mesh(wrapped, group, host=host, address=handle.address, secret=secret)
-        if met is not None:
-            mesh = join_mesh(met, host=host, compares=options.evidence)
+        more_facts = {"host": host, "address": handle.address, "secret": handle.hello["secret"]}
+        met = [meet(wrapped, group, **more_facts) for meet in (meet_mesh, meet_stages)]
+        joined = [
+            None if one is None else join_mesh(one, host=host, compares=options.evidence)
+            for one in met
+        ]
+    mesh, stages = joined
     return Scope(
         model,
         optimizer,
@@ -180,6 +184,7 @@ def watch(
         handle,
         on_finding=on_finding,
         mesh=mesh,
+        stages=stages,
         sinks=_local_sinks(handle),
         announce_end=options.announce,
     )

@@ -144,7 +144,7 @@ class ReferenceProbe(Probe):
             self._check(step)
             trained = [micro for micro in self._passes if micro.trained]
             assert self._reference is not None
-            part = self._reference.compute(trained)
+            part = self._reference.compute(trained).without(self._channel.shared_weights)
             part = replace(part, clips=CLIP.num_calls > self._num_clips)
         except CanaryDeclined as reason:
             self._declined = _in_words(reason)
