@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "two calls, reset in between": {"schedule": ScheduleGPipe, "calls": 2, "fault": "reset"},
     "tied": {"tied": True},
     "tied, not summed": {"tied": True, "fault": "tie"},
+    "tied, interleaved": {"schedule": ScheduleInterleaved1F1B, "parts": 2, "tied": True},
 }
 """What is done: the schedule, parts on each rank, ranks along ``tp``, calls of the schedule for an
 update, whether two stages share a weight, what goes wrong since ``LATE``, and whether torchtitan's
@@ -136,17 +137,35 @@ def mesh_of(tp: int) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 4 // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
+def parts_of(case: dict[str, Any], mesh: DeviceMesh, over: DeviceMesh | None) -> list[Any]:
+    """Return the parts of this rank, sharded."""
+    pp = mesh["pp"].get_local_rank()
+    parts = [block_of(pp + 2 * number, over) for number in range(case.get("parts", 1))]
+    if case.get("tied"):
+        tie(parts[-pp], pp)  # the first stage of all, and the last one
+    for part in parts:
+        fully_shard(part, mesh=mesh["dp"])
+    return parts
+
+
+def call_schedule(schedule: Any, case: dict[str, Any], step: int, optimizer: Any) -> None:
+    """Call the schedule as often as an update needs it."""
+    mesh = mesh_of(case.get("tp", 1))
+    pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    fault = case.get("fault") if step >= LATE else None
+    for call in range(case.get("calls", 1)):
+        if fault == "reset" and call:
+            optimizer.zero_grad()
+        given, target = batch_of(0 if fault == "shard" and dp == ODD else dp, step + 9 * call)
+        schedule.step(*((given,) if pp == 0 else ()), **({"target": target} if pp else {}))
+
+
 def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
     """Train the parts of one rank; return their bits."""
     tp = case.get("tp", 1)
     mesh = mesh_of(tp)
-    pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     over = mesh["tp"] if tp > 1 else None
-    parts = [block_of(pp + 2 * number, over) for number in range(case.get("parts", 1))]
-    if case.get("tied"):
-        tie(parts[0], pp)
-    for part in parts:
-        fully_shard(part, mesh=mesh["dp"])
+    parts = parts_of(case, mesh, over)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
     adapter = case.get("adapter")
     calls = case.get("calls", 1)
@@ -162,14 +181,10 @@ def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
     if adapter and run_dir is not None:
         scopes = [watched_by_adapter(parts[0], optimizers[0], schedule, run_dir)]
     for step in range(STEPS):
+        call_schedule(schedule, case, step, optimizers[0])
         fault = case.get("fault") if step >= LATE else None
-        for call in range(calls):
-            if fault == "reset" and call:
-                optimizers[0].zero_grad()
-            given, target = batch_of(0 if fault == "shard" and dp == ODD else dp, step + 9 * call)
-            schedule.step(*((given,) if pp == 0 else ()), **({"target": target} if pp else {}))
         if case.get("tied") and fault != "tie":
-            sum_over_stages(parts[0], mesh)
+            sum_over_stages(parts[-mesh["pp"].get_local_rank()], mesh)
         if over is not None and fault != "norm":
             sum_parts(parts[0], ("norm",), over.get_group())
         for optimizer in optimizers:
@@ -301,8 +316,10 @@ def test_a_reset_between_calls_is_found(folder, first_rank):
 
 
 @pytest.mark.parametrize("first_rank", [0, 4])
-def test_a_tied_weight_whose_gradients_are_summed_over_the_stages_is_healthy(folder, first_rank):
-    assert faults(run_of(folder, "tied", first_rank)) == {}
+@pytest.mark.parametrize(("case", "parts"), [("tied", 1), ("tied, interleaved", 2)])
+def test_a_tied_weight_whose_gradients_are_summed_is_healthy(folder, case, parts, first_rank):
+    for part in range(parts):
+        assert faults(run_of(folder, case, first_rank, part)) == {}
 
 
 def test_a_tied_weight_that_drifts_apart_is_found(folder):

@@ -5,7 +5,7 @@ the training's thread, and none waits for a device.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -114,6 +114,8 @@ class Channel:
         meeting: Rendezvous of the run's ranks, see :mod:`rankscope.wrappers.rendezvous`.
         mesh: The mesh of the run, see :mod:`rankscope.session.mesh_meeting`; None without one.
         stages: The pipeline stages that share weights with the run's; None without.
+        shared_weights: Names of parameters that other pipeline stages hold, too: their gradients
+            are summed after the reduction. Another stage's ``watch`` may add some.
     """
 
     send: Callable[[str, int, Content], None] = lambda name, step, content: None
@@ -121,12 +123,7 @@ class Channel:
     meeting: Any = None
     mesh: Any = None
     stages: Any = None
-
-    @property
-    def shared_weights(self) -> frozenset[str]:
-        """Names of parameters that other pipeline stages hold, too: their gradients are summed."""
-        place = None if self.stages is None else self.stages.place
-        return frozenset(() if place is None else (weight.name for weight in place.shared))
+    shared_weights: Set[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

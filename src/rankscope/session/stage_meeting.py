@@ -1,20 +1,23 @@
 """The meeting of ranks along an axis of pipeline stages, each of which records a run of its own.
 
-They find out which weights they share. The root of the first stage's run compares these from then
+They find out which weights they share. The root of the first rank's run compares these from then
 on, as replicas along a mesh's axis are compared.
 """
 
 import json
 import logging
 from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from rankscope.session.mesh_meeting import PATIENCE_SECONDS, MeshMeeting, hosts_of
 from rankscope.wrappers.find import Wrapped
-from rankscope.wrappers.fsdp2_mesh import MeshPlace, SharedWeight, stage_line
-from rankscope.wrappers.fsdp2_model import ManagedParameter, managed_parameters
+from rankscope.wrappers.fsdp2_mesh import MeshPlace, stage_line
+from rankscope.wrappers.fsdp2_model import ManagedParameter, is_fsdp2, managed_parameters
 from rankscope.wrappers.kinds import FSDP2
 from rankscope.wrappers.rendezvous import LateError, Rendezvous
 from rankscope.wrappers.shared_weights import Held, Tie, find_ties, held_by
@@ -22,16 +25,62 @@ from rankscope.wrappers.shared_weights import Held, Tie, find_ties, held_by
 _log = logging.getLogger("rankscope")
 
 
+class WatchedStage:
+    """A stage that this process watches.
+
+    Args:
+        model: The stage.
+
+    Attributes:
+        model: The stage.
+        shared: Names of its parameters that other stages hold as well; may grow.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.shared: set[str] = set()
+
+    def remove(self) -> None:
+        """Note that it is watched no longer."""
+        if self in _STAGES:
+            _STAGES.remove(self)
+
+
+_STAGES: list[WatchedStage] = []
+
+
 def meet_stages(
-    wrapped: Wrapped, group: dist.ProcessGroup, *, host: str, address: str, secret: str
+    wrapped: Wrapped,
+    group: dist.ProcessGroup,
+    stage: WatchedStage,
+    *,
+    host: str,
+    address: str,
+    secret: str,
 ) -> MeshMeeting | None:
     """Meet the ranks of the other pipeline stages, which all call it at the same point.
 
-    None without stages, if this one shares no weight, or if some ranks do not come. The other
-    arguments are those of :func:`rankscope.session.mesh_meeting.meet_mesh`.
+    A rank may hold several stages, each watched by itself: those that it watches already take part.
+
+    Args:
+        wrapped: A stage.
+        group: The ranks that hold it.
+        stage: The same; its ``remove`` is to be called once it is watched no longer.
+        host: See :func:`rankscope.session.mesh_meeting.meet_mesh`.
+        address: See there.
+        secret: See there.
+
+    Returns:
+        The meeting; None without stages, if this rank shares no weight, or if some do not come.
     """
     try:
-        return _meet(wrapped, group, {"host": host, "address": address, "secret": secret})
+        found = _stage_line(wrapped.wrapper) if wrapped.kind is FSDP2 else None
+        if found is None:
+            return None
+        _STAGES.append(stage)
+        own = dist.get_process_group_ranks(group)[0]
+        facts = {"run": own, "host": host, "address": address, "secret": secret}
+        return _meet(*found, facts)
     except LateError as error:
         _log.info("weights that pipeline stages share are not compared: %s", error)
     except Exception:  # whatever the meshes of its parameters are
@@ -39,57 +88,75 @@ def meet_stages(
     return None
 
 
-def _meet(wrapped: Wrapped, group: dist.ProcessGroup, facts: dict[str, Any]) -> MeshMeeting | None:
-    """Do what :func:`meet_stages` does.
+def _meet(axis: str, line: tuple[int, ...], facts: dict[str, Any]) -> MeshMeeting | None:
+    """Do what :func:`meet_stages` does, along an axis.
 
     Raises:
         LateError: Some ranks do not come.
     """
-    world = dist.group.WORLD
-    found = stage_line(wrapped.wrapper) if wrapped.kind is FSDP2 else None
-    if found is None or world is None:
-        return None
-    axis, line = found
-    managed = managed_parameters(wrapped.wrapper)
-    own = dist.get_process_group_ranks(group)[0]
-    facts = {"run": own, **facts}
-    ranks = Rendezvous(world, line, patience_seconds=PATIENCE_SECONDS)
-    gathered = ranks.gather(json.dumps({**facts, "held": held_by(managed)}).encode())
+    assert dist.group.WORLD is not None
+    watched = [each for each in _STAGES if _stage_line(each.model) == (axis, line)]
+    stages = [managed_parameters(each.model) for each in watched]
+    facts = {**facts, "held": [held_by(each) for each in stages]}
+    ranks = Rendezvous(dist.group.WORLD, line, patience_seconds=PATIENCE_SECONDS)
+    gathered = ranks.gather(json.dumps(facts).encode())
     if gathered is not None:
-        each = [json.loads(one) for one in gathered]
-        ties = find_ties([[_held(row) for row in one["held"]] for one in each])
-        rows = [[{str(at): name for at, name in tie.names.items()}, tie.certain] for tie in ties]
-        ranks.write("answer", json.dumps({**hosts_of(each, facts), "ties": rows}).encode())
+        all_facts = [json.loads(one) for one in gathered]
+        held = [one["held"] for one in all_facts]
+        answer = {**hosts_of(all_facts, facts), **_found(held)}
+        ranks.write("answer", json.dumps(answer).encode())
     answer = json.loads(ranks.read("answer")[0])
-    ties = [Tie({int(at): n for at, n in names.items()}, sure) for names, sure in answer["ties"]]
-    place = _place(axis, line, managed, ties)
-    return None if place is None else MeshMeeting(place, ranks, own, answer)
-
-
-def _held(row: list[Any]) -> Held:
-    name, shape, digest, before = row
-    return Held(name, tuple(shape), digest, before)
-
-
-def _place(
-    axis: str, line: tuple[int, ...], managed: list[ManagedParameter], ties: list[Tie]
-) -> MeshPlace | None:
-    """Return this rank's place among the ranks that share its weights; None if it shares none.
-
-    Where several sets of stages share weights, the one that shares most counts.
-    """
+    places = answer["places"]
+    ties = [Tie(dict(names), certain) for names, certain in answer["ties"]]
     here = line.index(dist.get_rank())
-    by_name = {parameter.name: parameter for parameter in managed}
-    sets = Counter(frozenset(tie.names) for tie in ties)
-    most = max(sets, key=lambda places: (sets[places], sorted(places)), default=frozenset())
-    if here not in most:
+    first = places.index(here)
+    for number, each in enumerate(watched, start=first):
+        each.shared.update(tie.names[number] for tie in ties if number in tie.names)
+    most = _most(ties, places)
+    own_ties = [tie for tie in ties if _ranks_of(tie, places) == most and here in most]
+    if not own_ties:
         return None
-    own = [tie for tie in ties if tie.names.keys() == most]
-    shared = tuple(SharedWeight(tie.names[here], tie.label, tie.certain) for tie in own)
-    parameters = [by_name[weight.name] for weight in shared]
-    labelled = [
-        ManagedParameter(weight.label, parameter.inside, parameter.group)
-        for weight, parameter in zip(shared, parameters, strict=True)
+    copies = tuple(_labelled(tie, stages, first) for tie in own_ties)
+    along = tuple(line[at] for at in sorted(most))
+    certain = tuple(tie.label for tie in own_ties if tie.certain)
+    place = MeshPlace(dist.get_rank(), along, {axis: along}, copies, certain)
+    return MeshMeeting(place, ranks, facts["run"], answer)
+
+
+def _stage_line(model: nn.Module) -> tuple[str, tuple[int, ...]] | None:
+    return stage_line(model) if is_fsdp2(model) else None
+
+
+def _found(held: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Return the ties of all ranks' newest stages, and each stage's place, as plain values."""
+    places = [place for place, stages in enumerate(held) for _ in stages]
+    newest = set(accumulate(map(len, held), initial=-1))
+    rows = [
+        [Held(name, tuple(shape), digest, before) for name, shape, digest, before in stage]
+        for stages in held
+        for stage in stages
     ]
-    ranks = tuple(line[at] for at in sorted(most))
-    return MeshPlace(dist.get_rank(), ranks, {axis: ranks}, tuple(labelled), shared)
+    found = [tie for tie in find_ties(rows, places) if newest & tie.names.keys()]
+    ties = [[list(tie.names.items()), tie.certain] for tie in found]
+    return {"places": places, "ties": ties}
+
+
+def _ranks_of(tie: Tie, places: Sequence[int]) -> frozenset[int]:
+    return frozenset(places[number] for number in tie.names)
+
+
+def _most(ties: Sequence[Tie], places: Sequence[int]) -> frozenset[int]:
+    """Return the ranks that share most weights, by place; no others are compared."""
+    counts = Counter(_ranks_of(tie, places) for tie in ties)
+    return max(counts, key=lambda ranks: (counts[ranks], sorted(ranks)), default=frozenset())
+
+
+def _labelled(
+    tie: Tie, stages: Sequence[Sequence[ManagedParameter]], first: int
+) -> ManagedParameter:
+    """Return this rank's copy of a weight, by the label that all ranks know."""
+    number, name = next(
+        (n, tie.names[n]) for n in range(first, first + len(stages)) if n in tie.names
+    )
+    found = next(each for each in stages[number - first] if each.name == name)
+    return ManagedParameter(tie.label, found.inside, found.group)

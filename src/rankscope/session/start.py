@@ -34,7 +34,7 @@ from rankscope.session.mesh_meeting import JoinedMesh, join_mesh, meet_mesh
 from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
 from rankscope.session.options import WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
-from rankscope.session.stage_meeting import meet_stages
+from rankscope.session.stage_meeting import WatchedStage, meet_stages
 from rankscope.sinks import RunInfo, SinkOption, Sinks
 from rankscope.wrappers.find import find_wrapper, plain_optimizers
 from rankscope.wrappers.kinds import LOOP
@@ -167,17 +167,18 @@ def watch(
             share=options.share,
         ),
     )
+    stage = WatchedStage(wrapped.wrapper)
     joined: list[JoinedMesh | None] = [None, None]
     if not local_steps and not handle.problem:
         host = host_name()
-        more_facts = {"host": host, "address": handle.address, "secret": handle.hello["secret"]}
-        met = [meet(wrapped, group, **more_facts) for meet in (meet_mesh, meet_stages)]
+        agent = {"host": host, "address": handle.address, "secret": handle.hello["secret"]}
+        met = [meet_mesh(wrapped, group, **agent), meet_stages(wrapped, group, stage, **agent)]
         joined = [
             None if one is None else join_mesh(one, host=host, compares=options.evidence)
             for one in met
         ]
     mesh, stages = joined
-    return Scope(
+    scope = Scope(
         model,
         optimizer,
         instruments,
@@ -185,9 +186,12 @@ def watch(
         on_finding=on_finding,
         mesh=mesh,
         stages=stages,
+        shared_weights=stage.shared,
         sinks=_local_sinks(handle),
         announce_end=options.announce,
     )
+    scope.until_closed(stage)
+    return scope
 
 
 def _one_of(optimizers: list[torch.optim.Optimizer]) -> Any:

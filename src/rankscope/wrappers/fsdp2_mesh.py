@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
@@ -16,20 +15,6 @@ _log = logging.getLogger("rankscope")
 _STAGES = ("pp", "pipe", "stage")  # names of the axes of pipeline stages
 
 
-class SharedWeight(NamedTuple):
-    """A parameter that other pipeline stages hold as well.
-
-    Attributes:
-        name: Its name in this stage.
-        label: Its names in all of them together.
-        certain: Whether their equal content is known to be no chance.
-    """
-
-    name: str
-    label: str
-    certain: bool
-
-
 @dataclass(frozen=True, slots=True)
 class MeshPlace:
     """This rank's place in a mesh beyond its data-parallel axes.
@@ -39,20 +24,16 @@ class MeshPlace:
         ranks: All ranks of the mesh that hold the same parameters or other cuts of them.
         axes: By name of each axis over which FSDP2 does not average, the ranks along it.
         parameters: All parameters that FSDP2 shards, trained or not; along an axis of pipeline
-            stages, those that other stages hold as well, by their labels.
-        shared: The same parameters as weights that stages share; none along other axes.
+            stages, those that other stages hold as well, by their names in all of them.
+        shared: Along an axis of stages, the names of those whose equal content is known to be no
+            chance; None along other axes.
     """
 
     rank: int
     ranks: tuple[int, ...]
     axes: Mapping[str, tuple[int, ...]]
     parameters: tuple[ManagedParameter, ...]
-    shared: tuple[SharedWeight, ...] = ()
-
-    @property
-    def certainly_shared(self) -> tuple[str, ...] | None:
-        """Labels of the weights that stages certainly share; None along other axes."""
-        return tuple(one.label for one in self.shared if one.certain) if self.shared else None
+    shared: tuple[str, ...] | None = None
 
 
 def stage_line(model: nn.Module) -> tuple[str, tuple[int, ...]] | None:

@@ -47,7 +47,7 @@ class Tie:
     """A weight that several stages hold.
 
     Attributes:
-        names: Its name on each rank along the axis that holds it, by place.
+        names: Its name in each stage that holds it, by the stage's number.
         certain: Whether neither one seed nor one layer explains that they are equal.
     """
 
@@ -60,14 +60,15 @@ class Tie:
         return " = ".join(dict.fromkeys(self.names[at] for at in sorted(self.names)))
 
 
-def find_ties(held_T: Sequence[Sequence[Held]]) -> list[Tie]:
-    """Return the weights that several stages hold.
+def find_ties(held_T: Sequence[Sequence[Held]], ranks_T: Sequence[int] | None = None) -> list[Tie]:
+    """Return the weights that stages of several ranks hold.
 
-    Tensors that have a twin in their own stage are left out. If most tensors of a stage are
-    equal to another one's by what a seed or a layer explains, they are no ties.
+    Tensors that have a twin on their own rank are left out, and so are those of stages most of
+    whose tensors are equal by what a seed or a layer explains.
 
     Args:
-        held_T: The parameters of each rank along the axis of the stages, in its order.
+        held_T: The parameters of each stage.
+        ranks_T: The rank of each stage, by its place along their axis; one for each if left out.
 
     Example:
         >>> first = [Held("embedding", (9, 4), 1, 0), Held("block.0", (4, 4), 2, 36)]
@@ -77,24 +78,25 @@ def find_ties(held_T: Sequence[Sequence[Held]]) -> list[Tie]:
         >>> find_ties([last, last])  # one seed in two equal stages
         []
     """
+    ranks_T = range(len(held_T)) if ranks_T is None else ranks_T
+    stages = list(zip(ranks_T, held_T, strict=True))
+    counts = Counter((rank, one.digest) for rank, held in stages for one in held)
     found: defaultdict[tuple[object, ...], dict[int, Held]] = defaultdict(dict)
-    for place, held in enumerate(held_T):
-        count = Counter(one.digest for one in held)
+    for number, (rank, held) in enumerate(stages):
         for one in held:
-            if count[one.digest] == 1:
-                found[one.digest, one.shape][place] = one
+            if counts[rank, one.digest] == 1:
+                found[one.digest, one.shape][number] = one
     ties = [
         Tie(
-            {place: one.name for place, one in same.items()},
+            {number: one.name for number, one in same.items()},
             not any(_may_coincide(one, other) for one, other in combinations(same.values(), 2)),
         )
         for same in found.values()
         if len(same) > 1
     ]
-    by_chance = Counter(place for tie in ties if not tie.certain for place in tie.names)
-    if any(2 * count > len(held_T[place]) for place, count in by_chance.items()):
-        return [tie for tie in ties if tie.certain]
-    return ties
+    by_chance = Counter(number for tie in ties if not tie.certain for number in tie.names)
+    seeded = {number for number, count in by_chance.items() if 2 * count > len(held_T[number])}
+    return [tie for tie in ties if tie.certain or not tie.names.keys() <= seeded]
 
 
 def _may_coincide(one: Held, other: Held) -> bool:

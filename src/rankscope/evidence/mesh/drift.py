@@ -27,11 +27,13 @@ class _Weight:
         begun: Digest of its first values.
         kept: Whether an update has changed it, and left it equal.
         gradients: Distance and factor of the first gradients that differ; None if none did.
+        compared: Whether all ranks had a gradient at some time.
     """
 
     begun: int
     kept: bool = False
     gradients: tuple[float, float] | None = None
+    compared: bool = False
 
 
 @dataclass(slots=True)
@@ -45,7 +47,8 @@ class _Drift:
         apart: The largest distance of each weight, by label.
         lines: The ranks that hold them.
         kept: Whether some had stayed equal over an update.
-        gradients: Distance and factor of their gradients; None if these agreed.
+        gradients: Distance and factor of their gradients; None if these agreed, or are unknown.
+        compared: Whether gradients were compared.
         reported: The summary of the last report.
     """
 
@@ -56,6 +59,7 @@ class _Drift:
     lines: set[_Line] = field(default_factory=set)
     kept: bool = False
     gradients: tuple[float, float] | None = None
+    compared: bool = False
     reported: object = None
 
 
@@ -111,8 +115,11 @@ class TieVerdict:
             drift.lines.add(one.ranks)
             drift.kept |= weight.kept
             drift.gradients = drift.gradients or weight.gradients
-        if weight.gradients is None and math.isfinite(one.gradient) and one.gradient_differs:
-            weight.gradients = one.gradient, one.factor
+            drift.compared |= weight.compared
+        if math.isfinite(one.gradient):  # else some stage has none, or has cleared it
+            weight.compared = True
+            if one.gradient_differs and weight.gradients is None:
+                weight.gradients = one.gradient, one.factor
 
     def _changed(self, step: int, workers: Mapping[int, int]) -> Iterator[Finding]:
         for severity, drift in self._drifts.items():
@@ -171,6 +178,8 @@ class TieVerdict:
 
 def _why(drift: _Drift, axis: str) -> str:
     """Return what the stages' optimizers were given."""
+    if not drift.compared:
+        return "Not all stages had a gradient of it when their optimizers were called"
     if drift.gradients is None:
         return "Their gradients agreed where they were compared"
     apart, factor = drift.gradients
