@@ -33,6 +33,7 @@ from . import (
 from . import data_faults, healthy, loop_faults, mesh_faults, reports_clipping
 from . import data_faults, healthy, loop_faults, mesh_faults, reports_samples
 from . import data_faults, healthy, loop_faults, mesh_faults, reports_reference
+from . import data_faults, healthy, loop_faults, mesh_faults, reports_pipeline
 from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 
@@ -54,6 +55,8 @@ from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 
 __all__ = ["INJECTORS", "data_faults", "healthy", "loop_faults", "mesh_faults", "reports_update"]
+    "INJECTORS", "data_faults", "healthy", "loop_faults", "mesh_faults", "reports_pipeline",
+]  # fmt: skip
 
 EVERY = 5
 """A fault that comes and goes hits every fifth step."""

@@ -5,7 +5,7 @@ the training's thread, and none waits for a device.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -65,6 +65,8 @@ class StepEnd:
         summed_workers: How many workers' gradients the reduction adds up: 1 for their mean.
         unreduced: Whether the optimizer was called with gradients that no reduction had seen.
         left_over: Whether the step's first backward pass added to a gradient applied before.
+        schedule_scale: By what pipeline schedules multiplied gradients after the backward passes;
+            NaN without one.
         step_seconds: Wall time since the step before.
         busy_seconds: Time before this worker began to wait for the others; a probe that kept it
             busy takes its own part out.
@@ -81,6 +83,7 @@ class StepEnd:
     summed_workers: float = 1.0
     unreduced: bool = False
     left_over: bool = False
+    schedule_scale: float = math.nan
     step_seconds: float = math.nan
     busy_seconds: float = math.nan
     overhead_seconds: float = math.nan
@@ -110,12 +113,17 @@ class Channel:
         has_room: Returns whether the agent keeps up.
         meeting: Rendezvous of the run's ranks, see :mod:`rankscope.wrappers.rendezvous`.
         mesh: The mesh of the run, see :mod:`rankscope.session.mesh_meeting`; None without one.
+        stages: The pipeline stages that share weights with the run's; None without.
+        shared_weights: Names of parameters that other pipeline stages hold, too: their gradients
+            are summed after the reduction. Another stage's ``watch`` may add some.
     """
 
     send: Callable[[str, int, Content], None] = lambda name, step, content: None
     has_room: Callable[[], bool] = lambda: True
     meeting: Any = None
     mesh: Any = None
+    stages: Any = None
+    shared_weights: Set[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

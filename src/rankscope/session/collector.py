@@ -27,6 +27,7 @@ from rankscope.wrappers.accumulation import Accumulation
 from rankscope.wrappers.find import is_compiled, is_training
 from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.passes import ForwardPasses, tensors_in
+from rankscope.wrappers.pipelining import ScheduleCalls
 from rankscope.wrappers.surroundings import traced
 from rankscope.wrappers.tap import ObserverGroup
 from rankscope.wrappers.transfer import GradientTransfer
@@ -100,6 +101,7 @@ class StepCollector:
         observer = ObserverGroup(observers[0] if observers else None, reduced)
         self._tap = instruments.make_tap(guard, observer, self._shadow)
         self._passes = ForwardPasses(self._notice_backward, guard)
+        self._schedule = ScheduleCalls(self._module, guard, lambda: self._passes.current + 1)
         self._layout = instruments.layout
         self._last_time = time.perf_counter()
 
@@ -384,7 +386,8 @@ class StepCollector:
         self._reduced = True
         if self._accumulation is None or self._updated or self._handing_over:
             return False
-        return self._accumulation.goes_on(self._passes.current + 1)
+        passes = self._passes.current + 1
+        return self._accumulation.goes_on(passes, in_calls=self._schedule.found)
 
     def see_message(self, step: int, part: MessagePart) -> None:
         """Handle a step that is about to be sent."""
@@ -393,11 +396,13 @@ class StepCollector:
     def remove(self) -> None:
         """Remove all hooks from the model."""
         self._tap.remove()
+        self._schedule.stop()
         self._call("close")
 
     def _forget(self) -> None:
         """Restart the step."""
         self._tap.collect()
+        self._schedule.collect()
         self._call("abort")
         self._passes.take_idle()
         self._updated = self._reduced = False
@@ -442,6 +447,8 @@ class StepCollector:
         self, gradient: GradientTransfer | None, now: float, busy: float, *, comparable: bool
     ) -> StepEnd:
         num_passes = self._passes.current + 1
+        if self._accumulation is not None:
+            self._accumulation.end_step(num_passes, updated=self._updated)
         idle = self._passes.take_idle()
         on_host = self._guard.take_seconds()
         observed = gradient is not None
@@ -453,6 +460,7 @@ class StepCollector:
             summed_workers=self._tap.summed_workers,
             unreduced=self._unreduced,
             left_over=bool(self._left_over),
+            schedule_scale=self._schedule.collect(),
             step_seconds=now - self._last_time,
             busy_seconds=busy,
             overhead_seconds=on_host,

@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -69,6 +69,8 @@ class Scope:
         handle: The run.
         on_finding: Called with each finding that opens, gets worse or closes.
         mesh: The mesh that the run is a part of; None without one.
+        stages: The pipeline stages that share weights with this one; None without.
+        shared_weights: Names of parameters that other stages hold, too; may grow.
         sinks: Sinks that live in this process; None without.
         announce_end: Whether rank 0 prints the run's place at the end.
     """
@@ -82,6 +84,8 @@ class Scope:
         *,
         on_finding: OnFinding | None,
         mesh: JoinedMesh | None = None,
+        stages: JoinedMesh | None = None,
+        shared_weights: Set[str] = frozenset(),
         sinks: Sinks | None = None,
         announce_end: bool = False,
     ) -> None:
@@ -90,7 +94,9 @@ class Scope:
         self._off = self._closed = self._inside = self._training = self._bypassing = False
         self._pid = os.getpid()
         self._guard = Guard(self._fail, clock_of(instruments.device))
-        channel = Channel(self._send_evidence, self._has_room, handle.meeting, mesh)
+        channel = Channel(
+            self._send_evidence, self._has_room, handle.meeting, mesh, stages, shared_weights
+        )
         self._collector = StepCollector(
             instruments, optimizer, self._guard, self._send, handle.first_step, channel
         )

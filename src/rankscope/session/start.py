@@ -30,10 +30,11 @@ from rankscope.evidence.environment.training import (
 from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
-from rankscope.session.mesh_meeting import join_mesh, meet_mesh
+from rankscope.session.mesh_meeting import JoinedMesh, join_mesh, meet_mesh
 from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
 from rankscope.session.options import WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
+from rankscope.session.stage_meeting import WatchedStage, meet_stages
 from rankscope.sinks import RunInfo, SinkOption, Sinks
 from rankscope.wrappers.find import find_wrapper, plain_optimizers
 from rankscope.wrappers.kinds import LOOP
@@ -173,23 +174,31 @@ def watch(
             share=options.share,
         ),
     )
-    mesh = None
+    stage = WatchedStage(wrapped.wrapper)
+    joined: list[JoinedMesh | None] = [None, None]
     if not local_steps and not handle.problem:
         host = host_name()
-        secret = handle.hello["secret"]
-        met = meet_mesh(wrapped, group, host=host, address=handle.address, secret=secret)
-        if met is not None:
-            mesh = join_mesh(met, host=host, compares=options.evidence)
-    return Scope(
+        agent = {"host": host, "address": handle.address, "secret": handle.hello["secret"]}
+        met = [meet_mesh(wrapped, group, **agent), meet_stages(wrapped, group, stage, **agent)]
+        joined = [
+            None if one is None else join_mesh(one, host=host, compares=options.evidence)
+            for one in met
+        ]
+    mesh, stages = joined
+    scope = Scope(
         model,
         optimizer,
         instruments,
         handle,
         on_finding=on_finding,
         mesh=mesh,
+        stages=stages,
+        shared_weights=stage.shared,
         sinks=_local_sinks(handle),
         announce_end=options.announce,
     )
+    scope.until_closed(stage)
+    return scope
 
 
 def _one_of(optimizers: list[torch.optim.Optimizer]) -> Any:

@@ -24,13 +24,31 @@ class MeshPlace:
         rank: This rank in the job.
         ranks: All ranks of the mesh that hold the same parameters or other cuts of them.
         axes: By name of each axis over which FSDP2 does not average, the ranks along it.
-        parameters: All parameters that FSDP2 shards, trained or not.
+        parameters: All parameters that FSDP2 shards, trained or not; along an axis of pipeline
+            stages, those that other stages hold as well, by their names in all of them.
+        shared: Along an axis of stages, the names of those whose equal content is known to be no
+            chance; None along other axes.
     """
 
     rank: int
     ranks: tuple[int, ...]
     axes: Mapping[str, tuple[int, ...]]
     parameters: tuple[ManagedParameter, ...]
+    shared: tuple[str, ...] | None = None
+
+
+def stage_line(model: nn.Module) -> tuple[str, tuple[int, ...]] | None:
+    """Return the axis of pipeline stages and the ranks along it through this one; None without.
+
+    Args:
+        model: A stage under ``fully_shard``.
+    """
+    for mesh in _meshes(managed_parameters(model)):
+        for name in mesh.mesh_dim_names or ():
+            line = _through(mesh, (name,))
+            if name.startswith(_STAGES) and len(line) > 1:
+                return name, line
+    return None
 
 
 def mesh_place(model: nn.Module) -> MeshPlace | None:

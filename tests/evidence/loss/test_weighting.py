@@ -325,6 +325,30 @@ def test_advice_knows_whether_the_tokens_are_divided_out_already(divided, words)
     assert words in describe("loss.scale", found[-1].severity, found[-1].fields)[1]
 
 
+@pytest.mark.parametrize(
+    ("loss", "schedule", "applied", "said"),
+    [
+        (1.0, 1 / 3, 1 / 3, ""),  # torch's default: a mean loss, divided after the backward passes
+        (1.0, np.nan, 1 / 3, ""),  # by hand
+        (1.0, np.nan, 0.2, ""),  # and clipped
+        (1.0, np.nan, 0.5, "multiplied by 3 in all before backward"),  # clipped, not divided
+        (1 / 3, 1 / 3, 1 / 3, "multiplied by 0.3333 in all before backward and by the pipeline"),
+        (1.0, 1.0, 1.0, "multiplied by 3 in all before backward and by the pipeline schedule"),
+        (1.0, 1 / 3, np.nan, ""),  # what is applied is not read on some meshes
+    ],
+)
+def test_what_divides_after_the_backward_passes_counts(loss, schedule, applied, said):
+    detector, found = LossScale(W), []
+    for step, parts in enumerate(constant(loss, micro=3)):
+        seen = observation(step, *parts)
+        seen.gathered.workers["schedule_scale"][:] = schedule
+        seen.gathered.workers["applied_scale"][:] = applied
+        found += evidence_of(detector, seen)
+    assert bool(found) == bool(said)
+    for evidence in found[-1:]:
+        assert said in describe("loss.scale", evidence.severity, evidence.fields)[0]
+
+
 def test_losses_weighted_by_tokens_and_by_workers():
     found = watch(LossScale(W), [(t, W * by_tokens(t)) for t in lengths(20)])
     assert set(found) == {"loss.scale"}

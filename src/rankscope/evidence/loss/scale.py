@@ -32,6 +32,12 @@ _DIVIDED = (
 )
 
 _TOKENS = "the number of its label tokens"
+_BEFORE = " before backward"
+_IN_SCHEDULE = " before backward and by the pipeline schedule after it"
+_SCHEDULES = (
+    " A pipeline schedule divides the gradients by its micro-batches; with scale_grads=False, the "
+    "loss function has to."
+)
 
 _CLOSE = 1e-3
 _LEAST_SCALER = 1024.0
@@ -55,6 +61,11 @@ class LossScale(Detector):
     factor. Three powers of two, or one from 1,024 on, count as one. And losses that are sums over
     tokens, divided by the number on all workers, need the factor W.
 
+    What counts is the factor that the optimizer gets. The division by a pipeline schedule after the
+    backward passes is known. Any other factor is undone if the gradients are scaled after the
+    reduction to those of a mean loss at most, or back to them: then a loop has divided them by
+    hand, or they are clipped below both.
+
     Where the optimizer is unknown, and each micro-batch's backward pass synchronises, a step with
     1/W may be one of W steps, and is not reported.
 
@@ -77,6 +88,8 @@ class LossScale(Detector):
         self._span = PersistentFault()
         self._factor = ""
         self._value = math.nan
+        self._applied = 1.0  # after the reduction, by the latest step that shows it
+        self._in_schedule = False
         self._differing = _DifferingWorkers()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
@@ -101,9 +114,17 @@ class LossScale(Detector):
             return self._differing.observe(gathered.step, scales_W)
         micro = max(sizes, default=1)
         self._notice_scaler(scale, micro)
-        if math.isnan(scale) or _is_undone(workers["applied_scale"], scale):
+        if math.isnan(scale):
             return ()
-        return self._observe_mean(gathered, scale, micro)
+        applied_W = workers["applied_scale"]
+        if are_alike(applied_W):
+            self._applied = float(applied_W[0])
+        summed = np.allclose(workers["grad_scale"], workers["loss_weight"], rtol=_CLOSE)
+        undone = _is_undone(scale, self._applied, by_clipping=not summed)
+        if step.alike("schedule_scale"):
+            self._in_schedule = True
+            scale *= float(workers["schedule_scale"][0])
+        return self._observe_mean(gathered, 1.0 if undone else scale, micro)
 
     def _notice_calls(self, step: Step) -> None:
         calls_W: Ints = step.gathered.workers["optimizer_steps"]
@@ -172,7 +193,9 @@ class LossScale(Detector):
             {
                 "value": f"{self._value:.4g}",
                 "factor": self._factor,
-                "divided": _DIVIDED if self._divided else _UNKNOWN,
+                "divided": (_SCHEDULES if self._in_schedule else "")
+                + (_DIVIDED if self._divided else _UNKNOWN),
+                "where": _IN_SCHEDULE if self._in_schedule else _BEFORE,
                 "workers": self._num_workers,
                 "micro": count(micro, "micro-batch", "micro-batches"),
             },
@@ -180,9 +203,22 @@ class LossScale(Detector):
         )
 
 
-def _is_undone(applied_W: Floats, scale: float) -> bool:
-    """Return whether gradients were divided by a multiplier after the reduction."""
-    return bool(np.isclose(applied_W * scale, 1, rtol=_CLOSE).any())
+def _is_undone(scale: float, applied: float, *, by_clipping: bool = True) -> bool:
+    """Return whether a factor after the reduction undoes that of the loss.
+
+    ``by_clipping``: also where clipping leaves less than a mean loss would give.
+
+    Example:
+        >>> [_is_undone(4.0, 0.25), _is_undone(4.0, 0.1), _is_undone(4.0, 0.5)]
+        [True, True, False]
+        >>> [_is_undone(0.25, 4.0), _is_undone(0.25, 0.1), _is_undone(1.0, 0.25)]
+        [True, False, False]
+    """
+    if math.isclose(scale * applied, 1, rel_tol=_CLOSE):
+        return True
+    if scale > 1 + _CLOSE:
+        return by_clipping and scale * applied < 1
+    return scale < 1 - _CLOSE and scale * applied > 1
 
 
 def _mean(step: Step, scales_W: Floats) -> float:

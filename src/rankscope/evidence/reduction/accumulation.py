@@ -34,6 +34,16 @@ ERROR_FROM = 3
 _FEWEST_PASSES = 2
 """With so few passes, the first may have trained another model through this one, as in a GAN."""
 
+_RESCALED = (
+    " A pipeline schedule divides .grad by its micro-batches after each call, with what earlier "
+    "calls have left: where several calls make an update, pass scale_grads=False and divide the "
+    "loss."
+)
+_DROPPED = (
+    " torch 2.13 itself sets .grad to None in the first call of each new pipeline schedule or "
+    "stage: make those for all lengths before the training, and call each once."
+)
+
 _SAME_FACTOR = 0.01
 _NAMED = 4
 _RESET = "reset"
@@ -57,6 +67,7 @@ class AccumulationAudit(Detector):
     def __init__(self) -> None:
         self._changed = PersistentFault()
         self._last = _Change()
+        self._in_schedule = False
         self._left_over = PersistentFault()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
@@ -83,6 +94,7 @@ class AccumulationAudit(Detector):
                 micro=int(gathered.workers["accumulator_micro"][worst]),
                 groups=_changed_groups(gathered, ranks),
             )
+            self._in_schedule = bool(np.isfinite(gathered.workers["schedule_scale"]).any())
         return self._changed.observe(gathered.step, ranks)
 
     def _evidence(self) -> FaultEvidence:
@@ -111,11 +123,16 @@ class AccumulationAudit(Detector):
                 "where": change.where,
                 "micro": f"{change.micro + 1:,}",
                 "over": "" if seen.open else " It is over now.",
+                "schedule": self._advice() if self._in_schedule else "",
             },
             numbers=numbers,
             groups=change.groups,
             status="open" if seen.open else "closed",
         )
+
+    def _advice(self) -> str:
+        """Return what torch's pipeline schedules do themselves."""
+        return {_RESET: _DROPPED, _DIVIDED: _RESCALED}.get(self._last.kind, "")
 
     # From step to step ---------------------------------------------------------------------
 

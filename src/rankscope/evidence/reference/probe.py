@@ -201,7 +201,7 @@ class ReferenceProbe(Probe):
         self._check(step)
         assert self._reference is not None
         trained = [micro for micro in self._passes if micro.trained]
-        part = self._reference.compute(trained)
+        part = self._reference.compute(trained).without(self._channel.shared_weights)
         return replace(part, clips=CLIP.num_calls > self._num_clips)
 
     def _derive(self, step: int, *, kept: bool, alone: bool) -> ReferenceShare:

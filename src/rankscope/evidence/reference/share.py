@@ -3,8 +3,8 @@
 Legend of shapes: W workers, M micro-batches of one worker, P parameters, k numbers in a sketch.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -131,6 +131,23 @@ class ReferenceShare:
         if not part._fits:
             raise PackedError("these bytes hold a reference step whose arrays do not fit together")
         return part
+
+    def without(self, names: Container[str]) -> "ReferenceShare":
+        """Return the share without some parameters; with all of them, if it has no other."""
+        kept = [number for number, name in enumerate(self.names) if name not in names]
+        if len(kept) in (0, len(self.names)):
+            return self
+        return replace(
+            self,
+            names=tuple(self.names[number] for number in kept),
+            types=tuple(self.types[number] for number in kept),
+            terms_MPK=self.terms_MPK[:, kept],
+            norms_MP=self.norms_MP[:, kept],
+            given_PK=self.given_PK[kept],
+            reduced_PK=self.reduced_PK[kept] if len(self.reduced_PK) else self.reduced_PK,
+            unsteady_P=self.unsteady_P[kept],
+            replicas_PK=self.replicas_PK[kept] if len(self.replicas_PK) else self.replicas_PK,
+        )
 
     @property
     def _fits(self) -> bool:

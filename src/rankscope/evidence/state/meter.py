@@ -61,6 +61,7 @@ class StateMeter:
             reduction; then changes after the reduction are not recorded.
         shards: Whether to read each worker's gradient shards of parameters that are not replicated,
             only to find changes between the reduction and the optimizer.
+        summed: Names of parameters whose gradients are summed over other ranks in between.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class StateMeter:
         local_steps: int = 0,
         sums_by_hand: bool = False,
         shards: bool = False,
+        summed: Container[str] = (),
     ) -> None:
         self._module = module
+        self._summed = summed
         self._optimizer = optimizer
         self._reduces = reduces
         self._left_out = left_out
@@ -285,6 +288,7 @@ class StateMeter:
                 roles=self._roles,
                 finds_changed=not self._sums_by_hand,
                 replicated=self._replicated,
+                summed=self._summed,
             )
         self._clear()
         return pending

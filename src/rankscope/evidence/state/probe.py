@@ -254,6 +254,7 @@ def _meter(job: Job) -> StateMeter:
         local_steps=job.local_steps,
         sums_by_hand=wrapped.mesh is not None,
         shards=wrapped.kind is FSDP2 and wrapped.mesh is None,
+        summed=job.channel.shared_weights,
     )
 
 

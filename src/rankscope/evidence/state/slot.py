@@ -6,7 +6,7 @@ an optimizer keeps for each.
 
 import math
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -216,6 +216,8 @@ class PendingState:
         finds_changed: Whether to find gradients that were changed after the reduction.
         replicated: Whether other workers hold the same reduced gradients; if not, their digests
             are left out, since they would only differ.
+        summed: Names of parameters whose gradients are summed over other ranks after the
+            reduction, which is no change of them.
     """
 
     def __init__(
@@ -228,8 +230,10 @@ class PendingState:
         roles: PendingRoles | None = None,
         finds_changed: bool = True,
         replicated: bool = True,
+        summed: Container[str] = (),
     ) -> None:
         self._finds_changed = finds_changed
+        self._summed = summed
         self._replicated = replicated
         self._slot = slot
         self._seen = seen
@@ -311,8 +315,9 @@ class PendingState:
             digest = rows.fill(digests, parts)
             if self._replicated:
                 _set_digest(values, rows, digest)
-            squares[rows.kind] = sum(parts_squares)
-            each.append(parts_squares)
+            kept = [n for n, part in enumerate(rows.slices) if part.place.name not in self._summed]
+            each.append([parts_squares[number] for number in kept])
+            squares[rows.kind] = sum(each[-1])
             if rows.kind is StateKind.REDUCED:
                 self._fill_unchanged(unchanged, parts)
         reduced = squares.get(StateKind.REDUCED, 0.0)
@@ -323,8 +328,9 @@ class PendingState:
                 return
             factor, odd = odd_factors(*each)
             values["applied_odd"] = factor
-            slices = self._slot.reduced.slices
-            self.changed = tuple(dict.fromkeys(slices[number].place.name for number in odd))
+            names = [part.place.name for part in self._slot.reduced.slices]
+            names = [name for name in names if name not in self._summed]
+            self.changed = tuple(dict.fromkeys(names[number] for number in odd))
 
     def _fill_unchanged(self, unchanged: bytearray, parts: list[int]) -> None:
         """Fill in which gradients the reduction left as they were, in all their slices."""
