@@ -27,13 +27,12 @@ from . import (
     reports_canary,
     reports_clipping,
     reports_optimizer,
+    reports_pipeline,
+    reports_reference,
     reports_samples,
+    reports_update,
     reports_world,
 )
-from . import data_faults, healthy, loop_faults, mesh_faults, reports_clipping
-from . import data_faults, healthy, loop_faults, mesh_faults, reports_samples
-from . import data_faults, healthy, loop_faults, mesh_faults, reports_reference
-from . import data_faults, healthy, loop_faults, mesh_faults, reports_pipeline
 from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 
@@ -46,17 +45,12 @@ __all__ = [
     "reports_canary",
     "reports_clipping",
     "reports_optimizer",
-    "reports_samples",
-    "reports_world",
+    "reports_pipeline",
     "reports_reference",
+    "reports_samples",
+    "reports_update",
+    "reports_world",
 ]
-from . import data_faults, healthy, loop_faults, mesh_faults, reports_update
-from .job import INJECTORS, Job, injects, seed_everything
-from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
-
-__all__ = ["INJECTORS", "data_faults", "healthy", "loop_faults", "mesh_faults", "reports_update"]
-    "INJECTORS", "data_faults", "healthy", "loop_faults", "mesh_faults", "reports_pipeline",
-]  # fmt: skip
 
 EVERY = 5
 """A fault that comes and goes hits every fifth step."""
