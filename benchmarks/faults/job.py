@@ -91,7 +91,6 @@ class Job:
         self.model: Any = None
         self.scope: Any = None
         self.optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]
-        self.scope: Any = None
 
     @classmethod
     def begin(cls, trial: Trial) -> int:

@@ -25,8 +25,8 @@ FAULTS = {
 
 
 def is_report(name: str) -> bool:
-    """Return whether an entry re-creates a public report, or is the right version of one."""
-    return name.startswith("HP") or (name.startswith("P") and int(name[1:]) > FAULTS["P"][-1])
+    """Return whether an entry is of a public report, its right version, or of a canary's answer."""
+    return name.startswith(("C", "HP")) or (name[0] == "P" and int(name[1:]) > FAULTS["P"][-1])
 
 
 def test_the_catalogue_is_complete_and_in_order() -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from rankscope.bus.plan import Plan
 from rankscope.evidence.reference.root import Verifications
 from rankscope.evidence.reference.share import ReferenceShare
 
@@ -18,7 +19,7 @@ def judged(*, factor=1.0, losses=None, digests=({}, {}, {})):
     given = terms.mean(axis=0)[0]
     values = draw.uniform(2, 3, W)
     found = []
-    root = Verifications(W, None, found.append)
+    root = Verifications(W, Plan.of(None), found.append)
     for rank in range(W):
         part = ReferenceShare(
             names=("up.weight", "down.weight"),
