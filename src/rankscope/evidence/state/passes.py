@@ -5,9 +5,10 @@ optimizer is called. An average of the weights that is updated in ``forward`` mo
 micro-batch, not with each step. No digest after the step shows that.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -56,6 +57,15 @@ class PendingPasses:
         return [(name, number, frozen) for name, number, frozen in found if number]
 
 
+class _Chosen(NamedTuple):
+    """A tensor that is copied in this step, and where the module holds it."""
+
+    name: str
+    held: Mapping[str, Any]
+    key: str
+    tensor: Tensor
+
+
 class PassMeter:
     """Copies a few tensors of a model at each forward pass of a step, in turn.
 
@@ -72,7 +82,7 @@ class PassMeter:
         ]
         self._turn = 0
         self._passes = self._passes_before = 0
-        self._chosen: list[tuple[str, Tensor]] = []
+        self._chosen: list[_Chosen] = []
         self._ends: list[int] = []
         self._copies: list[HostCopy] = []
 
@@ -96,8 +106,9 @@ class PassMeter:
         self._passes = 0
         if len(copies) <= _FEWEST_PASSES:
             return None
-        names = [name for name, _ in self._chosen]
-        frozen = [isinstance(t, nn.Parameter) and not t.requires_grad for _, t in self._chosen]
+        names = [each.name for each in self._chosen]
+        tensors = [each.tensor for each in self._chosen]
+        frozen = [isinstance(t, nn.Parameter) and not t.requires_grad for t in tensors]
         return PendingPasses(copies, names, frozen, self._ends)
 
     def _begin(self) -> None:
@@ -111,17 +122,23 @@ class PassMeter:
         for name, held, key in (*self._places, *self._places)[turn : turn + _TENSORS]:
             tensor = held.get(key)
             if tensor is not None and _is_plain(_local(tensor)):
-                self._chosen.append((name, tensor))
-        device = self._chosen[0][1].device if self._chosen else None
-        self._chosen = [(name, tensor) for name, tensor in self._chosen if tensor.device == device]
+                self._chosen.append(_Chosen(name, held, key, tensor))
+        device = self._chosen[0].tensor.device if self._chosen else None
+        self._chosen = [each for each in self._chosen if each.tensor.device == device]
 
     def _copy(self) -> None:
+        if any(
+            each.held.get(each.key) is not each.tensor or not _has_memory(each.tensor)
+            for each in self._chosen
+        ):
+            self._chosen = []  # FSDP2 holds a shard in place of a parameter, or the reverse
         if not self._chosen:
+            self._copies = []
             return
         with torch.no_grad():
             parts = [
                 _local(tensor).detach().view(-1)[:_ELEMENTS].view(torch.uint8)
-                for _, tensor in self._chosen
+                for _, _, _, tensor in self._chosen
             ]
             self._ends = np.cumsum([len(part) for part in parts]).tolist()
             self._copies.append(HostCopy(torch.cat(parts), own=True))
@@ -138,6 +155,10 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def _has_memory(tensor: Tensor) -> bool:
+    return _local(tensor).untyped_storage().size() > 0
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether the first elements can be read as bytes."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
@@ -145,6 +166,7 @@ def _is_plain(tensor: Tensor) -> bool:
         plain
         and tensor.is_floating_point()
         and not tensor.is_meta
+        and _has_memory(tensor)
         and tensor.numel() > 0
         and tensor.is_contiguous()
     )
