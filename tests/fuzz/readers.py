@@ -37,7 +37,7 @@ from rankscope.report.live.board import Board
 from report.recorded_runs import record_run, record_study, with_everything
 
 SECONDS = 60
-MEMORY = 2**30
+MEMORY = 2 * 2**30
 VALUES = (
     *(None, True, -1, 0, 10**9, 10**30, 1e308, float("inf"), float("nan"), "x", "\ud800", "\0"),
     *([], {}, [[1]], {"a": {"b": [None]}}, [10**30, -1]),
