@@ -116,11 +116,11 @@ class LossScale(Detector):
         self._notice_scaler(scale, micro)
         if math.isnan(scale):
             return ()
-        applied_W = workers["applied_scale"]
+        clipped_W = workers["clip_factor"]
+        applied_W = workers["applied_scale"] / np.where(np.isfinite(clipped_W), clipped_W, 1.0)
         if are_alike(applied_W):
             self._applied = float(applied_W[0])
-        summed = np.allclose(workers["grad_scale"], workers["loss_weight"], rtol=_CLOSE)
-        undone = _is_undone(scale, self._applied, by_clipping=not summed)
+        undone = _is_undone(scale, self._applied)
         if step.alike("schedule_scale"):
             self._in_schedule = True
             scale *= float(workers["schedule_scale"][0])
@@ -203,22 +203,13 @@ class LossScale(Detector):
         )
 
 
-def _is_undone(scale: float, applied: float, *, by_clipping: bool = True) -> bool:
-    """Return whether a factor after the reduction undoes that of the loss.
+def _is_undone(scale: float, applied: float) -> bool:
+    """Return whether a factor after the reduction, clipping apart, undoes that of the loss.
 
-    ``by_clipping``: also where clipping leaves less than a mean loss would give.
-
-    Example:
-        >>> [_is_undone(4.0, 0.25), _is_undone(4.0, 0.1), _is_undone(4.0, 0.5)]
-        [True, True, False]
-        >>> [_is_undone(0.25, 4.0), _is_undone(0.25, 0.1), _is_undone(1.0, 0.25)]
-        [True, False, False]
+    >>> _is_undone(4.0, 0.25), _is_undone(4.0, 0.1), _is_undone(0.25, 4.0)
+    (True, False, True)
     """
-    if math.isclose(scale * applied, 1, rel_tol=_CLOSE):
-        return True
-    if scale > 1 + _CLOSE:
-        return by_clipping and scale * applied < 1
-    return scale < 1 - _CLOSE and scale * applied > 1
+    return math.isclose(scale * applied, 1, rel_tol=_CLOSE)
 
 
 def _mean(step: Step, scales_W: Floats) -> float:
