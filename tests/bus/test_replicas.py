@@ -19,7 +19,7 @@ def made(num_items):
 def test_only_workers_that_should_hold_the_same_are_compared(replicas, seed):
     rng = np.random.default_rng(seed)
     own = made(40)
-    digests_WD = np.repeat(rng.integers(-9, 9, (1, 40)), 4, axis=0)
+    digests_WD = np.repeat(rng.integers(1, 19, (1, 40)), 4, axis=0)
     for _ in range(seed):
         digests_WD[rng.integers(4), rng.integers(40)] += 1
     unchanged_WD = rng.random((4, 40)) < 0.5
