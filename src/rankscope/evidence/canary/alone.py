@@ -98,6 +98,7 @@ def alone(
     autocast = (given or outer).again(device, cached=cached)
     mode = _Alone(callbacks, see, communicates=communicates)
     stack = ExitStack()
+    with_gradients = torch.is_grad_enabled()
     try:
         try:
             for one in (autocast, _eagerly(), _without_benchmark(), around_model()):
@@ -109,6 +110,7 @@ def alone(
             stack.close()
     finally:
         stack.close()  # the rest, where Ctrl-C came before the first call
+        torch.set_grad_enabled(with_gradients)  # Ctrl-C may come before a with statement's end
 
 
 def _eagerly() -> AbstractContextManager[Any]:
