@@ -7,6 +7,7 @@ import threading
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from rankscope import Run, files
 from rankscope.agent import recorder
@@ -83,6 +84,7 @@ def train_on(rank, folder):
     """Kill the agent while the store stands still for the training's process, too."""
     loop = Loop(rank, str(folder / "run"), agent="process", flush_seconds=0.05)
     wait_until(lambda: loop.scope.findings == () and loop.scope.traffic.received > 0)
+    dist.barrier()  # both ranks know the agent before it ends
     over, waits = threading.Event(), []
     if rank == 0:
         files.os.fsync = lambda _: waits.append(over.wait(30.0))

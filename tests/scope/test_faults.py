@@ -44,7 +44,11 @@ def break_link(loop: Loop) -> Undo:
 
 
 def break_diagnosis(loop: Loop) -> Undo:
-    root_of(loop)._diagnosis.observe_many = None
+    def fail_on(reports: Any) -> None:
+        loop.failed_on = [report.step for report in reports]
+        raise ValueError("a detector fails")
+
+    root_of(loop)._diagnosis.observe_many = fail_on
     return None
 
 
@@ -146,7 +150,7 @@ def train(rank: int, kind: str, run_dir: str | None) -> dict[str, Any]:
         undo()
     if run_dir is not None and loop.scope._handle.agent is not None and kind != "dead agent":
         loop.scope._handle.agent.wait(60)
-    return {"warnings": loop.warnings, "bits": loop.bits()}
+    return {"warnings": loop.warnings, "bits": loop.bits(), "failed_on": loop.failed_on}
 
 
 def train_all(rank: int, folder: str) -> dict[str, Any]:
@@ -190,7 +194,9 @@ class TestFaults:
         if kind != "dead agent":  # in a thread, it has written nothing as yet
             rows = run.table(Table.STEPS).num_rows
             if kind == "diagnosis":
-                assert rows > FAULT_STEP, "the steps on which it failed are recorded"
+                failed_on = trained[0][0][kind]["failed_on"]
+                assert failed_on, "a rank left before a step was judged"
+                assert rows == failed_on[-1] + 1, "the steps on which it failed are recorded"
             else:
                 assert rows == STEPS if whole else rows <= STEPS // 2
 

@@ -133,6 +133,9 @@ def test_what_nothing_reduced_is_named(trained, name):
         found.pop("state.buffers_differ")  # the model normalises batches without synchronising
         if name == "beside another model":
             assert found.pop("sync.accumulation").severity is Severity.NOTE
+        at_rest = found.pop("state.not_updated", None)
+        if at_rest is not None:  # the rounding of its gradient, 0 before the normalisation, decides
+            assert (at_rest.severity, at_rest.evidence["names"]) == (Severity.NOTE, ["hidden.bias"])
         assert not [f.explanation for c, f in found.items() if c.startswith(("sync.", "state."))]
         return
     finding = found["sync.not_reduced"]

@@ -54,6 +54,7 @@ class Loop:
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.1, momentum=0.9)
         torch.manual_seed(100 + rank)
         self.scope: Any = None
+        self.failed_on: list[int] = []
         if run_dir is not None:
             self.watch(run_dir, **options)
 
