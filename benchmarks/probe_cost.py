@@ -254,7 +254,7 @@ def _profile(watched: Watched, steps: int) -> None:
 
 def _pack(local: LocalStep) -> None:
     """Do all that is done with a step but to send it; on the host, nothing has to be awaited."""
-    local.pack()
+    local.pack(local.read())
 
 
 def _fail(error: Exception) -> None:

@@ -32,7 +32,8 @@ CAUSES = (ROOT / "docs" / "causes.md").read_text()
 EVIDENCE = (ROOT / "docs" / "evidence.md").read_text()
 NO_COLUMNS = {
     *("drawn_from_others", "drawn_from_own", "innocent_probability"),
-    *("communication_data_type", "found_inf", "input_ids", "no_sync", "num_replicas"),
+    *("communication_data_type", "found_inf", "fully_shard", "input_ids", "max_norm", "no_sync"),
+    *("num_replicas",),
     *("overlap_comm", "reduce_dtype", "set_epoch", "set_gradient_divide_factor"),
     *("split_by_node", "worker_init_fn", "zero_grad"),
 }

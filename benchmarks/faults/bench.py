@@ -219,8 +219,9 @@ def score(fault: Fault, trial: Trial, outcome: Outcome) -> Score:
     opened = [e.step for e in events if e.severity >= fault.threshold and e.step >= start]
     alarms = [e for e in events if e.severity >= Severity.WARNING]
     unjustified = [e.cause for e in alarms if fault.healthy or e.step < start]
-    final = Run.open(outcome.directories[-1]).findings() if outcome.directories else ()
-    findings = tuple(ranked(final))
+    run = Run.open(outcome.directories[-1]) if outcome.directories else None
+    findings = tuple(ranked(() if run is None else run.findings()))
+    num_workers = trial.num_workers if run is None else run.num_workers
     counted = [finding for finding in findings if finding.severity >= fault.threshold]
     expected = [finding for finding in findings if finding.cause in fault.causes]
     places = [n for n, one in enumerate(counted, start=1) if one.cause in fault.causes]
@@ -231,7 +232,8 @@ def score(fault: Fault, trial: Trial, outcome: Outcome) -> Score:
         num_steps=trial.num_steps,
         detected=bool(opened),
         delay=min(opened) - start if opened else None,
-        rank_named=bool(counted) and names_the_workers(counted[0], fault, trial),
+        rank_named=bool(counted)
+        and names_the_workers(counted[0], fault, trial.worker, num_workers),
         cause_rank=places[0] if places else None,
         severe_enough=any(one.severity >= fault.least for one in expected),
         false_alarms=tuple(dict.fromkeys(unjustified)),
@@ -286,11 +288,16 @@ def _shift_of(values_TW: NDArray[np.float64], worker: int) -> float | None:
     return abs(distance) / spread if spread > 0 else None
 
 
-def names_the_workers(finding: Finding, fault: Fault, trial: Trial) -> bool:
-    """Return whether a finding names exactly the workers that are hit: one, or all or nobody."""
+def names_the_workers(finding: Finding, fault: Fault, worker: int, num_workers: int) -> bool:
+    """Return whether a finding names exactly the workers that are hit; nobody stands for all.
+
+    On a mesh, a run has fewer workers than the trial has ranks.
+    """
     if fault.hits is Hits.ONE:
-        return finding.ranks == (trial.worker,)
-    return set(finding.ranks) in (set(), set(range(trial.num_workers)))
+        return finding.ranks == (worker,)
+    if fault.hits is Hits.OTHERS:
+        return finding.ranks == tuple(range(1, num_workers))
+    return set(finding.ranks) in (set(), set(range(num_workers)))
 
 
 def read_events(run_dir: Path) -> list[Finding]:

@@ -29,9 +29,10 @@ class FaultClass(StrEnum):
 
 
 class Hits(StrEnum):
-    """Which workers a fault hits: one, which a finding has to name, or all alike."""
+    """Which workers a fault hits: one, or all but rank 0, which a finding has to name; or all."""
 
     ONE = "one"
+    OTHERS = "others"
     ALL = "all"
 
 

@@ -19,11 +19,38 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from . import data_faults, healthy, loop_faults, mesh_faults
+from . import (
+    data_faults,
+    healthy,
+    loop_faults,
+    mesh_faults,
+    reports_canary,
+    reports_clipping,
+    reports_optimizer,
+    reports_pipeline,
+    reports_reference,
+    reports_samples,
+    reports_update,
+    reports_world,
+)
 from .job import INJECTORS, Job, injects, seed_everything
 from .model import IGNORED, NUM_BLOCKS, WIDTH, Batch, BenchCausalLM
 
-__all__ = ["INJECTORS", "data_faults", "healthy", "loop_faults", "mesh_faults"]
+__all__ = [
+    "INJECTORS",
+    "data_faults",
+    "healthy",
+    "loop_faults",
+    "mesh_faults",
+    "reports_canary",
+    "reports_clipping",
+    "reports_optimizer",
+    "reports_pipeline",
+    "reports_reference",
+    "reports_samples",
+    "reports_update",
+    "reports_world",
+]
 
 EVERY = 5
 """A fault that comes and goes hits every fifth step."""

@@ -89,6 +89,7 @@ class Job:
         self.use_samples(self.num_samples)
         self.module: Any = None
         self.model: Any = None
+        self.scope: Any = None
         self.optimizer: torch.optim.Optimizer = None  # type: ignore[assignment]
 
     @classmethod
@@ -256,6 +257,9 @@ class Job:
         self.optimizer = self.make_optimizer()
         seed_everything(self.random_seed())
 
+    def before_session(self) -> None:
+        """Do something before a session begins, such as to load a checkpoint."""
+
     def train(self) -> list[Path]:
         """Train, watched.
 
@@ -269,8 +273,10 @@ class Job:
             options["plan"] = dict(self.plan())
         for session in range(self.num_sessions):
             self.session = session
+            self.before_session()
             batches = self.batches()
             with watch(self.model, self.optimizer, run_dir=self.trial.run_dir, **options) as scope:
+                self.scope = scope
                 for step in self.steps_of(session):
                     self.step = step
                     self.train_step(batches)

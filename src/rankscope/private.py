@@ -348,8 +348,8 @@ USES = (
     Use(
         "torch.utils._python_dispatch",
         "TorchDispatchMode is_traceable_wrapper_subclass",
-        "evidence.canary.alone evidence.canary.tensors gradients.digest"
-        " wrappers.reduced_product tools.doctor.determinism",
+        "evidence.canary.alone evidence.canary.tensors evidence.reference.derivative"
+        " gradients.digest wrappers.reduced_product tools.doctor.determinism",
         "to see operators, and tensors that are made of others",
         _REFUSES,
     ),
@@ -373,8 +373,8 @@ USES = (
     Use(
         "torch._ops.OpOverload",
         "_schema",
-        "evidence.canary.alone tools.doctor.determinism",
-        "which arguments an operator writes into",
+        "evidence.canary.alone evidence.reference.derivative tools.doctor.determinism",
+        "which arguments an operator writes into, and along which axis it chooses",
         "a canary, and the preflight, take it for one that writes nothing",
     ),
     Use(
@@ -404,9 +404,16 @@ USES = (
     Use(
         "torch.nn.Module",
         "_compiled_call_impl",
-        "wrappers.find",
+        "wrappers.find evidence.canary.program evidence.environment.facts",
         "whether Module.compile was called, for hooks would break the graph of such a module",
         "it counts as one that is not compiled",
+    ),
+    Use(
+        "torch.nn.Module",
+        "_call_impl _forward_pre_hooks _forward_hooks",
+        "evidence.canary.program",
+        "which module runs an operation of a canary, and whether a hook of it does",
+        "operations of a canary are named without their module",
     ),
     Use(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
@@ -444,6 +451,13 @@ USES = (
         "wrappers.find integrations.torchtitan",
         "which of several wrapped optimizers takes hooks",
         "no settings and no time of the optimizer are recorded",
+    ),
+    Use(
+        "torch.nn.utils.clip_grad",
+        "_get_total_norm _clip_grads_with_norm_",
+        "wrappers.clipping",
+        "to which norm gradients are clipped, and from which",
+        "clipping is judged by its effect alone, unless the plan has max_norm",
     ),
     # DDP
     Use(

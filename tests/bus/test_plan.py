@@ -26,6 +26,7 @@ def test_a_plan_is_taken_as_it_is():
         {"learning_rate": 0.5, "random": "different"},
         {"seed": 42},
         {"local_steps": 4},
+        {"independent": True},
         {"learning_rate": [0.0, 1e-4, 0.1], "loss_weighting": "worker"},
     ],
 )

@@ -51,6 +51,14 @@ def other_arithmetic() -> TinyLM:
     return made
 
 
+def other_code() -> TinyLM:
+    """Return a model whose head leaves out its bias on rank 1."""
+    made = make_model(7)
+    if os.environ.get("RANK") == "1":
+        made.head.forward = lambda hidden: hidden @ made.head.weight.T
+    return made
+
+
 def at_random() -> TinyLM:
     """Return a model that never computes the same twice."""
     made, noise = make_model(7), np.random.default_rng()
@@ -112,8 +120,13 @@ def test_a_bundle_is_shown(path: str):
     ("digests", "losses", "code", "words"),
     [
         ([5, 5, 5, 5], [1, 1, 1, 1], 0, "AGREES data All 4 workers agree on both batches"),
-        ([5, 6, 5, 5], [1, 2, 1, 1], 1, "DIFFERS hardware Rank 1 differs from the others"),
-        ([5, 6, 5, 6], [1, 2, 1, 2], 1, "no majority tells which of ranks 0–3 is wrong"),
+        (
+            [5, 6, 5, 5],
+            [1, 2, 1, 1],
+            1,
+            "DIFFERS hardware Rank 1 computes a different result from the same batch",
+        ),
+        ([5, 6, 5, 6], [1, 2, 1, 2], 1, "no majority shows which of ranks 0–3 is wrong"),
     ],
 )
 def test_the_verdict_of_the_run_is_shown(tmp_path, digests, losses, code, words):
@@ -263,8 +276,9 @@ def test_under_torchrun(path: str):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("other_parameter", "Rank 1 differs from the others on the same batch, and so do"),
-        ("other_arithmetic", "it is the device, its libraries or settings, not the data"),
+        ("other_parameter", "Parameters or buffers are known to differ (head.bias)."),
+        ("other_arithmetic", "so the device computes differently, or it is hooks of head ("),
+        ("other_code", "What differs is forward of head (other_code.<locals>.<lambda>"),
     ],
 )
 def test_on_ranks_that_differ(path: str, name: str, words: str):

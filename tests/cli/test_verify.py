@@ -20,7 +20,8 @@ def call(*arguments):
 
 def recorded(path, *causes):
     writer = RunWriter(path, {"num_workers": 2})
-    severities = {"verify.agrees": Severity.NOTE, "verify.declined": Severity.NOTE}
+    notes = ("verify.agrees", "verify.declined", "update.agrees", "update.declined")
+    severities = dict.fromkeys(notes, Severity.NOTE)
     writer.add_findings(
         Finding(
             f"{cause}:{step}",
@@ -47,6 +48,11 @@ def recorded(path, *causes):
         (["verify.agrees", "verify.scale"], "wrong", 1),
         (["verify.declined", "verify.parameters"], "wrong", 1),
         (["verify.declined"], "unknown", 2),
+        (["verify.agrees", "update.declined"], "right", 0),
+        (["verify.agrees", "update.differs"], "wrong", 1),
+        (["verify.declined", "update.agrees"], "unknown", 2),
+        (["verify.agrees", "state.parameters_differ"], "wrong", 1),
+        (["verify.agrees", "sync.not_reduced"], "wrong", 1),
     ],
 )
 def test_the_answer_and_the_code(tmp_path, causes, answer, code):
@@ -54,7 +60,7 @@ def test_the_answer_and_the_code(tmp_path, causes, answer, code):
     shown, as_json = call(path), call(path, "--json")
     assert shown.exit_code == as_json.exit_code == code
     assert [f"step {n}: {cause}" in shown.output for n, cause in enumerate(causes)] == [
-        cause.startswith("verify") for cause in causes
+        cause != "data.duplicate_batches" for cause in causes
     ]
     assert json.loads(as_json.output)["answer"] == answer
 

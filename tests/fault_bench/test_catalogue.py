@@ -24,8 +24,14 @@ FAULTS = {
 }
 
 
+def is_report(name: str) -> bool:
+    """Return whether an entry is of a public report, its right version, or of a canary's answer."""
+    return name.startswith(("C", "HP")) or (name[0] == "P" and int(name[1:]) > FAULTS["P"][-1])
+
+
 def test_the_catalogue_is_complete_and_in_order() -> None:
-    assert list(catalogue()) == [f"{kind}{n}" for kind, ns in FAULTS.items() for n in ns]
+    names = [name for name in catalogue() if not is_report(name)]
+    assert names == [f"{kind}{n}" for kind, ns in FAULTS.items() for n in ns]
 
 
 def test_the_readme_counts_what_the_bench_runs() -> None:

@@ -24,7 +24,10 @@ TRACED = range(2, 4)
 STRIDE = 251
 """A prime: lines that come again and again are not met at the same place each time."""
 
-EVIDENCE = {"state_layout", "precision", "rng_used", "applied_scale", "applied_odd"}
+EVIDENCE = {
+    *("state_layout", "precision", "rng_used"),
+    *("applied_scale", "applied_spread", "applied_odd"),
+}
 """Columns, beside the digests, that are left out where the optimizer had not had its turn."""
 
 

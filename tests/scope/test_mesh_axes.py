@@ -137,6 +137,9 @@ def faults(folder: Path, case: str, told_in: str = "run") -> dict[str, Any]:
         assert run.status == "complete"
         assert run.num_workers == (4 if "hybrid" in case else 2)
         for finding in run.findings():
+            if finding.cause == "sync.part_of_ranks":  # of each run that has a copy of the model
+                assert case == "losses are not averaged"
+                continue
             about_axes = finding.cause in ("sync.partial_gradient", "state.replicas_differ")
             assert about_axes or str(finding.severity) == "note", finding
             assert not about_axes or path.name == told_in or "stages" in case

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from benchmarks.faults.mesh_faults import SequenceParallelNorm, sum_parts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -39,9 +40,18 @@ CASES: dict[str, dict[str, Any]] = {
     "tensor parallel, norms are not summed": {"tp": 2, "fault": "norm"},
     "two workers have one shard": {"fault": "shard"},
     "by the adapter": {"adapter": True},
+    "two calls": {"schedule": ScheduleGPipe, "calls": 2},
+    "two calls, reset in between": {"schedule": ScheduleGPipe, "calls": 2, "fault": "reset"},
+    "tied": {"tied": True},
+    "tied, not summed": {"tied": True, "fault": "tie"},
+    "tied, interleaved": {"schedule": ScheduleInterleaved1F1B, "parts": 2, "tied": True},
 }
-"""What is done: the schedule, parts on each rank, ranks along ``tp``, what goes wrong since
-``LATE``, and whether torchtitan's adapter watches the training."""
+"""What is done: the schedule, parts on each rank, ranks along ``tp``, calls of the schedule for an
+update, whether two stages share a weight, what goes wrong since ``LATE``, and whether torchtitan's
+adapter watches the training."""
+
+TIED = ("up", "down")
+"""By stage, the layer whose weight is that of the other stage."""
 
 
 class Block(nn.Module):
@@ -105,7 +115,20 @@ def schedule_of(case: dict[str, Any], mesh: DeviceMesh, parts: list[Block], loss
         for number, part in enumerate(parts)
     ]
     make = case.get("schedule", Schedule1F1B)
-    return make(stages if len(stages) > 1 else stages[0], n_microbatches=MICRO, loss_fn=loss_fn)
+    more = {} if case.get("calls", 1) == 1 else {"scale_grads": False}
+    given = stages if len(stages) > 1 else stages[0]
+    return make(given, n_microbatches=MICRO, loss_fn=loss_fn, **more)
+
+
+def tie(part: Block, stage: int) -> None:
+    """Give a layer the weight that the other stage's has."""
+    with torch.no_grad():
+        getattr(part, TIED[stage]).weight.copy_(block_of(7).up.weight)
+
+
+def sum_over_stages(part: Any, mesh: DeviceMesh) -> None:
+    gradient = getattr(part, TIED[mesh["pp"].get_local_rank()]).weight.grad.to_local()
+    dist.all_reduce(gradient, group=mesh["pp"].get_group())
 
 
 @functools.cache
@@ -114,32 +137,54 @@ def mesh_of(tp: int) -> DeviceMesh:
     return init_device_mesh("cpu", (2, 4 // tp, tp), mesh_dim_names=("pp", "dp", "tp"))
 
 
+def parts_of(case: dict[str, Any], mesh: DeviceMesh, over: DeviceMesh | None) -> list[Any]:
+    """Return the parts of this rank, sharded."""
+    pp = mesh["pp"].get_local_rank()
+    parts = [block_of(pp + 2 * number, over) for number in range(case.get("parts", 1))]
+    if case.get("tied"):
+        tie(parts[-pp], pp)  # the first stage of all, and the last one
+    for part in parts:
+        fully_shard(part, mesh=mesh["dp"])
+    return parts
+
+
+def call_schedule(schedule: Any, case: dict[str, Any], step: int, optimizer: Any) -> None:
+    """Call the schedule as often as an update needs it."""
+    mesh = mesh_of(case.get("tp", 1))
+    pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    fault = case.get("fault") if step >= LATE else None
+    for call in range(case.get("calls", 1)):
+        if fault == "reset" and call:
+            optimizer.zero_grad()
+        given, target = batch_of(0 if fault == "shard" and dp == ODD else dp, step + 9 * call)
+        schedule.step(*((given,) if pp == 0 else ()), **({"target": target} if pp else {}))
+
+
 def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
     """Train the parts of one rank; return their bits."""
     tp = case.get("tp", 1)
     mesh = mesh_of(tp)
-    pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     over = mesh["tp"] if tp > 1 else None
-    parts = [block_of(pp + 2 * number, over) for number in range(case.get("parts", 1))]
-    for part in parts:
-        fully_shard(part, mesh=mesh["dp"])
+    parts = parts_of(case, mesh, over)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
     adapter = case.get("adapter")
+    calls = case.get("calls", 1)
     scopes = [] if adapter else watched(parts, optimizers, run_dir)
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         loss = mean_loss(output, target)
         for scope in scopes[-1:]:
-            scope.loss(loss.detach())
-        return loss
+            scope.loss(loss)
+        return loss if calls == 1 else loss / (calls * MICRO)
 
     schedule = schedule_of(case, mesh, parts, sum_loss if adapter else loss_fn)
     if adapter and run_dir is not None:
         scopes = [watched_by_adapter(parts[0], optimizers[0], schedule, run_dir)]
     for step in range(STEPS):
+        call_schedule(schedule, case, step, optimizers[0])
         fault = case.get("fault") if step >= LATE else None
-        given, target = batch_of(0 if fault == "shard" and dp == ODD else dp, step)
-        schedule.step(*((given,) if pp == 0 else ()), **({"target": target} if pp else {}))
+        if case.get("tied") and fault != "tie":
+            sum_over_stages(parts[-mesh["pp"].get_local_rank()], mesh)
         if over is not None and fault != "norm":
             sum_parts(parts[0], ("norm",), over.get_group())
         for optimizer in optimizers:
@@ -200,8 +245,16 @@ def test_workers_of_each_stage_are_measured(folder, case, parts):
             assert (run.num_workers, faults(run)) == (4, {})
             _, norms_TW = run.per_worker("grad_norm")
             expected = [norms[pp + 2 * part] for _, norms in exact]
-            # The schedule makes the sum over micro-batches their mean after the reduction.
-            np.testing.assert_allclose(norms_TW[0] / MICRO, expected, rtol=1e-5)
+            # The schedule makes the sum over micro-batches their mean after the reduction. Where
+            # the loss is known, so is that it was summed.
+            has_loss = pp + 2 * part == 2 * parts - 1
+            np.testing.assert_allclose(
+                norms_TW[0] / (1 if has_loss else MICRO), expected, rtol=1e-5
+            )
+            _, scales_TW = run.per_worker("grad_scale")
+            assert (scales_TW == MICRO).all() == has_loss
+            _, later_TW = run.per_worker("schedule_scale")
+            assert (later_TW == 1 / MICRO).all()
             _, counts_TW = run.per_worker("micro_batches")
             assert (counts_TW == MICRO).all()
             columns = run.columns(Table.STEPS, "reduction_residual")
@@ -239,3 +292,42 @@ def test_a_shard_that_two_workers_have_is_found_in_each_stage(folder, first_rank
     [finding] = found.values()
     assert sorted(finding.ranks) == [0, ODD]
     assert finding.first_step == LATE
+
+
+@pytest.mark.parametrize("first_rank", [0, 4])
+def test_calls_for_one_update_are_one_step(folder, first_rank):
+    run = run_of(folder, "two calls", first_rank)
+    assert faults(run) == {}
+    _, counts_TW = run.per_worker("micro_batches")
+    assert (counts_TW == 2 * MICRO).all()
+    _, changes_TW = run.per_worker("accumulator_change")
+    assert np.nanmax(changes_TW) < 1e-6
+    assert np.isfinite(changes_TW).all()
+
+
+@pytest.mark.parametrize("first_rank", [0, 4])
+def test_a_reset_between_calls_is_found(folder, first_rank):
+    found = faults(run_of(folder, "two calls, reset in between", first_rank))
+    accumulation = found["sync.accumulation"]
+    assert (str(accumulation.severity), accumulation.first_step) == ("error", LATE)
+    assert f"set to zero in 3 steps, since step {LATE}, before micro-batch {MICRO + 1}" in (
+        accumulation.explanation
+    )
+
+
+@pytest.mark.parametrize("first_rank", [0, 4])
+@pytest.mark.parametrize(("case", "parts"), [("tied", 1), ("tied, interleaved", 2)])
+def test_a_tied_weight_whose_gradients_are_summed_is_healthy(folder, case, parts, first_rank):
+    for part in range(parts):
+        assert faults(run_of(folder, case, first_rank, part)) == {}
+
+
+def test_a_tied_weight_that_drifts_apart_is_found(folder):
+    assert faults(run_of(folder, "tied, not summed", 4)) == {}
+    found = faults(run_of(folder, "tied, not summed", 0))
+    assert list(found) == ["sync.tied_weights:pp"]
+    [finding] = found.values()
+    assert (str(finding.severity), finding.first_step) == ("error", LATE + 1)
+    assert finding.evidence["parameters"] == ["up.weight = down.weight"]
+    assert finding.evidence["lines"] == [[rank, rank + 4] for rank in range(4)]
+    assert "not added up over pp" in finding.explanation

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import rankscope
 from rankscope.errors import UsageError
 from rankscope.evidence.reference import probe as verification
+from rankscope.evidence.update import audit
 from support import deepspeed_modes
 from support.loops import collect_warnings
 from support.models import TinyLM, make_batch
@@ -38,7 +39,8 @@ SAYS = {
     "bfloat16": ("verify.agrees", "note", "ulp of bfloat16"),
     "bucket views": ("verify.agrees", "note", "is what one process would compute (within"),
     "clips": ("verify.agrees", "note", "after the reduction, as clipping does"),
-    "loss outside": ("verify.agrees", "note", "the loss is not known"),
+    "loss outside": ("verify.declined", "note", "what backward was called on is not known"),
+    "loss outside, over workers": ("verify.scale", "error", "averaged over the workers twice"),
     "asks": ("verify.agrees", "note", "The gradient of step 1 is"),
     "divided twice": ("verify.scale", "error", "as if averaged over the workers twice"),
     "doubled": ("verify.scale", "error", "is 2 of what one process would compute"),
@@ -93,7 +95,7 @@ class Loop:
         torch.manual_seed(0)
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002
-        model = Headless() if kind == "loss outside" else TinyLM()
+        model = Headless() if kind.startswith("loss outside") else TinyLM()
         self.model = model.bfloat16() if kind == "bfloat16" else model
         self.wrapped = self._wrap(model)
         self.optimizer = torch.optim.SGD(self.wrapped.parameters(), lr=0.1, momentum=0.9)
@@ -173,6 +175,8 @@ class Loop:
                 if self.kind.endswith("lost") and last:
                     self.optimizer.zero_grad()
                 loss.backward()
+            if self.kind == "loss outside, over workers" and self.scope is not None:
+                self.scope.loss(loss.detach() * dist.get_world_size())
             if ask and not micro:
                 self.scope.verify()
         with torch.no_grad():
@@ -183,12 +187,12 @@ class Loop:
 
     def _loss(self, batch: dict[str, torch.Tensor], count: int) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=self.kind == "autocast"):
-            if self.kind == "loss outside":
+            if self.kind.startswith("loss outside"):
                 logits = self.wrapped(batch["input_ids"])
                 found = F.cross_entropy(logits, batch["labels"].flatten())
             else:
                 found = self.wrapped(**batch)["loss"]
-        if self.kind in ("divided twice", "sharded, sums"):
+        if self.kind in ("divided twice", "sharded, sums", "loss outside, over workers"):
             found = found / dist.get_world_size()
         if self.kind == "weighted" and self.rank == 1:
             found = found * 1.9
@@ -219,7 +223,7 @@ class Loop:
 
 def train_each(rank: int, kinds: list[str], folder: str) -> dict[str, Any]:
     """Train each kind with the monitor and without; return warnings, and whether bits agree."""
-    verification.AGREE_SECONDS = 0.5  # for a rank that never comes
+    verification.AGREE_SECONDS = audit.AGREE_SECONDS = 0.5  # for a rank that never comes
     told = {}
     for kind in kinds:
         warnings = collect_warnings()

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import rankscope
 from rankscope.evidence.reference import probe as verification
+from rankscope.evidence.update import audit
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 
@@ -168,7 +169,7 @@ def train_each(rank: int, kinds: list[str], folder: str) -> dict[str, Any]:
     told = {}
     for kind in kinds:
         warnings = collect_warnings()
-        verification.AGREE_SECONDS = 0.4 if kind == "one asks" else 30.0
+        verification.AGREE_SECONDS = audit.AGREE_SECONDS = 0.4 if kind == "one asks" else 30.0
         torch.manual_seed(7 + rank // 2)
         watched = Training(kind, f"{folder}/{kind}/run").train()
         torch.manual_seed(7 + rank // 2)

@@ -47,7 +47,7 @@ def test_every_cause_has_a_title_and_advice_that_is_a_sentence(cause):
 
 NO_CAUSES = {
     *("findings.toml", "rankscope.evidence", "torch._dynamo"),
-    *("bundle.json", "suspect.npz", "peer.npz"),
+    *("bundle.json", "run.json", "suspect.npz", "peer.npz"),
 }
 ALWAYS_WITH_A_KEY = {"compute.nondeterministic"}
 """Causes whose findings all are special cases, which have a rule by their key."""

@@ -70,3 +70,17 @@ def test_what_an_update_has_applied_is_known_until_it_is_zeroed(parameters, set_
     assert seen.adds_to_applied()
     optimizer.zero_grad(set_to_none=set_to_none)
     assert not seen.adds_to_applied()
+
+
+def test_calls_of_a_schedule_make_one_step_as_long_as_every_update(parameters):
+    """The first update shows how many passes it takes, even if torch drops gradients in it."""
+    seen = reduced(parameters)
+    parameters[1].grad = None
+    assert not seen.goes_on(8, in_calls=True)
+    seen.end_step(8, updated=False)
+    seen.see_updated(8)
+    seen.end_step(8, updated=True)
+    assert [seen.goes_on(passes, in_calls=True) for passes in (8, 15, 16)] == [True, True, False]
+    assert not seen.goes_on(8)
+    seen.end_step(4, updated=True)  # the last of an epoch
+    assert not seen.goes_on(8, in_calls=True)

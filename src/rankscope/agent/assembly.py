@@ -92,7 +92,8 @@ class Assembly:
         columns = unpack_columns([message.slots for message in messages_W])
         fields: dict[str, Any] = {}
         for combiner in self._combiners:
-            fields.update(combiner.combine(messages_W, columns))
+            for name, value in combiner.combine(messages_W, columns).items():
+                fields[name] = fields[name] + value if name in fields else value
         times = [each.time for each in messages_W if math.isfinite(each.time)]
         gathered = GatheredStep(
             step=messages_W[0].step,

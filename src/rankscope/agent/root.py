@@ -7,6 +7,7 @@ has reached yet.
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from rankscope.sinks import RunInfo, Sinks, plan_sinks
 from rankscope.verdict.diagnosis import diagnosis_of
 from rankscope.verdict.news import Announcer
 from rankscope.verdict.rules import first_sentence
+from rankscope.verdict.siblings import Sibling, coordinate_of, siblings_of, worst_of
 
 _log = logging.getLogger("rankscope")
 
@@ -45,6 +47,7 @@ MOST_AT_ONCE = 64
 
 _SENT_SECONDS = 5.0  # that ranks wait for the last files to be sent
 _SENT_SECONDS_AFTER_ERROR = 1.5  # the same after an error
+_SIBLING_SECONDS = 1.0  # that the verdict waits for the job's other runs, which end together
 _LINGER_SECONDS = 300.0  # that the agent's process goes on sending them
 
 Send = Callable[[int, bytes], None]
@@ -115,7 +118,9 @@ class Root:
         self._hosts = hosts
         self._sinks = _start_sinks(setup, self._run_dir, known)
         self._events = FindingEvents(known)
-        self._announcer = Announcer(self._announce) if setup["announce"] else None
+        self._announcer: Announcer | None = None
+        if setup["announce"]:
+            self._announcer = Announcer(self._announce, coordinate_of(setup["info"]))
         self._options = options
         self._send(ALL_RANKS, _findings_frame(known))
 
@@ -428,11 +433,22 @@ class Root:
                     num_steps=self._diagnosis.num_steps,
                     num_workers=len(self._workers),
                     options=self._options,
+                    worst=worst_of(self._siblings()),
                 )
             if self._latest is not None:
                 self._send(ALL_RANKS, pack(FrameKind.LATEST, pack_report(self._latest)))
         except Exception as error:
             _log.debug("the final findings cannot be sent: %s", error)
+
+    def _siblings(self) -> list[Sibling]:
+        """Return the other runs of this job; those that end together with this one have ended."""
+        until = time.monotonic() + _SIBLING_SECONDS
+        while True:
+            siblings = siblings_of(Run.open(self._run_dir))
+            ended = all(one.status != "running" for one in siblings)
+            if ended or time.monotonic() > until:
+                return siblings
+            time.sleep(0.05)
 
     def _missing(self) -> dict[str, Any]:
         """Return the lost steps, and the gradients left out, by worker."""

@@ -164,8 +164,8 @@ KEYS = (
         Table.DIGESTS,
         ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps"),
         ("rank", DType.INT, "", Source.KEY, Tail.NONE, "as in workers"),
-        ("kind", DType.TEXT, "", Source.KEY, Tail.NONE, "parameter, buffer, optimizer, reduced or applied (gradient), or another kind of state"),
-        ("name", DType.TEXT, "", Source.KEY, Tail.NONE, "name of the compared state in the model; only differences between workers are recorded"),
+        ("kind", DType.TEXT, "", Source.KEY, Tail.NONE, "parameter, buffer, optimizer, reduced or applied (gradient), or another kind of state; started, saved and rounded are what each worker holds or updates"),
+        ("name", DType.TEXT, "", Source.KEY, Tail.NONE, "name of the compared state in the model; of the kinds of a model's state, only differences between workers are recorded"),
     ),
     *declare(
         Table.TRACES,

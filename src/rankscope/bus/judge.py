@@ -3,14 +3,17 @@
 Legend of shapes: W workers.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import MISSING_INT
+from rankscope.stats.arrays import Ints
 
 Columns = Mapping[str, NDArray[Any]]
 """The workers' LOCAL columns ``[W]`` by name, to be filled in place."""
@@ -43,8 +46,51 @@ class Combiner:
         """Process a message on arrival, before its step is complete."""
 
     def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
-        """Fill in columns of the workers; return fields of :class:`GatheredStep`."""
+        """Fill in columns of the workers; return fields of :class:`GatheredStep`.
+
+        Tuples that several combiners return for one field are joined.
+        """
         return {}
+
+
+class HeldValues(Combiner):
+    """Records integers that workers send in a few steps, such as digests of what they hold.
+
+    A message has them among its names, by kind of state and by name.
+
+    Args:
+        key: Their name there, and the beginning of their names in the record.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+
+    def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
+        """Return them as rows of the table of digests, null on workers that have none."""
+        if not any(len(message.names) for message in messages_W):
+            return {}
+        names_W = [json.loads(m.names.tobytes()) if len(m.names) else {} for m in messages_W]
+        sent_W = [names.get(self._key, {}) for names in names_W]
+        found = []
+        for kind in dict.fromkeys(kind for sent in sent_W for kind in sent):
+            values_W = [sent.get(kind, {}) for sent in sent_W]
+            for name in dict.fromkeys(name for values in values_W for name in values):
+                held_W = np.array([values.get(name, MISSING_INT) for values in values_W], np.int64)
+                full_name = f"{self._key}: {name}"
+                found.append(
+                    StateDifference(StateKind(kind), full_name, held_W, np.zeros(len(held_W), bool))
+                )
+        return {"differences": tuple(found)}
+
+
+def held_values(rows: Iterable[StateDifference], kind: StateKind, key: str) -> dict[str, Ints]:
+    """Return the values ``[W]`` of one kind that :class:`HeldValues` has recorded, by name."""
+    prefix = f"{key}: "
+    return {
+        row.name.removeprefix(prefix): row.digests_W
+        for row in rows
+        if row.kind is kind and row.name.startswith(prefix)
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,11 +50,17 @@ class Plan:
         repeats: Whether samples are repeated on purpose: between workers, or within an epoch.
         seed: With which every rank's sampler is meant to shuffle; it is compared where the
             training's data loader is given. None: unspecified.
+        samples: How many samples the data set has: an epoch is meant to draw them all. None:
+            unspecified.
         local_steps: Optimizer steps from one average of the workers' parameters to the next, in
             local SGD, DiLoCo and their like: between averages parameters are meant to differ. None:
             every step's gradients are reduced.
         replicated: Whether all parameters are meant to be equal on all workers, including those
             that the wrapper is configured not to reduce.
+        max_norm: The norm to which the gradients of all parameters together are meant to be
+            clipped. None: the calls of torch's ``clip_grad_norm_`` count.
+        independent: Whether groups of ranks that never meet in a reduction are trainings of their
+            own, such as those of an ensemble or a sweep.
     """
 
     loss_weighting: str | None = None
@@ -63,8 +69,11 @@ class Plan:
     repeats: bool = False
     local_buffers: bool = False
     seed: int | None = None
+    samples: int | None = None
     local_steps: int | None = None
     replicated: bool = False
+    max_norm: float | None = None
+    independent: bool = False
 
     @classmethod
     def of(cls, given: "Plan | Mapping[str, Any] | None") -> "Plan":
@@ -112,6 +121,14 @@ def _positive(name: str, value: Any) -> int | None:
     return number
 
 
+def _norm(name: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    if not _is_rate(value) or not float(value):
+        raise UsageError(f"plan's {name} must be a number above 0, got {value!r}")
+    return float(value)
+
+
 def _choice(name: str, value: Any) -> str | None:
     known = {"loss_weighting": LOSS_WEIGHTINGS, "random": RANDOM}[name]
     if value is not None and value not in known:
@@ -148,6 +165,9 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "repeats": _flag,
     "local_buffers": _flag,
     "seed": _whole,
+    "samples": _positive,
     "local_steps": _positive,
     "replicated": _flag,
+    "max_norm": _norm,
+    "independent": _flag,
 }

@@ -5,7 +5,7 @@ the training's thread, and none waits for a device.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -65,6 +65,8 @@ class StepEnd:
         summed_workers: How many workers' gradients the reduction adds up: 1 for their mean.
         unreduced: Whether the optimizer was called with gradients that no reduction had seen.
         left_over: Whether the step's first backward pass added to a gradient applied before.
+        schedule_scale: By what pipeline schedules multiplied gradients after the backward passes;
+            NaN without one.
         step_seconds: Wall time since the step before.
         busy_seconds: Time before this worker began to wait for the others; a probe that kept it
             busy takes its own part out.
@@ -81,6 +83,7 @@ class StepEnd:
     summed_workers: float = 1.0
     unreduced: bool = False
     left_over: bool = False
+    schedule_scale: float = math.nan
     step_seconds: float = math.nan
     busy_seconds: float = math.nan
     overhead_seconds: float = math.nan
@@ -110,12 +113,17 @@ class Channel:
         has_room: Returns whether the agent keeps up.
         meeting: Rendezvous of the run's ranks, see :mod:`rankscope.wrappers.rendezvous`.
         mesh: The mesh of the run, see :mod:`rankscope.session.mesh_meeting`; None without one.
+        stages: The pipeline stages that share weights with the run's; None without.
+        shared_weights: Names of parameters that other pipeline stages hold, too: their gradients
+            are summed after the reduction. Another stage's ``watch`` may add some.
     """
 
     send: Callable[[str, int, Content], None] = lambda name, step, content: None
     has_room: Callable[[], bool] = lambda: True
     meeting: Any = None
     mesh: Any = None
+    stages: Any = None
+    shared_weights: Set[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +146,9 @@ class Job:
         canary: Whether canaries run.
         canary_every: Steps from one scheduled canary to the next; None for a schedule by cost.
         verify_at: Steps whose gradient is computed again.
+        given_dir: The run directory that the user gave, before each group takes one of its own.
         leave_out: Called with seconds of the present work that count elsewhere.
+        guard: Runs work of listeners that the collector does not call, on the training's thread.
         channel: The way to the root.
     """
 
@@ -156,7 +166,9 @@ class Job:
     canary: bool = False
     canary_every: int | None = None
     verify_at: Collection[int] = ()
+    given_dir: str = ""
     leave_out: Callable[[float], None] = lambda seconds: None
+    guard: Callable[..., None] = lambda work, *args: work(*args)
     channel: Channel = field(default_factory=Channel)
 
 
@@ -247,8 +259,17 @@ class Probe:
     def after_update(self, optimizer: Any, *, complete: bool) -> None:
         """The optimizer's call has ended; ``complete`` if the step's gradients were reduced."""
 
+    def see_saved(self) -> None:
+        """The training saves its optimizer's state, or the session ends."""
+
     def collect(self, end: StepEnd) -> Pending | None:
         """The step ends: return the probe's part of the message, and start again."""
+
+    def on_message(self, step: int, part: MessagePart) -> None:
+        """A step is about to be sent: the parts of all probes together, on the host.
+
+        It may come some steps later.
+        """
 
     def abort(self) -> None:
         """Forget the step, after an exception or a second begin."""

@@ -1,14 +1,15 @@
 """Values that should be equal on all ranks, as words."""
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.replicas import majority
-from rankscope.bus.words import name_ranks
+from rankscope.bus.words import listed, name_ranks
+from rankscope.stats.arrays import Ints
 
 _T = TypeVar("_T", bound=Hashable)
 
@@ -33,7 +34,33 @@ def name_values(values: Sequence[_T | None], word: Callable[[_T], str] = str) ->
     rest = [value for value in ranks if value != common]
     parts = [f"{word(value)} on {name_ranks(ranks[value])}" for value in rest[:_MOST_GROUPS]]
     if len(rest) > _MOST_GROUPS:
-        parts.append(f"other values on {len(rest) - _MOST_GROUPS} more")
+        others = sum(len(ranks[value]) for value in rest[_MOST_GROUPS:])
+        parts.append(f"other values on {others} more")
     if common is not None:
         parts.append(f"{word(common)} on the others")
     return ", ".join(parts)
+
+
+def copied_values(now_W: Ints, saved_W: Ints, ranks: Iterable[int]) -> str:
+    """Return whose saved values some ranks hold, in words; empty unless each holds another's.
+
+    Values that several ranks had saved alike prove nothing.
+
+    Example:
+        >>> copied_values(np.array([5, 5, 5]), np.array([5, 6, 7]), [1, 2])
+        "ranks 1 and 2 hold rank 0's"
+    """
+    owners = {value: rank for rank, value in enumerate(saved_W.tolist())}
+    if len(owners) < len(saved_W):
+        return ""
+    sources: dict[int, list[int]] = {}
+    for rank in ranks:
+        owner = owners.get(int(now_W[rank]))
+        if owner is None:
+            return ""
+        sources.setdefault(owner, []).append(rank)
+    parts = [
+        f"{name_ranks(own)} hold{'s' if len(own) == 1 else ''} rank {owner}'s"
+        for owner, own in sources.items()
+    ]
+    return listed(parts)

@@ -26,9 +26,6 @@ _T = TypeVar("_T")
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """torch's names of the buffers of a normalisation over batches."""
 
-MAX_REPORTED = 4
-"""Reported differences of one kind in a step: one is enough to prove the fault."""
-
 
 class StateKind(StrEnum):
     """A kind of compared state."""
@@ -53,6 +50,26 @@ class StateKind(StrEnum):
     """A gradient whose scaling between reduction and optimizer differs from that of most."""
     RESTING = "resting"
     """A parameter that has a gradient and does not change, while others do."""
+    PASSES = "passes"
+    """State that changes between the forward passes of a step; its digest counts the changes."""
+    MODE = "mode"
+    """Modules in training mode on some workers and in evaluation mode on others; in words."""
+    MODULE = "module"
+    """Mode, class, code or an attribute of a module, where a canary differs; ``name`` in words."""
+    OPERATION = "operation"
+    """An operation of a canary's forward pass, or a constant or random numbers in it; in words."""
+    SETTING = "setting"
+    """A flag, a version or a device, where a canary differs; in words."""
+    HELD = "held"
+    """A parameter or buffer in a canary's forward pass."""
+    HOOK = "hook"
+    """Hooks of a module, where a canary differs; in words."""
+    STARTED = "started"
+    """What each worker holds when a session begins, see :class:`rankscope.bus.judge.HeldValues`."""
+    SAVED = "saved"
+    """The same when the training saves its optimizer, and when the session ends."""
+    ROUNDED = "rounded"
+    """Updates of parameters of low precision against what rounding loses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +123,13 @@ class StateDifference:
         Workers with equal numbers in ``replicas_W`` should. Where no majority agrees, all workers
         concerned are returned.
         """
+        values = self.digests_W.tolist()
+        if self.kind is StateKind.OPTIMIZER:
+            values = [value or None for value in values]
         odd = [
             ranks[index]
             for ranks in _classes(self.kind, replicas_W)
-            for index in minority_ranks(self.digests_W[ranks].tolist())
+            for index in minority_ranks([values[rank] for rank in ranks])
         ]
         return tuple(sorted(odd))
 
@@ -149,6 +169,9 @@ def differences(
 ) -> tuple[StateDifference, ...]:
     """Return the differences between workers that should hold the same, in order of the items.
 
+    An optimizer that holds nothing for a parameter (digest 0) differs from none: workers may update
+    shares of the parameters, of which each has one owner.
+
     Args:
         own: One worker's items; all workers have the same ones.
         digests_WD: All workers' digests.
@@ -159,19 +182,20 @@ def differences(
     among_all_D = (digests_WD != digests_WD[:1]).any(axis=0)
     if not among_all_D.any():
         return ()
+    kept_D = np.array([kind is StateKind.OPTIMIZER for kind in own.kinds])
     among_replicas_D = np.zeros_like(among_all_D)
     for ranks in _replicas(replicas_W):
-        among_replicas_D |= (digests_WD[ranks] != digests_WD[ranks[0]]).any(axis=0)
+        held_RD = digests_WD[ranks]
+        owner_D = (held_RD != 0).argmax(axis=0)  # the first that holds something
+        held_RD = np.where(kept_D & (held_RD == 0), held_RD[owner_D, range(len(kept_D))], held_RD)
+        among_replicas_D |= (held_RD != held_RD[0]).any(axis=0)
     items = list(zip(own.kinds, own.names, strict=True))
-    found: list[StateDifference] = []
-    for kind in StateKind:
-        differs_D = among_all_D if kind is StateKind.BUFFER else among_replicas_D
-        found += [
-            StateDifference(kind, name, digests_WD[:, d].copy(), unchanged_WD[:, d].copy())
-            for d, (item, name) in enumerate(items)
-            if item is kind and differs_D[d]
-        ][:MAX_REPORTED]
-    return tuple(found)
+    return tuple(
+        StateDifference(kind, name, digests_WD[:, d].copy(), unchanged_WD[:, d].copy())
+        for kind in StateKind
+        for d, (item, name) in enumerate(items)
+        if item is kind and (among_all_D if kind is StateKind.BUFFER else among_replicas_D)[d]
+    )
 
 
 @functools.lru_cache(maxsize=256)

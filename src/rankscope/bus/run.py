@@ -43,6 +43,9 @@ class RunFacts:
         comm_hook: Whether a communication hook of the training's own reduces gradients.
         sampler_seeds: Seed of each rank's sampler, None where it is not known.
         with_replacement: Whether all ranks' data loaders are known to draw with replacement.
+        data_splits: What splits the data in the loader of the first rank, and into how many parts.
+        data_length: How many samples the data set has; None if unknown.
+        world_size: Number of processes of the job; 0 if unknown.
         by_loop: Whether the training's own loop reduces, or its optimizer.
         flagged: Workers that some judges leave out.
     """
@@ -55,6 +58,9 @@ class RunFacts:
     comm_hook: bool = False
     sampler_seeds: Sequence[int | None] = ()
     with_replacement: bool = False
+    data_splits: Sequence[tuple[str, int]] = ()
+    data_length: int | None = None
+    world_size: int = 0
     by_loop: bool = False
     flagged: FlaggedWorkers = field(default_factory=FlaggedWorkers)
 

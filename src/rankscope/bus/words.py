@@ -1,6 +1,7 @@
 """Ranks, lists and counts as words, and words that a terminal may print."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 
@@ -28,6 +29,20 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
+def shortened(words: Sequence[str], most: int, rest: str = "other") -> str:
+    """Return words as a list, those beyond a number counted: ``a, b and 12 others``."""
+    more = [count(len(words) - most, rest)] if len(words) > most else []
+    return listed([*words[:most], *more])
+
+
+MOST_RECORDED = 64
+
+
+def named(names: Sequence[str]) -> dict[str, object]:
+    """Return names for the record, up to a number of them, and how many there are."""
+    return {"names": list(names[:MOST_RECORDED]), "num_names": len(names)}
+
+
 def count(number: int, singular: str, plural: str | None = None) -> str:
     """Return a number with its noun: ``1 step``, ``1,200 steps``."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"
@@ -36,3 +51,32 @@ def count(number: int, singular: str, plural: str | None = None) -> str:
 def printable(words: str) -> str:
     """Return words with a space in place of each control character, fit for a terminal."""
     return "".join(sign if sign.isprintable() else " " for sign in words)
+
+
+def name_modules(names: Sequence[str], all_names: Iterable[str], *, most: int = 3) -> str:
+    """Return modules as words; one that is listed with all that it contains stands for these.
+
+    Args:
+        names: The modules' names; the empty one is the whole model's.
+        all_names: The names of all modules.
+        most: Modules that are named before the rest is counted.
+
+    Example:
+        >>> name_modules(["a", "a.x", "b.y"], ["", "a", "a.x", "b", "b.x", "b.y"])
+        'a and b.y'
+    """
+    contained = Counter(part for name in all_names for part in _around(name))
+    differing = Counter(part for name in names for part in _around(name))
+    whole = {name for name in names if differing[name] == contained[name]}
+    shown = [name for name in names if not whole.intersection(list(_around(name))[1:])]
+    words = [name or "the whole model" for name in shown[:most]]
+    more = len(shown) - len(words)
+    return f"{', '.join(words)} and {more} more" if more else listed(words)
+
+
+def _around(name: str) -> Iterator[str]:
+    """Yield a module's name and those of all that contain it, up to the model's."""
+    yield name
+    while name:
+        name = name.rpartition(".")[0]
+        yield name

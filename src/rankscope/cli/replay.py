@@ -26,7 +26,13 @@ from rankscope.evidence.canary.bundle import (
     results_to_json,
     verdict_to_json,
 )
-from rankscope.evidence.canary.verdict import CanaryCause, CanaryResults, CanaryVerdict
+from rankscope.evidence.canary.verdict import (
+    CanaryCause,
+    CanaryResults,
+    CanaryVerdict,
+    describe_size,
+)
+from rankscope.evidence.canary.verdicts import why
 from rankscope.files import to_plain
 from rankscope.record.stores import at_hand
 
@@ -61,8 +67,8 @@ def replay(
 
     Without --model: what the bundle holds, and what the canary inside the run has shown. With it,
     the suspect's batch runs twice and a peer's once, on every rank of torchrun or in this process:
-    what follows the batch is data, what stays with a rank is its state or its hardware. Exit code:
-    0 all ranks agree; 1 they do not; 2 bad usage or input.
+    what follows the batch is data, what stays with a rank is its code, its state or its hardware.
+    Exit code: 0 all ranks agree; 1 they do not; 2 bad usage or input.
     """
     if checkpoint is not None and model is None:
         raise UsageError("--checkpoint needs --model MODULE:FUNCTION: the model to load it into")
@@ -89,46 +95,45 @@ def _run(bundle: ReplayBundle, model: str, checkpoint: Path | None) -> "Replayed
         return run(bundle, load_model(model, checkpoint))
 
 
-def verdict_in_words(verdict: CanaryVerdict, suspect: int, num_workers: int) -> str:
-    """Return the meaning of a verdict, in one or two sentences."""
+def verdict_in_words(verdict: CanaryVerdict, results: CanaryResults) -> str:
+    """Return the meaning of a verdict on results, in one to three sentences."""
+    num_workers = len(results.losses_W)
     ranks = name_ranks(verdict.ranks)
-    if verdict.verdict is CanaryCause.DATA and num_workers == 1:
-        same = "in every bit" if verdict.exact else "up to rounding"
-        return (
-            f"This process repeats its own result {same}. One process cannot tell data from "
-            "parameters or hardware: run it under torchrun on the hosts of the run."
-        )
+    alone = len(verdict.ranks) == 1
     if verdict.verdict is CanaryCause.DATA:
         same = "in every bit" if verdict.exact else "up to rounding"
+        if num_workers == 1:
+            return (
+                f"This process repeats its own result {same}. One process cannot tell data from "
+                "code, parameters or hardware: run it under torchrun on the hosts of the run."
+            )
         return (
-            f"All {count(num_workers, 'worker')} agree on both batches {same}. If rank {suspect} "
-            "differs in training, it differs by its data."
-        )
-    alone = len(verdict.ranks) == 1
-    if verdict.verdict is CanaryCause.STATE:
-        return (
-            f"{ranks.capitalize()} {'differs' if alone else 'differ'} from the others on the same "
-            "batch, and so do the parameters or buffers there: it is the state, not the data."
-        )
-    if verdict.verdict is CanaryCause.HARDWARE:
-        rounding = " by no more than rounding" if verdict.within_rounding else ""
-        return (
-            f"{ranks.capitalize()} {'differs' if alone else 'differ'} from the others on the same "
-            f"batch{rounding}, and nothing is known to differ in parameters or buffers: it is the "
-            "device, its libraries or settings, not the data."
-        )
-    if verdict.verdict is CanaryCause.NONDETERMINISTIC:
-        repeats = "does not repeat its own result" if alone else "do not repeat their own results"
-        return (
-            f"{ranks.capitalize()} {repeats} on the same batch with the same random numbers: "
-            "something computes at random."
+            f"All {count(num_workers, 'worker')} agree on both batches {same}. If rank "
+            f"{results.suspect} differs in training, it differs by its data."
         )
     if verdict.distance != verdict.distance:
         return f"There is no result of {ranks}, so nothing can be concluded."
-    return (
-        f"The workers do not agree on the same batch, and no majority tells which of {ranks} is "
-        "wrong. It is not the data."
-    )
+    size = describe_size(results, verdict.ranks)
+    reason = why(verdict.verdict, verdict.reasons, verdict.hooks, compared=verdict.compared)
+    if verdict.verdict is CanaryCause.NONDETERMINISTIC:
+        repeats = "does not repeat its own result" if alone else "do not repeat their own results"
+        some = num_workers > len(verdict.ranks) and verdict.compared
+        others = f" The others repeat theirs, and {reason}." if some else ""
+        return (
+            f"{ranks.capitalize()} {repeats} on the same batch with the same random numbers: "
+            f"{size}.{others or ' Something computes at random.'}"
+        )
+    if verdict.verdict is CanaryCause.INCONCLUSIVE:
+        return (
+            f"The workers compute different results from the same batch, and no majority shows "
+            f"which of {ranks} is wrong: {size}. It is not the data; {reason}."
+        )
+    computes = "computes a different result" if alone else "compute different results"
+    return f"{ranks.capitalize()} {computes} from the same batch: {size}. {_sentence(reason)}"
+
+
+def _sentence(words: str) -> str:
+    return f"{words[:1].upper()}{words[1:]}."
 
 
 def _show_saved(path: Path, bundle: ReplayBundle, *, as_json: bool) -> CanaryVerdict | None:
@@ -140,7 +145,7 @@ def _show_saved(path: Path, bundle: ReplayBundle, *, as_json: bool) -> CanaryVer
     if bundle.results is None or bundle.verdict is None:
         _line(console, "The run has not replayed these batches. Give --model to run them here.")
     else:
-        _show_verdict(console, bundle.verdict, bundle.suspect, len(bundle.results.losses_W))
+        _show_verdict(console, bundle.verdict, bundle.results)
         _table(console, "The canary inside the run", bundle.results)
     console.print()
     return bundle.verdict
@@ -164,7 +169,7 @@ def _show_replayed(
         return
     console = terminal()
     _head(console, path, bundle)
-    _show_verdict(console, replayed.verdict, bundle.suspect, len(replayed.results.losses_W))
+    _show_verdict(console, replayed.verdict, replayed.results)
     _table(console, "Replayed here", replayed.results)
     if bundle.results is not None:
         _table(console, "The canary inside the run", bundle.results)
@@ -206,11 +211,11 @@ def _contents(bundle: ReplayBundle, which: int) -> str:
     return f"{samples}, {count(len(batch.arrays), 'tensor')} ({shapes}{more}), {words}"
 
 
-def _show_verdict(console: Console, verdict: CanaryVerdict, suspect: int, num_workers: int) -> None:
+def _show_verdict(console: Console, verdict: CanaryVerdict, results: CanaryResults) -> None:
     sign, word, colour = _LOOK[verdict.verdict is CanaryCause.DATA]
     head = Text.assemble((f"{sign} {word}", f"bold {colour}"), (f"  {verdict.verdict}", "dim"))
     show(console, head)
-    _line(console, verdict_in_words(verdict, suspect, num_workers))
+    _line(console, verdict_in_words(verdict, results))
 
 
 def _line(console: Console, words: str) -> None:

@@ -17,8 +17,9 @@ from rankscope.stats.arrays import digest_of
 VARIABLE = "RANKSCOPE_EVIDENCE"
 
 NAMES = (
-    *("samples", "loss", "gradient", "reduction", "state", "mesh", "randomness", "environment"),
-    *("outliers", "rollouts", "canary", "dispersion", "hangs", "reference", "timing"),
+    *("samples", "loss", "gradient", "reduction", "clipping", "state", "mesh", "optimizer"),
+    *("randomness", "environment", "outliers", "rollouts", "canary", "dispersion", "hangs"),
+    *("reference", "update", "timing", "world", "axes"),
 )
 
 

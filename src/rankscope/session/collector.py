@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from rankscope.bus.governor import Intervals
-from rankscope.bus.probe import Channel, Evaluated, Probe, StepEnd, overriding
+from rankscope.bus.probe import Channel, Evaluated, MessagePart, Probe, StepEnd, overriding
 from rankscope.evidence import EVIDENCE
 from rankscope.gradients.host import begin_copies
 from rankscope.session.instruments import Instruments
@@ -27,6 +27,7 @@ from rankscope.wrappers.accumulation import Accumulation
 from rankscope.wrappers.find import is_compiled, is_training
 from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.passes import ForwardPasses, tensors_in
+from rankscope.wrappers.pipelining import ScheduleCalls
 from rankscope.wrappers.surroundings import traced
 from rankscope.wrappers.tap import ObserverGroup
 from rankscope.wrappers.transfer import GradientTransfer
@@ -36,7 +37,8 @@ _log = logging.getLogger("rankscope")
 _EVENTS = (
     *("before_pass", "on_module_inputs", "on_module_output", "on_turn", "listen", "begin_step"),
     *("on_inputs", "before_forward", "enter_module", "after_forward", "on_output"),
-    *("on_evaluation", "see_reduced", "before_update", "after_update", "collect", "abort", "close"),
+    *("on_evaluation", "see_reduced", "before_update", "after_update", "see_saved", "collect"),
+    *("on_message", "abort", "close"),
 )
 """The events of probes, see :class:`rankscope.bus.probe.Probe`."""
 
@@ -76,7 +78,7 @@ class StepCollector:
         self._module = instruments.module
         self._later_seconds = 0.0  # of the present call, that count for the next step
         job = instruments.make_job(
-            optimizer, first_step, guard.leave_out, channel if channel is not None else Channel()
+            optimizer, first_step, guard, channel if channel is not None else Channel()
         )
         made = {
             each.name: make(job) for each in EVIDENCE if (make := each.find("probe", "make_probe"))
@@ -99,6 +101,7 @@ class StepCollector:
         observer = ObserverGroup(observers[0] if observers else None, reduced)
         self._tap = instruments.make_tap(guard, observer, self._shadow)
         self._passes = ForwardPasses(self._notice_backward, guard)
+        self._schedule = ScheduleCalls(self._module, guard, lambda: self._passes.current + 1)
         self._layout = instruments.layout
         self._last_time = time.perf_counter()
 
@@ -331,6 +334,10 @@ class StepCollector:
             self._accumulation.see_updated(self._passes.current + 1)
         self._call("after_update", optimizer, complete=self._tap.complete)
 
+    def see_saved(self) -> None:
+        """Handle a call of ``optimizer.state_dict``, or the end of the session."""
+        self._call("see_saved")
+
     def close_step(self, *, interrupted: bool = False, last: bool = False) -> None:
         """Close a step whose synchronising backward pass has ended.
 
@@ -379,16 +386,23 @@ class StepCollector:
         self._reduced = True
         if self._accumulation is None or self._updated or self._handing_over:
             return False
-        return self._accumulation.goes_on(self._passes.current + 1)
+        passes = self._passes.current + 1
+        return self._accumulation.goes_on(passes, in_calls=self._schedule.found)
+
+    def see_message(self, step: int, part: MessagePart) -> None:
+        """Handle a step that is about to be sent."""
+        self._call("on_message", step, part)
 
     def remove(self) -> None:
         """Remove all hooks from the model."""
         self._tap.remove()
+        self._schedule.stop()
         self._call("close")
 
     def _forget(self) -> None:
         """Restart the step."""
         self._tap.collect()
+        self._schedule.collect()
         self._call("abort")
         self._passes.take_idle()
         self._updated = self._reduced = False
@@ -433,6 +447,8 @@ class StepCollector:
         self, gradient: GradientTransfer | None, now: float, busy: float, *, comparable: bool
     ) -> StepEnd:
         num_passes = self._passes.current + 1
+        if self._accumulation is not None:
+            self._accumulation.end_step(num_passes, updated=self._updated)
         idle = self._passes.take_idle()
         on_host = self._guard.take_seconds()
         observed = gradient is not None
@@ -444,6 +460,7 @@ class StepCollector:
             summed_workers=self._tap.summed_workers,
             unreduced=self._unreduced,
             left_over=bool(self._left_over),
+            schedule_scale=self._schedule.collect(),
             step_seconds=now - self._last_time,
             busy_seconds=busy,
             overhead_seconds=on_host,

@@ -24,6 +24,7 @@ from rankscope.gradients.sketch import NormMeter, Sketcher
 from rankscope.session.options import WatchOptions
 from rankscope.stats.audit import AUDIT_WIDTH
 from rankscope.wrappers.find import Wrapped
+from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.kinds import LOOP
 from rankscope.wrappers.reduced_types import reduced_types
 from rankscope.wrappers.tap import GradientObserver, GradientTap, Guarded, ReadReduced
@@ -42,8 +43,8 @@ class Instruments:
     Attributes:
         make_tap: Makes the tap from a guard, an observer, and a function to call after a step that
             this rank only shadows.
-        make_job: Makes the probes' job from the optimizer, the first step, a function that takes
-            seconds to count for the next step, and the channel to the root.
+        make_job: Makes the probes' job from the optimizer, the first step, the guard of the
+            monitor's work, and the channel to the root.
         module: The model inside the wrapper.
         reduced: How the reduced gradient is read.
         layout: The layout of a step's message.
@@ -58,7 +59,7 @@ class Instruments:
     """
 
     make_tap: Callable[[Guarded, GradientObserver, Callable[[], None]], GradientTap]
-    make_job: Callable[[torch.optim.Optimizer | None, int, Callable[[float], None], Channel], Job]
+    make_job: Callable[[torch.optim.Optimizer | None, int, Guard, Channel], Job]
     module: torch.nn.Module
     reduced: ReadReduced
     layout: Layout
@@ -78,6 +79,7 @@ def choose_instruments(
     local_steps: int = 0,
     loader: Any = None,
     canary: bool = False,
+    given_dir: str = "",
 ) -> Instruments:
     """Return the instruments of a model.
 
@@ -117,7 +119,7 @@ def choose_instruments(
     def make_job(
         optimizer: torch.optim.Optimizer | None,
         first_step: int,
-        leave_out: Callable[[float], None],
+        guard: Guard,
         channel: Channel,
     ) -> Job:
         rank = dist.get_rank(wrapped.group)
@@ -136,7 +138,9 @@ def choose_instruments(
             canary=canary,
             canary_every=options.canary_every,
             verify_at=[*options.verify_at, *(first_step + later for later in PACE.references)],
-            leave_out=leave_out,
+            given_dir=given_dir,
+            leave_out=guard.leave_out,
+            guard=guard,
             channel=channel,
         )
 

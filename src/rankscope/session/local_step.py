@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rankscope.agent.message import pack_step, pack_values
-from rankscope.bus.probe import Content, Pending
+from rankscope.bus.probe import Content, MessagePart, Pending
 
 
 @dataclass(slots=True)
@@ -32,8 +32,8 @@ class LocalStep:
         bulk = self.bulk is None or self.bulk.ready
         return bulk and all(part.ready for part in self.parts)
 
-    def pack(self, *, bulk: bool = True) -> list[Content]:
-        """Wait for the device; return the message's bytes in pieces, with or without ``bulk``."""
+    def read(self, *, bulk: bool = True) -> MessagePart:
+        """Wait for the device; return the parts as one, with or without ``bulk``."""
         values: dict[str, float] = {}
         arrays: dict[str, Content] = {}
         names: dict[str, Any] = {}
@@ -45,7 +45,11 @@ class LocalStep:
             arrays.update(part.arrays)
             names.update(part.names)
             items = items or part.items
-        arrays["slots"] = pack_values(values)
-        if names:
-            arrays["names"] = json.dumps(names).encode()
-        return pack_step(self.step, self.time, items, arrays)
+        return MessagePart(values, arrays, names, items)
+
+    def pack(self, part: MessagePart) -> list[Content]:
+        """Return the message's bytes in pieces; ``part`` is what :meth:`read` returned."""
+        arrays = {**part.arrays, "slots": pack_values(part.values)}
+        if part.names:
+            arrays["names"] = json.dumps(part.names).encode()
+        return pack_step(self.step, self.time, part.items, arrays)

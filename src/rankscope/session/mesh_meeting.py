@@ -7,7 +7,7 @@ its host; without such an agent, that rank is not compared.
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -134,10 +134,14 @@ def _meet(meeting: Rendezvous, facts: dict[str, Any]) -> dict[str, Any]:
     """
     gathered = meeting.gather(json.dumps(facts).encode())
     if gathered is not None:
-        each = [json.loads(one) for one in gathered]
-        hosts = {one["host"]: one["address"] for one in each if one["run"] == facts["run"]}
-        answer = {"run": facts["run"], "hosts": hosts, "secret": facts["secret"]}
+        answer = hosts_of([json.loads(one) for one in gathered], facts)
         meeting.write("answer", json.dumps(answer).encode())
         return answer
     found: dict[str, Any] = json.loads(meeting.read("answer")[0])
     return found
+
+
+def hosts_of(each: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the run of ``facts``, the agent's address on each of its hosts, and its secret."""
+    hosts = {one["host"]: one["address"] for one in each if one["run"] == facts["run"]}
+    return {"run": facts["run"], "hosts": hosts, "secret": facts["secret"]}

@@ -58,8 +58,8 @@ class WatchOptions:
             within the first 50 steps, and others within 0.2 % of the training's time, where they
             cost no memory.
         verify_at: Steps whose gradient is computed again by each worker, one micro-batch at a time
-            and without the wrapper, and compared with the optimizer's gradient: see
-            :meth:`rankscope.Scope.verify`. Up to 64 workers.
+            and without the wrapper, and compared with the optimizer's gradient; and the update of
+            some parameters: see :meth:`rankscope.Scope.verify`. Up to 64 workers.
         trace: Whether rank 0 records digest, norm and a short sketch of every parameter and every
             reduced gradient, in steps that are multiples of ``every``, for ``rankscope diff``.
             Under DDP; outside of ``overhead_budget``.

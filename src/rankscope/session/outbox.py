@@ -6,9 +6,11 @@ step; only ``flush`` waits for them, and a full queue.
 
 import logging
 from collections import deque
+from collections.abc import Callable
 
 from rankscope.agent.frames import FrameKind
 from rankscope.agent.link import Link
+from rankscope.bus.probe import MessagePart
 from rankscope.session.local_step import LocalStep
 
 _log = logging.getLogger("rankscope")
@@ -20,13 +22,24 @@ MOST_PENDING = 8
 class Outbox:
     """Packs steps in order, and sends them.
 
+    Args:
+        link: The link to the agent.
+        rank: This worker's rank.
+        see: Called with each step and its values before it is sent.
+
     Attributes:
         num_without_room: Number of gradients left out, as the agent did not keep up.
     """
 
-    def __init__(self, link: Link, rank: int) -> None:
+    def __init__(
+        self,
+        link: Link,
+        rank: int,
+        see: Callable[[int, MessagePart], None] = lambda step, part: None,
+    ) -> None:
         self._link = link
         self._rank = rank
+        self._see = see
         self._pending: deque[LocalStep] = deque()
         self.num_without_room = 0
 
@@ -53,7 +66,9 @@ class Outbox:
         room = self._link.has_room
         if step.bulk is not None and not room:
             self._note_without_room(step.step)
-        message = step.pack(bulk=room)
+        part = step.read(bulk=room)
+        self._see(step.step, part)
+        message = step.pack(part)
         self._link.send(FrameKind.STEP, message, rank=self._rank, step=step.step)
 
     def _note_without_room(self, step: int) -> None:

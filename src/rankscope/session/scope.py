@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -69,6 +69,8 @@ class Scope:
         handle: The run.
         on_finding: Called with each finding that opens, gets worse or closes.
         mesh: The mesh that the run is a part of; None without one.
+        stages: The pipeline stages that share weights with this one; None without.
+        shared_weights: Names of parameters that other stages hold, too; may grow.
         sinks: Sinks that live in this process; None without.
         announce_end: Whether rank 0 prints the run's place at the end.
     """
@@ -82,6 +84,8 @@ class Scope:
         *,
         on_finding: OnFinding | None,
         mesh: JoinedMesh | None = None,
+        stages: JoinedMesh | None = None,
+        shared_weights: Set[str] = frozenset(),
         sinks: Sinks | None = None,
         announce_end: bool = False,
     ) -> None:
@@ -90,13 +94,15 @@ class Scope:
         self._off = self._closed = self._inside = self._training = self._bypassing = False
         self._pid = os.getpid()
         self._guard = Guard(self._fail, clock_of(instruments.device))
-        channel = Channel(self._send_evidence, self._has_room, handle.meeting, mesh)
+        channel = Channel(
+            self._send_evidence, self._has_room, handle.meeting, mesh, stages, shared_weights
+        )
         self._collector = StepCollector(
             instruments, optimizer, self._guard, self._send, handle.first_step, channel
         )
         self._mark = _new_mark()
         self._link = handle.connect(self._collector.reduced_copies, self._mark)
-        self._outbox = Outbox(self._link, handle.rank)
+        self._outbox = Outbox(self._link, handle.rank, self._collector.see_message)
         self._inbox = Inbox(self._link, handle, self._collector, on_finding, sinks)
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(ForeignHook(self._before_forward), with_kwargs=True),
@@ -114,6 +120,7 @@ class Scope:
         for each in all_of(optimizer):
             self._hooks.append(each.register_step_pre_hook(self._before_optimizer_step))
             self._hooks.append(each.register_step_post_hook(self._after_optimizer_step))
+            self._hooks.append(each.register_state_dict_pre_hook(self._before_state_dict))
         self._hooks += map(_Hook, self._collector.listen(self._before_engine_step))
         _scopes.add(self)
         atexit.register(_close_at_exit, weakref.ref(self))
@@ -237,10 +244,11 @@ class Scope:
 
         The gradient of the next step that begins is computed again before the optimizer is called,
         one micro-batch at a time and without the wrapper, and compared with the optimizer's
-        gradient; a finding ``verify.…`` has the result. Training goes on as it would have, bit for
-        bit.
+        gradient; a finding ``verify.…`` has the result. So is the optimizer's update of some whole
+        parameters, with a finding ``update.…``. Training goes on as it would have, bit for bit.
         """
         self._collector.ask("reference")
+        self._collector.ask("update")
 
     def pause(self) -> None:
         """Stop measuring gradients; losses and samples are still recorded."""
@@ -267,6 +275,8 @@ class Scope:
     def _close(self, timeout: float, *, interrupted: bool = False) -> None:
         if self._closed or os.getpid() != self._pid:  # not in a forked process
             return
+        if not interrupted:
+            self._guard(self._collector.see_saved)
         self._guard(partial(self._collector.close_step, interrupted=interrupted, last=True))
         self._closed = True
         settled = self._guard.open
@@ -419,6 +429,9 @@ class Scope:
             self._guard(self._collector.begin_optimizer_step)
         self._guard(self._collector.count_optimizer_step, optimizer)
         self._beat("step")
+
+    def _before_state_dict(self, optimizer: Any) -> None:
+        self._guard(self._collector.see_saved)
 
     def _beat(self, phase: str) -> None:
         """Write the place of the training into memory that the agent reads in a hang."""

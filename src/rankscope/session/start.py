@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import platform
+import secrets
 import socket
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,23 +19,27 @@ from rankscope.bus.plan import Plan, Tier
 from rankscope.bus.words import printable
 from rankscope.errors import UsageError
 from rankscope.evidence.canary.check import check_canary
-from rankscope.evidence.environment.facts import environment_facts, vocabulary_digest
+from rankscope.evidence.environment.facts import compilation, environment_facts, vocabulary_digest
 from rankscope.evidence.environment.training import (
     draws_with_replacement,
+    length_of,
     sampler_seed,
+    splits_of,
     training_facts,
 )
 from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
-from rankscope.session.mesh_meeting import join_mesh, meet_mesh
+from rankscope.session.mesh_meeting import JoinedMesh, join_mesh, meet_mesh
 from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
 from rankscope.session.options import WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
+from rankscope.session.stage_meeting import WatchedStage, meet_stages
 from rankscope.sinks import RunInfo, SinkOption, Sinks
 from rankscope.wrappers.find import find_wrapper, plain_optimizers
 from rankscope.wrappers.kinds import LOOP
 from rankscope.wrappers.optimizers import JointOptimizer
+from rankscope.wrappers.rendezvous import default_store
 
 _log = logging.getLogger("rankscope")
 
@@ -76,10 +81,13 @@ def watch(
         plan: The intent, where a fault depends on it: a dict with any of
             ``loss_weighting`` (``"token"`` or ``"worker"``), ``learning_rate`` (a number, or one
             per optimizer step), ``random`` (``"same"`` or ``"different"`` on all workers),
-            ``repeats`` (True: samples repeat on purpose), ``local_buffers`` (True: each worker
+            ``repeats`` (True: samples repeat on purpose), ``samples`` (how many the data set
+            has, all of which an epoch draws), ``local_buffers`` (True: each worker
             keeps running statistics of its own), ``seed`` (of every rank's sampler),
             ``local_steps`` (optimizer steps from one average of the workers' parameters to the
-            next) and ``replicated`` (True: all parameters are equal, also those that DDP ignores).
+            next), ``replicated`` (True: all parameters are equal, also those that DDP ignores),
+            ``max_norm`` (the norm to which code of the training's own clips all gradients) and
+            ``independent`` (True: groups that never meet are trainings of their own).
             See :class:`rankscope.bus.plan.Plan`.
         on_finding: Called with each finding when it opens, gets worse or closes: in the training's
             thread, at the beginning of the same step on every rank, so that it may write a
@@ -123,7 +131,13 @@ def watch(
     alike = not local_steps  # else parameters differ, and with them every result
     canary = check_canary(wrapped, wanted=options.canary and alike, every=options.canary_every)
     instruments = choose_instruments(
-        wrapped, options, tier, local_steps=local_steps, loader=loader, canary=canary
+        wrapped,
+        options,
+        tier,
+        local_steps=local_steps,
+        loader=loader,
+        canary=canary,
+        given_dir=str(run_dir),
     )
     described = {
         "tier": tier,
@@ -140,11 +154,11 @@ def watch(
 
     def describe() -> dict[str, Any]:
         return {
-            "facts": _facts(instruments.device, options.tokenizer, loader),
+            "facts": _facts(model, instruments.device, options.tokenizer, loader),
             "config": dict(config or {}),
             "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
             "sinks": sinks,
-            "run_dir": _own_directory(run_dir, dist.get_process_group_ranks(group)),
+            **_own_directory(run_dir, dist.get_process_group_ranks(group)),
         }
 
     handle = open_run(
@@ -160,23 +174,31 @@ def watch(
             share=options.share,
         ),
     )
-    mesh = None
+    stage = WatchedStage(wrapped.wrapper)
+    joined: list[JoinedMesh | None] = [None, None]
     if not local_steps and not handle.problem:
         host = host_name()
-        secret = handle.hello["secret"]
-        met = meet_mesh(wrapped, group, host=host, address=handle.address, secret=secret)
-        if met is not None:
-            mesh = join_mesh(met, host=host, compares=options.evidence)
-    return Scope(
+        agent = {"host": host, "address": handle.address, "secret": handle.hello["secret"]}
+        met = [meet_mesh(wrapped, group, **agent), meet_stages(wrapped, group, stage, **agent)]
+        joined = [
+            None if one is None else join_mesh(one, host=host, compares=options.evidence)
+            for one in met
+        ]
+    mesh, stages = joined
+    scope = Scope(
         model,
         optimizer,
         instruments,
         handle,
         on_finding=on_finding,
         mesh=mesh,
+        stages=stages,
+        shared_weights=stage.shared,
         sinks=_local_sinks(handle),
         announce_end=options.announce,
     )
+    scope.until_closed(stage)
+    return scope
 
 
 def _one_of(optimizers: list[torch.optim.Optimizer]) -> Any:
@@ -232,16 +254,26 @@ def _local_sinks(handle: RunHandle) -> Sinks | None:
     return Sinks(handle.local_sinks, run)
 
 
-def _own_directory(run_dir: str | Path, ranks: list[int]) -> Path | Store:
-    """Return the directory of one data-parallel group; each group has its own."""
+def _own_directory(run_dir: str | Path, ranks: list[int]) -> dict[str, Any]:
+    """Return the directory of one data-parallel group, and what its job's groups have in common.
+
+    Each group has a directory of its own, see :mod:`rankscope.verdict.siblings`.
+    """
     given = Store.of(run_dir) or Path(run_dir)
-    if 0 in ranks:
-        return given
-    name = f"{given.name}-from-rank-{ranks[0]}"
-    return given.sibling(name) if isinstance(given, Store) else given.with_name(name)
+    own = given
+    if 0 not in ranks:
+        name = f"{given.name}-from-rank-{ranks[0]}"
+        own = given.sibling(name) if isinstance(given, Store) else given.with_name(name)
+    if len(ranks) == dist.get_world_size() or dist.get_rank() != ranks[0]:
+        return {"run_dir": own}
+    name_of_job = default_store().compare_set("rankscope/job", "", secrets.token_hex(8))
+    job = {"id": name_of_job.decode(), "base": given.name, "name": own.name, "ranks": ranks}
+    return {"run_dir": own, "job": job}
 
 
-def _facts(device: torch.device, tokenizer: Any, loader: Any) -> dict[str, Any]:
+def _facts(
+    model: torch.nn.Module, device: torch.device, tokenizer: Any, loader: Any
+) -> dict[str, Any]:
     name = torch.get_device_module(device).get_device_name() if device.type != "cpu" else ""
     vocabulary = {} if tokenizer is None else {"vocabulary": vocabulary_digest(tokenizer)}
     return {
@@ -249,11 +281,13 @@ def _facts(device: torch.device, tokenizer: Any, loader: Any) -> dict[str, Any]:
         "pid": os.getpid(),
         "sampler_seed": sampler_seed(loader),
         "with_replacement": draws_with_replacement(loader),
+        "data_splits": splits_of(loader),
+        "data_length": length_of(loader),
         "device": str(device),
         "device_name": name or platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
         "seed": torch.initial_seed(),
-        "environment": {**environment_facts(device), **vocabulary},
+        "environment": {**environment_facts(device), "compiled": compilation(model), **vocabulary},
     }

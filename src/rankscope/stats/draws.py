@@ -120,6 +120,10 @@ class DrawnSamples:
                 start = index
         yield DrawnSamples(self._steps[start:])
 
+    def after(self, index: int) -> "DrawnSamples":
+        """Return the steps after one of them."""
+        return DrawnSamples(self._steps[index + 1 :])
+
     def single_steps(self) -> "Iterator[DrawnSamples]":
         """Yield each step by itself."""
         for step in self._steps:

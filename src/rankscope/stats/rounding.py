@@ -29,6 +29,22 @@ UNIT_ROUNDOFF = {
 }
 """Largest relative error of one rounding to nearest, by the type's name."""
 
+_COARSEST = UNIT_ROUNDOFF["bfloat16"]
+
+
+def tolerance_of(dtype: str) -> float:
+    """Return the distance of replicas that rounding may explain, relative to their norm.
+
+    Replicas that compute by themselves, in another order, agree in half of the digits of a type at
+    least: the square root of its unit roundoff. Parts of a gradient do not agree in the first one.
+
+    Example:
+        >>> round(tolerance_of("float32"), 5), round(tolerance_of("bfloat16"), 3)
+        (0.00024, 0.062)
+    """
+    return math.sqrt(UNIT_ROUNDOFF.get(dtype, _COARSEST))
+
+
 RMS_OF_ROUNDING = math.sqrt(0.375 / math.log(2) / 3)
 """Root mean square of the relative error of one rounding, in unit roundoffs."""
 

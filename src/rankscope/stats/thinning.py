@@ -65,6 +65,11 @@ class ThinningLedger(Stateful):
         """Whether every sample of the share was remembered; false only beyond 10^12 samples."""
         return self._ledger.exact
 
+    def forget(self) -> None:
+        """Forget all samples and draws; the share that is followed stays."""
+        self._ledger = SampleLedger(self._ledger.capacity)
+        self._drawn = 0
+
     def observe(self, drawn: DrawnSamples) -> Iterator[Followed]:
         """Count and remember the draws of consecutive steps, one with each iteration."""
         for piece in drawn.pieces():

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,13 +18,21 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError, UsageError
 from rankscope.evidence.canary.batch import CanaryDeclined, samples_of
 from rankscope.evidence.canary.bundle import ReplayBundle
+from rankscope.evidence.canary.compare import compare_programs
 from rankscope.evidence.canary.replay import (
+    CanaryResult,
     check_module,
     loss_without_gradient,
     run_batch,
     state_digest,
 )
-from rankscope.evidence.canary.verdict import CanaryCause, CanaryResults, CanaryVerdict, judge
+from rankscope.evidence.canary.verdict import (
+    CanaryCause,
+    CanaryResults,
+    CanaryVerdict,
+    explain,
+    judge,
+)
 from rankscope.files import open_file
 from rankscope.tools.doctor.functions import find_function
 
@@ -108,9 +116,12 @@ def replay(bundle: ReplayBundle, model: nn.Module) -> Replayed | None:
     rows_W = _gather(own)
     if _rank() > 0:
         return None
-    results = _results(bundle, rows_W)
-    states_W = np.array([int(row[3]) for row in rows_W])
+    results = _results(bundle, [row.results for row in rows_W])
+    states_W = np.array([row.state for row in rows_W])
     verdict = judge(results, differing=_minority(states_W))
+    programs_W = [row.program for row in rows_W if row.program is not None]
+    if verdict.verdict is not CanaryCause.DATA and len(programs_W) == len(rows_W):
+        verdict = explain(verdict, compare_programs(programs_W, verdict.ranks))
     if verdict.verdict is not CanaryCause.DATA:
         return Replayed(results, verdict)
     return _with_samples(bundle, model.eval(), device, Replayed(results, verdict))
@@ -133,16 +144,30 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _run(bundle: ReplayBundle, model: nn.Module, device: torch.device) -> list[float]:
-    """Return digests of suspect, suspect again, peer and state, then losses and norms."""
+class _Row(NamedTuple):
+    """One rank's results of the suspect's batch, of its second run, and of the peer's batch.
+
+    Attributes:
+        results: The results.
+        state: Digest of parameters and buffers.
+        program: What the first run's forward pass ran; None if unknown.
+    """
+
+    results: tuple[CanaryResult, CanaryResult, CanaryResult]
+    state: int
+    program: Mapping[str, Any] | None
+
+
+def _run(bundle: ReplayBundle, model: nn.Module, device: torch.device) -> _Row:
     suspect, peer = bundle.batches
+    seed = bundle.seed
     with _autocast(bundle, device):
-        first, again, against = (
-            run_batch(model, batch, device, seed=bundle.seed, backward_seed=other).read()
-            for batch, other in ((suspect, None), (suspect, bundle.seed + 1), (peer, None))
-        )
-    digests = [first.digest, again.digest, against.digest, state_digest(model)]
-    return [*digests, first.loss, first.grad_norm, against.loss, against.grad_norm]
+        first = run_batch(model, suspect, device, seed=seed, record=True)
+        again = run_batch(model, suspect, device, seed=seed, backward_seed=seed + 1)
+        against = run_batch(model, peer, device, seed=seed)
+    results = first.read(), again.read(), against.read()
+    program = None if first.program is None else first.program.read()
+    return _Row(results, state_digest(model), program)
 
 
 def _autocast(bundle: ReplayBundle, device: torch.device) -> AbstractContextManager[Any]:
@@ -154,7 +179,7 @@ def _autocast(bundle: ReplayBundle, device: torch.device) -> AbstractContextMana
     return torch.autocast(device.type, dtype=dtype)
 
 
-def _gather(own: list[float]) -> list[list[float]]:
+def _gather(own: _Row) -> list[_Row]:
     """Return the rows of all ranks, in rank order."""
     if not dist.is_initialized():
         return [own]
@@ -163,10 +188,19 @@ def _gather(own: list[float]) -> list[list[float]]:
     return rows
 
 
-def _results(bundle: ReplayBundle, rows_W: list[list[float]]) -> CanaryResults:
-    columns = list(zip(*rows_W, strict=True))
-    digests, again, against, _ = (np.array(column, np.int64) for column in columns[:4])
-    losses, norms, peer_losses, peer_norms = (np.array(c, np.float64) for c in columns[4:])
+def _results(
+    bundle: ReplayBundle, results_W: list[tuple[CanaryResult, CanaryResult, CanaryResult]]
+) -> CanaryResults:
+    first_W, again_W, against_W = zip(*results_W, strict=True)
+    digests, again, against = (
+        np.array([one.digest for one in run_W], np.int64) for run_W in (first_W, again_W, against_W)
+    )
+    losses, again_losses, peer_losses = (
+        np.array([one.loss for one in run_W]) for run_W in (first_W, again_W, against_W)
+    )
+    norms, again_norms, peer_norms = (
+        np.array([one.grad_norm for one in run_W]) for run_W in (first_W, again_W, against_W)
+    )
     return CanaryResults(
         suspect=bundle.suspect,
         peer=bundle.peer,
@@ -174,9 +208,12 @@ def _results(bundle: ReplayBundle, rows_W: list[list[float]]) -> CanaryResults:
         norms_W=norms,
         digests_W=digests,
         again_W=again,
+        again_losses_W=again_losses,
+        again_norms_W=again_norms,
         peer_losses_W=peer_losses,
         peer_norms_W=peer_norms,
         peer_digests_W=against,
+        projected=all(one.projected for one in first_W),
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -22,7 +22,8 @@ from rankscope.stats.spread import finite_mean
 from rankscope.verdict.checks import checks_of
 from rankscope.verdict.dispersion_words import Values
 from rankscope.verdict.noise_scale import dispersion_numbers, noise_numbers
-from rankscope.verdict.rules import settled_by
+from rankscope.verdict.rules import next_check_of, settled_by
+from rankscope.verdict.siblings import Sibling, describe_siblings, siblings_of, worst_of
 from rankscope.verdict.verdicts import RunProgress, Verdict, judge, statements
 
 _MEANS = (
@@ -82,13 +83,16 @@ def assess(run: Run) -> Assessment:
     findings = run.findings()
     progress = progress_of(run)
     known = values["samples_drawn"] is not None
-    checks = checks_of(run.num_workers, run.info.get("options"), samples=known)
+    options = run.info.get("options")
+    checks = checks_of(run.num_workers, options, samples=known, canaries=_has_canary(run))
     progress = replace(progress, checks=checks)
-    verdict: Verdict = judge(values, findings, progress)
+    siblings = siblings_of(run)
+    verdict: Verdict = _of_job(judge(values, findings, progress), findings, worst_of(siblings))
     return Assessment(
         severity=_worst(findings, verdict.severity),
         headline=verdict.headline,
         statements=(
+            *filter(None, [describe_siblings(siblings)]),
             *statements(values, findings, progress),
             *_describe_missing(run),
             *_describe_long(run),
@@ -98,6 +102,18 @@ def assess(run: Run) -> Assessment:
         early=verdict.early,
         command="" if verdict.about is None else replay_command(run, verdict.about),
     )
+
+
+def _of_job(verdict: Verdict, findings: Sequence[Finding], worst: Sibling | None) -> Verdict:
+    """Return the verdict of the job's worst run, if it is not this one."""
+    if worst is None or worst.worst is None:
+        return verdict
+    fault = worst.worst
+    if max((one.severity for one in findings), default=Severity.NOTE) >= fault.severity:
+        return verdict
+    seen = f"See rankscope report {shlex.quote(str(worst.path))}."
+    advice = f"{next_check_of(fault, worst.findings)} {seen}"
+    return Verdict(worst.sentence, advice, fault.severity)
 
 
 def replay_command(run: Run, finding: Finding) -> str:
@@ -116,6 +132,11 @@ def progress_of(run: Run) -> RunProgress:
     """
     steps = step_range(run.path, Table.STEPS)
     return RunProgress(run.status, -1 if steps is None else steps[1], _earlier_steps(run))
+
+
+def _has_canary(run: Run) -> bool:
+    """Return whether all workers have run a canary."""
+    return bool(np.isfinite(run.overview("canary_loss").mean_BW).all(axis=1).any())
 
 
 def _earlier_steps(run: Run) -> int | None:

@@ -10,11 +10,14 @@ from rankscope.bus.words import count
 from rankscope.evidence import EVIDENCE
 
 
-def checks_of(num_workers: int, options: object, *, samples: bool = True) -> tuple[Check, ...]:
-    """Return the checks of a run; ``options`` are those of ``watch`` in ``run.json``."""
+def checks_of(
+    num_workers: int, options: object, *, samples: bool = True, canaries: bool | None = None
+) -> tuple[Check, ...]:
+    """Return the checks of a run, see :class:`rankscope.bus.checks.CheckedRun`."""
     if num_workers < 2:
         return ()
-    run = CheckedRun(num_workers, options if isinstance(options, Mapping) else {}, samples)
+    given = options if isinstance(options, Mapping) else {}
+    run = CheckedRun(num_workers, given, samples, canaries)
     made = (each.find("judge", "make_checks") for each in EVIDENCE)
     return tuple(check for make in made if make is not None for check in make(run))
 
@@ -28,11 +31,11 @@ def missing_steps(checks: Sequence[Check], num_steps: int) -> int:
 def describe_checks(checks: Sequence[Check], num_steps: int) -> tuple[str, ...]:
     """List the checks done, those to come, and impossible ones, in one sentence each."""
     possible = [check for check in checks if not check.impossible]
-    done = [check.what for check in possible if check.needs <= num_steps]
+    done = [check.what for check in possible if check.needs <= num_steps and not check.pending]
     waiting = [
-        f"{check.what} ({count(check.needs - num_steps, 'more step')})"
+        f"{check.what} ({check.pending or count(check.needs - num_steps, 'more step')})"
         for check in possible
-        if check.needs > num_steps
+        if check.needs > num_steps or check.pending
     ]
     never = [f"{check.what} ({check.impossible})" for check in checks if check.impossible]
     parts = (

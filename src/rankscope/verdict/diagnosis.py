@@ -30,7 +30,7 @@ from rankscope.stats.state import State, StateError
 
 _log = logging.getLogger("rankscope")
 
-SEEN_LIVE = ("time.hang", "verify.", "sync.partial_gradient", "state.replicas_differ")
+SEEN_LIVE = ("time.hang", "verify.", "update.", "sync.partial_gradient", "state.replicas_differ")
 """Prefixes of causes whose findings do not come from the tables."""
 
 _TOGETHER = 64  # steps of a record that are diagnosed at a time
@@ -241,6 +241,12 @@ def has_replacement(info: Mapping[str, Any]) -> bool:
     return bool(values) and all(one is True for one in values)
 
 
+def _length_of(info: Mapping[str, Any]) -> int | None:
+    """Return the number of the data set's samples, from the plan or the loaders."""
+    known = [one for one in _by_rank(info, "data_length") if isinstance(one, int)]
+    return plan_of(info).samples or max(known, default=None)
+
+
 def is_by_loop(info: Mapping[str, Any]) -> bool:
     """Return whether the training's own loop reduces gradients, from ``run.json``."""
     return bool(_option(info, "parallel") == "loop")
@@ -259,6 +265,11 @@ def diagnosis_of(run: Run) -> Diagnosis:
             comm_hook=has_comm_hook(info),
             sampler_seeds=seeds_of(info),
             with_replacement=has_replacement(info),
+            data_splits=[
+                (str(n), int(k)) for n, k in (_by_rank(info, "data_splits") or [()])[0] or ()
+            ],
+            data_length=_length_of(info),
+            world_size=int(info.get("world_size") or 0),
             by_loop=is_by_loop(info),
         )
     )

@@ -7,6 +7,7 @@ from rankscope.bus.finding_events import FindingEvent
 from rankscope.bus.words import count, name_ranks
 from rankscope.verdict.checks import checks_of, missing_steps
 from rankscope.verdict.rules import explanations, first_sentence, ranked, settles
+from rankscope.verdict.siblings import Sibling
 
 MOST_LINES = 20
 """Lines about single findings in one run: a log that scrolls is not read."""
@@ -17,11 +18,12 @@ class Announcer:
 
     Notes, and findings that another one explains, are only counted at the end; but a note that
     settles an announced finding is announced, too. ``write`` gets each line, and whether it is
-    about a fault.
+    about a fault. ``where`` begins each line: the place of a run among those of its job, if there
+    are several.
     """
 
-    def __init__(self, write: Callable[[str, bool], None]) -> None:
-        self._write = write
+    def __init__(self, write: Callable[[str, bool], None], where: str = "") -> None:
+        self._write = write if not where else lambda line, bad: write(f"{where}: {line}", bad)
         self._num_lines = 0
         self._announced: set[str] = set()
 
@@ -54,14 +56,25 @@ class Announcer:
         return any(settles(finding, one) for one in known if one.id in self._announced)
 
     def conclude(
-        self, known: Sequence[Finding], *, num_steps: int, num_workers: int, options: object
+        self,
+        known: Sequence[Finding],
+        *,
+        num_steps: int,
+        num_workers: int,
+        options: object,
+        worst: Sibling | None = None,
     ) -> None:
-        """Announce the verdict, from all findings of the run in their last state."""
+        """Announce the verdict, from all findings of the run in their last state.
+
+        Where this run has no fault, but another of its job has, that one's is announced.
+        """
         if not num_steps:
             return
         missing = missing_steps(checks_of(num_workers, options), num_steps)
         seen = f"{count(num_steps, 'step')} of {count(num_workers, 'worker')}"
-        self._write(f"{seen}: {verdict_line(known, missing)}", False)
+        clean = all(finding.severity <= Severity.NOTE for finding in known)
+        line = worst.sentence if worst is not None and clean else verdict_line(known, missing)
+        self._write(f"{seen}: {line}", False)
 
 
 def line_of(finding: Finding, event: FindingEvent) -> str:

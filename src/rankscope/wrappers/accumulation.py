@@ -27,6 +27,9 @@ class Accumulation:
 
     At most as many forward passes make a step as came before some call of the optimizer so far. So
     a worker that leaves the optimizer out has as many steps as the others.
+
+    Several calls of a pipeline schedule may make an update. There a step has at least as many
+    forward passes as each update so far took, even if gradients are taken away between the calls.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -35,6 +38,8 @@ class Accumulation:
         self._left: _State | None = None
         self._applied: _State | None = None
         self._most_passes = 0
+        self._fewest_passes = 0  # that an update took
+        self._earlier_passes = 0  # of the steps that ended since the last update
 
     def see_reduced(self) -> None:
         """Note that a reduction is over."""
@@ -45,16 +50,27 @@ class Accumulation:
         self._most_passes = max(self._most_passes, num_passes)
         self._applied = self._state()
 
+    def end_step(self, num_passes: int, *, updated: bool) -> None:
+        """Note the end of a step of so many forward passes, and whether an update came."""
+        self._earlier_passes += num_passes
+        if updated:
+            taken = self._earlier_passes
+            self._fewest_passes = min(self._fewest_passes or taken, taken)
+            self._earlier_passes = 0
+
     def adds_to_applied(self) -> bool:
         """Return whether a backward pass that begins now adds to gradients that were applied."""
         return self._is_unchanged(self._applied, as_a_whole=True)
 
-    def goes_on(self, num_passes: int) -> bool:
+    def goes_on(self, num_passes: int, *, in_calls: bool = False) -> bool:
         """Return whether the next micro-batch's gradients will be added to the reduced ones.
 
         Args:
             num_passes: Forward passes of the step so far, after which the optimizer was not called.
+            in_calls: Whether calls of a pipeline schedule have reduced them.
         """
+        if in_calls and num_passes < self._fewest_passes:
+            return True
         if num_passes >= (self._most_passes or _MOST_AT_FIRST):
             return False
         return self._is_unchanged(self._left)

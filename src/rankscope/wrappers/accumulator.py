@@ -91,12 +91,21 @@ class AccumulatorAudit:
         left = self._all if whole else tuple(n for n in self._all if n in names)
         return partial(self._read_gradients, left) if left else None
 
-    def end_pass(self, read_again: ReadAgain | None) -> None:
+    def end_pass(self, read_again: ReadAgain | None, *, again: bool = False) -> None:
         """Note that a backward pass has ended.
 
         Args:
             read_again: Reads the gradient again, if it was measured and waits for more.
+            again: Whether its end was noted before: only now its gradients were reduced.
         """
+        if not again:
+            self._count_pass()
+        self._read_again = None
+        if read_again is not None and not self._too_late:
+            self._read_again = read_again
+            self._versions = self._now()
+
+    def _count_pass(self) -> None:
         pair = self._pair
         self._pair = None
         self._open = False
@@ -105,10 +114,6 @@ class AccumulatorAudit:
             self._squares += [torch.full_like(pair, torch.nan)] * skipped
             self._squares.append(pair)
         self._passes += 1
-        self._read_again = None
-        if read_again is not None and not self._too_late:
-            self._read_again = read_again
-            self._versions = self._now()
 
     def _read_gradients(self, names: Sequence[str], into: GradientTotals) -> None:
         gradients = [(name, self._parameters[name].grad) for name in names]

@@ -112,7 +112,8 @@ class FSDP2Tap(GradientTap):
         self._running = self._open = self._complete = self._spoiled = False
         self._fresh = self._micro_known = True
         self._reduced_read = False
-        self._num_forwards = self._num_backwards = 0
+        self._num_forwards = self._num_trained = self._num_backwards = 0
+        self._settled = False  # no forward pass waits for its backward pass after a reduction
 
     @property
     def reduced_copies(self) -> int:
@@ -144,8 +145,9 @@ class FSDP2Tap(GradientTap):
         """Note that the running backward pass has reached the model's output."""
         self._begin_backward()
         self._reached.append(trained)
-        alternates = self._num_forwards == self._num_backwards + 1
-        self._gradients.begin_pass(measure=self._measure and alternates, begun=bool(self._read_now))
+        known = self._settled or self._num_forwards == self._num_backwards + 1
+        self._settled = False
+        self._gradients.begin_pass(measure=self._measure and known, begun=bool(self._read_now))
 
     @property
     def complete(self) -> bool:
@@ -167,12 +169,15 @@ class FSDP2Tap(GradientTap):
                 None if reduced is None else reduced.clone(),
                 self._micro_squared_norms(),
                 norm_estimated=self._parts.count > 1,
-                accumulator_changes=self._gradients.collect()
-                if self._num_forwards == self._num_backwards
-                else None,
+                accumulator_changes=self._gradients.collect() if self._one_each else None,
             )
         self._start_again()
         return gradient
+
+    @property
+    def _one_each(self) -> bool:
+        """Whether each forward pass that trains had a backward pass of its own."""
+        return self._num_backwards in (self._num_forwards, self._num_trained)
 
     def remove(self) -> None:
         """Stop listening."""
@@ -181,7 +186,7 @@ class FSDP2Tap(GradientTap):
 
     def _micro_squared_norms(self) -> Tensor | None:
         """Return the norms when each forward pass had one backward pass and all were seen."""
-        if not self._micro_known or self._num_forwards != self._num_backwards:
+        if not self._micro_known or not self._one_each:
             return None
         if self._parts.count > 1:
             each = self._parts.count == self._num_backwards
@@ -276,23 +281,27 @@ class FSDP2Tap(GradientTap):
         if not self._has_accumulated(groups) and not any(reduced.values()):
             self._gradients.drop_pass(reduced=self._close_part())
             return  # the training wanted gradients of other tensors than parameters
+        again = not (self._reached or in_backward())  # a schedule reduces after its passes
         for trained in self._reached:
             trained()
-        self._num_backwards += 1
+        self._num_trained += len(self._reached)
+        self._reached.clear()
+        self._num_backwards += not again
         synchronised = any(group.synchronises for group in reduced)
+        self._settled = synchronised and self._one_each
         self._complete |= synchronised
         if synchronised:
             self._observer.see_reduced()
         if self._measure:
-            self._measure_pass(synchronised=synchronised)
+            self._measure_pass(synchronised=synchronised, again=again)
 
-    def _measure_pass(self, *, synchronised: bool) -> None:
+    def _measure_pass(self, *, synchronised: bool, again: bool) -> None:
         if not self._close_part() and not synchronised:
             self._measure_unreduced()
             return
-        if synchronised and self._num_backwards > 1:
+        if synchronised and self._num_backwards > 1 and not again:
             self._micro.add(self._parts.totals(), last=True)
-        self._gradients.end_reduced(self._measure_reduced() if synchronised else ())
+        self._gradients.end_reduced(self._measure_reduced() if synchronised else (), again=again)
 
     def _close_part(self) -> bool:
         """Return whether the backward pass has reduced something that was measured."""

@@ -121,16 +121,19 @@ class AccumulatedGradients:
         self._unreduced = states
         self._audit.end_pass(None if totals is None else self._read_unreduced)
 
-    def end_reduced(self, parameters: Collection[ManagedParameter] = ()) -> None:
+    def end_reduced(
+        self, parameters: Collection[ManagedParameter] = (), *, again: bool = False
+    ) -> None:
         """End a pass that has reduced gradients.
 
         Args:
             parameters: Whose shards :meth:`measure_reduced` has just measured.
+            again: Whether it has ended before the reduction.
         """
         self._close()
         self._left = self.reduced if parameters else None
-        again = partial(self._measure_shards, parameters, ReadReduced.NORM)
-        self._audit.end_pass(None if self._left is None else again)
+        read = partial(self._measure_shards, parameters, ReadReduced.NORM)
+        self._audit.end_pass(None if self._left is None else read, again=again)
 
     def collect(self) -> Tensor | None:
         """Return the step's changes: see :meth:`AccumulatorAudit.collect`."""

@@ -13,6 +13,7 @@ from rankscope.wrappers.fsdp2_model import ManagedParameter, managed_parameters
 
 _log = logging.getLogger("rankscope")
 _STAGES = ("pp", "pipe", "stage")  # names of the axes of pipeline stages
+_SEQUENCES = ("cp", "context", "sp", "seq", "ulysses", "ring")  # of those that cut sequences
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +24,31 @@ class MeshPlace:
         rank: This rank in the job.
         ranks: All ranks of the mesh that hold the same parameters or other cuts of them.
         axes: By name of each axis over which FSDP2 does not average, the ranks along it.
-        parameters: All parameters that FSDP2 shards, trained or not.
+        parameters: All parameters that FSDP2 shards, trained or not; along an axis of pipeline
+            stages, those that other stages hold as well, by their names in all of them.
+        shared: Along an axis of stages, the names of those whose equal content is known to be no
+            chance; None along other axes.
     """
 
     rank: int
     ranks: tuple[int, ...]
     axes: Mapping[str, tuple[int, ...]]
     parameters: tuple[ManagedParameter, ...]
+    shared: tuple[str, ...] | None = None
+
+
+def stage_line(model: nn.Module) -> tuple[str, tuple[int, ...]] | None:
+    """Return the axis of pipeline stages and the ranks along it through this one; None without.
+
+    Args:
+        model: A stage under ``fully_shard``.
+    """
+    for mesh in _meshes(managed_parameters(model)):
+        for name in mesh.mesh_dim_names or ():
+            line = _through(mesh, (name,))
+            if name.startswith(_STAGES) and len(line) > 1:
+                return name, line
+    return None
 
 
 def mesh_place(model: nn.Module) -> MeshPlace | None:
@@ -59,6 +78,26 @@ def mesh_place(model: nn.Module) -> MeshPlace | None:
     return MeshPlace(dist.get_rank(), ranks, axes, tuple(managed))
 
 
+def outer_axes(managed: Sequence[ManagedParameter]) -> dict[str, tuple[int, ...]]:
+    """Return by name of each axis over which FSDP2 does not average the ranks along it."""
+    workers = set(managed[0].group.ranks)
+    lines = [found for mesh in _meshes(managed) for found in _lines(mesh)]
+    return {name: line for name, line in lines if workers & set(line) == {dist.get_rank()}}
+
+
+def sequence_lines(managed: Sequence[ManagedParameter]) -> dict[str, tuple[int, ...]]:
+    """Return by name of each axis that cuts sequences the ranks along it through this rank.
+
+    FSDP2 may average over such an axis or not.
+    """
+    lines: dict[str, tuple[int, ...]] = {}
+    for mesh in _meshes(managed):
+        for name, line in _lines(mesh):
+            if name.startswith(_SEQUENCES) and line not in lines.values():
+                lines.setdefault(name, line)
+    return lines
+
+
 def placements_of(parameter: ManagedParameter) -> dict[str, bool]:
     """Return by name of each axis that a parameter's placement names, whether it is replicated."""
     tensor = parameter.tensor
@@ -72,13 +111,12 @@ def placements_of(parameter: ManagedParameter) -> dict[str, bool]:
 
 
 def log_other_mesh(watched: Sequence[ManagedParameter], other: Sequence[ManagedParameter]) -> None:
-    """Log which parameters lie on another mesh, and whether FSDP2 divides their gradients alike.
+    """Log which parameters lie on another mesh.
 
     Args:
         watched: The parameters that are compared.
         other: Those that are reduced otherwise.
     """
-    level = logging.WARNING if dist.get_rank() == 0 else logging.INFO
     group = watched[0].group
     apart = other[0].group
     some = f"{len(other)} parameters (from {other[0].name} on)"
@@ -89,21 +127,9 @@ def log_other_mesh(watched: Sequence[ManagedParameter], other: Sequence[ManagedP
         len(apart.ranks),
         len(group.ranks),
     )
-    if apart.divisor != group.divisor:
-        _log.log(
-            level,
-            "FSDP2 divides the gradients of %s by %g, those of the rest by %g: they are %g times "
-            "as large as those of one mean loss, unless the training scales them by hand; call "
-            "set_gradient_divide_factor(%g) on the modules that hold them",
-            some,
-            apart.divisor,
-            group.divisor,
-            group.divisor / apart.divisor,
-            group.divisor,
-        )
 
 
-def _meshes(managed: list[ManagedParameter]) -> Iterator[DeviceMesh]:
+def _meshes(managed: Sequence[ManagedParameter]) -> Iterator[DeviceMesh]:
     """Yield the mesh from which FSDP2's was cut, and those of placements, the former first."""
     inside = managed[0].group.mesh
     root = getattr(inside, "_get_root_mesh", None)

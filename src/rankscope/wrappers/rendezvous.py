@@ -56,6 +56,7 @@ class Rendezvous:
             :data:`PATIENCE_SECONDS`.
 
     Attributes:
+        ranks: The ranks that meet.
         patience_seconds: How long this rank waits for the others.
 
     Raises:
@@ -71,6 +72,7 @@ class Rendezvous:
     ) -> None:
         kind = "" if ranks is None else "mesh/"
         ranks = dist.get_process_group_ranks(group) if ranks is None else list(ranks)
+        self.ranks = tuple(ranks)
         self.rank = ranks.index(dist.get_rank())
         self.num_workers = len(ranks)
         name = kind + hashlib.blake2b(json.dumps(ranks).encode(), digest_size=8).hexdigest()
@@ -148,11 +150,13 @@ class Rendezvous:
         """Return whether this is the first call for a key on any rank."""
         return int(self._store.add(self._key(key), 1)) == 1
 
-    def agree(self, topic: str, problem: str, patience_seconds: float) -> str:
-        """Return why the ranks must not do something together: see :func:`agree`."""
+    def agree(
+        self, topic: str, problem: str, patience_seconds: float, num_ranks: int | None = None
+    ) -> str:
+        """Return why ranks must not do something together: see :func:`agree`; by default all."""
         c10d: Any = dist.distributed_c10d
         store = c10d.PrefixStore(self._key(topic), self._store)
-        return agree(store, self.num_workers, problem, patience_seconds)
+        return agree(store, num_ranks or self.num_workers, problem, patience_seconds)
 
     def _key(self, key: str) -> str:
         return f"{self._name}/{key}"

@@ -244,12 +244,14 @@ def test_a_canary_that_a_worker_missed_is_tried_once_more():
 
 
 def test_a_schedule():
-    seen = planned(CanaryPlan(3, Schedule(100)), 0, 350)
+    plan = CanaryPlan(3, Schedule(100))
+    assert plan.current is not None  # the first one is known without a word
+    seen = [plan.current, *planned(plan, 0, 350)]
     assert [one.run_at for one in seen] == [32, 132, 232, 332]
     assert [(one.suspect, one.peer) for one in seen] == [(0, 1), (1, 2), (2, 0), (0, 1)]
     assert {one.reason for one in seen} == {"scheduled"}
     assert not any(one.of_finding or one.by_default for one in seen)
-    assert len(planned(CanaryPlan(3, Schedule(1)), 0, 100)) == 4  # one after the other
+    assert len(planned(CanaryPlan(3, Schedule(1)), 0, 100)) == 3  # one after the other
 
 
 @pytest.mark.parametrize(("step_seconds", "cost"), [(0.016, 0.1), (2.0, 3.0), (0.1, 0.0001)])
@@ -284,6 +286,19 @@ def test_one_that_nobody_asked_for_is_tried_more_and_more_rarely_where_it_comes_
     assert gaps[0] < 200
     assert (np.diff(gaps) >= 0).all()
     assert 4096 <= gaps[-1] <= 4096 + 2 * 8 * LAG
+
+
+def test_one_that_comes_late_is_put_off_further_each_time_until_it_has_run():
+    plan = CanaryPlan(4, Schedule())
+    newest, leads = 100, []
+    for late in (5, 300, 1, 1, 1, 1):
+        one = plan.postpone(newest, late)
+        leads.append(one.run_at - newest)
+        newest = one.run_at
+    assert leads == [32, 632, 1264, 2528, 4096, 4096]  # twice as far, or as late as it came
+    assert (one.suspect, one.peer, one.capture_at) == (0, 1, 16)  # the same batches
+    plan.finish()
+    assert plan.lead == 2048
 
 
 def test_all_is_counted_from_the_newest_step_that_is_known():

@@ -117,10 +117,13 @@ def test_a_canary_that_a_worker_missed_says_nothing():
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ({"digests": (5, 6, 5, 5), "losses": (1, 2, 1, 1)}, "Rank 1 did not compute what the oth"),
-        ({"digests": (5, 6, 5, 5)}, "as small as rounding"),
-        ({"again": (5, 5, 5, 7)}, "rank 3 ran the same batch twice"),
-        ({"digests": (5, 5, 6, 6)}, "any of ranks 0–3 may be wrong"),
+        (
+            {"digests": (5, 6, 5, 5), "losses": (1, 2, 1, 1)},
+            "Rank 1 computes a different result from the same batch: the loss is 100 % high",
+        ),
+        ({"digests": (5, 6, 5, 5)}, "no more than another order of sums makes"),
+        ({"again": (5, 5, 5, 7)}, "Rank 3 does not repeat its own result"),
+        ({"digests": (5, 5, 6, 6)}, "Any of ranks 0–3 may be wrong"),
     ],
 )
 def test_findings_are_in_plain_words(how, words):

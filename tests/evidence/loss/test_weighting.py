@@ -278,6 +278,8 @@ def constant(value, *, micro=1, width=W, steps=20):
         (1 / 9, 3, "one over the number of micro-batches"),
         (4 / 3, 3, "the number of workers"),
         (1.0, 4, "the number of workers or the number of micro-batches"),
+        (4.0, 2, "multiplied by 8 in all before backward: the number of workers times that of"),
+        (1 / 36, 3, "one over the number of workers and that of micro-batches"),
     ],
 )
 def test_a_wrong_factor_is_named(value, micro, words):
@@ -287,6 +289,28 @@ def test_a_wrong_factor_is_named(value, micro, words):
     assert (evidence.severity, evidence.ranks) == (Severity.WARNING, (0, 1, 2, 3))
     assert (evidence.first_step, evidence.count) == (0, 20)
     assert words in describe("loss.scale", evidence.severity, evidence.fields)[0]
+
+
+def sums(detector, **columns):
+    """Return all evidence on losses that are sums over tokens; ``columns`` of all workers."""
+    found = []
+    for step, tokens in enumerate(lengths(20)):
+        seen = observation(step, tokens, tokens)
+        for name, value in columns.items():
+            seen.gathered.workers[name][:] = value if name != "applied_scale" else value(tokens)
+        found += evidence_of(detector, seen)
+    return found
+
+
+def test_sums_over_tokens_are_a_note_and_a_warning_where_gradients_are_clipped():
+    assert {one.severity for one in sums(LossScale(W))} == {Severity.NOTE}
+    [*_, last] = sums(LossScale(W), clip_limit=1.0)
+    assert last.severity is Severity.WARNING
+    assert "the number of its label tokens" in describe("loss.scale", last.severity, last.fields)[0]
+
+
+def test_sums_over_tokens_that_are_divided_after_the_reduction_are_silent():
+    assert sums(LossScale(W), applied_scale=lambda tokens: W / tokens.sum()) == []
 
 
 @pytest.mark.parametrize(
@@ -299,6 +323,30 @@ def test_advice_knows_whether_the_tokens_are_divided_out_already(divided, words)
         seen.gathered.workers["loss_divided"][:] = divided
         found += evidence_of(detector, seen)
     assert words in describe("loss.scale", found[-1].severity, found[-1].fields)[1]
+
+
+@pytest.mark.parametrize(
+    ("loss", "schedule", "applied", "said"),
+    [
+        (1.0, 1 / 3, 1 / 3, ""),  # torch's default: a mean loss, divided after the backward passes
+        (1.0, np.nan, 1 / 3, ""),  # by hand
+        (1.0, np.nan, 0.2, ""),  # and clipped
+        (1.0, np.nan, 0.5, "multiplied by 3 in all before backward"),  # clipped, not divided
+        (1 / 3, 1 / 3, 1 / 3, "multiplied by 0.3333 in all before backward and by the pipeline"),
+        (1.0, 1.0, 1.0, "multiplied by 3 in all before backward and by the pipeline schedule"),
+        (1.0, 1 / 3, np.nan, ""),  # what is applied is not read on some meshes
+    ],
+)
+def test_what_divides_after_the_backward_passes_counts(loss, schedule, applied, said):
+    detector, found = LossScale(W), []
+    for step, parts in enumerate(constant(loss, micro=3)):
+        seen = observation(step, *parts)
+        seen.gathered.workers["schedule_scale"][:] = schedule
+        seen.gathered.workers["applied_scale"][:] = applied
+        found += evidence_of(detector, seen)
+    assert bool(found) == bool(said)
+    for evidence in found[-1:]:
+        assert said in describe("loss.scale", evidence.severity, evidence.fields)[0]
 
 
 def test_losses_weighted_by_tokens_and_by_workers():

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from rankscope.bus.packing import PackedError
-from rankscope.evidence.mesh.part import AxisPart, compare_along, tolerance_of
+from rankscope.evidence.mesh.part import AxisPart, compare_along
+from rankscope.stats.rounding import tolerance_of
 
 NAMES = ("norm", "up", "router")
 K = 61

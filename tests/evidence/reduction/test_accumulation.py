@@ -8,6 +8,7 @@ import pytest
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import HEALED_AFTER
 from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.rules import describe
 from rankscope.bus.step import StepReport
 from rankscope.evidence.reduction.accumulation import (
     ERROR_FROM,
@@ -76,6 +77,20 @@ def test_a_mistake_that_comes_again_is_an_error(scale, kind, text):
     assert "micro-batch 3 of a step" in words(found[-1])
 
 
+@pytest.mark.parametrize(
+    ("scale", "advice"), [(0.25, "pass scale_grads=False"), (0.0, "torch 2.13 itself sets .grad")]
+)
+def test_advice_knows_what_pipeline_schedules_do_themselves(scale, advice):
+    for schedule in (1.0, np.nan):
+        steps = [accumulated(n, 1 - scale, scale) for n in range(ERROR_FROM)]
+        for each in steps:
+            each.gathered.workers["schedule_scale"][:] = schedule
+        found = tell(AccumulationAudit(), *steps)
+        assert (advice in str(describe(found[-1].cause, found[-1].severity, found[-1].fields))) == (
+            schedule == 1
+        )
+
+
 def test_a_factor_that_varies_stays_a_warning():
     scales = [0.5, 0.3, 0.7, 0.2, 0.6]
     found = tell(AccumulationAudit(), *(accumulated(n, 1 - s, s) for n, s in enumerate(scales)))
@@ -142,7 +157,7 @@ def changed(number, factor, names=("block.weight",)):
 def test_a_factor_of_some_parameters_is_told_and_they_are_named():
     found = tell(ChangedLater(), *(changed(n, 0.5) for n in range(3)))
     assert [one.severity for one in found] == [Severity.NOTE, Severity.NOTE, Severity.WARNING]
-    assert found[-1].numbers == {"steps": 3, "names": ["block.weight"], "factor": 0.5}
+    assert found[-1].numbers == {"steps": 3, "names": ["block.weight"], "num_names": 1, "factor": 0.5}
     assert "the gradients of block.weight were multiplied by 0.5" in words(found[-1])
 
 

@@ -116,6 +116,17 @@ def test_clipping_and_unscaling_after_a_sound_reduction_agree():
     assert ask(4 * sound, reduced=sound).answer is ReferenceAnswer.SCALE
 
 
+def test_only_a_training_that_is_known_to_clip_is_said_to():
+    sound = summed(gradients(), EQUAL)
+    found = ask(0.25 * sound, reduced=sound)
+    clips = verified(found, 20, W, M, clips=True)
+    assert (clips.cause, "as clipping does" in clips.explanation) == ("verify.agrees", True)
+    unknown = verified(found, 20, W, M)
+    assert (unknown.cause, str(unknown.severity)) == ("verify.scale", "note")
+    assert "0.25 of what one process would compute" in unknown.explanation
+    assert "clipping" not in unknown.explanation
+
+
 @pytest.mark.parametrize(
     ("weights", "missing"),
     [

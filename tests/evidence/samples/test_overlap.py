@@ -2,6 +2,7 @@
 
 from itertools import islice
 
+import numpy as np
 import pytest
 
 from rankscope.bus.finding import Severity
@@ -122,3 +123,52 @@ def test_a_few_repeats_inside_an_epoch_are_no_padding():
             yield batches
 
     assert watch(stream(), 200, capacity=1 << 20) == []
+
+
+def of_another_order(size, worker):
+    """Yield the batches of workers one of which takes its shard of the data in another order."""
+    order = np.random.default_rng(5).permutation(size)
+    for batches in sharded(size, 4, 4):
+        yield [order[b] if rank == worker else b for rank, b in enumerate(batches)]
+
+
+def test_epochs_do_not_make_all_workers_of_one_whose_order_differs():
+    stream = of_another_order(960, worker=2)
+    found = observed(stream, 150, 4)
+    assert (found[-1].severity, found[-1].ranks) == (Severity.ERROR, (2,))
+    sure = [one for one in found if one.severity is Severity.ERROR]
+    assert {one.ranks for one in sure} == {(2,)}
+
+
+def repeats_inside_epochs(batches_T, epoch_steps):
+    """Count draws of what only other workers drew before in the same epoch."""
+    total = 0
+    for start in range(0, len(batches_T), epoch_steps):
+        owners: dict[int, set[int]] = {}
+        for batches in batches_T[start : start + epoch_steps]:
+            before = {sample: set(ranks) for sample, ranks in owners.items()}
+            for rank, batch in enumerate(batches):
+                for sample in set(batch.tolist()):
+                    total += bool(before.get(sample)) and rank not in before[sample]
+                    owners.setdefault(sample, set()).add(rank)
+    return total
+
+
+def test_the_next_epoch_of_data_that_hold_some_content_twice_is_not_counted():
+    alias = np.arange(960)
+    pairs = np.random.default_rng(7).choice(960, (12, 2), replace=False)
+    alias[pairs[:, 0]] = pairs[:, 1]
+
+    def stream():
+        for batches in sharded(960, 4, 4):
+            yield [alias[batch] for batch in batches]
+
+    last = observed(stream(), 170, 4)[-1]
+    true = repeats_inside_epochs(list(islice(stream(), last.last_step + 1)), 60)
+    assert last.severity is Severity.NOTE
+    assert true - 3 <= last.numbers["drawn_from_others"] <= true
+
+
+def observed(stream, num_steps, num_workers):
+    detector = OverlappingShards(num_workers)
+    return [one for report in reports(stream, num_steps) for one in evidence_of(detector, report)]

@@ -186,9 +186,7 @@ def test_adapters_and_replaced_parameters_enter_at_the_next_rotation():
     (after, new) = look(meter, 2)
     assert set(after.names) == {"0.weight", "0.bias", "1.weight", "1.bias"}
     assert new["state_layout"] != old["state_layout"]
-    assert StateKind.OPTIMIZER not in {
-        kind for kind, name in zip(after.kinds, after.names, strict=True) if name == "1.weight"
-    }
+    assert of(after, StateKind.OPTIMIZER)["1.weight"] == 0, "another worker's optimizer may hold it"
     expected = digest_bits(torch.ones(4, 4)).known % 2**64
     assert of(after, StateKind.PARAMETER)["0.weight"] % 2**64 == expected
 

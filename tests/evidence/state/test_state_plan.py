@@ -33,9 +33,14 @@ def expected_kinds(model):
 
 @pytest.mark.parametrize("num_slots", [2, 8, 64])
 def test_everything_has_its_slot_once_in_a_cycle(num_slots):
-    model, optimizer, _ = make()
+    model, _, _ = make()
     plan = DigestSchedule(
-        survey(model, optimizer), replicated=True, called=True, num_slots=num_slots, max_items=32
+        survey(model),
+        replicated=True,
+        called=True,
+        kept=True,
+        num_slots=num_slots,
+        max_items=32,
     )
     counts = covered(plan)
     assert counts.keys() == expected_kinds(model)
@@ -55,11 +60,11 @@ def test_any_model_is_dealt_out(sizes, buffers, limits):
     model = nn.ParameterList(torch.empty(size, device="meta") for size in sizes)
     for number, size in enumerate(buffers):
         model.register_buffer(f"b{number}", torch.empty(size, device="meta"))
-    optimizer = torch.optim.SGD(model.parameters())
     plan = DigestSchedule(
-        survey(model, optimizer),
+        survey(model),
         replicated=True,
         called=True,
+        kept=True,
         num_slots=num_slots,
         max_items=max_items,
     )
@@ -77,8 +82,8 @@ def test_any_model_is_dealt_out(sizes, buffers, limits):
 
 def test_a_step_reads_about_its_share():
     model = nn.ModuleList(nn.Linear(500, 500) for _ in range(100))
-    found = survey(model, torch.optim.SGD(model.parameters()))
-    plan = DigestSchedule(found, replicated=True, called=True, num_slots=64, max_items=32)
+    limits = {"num_slots": 64, "max_items": 32}
+    plan = DigestSchedule(survey(model), replicated=True, called=True, kept=True, **limits)
     total = sum(parameter.nbytes for parameter in model.parameters())
     sizes = [sum(item.bytes for item in plan.items(step)) for step in range(plan.length)]
     assert sum(sizes) == total

@@ -9,6 +9,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateDigests, StateKind, differences
 from rankscope.bus.rules import describe
 from rankscope.bus.step import StepReport
+from rankscope.evidence.state.combine import MOST_AGAIN, ComparedState
 from rankscope.evidence.state.unequal import AVERAGES, HEALED_AFTER, UnequalState
 from support.stepping import evidence_of
 from support.streams import gathered
@@ -216,3 +217,19 @@ class TestDifferences:
     def test_items_have_a_digest_of_their_own(self):
         assert self.digests("parameter").items != self.digests("buffer").items
         assert self.digests("parameter").of_kind(StateKind.BUFFER) is None
+
+
+def test_all_differing_tensors_are_counted_though_few_are_recorded_again():
+    names = tuple(f"layer.{number}" for number in range(14))
+    own = StateDigests((StateKind.PARAMETER,) * 14, names)
+    digests_WD = np.tile(np.arange(14), (W, 1))
+    digests_WD[2] += 100
+    all_of_them = differences(own, digests_WD, np.zeros((W, 14), bool), np.zeros(W, np.int64))
+    combiner = ComparedState()
+    steps = [step(n, *combiner.new_or_few(all_of_them)) for n in range(3)]
+    assert [len(one.gathered.differences) for one in steps] == [14, MOST_AGAIN, MOST_AGAIN]
+    found = watch(*steps)[-1]
+    assert (found.numbers["num_names"], found.fields["names"]) == (
+        14,
+        " (layer.0, layer.1, layer.2 and 11 others)",
+    )

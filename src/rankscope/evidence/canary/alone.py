@@ -1,7 +1,7 @@
 """The context of a canary's run: as in training, but without other workers and ``.grad``."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -61,9 +61,18 @@ class OperationCallbacks(Protocol):
         """Takes each generator from which an operation may draw."""
 
 
+SeeOperation = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
+"""Takes an operation, its arguments by position and by name, and what it has returned."""
+
+
 @contextmanager
 def alone(
-    device: torch.device, callbacks: OperationCallbacks, given: Autocast | None = None
+    device: torch.device,
+    callbacks: OperationCallbacks,
+    given: Autocast | None = None,
+    see: SeeOperation | None = None,
+    *,
+    communicates: bool = False,
 ) -> Iterator[None]:
     """Keep the autocast in force without its cache, run eagerly, and forbid communication.
 
@@ -78,6 +87,8 @@ def alone(
         callbacks: Called before writes and draws.
         given: The autocast to run in; None for the one in force. It has no cache inside another
             autocast, which would keep the cast weights.
+        see: Called after each operation.
+        communicates: Whether all ranks run the model together, so that operations may communicate.
     """
     why_not = why_wait()
     if why_not:
@@ -85,8 +96,9 @@ def alone(
     outer = Autocast.in_force(device)
     cached = given is not None and given.cached and not outer.enabled
     autocast = (given or outer).again(device, cached=cached)
-    mode = _Alone(callbacks)
+    mode = _Alone(callbacks, see, communicates=communicates)
     stack = ExitStack()
+    with_gradients = torch.is_grad_enabled()
     try:
         try:
             for one in (autocast, _eagerly(), _without_benchmark(), around_model()):
@@ -98,6 +110,7 @@ def alone(
             stack.close()
     finally:
         stack.close()  # the rest, where Ctrl-C came before the first call
+        torch.set_grad_enabled(with_gradients)  # Ctrl-C may come before a with statement's end
 
 
 def _eagerly() -> AbstractContextManager[Any]:
@@ -119,19 +132,23 @@ def _without_benchmark() -> Iterator[None]:
 
 
 class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses operations that communicate with other workers; observes all others."""
+    """Observes all operations; refuses those that communicate, unless all ranks run the model."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, callbacks: OperationCallbacks) -> None:
+    def __init__(
+        self, callbacks: OperationCallbacks, see: SeeOperation | None, *, communicates: bool
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._callbacks = callbacks
+        self._see = see
+        self._refused = () if communicates else _NAMESPACES
         self._touched: dict[Any, list[tuple[int, str]]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Pass an operation on, unless it communicates."""
         kwargs = kwargs or {}
-        if getattr(func, "namespace", "") in _NAMESPACES:
+        if getattr(func, "namespace", "") in self._refused:
             raise CanaryDeclined(
                 "a canary runs on each worker alone, and the model's forward pass talks to the "
                 f"others ({func})"
@@ -145,7 +162,10 @@ class _Alone(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     self._callbacks.before_write(one)
                 elif isinstance(one, torch.Generator):
                     self._callbacks.before_draw(one)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        if self._see is not None:
+            self._see(func, args, kwargs, result)
+        return result
 
 
 def _touched_arguments(func: Any) -> list[tuple[int, str]]:
@@ -168,6 +188,38 @@ def _without_accumulation(mode: TorchDispatchMode) -> AbstractContextManager[obj
     its threads.
     """
     return Patch(Variable, "_execution_engine", lambda engine: _Engine(engine, mode))
+
+
+def watch_roots(before: Callable[[Any, Any], None], after: Callable[[], None]) -> Patch:
+    """Call functions around each backward pass that accumulates gradients, until it is removed.
+
+    ``before`` takes the tensors on which it is called, and their gradients. Both must not raise.
+    """
+    return Patch(Variable, "_execution_engine", lambda engine: _Watched(engine, before, after))
+
+
+class _Watched:
+    """Autograd's engine, with functions around each backward pass."""
+
+    def __init__(
+        self, engine: Any, before: Callable[[Any, Any], None], after: Callable[[], None]
+    ) -> None:
+        self._engine = engine
+        self._before = before
+        self._after = after
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_backward(self, tensors: Any, grad_tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a backward pass."""
+        accumulates = kwargs.get("accumulate_grad", False)
+        if accumulates:
+            self._before(tensors, grad_tensors)
+        found = self._engine.run_backward(tensors, grad_tensors, *args, **kwargs)
+        if accumulates:
+            self._after()
+        return found
 
 
 class _Engine:

@@ -17,7 +17,7 @@ import platform
 import re
 import shutil
 import zipfile
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from math import prod
@@ -64,7 +64,10 @@ _PLAIN: dict[str, Callable[[Any], Any]] = {
 }
 """Attributes of a bundle that are one text or number, in the order of the file."""
 _INT_COLUMNS = ("digests_W", "again_W", "peer_digests_W")
-_FLOAT_COLUMNS = ("losses_W", "norms_W", "peer_losses_W", "peer_norms_W")
+_FLOAT_COLUMNS = (
+    *("losses_W", "norms_W", "again_losses_W", "again_norms_W"),
+    *("peer_losses_W", "peer_norms_W"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +199,7 @@ def results_to_json(results: CanaryResults) -> dict[str, Any]:
     return {
         "suspect": results.suspect,
         "peer": results.peer,
+        "projected": results.projected,
         **{n: [None if v == MISSING_INT else v for v in c] for n, c in columns.items()},
         **{name: to_plain(getattr(results, name)) for name in _FLOAT_COLUMNS},
     }
@@ -208,6 +212,9 @@ def verdict_to_json(verdict: CanaryVerdict) -> dict[str, Any]:
         "ranks": list(verdict.ranks),
         "distance": to_plain(verdict.distance),
         "exact": verdict.exact,
+        "reasons": list(verdict.reasons),
+        "hooks": list(verdict.hooks),
+        "compared": verdict.compared,
     }
 
 
@@ -243,13 +250,25 @@ def _bundle(info: Mapping[str, Any], batches: tuple[PlainBatch, PlainBatch]) -> 
 def _results(plain: Mapping[str, Any]) -> CanaryResults:
     kinds = {**dict.fromkeys(_INT_COLUMNS, MISSING_INT), **dict.fromkeys(_FLOAT_COLUMNS, np.nan)}
     columns: dict[str, Any] = {
-        name: np.array([missing if v is None else v for v in plain[name]], type(missing))
+        name: np.array([missing if v is None else v for v in _column(plain, name)], type(missing))
         for name, missing in kinds.items()
     }
     shapes = {column.shape for column in columns.values()}
     if len(shapes) > 1 or any(len(shape) != 1 or not shape[0] for shape in shapes):
         raise ValueError("results that are not one of each worker")
-    return CanaryResults(suspect=int(plain["suspect"]), peer=int(plain["peer"]), **columns)
+    return CanaryResults(
+        suspect=int(plain["suspect"]),
+        peer=int(plain["peer"]),
+        projected=bool(plain.get("projected", False)),
+        **columns,
+    )
+
+
+def _column(plain: Mapping[str, Any], name: str) -> Sequence[Any]:
+    """Return a column; one that was not recorded has no values."""
+    if name not in ("again_losses_W", "again_norms_W"):
+        return plain[name]  # type: ignore[no-any-return]
+    return plain.get(name) or [None] * len(plain["losses_W"])
 
 
 def _verdict(plain: Mapping[str, Any]) -> CanaryVerdict:
@@ -259,6 +278,9 @@ def _verdict(plain: Mapping[str, Any]) -> CanaryVerdict:
         tuple(int(rank) for rank in plain["ranks"]),
         np.nan if distance is None else float(distance),
         bool(plain["exact"]),
+        tuple(map(str, plain.get("reasons", ()))),
+        tuple(map(str, plain.get("hooks", ()))),
+        bool(plain.get("compared", False)),
     )
 
 

@@ -19,4 +19,5 @@ def make_checks(run: CheckedRun) -> tuple[Check, ...]:
     """Return the checks of a run."""
     impossible = "" if run.options.get("canary", True) else "canaries are off"
     what = "a worker that computes other results from the same batch"
-    return (Check(what, CANARY_STEPS, impossible),)
+    pending = "no canary has run yet" if run.canaries is False and not impossible else ""
+    return (Check(what, CANARY_STEPS, impossible, pending),)

@@ -25,11 +25,13 @@ class CanaryAnswer:
     """A worker's answer to the announcement of a canary.
 
     Attributes:
-        capture_at: The step of the batch; identifies the canary.
+        capture_at: The planned step of the batch; identifies the canary.
+        step: The step of the batch, a later one where the announcement came late.
         batch: The batch as :func:`~rankscope.bus.batches.pack_batch` packs it; empty if none.
         autocast: Type of autocast in the training's forward pass; empty without.
         versions: Releases that the training runs with.
-        declined: Why there is no batch.
+        declined: Why there is no batch, or no result.
+        late: Steps by which the batches came too late to be run.
         ends: Whether this worker runs no canaries from now on.
     """
 
@@ -39,6 +41,8 @@ class CanaryAnswer:
     versions: Mapping[str, str] = field(default_factory=dict)
     declined: str = ""
     ends: bool = False
+    step: int = -1
+    late: int = 0
 
     def pack(self) -> bytes:
         """Return its bytes."""

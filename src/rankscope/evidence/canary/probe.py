@@ -19,7 +19,7 @@ from rankscope.evidence.canary.batch import CanaryDeclined, CapturedBatch, captu
 from rankscope.evidence.canary.cost import BroadcastBuffers, StepMemory, Stopwatch
 from rankscope.evidence.canary.messages import RUN, CanaryAnswer, unpack_plan, unpack_run
 from rankscope.evidence.canary.replay import PendingCanary, run_batch
-from rankscope.evidence.canary.schedule import Planned, first_by_default
+from rankscope.evidence.canary.schedule import Planned, first_scheduled
 from rankscope.wrappers.find import Wrapped
 from rankscope.wrappers.surroundings import why_wait
 
@@ -37,6 +37,7 @@ _MOST_BYTES_BY_DEFAULT = 8 * 2**20
 class _Captured:
     planned: Planned
     batch: CapturedBatch
+    step: int
     autocast: str
 
 
@@ -124,7 +125,7 @@ class CanaryProbe(Probe):
             due = self._due
             self._due = None
             if self._waits:
-                self._log_declined(due.planned, CanaryDeclined(self._waits))
+                self._decline(due.planned, CanaryDeclined(self._waits))
         if self._planned is None and self._captured is None and self._ready is None:
             return
         start = time.perf_counter()
@@ -143,7 +144,10 @@ class CanaryProbe(Probe):
         if self._ready is not None and step >= self._ready.planned.run_at:
             ready = self._ready
             self._ready = None
-            self._due = ready if step == ready.planned.run_at else None
+            late = step - ready.planned.run_at
+            self._due = None if late else ready
+            if late:
+                self._send(CanaryAnswer(ready.planned.capture_at, late=late).pack())
         seconds = time.perf_counter() - start
         self._spent += seconds
         self._leave_out(seconds)
@@ -211,19 +215,16 @@ class CanaryProbe(Probe):
         self, planned: Planned, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         """Copy the batch; answer at once if there is none, since others wait for it."""
-        if step > planned.capture_at:
-            self._send(CanaryAnswer(planned.capture_at, declined="announced too late").pack())
-            return
         most = _MOST_BYTES_BY_DEFAULT if planned.by_default else _MOST_BYTES
         try:
             batch = capture_batch(args, kwargs, moves_inputs=self._moves_inputs, most_bytes=most)
         except CanaryDeclined as reason:
-            self._log_declined(planned, reason)
-            self._send(CanaryAnswer(planned.capture_at, declined=str(reason)).pack())
+            self._decline(planned, reason)
             return
         kind = self._device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else ""
-        self._captured = _Captured(planned, batch, str(autocast).removeprefix("torch."))
+        name = str(autocast).removeprefix("torch.")
+        self._captured = _Captured(planned, batch, step, name)
 
     def _run(self, ready: _Ready, *, early: bool = False) -> float:
         planned = ready.planned
@@ -235,14 +236,25 @@ class CanaryProbe(Probe):
             self._check_room(planned)
             seed = planned.seed
             first, again, against = (
-                run_batch(self._module, batch, self._device, seed=seed, backward_seed=other)
-                for batch, other in ((suspect, None), (suspect, seed + 1), (peer, None))
+                run_batch(
+                    self._module,
+                    batch,
+                    self._device,
+                    seed=seed,
+                    backward_seed=other,
+                    record=not number,
+                )
+                for number, (batch, other) in enumerate(
+                    ((suspect, None), (suspect, seed + 1), (peer, None))
+                )
             )
         except CanaryDeclined as reason:
             took.stop()
-            self._log_declined(planned, reason)
             if reason.out_of_memory:
+                self._log_declined(planned, reason)
                 self._end(planned, str(reason))
+            else:
+                self._decline(planned, reason)
             return took.host_seconds
         took.stop()
         self._pending = PendingCanary(planned.suspect, planned.peer, (first, again, against), took)
@@ -264,6 +276,11 @@ class CanaryProbe(Probe):
         self._planned = None
         self._send(CanaryAnswer(planned.capture_at, declined=why, ends=True).pack())
 
+    def _decline(self, planned: Planned, reason: CanaryDeclined) -> None:
+        """Log why there is no canary, and answer at once, since the root waits for it."""
+        self._log_declined(planned, reason)
+        self._send(CanaryAnswer(planned.capture_at, declined=str(reason)).pack())
+
     def _log_declined(self, planned: Planned, reason: CanaryDeclined) -> None:
         """Log why there is no canary, each reason once."""
         why = str(reason)  # as text: its traceback holds the run's tensors
@@ -280,19 +297,21 @@ class CanaryProbe(Probe):
 def _pack_answer(captured: _Captured) -> bytes:
     """Return a batch as an answer, or the reason why there is none."""
     capture_at = captured.planned.capture_at
+    versions = {"torch": torch.__version__}
     try:
         batch = pack_batch(captured.batch.plain())
     except Exception as error:
         _log.info("the batch kept at step %d is lost: %r", capture_at, error)
         return CanaryAnswer(capture_at, declined=repr(error)).pack()
-    return CanaryAnswer(capture_at, batch, captured.autocast, {"torch": torch.__version__}).pack()
+    answer = CanaryAnswer(capture_at, batch, captured.autocast, versions, step=captured.step)
+    return answer.pack()
 
 
 def make_probe(job: Job) -> CanaryProbe | None:
     """Return the probe of canaries; None in a run without them."""
     if not job.canary:
         return None
-    first = first_by_default(job.first_step) if job.canary_every is None else None
+    first = first_scheduled(job.first_step, by_default=job.canary_every is None)
     return CanaryProbe(
         job.wrapped,
         job.rank,

@@ -7,6 +7,7 @@ see :mod:`rankscope.evidence.canary.alone`. All random generators are seeded ali
 Afterwards all state is restored, see :mod:`rankscope.evidence.canary.state`.
 """
 
+import logging
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -20,12 +21,16 @@ from rankscope.bus.batches import PlainBatch
 from rankscope.bus.probe import MessagePart
 from rankscope.evidence.canary.alone import ACCUMULATES, alone
 from rankscope.evidence.canary.batch import CanaryDeclined, restore_batch
+from rankscope.evidence.canary.compare import NAMES
 from rankscope.evidence.canary.cost import Stopwatch, check_gradient_room, is_out_of_memory
+from rankscope.evidence.canary.program import PendingProgram, ProgramRecorder, program_digest
 from rankscope.evidence.canary.state import NotPutBackError, preserved_state
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.fold import fold_signs
 from rankscope.gradients.host import HostCopy
 from rankscope.wrappers.passes import tensors_in
+
+_log = logging.getLogger("rankscope")
 
 _PERIOD = 8191  # of the signs of the projection of outputs
 _COMMUNICATING = ("SyncBatchNorm", "FSDPModule", "FullyShardedDataParallel", "DeepSpeedEngine")
@@ -39,17 +44,27 @@ class CanaryResult:
         loss: Its loss, or a projection of the outputs where the model returns no loss.
         grad_norm: L2 norm of its gradient.
         digest: 64-bit digest of all bits of both.
+        projected: Whether ``loss`` is a projection.
     """
 
     loss: float
     grad_norm: float
     digest: int
+    projected: bool = False
 
 
 class PendingResult:
-    """A result that may still be on the device: scalars, the digest as int64."""
+    """A result that may still be on the device: scalars, the digest as int64.
 
-    def __init__(self, loss: Tensor, grad_norm: Tensor, digest: Tensor) -> None:
+    Attributes:
+        program: What the forward pass ran; None where it was not recorded.
+    """
+
+    def __init__(
+        self, loss: Tensor, grad_norm: Tensor, digest: Tensor, *, projected: bool = False
+    ) -> None:
+        self.program: PendingProgram | None = None
+        self._projected = projected
         self._loss = HostCopy(loss.double())
         self._norm = HostCopy(grad_norm.double())
         self._digest = HostCopy(digest)
@@ -57,13 +72,14 @@ class PendingResult:
     @property
     def ready(self) -> bool:
         """Whether it can be read without waiting."""
-        return self._loss.ready and self._norm.ready and self._digest.ready
+        recorded = self.program is None or self.program.ready
+        return recorded and self._loss.ready and self._norm.ready and self._digest.ready
 
     def read(self) -> CanaryResult:
         """Wait for the device and return the result."""
         loss = float(self._loss.numpy())
         norm = float(self._norm.numpy())
-        return CanaryResult(loss, norm, int(self._digest.numpy()))
+        return CanaryResult(loss, norm, int(self._digest.numpy()), self._projected)
 
 
 class PendingCanary:
@@ -106,13 +122,21 @@ class PendingCanary:
             "canary_norm": first.grad_norm,
             "canary_digest": first.digest,
             "canary_again": again.digest,
+            "canary_again_loss": again.loss,
+            "canary_again_norm": again.grad_norm,
             "canary_against": self._peer,
             "canary_against_loss": against.loss,
             "canary_against_norm": against.grad_norm,
             "canary_against_digest": against.digest,
+            "canary_projected": first.projected,
             "canary_seconds": math.nan if self._took is None else self._took.seconds,
         }
-        return MessagePart(values)
+        recorded = self._results[0].program
+        if recorded is None:
+            return MessagePart(values)
+        program = recorded.read()
+        values["canary_program"] = program_digest(program)
+        return MessagePart(values, names={NAMES: program})
 
 
 def run_batch(
@@ -122,6 +146,7 @@ def run_batch(
     *,
     seed: int,
     backward_seed: int | None = None,
+    record: bool = False,
 ) -> PendingResult:
     """Run a batch through a model, forward and backward, and put everything back.
 
@@ -135,6 +160,7 @@ def run_batch(
         seed: Seed of all random generators during the run.
         backward_seed: Another seed for the backward pass, which changes nothing unless that pass
             draws random numbers of its own, as a careless recomputation does.
+        record: Whether to record what the forward pass runs.
 
     Raises:
         CanaryDeclined: It cannot run, or failed; the state is restored then, too.
@@ -145,8 +171,15 @@ def run_batch(
         parameters = [p for p in module.parameters() if p.requires_grad]
         check_gradient_room(parameters, device)
         args, kwargs = restore_batch(batch, device)
-        with preserved_state(module, device, seed=seed) as run, alone(device, run):
-            loss = loss_of(module(*args, **kwargs))
+        recorder = _recorder_of(module, device) if record else None
+        see = None if recorder is None else recorder.see
+        with preserved_state(module, device, seed=seed) as run, alone(device, run, see=see):
+            if recorder is not None:
+                recorder.begin(args, kwargs)
+            output = module(*args, **kwargs)
+            loss = loss_of(output)
+            if recorder is not None:
+                recorder.end()
             check_graph(loss, run.nodes)
             if backward_seed is not None:
                 run.seed(backward_seed)
@@ -154,13 +187,24 @@ def run_batch(
             if any(parameter.grad is not None for parameter in parameters):
                 raise CanaryDeclined(ACCUMULATES)
         with torch.no_grad():
-            return _result(loss.detach(), gradients)
+            result = _result(loss.detach(), gradients, projected=loss_in(output) is None)
+        result.program = None if recorder is None else recorder.pending()
+        return result
     except (CanaryDeclined, NotPutBackError):
         raise
     except Exception as error:
         full = is_out_of_memory(error)
         why = f"the canary could not be run ({in_short(error)})"
         raise CanaryDeclined(why, out_of_memory=full) from (None if full else error)
+
+
+def _recorder_of(module: nn.Module, device: torch.device) -> ProgramRecorder | None:
+    """Return a recorder of what the model runs; None where a part of it cannot be read."""
+    try:
+        return ProgramRecorder(module, device)
+    except Exception as error:
+        _log.debug("what a canary runs is not recorded: %r", error)
+        return None
 
 
 def loss_without_gradient(
@@ -215,7 +259,7 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-def _result(loss: Tensor, gradients: Sequence[Tensor | None]) -> PendingResult:
+def _result(loss: Tensor, gradients: Sequence[Tensor | None], *, projected: bool) -> PendingResult:
     present = [gradient for gradient in gradients if gradient is not None]
     squares = [_dense(g).to(loss.device, torch.float32).square().sum() for g in present]
     norm = torch.stack(squares).sum().sqrt() if squares else loss.new_zeros(())
@@ -223,7 +267,7 @@ def _result(loss: Tensor, gradients: Sequence[Tensor | None]) -> PendingResult:
     for gradient in gradients:
         own = 0 if gradient is None else digest_tensor(gradient).to(digest.device)
         digest = digest * _MIX + own
-    return PendingResult(loss.reshape(()), norm, digest)
+    return PendingResult(loss.reshape(()), norm, digest, projected=projected)
 
 
 _MIX = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as a signed number
@@ -278,17 +322,25 @@ def loss_of(output: Any) -> Tensor:
     Raises:
         CanaryDeclined: There is no floating-point output.
     """
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if isinstance(loss, Tensor) and loss.is_floating_point():
-        return loss if loss.numel() == 1 else loss.float().mean()
-    if isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point():
-        return output.float()
+    loss = loss_in(output)
+    if loss is not None:
+        return loss
     floating = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
     if not floating:
         raise CanaryDeclined("the model returns no loss and no floating-point tensor")
     device = floating[0].device
     with torch.autocast(device.type, enabled=False):
         return torch.stack([project(tensor).to(device) for tensor in floating]).sum()
+
+
+def loss_in(output: Any) -> Tensor | None:
+    """Return the loss that a model's output holds; None where it holds none."""
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if isinstance(loss, Tensor) and loss.is_floating_point():
+        return loss if loss.numel() == 1 else loss.float().mean()
+    if isinstance(output, Tensor) and output.numel() == 1 and output.is_floating_point():
+        return output.float()
+    return None
 
 
 def project(output: Tensor) -> Tensor:

@@ -28,7 +28,12 @@ from rankscope.evidence.canary.schedule import (
     all_requested,
     comes_and_goes,
 )
-from rankscope.evidence.canary.verdict import CanaryCause, CanaryResults, judge, results_of
+from rankscope.evidence.canary.verdict import (
+    CanaryCause,
+    CanaryResults,
+    judge_step,
+    results_of,
+)
 
 Log = Callable[[int, str], None]
 """Takes a level of :mod:`logging` and a line for the log of the training."""
@@ -36,7 +41,7 @@ Log = Callable[[int, str], None]
 MAX_BATCH_BYTES = 64 * 2**20
 """Larger batches are not forwarded to all workers."""
 
-_MAX_LATE = 128  # steps that batches may be late
+_MAX_LATE = 128  # steps that an answer may be late, and four times the lead
 
 
 class CanaryDirector(Director):
@@ -67,6 +72,9 @@ class CanaryDirector(Director):
         self._plan = CanaryPlan(num_workers, schedule, first_step)
         self._answers: dict[int, CanaryAnswer] = {}
         self._sent = self._ended = self._announced = False
+        self._packed = (b"", b"")
+        self._late = 0
+        self._declined = ""
         self._bundle: ReplayBundle | None = None
         self._findings: Sequence[Finding] = ()
         self._newest = -1
@@ -85,8 +93,7 @@ class CanaryDirector(Director):
         if self._ended:
             return []
         planned = self._plan.current
-        if planned is not None:
-            self._follow(planned, step)
+        out = [] if planned is None else self._follow(planned, step)
         requested = all_requested(step)
         if requested is None:
             self._log(
@@ -94,7 +101,7 @@ class CanaryDirector(Director):
                 f"no canary at step {step.step}: scope.canary() was not called on all ranks in "
                 "the same step",
             )
-        out = self._send_batches()
+        out += self._send_batches()
         again = [one for one in known if comes_and_goes(one) and one.last_step == step.step]
         new = self._plan.observe(
             step.step,
@@ -104,8 +111,7 @@ class CanaryDirector(Director):
             seconds=_largest(step, "step_seconds", math.nan),
         )
         if new is not None:
-            self._answers = {}
-            self._sent = False
+            self._begin()
             out.append(Request(new.capture_at, pack_plan(new)))
         return out
 
@@ -121,8 +127,14 @@ class CanaryDirector(Director):
         if answer.ends:
             self._end(rank, answer.declined)
         planned = self._plan.current
-        wanted = planned is not None and rank in (planned.suspect, planned.peer)
-        if planned is None or not wanted or self._sent or answer.capture_at != planned.capture_at:
+        if planned is None or answer.capture_at != planned.capture_at:
+            return
+        if self._sent:
+            self._late = max(self._late, answer.late)
+            if answer.declined:
+                self._declined = f"rank {rank} could not run it ({answer.declined})"
+            return
+        if rank not in (planned.suspect, planned.peer):
             return
         if answer.batch and len(answer.batch) <= MAX_BATCH_BYTES:
             self._answers[rank] = answer
@@ -139,6 +151,7 @@ class CanaryDirector(Director):
         packed = answers[0].batch, answers[1].batch
         self._answers = {}
         self._sent = True
+        self._packed = packed
         planned = self._plan.run_at(self._newest)
         try:
             self._bundle = self._make_bundle(planned, answers)
@@ -149,30 +162,50 @@ class CanaryDirector(Director):
             self._save()
         return [Request(planned.run_at, pack_run(planned, packed))]
 
-    def _follow(self, planned: Planned, step: GatheredStep) -> None:
-        """Judge the present canary, or give it up, if it has ended."""
+    def _begin(self) -> None:
+        """Forget what came of the canary before."""
+        self._answers = {}
+        self._packed = (b"", b"")
+        self._bundle = None
+        self._sent = False
+        self._late = 0
+        self._declined = ""
+
+    def _follow(self, planned: Planned, step: GatheredStep) -> list[Request]:
+        """Judge the present canary, postpone it, or give it up, if it has ended."""
+        patience = _MAX_LATE + 4 * self._plan.lead
         if not self._sent:
-            if step.step >= planned.capture_at + _MAX_LATE:
+            if step.step >= planned.capture_at + patience:
                 self._give_up(planned, "a worker did not send its batch in time")
-        elif step.step >= planned.run_at:
+            return []
+        if step.step < planned.run_at:
+            return []
+        cost = 0.0
+        if step.step == planned.run_at:
             results = results_of(step)
             cost = _largest(step, "canary_seconds", 0.0)
-            if results is None or step.step != planned.run_at or not _is_of(results, planned):
-                self._give_up(planned, "a worker had no result", cost)
-            else:
+            if results is not None and _is_of(results, planned):
                 self._conclude(planned, step, results, cost)
+                return []
+        if self._declined or step.step >= planned.run_at + patience:
+            self._give_up(planned, self._declined or "a worker had no result", cost)
+        elif self._late:
+            planned = self._plan.postpone(self._newest, self._late)
+            self._late = 0
+            return [Request(planned.run_at, pack_run(planned, self._packed))]
+        return []
 
     def _conclude(
         self, planned: Planned, step: GatheredStep, results: CanaryResults, cost: float
     ) -> None:
         self._plan.finish(cost)
         self._announce(planned, cost)
-        verdict = judge(results, differing=_differing(self._findings, step.step))
+        verdict = judge_step(step, results, differing=_differing(self._findings, step.step))
         if self._bundle is not None:
             self._bundle = replace(self._bundle, results=results, verdict=verdict)
             if planned.of_finding or verdict.verdict is not CanaryCause.DATA:
                 self._save()
-        self._bundle = None
+        self._begin()
 
     def _announce(self, planned: Planned, cost: float) -> None:
         """Log that a canary has run; of those on schedule, only the first."""
@@ -190,8 +223,7 @@ class CanaryDirector(Director):
         )
 
     def _give_up(self, planned: Planned, why: str, cost: float = 0.0) -> None:
-        self._answers = {}
-        self._bundle = None
+        self._begin()
         again = self._plan.give_up(cost)
         if planned.by_default:  # nobody waits for it
             return
@@ -204,15 +236,14 @@ class CanaryDirector(Director):
             self._ended = True
             self._log(logging.INFO, f"no more canaries in this run: rank {rank} answered {why!r}")
         self._plan.give_up()
-        self._answers = {}
-        self._bundle = None
+        self._begin()
 
     def _make_bundle(
         self, planned: Planned, answers: tuple[CanaryAnswer, CanaryAnswer]
     ) -> ReplayBundle:
         return ReplayBundle(
             reason=planned.reason,
-            step=planned.capture_at,
+            step=answers[0].step,
             suspect=planned.suspect,
             peer=planned.peer,
             num_workers=self._num_workers,

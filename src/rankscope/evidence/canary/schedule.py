@@ -2,9 +2,9 @@
 
 A canary that is decided when step n is the newest one copies its batches in the forward passes of
 step n + 16 or later. It runs before the first forward pass of a step that is again 16 or more ahead
-of the arrival of both batches. A worker that receives the message too late has no result; then the
-canary is tried once more, further ahead. The first canary by default needs no message, since the
-root may still be starting.
+of the arrival of both batches. A worker that receives the message too late answers by how much;
+then all run the same batches later, further ahead each time, until all have run them. The first
+canary on schedule needs no announcement, since the root may still be starting.
 """
 
 import math
@@ -81,7 +81,10 @@ TRIGGERS = frozenset({"data.worker_outlier", "compute.worker_outlier", "inconclu
 SCHEDULED = "scheduled"
 ASKED_FOR = "asked-for"
 _NEED_NONE = ("canary-", "amount")  # prefixes of findings on canaries, and on data alone
-_MOST_DOUBLINGS = 3  # of the lead, after canaries that were missed
+MOST_LEAD = 2**12
+"""Steps that a canary is announced ahead, at most."""
+
+_LEAD_AFTER_FAILURES = 8 * LAG
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ class Planned:
         peer: The rank whose batch every worker runs once.
         capture_at: The step whose first batch these two keep.
         run_at: The step before whose first forward pass every worker runs them.
-        attempt: 1, or 2 when a worker missed the first.
+        attempt: 1, or 2 after one that came to nothing.
         by_default: Whether nobody asked for it: then it may take nothing but its time.
     """
 
@@ -121,10 +124,10 @@ class Planned:
         return asdict(self)
 
 
-def first_by_default(first_step: int) -> Planned:
-    """Return the first canary of a run, if nobody asked for another schedule."""
+def first_scheduled(first_step: int, *, by_default: bool) -> Planned:
+    """Return the first canary on a run's schedule."""
     capture_at = first_step + FIRST_KEPT
-    return Planned(SCHEDULED, 0, 1, capture_at, capture_at + LAG, by_default=True)
+    return Planned(SCHEDULED, 0, 1, capture_at, capture_at + LAG, by_default=by_default)
 
 
 class CanaryPlan:
@@ -141,15 +144,17 @@ class CanaryPlan:
     ) -> None:
         self._num_workers = num_workers
         self._schedule = schedule
-        self._num_scheduled = self._num_missed = 0
+        self._num_scheduled = 0
+        self.lead = LAG
+        """Steps ahead of the newest one; more after canaries that workers received too late."""
         self._waiting: list[tuple[int, Planned]] = []  # not before this step
         self._explained: set[str] = set()  # ids of findings that have led to a canary
         self._last = -SPACING
         self._step = 0
         self.current: Planned | None = None
-        if schedule is not None and schedule.by_default and num_workers > 1:
+        if schedule is not None and num_workers > 1:
             self._num_scheduled = 1
-            self.current = first_by_default(first_step)
+            self.current = first_scheduled(first_step, by_default=schedule.by_default)
 
     def observe(
         self,
@@ -193,9 +198,20 @@ class CanaryPlan:
         ``newest`` is the newest step that any worker has ended.
         """
         assert self.current is not None
-        at_least = newest + self._lead
+        at_least = newest + self.lead
         self.current = replace(self.current, run_at=max(self.current.run_at, at_least))
         return self.current
+
+    def postpone(self, newest: int, late: int) -> Planned:
+        """Set a later step for the present canary, whose batches came late, and return it.
+
+        Args:
+            newest: The newest step that any worker has ended.
+            late: Steps by which they came late.
+        """
+        assert self.current is not None
+        self.lead = min(max(2 * self.lead, self.lead + 2 * late), MOST_LEAD)
+        return self.run_at(newest)
 
     def give_up(self, cost: float = 0.0) -> bool:
         """End the canary without results, after ``cost`` seconds; return whether it is retried."""
@@ -203,7 +219,7 @@ class CanaryPlan:
         self.current = None
         if planned is None:
             return False
-        self._num_missed += 1
+        self.lead = max(self.lead, min(2 * self.lead, _LEAD_AFTER_FAILURES))
         if planned.reason == SCHEDULED:
             self._end_scheduled(cost, failed=True)
         if planned.attempt > 1 or planned.reason == SCHEDULED:
@@ -216,14 +232,9 @@ class CanaryPlan:
         """End the present canary, whose results are known, after ``cost`` seconds."""
         planned = self.current
         self.current = None
-        self._num_missed = 0
+        self.lead = max(self.lead // 2, LAG)
         if planned is not None and planned.reason == SCHEDULED:
             self._end_scheduled(cost, failed=False)
-
-    @property
-    def _lead(self) -> int:
-        """Steps ahead of the newest one; more after canaries that workers received too late."""
-        return LAG << min(self._num_missed, _MOST_DOUBLINGS)
 
     def _end_scheduled(self, cost: float, *, failed: bool) -> None:
         assert self._schedule is not None
@@ -247,8 +258,8 @@ class CanaryPlan:
             del self._waiting[index]
             if planned.of_finding:
                 self._last = step
-            first = newest + self._lead
-            self.current = replace(planned, capture_at=first, run_at=first + self._lead)
+            first = newest + self.lead
+            self.current = replace(planned, capture_at=first, run_at=first + self.lead)
             return self.current
         return None
 

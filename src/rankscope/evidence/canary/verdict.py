@@ -1,19 +1,29 @@
-"""The verdict of a canary and swap test: data, state, hardware or non-determinism.
+"""The verdict of a canary and swap test: data, code, state, hardware or non-determinism.
 
 In a canary every worker runs the same two batches, forward and backward, with random generators
 that are seeded alike: the batch of a suspect twice, that of a peer once. Healthy workers that hold
 the same parameters must agree in every bit. So a difference that follows the batch to all workers
-is in the data, one that stays with a worker is in its state or its hardware, and a worker that
-disagrees with itself computes at random.
+is in the data, one that stays with a worker is in its code, its state or its hardware, and a worker
+that disagrees with itself computes at random.
+
+Code comes before hardware: what the forward pass ran is compared exactly, see
+:mod:`rankscope.evidence.canary.program`. Only where all of it is known to agree is it the device.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.replicas import RUNNING_STATISTICS, StateKind, minority_ranks
+from rankscope.bus.replicas import (
+    RUNNING_STATISTICS,
+    StateDifference,
+    StateKind,
+    minority_ranks,
+)
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.stats.arrays import Floats, Ints
 
@@ -28,10 +38,14 @@ class CanaryCause(StrEnum):
 
     DATA = "data"
     """All workers agree on both batches: in training, only their data differ."""
+    CODE = "code"
+    """Workers disagree that run other operations, or modules in another mode."""
+    SETTINGS = "settings"
+    """Workers disagree whose settings, versions or device differ."""
     STATE = "state"
     """Workers disagree whose parameters or buffers are known to differ."""
     HARDWARE = "hardware"
-    """Workers disagree, and no parameters or buffers are known to differ."""
+    """Workers disagree, and nothing of these is known to differ."""
     NONDETERMINISTIC = "nondeterministic"
     """A worker disagrees with itself."""
     INCONCLUSIVE = "inconclusive"
@@ -52,6 +66,9 @@ class CanaryResults:
         peer_losses_W: Loss of the peer's batch.
         peer_norms_W: Norm of its gradient.
         peer_digests_W: Digest of all bits of both.
+        again_losses_W: Loss of the second run; empty where it was not recorded.
+        again_norms_W: Norm of its gradient; likewise.
+        projected: Whether the losses are projections of the outputs.
     """
 
     suspect: int
@@ -63,12 +80,22 @@ class CanaryResults:
     peer_losses_W: Floats
     peer_norms_W: Floats
     peer_digests_W: Ints
+    again_losses_W: Floats = field(default_factory=lambda: np.empty(0))
+    again_norms_W: Floats = field(default_factory=lambda: np.empty(0))
+    projected: bool = False
 
     @property
     def missing(self) -> tuple[int, ...]:
         """Workers without a result."""
         columns = np.stack([self.digests_W, self.again_W, self.peer_digests_W])
         return _ranks((columns == MISSING_INT).any(axis=0))
+
+    @property
+    def by_run(self) -> tuple[tuple[Floats, ...], tuple[Floats, ...]]:
+        """Losses and gradient norms of the three runs."""
+        losses = self.losses_W, self.again_losses_W, self.peer_losses_W
+        norms = self.norms_W, self.again_norms_W, self.peer_norms_W
+        return tuple(filter(len, losses)), tuple(filter(len, norms))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +108,18 @@ class CanaryVerdict:
         distance: Largest relative difference of a loss or a gradient norm from the median over
             workers; NaN when results are missing.
         exact: Whether all workers agree in every bit.
+        reasons: What sets these workers apart, in words, the most telling first.
+        hooks: Hooks of modules that set them apart, in words.
+        compared: Whether it is known what all workers ran.
     """
 
     verdict: CanaryCause
     ranks: tuple[int, ...]
     distance: float
     exact: bool = False
+    reasons: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
+    compared: bool = False
 
     @property
     def within_rounding(self) -> bool:
@@ -96,7 +129,11 @@ class CanaryVerdict:
 
 def results_of(step: GatheredStep) -> CanaryResults | None:
     """Return the results of the canary that all workers ran in a step; None without one."""
-    columns = step.workers
+    return results_in(step.workers)
+
+
+def results_in(columns: Mapping[str, NDArray[Any]]) -> CanaryResults | None:
+    """Return the same of a step's columns of workers."""
     of_W = columns["canary_of"]
     against_W = columns["canary_against"]
     ran = columns["canary_digest"] != MISSING_INT
@@ -112,6 +149,9 @@ def results_of(step: GatheredStep) -> CanaryResults | None:
         peer_losses_W=columns["canary_against_loss"],
         peer_norms_W=columns["canary_against_norm"],
         peer_digests_W=columns["canary_against_digest"],
+        again_losses_W=columns["canary_again_loss"],
+        again_norms_W=columns["canary_again_norm"],
+        projected=bool(columns["canary_projected"].all()),
     )
 
 
@@ -128,8 +168,58 @@ def differing_state(step: GatheredStep) -> tuple[int, ...]:
     return tuple(sorted(odd))
 
 
+def judge_step(
+    step: GatheredStep, results: CanaryResults, *, differing: tuple[int, ...] = ()
+) -> CanaryVerdict:
+    """Return the verdict of the canary of a step, with what its workers ran.
+
+    Args:
+        step: The step.
+        results: Its results.
+        differing: Workers whose parameters or buffers are known to differ from the others'.
+    """
+    verdict = judge(results, differing=differing)
+    compared = bool((step.workers["canary_program"] != MISSING_INT).all())
+    return explain(verdict, step.differences) if compared else verdict
+
+
+_EXPLAINED = frozenset(
+    {
+        CanaryCause.STATE,
+        CanaryCause.HARDWARE,
+        CanaryCause.INCONCLUSIVE,
+        CanaryCause.NONDETERMINISTIC,
+    }
+)
+_CAUSES = (
+    ((StateKind.MODULE,), CanaryCause.CODE),
+    ((StateKind.SETTING, StateKind.OPERATION), CanaryCause.SETTINGS),
+    ((StateKind.OPERATION,), CanaryCause.CODE),
+    ((StateKind.HELD,), CanaryCause.STATE),
+    ((StateKind.SETTING,), CanaryCause.SETTINGS),
+)
+"""Kinds of facts that set workers apart, and the cause that they prove; the first one counts."""
+
+_SHOWN = (StateKind.MODULE, StateKind.SETTING, StateKind.OPERATION, StateKind.HELD)
+
+
+def explain(verdict: CanaryVerdict, differences: Iterable[StateDifference]) -> CanaryVerdict:
+    """Return a verdict with its cause, given all that is known to set its workers apart."""
+    words: dict[StateKind, list[str]] = {}
+    for difference in differences:
+        words.setdefault(difference.kind, []).append(difference.name)
+    verdict = replace(verdict, compared=True, hooks=tuple(words.get(StateKind.HOOK, ())))
+    if verdict.verdict not in _EXPLAINED or np.isnan(verdict.distance):
+        return verdict
+    for kinds, cause in _CAUSES:
+        if all(kind in words for kind in kinds):
+            reasons = [name for kind in _SHOWN for name in words.get(kind, ())]
+            return replace(verdict, verdict=cause, reasons=tuple(reasons))
+    return verdict
+
+
 def judge(results: CanaryResults, *, differing: tuple[int, ...] = ()) -> CanaryVerdict:
-    """Return the verdict of a canary.
+    """Return the verdict of a canary from its results.
 
     Args:
         results: Results of the workers.
@@ -182,8 +272,10 @@ def _blame(
 
 def _distances(results: CanaryResults) -> Floats:
     """Return each worker's largest relative distance from the median, float64 ``[W]``."""
-    columns = (results.losses_W, results.norms_W, results.peer_losses_W, results.peer_norms_W)
-    distances_W: Floats = np.max([_relative(column.astype(np.float64)) for column in columns], 0)
+    losses, norms = results.by_run
+    distances_W: Floats = np.max(
+        [_relative(one.astype(np.float64)) for one in (*losses, *norms)], 0
+    )
     return distances_W
 
 
@@ -200,3 +292,51 @@ def _relative(values_W: Floats) -> Floats:
 
 def _ranks(flags_W: Bools) -> tuple[int, ...]:
     return tuple(np.flatnonzero(flags_W).tolist())
+
+
+def describe_size(results: CanaryResults, ranks: Sequence[int]) -> str:
+    """Return how far the results of some workers are from the others', against rounding."""
+    loss = "the projection of the outputs" if results.projected else "the loss"
+    names = (loss, "the norm of the gradient")
+    parts: list[str] = []
+    largest = 0.0
+    for name, runs in zip(names, results.by_run, strict=True):
+        size, words = max(_apart(values_W, ranks) for values_W in runs)
+        largest = max(largest, size)
+        if size > ROUNDING and not (parts and name == names[1]):
+            parts.append(f"{name} is {words}")
+    if len(set(ranks)) == len(results.losses_W):
+        return f"they differ by {_percent(largest)}, {_AGAINST.format(_percent(ROUNDING))}"
+    if not parts:
+        return (
+            f"loss and gradient differ by a relative {largest:.1g}, no more than another order of "
+            "sums makes"
+        )
+    return f"{parts[0]}, {_AGAINST.format(_percent(ROUNDING))}"
+
+
+_AGAINST = "where rounding explains {}"
+
+
+def _apart(values_W: Floats, ranks: Sequence[int]) -> tuple[float, str]:
+    """Return the largest relative difference of some workers from the others, and its words."""
+    others = [float(v) for rank, v in enumerate(values_W) if rank not in ranks and np.isfinite(v)]
+    if not np.isfinite(values_W).any():
+        return 0.0, ""
+    middle = float(np.median(others or values_W))
+    apart = [float(values_W[rank]) - middle for rank in ranks]
+    worst = max(apart, key=lambda one: np.inf if np.isnan(one) else abs(one))
+    if not np.isfinite(worst):
+        finite = np.isfinite(middle)
+        return (np.inf, f"not finite, the others' is {middle:.4g}") if finite else (0.0, "")
+    size = abs(worst) / max(abs(middle), np.finfo(np.float64).tiny)
+    direction = "lower" if worst * middle < 0 else "higher"
+    return size, f"{_percent(size)} {direction}"
+
+
+def _percent(share: float) -> str:
+    if not np.isfinite(share):
+        return "more than any number"
+    if share >= 10:
+        return f"{share:.1e} times its size"
+    return f"{100 * share:.2g} %" if share < 0.995 else f"{100 * share:.0f} %"

@@ -14,8 +14,9 @@ from rankscope.evidence.canary.verdict import (
     CanaryCause,
     CanaryResults,
     CanaryVerdict,
+    describe_size,
     differing_state,
-    judge,
+    judge_step,
     results_of,
 )
 from rankscope.evidence.state.roles import ROLES_EVERY
@@ -23,19 +24,22 @@ from rankscope.stats.arrays import Floats
 from rankscope.stats.state import Stateful
 
 DATA = "canary-data"
+CODE = "canary-code"
 DIFFERS = "canary-differs"
 NONDETERMINISTIC = "canary-nondeterministic"
 INCONCLUSIVE = "canary-inconclusive"
-CANARIES = (DATA, DIFFERS, NONDETERMINISTIC, INCONCLUSIVE)
+CANARIES = (DATA, CODE, DIFFERS, NONDETERMINISTIC, INCONCLUSIVE)
 """Findings of this detector."""
 
 _KINDS: Mapping[CanaryCause, tuple[str, str, list[str]]] = {
     CanaryCause.DATA: (DATA, "data.worker_outlier", []),
+    CanaryCause.CODE: (CODE, "compute.code_differs", []),
+    CanaryCause.SETTINGS: (CODE, "env.mismatch", ["compute.code_differs"]),
     CanaryCause.STATE: (DIFFERS, "state.parameters_differ", []),
     CanaryCause.HARDWARE: (
         DIFFERS,
         "compute.worker_outlier",
-        ["state.parameters_differ", "env.mismatch"],
+        ["compute.code_differs", "state.parameters_differ", "env.mismatch"],
     ),
     CanaryCause.NONDETERMINISTIC: (
         NONDETERMINISTIC,
@@ -45,7 +49,12 @@ _KINDS: Mapping[CanaryCause, tuple[str, str, list[str]]] = {
     CanaryCause.INCONCLUSIVE: (
         INCONCLUSIVE,
         "inconclusive",
-        ["compute.worker_outlier", "state.parameters_differ", "env.mismatch"],
+        [
+            "compute.code_differs",
+            "state.parameters_differ",
+            "env.mismatch",
+            "compute.worker_outlier",
+        ],
     ),
 }
 """By verdict: the finding and its rule, the cause, and other possible causes."""
@@ -53,17 +62,19 @@ _KINDS: Mapping[CanaryCause, tuple[str, str, list[str]]] = {
 _BETWEEN = (CanaryCause.HARDWARE, CanaryCause.INCONCLUSIVE)
 _MOST_RECORDED = 16
 
-_WHY_STATE = "their parameters or buffers are known to differ from the others'"
-_WHY_HARDWARE = "their parameters and inputs are the same as far as is known, so a device, a \
-library or a setting computes differently"
-_CHECK_STATE = "See the finding on parameters or buffers: it says which of them differ, and since \
-when"
-_CHECK_HARDWARE = "Compare device model, driver, library versions and precision settings of \
-{ranks} with another worker's; if these are equal, test the device"
+_SAME = (
+    "operations with their arguments, random numbers, parameters, settings and versions are the "
+    "same on all workers"
+)
+_UNKNOWN = (
+    "it is not known what each worker ran: dropout or evaluation mode, a mask, a branch on the "
+    "rank, or a library come before the device"
+)
+_MOST_REASONS = 3
 
 
 class CanaryVerdicts(Detector):
-    """Reports whether canaries prove data, state, hardware or non-determinism.
+    """Reports whether canaries prove data, code, state, hardware or non-determinism.
 
     A canary on which all workers agree proves a fault in the data only while the suspect differs
     from the others in most steps. Else there is no finding, as in a healthy run.
@@ -92,14 +103,14 @@ class CanaryVerdicts(Detector):
         results = results_of(gathered)
         if results is None:
             return self._settle(differing)
-        verdict = judge(results, differing=tuple(sorted(differing)))
+        verdict = judge_step(gathered, results, differing=tuple(sorted(differing)))
         if verdict.verdict is CanaryCause.DATA and results.suspect not in self._suspected():
             return ()
         if verdict.verdict in _BETWEEN and self._left_out(gathered.step):
             return ()
         key = _KINDS[verdict.verdict][0]
         fault = self._faults.setdefault(key, _CanaryFault(gathered.step))
-        fault.add(gathered.step, verdict, describe_results(results, verdict))
+        fault.add(gathered.step, verdict, results)
         return (self._evidence(key, fault),)
 
     def _left_out(self, step: int) -> bool:
@@ -146,7 +157,8 @@ class CanaryVerdicts(Detector):
             return Severity.NOTE
         if verdict is CanaryCause.STATE:
             return Severity.ERROR
-        if verdict is CanaryCause.HARDWARE and not fault.within_rounding:
+        between = (CanaryCause.HARDWARE, CanaryCause.CODE, CanaryCause.SETTINGS)
+        if verdict in between and not fault.within_rounding:
             return Severity.ERROR
         return Severity.WARNING
 
@@ -161,16 +173,24 @@ class _CanaryFault(Stateful):
     verdict: str = ""
     ranks: tuple[int, ...] = ()
     within_rounding: bool = True
+    size: str = ""
+    reasons: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
+    compared: bool = False
     numbers: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, step: int, verdict: CanaryVerdict, numbers: dict[str, Any]) -> None:
+    def add(self, step: int, verdict: CanaryVerdict, results: CanaryResults) -> None:
         """Add a canary."""
         self.last = step
         self.count += 1
         self.verdict = str(verdict.verdict)
         self.ranks = tuple(sorted({*self.ranks, *verdict.ranks}))
         self.within_rounding = self.within_rounding and verdict.within_rounding
-        self.numbers = numbers
+        self.size = describe_size(results, verdict.ranks)
+        self.reasons = verdict.reasons
+        self.hooks = verdict.hooks
+        self.compared = verdict.compared
+        self.numbers = describe_results(results, verdict)
 
 
 def describe_results(results: CanaryResults, verdict: CanaryVerdict) -> dict[str, Any]:
@@ -180,6 +200,7 @@ def describe_results(results: CanaryResults, verdict: CanaryVerdict) -> dict[str
         "peer": results.peer,
         "distance": verdict.distance,
         "same_bits": verdict.exact,
+        "differs": list(verdict.reasons),
         "losses": _first(results.losses_W),
         "gradient_norms": _first(results.norms_W),
         "peer_losses": _first(results.peer_losses_W),
@@ -193,17 +214,82 @@ def _first(values_W: Floats) -> list[float]:
 
 def _fields(fault: _CanaryFault, verdict: CanaryCause, num_workers: int) -> dict[str, object]:
     numbers = fault.numbers
-    state = verdict is CanaryCause.STATE
-    distance = float(numbers["distance"])
+    one = len(fault.ranks) == 1
     return {
         "step": f"{fault.last:,}",
         "workers": count(num_workers, "worker"),
+        "computes": "computes a different result" if one else "compute different results",
+        "repeats": "does not repeat its own result" if one else "do not repeat their own results",
+        "size": fault.size,
         "suspect": f"rank {numbers['suspect']}",
         "peer": f"rank {numbers['peer']}",
         "loss": f"{numbers['losses'][0]:.4g}",
         "peer_loss": f"{numbers['peer_losses'][0]:.4g}",
         "agree": "agree in every bit" if numbers["same_bits"] else "agree up to rounding",
-        "distance": "not finite" if distance == float("inf") else f"{distance:.1e}",
-        "why": _WHY_STATE if state else _WHY_HARDWARE,
-        "check": _CHECK_STATE if state else _CHECK_HARDWARE.format(ranks=name_ranks(fault.ranks)),
+        "why": why(verdict, fault.reasons, fault.hooks, compared=fault.compared),
+        "others": _others(verdict, fault, num_workers),
+        "check": _check(verdict, fault),
     }
+
+
+def _others(verdict: CanaryCause, fault: _CanaryFault, num_workers: int) -> str:
+    """Return what is known of the workers that repeat themselves, as the end of a sentence."""
+    if not fault.compared or len(fault.ranks) == num_workers:
+        return ""
+    return f". The others repeat theirs, and {why(verdict, (), fault.hooks, compared=True)}"
+
+
+def why(
+    verdict: CanaryCause,
+    reasons: Sequence[str],
+    hooks: Sequence[str],
+    *,
+    compared: bool,
+) -> str:
+    """Return why workers differ, as far as it is known: a sentence without its end.
+
+    Args:
+        verdict: The verdict.
+        reasons: What sets them apart, in words.
+        hooks: Hooks that set them apart, in words.
+        compared: Whether it is known what all workers ran.
+    """
+    if verdict is CanaryCause.STATE:
+        named = f" ({_named(reasons)})" if reasons else ""
+        return f"parameters or buffers are known to differ{named}"
+    if reasons:
+        return f"what differs is {_named(reasons)}"
+    if not compared:
+        return _UNKNOWN
+    if verdict is CanaryCause.NONDETERMINISTIC:
+        device = "the device computes differently now and then"
+    else:
+        device = "the device computes differently"
+    hooked = f", or it is {_named(hooks)}" if hooks else ""
+    return f"{_SAME}, so {device}{hooked}"
+
+
+def _named(reasons: Sequence[str]) -> str:
+    shown = list(reasons[:_MOST_REASONS])
+    more = len(reasons) - len(shown)
+    return "; ".join([*shown, *([count(more, "other difference")] if more else [])])
+
+
+def _check(verdict: CanaryCause, fault: _CanaryFault) -> str:
+    named = name_ranks(fault.ranks)
+    if verdict is CanaryCause.STATE:
+        return (
+            "Compare parameters and buffers of the ranks: see the finding on them, which says "
+            "since when they differ, and load one checkpoint on all ranks"
+        )
+    if verdict is CanaryCause.CODE:
+        return (
+            f"Remove this difference from the model of {named}: look for a branch on the rank, a "
+            "mode or an option that is set on some ranks only, or another version of the code"
+        )
+    if verdict is CanaryCause.SETTINGS:
+        return f"Start {named} with the same settings, libraries and device as the others"
+    if not fault.compared:
+        return f"Compare code, settings and versions of {named} with another worker's"
+    look = f"Look at {_named(fault.hooks)}; else test" if fault.hooks else "Test"
+    return f"{look} the device of {named}, or move the rank to another one"

@@ -13,6 +13,7 @@ COLUMNS = (
         ("settings_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of all other settings of all parameter groups of the optimizer"),
         ("optimizer_steps", DType.INT, "", Source.LOCAL, Tail.LOW, "calls of optimizer.step since the step before"),
         ("precision", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the precision of the forward pass: types of parameters, autocast, TF32, determinism"),
+        ("modes", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the modules in training and in evaluation mode, read in every 16th step"),
     ),
 )
 # fmt: on

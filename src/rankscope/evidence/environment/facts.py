@@ -19,13 +19,18 @@ import torch
 from rankscope.bus.environment_names import PACKAGES
 from rankscope.bus.pace import PACE
 from rankscope.bus.secrets import VARIABLES, without_addresses
+from rankscope.bus.words import name_modules
 from rankscope.errors import UsageError
 from rankscope.gradients.fingerprint import digest_of
+from rankscope.gradients.names import canonical_name
+from rankscope.wrappers.find import is_compiled
 
 Fact = str | int | bool
 
 _LONGEST_VALUE = 200
 _GIT_SECONDS = 2.0
+_COMPILER_OPTIONS = ("max_autotune", "triton.cudagraphs", "coordinate_descent_tuning")
+"""Options that the modes of ``torch.compile`` set."""
 
 FLAGS_EVERY = PACE.flags_every
 """Steps between two readings of torch's global settings."""
@@ -38,6 +43,18 @@ def environment_facts(device: torch.device) -> dict[str, Fact]:
     case; environment variables have their own names. Missing and unreadable facts are left out.
     Only variables that are known to decide how a job computes are read, so that no secret is.
     """
+    facts = library_facts(device)
+    for collect in (
+        precision_flags,
+        lambda: _variables(os.environ),
+        lambda: source_revision(_script_directory()),
+    ):
+        facts |= quietly(collect)
+    return facts
+
+
+def library_facts(device: torch.device) -> dict[str, Fact]:
+    """Return the versions of Python, packages and libraries, and the device of the model."""
     facts: dict[str, Fact] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -45,11 +62,8 @@ def environment_facts(device: torch.device) -> dict[str, Fact]:
     }
     for collect in (
         lambda: _versions_of(PACKAGES),
-        precision_flags,
         _device_libraries,
         lambda: _device(device),
-        lambda: _variables(os.environ),
-        lambda: source_revision(_script_directory()),
     ):
         facts |= quietly(collect)
     return facts
@@ -63,6 +77,21 @@ def _versions_of(packages: tuple[str, ...]) -> Mapping[str, Fact]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     return versions
+
+
+def compilation(model: torch.nn.Module) -> str:
+    """Return which parts of a model are compiled, and their options; ``none`` without any."""
+    found = {}
+    for name, part in model.named_modules():
+        if is_compiled(part):
+            compiled: Any = getattr(part, "_compiled_call_impl", None) or part
+            config = quietly(lambda of=compiled: of.get_compiler_config() or {})  # type: ignore[misc]
+            chosen = [option for option in _COMPILER_OPTIONS if config.get(option)]
+            found[canonical_name(name)] = ", ".join(chosen)
+    if not found:
+        return "none"
+    options = " and ".join(dict.fromkeys(filter(None, found.values())))
+    return f"{name_modules(list(found), found)}{f' with {options}' if options else ''}"
 
 
 def vocabulary_digest(tokenizer: Any) -> int:
@@ -215,6 +244,7 @@ def precision_flags() -> dict[str, str | bool]:
     """Return torch's global settings of precision and determinism, by name."""
     matmul: Any = torch.backends.cuda.matmul
     cudnn: Any = torch.backends.cudnn
+    mkldnn: Any = torch.backends.mkldnn
     return {
         "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "float32_matmul": _float32_matmul(),
@@ -225,7 +255,24 @@ def precision_flags() -> dict[str, str | bool]:
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn_deterministic": bool(cudnn.deterministic),
         "cudnn_benchmark": bool(cudnn.benchmark),
+        "cudnn": bool(cudnn.enabled),
+        "mkldnn": bool(mkldnn.enabled),
+        "mkldnn_matmul": _fp32(mkldnn.matmul),
+        "attention_fast_path": torch.backends.mha.get_fastpath_enabled(),
+        "attention_backends": _attention_backends(),
     }
+
+
+def _attention_backends() -> str:
+    """Return the kernels that scaled dot-product attention may use."""
+    cuda: Any = torch.backends.cuda
+    enabled = {
+        "flash": cuda.flash_sdp_enabled,
+        "mem_efficient": cuda.mem_efficient_sdp_enabled,
+        "math": cuda.math_sdp_enabled,
+        "cudnn": cuda.cudnn_sdp_enabled,
+    }
+    return ", ".join(name for name, is_enabled in enabled.items() if is_enabled())
 
 
 def _float32_matmul() -> str:

@@ -2,7 +2,7 @@
 
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.evidence.environment.mismatch import EnvironmentMismatch
+from rankscope.evidence.environment.mismatch import DifferentModes, EnvironmentMismatch
 from rankscope.evidence.environment.settings import DifferentSettings, PlannedSeed
 
 
@@ -10,6 +10,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return the detectors of a run."""
     return (
         EnvironmentMismatch(run.environments),
+        DifferentModes(),
         DifferentSettings(run.num_workers, run.plan),
         PlannedSeed(run.plan.seed, run.sampler_seeds),
     )

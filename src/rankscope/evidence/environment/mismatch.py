@@ -10,12 +10,13 @@ from rankscope.bus.environment_names import DECIDES_BITS, HARMLESS, PACKAGES, is
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.rank_values import known_values, name_values
-from rankscope.bus.replicas import minority_ranks
+from rankscope.bus.replicas import StateKind, minority_ranks
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, name_ranks
 
 CAUSE = "env.mismatch"
+MODES = "compute.modes_differ"
 
 STEPS_IN_A_ROW = 3
 """Steps in which a worker computes in another precision before it is reported."""
@@ -97,6 +98,32 @@ class EnvironmentMismatch(Detector):
             numbers={"differences": words, "steps_in_another_precision": seen.count},
             status="open" if self._minority or seen.open else "closed",
         )
+
+
+class DifferentModes(Detector):
+    """Modules in training mode on some workers, and in evaluation mode on others."""
+
+    def __init__(self) -> None:
+        self._modes = PersistentFault()
+        self._what: tuple[str, ...] = ()
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report different modes, and their end."""
+        gathered = step.gathered
+        if not step.all_known("modes"):
+            return ()
+        found = [d for d in gathered.differences if d.kind is StateKind.MODE]
+        ranks = {r for d in found for r in minority_ranks(d.digests_W.tolist())}
+        self._what = tuple(d.name for d in found) or self._what
+        seen = self._modes
+        if not seen.observe(gathered.step, ranks):
+            return ()
+        what = "; ".join(self._what[:_MOST_LISTED])
+        more = len(self._what) - _MOST_LISTED
+        what += f"; and {count(more, 'other difference')}" if more > 0 else ""
+        numbers = {"steps": seen.count, "modules": list(self._what)}
+        fields = {"what": what}
+        return (seen.evidence(MODES, Severity.WARNING, seen.ranks, fields, numbers),)
 
 
 def compare_facts(

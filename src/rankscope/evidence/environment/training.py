@@ -6,6 +6,7 @@ Read once, when the watch begins, on rank 0. Nothing here may keep a job from st
 facts are left out.
 """
 
+import contextlib
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import IterableDataset
 
 from rankscope.evidence.environment.facts import quietly
 from rankscope.gradients.digest import known_shape
@@ -227,15 +229,61 @@ def draws_with_replacement(loader: Any) -> bool:
     (``WebDataset(resampled=True)``) or a class of that name. ``loader`` is a data loader, or any
     other source of batches; nothing of it is read or called.
     """
+    return any(map(_replaces, _inside(loader)))
+
+
+def splits_of(loader: Any) -> list[tuple[str, int]]:
+    """Return what in a data loader gives each rank a part of the data, and into how many parts.
+
+    That is a sampler or data set with ``num_replicas`` and ``rank`` (``DistributedSampler``) or
+    ``num_processes`` and ``process_index`` (accelerate's), one that ``split_dataset_by_node`` of
+    ``datasets`` has made, and accelerate's loader that deals out what rank 0 reads.
+    """
+    found: dict[int, tuple[str, int]] = {}
+    for part in _inside(loader):
+        number = _parts_made_by(part)
+        if number is not None and number > 1:
+            found[id(part)] = (type(part).__name__, number)
+    return list(found.values())
+
+
+def _parts_made_by(part: Any) -> int | None:
+    for number, place in (("num_replicas", "rank"), ("num_processes", "process_index")):
+        found = _quietly_of(part, number), _quietly_of(part, place)
+        if all(isinstance(one, int) for one in found):
+            return int(found[0])
+    by_node = _quietly_of(_quietly_of(part, "_distributed"), "world_size")
+    if isinstance(by_node, int):
+        return by_node
+    if type(part).__name__ == "DataLoaderDispatcher":
+        dealt = _quietly_of(_quietly_of(part, "state"), "num_processes")
+        return dealt if isinstance(dealt, int) else None
+    return None
+
+
+def length_of(loader: Any) -> int | None:
+    """Return how many samples a loader's iterable data set has, by its own word; None if unknown.
+
+    The length of data that a sampler draws from is none that it must draw.
+    """
+    known = []
+    for part in _inside(loader):
+        if isinstance(part, IterableDataset):
+            with contextlib.suppress(Exception):  # most have no length
+                known.append(len(part))  # type: ignore[arg-type]
+    return max(known, default=None)
+
+
+def _inside(loader: Any) -> Iterator[Any]:
+    """Yield a loader and its parts, each once; nothing of them is read or called."""
     waiting = deque([loader])
-    visited = 0
-    while waiting and visited < _MAX_VISITED:
+    visited: set[int] = set()
+    while waiting and len(visited) < _MAX_VISITED:
         part = waiting.popleft()
-        visited += 1
-        if _replaces(part):
-            return True
-        waiting.extend(_parts_of(part))
-    return False
+        if part is not None and id(part) not in visited:
+            visited.add(id(part))
+            yield part
+            waiting.extend(_parts_of(part))
 
 
 def _replaces(part: Any) -> bool:

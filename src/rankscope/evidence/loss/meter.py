@@ -11,6 +11,7 @@ with one line in the log.
 import logging
 import math
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
@@ -27,7 +28,7 @@ from rankscope.wrappers.labels import (
     labels_in,
     own,
 )
-from rankscope.wrappers.loss_form import is_mean, read_form
+from rankscope.wrappers.loss_form import divisor_of, is_mean, read_form
 from rankscope.wrappers.passes import hook_gradient
 from rankscope.wrappers.surroundings import outside
 
@@ -80,15 +81,35 @@ class _Multiplier:
     It is the gradient that arrives at the loss: scaler, accumulation divisor and any other factor
     together. The hook returns nothing, so the gradient stays as it is. The recorded loss is the
     given one divided by ``unit``.
+
+    Where backward does not pass through a loss that is a quotient, as of a sum that is trained on
+    and logged per token, ``of_dividend`` is the factor as far as the dividend shows it.
     """
 
     def __init__(self, loss: Tensor, unit: Tensor | None = None) -> None:
         self.value: Tensor | float | None = None
+        self.of_dividend: Tensor | None = None
         self._unit = unit
         if loss.grad_fn is None:
             loss.register_hook(self._see)  # type: ignore[no-untyped-call]
         else:
             hook_gradient(loss, self._see)
+            divisor = divisor_of(loss.grad_fn)
+            node, place = loss.grad_fn.next_functions[0]
+            if divisor is not None and node is not None:
+                node.register_prehook(partial(self._see_dividend, place, own(divisor)))
+
+    def _see_dividend(self, place: int, divisor: Tensor, gradients: Sequence[Any]) -> None:
+        gradient = gradients[place]
+        if gradient is None or is_spread(gradient):
+            return
+        try:
+            outside(self._read_dividend, own(gradient), divisor)
+        except Exception:  # the backward pass goes on, and the factor is unknown
+            _log.debug("the multiplier of a dividend could not be read", exc_info=True)
+
+    def _read_dividend(self, gradient: Tensor, divisor: Tensor) -> None:
+        self.of_dividend = gradient.sum(dtype=torch.float64) * _moved(divisor, gradient.device)
 
     def _see(self, gradient: Tensor | None) -> None:
         try:
@@ -382,9 +403,13 @@ def _over_unit(unit: Tensor, values: Tensor) -> Tensor:
 def _multipliers(collected: Sequence[MicroBatchLoss]) -> Numbers | None:
     factors: list[Tensor | float] = []
     for micro in collected:
-        if micro.multiplier is None or micro.multiplier.value is None:
+        if micro.multiplier is None:
             return None
-        factors.append(micro.multiplier.value)
+        value = micro.multiplier.value
+        value = micro.multiplier.of_dividend if value is None else value
+        if value is None:
+            return None
+        factors.append(value)
     if not factors:
         return None
     tensors = [factor for factor in factors if isinstance(factor, Tensor)]

@@ -9,6 +9,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
+from rankscope.bus.weighting import common_scale
 from rankscope.stats.arrays import Ints
 
 _SKIPS_IN_A_ROW = 20
@@ -18,9 +19,9 @@ _ZERO_IN_A_ROW = 8
 class NonFinite(Detector):
     """Infinities and NaN in local losses and gradients.
 
-    A gradient scaler overflows now and then on purpose, and the optimizer skips that step: a
-    gradient alone is an error only if the optimizer was called all the same, or is unknown, or
-    skips very many steps.
+    It is an error where the optimizer was called all the same, or may have been. A gradient scaler
+    overflows now and then on purpose, and the optimizer skips that step: then a bad loss is a
+    warning, and so are very many skipped steps although the scale has fallen to 1.
     """
 
     def __init__(self) -> None:
@@ -43,9 +44,10 @@ class NonFinite(Detector):
             self._seen[rank] = "loss" if in_loss else self._seen.get(rank, "gradient")
         skipped = _was_skipped(gathered)
         self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
-        self._applied = self._applied or (skipped is False and not in_loss)
-        if in_loss or not skipped or self._skips_in_a_row >= _SKIPS_IN_A_ROW:
-            self._severity = Severity.ERROR
+        self._applied = self._applied or skipped is False
+        stuck = self._skips_in_a_row >= _SKIPS_IN_A_ROW and not common_scale(gathered) > 1
+        severity = Severity.WARNING if in_loss or stuck else Severity.NOTE
+        self._severity = max(self._severity, severity if skipped else Severity.ERROR)
         return (self._evidence(),)
 
     def _evidence(self) -> FaultEvidence:

@@ -31,7 +31,16 @@ _DIVIDED = (
     "on top."
 )
 
+_TOKENS = "the number of its label tokens"
+_BEFORE = " before backward"
+_IN_SCHEDULE = " before backward and by the pipeline schedule after it"
+_SCHEDULES = (
+    " A pipeline schedule divides the gradients by its micro-batches; with scale_grads=False, the "
+    "loss function has to."
+)
+
 _CLOSE = 1e-3
+_LEAST_SCALER = 1024.0
 _STEPS = 8
 _STEPS_OF_ONE = 3
 _POWERS = 3
@@ -42,12 +51,20 @@ class LossScale(Detector):
     """Multipliers that do not average to 1, and workers whose multiplier differs.
 
     Summed over a step's micro-batches and averaged over workers, the multipliers of a mean loss
-    are 1, whether workers or tokens count alike. A sum of W, 1/W, M or 1/M (M micro-batches) in
-    8 steps in a row means that a factor is missing or there twice.
+    are 1, whether workers or tokens count alike. W, M, 1/W or 1/M (M micro-batches), or a product
+    of two, in 8 steps in a row means that a factor is missing or there twice. So does the number of
+    the worker's label tokens: the training minimises their sum. That is a note, since it may be
+    meant, and a warning where gradients are clipped. A factor that is undone after the reduction
+    does not count.
 
     A gradient scaler multiplies, too, by a number that changes while it runs and hides any other
-    factor. A multiplier beyond 4·max(W, M), or three powers of two, count as one. And losses that
-    are sums over tokens, divided by the number on all workers, need the factor W.
+    factor. Three powers of two, or one from 1,024 on, count as one. And losses that are sums over
+    tokens, divided by the number on all workers, need the factor W.
+
+    What counts is the factor that the optimizer gets. The division by a pipeline schedule after the
+    backward passes is known. Any other factor is undone if the gradients are scaled after the
+    reduction to those of a mean loss at most, or back to them: then a loop has divided them by
+    hand, or they are clipped below both.
 
     Where the optimizer is unknown, and each micro-batch's backward pass synchronises, a step with
     1/W may be one of W steps, and is not reported.
@@ -71,6 +88,8 @@ class LossScale(Detector):
         self._span = PersistentFault()
         self._factor = ""
         self._value = math.nan
+        self._applied = 1.0  # after the reduction, by the latest step that shows it
+        self._in_schedule = False
         self._differing = _DifferingWorkers()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
@@ -95,7 +114,17 @@ class LossScale(Detector):
             return self._differing.observe(gathered.step, scales_W)
         micro = max(sizes, default=1)
         self._notice_scaler(scale, micro)
-        return () if math.isnan(scale) else self._observe_mean(gathered, scale, micro)
+        if math.isnan(scale):
+            return ()
+        clipped_W = workers["clip_factor"]
+        applied_W = workers["applied_scale"] / np.where(np.isfinite(clipped_W), clipped_W, 1.0)
+        if are_alike(applied_W):
+            self._applied = float(applied_W[0])
+        undone = _is_undone(scale, self._applied)
+        if step.alike("schedule_scale"):
+            self._in_schedule = True
+            scale *= float(workers["schedule_scale"][0])
+        return self._observe_mean(gathered, 1.0 if undone else scale, micro)
 
     def _notice_calls(self, step: Step) -> None:
         calls_W: Ints = step.gathered.workers["optimizer_steps"]
@@ -108,14 +137,14 @@ class LossScale(Detector):
         power = math.log2(scale)
         if micro == self._most_micro and abs(power - round(power)) < 1e-6:
             self._powers.add(round(power))
-        beyond = scale > 4 * max(self._num_workers, micro)
+        beyond = scale >= _LEAST_SCALER and math.frexp(scale)[0] == 0.5
         self._scaler = self._scaler or beyond or len(self._powers) >= _POWERS
 
     def _observe_mean(
         self, gathered: GatheredStep, scale: float, micro: int
     ) -> Iterable[FaultEvidence]:
         silent = self._scaler or self._sums.found or math.isclose(scale, 1, rel_tol=_CLOSE)
-        factor = "" if silent else self._name(scale, micro)
+        factor = "" if silent else self._name(gathered, scale, micro)
         before, steps = self._streak
         self._streak = factor, (steps + 1 if factor == before else 1)
         if self._streak[1] == 1:
@@ -127,9 +156,11 @@ class LossScale(Detector):
         self._span.see(gathered.step, first=self._streak_first, before=_STEPS - 1)
         self._factor = factor
         self._value = scale
-        return (self._evidence(micro),)
+        clips = not np.isnan(gathered.workers["clip_limit"]).all()
+        meant = factor == _TOKENS and not clips
+        return (self._evidence(micro, Severity.NOTE if meant else Severity.WARNING),)
 
-    def _name(self, scale: float, micro: int) -> str:
+    def _name(self, gathered: GatheredStep, scale: float, micro: int) -> str:
         """Return the name of a wrong factor; empty for a right one."""
         if micro == 1 and scale < 1 and not self._called:
             return ""
@@ -138,28 +169,47 @@ class LossScale(Detector):
             "the number of micro-batches": micro,
             "one over the number of workers": 1 / self._num_workers,
             "one over the number of micro-batches": 1 / micro,
+            "the number of workers times that of micro-batches": self._num_workers * micro,
+            "one over the number of workers and that of micro-batches": 1
+            / (self._num_workers * micro),
         }
+        if micro == 1 or self._num_workers == 1:  # the products are the single ones
+            factors = dict(list(factors.items())[:4])
         names = [
             name
             for name, factor in factors.items()
             if factor != 1 and math.isclose(scale, factor, rel_tol=_CLOSE)
         ]
+        workers = gathered.workers
+        if not names and np.allclose(workers["grad_scale"], workers["loss_weight"], rtol=_CLOSE):
+            return _TOKENS
         return " or ".join(names)
 
-    def _evidence(self, micro: int) -> FaultEvidence:
+    def _evidence(self, micro: int, severity: Severity) -> FaultEvidence:
         return self._span.evidence(
             "loss.scale",
-            Severity.WARNING,
+            severity,
             range(self._num_workers),
             {
                 "value": f"{self._value:.4g}",
                 "factor": self._factor,
-                "divided": _DIVIDED if self._divided else _UNKNOWN,
+                "divided": (_SCHEDULES if self._in_schedule else "")
+                + (_DIVIDED if self._divided else _UNKNOWN),
+                "where": _IN_SCHEDULE if self._in_schedule else _BEFORE,
                 "workers": self._num_workers,
                 "micro": count(micro, "micro-batch", "micro-batches"),
             },
             {"multiplier": self._value, "micro_batches": micro, "steps": self._span.count},
         )
+
+
+def _is_undone(scale: float, applied: float) -> bool:
+    """Return whether a factor after the reduction, clipping apart, undoes that of the loss.
+
+    >>> _is_undone(4.0, 0.25), _is_undone(4.0, 0.1), _is_undone(0.25, 4.0)
+    (True, False, True)
+    """
+    return math.isclose(scale * applied, 1, rel_tol=_CLOSE)
 
 
 def _mean(step: Step, scales_W: Floats) -> float:

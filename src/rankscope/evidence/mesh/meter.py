@@ -92,6 +92,7 @@ class PendingPart:
             digests_2N,
             norms_2N,
             sketches_2NK,
+            self._place.shared,
         )
 
 

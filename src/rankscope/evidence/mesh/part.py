@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from rankscope.bus.packing import PackedError, pack_arrays, unpack_arrays
 from rankscope.bus.replicas import minority_ranks
 from rankscope.stats.arrays import Floats, Floats32, Ints
-from rankscope.stats.rounding import UNIT_ROUNDOFF
+from rankscope.stats.rounding import tolerance_of
 
 _ARRAYS: Mapping[str, type[np.generic]] = {
     "over_NA": np.uint8,
@@ -28,7 +28,6 @@ _ARRAYS: Mapping[str, type[np.generic]] = {
 }
 _HELD = 1
 _PLACED = 2
-_COARSEST = UNIT_ROUNDOFF["bfloat16"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +39,8 @@ class AxisPart:
         axes: The ranks of the job along each axis, with this rank among them, by the axis's name.
         layout: Digest of the names, shapes and placements of all of its parameters.
         cut: The axes over which some of them are cut.
+        shared: Along an axis of pipeline stages, names of the weights that they certainly share;
+            None along another axis.
         names: Names of the parameters ``[N]``.
         types: The coarsest type in which each one's gradient is computed ``[N]``.
         over_NA: 0 if a parameter is cut over an axis, 1 if each rank has it all, 2 if its placement
@@ -60,6 +61,7 @@ class AxisPart:
     digests_2N: Ints
     norms_2N: Floats
     sketches_2NK: Floats32
+    shared: tuple[str, ...] | None = None
 
     def pack(self) -> bytes:
         """Return its bytes: JSON, and arrays behind it."""
@@ -68,6 +70,7 @@ class AxisPart:
             "axes": {name: list(ranks) for name, ranks in self.axes.items()},
             "layout": self.layout,
             "cut": list(self.cut),
+            "shared": None if self.shared is None else list(self.shared),
             "names": list(self.names),
             "types": list(self.types),
         }
@@ -93,6 +96,7 @@ class AxisPart:
                 tuple(map(str, header["cut"])),
                 tuple(map(str, header["names"])),
                 tuple(map(str, header["types"])),
+                shared=None if header["shared"] is None else tuple(map(str, header["shared"])),
                 **found,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -124,6 +128,10 @@ class Replicated:
         odd: The ranks that differ from most; all where no majority agrees.
         tolerance: The distance that rounding may explain.
         held: Whether the ranks hold some elements of it: a shard of a small one may be empty.
+        same: Whether the ranks' values before the step are the same in all bits.
+        digest: Digest of the first rank's values.
+        factor: The farthest rank's gradient over the first one's, if it is a multiple of it within
+            the tolerance; else NaN.
     """
 
     name: str
@@ -135,6 +143,9 @@ class Replicated:
     odd: tuple[int, ...]
     tolerance: float
     held: bool = True
+    same: bool = True
+    digest: int = 0
+    factor: float = math.nan
 
     @property
     def parameter_differs(self) -> bool:
@@ -145,19 +156,6 @@ class Replicated:
     def gradient_differs(self) -> bool:
         """Whether its gradients differ by more than rounding explains."""
         return self.gradient > self.tolerance
-
-
-def tolerance_of(dtype: str) -> float:
-    """Return the distance of replicas that rounding may explain, relative to their norm.
-
-    Replicas that compute by themselves, in another order, agree in half of the digits of a type at
-    least: the square root of its unit roundoff. Parts of a gradient do not agree in the first one.
-
-    Example:
-        >>> round(tolerance_of("float32"), 5), round(tolerance_of("bfloat16"), 3)
-        (0.00024, 0.062)
-    """
-    return math.sqrt(UNIT_ROUNDOFF.get(dtype, _COARSEST))
 
 
 def compare_along(axis: str, parts_T: Sequence[AxisPart]) -> list[Replicated]:
@@ -187,6 +185,8 @@ def _compare(
     name: str, number: int, parts_T: Sequence[AxisPart], *, placed: bool, cuts: bool
 ) -> Replicated:
     apart: list[float] = []
+    factor = math.nan
+    tolerance = max(tolerance_of(part.types[number]) for part in parts_T)
     differing: tuple[int, ...] = ()
     held = False
     for what in (0, 1):
@@ -196,7 +196,8 @@ def _compare(
         apart.append(_apart(digests_T, norms_T, sketches_TK))
         held |= bool((norms_T != 0).any())
         differing = minority_ranks(digests_T) or differing  # of the gradient, where it differs
-    tolerance = max(tolerance_of(part.types[number]) for part in parts_T)
+        factor = _factor(sketches_TK, tolerance)
+    values = [int(part.digests_2N[0, number]) for part in parts_T]
     return Replicated(
         name=name,
         ranks=tuple(part.rank for part in parts_T),
@@ -207,6 +208,9 @@ def _compare(
         odd=tuple(parts_T[at].rank for at in differing),
         tolerance=tolerance,
         held=held,
+        same=len(set(values)) == 1,
+        digest=values[0],
+        factor=factor,
     )
 
 
@@ -222,6 +226,18 @@ def _apart(digests_T: Sequence[int], norms_T: Floats, sketches_TK: Floats) -> fl
         return 0.0
     distances_T = np.linalg.norm(sketches_TK - sketches_TK[0], axis=1)
     return float(distances_T.max() / norms_T.max())
+
+
+def _factor(sketches_TK: Floats, tolerance: float) -> float:
+    """Return the farthest rank's value over the first one's; NaN if it is no multiple of it."""
+    first_K = sketches_TK[0]
+    square = float(first_K @ first_K)
+    far_K = sketches_TK[int(np.linalg.norm(sketches_TK - first_K, axis=1).argmax())]
+    if not (0 < square < math.inf and np.isfinite(far_K).all()):
+        return math.nan
+    factor = float(first_K @ far_K) / square
+    rest = float(np.linalg.norm(far_K - factor * first_K))
+    return factor if rest <= tolerance * float(np.linalg.norm(far_K)) else math.nan
 
 
 def over_axes(placements: Mapping[str, bool], axes: Sequence[str]) -> list[int]:

@@ -2,7 +2,7 @@
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,7 @@ NAME = "mesh"
 _MOST_PENDING = 4  # steps that wait for their device
 
 
-class MeshProbe(Probe):
+class _Replicas:
     """Reads and sends one rank's replicas; all calls come on the training thread.
 
     A failure here only ends the comparison over other axes.
@@ -38,7 +38,7 @@ class MeshProbe(Probe):
         except Exception as error:  # a model of an unknown kind
             self._end(error)
 
-    def begin_step(self, step: int, *, paused: bool) -> None:
+    def begin_step(self, step: int) -> None:
         """Read parameters at the first forward pass of a step."""
         self._try(lambda meter: meter.begin_step(step))
 
@@ -95,9 +95,41 @@ class MeshProbe(Probe):
         )
 
 
+class MeshProbe(Probe):
+    """Reads one rank's replicas over other axes, and the weights that pipeline stages share."""
+
+    def __init__(self, replicas: Sequence[_Replicas]) -> None:
+        self._replicas = replicas
+
+    def begin_step(self, step: int, *, paused: bool) -> None:
+        """Read parameters at the first forward pass of a step."""
+        for each in self._replicas:
+            each.begin_step(step)
+
+    def before_update(self) -> None:
+        """Read gradients when ``optimizer.step`` is about to run."""
+        for each in self._replicas:
+            each.before_update()
+
+    def collect(self, end: StepEnd) -> None:
+        """Send the readings, as soon as they are on the host."""
+        for each in self._replicas:
+            each.collect(end)
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        for each in self._replicas:
+            each.abort()
+
+    def close(self) -> None:
+        """Send the rest, and close a guest's links."""
+        for each in self._replicas:
+            each.close()
+
+
 def make_probe(job: Job) -> MeshProbe | None:
-    """Return the probe of replicas over other axes; None without such axes."""
-    mesh = job.channel.mesh
-    if mesh is None or not mesh.reaches:
-        return None
-    return MeshProbe(mesh, job.channel, spacing=job.state_spacing)
+    """Return the probe of replicas over other axes, and over stages; None without such axes."""
+    channel = job.channel
+    meshes = [one for one in (channel.mesh, channel.stages) if one is not None and one.reaches]
+    replicas = [_Replicas(mesh, channel, spacing=job.state_spacing) for mesh in meshes]
+    return MeshProbe(replicas) if replicas else None

@@ -11,6 +11,7 @@ from rankscope.bus.director import DirectedRun, Director
 from rankscope.bus.finding import Finding
 from rankscope.bus.packing import PackedError
 from rankscope.evidence.mesh.compare import AxisVerdict
+from rankscope.evidence.mesh.drift import TieVerdict
 from rankscope.evidence.mesh.part import AxisPart, compare_along
 
 _log = logging.getLogger("rankscope")
@@ -29,7 +30,7 @@ class MeshAxes(Director):
         self._report = report
         self._parts: dict[tuple[int, str, tuple[int, ...]], dict[int, AxisPart]] = {}
         self._workers: dict[int, int] = {}
-        self._verdicts: dict[str, AxisVerdict] = {}
+        self._verdicts: dict[str, AxisVerdict | TieVerdict] = {}
         self.findings: dict[str, Finding] = {}
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
@@ -60,7 +61,12 @@ class MeshAxes(Director):
             return
         verdict = self._verdicts.get(axis)
         if verdict is None:
-            verdict = self._verdicts[axis] = AxisVerdict(axis, self._first_step)
+            shared = parts_T[0].shared
+            verdict = self._verdicts[axis] = (
+                AxisVerdict(axis, self._first_step)
+                if shared is None
+                else TieVerdict(axis, self._first_step, shared)
+            )
         for finding in verdict.observe(step, found, self._workers):
             self.findings[finding.id] = finding
             self._report(finding)

@@ -20,4 +20,10 @@ COLUMNS = (
 )
 # fmt: on
 
+KEY = "random"
+"""Its name in messages, and the beginning of the names of its rows in the table of digests."""
+
+GENERATORS = {1: "Python's", 2: "numpy's", 4: "torch's on the CPU", 8: "the accelerator's"}
+"""Names of the generators in findings, by their bits in the column ``rng_used``."""
+
 EVIDENCE = Evidence("randomness", __name__, COLUMNS)

@@ -14,6 +14,7 @@ from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
 from rankscope.bus.words import listed, name_ranks
+from rankscope.evidence.randomness import GENERATORS
 from rankscope.stats.arrays import Ints
 
 STEPS_NEEDED = 3
@@ -25,7 +26,6 @@ DIFFERS_BETWEEN = "rng-differs-between"
 LOADERS = "loader-rng-identical"
 PRIVATE = "private-rng-identical"
 
-_GENERATORS = {1: "Python's", 2: "numpy's", 4: "torch's on the CPU", 8: "the accelerator's"}
 _DIGESTS = {"rng_digest": 4 | 8, "rng_digest_python": 1, "rng_digest_numpy": 2}
 _SHIFT = 4  # of generators that moved between the forward passes of two steps
 _OF_LOADERS = {
@@ -131,7 +131,7 @@ class EqualRandom(Detector):
     def _evidence(
         self, seen: PersistentFault, used: int, key: str, severity: Severity = Severity.WARNING
     ) -> FaultEvidence:
-        generators = [name for bit, name in _GENERATORS.items() if used & bit]
+        generators = [name for bit, name in GENERATORS.items() if used & bit]
         return seen.evidence(
             DIFFERS if self._same else IDENTICAL,
             severity,

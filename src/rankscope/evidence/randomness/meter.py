@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rankscope.evidence.randomness import GENERATORS
 from rankscope.gradients.fingerprint import (
     Snapshot,
     digest_of,
@@ -71,6 +72,11 @@ class RandomMeter:
         self._before: dict[int, Snapshot] | None = None
         self._used: int | None = None
         self._between = 0
+
+    def held(self) -> dict[str, int]:
+        """Return a digest of the present state of each generator that has one, by name."""
+        states = {bit: python_bytes(read()) for bit, read in self._readers.items()}
+        return {GENERATORS[bit]: digest_of(state) for bit, state in states.items() if state}
 
     def before_forward(self) -> None:
         """Read the states before a forward pass; those before the first one of a step count.

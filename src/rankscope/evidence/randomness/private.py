@@ -48,6 +48,11 @@ class PrivateRandomMeter:
         self._last: list[bytes] = []
         self._digest: int | None = None
 
+    def held(self) -> dict[str, int]:
+        """Return a digest of the present state of each generator that has one, by name."""
+        states = enumerate(map(_state_of, self._generators))
+        return {f"generator {n} of the modules": digest_of(state) for n, state in states if state}
+
     def before_forward(self) -> None:
         """Read the generators before a step's first forward pass."""
         if not self._generators:

@@ -1,6 +1,8 @@
 """Finds the random generators that a step moves, and their states at its start."""
 
 from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
+from rankscope.bus.replicas import StateKind
+from rankscope.evidence.randomness import KEY
 from rankscope.evidence.randomness.meter import LoaderMeter, RandomMeter
 from rankscope.evidence.randomness.private import PrivateRandomMeter
 
@@ -20,9 +22,14 @@ class RandomnessProbe(Probe):
         self._shared = shared
         self._private = private
         self._loader = loader
+        self._begun = False
+        self._held: dict[str, dict[str, int]] = {}  # at the session's start, and where it saves
 
     def before_forward(self, step: int, *, first: bool) -> None:
         """Read the generators before the step's first forward pass."""
+        if not self._begun:
+            self._begun = True
+            self._hold(StateKind.STARTED)
         if first:
             self._shared.before_forward()
             self._private.before_forward()
@@ -31,12 +38,21 @@ class RandomnessProbe(Probe):
         """Find those that have moved."""
         self._shared.after_forward()
 
+    def see_saved(self) -> None:
+        """Read what a checkpoint would hold."""
+        self._hold(StateKind.SAVED)
+
+    def _hold(self, kind: StateKind) -> None:
+        self._held[kind] = {**self._shared.held(), **self._private.held()}
+
     def collect(self, end: StepEnd) -> Ready | None:
         """Return the fingerprints of a step after which workers are comparable."""
         values = {**self._shared.collect(), **self._private.collect()}
+        held, self._held = self._held, {}
         if not end.comparable:
             return None
-        return Ready(MessagePart({**values, **self._loader.collect()}))
+        names = {KEY: held} if held else {}
+        return Ready(MessagePart({**values, **self._loader.collect()}, names=names))
 
     def abort(self) -> None:
         """Forget a step that was never finished."""

@@ -18,6 +18,8 @@ COLUMNS = (
         ("accumulator_micro", DType.INT, "", Source.LOCAL, Tail.NONE, "the first micro-batch before which it changed most, from 0"),
         ("unreduced", DType.BOOL, "", Source.LOCAL, Tail.HIGH, "whether optimizer.step was called with gradients that no reduction had seen"),
         ("applied_scale", DType.FLOAT, "", Source.LOCAL, Tail.BOTH, "norm of these gradients when optimizer.step was called, over their norm right after the reduction: below 1 when clipped"),
+        ("applied_spread", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "largest minus smallest of the factors by which these gradients were scaled one by one, over the largest: rounding alone if all have one factor"),
+        ("schedule_scale", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "factor of the gradients by torch's pipeline schedules after the backward passes: 1 over the micro-batches of a call by default (scale_grads=True); the mean over the step's micro-batches"),
         ("applied_odd", DType.FLOAT, "", Source.LOCAL, Tail.BOTH, "factor by which some of these gradients were scaled, over that of most; 1 if all have one, as when they are clipped or unscaled"),
     ),
     *declare(

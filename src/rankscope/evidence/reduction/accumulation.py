@@ -18,7 +18,7 @@ from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step
-from rankscope.bus.words import count, listed
+from rankscope.bus.words import named, shortened
 from rankscope.stats.state import Stateful
 
 CAUSE = "sync.accumulation"
@@ -34,9 +34,18 @@ ERROR_FROM = 3
 _FEWEST_PASSES = 2
 """With so few passes, the first may have trained another model through this one, as in a GAN."""
 
+_RESCALED = (
+    " A pipeline schedule divides .grad by its micro-batches after each call, with what earlier "
+    "calls have left: where several calls make an update, pass scale_grads=False and divide the "
+    "loss."
+)
+_DROPPED = (
+    " torch 2.13 itself sets .grad to None in the first call of each new pipeline schedule or "
+    "stage: make those for all lengths before the training, and call each once."
+)
+
 _SAME_FACTOR = 0.01
 _NAMED = 4
-_MOST_NAMES = 64
 _RESET = "reset"
 _DOUBLED = "doubled"
 _DIVIDED = "divided"
@@ -58,6 +67,7 @@ class AccumulationAudit(Detector):
     def __init__(self) -> None:
         self._changed = PersistentFault()
         self._last = _Change()
+        self._in_schedule = False
         self._left_over = PersistentFault()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
@@ -84,6 +94,7 @@ class AccumulationAudit(Detector):
                 micro=int(gathered.workers["accumulator_micro"][worst]),
                 groups=_changed_groups(gathered, ranks),
             )
+            self._in_schedule = bool(np.isfinite(gathered.workers["schedule_scale"]).any())
         return self._changed.observe(gathered.step, ranks)
 
     def _evidence(self) -> FaultEvidence:
@@ -112,11 +123,16 @@ class AccumulationAudit(Detector):
                 "where": change.where,
                 "micro": f"{change.micro + 1:,}",
                 "over": "" if seen.open else " It is over now.",
+                "schedule": self._advice() if self._in_schedule else "",
             },
             numbers=numbers,
             groups=change.groups,
             status="open" if seen.open else "closed",
         )
+
+    def _advice(self) -> str:
+        """Return what torch's pipeline schedules do themselves."""
+        return {_RESET: _DROPPED, _DIVIDED: _RESCALED}.get(self._last.kind, "")
 
     # From step to step ---------------------------------------------------------------------
 
@@ -146,7 +162,7 @@ class ChangedLater(Detector):
 
     def __init__(self) -> None:
         self._seen = PersistentFault()
-        self._names: list[str] = []
+        self._names: dict[str, bool] = {}
         self._factors: list[float] = []
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
@@ -159,8 +175,7 @@ class ChangedLater(Detector):
         if ranks:
             self._factors = [*self._factors, float(factors_W[ranks[0]])][-ERROR_FROM:]
             found = [d.name for d in step.gathered.differences if d.kind is StateKind.CHANGED]
-            new = [name for name in found if name not in self._names]
-            self._names += new[: _MOST_NAMES - len(self._names)]
+            self._names |= dict.fromkeys(found, True)
         return (self._evidence(),) if self._seen.observe(step.gathered.step, ranks) else ()
 
     def _evidence(self) -> FaultEvidence:
@@ -169,18 +184,17 @@ class ChangedLater(Detector):
         apart = max(self._factors) - min(self._factors)
         steady = len(self._factors) == ERROR_FROM and apart <= _SAME_FACTOR * abs(last)
         serious = steady or last > 1 + _SAME_FACTOR or last == 0
-        shown = self._names[:_NAMED]
-        rest = len(self._names) - _NAMED
+        names = list(self._names)
         return seen.evidence(
             CHANGED_LATER,
             Severity.WARNING if serious else Severity.NOTE,
             seen.ranks,
             {
-                "names": listed([*shown, count(rest, "other")] if rest > 0 else shown),
+                "names": shortened(names, _NAMED),
                 "factor": f"{last:.4g}",
                 "over": "" if seen.open else " It is over now.",
             },
-            {"steps": seen.count, "names": list(self._names), "factor": last},
+            {"steps": seen.count, **named(names), "factor": last},
         )
 
 
@@ -220,9 +234,7 @@ class _Change(Stateful):
         """The groups, in words; empty for all."""
         if not self.groups:
             return ""
-        shown = self.groups[:_NAMED]
-        rest = len(self.groups) - _NAMED
-        return " of " + listed([*shown, count(rest, "other group")] if rest > 0 else list(shown))
+        return f" of {shortened(self.groups, _NAMED, 'other group')}"
 
     @property
     def words(self) -> str:

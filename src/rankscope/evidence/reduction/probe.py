@@ -8,7 +8,12 @@ class ReductionProbe(Probe):
 
     def collect(self, end: StepEnd) -> Ready:
         """Return the step's flags."""
-        return Ready(MessagePart({"unreduced": end.unreduced, "grad_left_over": end.left_over}))
+        values = {
+            "unreduced": end.unreduced,
+            "grad_left_over": end.left_over,
+            "schedule_scale": end.schedule_scale,
+        }
+        return Ready(MessagePart(values))
 
 
 def make_probe(job: Job) -> ReductionProbe:

@@ -73,6 +73,10 @@ class EngineModel(WholeModel):
         trained = [whole[id(parameter)] for parameter in self._parameters]
         yield plain_copy(self._engine.module, dict(whole)), trained
 
+    def digests(self) -> dict[str, int]:
+        """Return digests of all parameters; under ZeRO 3 nothing, since workers hold parts."""
+        return {} if self._sharded else super().digests()
+
     def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
         """Measure this worker's part of the reduced gradient."""
         sketcher.measure_many(list(self._shards.shards()), into)

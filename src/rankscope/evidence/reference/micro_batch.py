@@ -17,6 +17,9 @@ from rankscope.evidence.canary.layout import Layout, layout_of, local_of, part_i
 from rankscope.evidence.canary.replay import check_graph, in_short, project
 from rankscope.evidence.canary.state import generators_of, preserved_state
 from rankscope.evidence.canary.tensors import AT_ONCE_BYTES
+from rankscope.evidence.reference.words import some
+from rankscope.gradients.digest import digest_tensor
+from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.passes import hook_gradient, tensors_in
 from rankscope.wrappers.surroundings import outside
 
@@ -35,6 +38,10 @@ _SLACK = 32.0
 _NOT_REPEATED = (
     "the forward pass does not repeat itself {}: it draws random numbers from generators of its "
     "own, counts its calls, or reads something that has changed"
+)
+_CHANGED = (
+    "{} changed between the forward pass and the optimizer's call: the gradient belongs to other "
+    "values (gathered too late, or updated in the backward pass)"
 )
 _NOT_WHOLE = (
     "the forward pass returns something else with whole parameters than it has in the training {}: "
@@ -55,6 +62,10 @@ class MicroBatch:
         kwargs: Its inputs by name.
         inner: Whether the second run also compares outputs from which others were computed, such
             as logits: the loss alone may hide differences beyond rounding.
+
+    Attributes:
+        root: The value on which its backward pass was called; NaN if that was called on more, None
+            before it.
 
     Raises:
         CanaryDeclined: The inputs cannot be copied.
@@ -79,7 +90,10 @@ class MicroBatch:
             if buffer.layout is torch.strided and buffer.nbytes <= AT_ONCE_BYTES
         }
         self._device = device
+        self._parameters = [(p, digest_tensor(p)) for p in module.parameters()]
         self._returned: list[_Returned] = []
+        self._num_tensors = 0
+        self.root: Tensor | float | None = None
 
     @property
     def trained(self) -> bool:
@@ -91,6 +105,53 @@ class MicroBatch:
         """The number of the outputs' gradients that are spread over ranks."""
         gradients = [one.gradient for one in self._returned if one.gradient is not None]
         return sum(layout_of(gradient) is not None for gradient in gradients)
+
+    @property
+    def returns_loss(self) -> bool:
+        """Whether the backward pass began at numbers that the model has returned."""
+        losses = self._losses
+        return bool(losses) and all(one.number is not None and not one.lost for one in losses)
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor between the loss and what backward was called on; waits for the device."""
+        return max((_float(one.gradient) for one in self._losses), key=abs)
+
+    @property
+    def loss_in_training(self) -> float:
+        """What backward was called on, up to a constant; waits for the device."""
+        return sum(_float(one.gradient) * _float(one.number) for one in self._losses)
+
+    @property
+    def rounds_in(self) -> float:
+        """Epsilon of the coarsest type of the outputs and the autocast."""
+        kinds = [self.computed_in, *(one.dtype for one in self._returned)]
+        return max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
+
+    @property
+    def autocast(self) -> Autocast:
+        """The autocast of the forward pass."""
+        return self._autocast
+
+    @property
+    def _losses(self) -> "list[_Returned]":
+        return [one for one in self._returned if one.gradient is not None]
+
+    def loss_again(self, module: nn.Module) -> float:
+        """Run the forward pass once more; return :attr:`loss_in_training` of this run.
+
+        The caller provides the context, and puts all changed state back.
+
+        Raises:
+            CanaryDeclined: The model returns other tensors.
+        """
+        args, kwargs = restore_batch(self._batch.plain(), self._device)
+        self._generators.put_back()
+        self._fill_buffers(module)
+        tensors = tensors_in(module(*args, **kwargs))
+        if len(tensors) != self._num_tensors:
+            raise CanaryDeclined("the model returns other tensors when a batch is run once more")
+        return sum(_float(one.gradient) * _float(tensors[one.place]) for one in self._losses)
 
     @property
     def computed_in(self) -> torch.dtype:
@@ -113,6 +174,11 @@ class MicroBatch:
             _Returned(tensor, compared=self._inner or not numbers)
             for tensor, numbers in zip(tensors, above, strict=True)
         ]
+        everything = tensors_in(output)
+        self._num_tensors = len(everything)
+        places = {id(tensor): place for place, tensor in enumerate(everything)}
+        for one, tensor in zip(self._returned, tensors, strict=True):
+            one.place = places[id(tensor)]
         for one, numbers in zip(self._returned, above, strict=True):
             one.above = [self._returned[number] for number in numbers]
         for one, tensor in zip(self._returned, tensors, strict=True):
@@ -144,6 +210,9 @@ class MicroBatch:
         lost = next((one.lost for one in self._returned if one.lost), "")
         if lost:
             raise CanaryDeclined(f"what a backward pass brought could not be kept ({lost})")
+        changed = [p for p in self.changed(module) if p.requires_grad]
+        if changed:
+            raise CanaryDeclined(_CHANGED.format(_names(module, changed)))
         args, kwargs = restore_batch(self._batch.plain(), self._device)
         with (
             preserved_state(module, self._device, seed=None) as run,
@@ -152,7 +221,14 @@ class MicroBatch:
             self._generators.put_back()
             self._fill_buffers(module)
             tensors = _differentiable(module(*args, **kwargs))
-            self._compare(tensors, rounds_in, values=compared)
+            try:
+                self._compare(tensors, rounds_in, values=compared)
+            except CanaryDeclined as reason:
+                changed = self.changed(module)
+                if not changed:
+                    raise
+                why = f"{reason}; {_names(module, changed)} changed after the forward pass began"
+                raise CanaryDeclined(why) from reason
             tops, rest = self._used(tensors)
             for tensor, _ in tops:
                 check_graph(tensor, run.nodes)
@@ -168,6 +244,18 @@ class MicroBatch:
             for (_, one), inside in zip(rest, found[len(parameters) :], strict=True):
                 one.check_inside(inside)
             return found[: len(parameters)]
+
+    def changed(self, module: nn.Module) -> list[Tensor]:
+        """Return the parameters that differ from those of the forward pass; waits for the device.
+
+        Sharded ones do not count: the forward pass has others than the module has now.
+        """
+        kept = {id(parameter): digest for parameter, digest in self._parameters}
+        return [
+            parameter
+            for parameter in module.parameters()
+            if id(parameter) in kept and int(digest_tensor(parameter)) != int(kept[id(parameter)])
+        ]
 
     @torch.no_grad()
     def _fill_buffers(self, module: nn.Module) -> None:
@@ -213,6 +301,9 @@ class _Returned:
 
     Attributes:
         layout: How ranks share it; None of a plain tensor.
+        dtype: Its type.
+        place: Its place among all tensors of the output.
+        number: Its value, if it is one number.
         above: Outputs that were computed from it, such as the loss from logits.
         gradient: Its gradient, if that does not pass through those.
         norm: The norm of this rank's part of its gradient, if that may pass through those.
@@ -227,6 +318,9 @@ class _Returned:
         local = local_of(tensor)
         self.projection = project(local) if compared else None
         self.spread = _norm(local) / max(local.numel(), 1) ** 0.5
+        self.dtype = tensor.dtype
+        self.place = 0
+        self.number = local.detach().clone() if local.numel() == 1 else None
         self.above: list[_Returned] = []
         self.gradient: Tensor | None = None
         self.norm: Tensor | None = None
@@ -275,6 +369,17 @@ _Pairs = list[tuple[Tensor, _Returned]]
 def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     """Return the one of two floating-point types that rounds more."""
     return max(one, other, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def _names(module: nn.Module, parameters: Sequence[Tensor]) -> str:
+    found = {id(parameter) for parameter in parameters}
+    return some([canonical_name(n) for n, p in module.named_parameters() if id(p) in found])
+
+
+def _float(number: Tensor | None) -> float:
+    """Return a number that a rank holds; waits for the device."""
+    assert number is not None
+    return float(local_of(number.detach()))
 
 
 def _norm(tensor: Tensor) -> Tensor:

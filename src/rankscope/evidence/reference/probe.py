@@ -6,28 +6,40 @@ workers first gather whole ones, in the training's own process group, after all 
 in its store. The root judges the numbers, see :mod:`rankscope.evidence.reference.root`.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
 
 from rankscope.bus.probe import Job, Probe, StepEnd
 from rankscope.bus.step import MAX_PAIRED_WORKERS
+from rankscope.evidence.canary.alone import watch_roots
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import is_out_of_memory
 from rankscope.evidence.canary.replay import in_short
+from rankscope.evidence.reference.derivative import DirectionalDerivative
 from rankscope.evidence.reference.engine import EngineModel
 from rankscope.evidence.reference.micro_batch import MicroBatch
 from rankscope.evidence.reference.reference import ReferenceModel, ReferenceStep, WholeModel
 from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.evidence.reference.unsharded import ReplicatedModel, ShardedModel
-from rankscope.private import lacking
+from rankscope.private import Patch, lacking
+from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.deepspeed import before_engine_step
 from rankscope.wrappers.find import Wrapped, is_compiled
-from rankscope.wrappers.kinds import DEEPSPEED, FSDP2, REPLICATE
+from rankscope.wrappers.kinds import DDP, DEEPSPEED, FSDP2, LOOP, REPLICATE
+from rankscope.wrappers.rendezvous import agree, default_store
+from rankscope.wrappers.surroundings import outside
 
 AGREE_SECONDS = 30.0
 """The longest wait of a rank for the others to agree on gathering whole parameters."""
+
+_sessions = itertools.count()  # of this process: each has a place of its own in the store
 
 _NO_OPTIMIZER = "watch() was not given the optimizer, before whose call it is computed"
 _NO_MESH = "the other ranks of its mesh did not come to watch() in time"
@@ -49,8 +61,11 @@ class ReferenceProbe(Probe):
         self._step = -1
         self._due = -1
         self._why_not = _why_not(wrapped) or ("" if knows_optimizer else _NO_OPTIMIZER)
+        self._why_no_copy = ""
+        if wrapped.group.size() > MAX_PAIRED_WORKERS:
+            self._why_no_copy = f"it takes at most {MAX_PAIRED_WORKERS} workers"
         if wrapped.mesh is not None and mesh_meeting is None:
-            self._why_not = self._why_not or _NO_MESH
+            self._why_no_copy = _NO_MESH
         self._module = wrapped.module
         self._device = wrapped.device
         engine = wrapped.kind is DEEPSPEED
@@ -59,20 +74,33 @@ class ReferenceProbe(Probe):
         self._meeting = (mesh_meeting or channel.meeting) if shards else None
         self._engine = wrapped.wrapper if engine else None
         self._reference: ReferenceStep | None = None
+        self._derivative: DirectionalDerivative | None = None
         if not self._why_not:
             self._prepare(wrapped, job.seed)
+        self._session = next(_sessions)
+        self._roots: Patch | None = None
+        self._root: Tensor | None = None
         self._num_passes = 0
         self._passes: list[MicroBatch] = []
         self._declined = ""
+        self._num_clips = 0  # before the step
         self._spent = 0.0
         self.entering = self._done = False
         self._inside: MicroBatch | None = None
 
     def _prepare(self, wrapped: Wrapped, seed: int) -> None:
+        if wrapped.kind in (DDP, LOOP):
+            parameters = {n: p for n, p in wrapped.parameters.items() if p.requires_grad}
+            group = wrapped.group
+            self._derivative = DirectionalDerivative(
+                wrapped.module, parameters, wrapped.device, group.rank(), group.size()
+            )
+        if self._why_no_copy:
+            return
         try:
             model = _model(wrapped)
         except CanaryDeclined as reason:
-            self._why_not = _in_words(reason)
+            self._why_no_copy = _in_words(reason)
         else:
             self._reference = ReferenceStep(model, wrapped.device, wrapped.group.size(), seed)
 
@@ -103,6 +131,11 @@ class ReferenceProbe(Probe):
                 self._forget()
                 self._due = step
                 self._declined = self._why_not
+                self._num_clips = CLIP.num_calls
+                if self._derivative is None:
+                    self._declined = self._why_not or self._why_no_copy
+                if not self._declined:
+                    self._roots = watch_roots(self._before_backward, self._after_backward)
         if self.recompute_due:
             self._num_passes += 1
             self.entering = True
@@ -124,7 +157,7 @@ class ReferenceProbe(Probe):
 
     def see_reduced(self) -> None:
         """Measure the reduced gradient, in a step that is computed again."""
-        if self.recompute_due and not self._declined:
+        if self.recompute_due and not self._declined and self._reference is not None:
             self._try(self._see_reduced)
 
     def recompute(self) -> None:
@@ -135,22 +168,96 @@ class ReferenceProbe(Probe):
         """
         start = time.perf_counter()
         step = self._due
-        part = None
+        self._unwatch_roots()
+        kept = not self._declined and len(self._passes) == self._num_passes
+        part = self._attempt(self._compute, step)
+        if dist.get_world_size() > 1 or part is None:
+            why_no_copy = self._declined
+            found = self._attempt(self._derive, step, kept=kept, alone=part is not None)
+            if found is not None:
+                part = found
+            elif part is None and self._derivative is not None:
+                why_no_copy += f"; and the loss was not moved either, since {self._declined}"
+            self._declined = why_no_copy
+        self._finish(step, part or ReferenceShare(declined=self._declined))
+        spent = self._spent
+        self._spent = 0.0
+        self._leave_out(spent + time.perf_counter() - start)
+
+    def _attempt(self, work: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """Return a function's result; None if it declines, or finds no memory."""
         try:
-            self._check(step)
-            trained = [micro for micro in self._passes if micro.trained]
-            assert self._reference is not None
-            part = self._reference.compute(trained)
+            return work(*args, **more)
         except CanaryDeclined as reason:
             self._declined = _in_words(reason)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self._declined = "it has found no memory"
-        self._finish(step, part or ReferenceShare(declined=self._declined))
-        spent = self._spent
-        self._spent = 0.0
-        self._leave_out(spent + time.perf_counter() - start)
+        return None
+
+    def _compute(self, step: int) -> ReferenceShare:
+        """Compute the gradient again, on this worker alone."""
+        self._check(step)
+        assert self._reference is not None
+        trained = [micro for micro in self._passes if micro.trained]
+        part = self._reference.compute(trained).without(self._channel.shared_weights)
+        return replace(part, clips=CLIP.num_calls > self._num_clips)
+
+    def _derive(self, step: int, *, kept: bool, alone: bool) -> ReferenceShare:
+        """Measure directional derivatives, together with all ranks of the job.
+
+        Where a rank has computed the gradient alone, none measures.
+
+        Raises:
+            CanaryDeclined: They cannot be measured.
+        """
+        problem = "a rank has computed it alone" if alone else ""
+        trained = [micro for micro in self._passes if micro.trained]
+        if not problem and (self._derivative is None or not kept or not trained):
+            problem = "directional derivatives are measured under DDP, and without a wrapper"
+        if not problem:
+            assert self._derivative is not None
+            try:
+                self._derivative.check(trained)
+            except CanaryDeclined as reason:
+                problem = str(reason)
+        c10d: Any = dist.distributed_c10d
+        place = f"rankscope/derivative/{self._session}/{step}"
+        store = c10d.PrefixStore(place, default_store())
+        problem = agree(store, dist.get_world_size(), problem, AGREE_SECONDS)
+        if problem:
+            raise CanaryDeclined(problem)
+        assert self._derivative is not None
+        return ReferenceShare(slopes=self._derivative.measure(trained, self._clipped()))
+
+    def _clipped(self) -> float:
+        """Return the factor of all gradients since the reduction; NaN if it is not one."""
+        return math.nan if self._reference is None else self._reference.changed_since_reduction()
+
+    def _before_backward(self, tensors: Any, gradients: Any) -> None:
+        """Keep the value on which a backward pass is called."""
+        self._root = None
+        self._try(outside, self._keep_root, tensors, gradients)
+
+    def _keep_root(self, tensors: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+        if len(tensors) != 1 or tensors[0].numel() != 1:
+            return
+        tensor = tensors[0]
+        gradient = gradients[0]
+        root = tensor.detach() if gradient is None else tensor.detach() * gradient.detach()
+        self._root = root.clone()
+
+    def _after_backward(self) -> None:
+        """Give it to the micro-batch that it trained, if it was one."""
+        new = [micro for micro in self._passes if micro.trained and micro.root is None]
+        for micro in new:
+            micro.root = self._root if len(new) == 1 and self._root is not None else math.nan
+
+    def _unwatch_roots(self) -> None:
+        if self._roots is not None:
+            self._roots.remove()
+            self._roots = None
 
     def collect(self, end: StepEnd) -> None:
         """End a step whose gradient was computed again, or was to be."""
@@ -202,7 +309,8 @@ class ReferenceProbe(Probe):
             return "a forward pass of the step went past what was watched"
         if not self._num_trained:
             return "no backward pass has reached what the model has returned"
-        assert self._reference is not None
+        if self._reference is None:
+            return self._why_no_copy
         try:
             self._reference.check(self._num_trained)
         except CanaryDeclined as reason:
@@ -229,7 +337,12 @@ class ReferenceProbe(Probe):
             part = ReferenceShare(declined="the monitor's agent does not keep up")
         self._channel.send("reference", step, part.pack())
 
+    def close(self) -> None:
+        """Leave autograd's engine alone."""
+        self._unwatch_roots()
+
     def _forget(self) -> None:
+        self._unwatch_roots()
         self._due = -1
         self._num_passes = 0
         self._declined = ""
@@ -278,8 +391,6 @@ def _why_not(wrapped: Wrapped) -> str:
         return wrapped.kind.no_reference
     if any(map(is_compiled, wrapped.wrapper.modules())):
         return "the model is compiled, and would run by other operations"
-    if wrapped.group.size() > MAX_PAIRED_WORKERS:
-        return f"it takes at most {MAX_PAIRED_WORKERS} workers"
     missing = lacking("canary")
     return f"torch lacks {', '.join(missing)}" if missing else ""
 

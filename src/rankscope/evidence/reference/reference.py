@@ -10,6 +10,7 @@ parameter that is no longer than it; for longer ones, it estimates the norm of a
 relative error of ``sqrt(2/k)``.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import reduce
@@ -26,9 +27,18 @@ from rankscope.evidence.canary.state import NotPutBackError
 from rankscope.evidence.reference.micro_batch import Gradients, MicroBatch, coarser
 from rankscope.evidence.reference.share import ReferenceShare, width_for
 from rankscope.evidence.reference.tensor_parallel import TensorParallel
+from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.names import canonical_name
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
+
+_OF_PARTS = frozenset({"to_local", "full_tensor", "redistribute", "placements", "device_mesh"})
+"""Attributes of DTensors alone."""
+
+_READS_PARTS = (
+    "the forward pass takes the part of a parameter that its rank holds (as a DTensor, by "
+    "to_local() for example), and a worker alone has whole parameters"
+)
 
 
 class ReferenceModel(Protocol):
@@ -61,6 +71,9 @@ class ReferenceModel(Protocol):
             CanaryDeclined: It cannot.
         """
 
+    def digests(self) -> dict[str, int]:
+        """Return digests of its parameters, where healthy workers hold the same; else nothing."""
+
     def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
         """Measure this worker's part of ``.grad``."""
 
@@ -86,6 +99,10 @@ class WholeModel:
         """Check that a worker can run it alone: see :func:`check_module`."""
         check_module(self._module)
         check_gradient_room(self._parameters, self._parameters[0].device)
+
+    def digests(self) -> dict[str, int]:
+        """Return digests of all parameters; waits for the device."""
+        return {name: int(digest_tensor(p)) for name, p in self._module.named_parameters()}
 
     def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
         """Measure ``.grad``."""
@@ -171,7 +188,10 @@ class ReferenceStep:
             again = self._gradient_of(last, module, parameters, sketcher, rounds_in)
         again.subtract(terms[-1])
         reduced = none if self._reduced is None else self._reduced.sketches
-        part = ReferenceShare(
+        roots = [micro.root for micro in micro_batches]
+        return ReferenceShare(
+            digests=self._model.digests(),
+            roots_M=() if None in roots else tuple(map(float, roots)),  # type: ignore[arg-type]
             names=self._model.names,
             types=self._types(rounds_in),
             copies=self._model.copies,
@@ -184,8 +204,16 @@ class ReferenceStep:
             axis="" if shared is None else shared.name,
             unsteady_P=again.sketches.double().norm(dim=1).cpu().numpy(),
         )
-        self.end()
-        return part
+
+    def changed_since_reduction(self) -> float:
+        """Return the factor of all gradients since the reduction; NaN if it is not one."""
+        if self._reduced is None or self._sketcher is None:
+            return math.nan
+        given = self._measure_grad(self._sketcher).sketches.double()
+        reduced = self._reduced.sketches.double()
+        factor = (given * reduced).sum() / reduced.square().sum()
+        far = (given - factor * reduced).norm() / given.norm()
+        return float(factor) if float(far) < 1e-3 else math.nan
 
     def _type_in(self, parameters: Iterable[Tensor], micro: MicroBatch) -> torch.dtype | None:
         """Return the type in which layers round; None if it is that of the training."""
@@ -245,6 +273,8 @@ class ReferenceStep:
         except (CanaryDeclined, NotPutBackError):
             raise
         except Exception as error:
+            if isinstance(error, AttributeError) and error.name in _OF_PARTS:
+                raise CanaryDeclined(_READS_PARTS) from error
             why = f"a micro-batch could not be run once more ({in_short(error)})"
             if shared is not None:
                 why += (

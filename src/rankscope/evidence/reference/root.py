@@ -12,12 +12,19 @@ from rankscope.bus.packing import PackedError
 from rankscope.bus.plan import Plan
 from rankscope.bus.step import GatheredStep
 from rankscope.evidence.reference.share import ReferenceShare
+from rankscope.evidence.reference.slopes import Slopes, judge_slopes
 from rankscope.evidence.reference.verify import ReferenceAnswer, verify
-from rankscope.evidence.reference.words import declined, verified
+from rankscope.evidence.reference.words import declined, derived, some, verified
+from rankscope.stats.arrays import Floats
 
 _log = logging.getLogger("rankscope")
 
 _MOST_BLUR = 0.5  # of a gradient's norm: beyond this, agreement proves nothing
+_SAME_FACTOR = 1e-5  # relative: rounding of losses in float32
+_UNKNOWN_FACTOR = (
+    "the factor between the loss and what backward was called on is not known: give the loss by "
+    "scope.loss() before its backward pass (the gradient is that of what backward was called on)"
+)
 _MOST_STEPS = 4  # that wait for the workers' other messages
 
 
@@ -26,7 +33,7 @@ class Verifications(Director):
 
     Args:
         num_workers: W.
-        meant: The plan's weighting of the loss; None without.
+        plan: The user's plan.
         report: Takes each finding.
         by_loop: Whether the training's own loop reduces.
         silent_steps: Steps that yield no findings, since nobody asked for them.
@@ -35,7 +42,7 @@ class Verifications(Director):
     def __init__(
         self,
         num_workers: int,
-        meant: str | None,
+        plan: Plan,
         report: Callable[[Finding], None],
         *,
         by_loop: bool = False,
@@ -43,7 +50,7 @@ class Verifications(Director):
     ) -> None:
         self._by_loop = by_loop
         self._num_workers = num_workers
-        self._meant = meant
+        self._plan = plan
         self._report = report
         self._silent_steps = silent_steps
         self._parts: dict[int, dict[int, ReferenceShare]] = {}
@@ -78,6 +85,9 @@ class Verifications(Director):
         self._report(finding)
 
     def _judge(self, step: GatheredStep, parts: dict[int, ReferenceShare]) -> Finding:
+        slopes = [part.slopes for _, part in sorted(parts.items())]
+        if None not in slopes and len(parts) == self._num_workers:
+            return self._judge_slopes(step, slopes[0])
         reasons = {rank: part.declined for rank, part in sorted(parts.items()) if part.declined}
         if reasons:
             everyone = len(reasons) == self._num_workers
@@ -87,10 +97,12 @@ class Verifications(Director):
             return declined(why, (), step.step)
         parts_W = [parts[rank] for rank in range(self._num_workers)]
         scales_W = step.micro_scales
+        if not scales_W or not all(np.isfinite(scales).all() for scales in scales_W):
+            scales_W = _scales_by_value(parts_W, step.micro_losses) or scales_W
         if step.workers["loss_divided"].all():  # and the sum over workers is in them
             scales_W = tuple(s / p.summed_workers for s, p in zip(scales_W, parts_W, strict=True))
         try:
-            found = verify(parts_W, scales_W, step.micro_weights, self._meant)
+            found = verify(parts_W, scales_W, step.micro_weights, self._plan.loss_weighting)
         except Exception as error:  # the run goes on without it
             _log.debug("a reference step could not be judged", exc_info=True)
             return declined(f"what was sent of it cannot be compared ({error})", (), step.step)
@@ -98,8 +110,21 @@ class Verifications(Director):
         if axis and found.answer is ReferenceAnswer.AGREES and found.blur > _MOST_BLUR:
             why = f"rounding, or replicas that differ over {axis}, may change most of it"
             return declined(why, (), step.step)
+        if found.answer is ReferenceAnswer.AGREES and found.weighting == "backward":
+            return declined(_UNKNOWN_FACTOR, (), step.step)
         most = max(len(part.terms_MPK) for part in parts_W)
-        return verified(found, step.step, self._num_workers, most, by_loop=self._by_loop)
+        clips = self._plan.max_norm is not None or all(part.clips for part in parts_W)
+        return verified(
+            found, step.step, self._num_workers, most, by_loop=self._by_loop, clips=clips
+        )
+
+    def _judge_slopes(self, step: GatheredStep, slopes: Slopes | None) -> Finding:
+        assert slopes is not None
+        num_micro = max(map(len, step.micro_losses), default=1)
+        found = judge_slopes(slopes, self._num_workers)
+        return derived(
+            found, slopes, step.step, self._num_workers, num_micro, by_loop=self._by_loop
+        )
 
     def _why_not(self, parts: dict[int, ReferenceShare]) -> str:
         """Return why the workers' parts cannot be compared; empty if they can."""
@@ -108,6 +133,16 @@ class Verifications(Director):
         first, *others = parts.values()
         if any(_kind_of(one) != _kind_of(first) for one in others):
             return "the workers train different parameters"
+        differing = sorted(
+            name
+            for name, digest in first.digests.items()
+            if any(one.digests.get(name, digest) != digest for one in others)
+        )
+        if differing:
+            return (
+                f"the workers hold different values of {some(differing)}, so that it is the "
+                "gradient of no one model"
+            )
         if any(one.given_PK.shape != first.given_PK.shape for one in others):
             return "the workers have too different numbers of micro-batches"
         for part in parts.values():
@@ -116,15 +151,35 @@ class Verifications(Director):
         return ""
 
 
+def _scales_by_value(
+    parts_W: Sequence[ReferenceShare], losses_W: Sequence[Floats]
+) -> tuple[Floats, ...]:
+    """Return what backward was called on over the loss, by micro-batch; nothing if unknown.
+
+    So is the factor of a loss that was given after its backward pass. It is known where it is the
+    same for all micro-batches of all workers: then nothing else was added to the loss.
+    """
+    roots_W = [np.array(part.roots_M) for part in parts_W]
+    if [len(roots) for roots in roots_W] != [len(losses) for losses in losses_W]:
+        return ()
+    with np.errstate(divide="ignore", invalid="ignore"):
+        scales_W = tuple(r / losses for r, losses in zip(roots_W, losses_W, strict=True))
+    scales_N = np.concatenate(scales_W)
+    alike = (
+        np.isfinite(scales_N).all() and np.ptp(scales_N) <= _SAME_FACTOR * np.abs(scales_N).max()
+    )
+    return scales_W if len(scales_N) > 1 and alike else ()
+
+
 def _kind_of(part: ReferenceShare) -> tuple[object, ...]:
     return part.names, part.types, part.copies, part.summed_workers, part.axis
 
 
 def make_director(run: DirectedRun) -> Verifications:
     """Return the director of reference steps."""
-    meant = Plan.of(run.options.get("plan")).loss_weighting
+    plan = Plan.of(run.options.get("plan"))
     requested = run.options.get("verify_at", ())
     silent_steps = {run.first_step + later for later in PACE.references}.difference(requested)
     return Verifications(
-        run.num_workers, meant, run.report, by_loop=run.by_loop, silent_steps=silent_steps
+        run.num_workers, plan, run.report, by_loop=run.by_loop, silent_steps=silent_steps
     )

@@ -3,11 +3,13 @@
 Legend of shapes: W workers, M micro-batches of one worker, P parameters, k numbers in a sketch.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from rankscope.bus.packing import PackedError, pack_arrays, unpack_arrays
+from rankscope.evidence.reference.slopes import Slopes
 from rankscope.stats.arrays import Floats, Floats32
 
 WIDTHS = (251, 127, 61, 31)
@@ -57,7 +59,12 @@ class ReferenceShare:
         summed_workers: The reduced gradient over the workers' mean gradient: 1 for a mean, W for a
             sum.
         axis: Name of that axis.
+        clips: Whether torch clipped gradients in the step, before the optimizer's call.
         declined: The reason why all of this is missing; empty if it is not.
+        slopes: Directional derivatives, which all ranks have measured instead; None without.
+        digests: Digests of the parameters by name, where each worker holds all of them.
+        roots_M: The value on which the backward pass of each micro-batch was called; empty if
+            unknown.
     """
 
     names: tuple[str, ...] = ()
@@ -71,7 +78,11 @@ class ReferenceShare:
     copies: int = 1
     summed_workers: float = 1.0
     axis: str = ""
+    clips: bool = False
     declined: str = ""
+    slopes: Slopes | None = None
+    digests: Mapping[str, int] = field(default_factory=dict)
+    roots_M: tuple[float, ...] = ()
 
     def pack(self) -> bytes:
         """Return its bytes: JSON, and arrays behind it."""
@@ -81,7 +92,11 @@ class ReferenceShare:
             "copies": self.copies,
             "summed_workers": self.summed_workers,
             "axis": self.axis,
+            "clips": self.clips,
             "declined": self.declined,
+            "slopes": None if self.slopes is None else self.slopes.to_json(),
+            "digests": dict(self.digests),
+            "roots": list(self.roots_M),
         }
         return pack_arrays(header, [np.asarray(getattr(self, name)) for name in _FIELDS])
 
@@ -104,7 +119,11 @@ class ReferenceShare:
                 copies=int(header["copies"]),
                 summed_workers=float(header["summed_workers"]),
                 axis=str(header["axis"]),
+                clips=bool(header["clips"]),
                 declined=str(header["declined"]),
+                slopes=None if header["slopes"] is None else Slopes.from_json(header["slopes"]),
+                digests={str(name): int(one) for name, one in header["digests"].items()},
+                roots_M=tuple(map(float, header["roots"])),
                 **found,
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -113,10 +132,27 @@ class ReferenceShare:
             raise PackedError("these bytes hold a reference step whose arrays do not fit together")
         return part
 
+    def without(self, names: Container[str]) -> "ReferenceShare":
+        """Return the share without some parameters; with all of them, if it has no other."""
+        kept = [number for number, name in enumerate(self.names) if name not in names]
+        if len(kept) in (0, len(self.names)):
+            return self
+        return replace(
+            self,
+            names=tuple(self.names[number] for number in kept),
+            types=tuple(self.types[number] for number in kept),
+            terms_MPK=self.terms_MPK[:, kept],
+            norms_MP=self.norms_MP[:, kept],
+            given_PK=self.given_PK[kept],
+            reduced_PK=self.reduced_PK[kept] if len(self.reduced_PK) else self.reduced_PK,
+            unsteady_P=self.unsteady_P[kept],
+            replicas_PK=self.replicas_PK[kept] if len(self.replicas_PK) else self.replicas_PK,
+        )
+
     @property
     def _fits(self) -> bool:
         """Whether the shapes of the arrays fit each other."""
-        if self.declined:
+        if self.declined or self.slopes is not None:
             return True
         if self.terms_MPK.ndim != 3 or not len(self.terms_MPK):
             return False

@@ -79,6 +79,10 @@ class ShardedModel:
         needed = 3 * sum(tensor.numel() * tensor.element_size() for tensor in every)
         check_room(needed, self._trained[0].group.device, "the whole model and its gradient")
 
+    def digests(self) -> dict[str, int]:
+        """Return nothing: workers hold other shards."""
+        return {}
+
     def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
         """Measure this worker's shards of ``.grad``."""
         shards = [(p.name, p.reduced, p.place) for p in self._trained]

@@ -51,7 +51,7 @@ class ReferenceAnswer(StrEnum):
     """How the given gradient compares with that of a single process."""
 
     AGREES = "agrees"
-    """It is the same, within rounding; or a multiple by clipping, after the reduction."""
+    """It is the same, within rounding; or smaller by one factor, after the reduction."""
     SCALE = "scale"
     """All of it has one factor."""
     MICRO_BATCHES = "micro_batches"

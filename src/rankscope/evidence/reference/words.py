@@ -1,5 +1,7 @@
 """The findings of reference steps, in words."""
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -9,6 +11,7 @@ from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.rules import describe
 from rankscope.bus.words import count, listed, name_ranks
+from rankscope.evidence.reference.slopes import BlockSlope, SlopeAnswer, Slopes, SlopeVerdict
 from rankscope.evidence.reference.verify import (
     GradientMismatch,
     OddParameter,
@@ -32,16 +35,28 @@ _BY_OPTIMIZER = (
     "the optimizer was given each worker's own gradient: it reduces by itself, or nobody does"
 )
 
+_UNCLEAR = (
+    "no worker can compute it alone, and rounding or jumps of the loss hide how it changes where "
+    "blocks of parameters are moved"
+)
+
 _MOST_CHANGED = 1e-6  # relative effect of rounding on a factor of 1
 
 
 def verified(
-    found: Verification, step: int, num_workers: int, num_micro: int, *, by_loop: bool = False
+    found: Verification,
+    step: int,
+    num_workers: int,
+    num_micro: int,
+    *,
+    by_loop: bool = False,
+    clips: bool = False,
 ) -> Finding:
     """Return the finding of a reference step.
 
     A loop that reduces by itself may clip before its gradient is seen, may intend a sum, and may
-    leave the reduction to its optimizer.
+    leave the reduction to its optimizer. A gradient that became smaller after the reduction agrees
+    where it is known that the training clips; elsewhere the factor is a note.
 
     Args:
         found: The result.
@@ -49,17 +64,22 @@ def verified(
         num_workers: W.
         num_micro: The most micro-batches of a worker.
         by_loop: Whether the training's own loop reduces.
+        clips: Whether the training is known to clip: it called torch in the step, or the plan has
+            a limit.
     """
     if by_loop and any(odd.how is GradientMismatch.NOT_REDUCED for odd in found.odd):
         return declined(_BY_OPTIMIZER, (), step)
-    if by_loop and found.answer is ReferenceAnswer.SCALE and 0 < found.factor < 1:
-        clips = not _guess(found.factor, num_workers, num_micro)
-        found = (
-            replace(found, answer=ReferenceAnswer.AGREES, clipped=found.factor) if clips else found
-        )
+    smaller = found.answer is ReferenceAnswer.SCALE and 0 < found.factor < 1
+    if by_loop and smaller and not _guess(found.factor, num_workers, num_micro):
+        found = replace(found, answer=ReferenceAnswer.AGREES, clipped=found.factor)
+    if found.clipped != 1 and not clips:
+        found = replace(found, answer=ReferenceAnswer.SCALE)
     fields = {
         "step": f"{step:,}",
-        "computed": f"{count(num_workers, 'worker')}, each with {_micro_batches(num_micro)}",
+        "right": "what one process would compute",
+        "how_computed": "It was computed again on "
+        f"{count(num_workers, 'worker')}, each with {_micro_batches(num_micro)}, one micro-batch "
+        f"at a time, without a wrapper; {_WEIGHTED[found.weighting]}",
         "weighted": _WEIGHTED[found.weighting],
         **_fields(found, num_workers, num_micro),
     }
@@ -72,7 +92,7 @@ def verified(
 
 def _severity(found: Verification, num_workers: int, num_micro: int) -> Severity:
     """Return the severity: a loss may have a factor, and micro-batches weights, on purpose."""
-    if found.answer is ReferenceAnswer.AGREES:
+    if found.answer is ReferenceAnswer.AGREES or found.clipped != 1:
         return Severity.NOTE
     meant = False
     if found.answer is ReferenceAnswer.SCALE:
@@ -84,6 +104,113 @@ def _severity(found: Verification, num_workers: int, num_micro: int) -> Severity
         ReferenceAnswer.WEIGHTING,
     )
     return Severity.WARNING if unknown or (meant and found.in_loss) else Severity.ERROR
+
+
+def derived(
+    found: SlopeVerdict,
+    slopes: Slopes,
+    step: int,
+    num_workers: int,
+    num_micro: int,
+    *,
+    by_loop: bool = False,
+) -> Finding:
+    """Return the finding of directional derivatives.
+
+    Args:
+        found: The result.
+        slopes: The derivatives.
+        step: The step.
+        num_workers: W.
+        num_micro: Micro-batches of a worker.
+        by_loop: Whether the training's own loop reduces, so that clipping is not seen apart.
+    """
+    if found.answer is SlopeAnswer.UNCLEAR:
+        return declined(_UNCLEAR, (), step)
+    guess = _guess_factor(found.factor, num_workers, num_micro, slopes.num_ranks // num_workers)
+    in_loss = abs(slopes.scale / found.factor - 1) < _SAME
+    agrees = found.answer is SlopeAnswer.AGREES
+    times = f", times {slopes.clipped:.3g} after the reduction" if 0 < slopes.clipped < 1 else ""
+    if found.answer is SlopeAnswer.FACTOR and not guess and (in_loss or by_loop):
+        agrees = in_loss or 0 < found.factor < 1
+        where = "what the loss is multiplied by" if in_loss else "as clipping does"
+        times = f", times {found.factor:.3g}, {where}"
+    farthest = max(found.blocks, key=lambda one: _distance(one, found.factor))
+    far = _distance(farthest, found.factor)
+    ranks = count(slopes.num_ranks, "rank")
+    losses = "the losses of a worker's ranks are added up" if found.summed else "their mean counts"
+    fields: dict[str, object] = {
+        "step": f"{step:,}",
+        "right": "the derivative of the loss",
+        "clipped": times,
+        "ulps": f"{far:.1g} of it",
+        "how_computed": (
+            f"Blocks of parameters were moved up and down, and each time all {ranks} ran the "
+            f"training's own forward pass, since no worker can compute it alone; {losses}"
+        ),
+        "error": f"{far:.1e}",
+        "parameter": farthest.label,
+        "bound": f"{farthest.bound:.1e}",
+        "blocks": _slopes_in_words(found, guess, in_loss=in_loss),
+        "ranks": ranks,
+    }
+    numbers = {
+        "blocks": [[one.label, one.ratio, one.bound] for one in found.blocks],
+        "loss_factor": slopes.scale,
+    }
+    if agrees:
+        return _finding("verify.agrees", Severity.NOTE, (), step, fields, numbers)
+    meant = found.answer is SlopeAnswer.FACTOR and not guess
+    severity = Severity.WARNING if meant else Severity.ERROR
+    return _finding("verify.derivative", severity, (), step, fields, numbers)
+
+
+def _distance(one: BlockSlope, factor: float) -> float:
+    far = abs(one.ratio / factor - 1)
+    return far if far == far else 0.0
+
+
+def _slopes_in_words(found: SlopeVerdict, guess: str, *, in_loss: bool) -> str:
+    """Return which blocks have which multiple of the derivative."""
+    if found.answer is SlopeAnswer.FACTOR:
+        where = "; the loss had it when backward was called" if in_loss else ""
+        return f"it is {found.factor:.3g} times that in all blocks of parameters{guess}{where}"
+    lacks = any(one.lacks for one in found.odd)
+    by_ratio: dict[str, list[str]] = {}
+    for one in found.odd:
+        by_ratio.setdefault(f"{one.ratio:.2g}", []).append(one.label)
+    parts = [f"{ratio} of that in {some(labels)}" for ratio, labels in by_ratio.items()]
+    parts = [*parts[:_MOST_NAMED], *(["others in other blocks"] if parts[_MOST_NAMED:] else [])]
+    what = (
+        "a part of the gradient is missing there, or too much" if lacks else "a factor of their own"
+    )
+    return f"it is {listed(parts)}; {what}"
+
+
+def _guess_factor(factor: float, num_workers: int, num_micro: int, per_worker: int) -> str:
+    """Return the products of numbers of workers, micro-batches and ranks that a factor may be."""
+    counts = {
+        "workers": num_workers,
+        "micro-batches": num_micro,
+        "ranks of a worker": per_worker,
+    }
+    counts = {name: number for name, number in counts.items() if number > 1}
+    fitting = []
+    for chosen in (c for size in range(1, 4) for c in itertools.combinations(counts, size)):
+        product = math.prod(counts[name] for name in chosen)
+        if abs(factor / product - 1) < _SAME:
+            fitting.append(f"multiplied by the number of {' and of '.join(chosen)}")
+        elif abs(factor * product - 1) < _SAME:
+            fitting.append(f"divided once too often by the number of {' and of '.join(chosen)}")
+    known = [words for words in fitting if "ranks of a worker" not in words] or fitting
+    return f", as if {' or '.join(known)}" if known else ""
+
+
+def some(names: Sequence[str]) -> str:
+    """Return the first few names, and the number of the others."""
+    named = list(names[:_MOST_NAMED])
+    more = len(names) - len(named)
+    return listed([*named, *([count(more, "other")] if more else [])])
 
 
 def declined(why: str, ranks: Sequence[int], step: int) -> Finding:

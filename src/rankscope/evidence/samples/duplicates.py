@@ -9,6 +9,9 @@ from rankscope.bus.steps import Step
 from rankscope.bus.words import count
 from rankscope.stats.sorted_map import in_order
 
+_RARE = 0.1
+"""Groups that coincide in a smaller share of the steps of the most frequent one are not named."""
+
 
 class DuplicateBatches(Detector):
     """Whole batches that are the same on two or more workers.
@@ -27,7 +30,7 @@ class DuplicateBatches(Detector):
         self._num_workers = num_workers
         self._repeats = repeats
         self._streaks: dict[tuple[int, ...], tuple[int, int]] = {}
-        self._groups: set[tuple[int, ...]] = set()
+        self._groups: dict[tuple[int, ...], int] = {}
         self._useful = num_workers
         self._span = PersistentFault()
 
@@ -50,12 +53,15 @@ class DuplicateBatches(Detector):
         if not certain:
             return ()
         self._span.see(number, first=min(streaks[group][0] for group in certain))
-        self._groups.update(certain)
+        for group in certain:
+            self._groups[group] = self._groups.get(group, 0) + 1
         self._useful = self._num_workers - sum(len(group) - 1 for group in certain)
         return (self._evidence(),)
 
     def _evidence(self) -> FaultEvidence:
-        ranks = {rank for group in self._groups for rank in group}
+        most = max(self._groups.values())
+        usual = sorted(group for group, n in self._groups.items() if n >= _RARE * most)
+        ranks = {rank for group in usual for rank in group}
         return self._span.evidence(
             "data.duplicate_batches",
             Severity.NOTE if self._repeats else Severity.ERROR,
@@ -63,7 +69,7 @@ class DuplicateBatches(Detector):
             {"workers": self._num_workers, "useful": count(self._useful, "worker")},
             {
                 "steps": self._span.count,
-                "groups": [list(group) for group in sorted(self._groups)[:16]],
+                "groups": [list(group) for group in usual[:16]],
                 "workers_with_own_batches": self._useful,
             },
         )

@@ -154,9 +154,10 @@ class Padding(Stateful):
         if not self._looking or not counts.drawn:
             return ()
         if self._repeats:
+            found = () if counts.new else self.end_epoch()
             self._looking = False
             self._start = _NONE
-            return () if counts.new else (self._evidence(),)
+            return found
         repeats = counts.drawn - counts.new
         if repeats:
             few = repeats < self._num_workers
@@ -167,6 +168,12 @@ class Padding(Stateful):
         if not len(self._start):
             self._start = in_order(samples)
         return ()
+
+    def end_epoch(self) -> Iterable[FaultEvidence]:
+        """Report the padding of the last step, if any: a new epoch has begun."""
+        padded = self._looking and self._repeats > 0
+        self._looking = self._looking and not padded
+        return (self._evidence(),) if padded else ()
 
     def _evidence(self) -> FaultEvidence:
         return FaultEvidence(

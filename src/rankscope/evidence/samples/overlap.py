@@ -26,16 +26,20 @@ LIKELY = 1e-4
 """Probabilities of the innocent reading below which a finding is an error, or a warning."""
 
 _STEPS_OF_OVERLAP = 3
+_DRAWS_AGAIN = 16
+_OWN_SHARE = 0.25  # of the share that a healthy epoch's beginning expects
+_SHARES = (0.98, 0.9)  # of overlaps that concern one worker
+_ONE_WORKER = 0.75  # of all overlaps are one worker's; at most 2/3 where two workers are wrong
 _NONE = np.empty(0, np.int64)
 
 
 class OverlappingShards(Detector):
     """Different workers that draw the same samples within an epoch.
 
-    The length of an epoch is unknown here. But in a healthy job, the first repeats come when every
-    sample has been drawn once, and after them at most the few samples that an epoch's end left
-    out are new: fewer than one global batch. More new samples than that prove an overlap within
-    an epoch.
+    In an epoch of a healthy job, no sample comes twice. The length of an epoch is unknown here.
+    But when the next one begins, most draws come again, and in a share of about 1/W it is a
+    worker's own samples that do; shards that overlap repeat those of others alone. So such a run of
+    steps begins an epoch, and its draws are compared with each other only.
 
     Sampling with replacement overlaps too, on purpose; so does content that occurs several times
     in the data. Both hit a worker's own samples in a share of at least 1/W of all repeats
@@ -58,7 +62,7 @@ class OverlappingShards(Detector):
         seeds: Seed of each rank's sampler, None where unknown; empty when all are.
     """
 
-    SETTINGS = ("_num_workers", "_repeats", "_where", "_drawn", "_remembered")
+    SETTINGS = ("_num_workers", "_repeats", "_where")
 
     def __init__(
         self,
@@ -71,15 +75,16 @@ class OverlappingShards(Detector):
         self._num_workers = num_workers
         self._where = _where_to_look(seeds)
         self._repeats = repeats
-        self._drawn = self._remembered = 0  # samples up to the present step
+        self._drawn = self._remembered = 0  # samples of the epoch up to the step before
         self._named = True
         self._ledger = ThinningLedger(capacity)
         self._padding = Padding(num_workers)
         self._global_batch = 0
         self._new_since = 0
-        self._first: int | None = None
+        self._overlaps = self._proven = False
         self._counted = _Account(num_workers)
         self._pending = _Account(num_workers)
+        self._again = self._again_own = 0  # in the last steps, if most of their draws came again
         self._error = False
         self._previous = _NONE
 
@@ -92,13 +97,19 @@ class OverlappingShards(Detector):
         drawn = steps.columns.samples
         if any(step.identical for step in steps):
             drawn = DrawnSamples([_of_different_workers(step) for step in steps])
-        one_in = self._ledger.one_in
-        for step, now in zip(steps, self._ledger.observe(drawn), strict=True):
-            self._new_since = self._new_since * one_in // self._ledger.one_in
+        follow = self._ledger.observe(drawn)
+        for at, step in enumerate(steps):
             one_in = self._ledger.one_in
+            now = next(follow)
+            self._new_since = self._new_since * one_in // self._ledger.one_in
+            found = self._observe(step, drawn[at], now)
             self._drawn = now.drawn
             self._remembered = now.remembered
-            yield self._observe(step, drawn[step.index], now)
+            if self._begins_epoch():
+                found += self._padding.end_epoch()
+                self._begin_epoch([] if now.counts.new else [drawn[at]])
+                follow = self._ledger.observe(drawn.after(at))
+            yield found
 
     def _observe(self, step: Step, drawn_W: Sequence[Ints], now: Followed) -> list[FaultEvidence]:
         self._named = self._named and step.all_true("samples_named")
@@ -117,23 +128,52 @@ class OverlappingShards(Detector):
         groups: Groups,
         counts: SampleCounts,
     ) -> Iterable[FaultEvidence]:
-        """Add a step's overlaps; ``followed`` are the drawn samples that count."""
+        """Add a step's overlaps; ``followed`` are the drawn samples that count.
+
+        A step's repeats wait for the next step: an epoch may begin within it.
+        """
         lengths = [len(batch) for batch in drawn_W if len(batch)]
         self._global_batch = max(self._global_batch, sum(lengths))
-        self._new_since += counts.new if self._first is not None else 0
+        self._new_since += counts.new if self._overlaps else 0
         near = self._near(followed, counts.repeated_cross)
         if not counts.repeats and self._pending.is_empty:
             return ()
-        if self._first is None and counts.repeated_cross + counts.shared:
-            self._first = step
-        self._pending.add(step, counts, lengths, groups, near)
-        if not counts.new:  # repeats without new samples may be the next epoch: wait
-            return ()
+        self._overlaps = self._overlaps or counts.repeated_cross + counts.shared > 0
+        again = counts.repeated_own + counts.repeated_cross
+        step_alone = _Account(self._num_workers)
+        step_alone.add(step, counts, lengths, groups, near)
+        if again > counts.new:
+            self._again += again
+            self._again_own += counts.repeated_own
+            self._pending.merge(step_alone)
+            chance = chance_of_share(self._again_own, self._again, 1 / max(len(lengths), 2))
+            if not counts.new or chance > SURE:
+                return ()  # it may be the next epoch
+            step_alone = _Account(self._num_workers)
+        self._again = self._again_own = 0
         more = self._pending.steps > 0
         self._counted.merge(self._pending)
+        self._pending = step_alone
+        enough = self._new_since > self._global_batch and self._counted.steps >= _STEPS_OF_OVERLAP
+        self._proven = self._proven or enough
+        return (self._evidence(),) if self._proven and more else ()
+
+    def _begins_epoch(self) -> bool:
+        """Return whether most of the last steps' draws came again, own ones among them."""
+        plausible = _OWN_SHARE * self._again <= self._num_workers * self._again_own
+        return self._again >= _DRAWS_AGAIN and self._again_own > 0 and plausible
+
+    def _begin_epoch(self, steps: Sequence[Sequence[Ints]]) -> None:
+        """Compare the draws of these steps and of all later ones with each other only."""
+        self._ledger.forget()
+        for _ in self._ledger.observe(DrawnSamples(steps)):
+            pass
+        self._again = self._again_own = 0
         self._pending = _Account(self._num_workers)
-        proven = self._new_since > self._global_batch and self._counted.steps >= _STEPS_OF_OVERLAP
-        return (self._evidence(),) if proven and more else ()
+        if not self._proven:
+            self._overlaps = False
+            self._new_since = 0
+            self._counted = _Account(self._num_workers)
 
     def _near(self, followed: Ints, cross: int) -> int:
         """Return how many of the cross repeats may have the content of a draw in the step before.
@@ -211,7 +251,8 @@ class _Account(Stateful):
         self.far_apart = _ShareTest()
         self.close_by = _ShareTest()
         self._links = 0
-        self._log_odds = 0.0
+        self._log_in_W = np.zeros(num_workers)  # of 1/p, over the overlaps that concern a worker
+        self._log_out_W = np.zeros(num_workers)  # of 1/(1-p), over the others
         self._links_W = np.zeros(num_workers, np.int64)
         self._alike: set[int] = set()
 
@@ -249,11 +290,14 @@ class _Account(Stateful):
         self.last = step
         pairs = counts.shared_between
         links = sum(counts.crossing_by_rank) // 2 + sum(number for _, _, number in pairs)
-        self._links += links
-        self._log_odds += links * math.log(max(workers, 2) / 2)
-        self._links_W += np.array(counts.crossing_by_rank, np.int64)
+        links_W = np.array(counts.crossing_by_rank, np.int64)
         for i, j, number in pairs:
-            self._links_W[[i, j]] += number
+            links_W[[i, j]] += number
+        self._links += links
+        self._links_W += links_W
+        if workers > 2:
+            self._log_in_W += links_W * math.log(workers / 2)
+            self._log_out_W -= (links - links_W) * math.log1p(-2 / workers)
         for group in groups:
             if self._links_W[group[0]]:
                 self._alike.update(group)
@@ -269,29 +313,36 @@ class _Account(Stateful):
         self.far_apart.merge(later.far_apart)
         self.close_by.merge(later.close_by)
         self._links += later._links
-        self._log_odds += later._log_odds
+        self._log_in_W += later._log_in_W
+        self._log_out_W += later._log_out_W
         self._links_W += later._links_W
         self._alike |= later._alike
 
     def ranks(self) -> tuple[int, ...]:
-        """Return the one worker that takes part in every overlap, or else all that do in some."""
-        in_all = self._in_all()
-        if len(in_all) == 1 and not self._alike:
-            return in_all
+        """Return the one worker that takes part in most overlaps, or else all that do in some."""
+        most = int(self._links_W.argmax())
+        mostly = self._links_W[most] >= _ONE_WORKER * self._links
+        if mostly and not self._alike and self.chance_of_one_worker() < 1:
+            return (most,)
         return tuple(sorted({*np.flatnonzero(self._links_W).tolist(), *self._alike}))
 
     def chance_of_one_worker(self) -> float:
-        """Bound the probability that by chance one worker takes part in every overlap.
+        """Bound the probability that by chance one worker takes part in so many overlaps.
 
         Each overlap concerns two workers; if any two were equally likely, a given worker would be
-        one of them with probability 2/W.
+        one of them with probability p = 2/W. The likelihood ratios against shares of 1, and of
+        ``_SHARES``, are supermartingales of mean 1 for each worker, and so is their average.
         """
-        if not self._in_all():
+        if not self._links:
             return 1.0
-        return min(1.0, len(self._links_W) * math.exp(-self._log_odds))
-
-    def _in_all(self) -> tuple[int, ...]:
-        return tuple(np.flatnonzero(self._links_W == self._links).tolist()) if self._links else ()
+        out_W = self._links - self._links_W
+        ratios = [np.where(out_W, -np.inf, self._log_in_W)]
+        ratios += [
+            self._links_W * math.log(q) + self._log_in_W + out_W * math.log(1 - q) + self._log_out_W
+            for q in _SHARES
+        ]
+        log_average = np.logaddexp.reduce(np.array(ratios), axis=0).max() - math.log(len(ratios))
+        return min(1.0, len(self._links_W) * math.exp(-max(float(log_average), 0.0)))
 
 
 class _ShareTest(Stateful):
@@ -349,6 +400,22 @@ def _where_to_look(seeds: Sequence[int | None]) -> str:
         "differs between ranks (random_split needs a generator that is seeded alike), num_replicas "
         "and rank of the samplers, and the epoch in set_epoch."
     )
+
+
+def chance_of_share(found: int, total: int, p: float) -> float:
+    """Bound the probability of so small a share of trials with probability p or more each.
+
+    Chernoff: ``exp(-n KL(k/n, p))``.
+
+    Example:
+        >>> chance_of_share(0, 4, 0.5), chance_of_share(3, 4, 0.5)
+        (0.0625, 1.0)
+    """
+    share = found / total if total else 1.0
+    if share >= p:
+        return 1.0
+    inside = share * math.log(share / p) if share else 0.0
+    return math.exp(-total * (inside + (1 - share) * math.log((1 - share) / (1 - p))))
 
 
 def _either(one: float, other: float) -> float:

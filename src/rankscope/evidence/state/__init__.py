@@ -19,8 +19,8 @@ COLUMNS = (
     ),
     *declare(
         Table.DIGESTS,
-        ("digest", DType.INT, "", Source.SEQUENCE, Tail.NONE, "digest of its bits on this worker; of a role, its bits"),
-        ("unchanged", DType.BOOL, "", Source.SEQUENCE, Tail.NONE, "for a reduced gradient: whether the reduction left the local gradient's bits as they were; for an unchanged parameter: whether it is unchanged still"),
+        ("digest", DType.INT, "", Source.SEQUENCE, Tail.NONE, "digest of its bits on this worker; of a role, its bits; of passes, the number of changes; of a number, the number or its bits"),
+        ("unchanged", DType.BOOL, "", Source.SEQUENCE, Tail.NONE, "for a reduced gradient: whether the reduction left the local gradient's bits as they were; for an unchanged parameter: whether it is unchanged still; of passes: whether it is a frozen parameter"),
     ),
     *declare(
         Table.TRACES,

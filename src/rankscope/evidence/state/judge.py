@@ -3,7 +3,7 @@
 from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.evidence.state.learning import NotUpdated
+from rankscope.evidence.state.learning import MovesInPasses, NotUpdated
 from rankscope.evidence.state.unequal import UnequalState
 
 STATE_STEPS = 64
@@ -22,6 +22,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
             by_loop=run.by_loop,
         ),
         NotUpdated(),
+        MovesInPasses(),
     )
 
 

@@ -13,7 +13,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.steps import Step
-from rankscope.bus.words import count, listed, name_ranks
+from rankscope.bus.words import count, name_ranks, named, shortened
 from rankscope.evidence.state.roles import Role, tie_of
 from rankscope.stats.arrays import Ints
 
@@ -27,8 +27,12 @@ _ROLE_WORDS = (
     (Role.OWNED, "in the optimizer's parameter groups", "in no parameter group"),
     (Role.LEFT_OUT, "left out of the reduction", "reduced"),
 )
-_MOST_NAMES = 64
 _NAMED = 4
+_MOVES = 2  # in a step
+_STEPS = 3
+
+FROZEN_MOVES = "state.moves_in_forward"
+OTHERS_MOVE = "others-move-in-forward"
 
 
 class NotUpdated(Detector):
@@ -65,7 +69,7 @@ class NotUpdated(Detector):
     def _update(self, key: str, name: str, step: int, *, is_open: bool) -> bool:
         """Note one parameter's fault; return whether the finding changes."""
         names = self._names.setdefault(key, {})
-        if name not in names and (not is_open or len(names) >= _MOST_NAMES):
+        if name not in names and not is_open:
             return False
         names[name] = is_open
         if is_open:
@@ -80,19 +84,52 @@ class NotUpdated(Detector):
         names = still or list(self._names[key])
         span = self._spans[key]
         over = "" if span.open else " They change again."
-        shown = names[:_NAMED]
-        rest = len(names) - _NAMED
-        words = listed([*shown, count(rest, "other")] if rest > 0 else shown)
-        fields = {"names": words, "over": over}
+        fields = {"names": shortened(names, _NAMED), "over": over}
         cause = key if key == TWICE else ALONE
         severity = Severity.NOTE if key == HELD else Severity.WARNING
-        return span.evidence(cause, severity, (), fields, {"names": names}, key=key)
+        return span.evidence(cause, severity, (), fields, named(names), key=key)
 
 
 def _key_of(word: int) -> str:
     if word & Role.ALL_REST:
         return NOTHING
     return HELD if word & Role.OWNED else ALONE
+
+
+class MovesInPasses(Detector):
+    """State that changes twice or more in a step, between its forward passes.
+
+    A warning for frozen parameters, which an average of the weights may move, once a step. A note
+    for others: a training may keep them normalised; buffers may be statistics of its own.
+    """
+
+    def __init__(self) -> None:
+        self._names: dict[str, dict[str, bool]] = {}
+        self._most: dict[str, int] = {}
+        self._spans: dict[str, PersistentFault] = {}
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report what moved in it."""
+        found: dict[str, dict[str, int]] = {}
+        for one in step.gathered.differences:
+            most = int(one.digests_W.max())
+            if one.kind is StateKind.PASSES and most >= _MOVES:
+                key = FROZEN_MOVES if one.unchanged_W.any() else OTHERS_MOVE
+                found.setdefault(key, {})[one.name] = most
+        number = step.gathered.step
+        for key, moved in found.items():
+            self._names.setdefault(key, {}).update(dict.fromkeys(moved, True))
+            self._most[key] = max(self._most.get(key, 0), *moved.values())
+            self._spans.setdefault(key, PersistentFault(_STEPS)).observe(number, [0])
+        return [self._evidence(key) for key in found if self._spans[key].open]
+
+    def _evidence(self, key: str) -> FaultEvidence:
+        names = list(self._names[key])
+        fields = {"names": shortened(names, _NAMED), "times": count(self._most[key], "time")}
+        numbers = {**named(names), "changes": self._most[key]}
+        severity = Severity.WARNING if key == FROZEN_MOVES else Severity.NOTE
+        span = self._spans[key]
+        return span.evidence(FROZEN_MOVES, severity, (), fields, numbers, key=key)
 
 
 def role_words(differ: Sequence[StateDifference]) -> str:

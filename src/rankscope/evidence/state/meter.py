@@ -17,7 +17,7 @@ from rankscope.bus.pace import PACE
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.state.leaves import optimizer_state, signature, state_leaves
 from rankscope.evidence.state.parameter_roles import read_roles
-from rankscope.evidence.state.plan import DigestSchedule, Lasting, Slice, survey
+from rankscope.evidence.state.plan import DigestSchedule, Lasting, Slice, is_sharded, survey
 from rankscope.evidence.state.readings import CachedReading, PendingDigests, PendingReading, prepare
 from rankscope.evidence.state.roles import is_role_step
 from rankscope.evidence.state.slot import NOTHING, DigestSlot, PendingRoles, PendingState, Seen
@@ -61,6 +61,7 @@ class StateMeter:
             reduction; then changes after the reduction are not recorded.
         shards: Whether to read each worker's gradient shards of parameters that are not replicated,
             only to find changes between the reduction and the optimizer.
+        summed: Names of parameters whose gradients are summed over other ranks in between.
     """
 
     def __init__(
@@ -80,8 +81,10 @@ class StateMeter:
         local_steps: int = 0,
         sums_by_hand: bool = False,
         shards: bool = False,
+        summed: Container[str] = (),
     ) -> None:
         self._module = module
+        self._summed = summed
         self._optimizer = optimizer
         self._reduces = reduces
         self._left_out = left_out
@@ -92,6 +95,7 @@ class StateMeter:
             replicated=replicated,
             shards=shards,
             called=optimizer is not None,
+            kept=optimizer is not None and not is_sharded(optimizer),
             num_slots=max(num_slots // spacing, 1),
             max_items=max_items * spacing,
         )
@@ -284,6 +288,7 @@ class StateMeter:
                 roles=self._roles,
                 finds_changed=not self._sums_by_hand,
                 replicated=self._replicated,
+                summed=self._summed,
             )
         self._clear()
         return pending
@@ -316,7 +321,6 @@ class StateMeter:
             return
         found = survey(
             self._module,
-            self._optimizer,
             self._left_out,
             self._lasting,
             broadcast=self._broadcasts is not None,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rankscope.evidence.state.plan import Lasting, TensorPlace, is_sharded, known_size
 from rankscope.evidence.state.roles import MOST_NAMED, Role, Roles, role_word
+from rankscope.gradients.names import canonical_name
 
 
 class ParameterRoles(NamedTuple):
@@ -42,7 +43,9 @@ def read_roles(
                 continue
             first = first_names.setdefault(id(tensor), place.name)
             role = _role(tensor, counts[id(tensor)], apart=place.name in left_out)
-            words[place.name] = role_word(role, "" if first == place.name else first)
+            words[canonical_name(place.name)] = role_word(
+                role, "" if first == place.name else first
+            )
             if {Role.TRAINED, Role.LEFT_OUT} <= set(role) and len(alone) < MOST_NAMED:
                 alone[f"{place.name} {known_size(tensor)[0]}"] = tensor
     return ParameterRoles(Roles(tuple(words), tuple(words.values())), alone)

@@ -71,7 +71,6 @@ class FoundState(NamedTuple):
         length: Elements on a worker; of a DTensor, about a shard's.
         dtype: Its dtype.
         trained: Whether it requires a gradient.
-        owned: Whether the optimizer updates it, and keeps all its state on every worker.
         broadcast: Whether it is a running statistic that DDP broadcasts before each step.
     """
 
@@ -83,7 +82,6 @@ class FoundState(NamedTuple):
     length: int
     dtype: torch.dtype
     trained: bool
-    owned: bool
     broadcast: bool = False
 
     @property
@@ -130,6 +128,8 @@ class DigestSchedule:
         replicated: Whether workers hold the same parameters; if not, only buffers are compared.
         shards: Whether gradients of parameters that are not replicated are compared as well.
         called: Whether the optimizer's call can be observed.
+        kept: Whether the optimizer's state is compared, of all trained parameters: workers may
+            update shares of them, and then only the owner of each keeps some.
         num_slots: The most slots of one cycle.
         max_items: The most digests of a slot.
     """
@@ -141,14 +141,15 @@ class DigestSchedule:
         replicated: bool,
         shards: bool = False,
         called: bool,
+        kept: bool,
         num_slots: int,
         max_items: int,
     ) -> None:
         self.found = found
-        end = 9 if replicated else 7  # owners may train different parameters
+        end = 8 if replicated else 7  # owners may train different parameters
         words = [f"{each.name} {each[3:5]} {each[6:end]}" for each in found]
         self.layout = word_of(f"{replicated} {called} " + "\n".join(words)) >> 1
-        kinds = (_kinds(each, called) if replicated else _SHARD for each in found)
+        kinds = (_kinds(each, called=called, kept=kept) if replicated else _SHARD for each in found)
         parameters = [
             _item(each, of)
             for each, of in zip(found, kinds, strict=True)
@@ -177,7 +178,6 @@ class DigestSchedule:
 
 def survey(
     module: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
     left_out: Container[str] = (),
     lasting: Lasting | None = None,
     *,
@@ -187,13 +187,10 @@ def survey(
 
     Args:
         module: The model.
-        optimizer: The optimizer; None if it is not known.
         left_out: Names of parameters and buffers that each worker may have for itself.
         lasting: Returns the lasting tensor of a parameter; None if all parameters last.
         broadcast: Whether DDP broadcasts buffers.
     """
-    groups = () if is_sharded(optimizer) else getattr(optimizer, "param_groups", ())
-    owned = {id(parameter) for group in groups for parameter in group["params"]}
     found: list[FoundState] = []
     seen: set[int] = set()
     for prefix, holder in module.named_modules():
@@ -205,11 +202,11 @@ def survey(
                     continue
                 seen.add(id(tensor))
                 shape, length = known_size(tensor)
-                flags = (tensor.requires_grad, id(tensor) in owned)
-                apart = broadcast and is_buffer and _drifts_apart(holder, key)
+                trained = tensor.requires_grad
                 each = FoundState(
-                    holder, prefix, key, is_buffer, shape, length, tensor.dtype, *flags
+                    holder, prefix, key, is_buffer, shape, length, tensor.dtype, trained
                 )
+                apart = broadcast and is_buffer and _drifts_apart(holder, key)
                 found.append(each._replace(broadcast=apart))
     return found
 
@@ -244,11 +241,11 @@ def known_size(tensor: Tensor) -> tuple[tuple[int, ...], int]:
     return tuple(shape), length
 
 
-def _kinds(each: FoundState, called: bool) -> Kinds:
+def _kinds(each: FoundState, *, called: bool, kept: bool) -> Kinds:
     if not each.trained:
         return (StateKind.PARAMETER,)
     kinds = [StateKind.PARAMETER]
-    if each.owned:
+    if kept:
         kinds.append(StateKind.OPTIMIZER)
     kinds.append(StateKind.REDUCED)
     if called:

@@ -12,6 +12,7 @@ from torch import Tensor
 from rankscope.bus.probe import Job, MessagePart, Pending, Probe, StepEnd
 from rankscope.bus.replicas import TensorTrace
 from rankscope.evidence.state.meter import StateMeter
+from rankscope.evidence.state.passes import PassMeter, PendingPasses
 from rankscope.evidence.state.slot import PendingState
 from rankscope.evidence.state.trace import PendingTrace, TraceMeter
 from rankscope.wrappers.fsdp2_lookup import ShardLookup
@@ -43,13 +44,14 @@ class PendingStateMessage:
 
     state: PendingState | None
     trace: PendingTrace | None
+    passes: PendingPasses | None
     names: SentNames
     replica: int | None
 
     @property
     def ready(self) -> bool:
         """Whether :meth:`read` would not wait."""
-        parts = [part for part in (self.trace, self.state) if part is not None]
+        parts = [part for part in (self.trace, self.state, self.passes) if part is not None]
         return all(part.ready for part in parts)
 
     def read(self) -> MessagePart:
@@ -62,6 +64,8 @@ class PendingStateMessage:
             values["replica"] = self.replica
         if self.state is not None:
             part.items = self._add_digests(self.state, values, arrays, names)
+        if self.passes is not None and (moved := self.passes.read()):
+            names["passes"] = moved
         if self.trace is not None:
             names["traced"] = _add_trace(arrays, self.trace.read())
         part.values = values
@@ -97,6 +101,7 @@ class StateProbe(Probe):
     Args:
         meter: Digests state; None where nothing is compared.
         tracer: Traces tensors; None without.
+        passes: Copies a few tensors at each forward pass; None where nothing is compared.
         names: Names that the root has received.
         replica: Workers with equal numbers hold the same parameters; None where each parameter has
             one owner.
@@ -109,6 +114,7 @@ class StateProbe(Probe):
         self,
         meter: StateMeter | None,
         tracer: TraceMeter | None,
+        passes: PassMeter | None,
         names: SentNames,
         *,
         replica: int | None,
@@ -116,6 +122,7 @@ class StateProbe(Probe):
     ) -> None:
         self._meter = meter
         self._tracer = tracer
+        self._passes = passes
         self._names = names
         self._replica = replica
         self._updates_all = updates_all
@@ -137,6 +144,8 @@ class StateProbe(Probe):
         """Check whether DDP broadcasts buffers."""
         if first and self._meter is not None:
             self._meter.before_forward()
+        if self._passes is not None:
+            self._passes.see(first=first)
 
     def enter_module(self) -> None:
         """Read running statistics that DDP has just broadcast."""
@@ -164,6 +173,8 @@ class StateProbe(Probe):
         """Digest gradients as the optimizer gets them."""
         if self._meter is not None:
             self._meter.see_applied()
+        if self._passes is not None:
+            self._passes.see_update()
 
     def after_update(self, optimizer: Any, *, complete: bool) -> None:
         """Read the new state, if it is complete; the last call counts."""
@@ -181,7 +192,8 @@ class StateProbe(Probe):
                 self._tracer.abort()
             trace, seconds = self._tracer.collect()
             end.leave_out(seconds)
-        return PendingStateMessage(state, trace, self._names, self._replica)
+        passes = None if self._passes is None else self._passes.collect()
+        return PendingStateMessage(state, trace, passes, self._names, self._replica)
 
     def _collect_state(self, end: StepEnd) -> PendingState | None:
         if self._meter is None:
@@ -208,6 +220,8 @@ class StateProbe(Probe):
     def abort(self) -> None:
         """Forget a step that was never finished."""
         self._forget()
+        if self._passes is not None:
+            self._passes.collect()
         if self._tracer is not None:
             self._tracer.abort()
 
@@ -218,6 +232,7 @@ def make_probe(job: Job) -> StateProbe:
     return StateProbe(
         _meter(job) if job.exact else None,
         _tracer(job) if job.trace else None,
+        PassMeter(wrapped.module) if job.exact else None,
         SentNames(sends=job.rank == 0),
         replica=wrapped.replica,
         updates_all=not job.local_steps and _updates_all(wrapped, job.optimizer),
@@ -239,6 +254,7 @@ def _meter(job: Job) -> StateMeter:
         local_steps=job.local_steps,
         sums_by_hand=wrapped.mesh is not None,
         shards=wrapped.kind is FSDP2 and wrapped.mesh is None,
+        summed=job.channel.shared_weights,
     )
 
 

@@ -7,8 +7,9 @@ one, too.
 Legend of shapes: N parameters.
 """
 
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntFlag
 from typing import Any
@@ -29,6 +30,7 @@ MOST_NAMED = 64
 """Parameters in one record, at most."""
 
 _TIED_FROM = 8  # bits
+_CUT = re.compile(r"\[\d+:\d+\]$| … .*$")  # of an item's name: a range, or the last of several
 
 
 class Role(IntFlag):
@@ -44,6 +46,9 @@ class Role(IntFlag):
     """The wrapper does not reduce its gradient, by request."""
     ALL_REST = 16
     """No parameter has changed since this one did, though the optimizer was called."""
+
+
+_OF_OWNERS = int(Role.OWNED | Role.TWICE)
 
 
 def is_role_step(step: int, first: int) -> bool:
@@ -103,23 +108,48 @@ def role_differences(roles_W: Sequence[Mapping[str, Any]]) -> tuple[StateDiffere
     Returns:
         Of the kind ``role``, the parameters whose words differ between workers, and those that all
         have in several places of the optimizer; nothing where the workers' parameters have other
-        names. Of the kind ``left-out``, those that are not reduced, and differ. At most
-        ``MOST_NAMED`` of each.
+        names. Of the kind ``left-out``, those that are not reduced, and differ.
     """
     first = roles_W[0]
     found: list[StateDifference] = []
     if "names" in first and all(one["of"] == first["of"] for one in roles_W):
         words_WN = np.array([_words(one) for one in roles_W], np.int64)
-        differs_N = (words_WN != words_WN[:1]).any(axis=0)
+        compared_WN = words_WN & ~_OF_OWNERS if in_shares(words_WN) else words_WN
+        differs_N = (compared_WN != compared_WN[:1]).any(axis=0)
         twice_N = (words_WN & Role.TWICE).astype(bool).any(axis=0)
-        chosen = (differs_N | twice_N).nonzero()[0].tolist()[:MOST_NAMED]
+        chosen = (differs_N | twice_N).nonzero()[0].tolist()
         found += [_difference(StateKind.ROLE, first["names"][n], words_WN[:, n]) for n in chosen]
     names = [name for name in first["left_out"] if all(name in one["left_out"] for one in roles_W)]
-    for name in names[:MOST_NAMED]:
+    for name in names:
         digests_W = np.array([one["left_out"][name] for one in roles_W], np.int64)
         if (digests_W != digests_W[0]).any():
             found.append(_difference(StateKind.LEFT_OUT, name, digests_W))
     return tuple(found)
+
+
+def in_shares(words_WN: Ints) -> bool:
+    """Return whether workers update shares of the parameters, as ZeRO does.
+
+    Each parameter that not all of them own has one owner, and there are several owners. Whether the
+    parameters agree after the update is seen by their digests.
+    """
+    owned_WN = (words_WN & Role.OWNED).astype(bool)
+    shared_WN = owned_WN[:, ~owned_WN.all(axis=0) & (words_WN & Role.TRAINED).any(axis=0)]
+    alone = bool((shared_WN.sum(axis=0) == 1).all())
+    return alone and int(np.count_nonzero(shared_WN.any(axis=1))) > 1
+
+
+def owned_names(roles_W: Sequence[Mapping[str, Any]]) -> frozenset[str] | None:
+    """Return the parameters that some worker's optimizer holds, from :meth:`Roles.to_json`.
+
+    None where the first worker has not sent their names.
+    """
+    first = roles_W[0]
+    if "names" not in first:
+        return None
+    words_WN = np.array([_words(one) for one in roles_W if one["of"] == first["of"]])
+    held = np.flatnonzero((words_WN & Role.OWNED).any(axis=0)).tolist()
+    return frozenset(first["names"][number] for number in held)
 
 
 def _words(roles: Mapping[str, Any]) -> Ints:
@@ -162,6 +192,7 @@ class UnchangedParameters:
         digests: Sequence[int],
         *,
         updates: bool = False,
+        owned: Container[str] | None = None,
     ) -> list[tuple[str, Role, bool]]:
         """Process a step's digests.
 
@@ -171,6 +202,7 @@ class UnchangedParameters:
             names: Name of each digested item.
             digests: The digests.
             updates: Whether the optimizer was called with a learning rate above 0.
+            owned: Parameters that some optimizer holds; None for those whose state is digested.
 
         Returns:
             Name, role, and whether it is unchanged, of each parameter to record.
@@ -181,15 +213,19 @@ class UnchangedParameters:
             by_name.setdefault(name, {})[kind] = digest
         found = []
         trained = [(n, of) for n, of in by_name.items() if {_PARAMETER, _REDUCED} <= of.keys()]
+        held = {
+            name: StateKind.OPTIMIZER in of if owned is None else _CUT.sub("", name) in owned
+            for name, of in trained
+        }
         for name, of in trained:
             parameter = self._parameters.get(name)
             if parameter is None or parameter.digest != of[_PARAMETER]:
                 if parameter is not None:
                     self._any_moved_since = max(self._any_moved_since, parameter.last)
-                    if StateKind.OPTIMIZER in of:
+                    if held[name]:
                         self._moved_since = max(self._moved_since, parameter.last)
                     if parameter.reported:
-                        found.append((name, _role(of), False))
+                        found.append((name, _role(held[name]), False))
                 parameter = _Parameter(of[_PARAMETER], step, self._updates)
                 self._parameters[name] = parameter
             else:
@@ -197,13 +233,14 @@ class UnchangedParameters:
             parameter.last = step
             if of[_REDUCED] and len(parameter.gradients) < _DIFFERENT:
                 parameter.gradients.add(of[_REDUCED])
-        for name, of in trained:
+        for name in held:
             parameter = self._parameters[name]
-            if self._is_unchanged(parameter, owned=StateKind.OPTIMIZER in of):
+            if self._is_unchanged(parameter, owned=held[name]):
                 parameter.reported = parameter.repeats
                 others_too = self._any_moved_since < parameter.first
-                found.append((name, _role(of) | (Role.ALL_REST if others_too else Role(0)), True))
-        return found[:MOST_NAMED]
+                rest = Role.ALL_REST if others_too else Role(0)
+                found.append((name, _role(held[name]) | rest, True))
+        return found
 
     def _is_unchanged(self, parameter: "_Parameter", *, owned: bool) -> bool:
         due = max(_REPEATS * (1 + owned), 2 * parameter.reported)
@@ -223,8 +260,8 @@ _DIFFERENT = 2  # gradients
 _UPDATES = 32  # steps: rounding may lose a few updates of a small rate
 
 
-def _role(of: Mapping[StateKind, int]) -> Role:
-    return Role.TRAINED | (Role.OWNED if StateKind.OPTIMIZER in of else Role(0))
+def _role(held: bool) -> Role:
+    return Role.TRAINED | (Role.OWNED if held else Role(0))
 
 
 @dataclass(slots=True)
@@ -252,6 +289,26 @@ def unchanged_differences(
 
 def changed_gradients(names_W: Sequence[Sequence[str]]) -> tuple[StateDifference, ...]:
     """Return the gradients, named by worker, that were scaled otherwise than most before use."""
-    names = list(dict.fromkeys(name for names in names_W for name in names))[:MOST_NAMED]
+    names = list(dict.fromkeys(name for names in names_W for name in names))
     digests_W = np.zeros(len(names_W), np.int64)
     return tuple(StateDifference(StateKind.CHANGED, n, digests_W, digests_W != 0) for n in names)
+
+
+def moved_in_passes(
+    moved_W: Sequence[Sequence[tuple[str, int, bool]]],
+) -> tuple[StateDifference, ...]:
+    """Return the state that changes between the forward passes of a step, for the record.
+
+    Args:
+        moved_W: By worker: names, numbers of changes, and whether it is a frozen parameter.
+    """
+    changes: dict[str, Ints] = {}
+    frozen = {}
+    for rank, moved in enumerate(moved_W):
+        for name, number, is_frozen in moved:
+            changes.setdefault(name, np.zeros(len(moved_W), np.int64))[rank] = number
+            frozen[name] = is_frozen
+    return tuple(
+        StateDifference(StateKind.PASSES, name, numbers_W, np.full(len(moved_W), frozen[name]))
+        for name, numbers_W in changes.items()
+    )

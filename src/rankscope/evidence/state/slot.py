@@ -6,7 +6,7 @@ an optimizer keeps for each.
 
 import math
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
@@ -216,6 +216,8 @@ class PendingState:
         finds_changed: Whether to find gradients that were changed after the reduction.
         replicated: Whether other workers hold the same reduced gradients; if not, their digests
             are left out, since they would only differ.
+        summed: Names of parameters whose gradients are summed over other ranks after the
+            reduction, which is no change of them.
     """
 
     def __init__(
@@ -228,8 +230,10 @@ class PendingState:
         roles: PendingRoles | None = None,
         finds_changed: bool = True,
         replicated: bool = True,
+        summed: Container[str] = (),
     ) -> None:
         self._finds_changed = finds_changed
+        self._summed = summed
         self._replicated = replicated
         self._slot = slot
         self._seen = seen
@@ -259,7 +263,7 @@ class PendingState:
         Returns:
             The digests, and LOCAL signals: ``state_layout`` and, where they were read,
             ``param_digest``, ``buffer_digest``, ``optimizer_digest``, ``reduced_digest``,
-            ``applied_digest`` and ``applied_scale``.
+            ``applied_digest``, ``applied_scale`` and ``applied_spread``.
         """
         slot = self._slot
         values: dict[str, float | int] = {}
@@ -311,19 +315,22 @@ class PendingState:
             digest = rows.fill(digests, parts)
             if self._replicated:
                 _set_digest(values, rows, digest)
-            squares[rows.kind] = sum(parts_squares)
-            each.append(parts_squares)
+            kept = [n for n, part in enumerate(rows.slices) if part.place.name not in self._summed]
+            each.append([parts_squares[number] for number in kept])
+            squares[rows.kind] = sum(each[-1])
             if rows.kind is StateKind.REDUCED:
                 self._fill_unchanged(unchanged, parts)
         reduced = squares.get(StateKind.REDUCED, 0.0)
         if StateKind.APPLIED in squares and 0 < reduced < math.inf:
             values["applied_scale"] = math.sqrt(squares[StateKind.APPLIED] / reduced)
+            values["applied_spread"] = spread_of_factors(*each)
             if not self._finds_changed:
                 return
             factor, odd = odd_factors(*each)
             values["applied_odd"] = factor
-            slices = self._slot.reduced.slices
-            self.changed = tuple(dict.fromkeys(slices[number].place.name for number in odd))
+            names = [part.place.name for part in self._slot.reduced.slices]
+            names = [name for name in names if name not in self._summed]
+            self.changed = tuple(dict.fromkeys(names[number] for number in odd))
 
     def _fill_unchanged(self, unchanged: bytearray, parts: list[int]) -> None:
         """Fill in which gradients the reduction left as they were, in all their slices."""
@@ -338,6 +345,28 @@ class PendingState:
         if len(rows.rows) < len(same):
             same = [all(same[first:last]) for first, last in pairwise((0, *rows.ends))]
         rows.put(unchanged, bytes(same))
+
+
+def spread_of_factors(reduced_N: Sequence[float], applied_N: Sequence[float]) -> float:
+    """Return how far apart the factors are by which gradients were scaled between two moments.
+
+    Args:
+        reduced_N: Their squared norms right after the reduction.
+        applied_N: When the optimizer was called.
+
+    Returns:
+        The largest minus the smallest factor, over the largest; NaN where fewer than two are known.
+
+    Example:
+        >>> spread_of_factors([4.0, 1.0, 9.0], [1.0, 0.25, 9.0])  # 0.5, 0.5 and 1
+        0.5
+    """
+    pairs = zip(reduced_N, applied_N, strict=True)
+    factors = [math.sqrt(a / r) for r, a in pairs if 0 < r < math.inf and 0 <= a < math.inf]
+    if len(factors) < _FEWEST - 1:
+        return math.nan
+    largest = max(factors)
+    return (largest - min(factors)) / largest if largest else 0.0
 
 
 def odd_factors(

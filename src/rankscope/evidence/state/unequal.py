@@ -19,7 +19,7 @@ from rankscope.bus.rank_values import known_values
 from rankscope.bus.replicas import StateDifference, StateKind, minority_ranks
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
-from rankscope.bus.words import count
+from rankscope.bus.words import count, named, shortened
 from rankscope.evidence.state.learning import role_words
 from rankscope.evidence.state.roles import ROLES_EVERY
 from rankscope.stats.arrays import Ints
@@ -33,7 +33,6 @@ AVERAGES = "averages-differ"
 _SCALED = 1e-3
 _SAME_NORM = 1e-4
 _NORM_DIFFERS = 1e-6
-_MAX_NAMES = 64
 
 _CAUSES = {
     StateKind.PARAMETER: "state.parameters_differ",
@@ -270,20 +269,14 @@ class _Difference(PersistentFault):
     def __init__(self, cause: str = "") -> None:
         super().__init__()
         self.cause = cause
-        self._names: list[str] = []
-        self._more = False
+        self._names: dict[str, bool] = {}
         self._words = ""
 
     def add(self, step: int, seen: _Seen) -> None:
         """Add the difference in one step."""
         self.see(step, seen.ranks)
         self._words = self._words or seen.words
-        for name in seen.names:
-            if name not in self._names:
-                if len(self._names) >= _MAX_NAMES:
-                    self._more = True
-                    break
-                self._names.append(name)
+        self._names |= dict.fromkeys(seen.names, True)
 
     def describe(self, key: str, severity: Severity, num_workers: int) -> FaultEvidence:
         """Return the evidence so far."""
@@ -297,19 +290,13 @@ class _Difference(PersistentFault):
         return self.evidence(self.cause, severity, self.ranks, fields, self._numbers(), key=key)
 
     def _numbers(self) -> dict[str, Any]:
-        numbers: dict[str, Any] = {"steps": self.count, "names": list(self._names)}
+        numbers: dict[str, Any] = {"steps": self.count, **named(list(self._names))}
         if self.cause == "sync.gradients_differ":
             numbers["other_causes"] = ["numerics.reduction_error"]
         return numbers
 
     def _name_words(self) -> str:
-        if not self._names:
-            return ""
-        shown = ", ".join(self._names[:3])
-        rest = len(self._names) - 3
-        if rest <= 0 and not self._more:
-            return f" ({shown})"
-        return f" ({shown} and {max(rest, 1)}{' or more' if self._more else ''} more)"
+        return f" ({shortened(list(self._names), 3)})" if self._names else ""
 
 
 def _parameters_differ(gathered: GatheredStep) -> bool:

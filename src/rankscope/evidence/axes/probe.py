@@ -1,0 +1,143 @@
+"""Sends one rank's loss, label tokens and samples to the root that compares a mesh's axes."""
+
+import json
+import logging
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from rankscope.bus.pace import PACE
+from rankscope.bus.probe import Channel, Job, MessagePart, Probe
+from rankscope.evidence.axes.share import Share
+from rankscope.stats.arrays import digest_of
+from rankscope.stats.rounding import UNIT_ROUNDOFF
+from rankscope.wrappers.fsdp2_mesh import placements_of, sequence_lines
+from rankscope.wrappers.fsdp2_model import every_parameter
+from rankscope.wrappers.kinds import FSDP2
+
+_log = logging.getLogger("rankscope")
+
+NAME = "axes"
+
+_MODEL = ("tp", "tensor", "mp", "model")  # names of axes over which layers are cut by hand
+_STEPS_IN_A_ROW = PACE.state_in_turn
+_MOST_LOSSES = 256
+
+
+class AxesProbe(Probe):
+    """Sends one rank's share of a step; all calls come on the training thread.
+
+    A failure here only ends this comparison.
+
+    Args:
+        mesh: The mesh, with the link to the root that compares it; None inside one run.
+        channel: The link to this run's root.
+        lines: The ranks along each axis.
+        cut: Axes over which the model is cut.
+        sequences: Axes over which sequences are cut.
+        dtype: The coarsest type in which the model computes, without autocast.
+        device: The kind of device that computes.
+        spacing: Steps from one share to the next, once a run has begun.
+    """
+
+    def __init__(
+        self,
+        mesh: Any,
+        channel: Channel,
+        *,
+        lines: dict[str, tuple[int, ...]],
+        cut: tuple[str, ...],
+        sequences: tuple[str, ...],
+        dtype: str,
+        device: str,
+        spacing: int,
+    ) -> None:
+        self._mesh = mesh
+        self._channel = channel
+        self._lines = lines
+        self._cut = cut
+        self._sequences = sequences
+        self._dtype = self._given = dtype
+        self._device = device
+        self._spacing = spacing
+        self._rank = torch.distributed.get_rank()
+        self._ended = False
+
+    def begin_step(self, step: int, *, paused: bool) -> None:
+        """Note the type that autocast chooses."""
+        cast = torch.is_autocast_enabled(self._device)
+        chosen = torch.get_autocast_dtype(self._device) if cast else self._given
+        self._dtype = str(chosen).removeprefix("torch.")
+
+    def on_message(self, step: int, part: MessagePart) -> None:
+        """Send the share of a step."""
+        if self._ended or (step >= _STEPS_IN_A_ROW and step % self._spacing):
+            return
+        try:
+            content = json.dumps(self._share(part).to_json()).encode()
+            if self._mesh is not None and self._mesh.is_guest:
+                self._mesh.send(NAME, step, content)
+            elif self._channel.has_room():
+                self._channel.send(NAME, step, content)
+        except Exception as error:  # the root may have ended before this rank
+            self._ended = True
+            _log.debug("losses along other axes of the mesh are not compared: %r", error)
+
+    def _share(self, part: MessagePart) -> Share:
+        losses = np.frombuffer(bytes(part.arrays.get("losses_U", b"")), np.float64)
+        weights = np.frombuffer(bytes(part.arrays.get("weights_U", b"")), np.float64)
+        samples = bytes(part.arrays.get("samples_B", b""))
+        rows = len(samples) // np.dtype(np.int64).itemsize
+        length = part.values.get("sequence_length", math.nan)
+        weight = float(weights.sum()) if len(weights) else math.nan
+        return Share(
+            rank=self._rank,
+            lines=self._lines,
+            cut=self._cut,
+            sequences=self._sequences,
+            losses=tuple(losses[:_MOST_LOSSES].tolist()),
+            weight=weight if math.isfinite(weight) else None,
+            samples=digest_of(samples),
+            rows=rows,
+            tokens=rows * length if math.isfinite(length) else 0.0,
+            dtype=self._dtype,
+            random=None if "rng_digest" not in part.values else int(part.values["rng_digest"]),
+        )
+
+
+def make_probe(job: Job) -> AxesProbe | None:
+    """Return the probe of what should agree along other axes; None without any."""
+    if not job.exact or job.local_steps or job.wrapped.kind is not FSDP2:
+        return None
+    try:
+        return _make(job)
+    except Exception as error:  # whatever the meshes of its parameters are
+        _log.debug("losses along other axes of the mesh are not compared: %r", error)
+        return None
+
+
+def _make(job: Job) -> AxesProbe | None:
+    mesh = job.channel.mesh
+    place = job.wrapped.mesh
+    outer = {} if place is None or mesh is None or not mesh.reaches else dict(place.axes)
+    workers = set(torch.distributed.get_process_group_ranks(job.wrapped.group))
+    parameters = every_parameter(job.wrapped.wrapper)
+    inner = sequence_lines(parameters)
+    lines = outer | {name: line for name, line in inner.items() if workers.issuperset(line)}
+    if not lines:
+        return None
+    placements = [placements_of(parameter) for parameter in parameters]
+    cut = [n for n in outer if n.startswith(_MODEL) or any(p.get(n) is False for p in placements)]
+    types = {str(parameter.computed_in).removeprefix("torch.") for parameter in parameters}
+    return AxesProbe(
+        mesh if outer else None,
+        job.channel,
+        lines=lines,
+        cut=tuple(cut),
+        sequences=tuple(inner.keys() & lines.keys()),
+        dtype=max(types, key=lambda each: UNIT_ROUNDOFF.get(each, 0.0)),
+        device=job.wrapped.device.type,
+        spacing=max(job.state_spacing, 1),
+    )

@@ -1,0 +1,389 @@
+"""What a canary's forward pass runs: the facts by which workers are compared where results differ.
+
+A result follows from operations in their order with all plain arguments, from the tensors that they
+read, and from settings below them. All of these are recorded in one run of a batch:
+
+- ``operations``: each one's module and arguments, what it returned, and the line that called it.
+  Those inside of hooks are left out: hooks watch, and a few of them change what they see;
+- ``constants``: digests of tensors that are neither state, nor inputs, nor results;
+- ``state``: digests of parameters and buffers, without running statistics;
+- ``draws``: states of the generators of Python, numpy and torch after the pass, where they moved;
+- ``settings``: precision, flags, versions and device;
+- ``modules``: mode, class, code and plain attributes of every module, and names of hooks. They
+  explain why operations differ.
+
+Equal texts are kept once: entries are numbers of ``texts``.
+"""
+
+import functools
+import json
+import logging
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import CodeType, FrameType, FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rankscope.bus.replicas import RUNNING_STATISTICS
+from rankscope.evidence.environment.facts import library_facts, precision_words
+from rankscope.gradients.digest import digest_tensor
+from rankscope.gradients.fingerprint import (
+    digest_of,
+    numpy_state,
+    python_state,
+    torch_state,
+)
+from rankscope.gradients.host import HostCopy
+from rankscope.gradients.names import canonical_name
+from rankscope.wrappers.passes import tensors_in
+
+_log = logging.getLogger("rankscope")
+
+_MOST_OPERATIONS = 2**15
+_MOST_CONSTANT_BYTES = 2**26
+_MOST_FUNCTIONS = 256  # whose code is digested for one module's class
+_LONGEST = 120  # of the text of an attribute
+_CALLS = ("_call_impl", "inner")  # torch's functions that call ``forward``, and hooks
+_OF_MODULES = nn.Module.__init__.__code__.co_filename
+_OF_TORCH = _OF_MODULES.removesuffix("nn/modules/module.py")
+_GENERATORS = {"Python": python_state, "numpy": numpy_state, "torch": torch_state}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+_PLAIN = (str, int, float, bool, type(None), torch.dtype)
+
+
+class ProgramRecorder:
+    """Records the program of one run of a batch.
+
+    Args:
+        module: The model.
+        device: The device of its parameters.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._parts = {id(part): canonical_name(name) for name, part in module.named_modules()}
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+        self._texts: dict[str, int] = {}
+        self._operations: list[int] = []
+        self._constants: list[int] = []
+        self._constant_bytes = 0
+        self._files: dict[CodeType, str] = {}
+        self._digests: list[Tensor] = []
+        self._before: dict[str, bytes] = {}
+        self._failed = False
+        self._facts: dict[str, Any] = {
+            "modules": {
+                canonical_name(name): self._number(describe_module(part))
+                for name, part in module.named_modules()
+            },
+            "settings": {
+                **{name: str(value) for name, value in precision_words(module, device).items()},
+                **{name: str(value) for name, value in library_facts(device).items()},
+                "threads": str(torch.get_num_threads()),
+            },
+            "state": [canonical_name(name) for name, _ in _state_of(module)],
+        }
+        for _, tensor in _state_of(module):
+            self._digests.append(digest_tensor(tensor))
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._know(tensor)
+        self.open = False
+        """Whether operations are recorded: in the forward pass alone."""
+
+    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Begin with the inputs of the forward pass, after generators were seeded."""
+        for tensor in tensors_in([args, kwargs]):
+            self._know(tensor)
+        self._before = {name: read() for name, read in _GENERATORS.items()}
+        self.open = True
+
+    def end(self) -> None:
+        """End the forward pass."""
+        self.open = False
+        after = {name: read() for name, read in _GENERATORS.items()}
+        self._facts["draws"] = {
+            name: digest_of(state) for name, state in after.items() if state != self._before[name]
+        }
+
+    def see(
+        self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Record an operation that has returned; an error of ours ends the record, not the run."""
+        if not self.open or len(self._operations) >= 4 * _MOST_OPERATIONS:
+            return
+        try:
+            self._record(operation, args, kwargs, result)
+        except Exception as error:
+            _log.debug("what a canary runs is not recorded: %r", error)
+            self.open = False
+            self._failed = True
+
+    def _record(
+        self, operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        place = self._place()
+        if place is not None:
+            for tensor in _tensors((*args, *kwargs.values())):
+                self._note_constant(tensor)
+            named = (f"{name}={_text(value)}" for name, value in kwargs.items())
+            given = ", ".join((*map(_text, args), *named))
+            name = str(operation).removeprefix("aten.").removesuffix(".default")
+            line = (place[0], f"{name}({given})", _text(result), place[1])
+            self._operations += map(self._number, line)
+        for tensor in _tensors((result,)):
+            self._know(tensor)
+
+    def pending(self) -> "PendingProgram | None":
+        """Return the record, whose digests may still be on the device; None if it has failed."""
+        if self._failed:
+            return None
+        facts = {**self._facts, "operations": self._operations, "constants": self._constants}
+        texts = list(self._texts)
+        if not self._digests:
+            return PendingProgram({**facts, "texts": texts})
+        stacked = torch.stack([digest.to(self._device) for digest in self._digests])
+        return PendingProgram({**facts, "texts": texts}, HostCopy(stacked))
+
+    def _number(self, text: str) -> int:
+        return self._texts.setdefault(text, len(self._texts))
+
+    def _know(self, tensor: Tensor) -> None:
+        self._known[id(tensor)] = weakref.ref(tensor)
+
+    def _note_constant(self, tensor: Tensor) -> None:
+        """Digest a tensor that comes from elsewhere."""
+        known = self._known.get(id(tensor))
+        if known is not None and known() is tensor:
+            return
+        self._know(tensor)
+        self._constant_bytes += tensor.nbytes
+        if self._constant_bytes <= _MOST_CONSTANT_BYTES:
+            self._constants.append(len(self._operations) // 4)
+            self._digests.append(digest_tensor(tensor))
+
+    def _place(self) -> tuple[str, str] | None:
+        """Return the module that computes, and the line of the user's that does; None in a hook."""
+        line = ""
+        called: FrameType | None = None
+        frame: FrameType | None = sys._getframe(4)  # above this class and the dispatch mode
+        while frame is not None:
+            code = frame.f_code
+            if code.co_filename == _OF_MODULES and code.co_name in _CALLS:
+                module = frame.f_locals.get("self")
+                name = self._parts.get(id(module))
+                if isinstance(module, nn.Module) and called is not None:
+                    if called.f_code in _hook_codes(module):
+                        return None
+                    line = line or self._line_above(frame)
+                    if name is not None:
+                        return name, line
+            elif not line:
+                file = self._file(code)
+                line = f"{file}:{frame.f_lineno}" if file else ""
+            called = frame
+            frame = frame.f_back
+        return "", line
+
+    def _line_above(self, frame: FrameType | None) -> str:
+        """Return the innermost line outside of torch from a frame upwards."""
+        while frame is not None:
+            file = self._file(frame.f_code)
+            if file:
+                return f"{file}:{frame.f_lineno}"
+            frame = frame.f_back
+        return ""
+
+    def _file(self, code: CodeType) -> str:
+        """Return the name of a code's file; empty for torch's own."""
+        file = self._files.get(code)
+        if file is None:
+            path = code.co_filename
+            file = "" if path.startswith(_OF_TORCH) else path.replace("\\", "/").rpartition("/")[2]
+            self._files[code] = file
+        return file
+
+
+class PendingProgram:
+    """A record whose digests may still be on the device."""
+
+    def __init__(self, facts: Mapping[str, Any], digests: HostCopy | None = None) -> None:
+        self._facts = facts
+        self._digests = digests
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        return self._digests is None or self._digests.ready
+
+    def read(self) -> dict[str, Any]:
+        """Wait for the device and return it as JSON can hold it."""
+        digests = [] if self._digests is None else self._digests.numpy().tolist()
+        return {**self._facts, "digests": digests}
+
+
+def program_digest(program: Mapping[str, Any]) -> int:
+    """Return a 63-bit digest of all that decides on a result."""
+    left_out = ("modules", "texts")
+    texts = [program["texts"][number] for number in program["operations"]]
+    del texts[3::4]  # lines of the source may differ by a comment
+    facts = {name: value for name, value in program.items() if name not in left_out}
+    return digest_of(json.dumps([{**facts, "operations": texts}], sort_keys=True).encode())
+
+
+def _state_of(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from module.named_parameters()
+    for name, buffer in module.named_buffers():
+        if name.rpartition(".")[2] not in RUNNING_STATISTICS:
+            yield name, buffer
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _text(value: Any) -> str:
+    """Return an argument or result as text, equal on healthy workers: no address, no index."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, torch.device):
+        return value.type
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    return str(value) if isinstance(value, torch.layout | torch.memory_format) else _kind(value)
+
+
+def _kind(value: Any) -> str:
+    return type(value).__qualname__
+
+
+def _hooks(module: nn.Module) -> list[Any]:
+    own = vars(module)
+    return [hook for n in _HOOKS for hook in own.get(n, {}).values()]
+
+
+def _hook_codes(module: nn.Module) -> set[CodeType]:
+    return {code for hook in _hooks(module) if (code := _code_of(hook)) is not None}
+
+
+def _code_of(function: Any) -> CodeType | None:
+    """Return the code that runs first where something is called."""
+    while isinstance(function, MethodType | functools.partial):
+        function = function.__func__ if isinstance(function, MethodType) else function.func
+    if not isinstance(function, FunctionType):
+        function = vars(type(function)).get("__call__")
+    return function.__code__ if isinstance(function, FunctionType) else None
+
+
+# Modules --------------------------------------------------------------------------------------
+
+
+def describe_module(module: nn.Module) -> str:
+    """Return mode, class, code and plain attributes of a module, and its hooks, as JSON."""
+    own = vars(module)
+    kind = type(module)
+    facts = {
+        "mode": "training" if module.training else "evaluation",
+        "class": f"{kind.__module__}.{kind.__qualname__}",
+        "code": code_digest(kind),
+        "compiled": "yes" if own.get("_compiled_call_impl") is not None else "no",
+        "hooks": ", ".join(map(_name_of, _hooks(module))),
+    }
+    for name, value in own.items():
+        if name.startswith("_") or name == "training":
+            continue
+        if isinstance(value, FunctionType | MethodType):
+            facts[f".{name}"] = f"{_name_of(value)} {_digest_of_functions([value])}"
+        elif _is_plain(value):
+            facts[f".{name}"] = repr(value)[:_LONGEST]
+        elif not callable(value) and hasattr(value, "__dict__"):  # a configuration
+            items = list(vars(value).items())
+            plain = {f".{name}.{n}": repr(v)[:_LONGEST] for n, v in items if _is_plain(v)}
+            facts |= plain if len(plain) <= _MOST_FUNCTIONS else {}
+    return json.dumps(facts)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return len(value) < _LONGEST and all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return len(value) < _LONGEST and all(map(_is_plain, (*value, *value.values())))
+    return isinstance(value, _PLAIN)
+
+
+def _name_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(function, "__qualname__", None) or _kind(function))
+
+
+def code_digest(kind: type) -> str:
+    """Return a digest of a module's code: its ``forward``, and what that calls by name."""
+    return _digest_of_functions([getattr(kind, "forward", None)], kind)
+
+
+def _digest_of_functions(functions: Sequence[Any], kind: type = object) -> str:
+    """Return a digest of the bytecode of functions, and of those that they name.
+
+    These are methods of ``kind``, and functions of the same file; of others, the name counts.
+    """
+    waiting = list(functions)
+    parts: list[str] = []
+    seen: set[int] = set()
+    while waiting and len(seen) < _MOST_FUNCTIONS:
+        function: Any = waiting.pop()
+        while isinstance(function, MethodType):
+            function = function.__func__
+        if id(function) in seen:
+            continue
+        seen.add(id(function))
+        if not isinstance(function, FunctionType):
+            parts.append(_name_of(function))
+            continue
+        codes = list(_codes(function.__code__))
+        parts += [f"{code.co_code.hex()} {_constants(code)} {code.co_names}" for code in codes]
+        cells = [_content(cell) for cell in function.__closure__ or ()]
+        values = [*cells, *(function.__defaults__ or ())]
+        names = {name for code in codes for name in code.co_names}
+        own = function.__globals__
+        for name in sorted(names):
+            for value in (vars_of(kind, name), own.get(name)):
+                same_file = getattr(value, "__module__", None) == own.get("__name__")
+                if isinstance(value, FunctionType) and (same_file or value is not own.get(name)):
+                    waiting.append(value)
+                elif isinstance(value, _PLAIN):
+                    values.append(value)
+        parts += [repr(value) for value in values if isinstance(value, _PLAIN)]
+        waiting += [value for value in values if isinstance(value, FunctionType | MethodType)]
+    return f"{digest_of(chr(10).join(parts).encode()):x}"[:8]
+
+
+def vars_of(kind: type, name: str) -> Any:
+    """Return an attribute of a class as it is stored, from the first class that has it."""
+    return next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), None)
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes(constant)
+
+
+def _constants(code: CodeType) -> list[str]:
+    return [repr(value) for value in code.co_consts if not isinstance(value, CodeType)]
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not yet assigned
+        return None

@@ -1,0 +1,19 @@
+"""Clipping by norm: one factor on all ranks, and one norm after it."""
+
+from rankscope.bus.columns import DType, Source, Table, Tail, declare
+from rankscope.bus.evidence import Evidence
+
+# fmt: off
+COLUMNS = (
+    *declare(
+        Table.WORKERS,
+        ("clip_limit", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "max_norm of the step's call of clip_grad_norm_ or clip_grads_with_norm_; null without one, or if it clips only some of these gradients"),
+        ("clip_order", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "order of the norm that torch computed for it: 2 for the L2 norm; null if the training computed the norm itself"),
+        ("clip_factor", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "factor by which that call scaled, from the norm that it was given; null if it also clips gradients that are not measured here"),
+        ("clip_left_out", DType.INT, "gradients", Source.LOCAL, Tail.NONE, "gradients that it scaled, less those whose norm torch computed"),
+        ("clip_rounding", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "relative error of a norm and a factor by rounding, at most, by the types and sizes of these gradients"),
+    ),
+)
+# fmt: on
+
+EVIDENCE = Evidence("clipping", __name__, COLUMNS)

@@ -1,0 +1,12 @@
+"""The detectors of clipping: one factor on all ranks, and one norm after it."""
+
+from rankscope.bus.detector import Detector
+from rankscope.bus.run import RunFacts
+from rankscope.evidence.clipping.laws import FactorLaw, NormLaw
+
+
+def make_judges(run: RunFacts) -> tuple[Detector, ...]:
+    """Return the detectors of a run."""
+    if run.plan.local_steps or run.by_loop:
+        return ()
+    return FactorLaw(), NormLaw(run.plan.max_norm)

@@ -1,0 +1,182 @@
+"""Listens to the training's clipping between the reduction and the optimizer's call."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
+from rankscope.gradients.host import Numbers, copy_numbers
+from rankscope.stats.rounding import UNIT_ROUNDOFF
+from rankscope.wrappers.clipping import CLIP, NORM
+from rankscope.wrappers.labels import is_spread, own
+from rankscope.wrappers.tap import Guarded, guarded
+
+_ROUNDINGS = 8
+"""In the norms of tensors, the norm of these, the factor, its product, and the norm after it."""
+_OF_AN_ELEMENT = 1e-10
+"""Relative error of torch's float32 norm on the CPU per element: 8e-5 at 4 million elements."""
+_LEAST = 1e-5
+_EPSILON = 1e-6  # torch adds it to the norm
+_MOST_LISTS = 64
+
+
+class _Listed(NamedTuple):
+    """A list of parameters that was clipped: their ids, and the ids of those with a gradient."""
+
+    all: frozenset[int]
+    with_gradient: frozenset[int]
+
+
+class _Call(NamedTuple):
+    """A clipping call; ``given`` is the norm ``total`` on its way to the host, None if unknown."""
+
+    listed: _Listed
+    limit: float
+    total: Any
+    given: Numbers | None
+
+
+@dataclass(frozen=True, slots=True)
+class PendingClipping:
+    """The clipping of one step; the norm may still be on the device."""
+
+    values: dict[str, float]
+    limit: float = math.nan
+    given: Numbers | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether it can be read without waiting."""
+        return self.given is None or self.given.ready
+
+    def read(self) -> MessagePart:
+        """Wait for the device."""
+        if self.given is None:
+            return MessagePart(self.values)
+        total = float(self.given.numpy()[0])
+        factor = min(self.limit / (total + _EPSILON), 1.0) if total >= 0 else math.nan
+        return MessagePart({**self.values, "clip_factor": factor})
+
+
+class ClippingProbe(Probe):
+    """Records the call that clips all measured gradients of a step, if there is just one.
+
+    Calls with the same limit and the same norm, for a part of the parameters each, count as one.
+
+    Args:
+        parameters: The parameters whose gradients are measured.
+        guard: Runs the listeners.
+        whole: Whether nothing of the model is on ranks that are not compared.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor], guard: Guarded, *, whole: bool) -> None:
+        measured = list(parameters)
+        self._guarded = guard
+        self._measured = frozenset(map(id, measured))
+        self._whole = whole
+        self._rounding = rounding_of(measured)
+        self._lists: dict[tuple[int, int, int], _Listed] = {}
+        self._clear()
+        self._stops: list[Callable[[], object]] = [
+            relay.subscribe(before=listener)
+            for relay, listener in ((NORM, self._see_norm), (CLIP, self._see_clip))
+            if relay.exists
+        ]
+
+    def _clear(self) -> None:
+        self._updated = False
+        self._orders: set[float] = set()
+        self._num_normed = 0
+        self._calls: list[_Call] = []
+
+    def see_reduced(self) -> None:
+        """Forget what was clipped before the reduction."""
+        self._clear()
+
+    def before_update(self) -> None:
+        """Ignore what is clipped later: it does not change this update."""
+        self._updated = True
+
+    @guarded
+    def _see_norm(self, tensors: Any, norm_type: Any = 2.0, *args: Any, **more: Any) -> None:
+        if not self._updated:
+            self._orders.add(float(norm_type))
+            self._num_normed += 1 if isinstance(tensors, Tensor) else len(tensors)
+
+    @guarded
+    def _see_clip(
+        self, parameters: Any, max_norm: Any, total_norm: Any, *args: Any, **more: Any
+    ) -> None:
+        if self._updated:
+            return
+        known = isinstance(total_norm, Tensor) and not is_spread(total_norm)
+        given = copy_numbers(own(total_norm).reshape(-1), torch.float64) if known else None
+        limit = float(max_norm) if isinstance(max_norm, Real) else math.nan
+        several = [parameters] if isinstance(parameters, Tensor) else parameters
+        self._calls.append(_Call(self._listed(several), limit, total_norm, given))
+
+    def _listed(self, parameters: Sequence[Tensor]) -> _Listed:
+        """Return which parameters a list holds; a list like an earlier one is not read again."""
+        ends = (id(parameters[0]), id(parameters[-1])) if parameters else (0, 0)
+        key = (len(parameters), *ends)
+        if key not in self._lists:
+            if len(self._lists) >= _MOST_LISTS:
+                self._lists.clear()
+            with_gradient = frozenset(id(p) for p in parameters if p.grad is not None)
+            self._lists[key] = _Listed(frozenset(map(id, parameters)), with_gradient)
+        return self._lists[key]
+
+    def collect(self, end: StepEnd) -> PendingClipping:
+        """Return the step's clipping."""
+        calls, orders, num_normed = self._calls, self._orders, self._num_normed
+        self._clear()
+        values: dict[str, float] = {"clip_rounding": self._rounding}
+        if not calls:
+            return PendingClipping(values)
+        first, *others = calls
+        one = all(call.total is first.total and call.limit == first.limit for call in others)
+        clipped = first.listed.all.union(*(call.listed.all for call in others))
+        if not (one and clipped >= self._measured):
+            return PendingClipping(values)
+        values["clip_limit"] = first.limit
+        if len(orders) == 1:
+            values["clip_order"] = next(iter(orders))
+            num_clipped = sum(len(call.listed.with_gradient) for call in calls)
+            values["clip_left_out"] = num_clipped - num_normed
+        with_gradient = first.listed.with_gradient.union(*(c.listed.with_gradient for c in others))
+        alone = self._whole and with_gradient <= self._measured
+        return PendingClipping(values, first.limit, first.given if alone else None)
+
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        self._clear()
+
+    def close(self) -> None:
+        """Listen no more."""
+        for stop in self._stops:
+            stop()
+
+
+def rounding_of(parameters: Sequence[Tensor]) -> float:
+    """Return the relative error of the norm of their gradients, and of clipping by it, at most.
+
+    ``8 u`` with the unit roundoff u of the widest rounding among their types; torch's norm of a
+    tensor of n elements errs by up to ``1e-10 n`` more on the CPU, where it adds in float32.
+    """
+    types = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
+    widest = max((UNIT_ROUNDOFF.get(each, 0.0) for each in types), default=0.0)
+    largest = max((p.numel() for p in parameters if p.device.type == "cpu"), default=0)
+    return _LEAST + _ROUNDINGS * widest + _OF_AN_ELEMENT * largest
+
+
+def make_probe(job: Job) -> ClippingProbe | None:
+    """Return the probe of clipping; None where state is not compared exactly."""
+    if not job.exact:
+        return None
+    wrapped = job.wrapped
+    return ClippingProbe(wrapped.parameters.values(), job.guard, whole=wrapped.mesh is None)

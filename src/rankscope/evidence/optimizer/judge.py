@@ -1,0 +1,11 @@
+"""The detectors of optimizer state that a session does not begin with as it should."""
+
+from rankscope.bus.detector import Detector
+from rankscope.bus.run import RunFacts
+from rankscope.evidence.optimizer.lost import LostUpdates
+from rankscope.evidence.optimizer.start import OptimizerStart
+
+
+def make_judges(run: RunFacts) -> tuple[Detector, ...]:
+    """Return the detectors of a run."""
+    return OptimizerStart(), LostUpdates()

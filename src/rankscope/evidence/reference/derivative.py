@@ -1,0 +1,482 @@
+"""The loss against the gradient: directional derivatives by the training's own forward pass.
+
+Blocks of parameters are moved by ``+v`` and ``-v``, and each time all ranks run their saved
+micro-batches once more, with all collectives and without a graph. Compared are
+
+    (L(+v) - L(-v)) / 2  and  <g, v>,
+
+with the mean L of the ranks' losses and the gradient g that the optimizer is given. There are two
+directions: g itself, which shows a factor to many digits, and random signs, which show a part that
+g lacks. Each has two lengths, which show the error of the difference. Decisions of the forward
+pass, such as the experts of a token, stay those of the parameters at rest.
+
+A parameter that several ranks hold is moved alike on all of them and counts once. Ranks that hold
+different parts of one move each its own.
+
+Legend of shapes: P parameters, B blocks, D directions, E lengths, R ranks of the job.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankscope.bus.groups import Groups
+from rankscope.bus.words import count, listed
+from rankscope.evidence.canary.alone import alone
+from rankscope.evidence.canary.batch import CanaryDeclined
+from rankscope.evidence.canary.cost import check_room
+from rankscope.evidence.canary.state import PreservedState, preserved_state
+from rankscope.evidence.reference.micro_batch import MicroBatch
+from rankscope.evidence.reference.slopes import LENGTHS, Slopes, judge_slopes
+from rankscope.gradients.sketch import Sketcher
+from rankscope.stats.arrays import Floats, Ints
+
+_WIDTH = 31  # of sketches of parameters
+_NEAR = 0.25  # relative distance below which two ranks' parameters are copies of one
+_CHANGE = 2e-3  # of the loss, by the shorter move along the gradient
+_FARTHEST = 0.02  # of the norm of the parameters, by the same
+_MOVED = 0.01  # of an element's usual size, by the shorter move along random signs
+_COARSER = 5.0  # times as far in 16-bit types
+_MOST_SINGLE = 24  # parameters that are also moved one by one
+_SAME_LOSS = 1e-4  # relative: the ranks of a worker compute one loss
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Parameters that are moved together: their numbers, and what they are called."""
+
+    places: list[int]
+    label: str
+
+
+class DirectionalDerivative:
+    """Measures directional derivatives of one job's loss; all of its ranks measure together.
+
+    Args:
+        module: The model itself, not its data-parallel wrapper.
+        parameters: Its trained parameters by name.
+        device: Their device.
+        worker: Number of this rank's worker; the ranks of a worker share its batch.
+        num_workers: W.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[str, Tensor],
+        device: torch.device,
+        worker: int,
+        num_workers: int,
+    ) -> None:
+        self._module = module
+        self._names = tuple(parameters)
+        self._parameters = list(parameters.values())
+        self._device = device
+        self._worker = worker
+        self._num_workers = num_workers
+        self._gradients: list[Tensor | None] = []
+
+    def check(self, micro_batches: Sequence[MicroBatch]) -> None:
+        """Check that the model returns its loss, and that its gradients can be read.
+
+        Raises:
+            CanaryDeclined: It does not, or they cannot.
+        """
+        if not all(micro.returns_loss for micro in micro_batches):
+            raise CanaryDeclined(
+                "the model does not return its loss, which is computed outside of it"
+            )
+        if any(type(p.data) is not Tensor for p in self._parameters):
+            raise CanaryDeclined("its parameters are sharded")
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        if not gradients or any(g.layout is not torch.strided for g in gradients):
+            raise CanaryDeclined("its parameters have no gradients, or sparse ones")
+        sizes = [p.numel() for p in self._parameters]
+        needed = sum(p.nbytes for p in self._parameters) + 4 * 4 * max(sizes)
+        check_room(needed, self._device, "a copy of the parameters that are moved")
+
+    @torch.no_grad()
+    def measure(self, micro_batches: Sequence[MicroBatch], clipped: float) -> Slopes:
+        """Return what was measured, equal on all ranks; waits for the device.
+
+        Args:
+            micro_batches: Those of the step, each with the gradient of its loss.
+            clipped: Factor of all gradients since the reduction; NaN if unknown.
+
+        Raises:
+            CanaryDeclined: The loss cannot be compared; on all ranks.
+            NotPutBackError: Some state could not be put back.
+        """
+        # The runs set them aside.
+        self._gradients = [parameter.grad for parameter in self._parameters]
+        try:
+            return self._measure_all(micro_batches, clipped)
+        finally:
+            self._gradients = []
+
+    def _measure_all(self, micro_batches: Sequence[MicroBatch], clipped: float) -> Slopes:
+        first_PR = self._first_holders()
+        rank = dist.get_rank()
+        shares_P = 1 / (first_PR == first_PR[:, [rank]]).sum(axis=1)
+        sums_PX = _gather(shares_P[:, None] * self._sums(), self._device).sum(axis=0)
+        blocks = _blocks(self._names, self._parameters, first_PR)
+        coarse = max(micro.rounds_in for micro in micro_batches) > 1e-6
+        with _Losses(self._module, self._device, micro_batches) as losses:
+            rest_RX = self._rest(losses, micro_batches)
+            moves = _Moves(losses, sums_PX, shares_P, first_PR[:, rank], coarse)
+            found = Slopes(
+                labels=tuple(block.label for block in blocks),
+                **self._measure(blocks, moves, rest_RX),
+                loss=float(np.abs(rest_RX[:, 0]).mean()),
+                error=float(np.abs(rest_RX[:, 0] - rest_RX[:, 1]).max()),
+                scale=float(rest_RX[:, 2].mean()),
+                rounds_in=float(rest_RX[:, 4].max()),
+                num_ranks=len(rest_RX),
+                parts=_are_parts(rest_RX[:, 0], rest_RX[:, 3]),
+                clipped=clipped,
+            )
+            odd = judge_slopes(found, self._num_workers).odd_places
+            finer = self._split(blocks, odd)
+            if not finer:
+                return found
+            rows = self._measure(finer, moves, rest_RX)
+        return found.refined(odd, [block.label for block in finer], **rows)
+
+    def _split(self, blocks: Sequence[_Block], odd: Sequence[int]) -> list[_Block]:
+        """Return the single parameters of blocks that differ; nothing if they are many."""
+        many = sum(len(blocks[at].places) for at in odd) > _MOST_SINGLE
+        if many or 2 * len(odd) > len(blocks):
+            return []
+        places = [place for at in odd for place in blocks[at].places]
+        return [_Block([place], self._names[place]) for place in places]
+
+    def _measure(
+        self, blocks: Sequence[_Block], moves: "_Moves", rest_RX: Floats
+    ) -> dict[str, Floats]:
+        """Return changes and what the gradient foretells, of all ranks together, by block."""
+        changes = np.zeros((len(blocks), 2, len(LENGTHS)))
+        given = np.zeros_like(changes)
+        usual = np.zeros((len(blocks), 2))
+        loss = float(np.abs(rest_RX[:, 0]).mean())
+        for at, block in enumerate(blocks):
+            steps_DP, usual[at] = _steps(moves.sums_PX, block.places, loss, coarse=moves.coarse)
+            for which, steps_P in enumerate(steps_DP):
+                for number, length in enumerate(LENGTHS):
+                    changes[at, which, number], given[at, which, number] = self._move(
+                        block, length * steps_P, moves, random=which > 0
+                    )
+        both = _gather(np.stack([changes / len(rest_RX), given]), self._device).sum(axis=0)
+        return {"changes_BDE": both[0], "given_BDE": both[1], "usual_BD": usual}
+
+    def _rest(self, losses: "_Losses", micro_batches: Sequence[MicroBatch]) -> Floats:
+        """Return each rank's loss, twice; its factor, worker, and type's epsilon ``[R, 5]``.
+
+        Raises:
+            CanaryDeclined: It is not that of the training.
+        """
+        first = losses()
+        again = losses()
+        rounds_in = max(micro.rounds_in for micro in micro_batches)
+        scale = sum(micro.loss_scale for micro in micro_batches)
+        far = abs(first - sum(micro.loss_in_training for micro in micro_batches))
+        far = max(far, abs(first - again)) / max(abs(first), 1e-30)
+        own = [first, again, scale, self._worker, rounds_in, far]
+        rest_RX = _gather(np.array(own, np.float64), self._device)
+        if not np.isfinite(rest_RX).all():
+            raise CanaryDeclined("the loss is not finite")
+        far_R = rest_RX[:, 5]
+        if (far_R > np.maximum(4e-6, rest_RX[:, 4] / 4)).any():
+            raise CanaryDeclined(
+                "the forward pass does not repeat itself (its loss differs by "
+                f"{far_R.max():.1e} of it)"
+            )
+        return rest_RX
+
+    def _first_holders(self) -> Ints:
+        """Return the first rank that holds the same part of each parameter as a rank ``[P, R]``.
+
+        Copies may have drifted apart. A vector that begins as a constant is near others even where
+        it is a part of one. It counts as a copy if it is as long as some axis of a matrix of which
+        all ranks hold copies; surely so in a module without a matrix, such as a norm. -1: unknown.
+
+        Raises:
+            CanaryDeclined: The ranks train other parameters.
+        """
+        text = "\n".join(
+            f"{n} {p.dim()}" for n, p in zip(self._names, self._parameters, strict=True)
+        )
+        own = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
+        if len(np.unique(_gather(np.array([own], np.float64), self._device))) > 1:
+            raise CanaryDeclined("the ranks of the job hold different layers")
+        groups = Groups(self._names, {name: at for at, name in enumerate(self._names)})
+        sketcher = Sketcher(self._device, groups, _WIDTH)
+        totals = sketcher.new_totals()
+        named = zip(self._names, self._parameters, strict=True)
+        sketcher.measure_many([(name, p.data, 0) for name, p in named], totals)
+        sizes = np.array([[p.numel()] for p in self._parameters], np.float64)
+        sketches = totals.sketches.double().cpu().numpy()
+        held_RPX = _gather(np.concatenate([sketches, sizes], axis=1), self._device)
+        norms_RP = np.linalg.norm(held_RPX[..., :-1], axis=2)
+        first_PR = np.empty(norms_RP.T.shape, np.int64)  # copies may have drifted apart
+        equal_PR = np.empty_like(first_PR)
+        for rank in range(len(held_RPX)):
+            far_RP = np.linalg.norm(held_RPX - held_RPX[rank], axis=2)
+            near_RP = far_RP <= _NEAR * np.maximum(norms_RP, norms_RP[rank])
+            first_PR[:, rank] = near_RP.argmax(axis=0)
+            equal_PR[:, rank] = (far_RP == 0).argmax(axis=0)
+        copied_P = (first_PR == 0).all(axis=1)
+        matrices = [p for p, copied in zip(self._parameters, copied_P, strict=True) if copied]
+        widths = {size for p in matrices if p.dim() > 1 for size in p.shape}
+        constant = [_is_constant(p) for p in self._parameters]
+        constant_P = _gather(np.array(constant, np.float64), self._device).max(axis=0)
+        divided = {
+            name.rpartition(".")[0]
+            for name, p, copied in zip(self._names, self._parameters, copied_P, strict=True)
+            if p.dim() > 1 and not copied
+        }
+        for at, parameter in enumerate(self._parameters):
+            if parameter.dim() > 1:
+                continue
+            if parameter.numel() in widths:
+                if self._names[at].rpartition(".")[0] not in divided:
+                    first_PR[at] = 0
+            else:
+                first_PR[at] = -1 if constant_P[at] else equal_PR[at]
+        return first_PR
+
+    def _sums(self) -> Floats:
+        """Return squares of this rank's gradients and parameters, and their sizes ``[P, 3]``."""
+        rows = []
+        for gradient, parameter in zip(self._gradients, self._parameters, strict=True):
+            size = float(parameter.numel())
+            rows.append([_square(gradient), _square(parameter), size])
+        return np.array(rows)
+
+    def _move(
+        self, block: _Block, steps_P: Floats, moves: "_Moves", *, random: bool
+    ) -> tuple[float, float]:
+        """Move a block up and down and put it back.
+
+        Returns:
+            Half of the loss's change on this rank, and this rank's share of ``<g, v>``.
+        """
+        kept = {at: self._parameters[at].data.clone() for at in block.places}
+        found = []
+        try:
+            for sign in (1.0, -1.0):
+                along = 0.0
+                for at, before in kept.items():
+                    parameter = self._parameters[at]
+                    gradient = self._gradients[at]
+                    way = None if gradient is None else gradient.float()
+                    if random:
+                        way = _signs(f"{self._names[at]} {moves.first_P[at]}", parameter)
+                    if way is not None:
+                        moved = torch.add(before.float(), way, alpha=sign * float(steps_P[at]))
+                        parameter.data.copy_(moved)
+                    if gradient is not None:
+                        by = (parameter.data.float() - before.float()).mul_(gradient)
+                        along += float(by.sum(dtype=torch.float64)) * float(moves.shares_P[at])
+                found.append((moves.losses(), along))
+                for at, before in kept.items():
+                    self._parameters[at].data.copy_(before)
+        finally:
+            for at, before in kept.items():
+                self._parameters[at].data.copy_(before)
+        (up, along_up), (down, along_down) = found
+        return (up - down) / 2, (along_up - along_down) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """What all moves have in common.
+
+    Attributes:
+        losses: Runs the micro-batches.
+        sums_PX: Squares of gradients and parameters, and sizes, over all ranks ``[P, 3]``.
+        shares_P: One over the number of ranks with the same part of a parameter.
+        first_P: The first of these ranks.
+        coarse: Whether 16-bit types round the loss.
+    """
+
+    losses: "_Losses"
+    sums_PX: Floats
+    shares_P: Floats
+    first_P: Ints
+    coarse: bool
+
+
+class _Losses:
+    """Runs micro-batches once more, with their collectives; all else is put back at its end.
+
+    A call returns their loss, as the backward passes were called on it.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, micro_batches: Sequence[MicroBatch]
+    ) -> None:
+        self._module = module
+        self._device = device
+        self._micro_batches = micro_batches
+        self._decisions = [_Decisions() for _ in micro_batches]
+        self._state = preserved_state(module, device, seed=None)
+        self._run: PreservedState | None = None
+
+    def __enter__(self) -> "_Losses":
+        self._run = self._state.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._state.__exit__(*error)
+
+    def __call__(self) -> float:
+        assert self._run is not None
+        total = 0.0
+        for micro, decisions in zip(self._micro_batches, self._decisions, strict=True):
+            context = alone(self._device, self._run, micro.autocast, communicates=True)
+            with context, torch.no_grad(), decisions:
+                total += micro.loss_again(self._module)
+        return total
+
+
+class _Decisions(TorchDispatchMode):
+    """Keeps the indices that a forward pass chooses the first time for all later ones."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept: list[Tensor] = []
+        self._next: int | None = None
+
+    def __exit__(self, *error: Any) -> None:
+        self._next = 0
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and put the kept indices into the result of one that chooses."""
+        found = func(*args, **(kwargs or {}))
+        if func not in _CHOOSES:
+            return found
+        chosen = found if isinstance(found, Tensor) else found[1]
+        if self._next is None:
+            self._kept.append(chosen.clone())
+            return found
+        at = self._next
+        self._next += 1
+        if at >= len(self._kept) or self._kept[at].shape != chosen.shape:
+            return found
+        kept = self._kept[at]
+        if isinstance(found, Tensor):
+            return kept.clone()
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+        axis = given.get("dim", -1)
+        dropped = kept.dim() < args[0].dim()
+        values = args[0].gather(axis, kept.unsqueeze(axis) if dropped else kept)
+        return (values.squeeze(axis) if dropped else values), kept.clone()
+
+
+_aten: Any = torch.ops.aten
+_CHOOSES = frozenset(
+    {
+        *(_aten.topk.default, _aten.sort.default, _aten.sort.stable, _aten.max.dim, _aten.min.dim),
+        *(_aten.argmax.default, _aten.argmin.default, _aten.multinomial.default),
+    }
+)
+
+
+def _steps(
+    sums_PX: Floats, places: Sequence[int], loss: float, *, coarse: bool
+) -> tuple[Floats, list[float]]:
+    """Return the shorter move of each parameter in both directions, and their usual changes.
+
+    Args:
+        sums_PX: Squares of gradients and parameters, and sizes, over all ranks ``[P, 3]``.
+        places: The block.
+        loss: The loss.
+        coarse: Whether 16-bit types round the loss.
+
+    Returns:
+        Factors of the gradient and of random signs ``[2, P]``, and ``<g, v>`` for both: its value,
+        and its standard deviation.
+    """
+    farther = _COARSER if coarse else 1.0
+    gradients, squares, size = sums_PX[places].sum(axis=0)
+    along = 0.0
+    if gradients:
+        far = _FARTHEST * math.sqrt(squares / gradients)
+        along = farther * min(_CHANGE * loss / gradients, far)
+    usual_P = np.sqrt(sums_PX[:, 1] / np.maximum(sums_PX[:, 2], 1))
+    signs_P = farther * _MOVED * np.maximum(usual_P, 0.1 * math.sqrt(squares / max(size, 1)))
+    spread = math.sqrt(float((signs_P[places] ** 2 * sums_PX[places, 0]).sum()))
+    return np.stack([np.full(len(sums_PX), along), signs_P]), [along * gradients, spread]
+
+
+def _blocks(names: Sequence[str], parameters: Sequence[Tensor], first_PR: Ints) -> list[_Block]:
+    """Return at most eight blocks: vectors apart, and apart what each rank has of its own."""
+    kinds: dict[tuple[bool, bool], list[int]] = {}
+    for at, parameter in enumerate(parameters):
+        if (first_PR[at] >= 0).all():
+            own = len(np.unique(first_PR[at])) > 1
+            kinds.setdefault((parameter.dim() < 2, own), []).append(at)
+    blocks = []
+    for (vectors, _), places in sorted(kinds.items()):
+        for part in [places] if vectors else _by_depth(names, places):
+            named = [names[at] for at in part[:2]]
+            more = len(part) - len(named)
+            blocks.append(_Block(part, listed([*named, *([count(more, "other")] if more else [])])))
+    return blocks
+
+
+def _by_depth(names: Sequence[str], places: Sequence[int]) -> list[list[int]]:
+    """Return at most three parts of a list: the first layer's, the last one's, and the rest."""
+    layers: dict[str, list[int]] = {}
+    for at in places:
+        parts = names[at].split(".")
+        numbered = next((n for n, part in enumerate(parts) if part.isdigit()), None)
+        key = ".".join(parts[:-1] if numbered is None else parts[: numbered + 1])
+        layers.setdefault(key, []).append(at)
+    first, *rest = layers.values()
+    if len(rest) < 2:
+        return [first, *rest]
+    return [first, [at for layer in rest[:-1] for at in layer], rest[-1]]
+
+
+def _signs(text: str, parameter: Tensor) -> Tensor:
+    """Return random signs, the same for the same text; float32, shaped as the parameter."""
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little")
+    draw = torch.Generator(parameter.device).manual_seed(seed)
+    signs = torch.empty_like(parameter, dtype=torch.float32).uniform_(-1, 1, generator=draw)
+    return signs.sign_()
+
+
+def _square(tensor: Tensor | None) -> float:
+    return 0.0 if tensor is None else float(tensor.float().square().sum(dtype=torch.float64))
+
+
+def _is_constant(parameter: Tensor) -> bool:
+    return not parameter.numel() or bool((parameter == parameter.reshape(-1)[0]).all())
+
+
+def _are_parts(losses_R: Floats, workers_R: Floats) -> bool:
+    """Return whether the ranks of some worker have losses of their own."""
+    for worker in np.unique(workers_R):
+        own = losses_R[workers_R == worker]
+        if np.ptp(own) > _SAME_LOSS * np.abs(own).max():
+            return True
+    return False
+
+
+def _gather(values: Floats, device: torch.device) -> Floats:
+    """Return the numbers of all ranks ``[R, ...]``; all of them call it."""
+    own = torch.from_numpy(np.ascontiguousarray(values, np.float64)).to(device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return torch.stack(found).cpu().numpy()

@@ -1,0 +1,286 @@
+"""The update of one parameter, computed again by a copy of its optimizer that has nothing else.
+
+The copy has the optimizer's class, the settings of the parameter's group, and copies of parameter,
+gradient and state. It runs the class's own ``step``, without hooks and without what was put in its
+place on the instance. An operation that communicates, or that writes into a tensor of the training,
+is refused before it runs; random generators are put back.
+"""
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rankscope.evidence.canary.alone import alone
+from rankscope.evidence.canary.batch import CanaryDeclined
+from rankscope.evidence.canary.layout import local_of
+from rankscope.evidence.canary.replay import in_short
+from rankscope.evidence.canary.state import RandomGenerators
+
+_SHARED = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_LEFT_OUT = frozenset({"state", "param_groups", "step"})
+_HOOKS = "hooks"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What an optimizer holds of one parameter, or of a part of it.
+
+    Attributes:
+        value: The parameter.
+        gradient: Its gradient.
+        state: Its state, by name.
+    """
+
+    value: Tensor
+    gradient: Tensor
+    state: Mapping[str, Any]
+
+    def moved(self, eps: float) -> "Held":
+        """Return the same with gradient and state moved by roundings.
+
+        One in four elements is moved, by ``eps`` of its size, up or down.
+        """
+        gradient = _moved(self.gradient, eps, 0)
+        state = {
+            name: _moved(value, eps, seed)
+            if type(value) is Tensor and value.is_floating_point() and value.numel() > 1
+            else value
+            for seed, (name, value) in enumerate(self.state.items(), start=1)
+        }
+        return Held(self.value, gradient, state)
+
+    def times(self, factor: float) -> "Held":
+        """Return the same with a multiple of the gradient."""
+        return Held(self.value, self.gradient * factor, self.state)
+
+
+def _moved(tensor: Tensor, eps: float, seed: int) -> Tensor:
+    draw = torch.Generator(tensor.device).manual_seed(seed)
+    moves = torch.empty(tensor.shape, device=tensor.device, dtype=torch.float32)
+    moves.uniform_(-4 / 3, 4 / 3, generator=draw)
+    return tensor + (moves.trunc_().mul_(eps) * tensor).to(tensor.dtype)
+
+
+class LoneOptimizer:
+    """Updates one parameter of an optimizer as if it had no other.
+
+    Args:
+        optimizer: The optimizer.
+        parameter: The parameter.
+        of_training: Addresses of the storages of the training's tensors.
+
+    Attributes:
+        computed_in: The coarsest type of floating-point numbers that any operation has returned.
+        random: Whether any operation may have drawn random numbers.
+
+    Raises:
+        CanaryDeclined: The optimizer cannot be copied.
+    """
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, parameter: Tensor, of_training: frozenset[int]
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameter = parameter
+        self._of_training = of_training
+        self._mesh: DeviceMesh | None = None
+        self.computed_in: torch.dtype | None = None
+        self.random = False
+        self._every = [p for group in optimizer.param_groups for p in group["params"]]
+        own = vars(optimizer)
+        if not isinstance(own.get("param_groups"), list):
+            raise CanaryDeclined("it wraps another optimizer")
+        for value in own.values():
+            parts = value.values() if isinstance(value, dict) else value
+            for part in parts if isinstance(value, dict | list | tuple) else (value,):
+                if isinstance(part, torch.optim.Optimizer):
+                    raise CanaryDeclined("it wraps another optimizer")
+
+    def update(self, held: Held, *others: Held, seed: int | None = None) -> Tensor:
+        """Return the whole parameter after a step of the optimizer.
+
+        Args:
+            held: What the copy holds of the parameter.
+            others: What it holds of further parameters, which come before it in the same group.
+            seed: Seed of all random generators; None to leave them as they are.
+
+        Raises:
+            CanaryDeclined: The step cannot run on a copy.
+        """
+        try:
+            return self._update([*others, held], seed)
+        except CanaryDeclined:
+            raise
+        except Exception as error:
+            if not isinstance(self._parameter, DTensor) or self._mesh is not None:
+                raise CanaryDeclined(f"it cannot run on a copy ({in_short(error)})") from error
+        self._mesh = self._parameter.device_mesh  # its step may expect one
+        try:
+            return self.update(held, *others, seed=seed)
+        except CanaryDeclined:
+            self._mesh = None
+            raise
+
+    def _update(self, each: Sequence[Held], seed: int | None) -> Tensor:
+        device = self._parameter.device
+        made = [self._parameter_of(one) for one in each]
+        optimizer = self._copy(made, [one.state for one in each])
+        generators = RandomGenerators(device)
+        if seed is not None:
+            generators.seed(seed)
+        watched = _Watched(self._of_training, generators)
+        step: Any = type(optimizer).step
+        if getattr(step, "hooked", None):  # by torch, which calls hooks on all optimizers
+            step = step.__wrapped__
+        try:
+            with alone(device, watched), watched.types:
+                step(optimizer)
+        finally:
+            generators.put_back()
+        self.random |= watched.types.random
+        seen = watched.types.coarsest
+        if self.computed_in is None or _eps(seen) > _eps(self.computed_in):
+            self.computed_in = seen
+        return local_of(made[-1].detach())
+
+    def _parameter_of(self, held: Held) -> nn.Parameter:
+        """Return a copy of the parameter with its gradient, and what the user has noted on it."""
+        value = nn.Parameter(self._laid_out(held.value.clone()))
+        for name, noted in vars(self._parameter).items():
+            if not name.startswith("_") and not isinstance(noted, Tensor):
+                setattr(value, name, noted)
+        value.grad = self._laid_out(held.gradient.clone())
+        return value
+
+    def _laid_out(self, tensor: Tensor) -> Tensor:
+        """Return a tensor as each rank of the mesh would hold a whole one, where one is needed."""
+        if self._mesh is None or not tensor.ndim:
+            return tensor
+        everywhere = [Replicate()] * self._mesh.ndim
+        return DTensor.from_local(tensor, self._mesh, everywhere, run_check=False)
+
+    def _copy(
+        self, made: Sequence[nn.Parameter], states: Sequence[Mapping[str, Any]]
+    ) -> torch.optim.Optimizer:
+        """Return a copy of the optimizer that holds these parameters alone."""
+        original = self._optimizer
+        target = made[-1]
+        memo: dict[int, Any] = {id(p): p for p in self._every}
+        memo[id(self._parameter)] = target
+        optimizer: Any = object.__new__(type(original))
+        for name, value in vars(original).items():
+            if name in _LEFT_OUT:
+                continue
+            vars(optimizer)[name] = OrderedDict() if name.endswith(_HOOKS) else _copied(value, memo)
+            known = vars(optimizer)[name]
+            if isinstance(known, dict) and id(self._parameter) in known:
+                known[id(target)] = known[id(self._parameter)]
+        optimizer.param_groups = [self._group(made, memo)]
+        optimizer.state = defaultdict(dict)
+        states_of: dict[Any, Any] = original.state
+        for key, value in states_of.items():
+            if not isinstance(key, Tensor):  # of all parameters
+                optimizer.state[key] = _copied(value, memo)
+        for value, state in zip(made, states, strict=True):
+            if state:
+                optimizer.state[value] = {
+                    name: self._laid_out(part.clone())
+                    if isinstance(part, Tensor)
+                    else _copied(part, memo)
+                    for name, part in state.items()
+                }
+        copied: torch.optim.Optimizer = optimizer
+        return copied
+
+    def _group(self, made: Sequence[nn.Parameter], memo: dict[int, Any]) -> dict[str, Any]:
+        """Return the settings of the parameter's group for other parameters."""
+        group, place = place_in(self._optimizer, self._parameter)
+        settings = {
+            name: _copied(value, memo)
+            for name, value in group.items()
+            if name not in ("params", "param_names")
+        }
+        if "param_names" in group:
+            settings["param_names"] = [group["param_names"][place]] * len(made)
+        return {"params": list(made), **settings}
+
+
+def place_in(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[dict[str, Any], int]:
+    """Return a parameter's group, and its place there."""
+    return next(
+        (group, place)
+        for group in optimizer.param_groups
+        for place, each in enumerate(group["params"])
+        if each is parameter
+    )
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a copy of a value, or the same object where it cannot be copied."""
+    if isinstance(value, _SHARED):
+        return value
+    try:
+        return copy.deepcopy(value, dict(memo))
+    except Exception:
+        return value
+
+
+class _Watched:
+    """Callbacks of a step on a copy: none of it may change the training.
+
+    Args:
+        of_training: Addresses of the storages of the training's tensors.
+        generators: The random generators, to be put back.
+    """
+
+    def __init__(self, of_training: frozenset[int], generators: RandomGenerators) -> None:
+        self._of_training = of_training
+        self.before_draw = generators.before_draw
+        self.types = _Types()
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Refuse to write into the training.
+
+        Raises:
+            CanaryDeclined: The tensor is the training's.
+        """
+        if address_of(tensor) in self._of_training:
+            raise CanaryDeclined("its step changes other tensors than the parameter's own")
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage; 0 where it has none."""
+    try:
+        return local_of(tensor).untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the coarsest type that operations return, and whether they draw random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.coarsest = torch.float64
+        self.random = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation."""
+        self.random |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        result = func(*args, **(kwargs or {}))
+        for one in result if isinstance(result, list | tuple) else (result,):
+            if isinstance(one, Tensor) and one.is_floating_point():
+                self.coarsest = max(self.coarsest, one.dtype, key=_eps)
+        return result
+
+
+def _eps(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps

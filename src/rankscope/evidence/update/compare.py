@@ -1,0 +1,311 @@
+"""Does the optimizer's update agree with the one that was computed again on whole parameters?
+
+For each parameter, u is the update that was computed again, v the one that happened. They agree if
+
+    |v - u| <= 4 |d| + 2^-23 |p| + 2 ulp(max |p|),
+
+where d is the effect on u of moving a quarter of the elements of gradient and state by one unit in
+the last place of the coarsest type in which the optimizer computes: so a matrix optimizer that runs
+in bfloat16 gets its own bound, and so does one that rounds at random. The other terms are one
+rounding of each element in float32, and two elements that a coarser type rounds the other way.
+
+A parameter that ranks share is judged by the sums over this run's workers, one that each of them
+holds by each of them.
+
+Legend of shapes: W workers, P parameters.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rankscope.evidence.update.share import FIELDS, PartOfUpdate, UpdateShare
+from rankscope.stats.rounding import UNIT_ROUNDOFF
+
+_BLUR = 0.5
+"""Of an update's norm: where rounding may change so much, agreement proves nothing."""
+
+_VISIBLE = 0.01
+"""Of an update's norm: a smaller change of the weights before it is rounding."""
+
+_NEAR = 0.05
+"""Of a difference: what explains all but so much of it describes it."""
+
+_RESTING = 0.5
+"""Of the elements with a gradient: where so many stay as they are, the result says so."""
+
+
+class UpdateMismatch(StrEnum):
+    """How a parameter's update differs."""
+
+    ALONE = "alone"
+    """Each rank updates its own part as if that were the whole parameter."""
+    NONE = "none"
+    """There is none."""
+    ROWS = "rows"
+    """Some rows have none."""
+    SCALE = "scale"
+    """It is a multiple."""
+    DECAY = "decay"
+    """A multiple of the weights themselves is added."""
+    CHANGED = "changed"
+    """It differs in another way."""
+    MOVED = "moved"
+    """The weights changed between the forward pass and the update."""
+    NOT_COPIED = "not_copied"
+    """The model's own copy of the weights does not follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class OddUpdate:
+    """A parameter whose update differs.
+
+    Attributes:
+        name: Its name.
+        how: How it differs.
+        optimizer: Its optimizer's class.
+        ranks: The workers concerned; empty for all.
+        cosine: Of both updates.
+        ratio: Norm of the update over that of the one computed again.
+        error: Norm of the difference, over that of the update computed again.
+        bound: What rounding explains of that.
+        factor: Of a multiple; of a decay, over that of the settings, and NaN without one; of rows,
+            their share.
+        axis: Axes of the mesh whose parts are updated alone.
+    """
+
+    name: str
+    how: UpdateMismatch
+    optimizer: str
+    ranks: tuple[int, ...]
+    cosine: float
+    ratio: float
+    error: float
+    bound: float
+    factor: float = math.nan
+    axis: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateVerdict:
+    """The result of an audited update.
+
+    Attributes:
+        compared: Names of the parameters that were compared, beyond rounding.
+        unseen: Names of those whose update rounding may hide.
+        resting: Names, and shares of elements with a gradient that are not moved.
+        later: Names of those that change after the update, and by how many times the update.
+        odd: Those that differ.
+        error: The largest relative difference of those that agree.
+        parameter: Its parameter.
+        optimizers: The optimizers' classes.
+    """
+
+    compared: tuple[str, ...]
+    unseen: tuple[str, ...]
+    resting: tuple[tuple[str, float], ...]
+    later: tuple[tuple[str, float], ...]
+    odd: tuple[OddUpdate, ...]
+    error: float
+    parameter: str
+    optimizers: tuple[str, ...]
+
+
+class _Update:
+    """The numbers of one parameter, on one worker or summed over all of them."""
+
+    def __init__(self, parts: Sequence[PartOfUpdate], ranks: tuple[int, ...]) -> None:
+        first = parts[0]
+        self.part = first
+        self.ranks = ranks
+        stacked: NDArray[np.float64] = np.stack([one.numbers for one in parts])
+        self._sums = dict(zip(FIELDS, stacked.sum(axis=0).tolist(), strict=True))
+        self._largest = float(stacked[:, FIELDS.index("largest")].max())
+        self._trials = [sum(each) for each in zip(*(one.trials for one in parts), strict=True)]
+        roundoff = 2 * UNIT_ROUNDOFF.get(first.dtype, UNIT_ROUNDOFF["float32"])
+        self.bound = (
+            4 * self.norm("spread")
+            + 2 * UNIT_ROUNDOFF["float32"] * self.norm("weights")
+            + 2 * roundoff * self._largest
+        )
+
+    def __getitem__(self, name: str) -> float:
+        return float(self._sums[name])
+
+    def norm(self, name: str) -> float:
+        """Return the root of a sum of squares."""
+        return math.sqrt(max(self[name], 0.0))
+
+    @property
+    def finite(self) -> bool:
+        """Whether all numbers are."""
+        return all(map(math.isfinite, self._sums.values()))
+
+    @property
+    def agrees(self) -> bool:
+        """Whether rounding explains the difference."""
+        return self.norm("distance") <= self.bound
+
+    @property
+    def relative(self) -> tuple[float, float]:
+        """The difference and its bound, over the norm of the update that was computed again."""
+        size = self.norm("expected")
+        return (self.norm("distance") / size, self.bound / size) if size else (0.0, 0.0)
+
+    @property
+    def seen(self) -> bool:
+        """Whether the update is clear of rounding, or the same in each bit."""
+        size = self.norm("expected")
+        return self.bound < _BLUR * size or (size > 0 and not self["distance"])
+
+    @property
+    def moved(self) -> bool:
+        """Whether the weights changed between forward pass and update, beyond rounding."""
+        size = self.norm("expected")
+        return size > 0 and self.norm("moved") > self.bound + _VISIBLE * size
+
+    @property
+    def changes_later(self) -> bool:
+        """Whether the weights change between the update and the end of the step."""
+        size = self.norm("expected")
+        return size > 0 and self.norm("later") > self.bound + _VISIBLE * size
+
+    @property
+    def follows(self) -> bool:
+        """Whether the model's own copy, if any, has the weights after the update."""
+        if not self.part.copied_to:
+            return True
+        ulp = 2 * UNIT_ROUNDOFF.get(self.part.copied_to, UNIT_ROUNDOFF["float32"])
+        return self.norm("copied") <= ulp * self.norm("weights")
+
+    def odd(self) -> Iterator[OddUpdate]:
+        """Yield how the update differs, if it does."""
+        if not self.agrees:
+            how, factor, axis = self._how()
+            yield self._describe(how, factor, axis)
+        if self.moved:
+            yield self._describe(UpdateMismatch.MOVED, self.norm("moved") / self.norm("expected"))
+        if not self.follows:
+            yield self._describe(UpdateMismatch.NOT_COPIED)
+
+    def _how(self) -> tuple[UpdateMismatch, float, str]:
+        """Return how the update differs, a factor, and an axis."""
+        near = max(self.bound, _NEAR * self.norm("distance"))
+        for axis, distance in zip(self.part.alone, self._trials, strict=True):
+            if math.sqrt(distance) <= near:
+                return UpdateMismatch.ALONE, math.nan, axis
+        if not self["actual"]:
+            return UpdateMismatch.NONE, 0.0, ""
+        if self["expected"]:
+            factor = self["product"] / self["expected"]
+            rest = self["actual"] - factor * self["product"]
+            if math.sqrt(max(rest, 0.0)) <= near:
+                return UpdateMismatch.SCALE, factor, ""
+        decay, rest = self._along_weights()
+        if rest <= near:
+            meant = -self.part.learning_rate * self.part.decay
+            return UpdateMismatch.DECAY, decay / meant if meant else math.nan, ""
+        if self["still_rows"]:
+            return UpdateMismatch.ROWS, self["still_rows"] / self["rows"], ""
+        return UpdateMismatch.CHANGED, math.nan, ""
+
+    def _along_weights(self) -> tuple[float, float]:
+        """Fit the difference by multiples of weights and update; return the first, and the rest."""
+        along: NDArray[np.float64] = np.array(
+            [self["along_weights"], self["product"] - self["expected"]]
+        )
+        both, update = self["turned_weights"], self["expected"]
+        fit = np.linalg.pinv(np.array([[self["weights"], both], [both, update]])) @ along
+        return float(fit[0]), math.sqrt(max(self["distance"] - float(fit @ along), 0.0))
+
+    def _describe(self, how: UpdateMismatch, factor: float = math.nan, axis: str = "") -> OddUpdate:
+        sizes = self.norm("expected") * self.norm("actual")
+        error, bound = self.relative
+        return OddUpdate(
+            name=self.part.name,
+            how=how,
+            optimizer=self.part.optimizer,
+            ranks=self.ranks,
+            cosine=self["product"] / sizes if sizes else math.nan,
+            ratio=self.norm("actual") / self.norm("expected") if self["expected"] else math.inf,
+            error=error,
+            bound=bound,
+            factor=factor,
+            axis=axis,
+        )
+
+
+def judge_update(shares_W: Sequence[UpdateShare]) -> UpdateVerdict:
+    """Return whether the optimizers' updates are those of whole parameters."""
+    by_name: dict[str, dict[int, PartOfUpdate]] = {}
+    for rank, share in enumerate(shares_W):
+        for part in share.parts:
+            by_name.setdefault(part.name, {})[rank] = part
+    compared, unseen, odd = dict[str, float](), list[str](), list[OddUpdate]()
+    resting, later = [], []
+    for name, parts in by_name.items():
+        updates = list(_updates(parts))
+        if not all(one.finite for one in updates):
+            unseen.append(name)
+            continue
+        found = [each for one in updates for each in one.odd()]
+        odd += _merged(found, len(parts))
+        clear = [one for one in updates if one.seen and one.agrees]
+        if clear:
+            compared[name] = max(one.relative[0] for one in clear)
+        elif not found:
+            unseen.append(name)
+        driven = sum(one["driven"] for one in updates)
+        still = sum(one["resting"] for one in updates)
+        if still > _RESTING * driven and not any(part.random for part in parts.values()):
+            resting.append((name, still / driven))
+        changed = [one.norm("later") / one.norm("expected") for one in updates if one.changes_later]
+        if changed:
+            later.append((name, max(changed)))
+    worst = max(compared, key=lambda name: compared[name], default="")
+    kinds = dict.fromkeys(p.optimizer for parts in by_name.values() for p in parts.values())
+    return UpdateVerdict(
+        compared=tuple(compared),
+        unseen=tuple(unseen),
+        resting=tuple(resting),
+        later=tuple(later),
+        odd=tuple(odd),
+        error=compared.get(worst, 0.0),
+        parameter=worst,
+        optimizers=tuple(kinds),
+    )
+
+
+def _updates(parts: dict[int, PartOfUpdate]) -> Iterator[_Update]:
+    """Yield what is to be judged of one parameter."""
+    if any(part.shared for part in parts.values()):
+        yield _Update(list(parts.values()), ())
+    else:
+        for rank, part in parts.items():
+            yield _Update([part], (rank,))
+
+
+def _merged(found: Sequence[OddUpdate], num_workers: int) -> Iterator[OddUpdate]:
+    """Yield what differs on several workers in one way as one."""
+    by_how: dict[UpdateMismatch, list[OddUpdate]] = {}
+    for one in found:
+        by_how.setdefault(one.how, []).append(one)
+    for same in by_how.values():
+        ranks = tuple(rank for one in same for rank in one.ranks)
+        first = max(same, key=lambda one: one.error)
+        yield OddUpdate(
+            name=first.name,
+            how=first.how,
+            optimizer=first.optimizer,
+            ranks=() if len(ranks) == num_workers else ranks,
+            cosine=first.cosine,
+            ratio=first.ratio,
+            error=first.error,
+            bound=first.bound,
+            factor=first.factor,
+            axis=first.axis,
+        )

@@ -1,0 +1,320 @@
+"""Publishes what a group of ranks reduces, and reads what the others of the job have published.
+
+The training's own store carries it. The first rank of each group writes one key, and reads those of
+the others at steps 0, 1, 2, 4, 8, …; no rank waits for another, nor has to be watched at all.
+"""
+
+import base64
+import json
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rankscope.bus.packing import pack_headed
+from rankscope.bus.probe import Channel, Job, MessagePart, Probe
+from rankscope.evidence.world.unit import MOST_UNITS, Unit
+from rankscope.gradients.host import HostCopy
+from rankscope.stats.arrays import digest_of
+from rankscope.wrappers.find import Wrapped
+from rankscope.wrappers.fsdp2_mesh import outer_axes
+from rankscope.wrappers.fsdp2_model import parameters_by_mesh
+from rankscope.wrappers.kinds import DDP, FSDP2, REPLICATE
+from rankscope.wrappers.passes import tensors_in
+from rankscope.wrappers.rendezvous import default_store
+
+_log = logging.getLogger("rankscope")
+
+NAME = "world"
+
+_MOST_PARAMETERS = 64
+_ELEMENTS = 4  # of each
+_LAST_READING = 64  # steps since the run began
+_LAST_LOOK = 1 << 14
+
+_watched: Counter[str] = Counter()
+"""How often this process has begun to watch: ranks that run one program count alike."""
+
+
+class WorldProbe(Probe):
+    """Publishes the units that this rank is the first of; all calls come on the training thread.
+
+    A failure here only ends this comparison.
+
+    Args:
+        job: The training.
+        units: The units, and the parameters ``[E / elements of each]`` whose first elements are
+            read.
+        reference: Parameters of the main unit, if this rank is the first of another one.
+        store: The training's store, in a part of its own.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        units: Sequence[tuple[Unit, Sequence[Tensor]]],
+        reference: Sequence[Tensor],
+        store: Any,
+    ) -> None:
+        self._optimizer = job.optimizer
+        self._channel: Channel = job.channel
+        self._first_step = job.first_step
+        self._units = units
+        self._store = store
+        self._reference = reference
+        self._gradients: dict[str, list[HostCopy]] = {}
+        self._pending: dict[int, list[HostCopy]] = {}
+        self._numbers: list[int] = []
+        self._published: dict[int, bytes] = {}
+        self._others: dict[str, bytes] = {}
+        self._age = -1
+
+    def begin_step(self, step: int, *, paused: bool) -> None:
+        """Read some elements of the parameters before the step changes them."""
+        age = step - self._first_step
+        if age == self._age or not self._units:
+            return
+        self._age = age
+        if _is_due(age, _LAST_READING):
+            self._try(self._read_parameters)
+
+    def _read_parameters(self) -> None:
+        copies = [HostCopy(_elements(tensors), own=True) for _, tensors in self._units]
+        self._pending[self._age] = copies
+        settings = _settings(self._optimizer)
+        for unit, _ in self._units:
+            unit.settings[self._age] = settings
+
+    def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:
+        """Note whether the model is given activations, as a stage of a pipeline is."""
+        if self._age == 0 and any(tensor.requires_grad for tensor in tensors_in([args, kwargs])):
+            for unit, _ in self._units:
+                unit.whole = False
+
+    def see_reduced(self) -> None:
+        """Read some elements of the reduced gradients."""
+        self._try(self._read_gradients, "reduced")
+
+    def before_update(self) -> None:
+        """Read the same elements as the optimizer gets them."""
+        self._try(self._read_gradients, "applied")
+
+    def _read_gradients(self, when: str) -> None:
+        """Read gradients in the run's first step, if this rank is the first of experts."""
+        if self._age or not self._reference:
+            return
+        each = [self._reference, *(tensors for _, tensors in self._units)]
+        gradients = [[t.grad for t in tensors if t.grad is not None] for tensors in each]
+        if all(gradients):
+            self._gradients[when] = [HostCopy(_elements(some), own=True) for some in gradients]
+
+    def on_message(self, step: int, part: MessagePart) -> None:
+        """Publish what is on the host, and read what others have published."""
+        age = step - self._first_step
+        if not self._units or not _is_due(age, _LAST_LOOK):
+            return
+        samples = part.arrays.get("samples_B", b"")
+        if len(samples) and age <= _LAST_READING:
+            for unit, _ in self._units:
+                unit.batches[age] = digest_of(bytes(samples))
+        self._try(self._exchange, step)
+
+    def close(self) -> None:
+        """Publish the last readings, and look for the others' a last time."""
+        if self._age >= 0 and self._units:
+            self._try(self._exchange, self._first_step + self._age)
+
+    def _exchange(self, step: int) -> None:
+        self._publish()
+        if self._look() and self._channel.has_room():
+            each = [*self._published.values(), *self._others.values()]
+            header = [len(self._published), list(map(len, each))]
+            self._channel.send(NAME, step, pack_headed(header, *each))
+
+    def _try(self, work: Callable[..., None], *args: Any) -> None:
+        try:
+            work(*args)
+        except Exception as error:  # the store's process may have ended before this rank
+            self._units = self._reference = ()
+            _log.debug("groups of the job that hold the same model are not compared: %r", error)
+
+    def _publish(self) -> None:
+        for age in [age for age, copies in self._pending.items() if all(c.ready for c in copies)]:
+            for (unit, _), copy in zip(self._units, self._pending.pop(age), strict=True):
+                unit.readings[age] = base64.b64encode(copy.numpy().tobytes()).decode()
+        self._note_scales()
+        for number, unit in self._numbered():
+            content = json.dumps(unit.to_json()).encode()
+            if content != self._published.get(number):
+                self._store.set(str(number), content)
+                self._published[number] = content
+
+    def _numbered(self) -> Iterator[tuple[int, Unit]]:
+        """Yield the units with the numbers under which the job finds them."""
+        if not self._numbers:
+            self._numbers = [int(self._store.add("count", 1)) for _ in self._units]
+        yield from zip(self._numbers, (unit for unit, _ in self._units), strict=True)
+
+    def _note_scales(self) -> None:
+        """Note what the training multiplies gradients by, relative to those of the main unit."""
+        copies = [copy for some in self._gradients.values() for copy in some]
+        if len(self._gradients) < 2 or not all(copy.ready for copy in copies):
+            return
+        pairs = zip(self._gradients["applied"], self._gradients["reduced"], strict=True)
+        main, *scales = [_ratio(applied.numpy(), reduced.numpy()) for applied, reduced in pairs]
+        for (unit, _), scale in zip(self._units, scales, strict=True):
+            unit.scale = scale / main if main and math.isfinite(scale / main) else None
+        self._gradients = {}
+
+    def _look(self) -> bool:
+        """Read what others have published that may be the same model; return whether it is news."""
+        total = min(int(self._store.add("count", 0)), MOST_UNITS)
+        keys = [str(n) for n in range(1, total + 1) if n not in self._numbers]
+        if keys and not self._store.check(keys):
+            keys = [key for key in keys if self._store.check([key])]
+        contents = self._store.multi_get(keys) if keys else ()
+        others = {key: bytes(content) for key, content in zip(keys, contents, strict=True)}
+        is_news = others != self._others
+        self._others = others
+        return is_news
+
+
+def _is_due(age: int, last: int) -> bool:
+    """Return whether a step is due, by steps since the run began: 0, 1, 2, 4, 8 and so on."""
+    return 0 <= age <= last and age & (age - 1) == 0
+
+
+def _elements(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the first elements of some parameters, float32 ``[E]``, by few kernels."""
+    starts: dict[torch.dtype, list[Tensor]] = {}
+    for tensor in tensors:
+        start = _local(tensor).as_strided((_ELEMENTS,), (1,))
+        starts.setdefault(start.dtype, []).append(start)
+    return torch.cat([torch.cat(some).to(torch.float32) for some in starts.values()])
+
+
+def _is_readable(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and _local(tensor).numel() >= _ELEMENTS
+
+
+def _local(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _ratio(applied_E: NDArray[Any], reduced_E: NDArray[Any]) -> float:
+    """Return the factor between two gradients; NaN without a gradient."""
+    if applied_E.shape != reduced_E.shape:
+        return math.nan
+    reduced = reduced_E.astype(np.float64)
+    square = float(reduced @ reduced)
+    return float(applied_E.astype(np.float64) @ reduced) / square if square else math.nan
+
+
+def _settings(optimizer: Any) -> int:
+    """Return a digest of the settings of all parameter groups that are numbers on the host."""
+    groups = () if optimizer is None else optimizer.param_groups
+    plain = [
+        sorted((str(k), repr(v)) for k, v in group.items() if _is_plain(v)) for group in groups
+    ]
+    return digest_of(repr(plain).encode())
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return isinstance(value, bool | int | float | str | None)
+
+
+def _unit(
+    job: Job,
+    named: Iterable[tuple[str, Tensor]],
+    ranks: Sequence[int],
+    *,
+    main: bool,
+    divisor: float,
+    axes: Mapping[str, tuple[int, ...]],
+) -> tuple[Unit, Sequence[Tensor]] | None:
+    """Return a unit and the parameters to read; None where this rank holds too few elements."""
+    trained = [(name, tensor) for name, tensor in named if tensor.requires_grad]
+    lines = [f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in trained]
+    readable = [(name, tensor) for name, tensor in trained if _is_readable(tensor)]
+    if not readable:
+        return None
+    some = readable[:: math.ceil(len(readable) / _MOST_PARAMETERS)]
+    unit = Unit(
+        ranks=tuple(ranks),
+        main=main,
+        layout=digest_of("\n".join(lines).encode()),
+        names=tuple(name for name, _ in trained[:_ELEMENTS]),
+        dtype=str(some[0][1].dtype).removeprefix("torch."),
+        divisor=divisor,
+        wrapper=_described(job.wrapped),
+        axes=axes,
+        given_dir=job.given_dir,
+        seed=torch.initial_seed(),
+    )
+    return unit, [tensor for _, tensor in some]
+
+
+def _described(wrapped: Wrapped) -> str:
+    if wrapped.kind is FSDP2:
+        return "fully_shard got a mesh"
+    if wrapped.kind in (DDP, REPLICATE):
+        return "DistributedDataParallel got a process_group"
+    return f"{wrapped.kind} reduces over a group"
+
+
+def _units_of(job: Job) -> list[tuple[Unit, Sequence[Tensor]]]:
+    """Return the units that this rank is the first of, but for those of all ranks of the job."""
+    wrapped: Wrapped = job.wrapped
+    ranks = dist.get_process_group_ranks(wrapped.group)
+    groups: list[tuple[Sequence[int], Any, float, Mapping[str, tuple[int, ...]]]]
+    groups = [(ranks, wrapped.parameters.items(), 0.0, {})]
+    if wrapped.kind is FSDP2:
+        groups = [
+            (
+                one[0].group.ranks,
+                [(p.name, p.tensor) for p in one],
+                one[0].group.divisor,
+                outer_axes(one),
+            )
+            for one in parameters_by_mesh(wrapped.wrapper)
+        ]
+    found = []
+    for own, named, divisor, axes in groups:
+        main = set(own) == set(ranks)
+        alone = main and len(own) == dist.get_world_size() and len(groups) == 1
+        if not alone and own[0] == dist.get_rank():
+            unit = _unit(job, named, own, main=main, divisor=divisor, axes=axes)
+            found += [] if unit is None else [unit]
+    return found
+
+
+def make_probe(job: Job) -> WorldProbe | None:
+    """Return the probe of this rank's units; None where one group has all ranks of the job."""
+    _watched[NAME] += 1
+    if not job.exact or job.local_steps:
+        return None
+    try:
+        units = _units_of(job)
+        if not units:
+            return None
+        c10d: Any = dist.distributed_c10d
+        store = c10d.PrefixStore(f"rankscope/{NAME}/{_watched[NAME]}", default_store())
+    except Exception as error:  # a model of an unknown kind, or no store in reach
+        _log.debug("groups of the job that hold the same model are not compared: %r", error)
+        return None
+    experts = [unit for unit, _ in units if not unit.main]
+    reference = list(job.wrapped.parameters.values()) if experts else []
+    return WorldProbe(
+        job, units, [p for p in reference if _is_readable(p)][:_MOST_PARAMETERS], store
+    )

@@ -1,0 +1,135 @@
+"""Parameters that one group of ranks reduces together, and whether two groups hold the same model.
+
+A group that reduces only among its own ranks sees nothing of another group with the same model. So
+each group's first rank publishes a few elements of its parameters, from step to step. Two groups
+that begin with equal elements and apply different updates train two models.
+
+Legend of shapes: E elements.
+"""
+
+import base64
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import numpy as np
+
+from rankscope.stats.arrays import Floats
+from rankscope.stats.rounding import UNIT_ROUNDOFF
+
+MOST_UNITS = 64
+"""Groups of a job that are compared."""
+
+_APART = 1 / 16
+"""Distance of two updates, relative to the larger one, that rounding may explain: as of replicas
+that compute in bfloat16 by themselves, see :func:`rankscope.stats.rounding.tolerance_of`."""
+
+_ROUNDINGS = 4  # of an element in an update
+_FEWEST_DISTINCT = 8  # elements that begin with one constant prove nothing
+_COARSEST = UNIT_ROUNDOFF["bfloat16"]
+
+
+@dataclass(slots=True)
+class Unit:
+    """The parameters that one group of ranks reduces together, as its first rank publishes them.
+
+    Attributes:
+        ranks: The ranks of the job that reduce them.
+        main: Whether they are most of their run's; others are reduced over fewer ranks.
+        layout: Digest of their names, shapes and types.
+        names: Some of the parameters' names.
+        dtype: The type of most of them.
+        divisor: The number by which the sum of gradients is divided; 0 if unknown.
+        wrapper: What reduces them, in words.
+        axes: The ranks of the job along other axes of their mesh, by name.
+        given_dir: The run directory that the user gave.
+        seed: The first rank's seed.
+        scale: What the training multiplies the reduced gradient by, relative to that of the main
+            unit; None if unknown.
+        whole: Whether the first rank runs the whole model, not a stage that is given activations.
+        readings: By number of steps since the run began, the elements ``[E]`` before that step: the
+            bytes of float32, in base64.
+        settings: Digest of the optimizer's settings at the same times.
+        batches: Digest of the first rank's batch in some steps.
+    """
+
+    ranks: tuple[int, ...]
+    main: bool
+    layout: int
+    names: tuple[str, ...]
+    dtype: str
+    divisor: float
+    wrapper: str
+    axes: Mapping[str, tuple[int, ...]]
+    given_dir: str
+    seed: int
+    scale: float | None = None
+    whole: bool = True
+    readings: dict[int, str] = field(default_factory=dict)
+    settings: dict[int, int] = field(default_factory=dict)
+    batches: dict[int, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Unit":
+        """Return the unit of plain values.
+
+        Raises:
+            TypeError, ValueError, AttributeError: They are none of a unit.
+        """
+        unit = cls(**values)
+        unit.ranks = tuple(map(int, unit.ranks))
+        unit.names = tuple(unit.names)
+        unit.axes = {name: tuple(line) for name, line in unit.axes.items()}
+        for name in ("readings", "settings", "batches"):
+            setattr(unit, name, {int(at): one for at, one in getattr(unit, name).items()})
+        return unit
+
+    def elements(self, age: int) -> Floats:
+        """Return the elements ``[E]`` so many steps after the run began; empty if unknown."""
+        packed = base64.b64decode(self.readings.get(age, ""))
+        return np.frombuffer(packed, np.float32).astype(np.float64)
+
+
+def is_same_model(one: Unit, other: Unit) -> bool:
+    """Return whether two groups began with one model: equal layout, and equal elements."""
+    begins_E = one.elements(0)
+    return (
+        one.layout == other.layout
+        and one.whole
+        and other.whole
+        and not set(one.ranks) & set(other.ranks)
+        and len(np.unique(begins_E)) >= _FEWEST_DISTINCT
+        and np.array_equal(begins_E, other.elements(0))
+    )
+
+
+def first_apart(one: Unit, other: Unit) -> int | None:
+    """Return the first step whose updates differ, and after which the groups never agree again.
+
+    None while fewer than two readings show it, where the optimizer's settings differ, and where
+    both first ranks draw the same batches: those share the work on each sample.
+    """
+    common = sorted(one.readings.keys() & other.readings.keys() - {0})
+    drawn = one.batches.keys() & other.batches.keys()
+    if not drawn or all(one.batches[at] == other.batches[at] for at in drawn):
+        return None
+    if any(one.settings.get(at) != other.settings.get(at) for at in common):
+        return None
+    apart = list(takewhile(lambda at: _are_apart(one, other, at), reversed(common)))
+    return apart[-1] - 1 if len(apart) > 1 else None
+
+
+def _are_apart(one: Unit, other: Unit, at: int) -> bool:
+    begins_E = one.elements(0)
+    moved_E = one.elements(at) - begins_E
+    other_E = other.elements(at) - begins_E
+    largest = max(np.linalg.norm(moved_E), np.linalg.norm(other_E))
+    rounding = _ROUNDINGS * at * UNIT_ROUNDOFF.get(one.dtype, _COARSEST)
+    allowed = _APART * largest + rounding * np.linalg.norm(begins_E)
+    distance = np.linalg.norm(moved_E - other_E)
+    return bool(np.isfinite(distance) and distance > allowed)

@@ -1,0 +1,162 @@
+"""The meeting of ranks along an axis of pipeline stages, each of which records a run of its own.
+
+They find out which weights they share. The root of the first rank's run compares these from then
+on, as replicas along a mesh's axis are compared.
+"""
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from rankscope.session.mesh_meeting import PATIENCE_SECONDS, MeshMeeting, hosts_of
+from rankscope.wrappers.find import Wrapped
+from rankscope.wrappers.fsdp2_mesh import MeshPlace, stage_line
+from rankscope.wrappers.fsdp2_model import ManagedParameter, is_fsdp2, managed_parameters
+from rankscope.wrappers.kinds import FSDP2
+from rankscope.wrappers.rendezvous import LateError, Rendezvous
+from rankscope.wrappers.shared_weights import Held, Tie, find_ties, held_by
+
+_log = logging.getLogger("rankscope")
+
+
+class WatchedStage:
+    """A stage that this process watches.
+
+    Args:
+        model: The stage.
+
+    Attributes:
+        model: The stage.
+        shared: Names of its parameters that other stages hold as well; may grow.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.shared: set[str] = set()
+
+    def remove(self) -> None:
+        """Note that it is watched no longer."""
+        if self in _STAGES:
+            _STAGES.remove(self)
+
+
+_STAGES: list[WatchedStage] = []
+
+
+def meet_stages(
+    wrapped: Wrapped,
+    group: dist.ProcessGroup,
+    stage: WatchedStage,
+    *,
+    host: str,
+    address: str,
+    secret: str,
+) -> MeshMeeting | None:
+    """Meet the ranks of the other pipeline stages, which all call it at the same point.
+
+    A rank may hold several stages, each watched by itself: those that it watches already take part.
+
+    Args:
+        wrapped: A stage.
+        group: The ranks that hold it.
+        stage: The same; its ``remove`` is to be called once it is watched no longer.
+        host: See :func:`rankscope.session.mesh_meeting.meet_mesh`.
+        address: See there.
+        secret: See there.
+
+    Returns:
+        The meeting; None without stages, if this rank shares no weight, or if some do not come.
+    """
+    try:
+        found = _stage_line(wrapped.wrapper) if wrapped.kind is FSDP2 else None
+        if found is None:
+            return None
+        _STAGES.append(stage)
+        own = dist.get_process_group_ranks(group)[0]
+        facts = {"run": own, "host": host, "address": address, "secret": secret}
+        return _meet(*found, facts)
+    except LateError as error:
+        _log.info("weights that pipeline stages share are not compared: %s", error)
+    except Exception:  # whatever the meshes of its parameters are
+        _log.debug("weights that pipeline stages share are unknown", exc_info=True)
+    return None
+
+
+def _meet(axis: str, line: tuple[int, ...], facts: dict[str, Any]) -> MeshMeeting | None:
+    """Do what :func:`meet_stages` does, along an axis.
+
+    Raises:
+        LateError: Some ranks do not come.
+    """
+    assert dist.group.WORLD is not None
+    watched = [each for each in _STAGES if _stage_line(each.model) == (axis, line)]
+    stages = [managed_parameters(each.model) for each in watched]
+    facts = {**facts, "held": [held_by(each) for each in stages]}
+    ranks = Rendezvous(dist.group.WORLD, line, patience_seconds=PATIENCE_SECONDS)
+    gathered = ranks.gather(json.dumps(facts).encode())
+    if gathered is not None:
+        all_facts = [json.loads(one) for one in gathered]
+        held = [one["held"] for one in all_facts]
+        answer = {**hosts_of(all_facts, facts), **_found(held)}
+        ranks.write("answer", json.dumps(answer).encode())
+    answer = json.loads(ranks.read("answer")[0])
+    places = answer["places"]
+    ties = [Tie(dict(names), certain) for names, certain in answer["ties"]]
+    here = line.index(dist.get_rank())
+    first = places.index(here)
+    for number, each in enumerate(watched, start=first):
+        each.shared.update(tie.names[number] for tie in ties if number in tie.names)
+    most = _most(ties, places)
+    own_ties = [tie for tie in ties if _ranks_of(tie, places) == most and here in most]
+    if not own_ties:
+        return None
+    copies = tuple(_labelled(tie, stages, first) for tie in own_ties)
+    along = tuple(line[at] for at in sorted(most))
+    certain = tuple(tie.label for tie in own_ties if tie.certain)
+    place = MeshPlace(dist.get_rank(), along, {axis: along}, copies, certain)
+    return MeshMeeting(place, ranks, facts["run"], answer)
+
+
+def _stage_line(model: nn.Module) -> tuple[str, tuple[int, ...]] | None:
+    return stage_line(model) if is_fsdp2(model) else None
+
+
+def _found(held: Sequence[Sequence[Any]]) -> dict[str, Any]:
+    """Return the ties of all ranks' newest stages, and each stage's place, as plain values."""
+    places = [place for place, stages in enumerate(held) for _ in stages]
+    newest = set(accumulate(map(len, held), initial=-1))
+    rows = [
+        [Held(name, tuple(shape), digest, before) for name, shape, digest, before in stage]
+        for stages in held
+        for stage in stages
+    ]
+    found = [tie for tie in find_ties(rows, places) if newest & tie.names.keys()]
+    ties = [[list(tie.names.items()), tie.certain] for tie in found]
+    return {"places": places, "ties": ties}
+
+
+def _ranks_of(tie: Tie, places: Sequence[int]) -> frozenset[int]:
+    return frozenset(places[number] for number in tie.names)
+
+
+def _most(ties: Sequence[Tie], places: Sequence[int]) -> frozenset[int]:
+    """Return the ranks that share most weights, by place; no others are compared."""
+    counts = Counter(_ranks_of(tie, places) for tie in ties)
+    return max(counts, key=lambda ranks: (counts[ranks], sorted(ranks)), default=frozenset())
+
+
+def _labelled(
+    tie: Tie, stages: Sequence[Sequence[ManagedParameter]], first: int
+) -> ManagedParameter:
+    """Return this rank's copy of a weight, by the label that all ranks know."""
+    number, name = next(
+        (n, tie.names[n]) for n in range(first, first + len(stages)) if n in tie.names
+    )
+    found = next(each for each in stages[number - first] if each.name == name)
+    return ManagedParameter(tie.label, found.inside, found.group)

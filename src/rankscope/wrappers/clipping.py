@@ -1,0 +1,75 @@
+"""The training's calls of torch's functions that clip gradients by their norm.
+
+``clip_grad_norm_``, the frameworks that call it, and loops that take the norm in one call and scale
+by it in another all use two functions. Scripts import them by name before anything is watched, so
+the function is replaced that torch's decorator holds, inside of the one that has the name.
+"""
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rankscope.private import find
+from rankscope.wrappers.calls import Relay
+
+
+class _Decorated:
+    """What a decorator made, with the function inside as its only attribute ``func``."""
+
+    __slots__ = ("_cell",)
+
+    def __init__(self, outer: Any) -> None:
+        names = getattr(getattr(outer, "__code__", None), "co_freevars", ())
+        self._cell: Any = dict(zip(names, getattr(outer, "__closure__", None) or ())).get("func")  # noqa: B905
+
+    @property
+    def func(self) -> Any:
+        """The function inside."""
+        return self._cell.cell_contents
+
+    @func.setter
+    def func(self, function: Any) -> None:
+        self._cell.cell_contents = function
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        return {"func": self.func}
+
+
+class _ClippingRelay(Relay):
+    """Relays the calls of a function whose first argument is any iterable of tensors.
+
+    Args:
+        path: Its place.
+
+    Attributes:
+        num_calls: Number of calls while something listened.
+    """
+
+    num_calls = 0
+
+    def __init__(self, path: str) -> None:
+        super().__init__(_Decorated(find(path)), "func")
+
+    def _relay(self, original: Any) -> Any:
+        relay = super()._relay(original)
+
+        @wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            self.num_calls += 1
+            if args and not isinstance(args[0], Tensor | list | tuple):
+                args = (list(args[0]), *args[1:])  # an iterator can be read once
+            return relay(*args, **kwargs)
+
+        return call
+
+
+NORM = _ClippingRelay("torch.nn.utils.clip_grad._get_total_norm")
+"""Calls that take the norm of gradients."""
+
+CLIP = _ClippingRelay("torch.nn.utils.clip_grad._clip_grads_with_norm_")
+"""Calls that scale gradients down, given their norm."""

@@ -1,0 +1,78 @@
+"""Calls of torch's pipeline schedules, each of which reduces a stage's gradients by hand.
+
+With ``scale_grads=True``, the default, a call then divides ``.grad`` by its micro-batches, together
+with what earlier calls have left there.
+"""
+
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from rankscope.wrappers.calls import Relay
+from rankscope.wrappers.tap import Guarded, guarded
+
+_PACKAGE = "torch.distributed.pipelining"
+_RELAYS: dict[type, Relay] = {}
+
+
+class ScheduleCalls:
+    """The calls of schedules for one stage since the last :meth:`collect`.
+
+    Args:
+        module: The stage's module, inside its wrapper.
+        guarded: Keeps the monitor's exceptions out of the schedule.
+        count_passes: Returns the number of forward passes of the step so far.
+    """
+
+    def __init__(
+        self, module: nn.Module, guarded: Guarded, count_passes: Callable[[], int]
+    ) -> None:
+        self._module = module
+        self._guarded = guarded
+        self._count_passes = count_passes
+        self._calls: list[tuple[int, float]] = []  # forward passes by then, and the divisor
+        relay = _relay()
+        self.stop = (lambda: None) if relay is None else relay.subscribe(after=self._see)
+
+    @property
+    def found(self) -> bool:
+        """Whether there was one."""
+        return bool(self._calls)
+
+    def collect(self) -> float:
+        """Return by what the gradients were multiplied after the passes, and start again.
+
+        Returns:
+            The mean over all forward passes: 1/M after one call with M micro-batches. NaN without
+            a call.
+        """
+        calls = self._calls
+        self._calls = []
+        if not calls:
+            return math.nan
+        total = 0.0
+        scale = 1.0
+        begins = [0, *(passes for passes, _ in calls)]
+        for begin, (end, divisor) in zip(reversed(begins[:-1]), reversed(calls), strict=True):
+            scale /= divisor
+            total += (end - begin) * scale
+        return total / max(begins[-1], 1)
+
+    @guarded
+    def _see(self, stage: Any, grad_scale_factor: float, *rest: Any, **more: Any) -> None:
+        module = stage.submod
+        if self._module in (module, getattr(module, "module", None)):
+            self._calls.append((self._count_passes(), float(grad_scale_factor)))
+
+
+def _relay() -> Relay | None:
+    """Return the relay of the end of a schedule's call; None where torch has no such function."""
+    stage = getattr(sys.modules.get(_PACKAGE), "PipelineStage", object)
+    name = "perform_reduce_grad"
+    owner = next((kind for kind in stage.__mro__ if name in vars(kind)), None)
+    if owner is None:
+        return None
+    return _RELAYS.setdefault(owner, Relay(owner, name))

@@ -1,0 +1,80 @@
+"""What the ranks along an axis of a mesh should agree on."""
+
+import dataclasses
+import json
+
+import pytest
+
+from rankscope.evidence.axes.root import Axes
+from rankscope.evidence.axes.share import Share, loss_distance, lost_labels
+
+ROWS, LENGTH = 4, 16
+
+
+def share(rank: int, loss: float = 4.0, **more) -> Share:
+    """Return one rank's share of a step: the whole of 4 sequences of 16 tokens."""
+    taken = {
+        "lines": {"tp": (0, 1)}, "cut": ("tp",), "sequences": (), "losses": (loss,),
+        "weight": ROWS * (LENGTH - 1.0), "samples": 1, "rows": ROWS, "tokens": ROWS * LENGTH * 1.0,
+        "dtype": "float32", "random": None,
+    }  # fmt: skip
+    return Share(rank, **{**taken, **more})
+
+
+def test_losses_of_one_batch_that_differ_are_found():
+    assert loss_distance([share(0, 4.1924), share(1, 4.1900)]) == pytest.approx(5.7e-4, rel=0.01)
+    assert loss_distance([share(0, 4.1924), share(1, 4.1924 * (1 + 1e-6))]) == 0.0
+    assert loss_distance([share(0, float("nan")), share(1)]) == 0.0
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"samples": 2},
+        {"weight": None},
+        {"weight": 20.0},  # a part of the labels each
+        {"tokens": 0.0},
+        {"dtype": "bfloat16"},
+    ],
+)
+def test_losses_that_may_differ_are_not_compared(changed):
+    shares = [dataclasses.replace(share(rank, 4.0 + 0.1 * rank), **changed) for rank in (0, 1)]
+    shares[1] = dataclasses.replace(shares[1], samples=1)
+    assert loss_distance(shares) == 0.0
+
+
+def parts(**more) -> list[Share]:
+    """Return the halves of 4 sequences, with labels that were shifted inside each half."""
+    half = {"tokens": ROWS * 8.0, "weight": ROWS * 7.0, "sequences": ("tp",), "cut": (), **more}
+    return [share(rank, 4.0, samples=rank, **half) for rank in (0, 1)]
+
+
+def test_labels_that_are_shifted_inside_each_part_are_counted():
+    assert lost_labels(parts()) == (ROWS, ROWS * 15)
+    first, last = parts()
+    assert lost_labels([dataclasses.replace(first, weight=ROWS * 8.0), last]) == (0, 0)
+    assert lost_labels(parts(weight=ROWS * 5.0)) == (0, 0)  # masked labels
+    assert lost_labels([first, dataclasses.replace(last, samples=first.samples)]) == (0, 0)
+
+
+def reported(shares: list[Share], steps: int = 5) -> list:
+    """Return the findings that are reported, in order."""
+    found: list = []
+    axes = Axes(0, found.append)
+    for step in range(steps):
+        for each in shares:
+            axes.take(each.rank, step, json.dumps(each.to_json()).encode())
+    return found
+
+
+def test_a_difference_is_reported_at_each_doubling_with_its_probable_cause():
+    found = reported([share(0, 4.1924), share(1, 4.1900)])
+    assert [finding.evidence["steps"] for finding in found] == [1, 2, 4]
+    assert "4.1924 against 4.19," in found[0].explanation
+    assert "cross-entropy over a part of the vocabulary" in found[0].next_check
+    [first, *_] = reported([share(0, 4.1, random=1), share(1, 4.2, random=2)])
+    assert "equal masks" in first.next_check
+    [first, *_] = reported(parts())
+    assert "have 56 of the 60 labels" in first.explanation
+    assert first.first_step == 0
+    assert reported([share(0), share(1)]) == []

@@ -1,0 +1,172 @@
+"""The laws of clipping, in simulated shards of gradients, clipped rightly and wrongly."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rankscope.bus.finding import Severity
+from rankscope.bus.step import StepReport
+from rankscope.evidence.clipping.laws import FactorLaw, NormLaw
+from support.stepping import evidence_of, words
+from support.streams import gathered
+
+W = 4
+LIMIT = 1.0
+ROUNDING = 1e-5
+SIZES = (30, 20, 8, 2)
+
+
+def parts(num_steps=40, seed=0):
+    """Yield the norms of the ranks' shards ``[W]``: of unequal size, and new in each step."""
+    rng = np.random.default_rng(seed)
+    for _ in range(num_steps):
+        size = np.exp(0.4 * rng.standard_normal())
+        yield size * np.array([np.linalg.norm(rng.standard_normal(n)) for n in SIZES])
+
+
+def whole(parts_W):
+    return np.sqrt((parts_W**2).sum())
+
+
+def watch(factors_of, *, detectors=None, copies=1, spread=0.0, planned=None, **columns):
+    """Return the last evidence by key of a run whose ranks scale by ``factors_of(parts_W)``.
+
+    Args:
+        copies: How many ranks hold each element.
+        columns: Columns of all ranks, or functions of the parts of a step.
+    """
+    rng = np.random.default_rng(1)
+    found = {}
+    detectors = detectors or (FactorLaw(), NormLaw(planned))
+    for step, parts_W in enumerate(parts()):
+        factors_W = factors_of(parts_W) * (1 + 1e-8 * rng.standard_normal(W))
+        given = {n: value(parts_W) if callable(value) else value for n, value in columns.items()}
+        workers = {
+            "applied_scale": factors_W,
+            "applied_spread": np.full(W, spread),
+            "clip_rounding": np.full(W, ROUNDING),
+            "reduced_norm": parts_W,
+            **{name: np.broadcast_to(value, W) for name, value in given.items()},
+        }
+        one = replace(gathered(step, [[]] * W, **workers), observed=True)
+        norm = whole(parts_W) / np.sqrt(copies)
+        for detector in detectors:
+            for each in evidence_of(detector, StepReport(one, {"grad_norm_reduced": norm})):
+                found[each.key or each.cause] = each
+    return found
+
+
+def by(norm):
+    """Return the factor of clipping by a norm of the parts, on all ranks."""
+    return lambda parts_W: np.broadcast_to(np.minimum(LIMIT / norm(parts_W), 1.0), W)
+
+
+def called(norm=whole, order=2.0):
+    """Return the columns of a call of torch with that norm."""
+    return {"clip_limit": LIMIT, "clip_order": order, "clip_factor": lambda p: by(norm)(p)[0]}
+
+
+def mean(parts_W):
+    return parts_W.mean()
+
+
+def without_the_last(parts_W):
+    return whole(parts_W[:-1])
+
+
+@pytest.mark.parametrize("columns", [{}, called(), called(order=np.nan), {"planned": LIMIT}])
+def test_clipping_by_the_norm_of_all_shards_is_right(columns):
+    assert watch(by(whole), **columns) == {}
+
+
+def test_replicas_count_once():
+    def once(parts_W):
+        return whole(parts_W) / np.sqrt(2)
+
+    assert watch(by(once), copies=2, **called(once)) == {}
+    found = watch(by(whole), copies=2, **called(whole, order=np.nan))
+    assert found.keys() == {"sync.clip_norm"}
+    text = words(found["sync.clip_norm"])
+    assert "0.707 times that" in text
+    assert "as if every shard counted 2 times" in text
+
+
+def test_factors_by_the_norm_of_each_ranks_own_shards():
+    found = watch(by(lambda parts_W: parts_W))
+    assert found.keys() == {"sync.shard_factors"}
+    evidence = found["sync.shard_factors"]
+    assert (evidence.severity, evidence.ranks) == (Severity.ERROR, (0, 1, 2, 3))
+    assert evidence.first_step <= 3
+    assert "fits the norm of its own shards" in words(evidence)
+
+
+def test_one_rank_that_scales_otherwise_is_named():
+    found = watch(lambda parts_W: by(whole)(parts_W) * np.array([1, 1, 0.5, 1]))
+    evidence = found["sync.shard_factors"]
+    assert evidence.ranks == (2,)
+    assert "fits the norm" not in words(evidence)
+
+
+def test_factors_are_not_compared_where_all_hold_the_same_parameters():
+    assert watch(lambda parts_W: np.array([1, 1, 0.5, 1]), replica=0) == {}
+
+
+@pytest.mark.parametrize("columns", [called(mean), {"planned": LIMIT}])
+def test_the_mean_of_the_ranks_norms(columns):
+    found = watch(by(mean), **columns)
+    assert found.keys() == {"sync.clip_norm"}
+    text = words(found["sync.clip_norm"])
+    assert "the training clips by the mean of the ranks' norms" in text
+    assert ("by the plan" in text) == ("planned" in columns)
+
+
+def test_without_a_limit_the_mean_shows_by_being_constant():
+    found = watch(by(lambda parts_W: 10 * mean(parts_W) / 10))
+    assert found.keys() == {"clip-norm-varies"}
+    assert found["clip-norm-varies"].severity is Severity.WARNING
+    assert "the mean of the ranks' norms" in words(found["clip-norm-varies"])
+
+
+def test_a_gradient_that_is_not_part_of_the_norm():
+    found = watch(by(without_the_last), clip_left_out=1, **called(without_the_last))
+    assert "1 gradient that it scales is not part of the norm" in words(found["sync.clip_norm"])
+    [alone] = watch(by(without_the_last)).values()
+    assert (alone.key, alone.severity) == ("clip-norm-varies", Severity.NOTE)
+
+
+def test_clipping_before_unscaling():
+    scale = 65536.0
+
+    def scaled(parts_W):
+        return scale * whole(parts_W)
+
+    columns = {**called(scaled), "grad_scale": scale}
+    found = watch(lambda p: by(scaled)(p) / scale, **columns)
+    assert "the training clips before it unscales" in words(found["sync.clip_norm"])
+    right = {**called(whole), "grad_scale": scale}
+    assert watch(lambda p: by(whole)(p) / scale, **right) == {}
+
+
+def test_other_norms_and_other_clipping_are_silent():
+    def largest(parts_W):
+        return 0.1 * parts_W.max()
+
+    assert watch(by(largest), **called(largest, order=np.inf)) == {}
+    assert watch(by(lambda parts_W: parts_W), spread=0.01) == {}  # by value, by layer, noise
+    assert watch(lambda parts_W: np.broadcast_to(1 / 130, W)) == {}  # a number of tokens
+
+
+def test_a_limit_that_follows_the_norms_is_silent():
+    norms = []
+
+    def quantile(parts_W):
+        norms.append(whole(parts_W))
+        return np.broadcast_to(min(1.0, sorted(norms)[len(norms) // 10] / norms[-1]), W)
+
+    assert watch(quantile) == {}
+    limits = iter(np.linspace(1.0, 1.5, 40))
+    drifting = watch(
+        lambda p: np.broadcast_to(min(1.0, next(limits) / whole(p)), W), detectors=(NormLaw(None),)
+    )
+    assert drifting == {}

@@ -1,0 +1,87 @@
+"""Modules in training mode on some workers, and in evaluation mode on others."""
+
+import json
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+from torch import nn
+
+from rankscope.agent.message import StepMessage
+from rankscope.bus.layout import Layout
+from rankscope.bus.step import MISSING_INT, StepReport
+from rankscope.evidence.environment.combine import make_combiner
+from rankscope.evidence.environment.facts import FLAGS_EVERY, compilation
+from rankscope.evidence.environment.mismatch import DifferentModes
+from rankscope.evidence.environment.modes import ModeMeter
+from support.stepping import evidence_of, words
+from support.streams import gathered
+
+
+def model() -> nn.Module:
+    block = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    return nn.ModuleDict({"first": block, "second": nn.Sequential(nn.Linear(2, 2), nn.Dropout())})
+
+
+class Workers:
+    """Four workers' meters, the combiner at the root, and the detector."""
+
+    def __init__(self) -> None:
+        self.models = [model() for _ in range(4)]
+        self.meters = [ModeMeter(one) for one in self.models]
+        self.combiner = make_combiner(Layout(num_workers=4))
+        self.detector = DifferentModes()
+        self.sent = 0
+
+    def step(self, number: int):
+        """Return what is found in a step."""
+        messages, digests = [], []
+        for meter in self.meters:
+            meter.read(number)
+            digest, names = meter.collect()
+            self.sent += bool(names)
+            packed = np.frombuffer(json.dumps(names).encode() if names else b"", np.uint8)
+            messages.append(StepMessage(number, names=packed))
+            digests.append(MISSING_INT if digest != digest else digest)
+        columns = {"modes": np.array(digests, np.int64)}
+        found = self.combiner.combine(messages, columns)
+        samples = [np.array([rank]) for rank in range(4)]
+        one = replace(gathered(number, samples, **columns), **found)
+        return evidence_of(self.detector, StepReport(one, {}))
+
+
+def test_modules_in_another_mode_are_named_until_they_are_alike_again():
+    workers = Workers()
+    assert workers.step(0) == []
+    assert workers.sent == 4  # each names its modules once
+    workers.models[2]["first"].eval()
+    workers.models[2]["second"][1].eval()
+    assert [workers.step(n) for n in range(1, FLAGS_EVERY)] == [[]] * (FLAGS_EVERY - 1)
+    [found] = workers.step(FLAGS_EVERY)
+    assert workers.sent == 5
+    assert (found.cause, str(found.severity)) == ("compute.modes_differ", "warning")
+    assert found.ranks == (2,)
+    said = "first and second.1 (evaluation on rank 2, training on the others)"
+    assert said in words(found)
+    workers.models[2].train()
+    later = [each for n in range(17, 17 * FLAGS_EVERY + 1) for each in workers.step(n)]
+    assert [each.status for each in later] == ["closed"]
+
+
+def test_modes_that_all_workers_share_are_no_difference():
+    workers = Workers()
+    for number in range(4 * FLAGS_EVERY):
+        for one in workers.models:
+            one["second"].train(number % 3 > 0)
+        assert workers.step(number) == []
+
+
+def test_the_parts_of_a_model_that_are_compiled():
+    made = model()
+    assert compilation(made) == "none"
+    made["first"]._compiled_call_impl = SimpleNamespace()  # as another backend leaves it
+    assert compilation(made) == "first"
+    config = {"max_autotune": True, "triton.cudagraphs": False, "debug": True}
+    compiled = SimpleNamespace(get_compiler_config=lambda: config)
+    made["second"]._compiled_call_impl = compiled
+    assert compilation(made) == "first and second with max_autotune"

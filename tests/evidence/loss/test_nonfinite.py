@@ -1,0 +1,14 @@
+"""Steps that a gradient scaler skips."""
+
+from rankscope.bus.finding import Severity
+from rankscope.evidence.loss.nonfinite import NonFinite
+from support.stepping import observe
+
+
+def test_a_scaler_that_begins_too_high_is_a_note_until_its_scale_has_fallen_to_1():
+    detector, found = NonFinite(), []
+    for step in range(60):
+        columns = {"nonfinite": [True] * 4, "loss": [1.0] * 4, "optimizer_steps": [0] * 4}
+        found += observe(detector, step, grad_scale=[2.0 ** (40 - step)] * 4, **columns)
+    severities = [each.severity for each in found]
+    assert severities == [Severity.NOTE] * 40 + [Severity.WARNING] * 20

@@ -1,0 +1,87 @@
+"""Updates that rounding loses, against torch's own optimizers and neighbours of numbers."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rankscope.bus.finding import Severity
+from rankscope.bus.judge import HeldValues
+from rankscope.bus.step import StepReport
+from rankscope.evidence.optimizer import KEY
+from rankscope.evidence.optimizer.lost import LostUpdates, half_step
+from rankscope.evidence.optimizer.rounding import WINDOW, RestMeter, _largest_update
+from support.stepping import evidence_of, words
+from support.streams import gathered
+
+
+class Net(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(8, dtype=dtype) for _ in range(3))
+        self.last = nn.Linear(8, 8, dtype=dtype)
+
+
+def run(dtype=torch.bfloat16, lr=1e-4, num_updates=WINDOW + 2, kind=torch.optim.AdamW, **change):
+    """Train with gradients of chance; return what is said, after each window."""
+    torch.manual_seed(0)
+    net = Net(dtype)
+    groups = [{"params": list(net.norms.parameters())}, {"params": list(net.last.parameters())}]
+    optimizer = kind(groups, lr=lr)
+    optimizer.param_groups[0].update(change)
+    meter, detector, found = RestMeter(net, optimizer), LostUpdates(), []
+    for number in range(num_updates):
+        for parameter in net.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.param_groups[0]["lr"] *= 1.5 if change.get("rises") else 1.0
+        optimizer.step()
+        pending = meter.see_update()
+        if pending is not None:
+            sent = {KEY: {"rounded": pending.read()}}
+
+            class Message:
+                names = np.frombuffer(json.dumps(sent).encode(), np.uint8)
+
+            rows = HeldValues(KEY).combine([Message], {})
+            found += evidence_of(detector, StepReport(replace(gathered(number, [[]]), **rows), {}))
+    return found
+
+
+def test_a_kind_that_rests_is_named_with_numbers():
+    [found] = run()
+    assert found.severity is Severity.WARNING
+    assert found.numbers["parameters"] == 3
+    assert found.numbers["half_step"] == 2**-9
+    assert "All parameters of the kind RMSNorm.weight (3 parameters in bfloat16" in words(found)
+    assert "kept their bits over 32 updates" in words(found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": torch.float32},
+        {"lr": 4e-3},
+        {"lr": 0.0},
+        {"rises": True, "lr": 1e-9},
+        {"kind": torch.optim.Adagrad},
+    ],
+    ids=["float32", "a larger rate", "a rate of zero", "a warm-up", "another rule"],
+)
+def test_what_moves_or_is_not_explained_by_rounding_is_no_finding(options):
+    assert run(**options) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [1.0, 1.25, 0.75, 3.0, 2.0**-9])
+def test_half_of_the_distance_to_the_next_value(dtype, value):
+    bits = torch.tensor(value, dtype=dtype).view(torch.int16)
+    below = float((bits - 1).view(dtype))
+    half = (value - below) / 2
+    assert half_step(value, str(dtype).removeprefix("torch.")) == half
+    share, update, of = _largest_update(torch.tensor([value], dtype=dtype), torch.tensor([half]))
+    assert (float(share), float(update), float(of)) == (1.0, half, value)
+    assert float(torch.tensor(value - 1.01 * half).to(dtype)) == below
+    assert float(torch.tensor(value - 0.99 * half).to(dtype)) == value

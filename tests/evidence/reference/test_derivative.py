@@ -1,0 +1,121 @@
+"""Directional derivatives of one rank, against gradients of autograd that are right or wrong."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+from rankscope.evidence.canary.batch import CanaryDeclined
+from rankscope.evidence.reference.derivative import DirectionalDerivative
+from rankscope.evidence.reference.micro_batch import MicroBatch
+from rankscope.evidence.reference.slopes import SlopeAnswer, Slopes, judge_slopes
+from rankscope.evidence.reference.words import derived
+
+CPU = torch.device("cpu")
+
+
+class Routed(nn.Module):
+    """Sends each token to its best of four experts; with dropout, a norm and a buffer."""
+
+    def __init__(self, noise=lambda: 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(40, 16)
+        self.norm = nn.BatchNorm1d(16)
+        self.router = nn.Linear(16, 4, bias=False)
+        self.experts = nn.Parameter(torch.randn(4, 16, 16) / 4)
+        self.head = nn.Linear(16, 40)
+        self.noise = noise
+
+    def forward(self, ids, labels):
+        hidden = F.dropout(self.norm(self.embedding(ids).flatten(0, 1)), 0.1)
+        weights, chosen = self.router(hidden).softmax(-1).max(dim=-1)
+        hidden = torch.einsum("th,thk->tk", hidden, self.experts[chosen]).tanh() * weights[:, None]
+        loss = F.cross_entropy(self.head(hidden), labels.flatten()) * self.noise()
+        return {"loss": loss}
+
+
+@pytest.fixture(autouse=True)
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train(model, *, factor=0.5):
+    """Run two micro-batches forward and backward; return them."""
+    micros = []
+    for number in range(2):
+        draw = torch.Generator().manual_seed(number)
+        ids, labels = torch.randint(40, (2, 8, 12), generator=draw)
+        micro = MicroBatch(model, CPU, (ids, labels), {})
+        output = model(ids, labels)
+        micro.see_output(output)
+        (output["loss"] * factor).backward()
+        micros.append(micro)
+    return micros
+
+
+def bits(model):
+    tensors = [*model.state_dict().values(), *(p.grad for p in model.parameters())]
+    return [*(t.clone() for t in tensors), torch.get_rng_state()]
+
+
+def verdict(model, micros):
+    parameters = dict(model.named_parameters())
+    derivative = DirectionalDerivative(model, parameters, CPU, worker=0, num_workers=1)
+    derivative.check(micros)
+    before = bits(model)
+    slopes = derivative.measure(micros, clipped=1.0)
+    assert all(torch.equal(one, other) for one, other in zip(before, bits(model), strict=True))
+    again = Slopes.from_json(json.loads(json.dumps(slopes.to_json())))
+    return judge_slopes(again, 1), derived(judge_slopes(again, 1), again, 3, 1, 2)
+
+
+def test_a_right_gradient_is_the_derivative_though_routes_would_jump():
+    model = Routed()
+    found, finding = verdict(model, train(model))
+    assert found.answer is SlopeAnswer.AGREES
+    assert all(abs(block.ratio - 1) < 2e-3 for block in found.blocks)
+    assert finding.cause == "verify.agrees"
+
+
+def test_a_loss_that_is_not_divided_has_the_factor_of_its_micro_batches():
+    model = Routed()
+    found, finding = verdict(model, train(model, factor=1.0))
+    assert found.answer is SlopeAnswer.FACTOR
+    assert found.factor == pytest.approx(2, rel=1e-3)
+    assert finding.severity.name == "ERROR"
+    assert "is 2 times that in all blocks" in finding.explanation
+    assert "multiplied by the number of micro-batches" in finding.explanation
+
+
+@pytest.mark.parametrize("lacking", ["a factor", "a part at right angles", "all of it"])
+def test_a_parameter_whose_gradient_is_wrong_is_named(lacking):
+    model = Routed()
+    micros = train(model)
+    gradient = model.experts.grad
+    if lacking == "a factor":
+        gradient *= 0.5
+    elif lacking == "a part at right angles":
+        other = torch.randn(gradient.shape, generator=torch.Generator().manual_seed(5))
+        other -= gradient * (other * gradient).sum() / gradient.square().sum()
+        gradient += other * gradient.norm() / other.norm()
+    else:
+        gradient.zero_()
+    found, finding = verdict(model, micros)
+    assert found.answer is SlopeAnswer.BLOCKS
+    assert [block.label for block in found.odd] == ["experts"]
+    assert found.odd[0].lacks == (lacking != "a factor")
+    assert (finding.cause, finding.severity.name) == ("verify.derivative", "ERROR")
+    assert "in experts" in finding.explanation
+
+
+def test_a_forward_pass_that_does_not_repeat_itself_is_declined():
+    hidden = torch.Generator()
+    model = Routed(noise=lambda: 1 + 0.1 * float(torch.rand((), generator=hidden)))
+    with pytest.raises(CanaryDeclined, match="does not repeat itself"):
+        verdict(model, train(model))

@@ -1,0 +1,92 @@
+"""Data that no worker ever draws, against streams whose reach is known."""
+
+from itertools import islice
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from rankscope.bus.finding import Severity
+from rankscope.evidence.environment.training import length_of, splits_of
+from rankscope.evidence.samples.coverage import SPLIT_TWICE, Coverage, SplitTwice
+from support.stepping import evidence_of
+from support.streams import reports, sharded, with_replacement
+
+W = 4
+
+
+def split_twice(size):
+    """Yield batches of workers that draw one in W² of the data each, shuffled anew."""
+    for epoch in range(100):
+        rng = np.random.default_rng(epoch)
+        shares = [rng.permutation(np.arange(size)[r::W][r::W]) for r in range(W)]
+        for start in range(0, len(shares[0]) - 3, 4):
+            yield [share[start : start + 4] for share in shares]
+
+
+def cut_short(size, steps):
+    for epoch in range(100):
+        yield from islice(sharded(size, W, 4, seeds=[epoch] * W), steps)
+
+
+def watch(stream, num_steps, length=960, *, named=True):
+    detector = Coverage(length)
+    return [e for r in reports(stream, num_steps, named=named) for e in evidence_of(detector, r)]
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_data_that_are_split_twice_are_counted(named):
+    first = watch(split_twice(960), 40, named=named)[0]
+    assert (first.cause, first.severity) == ("data.coverage", Severity.WARNING)
+    assert first.numbers == {"samples_distinct": 240, "data_set": 960}
+    assert first.last_step <= 30
+
+
+HEALTHY = {
+    "epochs": lambda: sharded(960, W, 4),
+    "dropped": lambda: sharded(973, W, 4, drop_last=True, loader_drop_last=True),
+    "the same order, dropped": lambda: sharded(
+        973, W, 4, drop_last=True, loader_drop_last=True, reshuffle=False
+    ),
+    "cut short": lambda: cut_short(973, 20),
+    "with replacement": lambda: with_replacement(973, W, 4),
+}
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_healthy_epochs_are_silent(name):
+    assert watch(HEALTHY[name](), 250, 973) == []
+
+
+def test_without_a_length_nothing_is_said():
+    assert watch(split_twice(960), 40, None) == []
+
+
+class Stream(IterableDataset):
+    def __init__(self, inner, **values):
+        self.dataset = inner
+        self.__dict__.update(values)
+
+    def __iter__(self):
+        return iter(())
+
+    def __len__(self):
+        if isinstance(self.dataset, Stream):
+            raise TypeError
+        return 512
+
+
+def test_a_loader_shows_its_splits_and_its_length():
+    by_node = Stream([1], _distributed=SimpleNamespace(rank=1, world_size=2))
+    loader = DataLoader(Stream(by_node, num_processes=2, process_index=1))
+    assert (splits_of(loader), length_of(loader)) == ([("Stream", 2), ("Stream", 2)], 512)
+    sampled = DataLoader(range(8), sampler=DistributedSampler(range(8), 4, 1))
+    assert (splits_of(sampled), length_of(sampled)) == ([("DistributedSampler", 4)], None)
+
+
+@pytest.mark.parametrize(("parts", "found"), [((4, 4), 1), ((2, 2), 0), ((4,), 0), ((), 0)])
+def test_more_parts_than_processes_are_reported_once(parts, found):
+    detector = SplitTwice([("a", number) for number in parts], 4)
+    told = [e for r in reports(sharded(960, W, 4), 5) for e in evidence_of(detector, r)]
+    assert [(e.key, e.numbers["parts"]) for e in told] == [(SPLIT_TWICE, 16)] * found

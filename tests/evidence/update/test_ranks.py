@@ -1,0 +1,155 @@
+"""Audited updates in a training on real ranks, under FSDP2 and tensor parallelism."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional as F
+
+import rankscope
+from support.loops import collect_warnings
+from support.ranks import run_ranks
+
+WIDTH, WORDS, AT, STEPS = 16, 24, 2, 4
+
+
+class Net(nn.Module):
+    """An embedding, a pair of layers that tensor parallelism cuts, a layer and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.down = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.middle = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(ids)
+        hidden = hidden + self.down(self.up(self.norm(hidden)).tanh())
+        return self.head(hidden + self.middle(hidden).relu())
+
+
+class PolarParts(torch.optim.Optimizer):
+    """Sets the singular values of updates to 1, for matrices gathered over dp, but not over tp."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if not hasattr(p, "device_mesh"):
+                    p.sub_(polar(p.grad), alpha=group["lr"])
+                    continue
+                along = [Replicate(), *p.placements[1:]]
+                update = polar(p.grad.redistribute(placements=along).to_local())
+                own = update.chunk(p.device_mesh.size(0))[p.device_mesh.get_local_rank(0)]
+                p.to_local().sub_(own, alpha=group["lr"])
+
+
+def polar(matrix: torch.Tensor) -> torch.Tensor:
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    return left @ right
+
+
+def train(run_dir: str | None, one_asks: bool) -> list[bytes]:
+    """Train; return the bits of this rank's parameters, optimizer state and generator."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model: Any = Net()
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    fully_shard(model.up, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    by_polar = [model.up.weight, model.down.weight]
+    by_muon = [model.middle.weight]
+    rest = [*model.embedding.parameters(), *model.norm.parameters(), *model.head.parameters()]
+    optimizers: list[Any] = [
+        PolarParts(by_polar, {"lr": 1e-2}),
+        torch.optim.Muon(by_muon, 1e-2),
+        torch.optim.AdamW(rest, 1e-2),
+    ]
+    scope: Any = None
+    if run_dir is not None:
+        scope = rankscope.watch(
+            model,
+            optimizers,
+            run_dir=run_dir,
+            verify_at=[] if one_asks else [AT],
+            overhead_budget=None,
+            announce=False,
+            agent="thread",
+        )
+    torch.manual_seed(100 + mesh["dp"].get_local_rank())
+    for step in range(STEPS):
+        if one_asks and step == AT and dist.get_rank():
+            scope.verify()
+        ids = torch.randint(WORDS, (4, 8))
+        loss = F.cross_entropy(model(ids).flatten(0, 1), ids.roll(-1, 1).flatten())
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    if scope is not None:
+        scope.close()
+    states = [s for each in optimizers for of_one in each.state.values() for s in of_one.values()]
+    tensors = [*model.parameters(), *states]
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+    return [t.detach().numpy().tobytes() for t in (*local, torch.get_rng_state())]
+
+
+def work(rank: int, folder: str) -> list[str]:
+    from rankscope.evidence.reference import probe as reference
+    from rankscope.evidence.update import audit
+
+    plain = train(None, one_asks=False)
+    warnings = collect_warnings()
+    assert train(f"{folder}/run", one_asks=False) == plain
+    reference.AGREE_SECONDS = audit.AGREE_SECONDS = 1.0
+    assert train(f"{folder}/one asks", one_asks=True) == plain
+    return warnings
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("updates")
+    assert run_ranks(work, 4, str(folder)) == [[]] * 4
+    return folder
+
+
+def findings(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Return what was found of updates in the runs of both coordinates of tp, but no repeats."""
+    files = sorted(folder.glob(f"{name}*/findings.jsonl"))
+    assert len(files) == 2
+    events = [json.loads(line) for file in files for line in file.read_text().splitlines()]
+    return [event for event in events if event["cause"].startswith("update.")]
+
+
+@pytest.mark.ranks
+def test_matrices_that_are_updated_by_their_parts_are_named_and_no_others(runs: Path) -> None:
+    for found in findings(runs, "run"):
+        assert (found["cause"], found["severity"]) == ("update.differs", "warning")
+        assert [row[:2] for row in found["evidence"]["parameters"]] == [
+            ["up.weight", "alone"],
+            ["down.weight", "alone"],
+        ]
+        assert (
+            "up.weight and down.weight: each rank updates its own part along tp"
+            in (found["explanation"])
+        )
+
+
+@pytest.mark.ranks
+def test_a_rank_that_does_not_ask_stops_nobody(runs: Path) -> None:
+    """The other coordinate of tp agrees on what it shares along dp alone."""
+    found = {(f["cause"], f["explanation"]) for f in findings(runs, "one asks")}
+    assert {cause for cause, _ in found} == {"update.declined", "update.agrees"}
+    assert any("of 4 ranks had come" in told for cause, told in found if "declined" in cause)
+    assert any("what Muon and AdamW compute" in told for cause, told in found if "agrees" in cause)

@@ -1,0 +1,135 @@
+"""Whether two groups of ranks train one model apart, from what their first ranks publish."""
+
+import base64
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from rankscope.bus.finding import Severity
+from rankscope.bus.packing import pack_headed
+from rankscope.evidence.world.root import World
+from rankscope.evidence.world.unit import Unit, first_apart, is_same_model
+
+ELEMENTS = 64
+
+
+def packed(values: np.ndarray) -> str:
+    return base64.b64encode(values.astype(np.float32).tobytes()).decode()
+
+
+def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
+    """Return a unit whose elements take equal steps, and one of its own from the second step on."""
+    values = np.random.default_rng(begins).normal(size=ELEMENTS)
+    common = np.random.default_rng(7).normal(size=ELEMENTS)
+    own = np.random.default_rng(ranks[0]).normal(size=ELEMENTS)
+    taken = {
+        "main": True, "layout": 1, "names": ("a", "b"), "dtype": "float32", "divisor": 2.0,
+        "wrapper": "fully_shard got a mesh", "axes": {}, "given_dir": "run", "seed": 0,
+    }  # fmt: skip
+    readings = {
+        at: values + 1e-3 * (at * common + max(at - 1, 0) * moves * own) for at in (0, 1, 2, 4)
+    }
+    return Unit(
+        tuple(ranks),
+        **{**taken, **more},
+        readings={at: packed(one) for at, one in readings.items()},
+        settings=more.pop("settings", dict.fromkeys(readings, 3)),
+        batches=more.pop("batches", {0: ranks[0], 1: ranks[0]}),
+    )
+
+
+def test_groups_that_never_meet_are_apart_since_the_first_update_of_their_own():
+    one, other = unit(0, 1, moves=1.0), unit(2, 3, moves=1.0)
+    assert is_same_model(one, other)
+    assert first_apart(one, other) == 1
+    assert Unit.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (unit(0, 1), unit(2, 3)),  # averaged by hand
+        (unit(0, 1, moves=1e-3), unit(2, 3, moves=1e-3)),  # in another order
+        (
+            unit(0, 1, moves=1.0),
+            dataclasses.replace(unit(2, 3, moves=1.0), settings=dict.fromkeys((0, 1, 2, 4), 4)),
+        ),
+        (
+            dataclasses.replace(unit(0, moves=1.0), batches={0: 5}),
+            dataclasses.replace(unit(1, moves=1.0), batches={0: 5}),
+        ),
+    ],
+)
+def test_groups_that_meet_or_do_other_things_on_purpose_are_not(one, other):
+    assert is_same_model(one, other)
+    assert first_apart(one, other) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        unit(2, 3, begins=1),
+        unit(2, 3, layout=2),
+        unit(1, 2),
+        dataclasses.replace(unit(2, 3), whole=False),
+        dataclasses.replace(unit(2, 3), readings={}),
+    ],
+)
+def test_another_model_is_another(other):
+    assert not is_same_model(unit(0, 1), other)
+
+
+def test_parameters_of_one_constant_prove_nothing():
+    one, other = unit(0, 1), unit(2, 3)
+    one.readings[0] = other.readings[0] = packed(np.ones(ELEMENTS))
+    assert not is_same_model(one, other)
+
+
+def found(own: list[Unit], others: list[Unit], seed: int | None = None, **more):
+    """Return what the director finds, by its cause."""
+    world = World(10, lambda finding: None, lambda: seed, **more)
+    parts = [json.dumps(one.to_json()).encode() for one in (*own, *others)]
+    world.take(0, 14, pack_headed([len(own), list(map(len, parts))], *parts))
+    return world.findings
+
+
+def test_the_finding_counts_the_ranks_and_names_the_axis():
+    axes = {"rep": (0, 2)}
+    others = [unit(2, 3, moves=1.0), unit(4, 5, moves=1.0), unit(6, 7, begins=1)]
+    [finding] = found([unit(0, 1, moves=1.0, axes=axes)], others).values()
+    assert (finding.severity, finding.first_step) == (Severity.ERROR, 11)
+    assert "over 2 of the 6 ranks" in finding.explanation
+    assert "fully_shard got a mesh without rep" in finding.explanation
+    assert finding.evidence["groups"] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_what_looks_intended_is_a_note_and_what_is_declared_is_nothing():
+    own, other = unit(0, 1, moves=1.0), unit(2, 3, moves=1.0)
+    elsewhere = dataclasses.replace(other, given_dir="member-1")
+    [note] = found([own], [elsewhere]).values()
+    assert note.severity is Severity.NOTE
+    [note] = found([own], [dataclasses.replace(other, seed=1)], seed=0).values()
+    assert note.severity is Severity.NOTE
+    assert found([own], [other], independent=True) == {}
+
+
+@pytest.mark.parametrize(("scale", "times"), [(1.0, "2 times too large"), (0.5, ""), (None, "")])
+def test_experts_are_divided_like_the_rest_unless_the_training_scales_them(scale, times):
+    main = unit(*range(4), divisor=4.0)
+    own = dataclasses.replace(unit(0, 2, begins=1, main=False), scale=scale)
+    findings = found([main, own], [unit(1, 3, begins=2, main=False)])
+    assert [times in one.explanation for one in findings.values()] == [True] * bool(times)
+
+
+@pytest.mark.parametrize(
+    ("axes", "severity"),
+    [({"rep": (0, 2)}, Severity.WARNING), ({"ep": (0, 2)}, Severity.NOTE), ({}, Severity.NOTE)],
+)
+def test_parameters_left_on_a_smaller_mesh_are_named_unless_they_may_be_experts(axes, severity):
+    main = unit(*range(4), divisor=4.0)
+    own = dataclasses.replace(unit(0, 1, moves=1.0, main=False), scale=1.0, axes=axes)
+    [finding] = found([main, own], [unit(2, 3, moves=1.0, main=False)]).values()
+    assert (finding.cause, finding.severity) == ("sync.part_of_ranks", severity)
+    assert "a and b" in finding.explanation

@@ -1,0 +1,206 @@
+"""What the optimizer and random generators hold over restarts, and owners of shares; real ranks."""
+
+import copy
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from rankscope import Run, Severity
+from rankscope.verdict.diagnosis import diagnose_run
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 5
+
+
+class Noisy(nn.Module):
+    """Adds noise from a generator of its own."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(rank)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, x):
+        x = x + 0.1 * torch.randn(x.shape, generator=self.generator)
+        return self.layers[1](self.layers[0](x).tanh()).square().mean()
+
+
+class Case:
+    """A healthy job under DDP; what differs is for those that derive from it."""
+
+    def __init__(self, rank):
+        torch.manual_seed(0)
+        self.rank, self.net = rank, Noisy(rank)
+        self.model = self.wrap(self.net)
+        self.optimizer = self.make_optimizer()
+        torch.manual_seed(1 + rank)
+
+    def wrap(self, net):
+        return DistributedDataParallel(net)
+
+    def make_optimizer(self):
+        return torch.optim.AdamW(self.net.parameters(), lr=0.01)
+
+    def update(self):
+        self.optimizer.step()
+
+    def train(self, run_dir):
+        options = {"canary": False, "announce": False, "agent": "thread"}
+        with rankscope.watch(self.model, self.optimizer, run_dir=run_dir, **options):
+            for _ in range(STEPS):
+                self.model(torch.randn(4, 6)).backward()
+                self.update()
+                self.net.zero_grad()
+            return self.saved()
+
+    def saved(self):
+        states = self.net.state_dict(), self.optimizer.state_dict()
+        return *copy.deepcopy(states), self.net.generator.get_state()
+
+    def load(self, saved):
+        model, optimizer, random = saved
+        self.net.load_state_dict(model)
+        self.optimizer.load_state_dict(self.loaded(optimizer))
+        self.net.generator.set_state(self.random(random))
+
+    def loaded(self, optimizer):
+        return optimizer
+
+    def random(self, random):
+        return random
+
+
+class Empty(Case):
+    def loaded(self, optimizer):
+        return {**optimizer, "state": {}}
+
+
+class SquaresAsMeans(Case):
+    def loaded(self, optimizer):
+        for state in optimizer["state"].values():
+            state["exp_avg"] = state["exp_avg_sq"].clone()
+        return optimizer
+
+
+class RandomOfRankZero(Case):
+    def random(self, random):
+        dist.broadcast(random, src=0)
+        return random
+
+
+class Anew(Case):
+    def load(self, saved):
+        pass
+
+
+class Sharded(Case):
+    def wrap(self, net):
+        return fully_shard(net)
+
+
+class ShardedOfRankZero(Sharded):
+    def loaded(self, optimizer):
+        for state in optimizer["state"].values():
+            dist.broadcast(state["exp_avg"].to_local(), src=0)
+        return optimizer
+
+
+class Owners(Case):
+    """ZeRO by hand: the optimizer of each rank holds a share."""
+
+    def make_optimizer(self):
+        self.all = list(self.net.parameters())
+        return torch.optim.AdamW(self.all[self.rank :: 2], lr=0.01)
+
+    def update(self):
+        super().update()
+        for number, parameter in enumerate(self.all):
+            dist.broadcast(parameter.detach(), src=number % 2)
+
+
+class OneShareIsNotGiven(Owners):
+    def update(self):
+        self.all = self.all[:-1]
+        super().update()
+
+
+RESTARTS = (Case, Empty, SquaresAsMeans, RandomOfRankZero, Anew, Sharded, ShardedOfRankZero)
+
+
+def train_all(rank, folder):
+    warnings.simplefilter("ignore")
+    for kind in (Case, Sharded):
+        saved = kind(rank).train(f"{folder}/{kind.__name__}-first")
+        for case in RESTARTS:
+            if issubclass(case, Sharded) == (kind is Sharded):
+                again = f"{folder}/{case.__name__}"
+                if rank == 0:
+                    shutil.copytree(f"{folder}/{kind.__name__}-first", again)
+                dist.barrier()
+                job = case(rank)
+                job.load(copy.deepcopy(saved))
+                job.train(again)
+    for case in (Owners, OneShareIsNotGiven):
+        case(rank).train(f"{folder}/{case.__name__}-2")
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    run_ranks(train_all, 2, str(folder), timeout=240)
+    return lambda case: findings(Path(folder) / f"{case.__name__}-2")
+
+
+def findings(path):
+    run = Run.open(path)
+    told = {f.id: f for f in run.findings() if f.cause.startswith(("state.", "rng.", "sync."))}
+    assert {f.id: f for f in diagnose_run(run) if f.id in told} == told, "the record tells the same"
+    return told
+
+
+@pytest.mark.parametrize("case", [Case, Sharded, Anew, Owners])
+def test_right_versions_raise_nothing(told, case):
+    assert told(case) == {}
+
+
+@pytest.mark.parametrize(
+    ("case", "cause", "severity", "ranks", "text"),
+    [
+        (Empty, "state.resume_mismatch", Severity.WARNING, (), "it holds nothing, and exp_avg and"),
+        (
+            SquaresAsMeans,
+            "state.resume_mismatch",
+            Severity.ERROR,
+            (),
+            "exp_avg holds what was saved as exp_avg_sq",
+        ),
+        (
+            ShardedOfRankZero,
+            "state.resume_mismatch",
+            Severity.ERROR,
+            (1,),
+            "exp_avg is another rank's: rank 1 holds rank 0's",
+        ),
+        (RandomOfRankZero, "rng.resume_mismatch", Severity.WARNING, (1,), "rank 1 holds rank 0's"),
+    ],
+)
+def test_what_a_restart_loses_is_named(told, case, cause, severity, ranks, text):
+    found = told(case)[cause]
+    assert (found.severity, found.ranks, found.first_step) == (severity, ranks, STEPS)
+    assert text in found.explanation
+
+
+def test_a_share_that_is_not_given_to_others_is_found(told):
+    found = told(OneShareIsNotGiven)
+    assert "state.parameters_differ" in found
+    assert not found.keys() & {"state-layout", "roles-differ", "state.optimizer_differs"}

@@ -1,0 +1,181 @@
+"""Groups of ranks in one job: four ranks, of which each pair reduces gradients by itself."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from rankscope import Run
+from support.loops import collect_warnings
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+RANKS, STEPS, VOCABULARY, LENGTH, ROWS = 4, 6, 12, 8, 3
+
+CASES: dict[str, dict[str, Any]] = {
+    "DDP over a pair": {},
+    "FSDP2 over a pair": {"sharded": True},
+    "averaged by hand": {"averages": True},
+    "other seeds": {"model_seeds": True},
+    "other rates": {"rates": True},
+    "other directories": {"directories": True},
+    "declared": {"plan": {"independent": True}},
+    "losses of tp": {"axis": "tp", "noise": 1e-3},
+    "losses of tp agree": {"axis": "tp"},
+    "labels of cp": {"axis": "cp", "shifted_inside": True},
+    "labels of cp are whole": {"axis": "cp"},
+    "one pair is watched": {"alone": True},  # last: others do not count it
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.embedding(ids))
+        return logits
+
+
+@functools.cache
+def pairs() -> tuple[dist.ProcessGroup, DeviceMesh]:
+    """Return the group of this rank's pair, and a mesh of it that knows no other ranks."""
+    groups = [dist.new_group([first, first + 1]) for first in (0, 2)]
+    own = groups[dist.get_rank() // 2]
+    return own, DeviceMesh.from_group(own, "cpu", mesh_dim_names=("shard",))
+
+
+@functools.cache
+def mesh_of(axis: str) -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", axis))
+
+
+def train(folder: str | None, case: dict[str, Any]) -> list[bytes]:
+    """Train a model; return its bits."""
+    rank = dist.get_rank()
+    group, pair = pairs()
+    axis = case.get("axis")
+    torch.manual_seed(rank // 2 if case.get("model_seeds") else 0)
+    model: nn.Module = Model()
+    if axis or case.get("sharded"):
+        fully_shard(model, mesh=mesh_of(axis)["dp"] if axis else pair)
+    else:
+        model = DistributedDataParallel(model, process_group=group)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank // 2 * case.get("rates", 0)))
+    scope: Any = None
+    if folder and not (case.get("alone") and rank > 1):
+        name = f"run-{rank // 2}" if case.get("directories") else "run"
+        options = {"overhead_budget": None, "announce": False, "agent": "thread", "canary": False}
+        options["plan"] = case.get("plan")
+        scope = rankscope.watch(model, optimizer, run_dir=f"{folder}/{name}", **options)
+    worker = rank // 2 if axis else rank
+    for step in range(STEPS):
+        generator = torch.Generator().manual_seed(10 * step + worker)
+        ids = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+        given, labels = ids[:, :-1], ids[:, 1:]
+        if axis == "cp":
+            half = slice(rank % 2 * LENGTH // 2, (rank % 2 + 1) * LENGTH // 2)
+            given, labels = given[:, half], labels[:, half]
+        logits = model(given)
+        if case.get("shifted_inside"):
+            logits, labels = logits[:, :-1], labels[:, :-1]
+        loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
+        if scope:
+            noise = 1 + rank % 2 * case.get("noise", 0.0)
+            scope.loss(loss.detach() * noise, weight=labels.numel())
+        loss.backward()
+        for parameter in model.parameters() if case.get("averages") or axis == "cp" else ():
+            local = parameter.grad if axis is None else parameter.grad.to_local()
+            dist.all_reduce(local, group=mesh_of(axis)[axis].get_group() if axis else None)
+            local.div_(RANKS if axis is None else 2)
+            local.mul_(2 if axis is None else 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()  # each pair reads what the other has published
+    if scope:
+        scope.close()
+    return [
+        p.detach().numpy().tobytes()
+        for p in model.parameters()
+        if axis is None and p.is_leaf and not case.get("sharded")
+    ]
+
+
+def train_all(rank: int, folder: str) -> dict[str, Any]:
+    warnings = collect_warnings()
+    alone = train(None, {})
+    bits = {name: train(f"{folder}/{name}", case) for name, case in CASES.items()}
+    return {"same": bits["DDP over a pair"] == alone, "warnings": warnings}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("world")
+    for result in run_ranks(train_all, RANKS, str(folder), timeout=240):
+        assert result == {"same": True, "warnings": []}
+    return folder
+
+
+def found(folder: Path, case: str) -> dict[str, dict[str, Any]]:
+    """Return the findings of each run of a case about its ranks, by cause."""
+    runs = {path.name: Run.open(path) for path in sorted((folder / case).iterdir())}
+    assert all(run.status == "complete" for run in runs.values())
+    ours = ("sync.part_of_ranks", "loss.differs_along_axis", "loss.labels_lost")
+    return {
+        name: {one.cause: one for one in run.findings() if one.cause in ours}
+        for name, run in runs.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("case", "how"),
+    [
+        ("DDP over a pair", "DistributedDataParallel got a process_group of 2 ranks"),
+        ("FSDP2 over a pair", "fully_shard got a mesh of 2 ranks"),
+    ],
+)
+def test_pairs_that_never_meet_are_found_in_both_runs(folder, case, how):
+    for findings in found(folder, case).values():
+        [finding] = findings.values()
+        assert (finding.cause, str(finding.severity)) == ("sync.part_of_ranks", "error")
+        assert (finding.first_step, finding.evidence["groups"]) == (0, [[0, 1], [2, 3]])
+        assert "over 2 of the 4 ranks" in finding.explanation
+        assert how in finding.explanation
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("averaged by hand", "other seeds", "other rates", "declared"),
+        *("losses of tp agree", "labels of cp are whole", "one pair is watched"),
+    ],
+)
+def test_what_is_right_or_intended_is_not_mentioned(folder, case):
+    assert not any(found(folder, case).values())
+
+
+def test_runs_in_directories_of_their_own_get_a_note(folder):
+    for findings in found(folder, "other directories").values():
+        assert [str(one.severity) for one in findings.values()] == ["note"]
+
+
+def test_losses_that_differ_along_tp_are_found_in_the_first_step(folder):
+    finding = found(folder, "losses of tp")["run"]["loss.differs_along_axis"]
+    assert finding.first_step == 0
+    assert finding.evidence["apart"] == pytest.approx(1e-3, rel=0.01)
+
+
+def test_labels_that_are_lost_between_parts_are_counted(folder):
+    finding = found(folder, "labels of cp")["run"]["loss.labels_lost"]
+    assert (finding.first_step, finding.evidence["lost"]) == (0, ROWS)

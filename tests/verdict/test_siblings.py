@@ -1,0 +1,69 @@
+"""The runs of one job share a verdict; those of another job beside them do not count."""
+
+import pytest
+from typer.testing import CliRunner
+
+from rankscope.cli.main import app
+from rankscope.record import Run, RunWriter
+from rankscope.verdict.assessment import assess
+from rankscope.verdict.news import Announcer
+from rankscope.verdict.siblings import coordinate_of, siblings_of, worst_of
+from record.run_files import make_finding
+from record.step_reports import make_report
+
+
+def write(path, ranks, findings=(), job="a", base="sft", name=""):
+    told = {"id": job, "base": base, "name": name or path.name, "ranks": list(ranks)}
+    run = RunWriter(path, {"num_workers": 2, **({"job": told} if job else {})})
+    run.add(make_report(0))
+    run.add_findings(findings)
+    run.close("complete")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write(tmp_path / "sft", (0, 1))
+    write(tmp_path / "sft-from-rank-2", (2, 3), [make_finding()])
+    write(tmp_path / "sft-from-rank-4", (4, 5))
+    write(tmp_path / "sft-from-rank-6", (6, 7), [make_finding()], job="b")
+    write(tmp_path / "sft-2", (0, 1), [make_finding()], name="sft")  # a later attempt
+    write(tmp_path / "sft2", (0, 1), [make_finding()], job="")
+    return tmp_path
+
+
+def test_runs_of_the_same_attempt_are_siblings(folder):
+    run = Run.open(folder / "sft")
+    assert coordinate_of(run.info) == "ranks 0 and 1"
+    assert [one.path.name for one in siblings_of(run)] == ["sft-from-rank-2", "sft-from-rank-4"]
+    assert siblings_of(Run.open(folder / "sft2")) == []
+
+
+def test_a_run_without_a_fault_shows_its_siblings(folder):
+    found = assess(Run.open(folder / "sft"))
+    assert found.word == str(make_finding().severity)
+    assert found.headline.startswith("Among ranks 2 and 3 of this job: ")
+    assert "sft-from-rank-4 (ranks 4 and 5): no fault found" in found.statements[0]
+    own = assess(Run.open(folder / "sft-from-rank-2"))
+    assert "of this job" not in own.headline
+
+
+def test_exit_codes_count_siblings(folder):
+    answers = {
+        name: CliRunner().invoke(
+            app, ["report", str(folder / name), "--no-html", "--fail-on", "warning"]
+        )
+        for name in ("sft", "sft-from-rank-4", "sft-from-rank-2")
+    }
+    assert {name: answer.exit_code for name, answer in answers.items()} == dict.fromkeys(answers, 1)
+
+
+def test_lines_have_the_place_in_the_job_and_the_worst_of_its_runs(folder):
+    lines = []
+    run = Run.open(folder / "sft")
+    announcer = Announcer(lambda line, is_fault: lines.append(line), coordinate_of(run.info))
+    worst = worst_of(siblings_of(run))
+    announcer.conclude((), num_steps=30, num_workers=2, options=None, worst=worst)
+    announcer.conclude((), num_steps=30, num_workers=2, options=None)
+    start = "ranks 0 and 1: 30 steps of 2 workers: "
+    assert lines[0].startswith(f"{start}Among ranks 2 and 3 of this job: ")
+    assert lines[1].startswith(f"{start}no fault found")
