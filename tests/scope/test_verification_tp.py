@@ -32,7 +32,7 @@ SAYS = {
     "autocast": ("verify.agrees", "note", AGREES),
     "sequence, mixed, accumulates": ("verify.agrees", "note", "each worker's mean loss counts"),
     "sequence by hand": ("verify.agrees", "note", AGREES),
-    "spread logits": ("verify.agrees", "note", "the loss is not known"),
+    "spread logits": ("verify.declined", "note", "what backward was called on is not known"),
     "norm forgotten": ("verify.parameters", "error", ALONE),
     "norm forgotten for long": ("verify.parameters", "error", ALONE),
     "norm forgotten, mixed": ("verify.parameters", "error", ALONE),

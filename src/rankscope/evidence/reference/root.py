@@ -25,6 +25,9 @@ _UNKNOWN_FACTOR = (
     "the factor between the loss and what backward was called on is not known: give the loss by "
     "scope.loss() before its backward pass (the gradient is that of what backward was called on)"
 )
+_NO_ONE_MODEL = (
+    "the workers hold different values of {}, so that it is the gradient of no one model"
+)
 _MOST_STEPS = 4  # that wait for the workers' other messages
 
 
@@ -110,8 +113,12 @@ class Verifications(Director):
         if axis and found.answer is ReferenceAnswer.AGREES and found.blur > _MOST_BLUR:
             why = f"rounding, or replicas that differ over {axis}, may change most of it"
             return declined(why, (), step.step)
-        if found.answer is ReferenceAnswer.AGREES and found.weighting == "backward":
-            return declined(_UNKNOWN_FACTOR, (), step.step)
+        if found.answer is ReferenceAnswer.AGREES:
+            differing = _differing(parts_W)
+            if differing:
+                return declined(_NO_ONE_MODEL.format(some(differing)), (), step.step)
+            if found.weighting == "backward":
+                return declined(_UNKNOWN_FACTOR, (), step.step)
         most = max(len(part.terms_MPK) for part in parts_W)
         clips = self._plan.max_norm is not None or all(part.clips for part in parts_W)
         return verified(
@@ -133,16 +140,6 @@ class Verifications(Director):
         first, *others = parts.values()
         if any(_kind_of(one) != _kind_of(first) for one in others):
             return "the workers train different parameters"
-        differing = sorted(
-            name
-            for name, digest in first.digests.items()
-            if any(one.digests.get(name, digest) != digest for one in others)
-        )
-        if differing:
-            return (
-                f"the workers hold different values of {some(differing)}, so that it is the "
-                "gradient of no one model"
-            )
         if any(one.given_PK.shape != first.given_PK.shape for one in others):
             return "the workers have too different numbers of micro-batches"
         for part in parts.values():
@@ -169,6 +166,20 @@ def _scales_by_value(
         np.isfinite(scales_N).all() and np.ptp(scales_N) <= _SAME_FACTOR * np.abs(scales_N).max()
     )
     return scales_W if len(scales_N) > 1 and alike else ()
+
+
+def _differing(parts_W: Sequence[ReferenceShare]) -> list[str]:
+    """Return the parameters of which the workers hold different values.
+
+    Each has computed its own part at its own values: a difference says what is wrong all the same,
+    an agreement nothing.
+    """
+    first, *others = parts_W
+    return sorted(
+        name
+        for name, digest in first.digests.items()
+        if any(one.digests.get(name, digest) != digest for one in others)
+    )
 
 
 def _kind_of(part: ReferenceShare) -> tuple[object, ...]:
