@@ -352,7 +352,7 @@ def test_a_batch_that_is_too_large_is_not_sent_to_all(monkeypatch, caplog):
 def test_batches_that_never_come_are_given_up():
     job = Job(3, every=1000)
     job.workers[0].canary._send = lambda content: None  # type: ignore[union-attr]
-    job.run(200)
+    job.run(400)
     assert job.ran == []
     [(_, line)] = job.lines
     assert "did not send its batch in time" in line

@@ -122,7 +122,7 @@ def digest(state):
 
 FINDS = {  # on four workers, with every step observed
     "one_odd": "outlier-1",
-    "short_batches": "data.overlapping_shards",
+    "short_batches": "data.duplicate_batches",
     "not_finite": "numerics.nonfinite",
     "corrupted": "reduction-spike",
     "stale_tokens": "token-weighting-one-worker",
