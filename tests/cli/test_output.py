@@ -235,7 +235,7 @@ def test_a_study_trains_on_when_nobody_reads_how_far_it_is(
 def test_too_few_columns_break_no_text(
     runs: Path, call: Call, monkeypatch: pytest.MonkeyPatch, columns: str, as_if: str
 ) -> None:
-    monkeypatch.setattr(shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
+    monkeypatch.setattr(shutil, "get_terminal_size", lambda *_, **__: os.terminal_size((80, 24)))
     printed = []
     for given in (columns, as_if):
         monkeypatch.setenv("COLUMNS", given)
