@@ -78,7 +78,8 @@ def test_no_face_calls_a_run_without_gradients_healthy(tmp_path, options, words,
     assert f"n{said}" in last_line(run)
     listed = Listing(tmp_path)
     assert listed.worst is Severity.WARNING
-    assert listed.to_json()["runs"][0]["headline"] == f"N{said}"
+    [row] = listed.to_json()["runs"]
+    assert (row["headline"], row["since_step"]) == (f"N{said}", None)
     as_json = json.loads(json.dumps(run_result(run)))
     assert (as_json["severity"], as_json["headline"]) == ("warning", f"N{said}.")
     assert Entry(as_json).severity == "warning"

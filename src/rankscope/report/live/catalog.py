@@ -321,6 +321,7 @@ def _look(place: ListedPlace, at: Stamp, run: Run) -> Glance:
     headline = ""
     unseen = coverage.severity if num_steps else None
     if unseen is not None and (worst is None or worst.severity < unseen):
+        worst = None
         severity = str(unseen)
         headline = f"{coverage.verdict[0].upper()}{coverage.verdict[1:]}"
     elif worst is not None:
