@@ -139,6 +139,16 @@ def test_the_verdict_of_the_run_is_shown(tmp_path, digests, losses, code, words)
     assert told["verdict"]["verdict"] in words or "majority" in words
 
 
+def test_no_number_is_cut_on_a_terminal_of_80_columns(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    losses = [1.23456e-12, 1.98765e-12, 1.23456e-12, 1.23456e-12]
+    shown = call(str(save_bundle(tmp_path, with_results([5, 6, 5, 5], losses)))).output
+    table = shown[shown.index("The canary inside the run") :]
+    assert table.count("1.23456e-12") == 3 * 4
+    assert table.count("1.98765e-12") == 4
+    assert "…" not in table
+
+
 def test_text_from_a_bundle_is_no_markup(tmp_path):
     hostile = replace(FINDING, explanation="[bold]x[/]\x1b[2J\x07")
     result = call(str(save_bundle(tmp_path, make_bundle(finding=hostile))))

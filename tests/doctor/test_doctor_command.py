@@ -62,6 +62,10 @@ def test_a_healthy_job_is_ready():
         "--model", "patients:healthy", "--loader", "patients:sharded", "--json", "--seconds=60"
     )
     assert code == 0, err
+    assert [line for line in err.splitlines() if line.startswith("rankscope doctor: ")][:2] == [
+        "rankscope doctor: Ranks and devices …",
+        "rankscope doctor: Environment …",
+    ]
     found = checks(out)
     usual = {name: check["status"] for name, check in found.items() if name != "stragglers"}
     assert usual == {

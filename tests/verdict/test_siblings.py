@@ -6,6 +6,7 @@ from typer.testing import CliRunner
 from rankscope.cli.main import app
 from rankscope.record import Run, RunWriter
 from rankscope.verdict.assessment import assess
+from rankscope.verdict.coverage import Coverage
 from rankscope.verdict.news import Announcer
 from rankscope.verdict.siblings import coordinate_of, siblings_of, worst_of
 from record.run_files import make_finding
@@ -61,9 +62,9 @@ def test_lines_have_the_place_in_the_job_and_the_worst_of_its_runs(folder):
     lines = []
     run = Run.open(folder / "sft")
     announcer = Announcer(lambda line, is_fault: lines.append(line), coordinate_of(run.info))
-    worst = worst_of(siblings_of(run))
-    announcer.conclude((), num_steps=30, num_workers=2, options=None, worst=worst)
-    announcer.conclude((), num_steps=30, num_workers=2, options=None)
+    worst, whole = worst_of(siblings_of(run)), Coverage(30, 30, 30, 30)
+    announcer.conclude((), num_steps=30, num_workers=2, options=None, coverage=whole, worst=worst)
+    announcer.conclude((), num_steps=30, num_workers=2, options=None, coverage=whole)
     start = "ranks 0 and 1: 30 steps of 2 workers: "
     assert lines[0].startswith(f"{start}Among ranks 2 and 3 of this job: ")
     assert lines[1].startswith(f"{start}no fault found")

@@ -35,6 +35,7 @@ from rankscope.record.lock import WriterLock
 from rankscope.record.states import START_FILE, read_state
 from rankscope.record.stores import Mirror, Store
 from rankscope.sinks import RunInfo, Sinks, plan_sinks
+from rankscope.verdict.coverage import coverage_of
 from rankscope.verdict.diagnosis import diagnosis_of
 from rankscope.verdict.news import Announcer
 from rankscope.verdict.rules import first_sentence
@@ -433,6 +434,7 @@ class Root:
                     num_steps=self._diagnosis.num_steps,
                     num_workers=len(self._workers),
                     options=self._options,
+                    coverage=coverage_of(Run.open(self._run_dir)),
                     worst=worst_of(self._siblings()),
                 )
             if self._latest is not None:

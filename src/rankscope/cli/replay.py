@@ -228,8 +228,8 @@ def _table(console: Console, title: str, results: CanaryResults) -> None:
     numbers = ["On\nrank"]
     heads = [*numbers]
     for rank in (results.suspect, results.peer):
-        numbers += [f"Rank {rank}'s batch\nloss", f"Rank {rank}'s\ngradient norm"]
-        heads += [*numbers[-2:], "\nbits"]
+        numbers += [f"Rank {rank}'s\nbatch:\nloss", f"Rank {rank}:\ngradient\nnorm"]
+        heads += [*numbers[-2:], "\n\nbits"]
     grid = table(*heads, "Repeats\nitself", right=numbers)
     for rank, digest in enumerate(results.digests_W):
         missing = digest == MISSING_INT

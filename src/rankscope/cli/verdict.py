@@ -135,8 +135,6 @@ def _finding(finding: Mapping[str, Any]) -> Text:
         (f"{sign} {finding['severity']}", f"bold {colour}"),
         "  ",
         plain(finding["title"], "bold"),
-        "  ",
-        plain(finding["cause"], "dim"),
         "\n",
         plain(f"{finding['ranks']} · {finding['steps']}", colour),
         "\n",

@@ -20,6 +20,7 @@ from rankscope.record.tables import step_range
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.spread import finite_mean
 from rankscope.verdict.checks import checks_of
+from rankscope.verdict.coverage import coverage_of
 from rankscope.verdict.dispersion_words import Values
 from rankscope.verdict.noise_scale import dispersion_numbers, noise_numbers
 from rankscope.verdict.rules import next_check_of, settled_by
@@ -74,7 +75,7 @@ def assess(run: Run) -> Assessment:
     """Assess a recorded run, finished or not.
 
     Dispersion is compared in words with that of sampling alone. Only findings, exact equality of
-    all workers, and a record that ends early set a severity.
+    all workers, a record that ends early, and too few measurements set a severity.
 
     Raises:
         RunError: A file of the run cannot be read.
@@ -85,7 +86,7 @@ def assess(run: Run) -> Assessment:
     known = values["samples_drawn"] is not None
     options = run.info.get("options")
     checks = checks_of(run.num_workers, options, samples=known, canaries=_has_canary(run))
-    progress = replace(progress, checks=checks)
+    progress = replace(progress, checks=checks, coverage=coverage_of(run))
     siblings = siblings_of(run)
     verdict: Verdict = _of_job(judge(values, findings, progress), findings, worst_of(siblings))
     return Assessment(

@@ -6,6 +6,7 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.finding_events import FindingEvent
 from rankscope.bus.words import count, name_ranks
 from rankscope.verdict.checks import checks_of, missing_steps
+from rankscope.verdict.coverage import Coverage
 from rankscope.verdict.rules import explanations, first_sentence, ranked, settles
 from rankscope.verdict.siblings import Sibling
 
@@ -62,6 +63,7 @@ class Announcer:
         num_steps: int,
         num_workers: int,
         options: object,
+        coverage: Coverage,
         worst: Sibling | None = None,
     ) -> None:
         """Announce the verdict, from all findings of the run in their last state.
@@ -73,8 +75,8 @@ class Announcer:
         missing = missing_steps(checks_of(num_workers, options), num_steps)
         seen = f"{count(num_steps, 'step')} of {count(num_workers, 'worker')}"
         clean = all(finding.severity <= Severity.NOTE for finding in known)
-        line = worst.sentence if worst is not None and clean else verdict_line(known, missing)
-        self._write(f"{seen}: {line}", False)
+        own = verdict_line(known, coverage, missing)
+        self._write(f"{seen}: {worst.sentence if worst is not None and clean else own}", False)
 
 
 def line_of(finding: Finding, event: FindingEvent) -> str:
@@ -86,14 +88,16 @@ def line_of(finding: Finding, event: FindingEvent) -> str:
     return f"{now}: {first_sentence(finding)} [{finding.cause}, since step {finding.first_step:,}]"
 
 
-def verdict_line(findings: Sequence[Finding], missing: int = 0) -> str:
+def verdict_line(findings: Sequence[Finding], coverage: Coverage, missing: int = 0) -> str:
     """Return all findings in one line, the worst in words; ``missing``: further steps needed."""
     faults = [finding for finding in findings if finding.severity > Severity.NOTE]
     notes = len(findings) - len(faults)
     if not faults:
         noted = f" ({count(notes, 'note')})" if notes else ""
-        more = f", but some checks need {count(missing, 'more step')}" if missing else ""
-        return f"no fault found{noted}{more}."
+        joint = "; " if coverage.limits else ", but "
+        waits = missing and coverage.enough
+        more = f"{joint}some checks need {count(missing, 'more step')}" if waits else ""
+        return f"{coverage.verdict}{noted}{more}."
     counted = [
         count(sum(finding.severity is severity for finding in faults), str(severity))
         for severity in (Severity.ERROR, Severity.WARNING)

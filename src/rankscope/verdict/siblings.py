@@ -9,6 +9,7 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.words import count, listed, name_ranks
 from rankscope.errors import RunError
 from rankscope.record import Run
+from rankscope.verdict.coverage import coverage_of
 from rankscope.verdict.rules import first_sentence, ranked
 
 
@@ -99,7 +100,7 @@ def _in_words(sibling: Sibling) -> str:
         for severity in (Severity.ERROR, Severity.WARNING)
         if any(one.severity is severity for one in sibling.findings)
     ]
-    return listed(counts) or "no fault found"
+    return listed(counts) or coverage_of(Run.open(sibling.path)).verdict
 
 
 def _number(run: Run) -> str:

@@ -12,6 +12,7 @@ from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.budget import bound_in_words
 from rankscope.verdict.checks import describe_checks, missing_steps
+from rankscope.verdict.coverage import Coverage
 from rankscope.verdict.dispersion_words import (
     Values,
     describe_dispersion,
@@ -59,12 +60,14 @@ class RunProgress:
         earlier_steps: Number of steps of the runs that it continues, from the detectors' state;
             None if unknown.
         checks: The checks of the run.
+        coverage: What was measured; None if unknown.
     """
 
     status: str = "running"
     last_step: int = -1
     earlier_steps: int | None = 0
     checks: tuple[Check, ...] = ()
+    coverage: Coverage | None = None
 
     @property
     def ended(self) -> bool:
@@ -83,12 +86,16 @@ _BEGUN = RunProgress()
 def judge(values: Values, findings: Sequence[Finding], progress: RunProgress = _BEGUN) -> Verdict:
     """Return the verdict: that of the worst finding, or else of the numbers.
 
-    A run whose record ends early is not called healthy.
+    A run whose record ends early is not called healthy, nor one of which too little was measured.
     """
     if not values["steps"]:
         return _NOTHING_RECORDED if progress.ended else _NOTHING_YET
     verdict = _judge(values, findings, progress)
-    if _causes(findings):
+    faults = _causes(findings)
+    coverage = progress.coverage
+    if coverage is not None and not faults - {"time.straggler"}:
+        verdict = _as_measured(verdict, coverage)
+    if faults:
         return verdict
     if progress.cut_short:
         return _cut_short(verdict, progress)
@@ -129,8 +136,11 @@ def statements(
     if not values["steps"]:
         return ()
     causes = _causes(findings)
+    coverage = progress.coverage
+    enough = coverage is None or coverage.enough
     parts = (
         _describe_end(progress) if progress.cut_short and causes else "",
+        _describe_coverage(coverage),
         _describe_loss(values),
         _describe_metrics(values),
         describe_dispersion(values),
@@ -138,8 +148,8 @@ def statements(
         describe_noise_scale(values, causes),
         _describe_samples(values, causes),
         _describe_limits(values, causes),
-        _describe_budget(values, findings, progress),
-        *describe_checks(progress.checks, _steps(values, progress)),
+        _describe_budget(values, findings, progress) if enough else "",
+        *(describe_checks(progress.checks, _steps(values, progress)) if enough else ()),
         _describe_cost(values),
     )
     return tuple(part for part in parts if part)
@@ -209,11 +219,31 @@ _NOTHING_RECORDED = Verdict(
     "inside no_sync, of the model that watch() got; see the log for the monitor's warnings.",
     Severity.WARNING,
 )
+_LET_IT_SEE = (
+    "Watch the wrapped model that the optimizer updates, and call that one, as model(batch), with "
+    "loss.backward() after it and zero_grad() not in between; see the log for the monitor's "
+    "warnings."
+)
 _BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
     "numerics.nonfinite": _nonfinite,
     "data.duplicate_batches": _duplicates,
     "data.overlapping_shards": _overlap,
 }
+
+
+def _as_measured(verdict: Verdict, coverage: Coverage) -> Verdict:
+    """Return a verdict without a fault, limited to what was measured."""
+    if not coverage.enough:
+        said = coverage.verdict
+        return Verdict(f"{said[0].upper()}{said[1:]}.", _LET_IT_SEE, coverage.severity)
+    if verdict.about is not None or not coverage.limits:
+        return verdict
+    limits = f"{coverage.limits[0].upper()}{coverage.limits[1:]}."
+    return replace(
+        verdict,
+        headline=f"{verdict.headline} {limits}",
+        severity=verdict.severity or coverage.severity,
+    )
 
 
 def _cut_short(verdict: Verdict, progress: RunProgress) -> Verdict:
@@ -237,6 +267,8 @@ def _too_early(verdict: Verdict, values: Values, progress: RunProgress, missing:
     more = count(missing, "more step")
     if headline.startswith("Healthy"):
         headline = f"{TOO_EARLY[progress.ended]}: no fault found in {steps}."
+        if progress.coverage is not None and progress.coverage.limits:
+            headline = f"{headline[:-1]}, but {progress.coverage.limits}."
     if recommendation == NOTHING_TO_CHANGE:
         verb = "Train" if progress.ended else "Run"
         recommendation = f"{verb} {more} to complete all checks."
@@ -251,7 +283,8 @@ def _describe_end(progress: RunProgress) -> str:
 
 
 def _without_findings(values: Values, progress: RunProgress) -> Verdict:
-    healthy = "No fault found" if progress.cut_short else "Healthy"
+    partial = progress.coverage is not None and progress.coverage.updated
+    healthy = "No fault found" if progress.cut_short or partial else "Healthy"
     num_workers = values["num_workers"]
     if num_workers == 1:
         return Verdict("One worker: there is nothing to compare it with.", NOTHING_TO_CHANGE)
@@ -294,11 +327,30 @@ def _without_samples(values: Values) -> Verdict:
 # Statements --------------------------------------------------------------------------------
 
 
+def _describe_coverage(coverage: Coverage | None) -> str:
+    """Describe what was measured in fewer steps than it should have been."""
+    if coverage is None:
+        return ""
+    parts = [
+        f"{what} in {known:,} of the {count(whole, 'step')} {which}"
+        for what, known, whole, which in (
+            ("gradients", coverage.gradients, coverage.due, "in which they were due"),
+            ("a loss", coverage.losses, coverage.steps, "on record"),
+        )
+        if known < whole
+    ]
+    if coverage.updated:
+        parts.append(
+            f"{coverage.watched:,} of the {coverage.updated:,} tensors that the optimizer updates"
+        )
+    return f"Measured: {'; '.join(parts)}." if parts else ""
+
+
 def _describe_loss(values: Values) -> str:
     first = values["loss_first"]
     last = values["loss_last"]
     if first is None or last is None:
-        return "No loss was measured."
+        return "No loss was measured, so the workers' losses were not compared."
     return (
         f"The averaged loss went from {short(first)} to {short(last)} over "
         f"{count(int(_number(values, 'steps')), 'step')}. It would look as smooth whether the "
@@ -370,7 +422,11 @@ def _describe_budget(values: Values, findings: Sequence[Finding], progress: RunP
     found = any("false_alarm_probability" in finding.evidence for finding in findings)
     if found or num_workers < 2:
         return ""
-    text = "No worker stands out from the others in loss, gradient or amount of data."
+    coverage = progress.coverage
+    loss = ["loss"] if coverage is None or coverage.has_losses else []
+    data = ["amount of data"] if values["samples_drawn"] is not None else []
+    compared = [", ".join([*loss, "gradient"]), *data] if data else [*loss, "gradient"]
+    text = f"No worker stands out from the others in {' or '.join(compared)}."
     if progress.earlier_steps is None:
         return text
     whole = "run" if not progress.earlier_steps else "training"

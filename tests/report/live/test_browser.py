@@ -293,6 +293,9 @@ def test_runs_are_filtered_sorted_and_shown_with_their_settings(page: Page, site
     expect(page.locator("#shown")).to_have_text("1 shown")
     page.get_by_label("Filter runs").fill("optimizer.lr=4")
     assert names(page) == ["sft/healthy"]
+    page.get_by_label("Filter runs").fill("no such run")
+    expect(page.locator("#shown")).to_contain_text(f"Nothing matches. Here are {len(before)} runs")
+    expect(page.locator("#order")).to_have_text("by optimizer.lr")
 
 
 def test_any_number_of_runs_lies_over_each_other(page: Page, site: Site):

@@ -30,6 +30,7 @@ from rankscope.record.states import START_FILE
 from rankscope.record.tables import step_range
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.verdict.checks import checks_of, missing_steps
+from rankscope.verdict.coverage import COLUMNS, coverage_of
 from rankscope.verdict.rules import ranked
 from rankscope.verdict.words import title_of, title_of_finding
 
@@ -306,7 +307,8 @@ def in_order(glances: list[Glance]) -> list[Glance]:
 
 
 def _look(place: ListedPlace, at: Stamp, run: Run) -> Glance:
-    columns = run.steps("step", "time", "loss_mean")
+    columns = run.steps("time", *COLUMNS)
+    coverage = coverage_of(run, columns)
     known = step_range(run.path, Table.STEPS)
     step_T = columns["step"]
     time_T = columns["time"]
@@ -317,7 +319,12 @@ def _look(place: ListedPlace, at: Stamp, run: Run) -> Glance:
     worst = next(iter(ranked(run.findings())), None)
     severity = "healthy"
     headline = ""
-    if worst is not None:
+    unseen = coverage.severity if num_steps else None
+    if unseen is not None and (worst is None or worst.severity < unseen):
+        worst = None
+        severity = str(unseen)
+        headline = f"{coverage.verdict[0].upper()}{coverage.verdict[1:]}"
+    elif worst is not None:
         severity = str(worst.severity)
         headline = title_of_finding(worst)
     elif missing_steps(checks_of(run.num_workers, run.info.get("options")), num_steps):

@@ -40,7 +40,10 @@
     arranged.forEach(([, row], at) => { if (own.tBodies[0].rows[at] !== row) own.tBodies[0].insertBefore(row, own.tBodies[0].rows[at]); });
     order = arranged.map(([, row]) => row.dataset.key);
     const again = document.getElementById("again");
-    if (again) again.hidden = by !== null || order.every((key, at) => key === keys[at]);
+    const worstFirst = by === null && order.every((key, at) => key === keys[at]);
+    if (again) again.hidden = by !== null || worstFirst;
+    const said = document.getElementById("order");
+    if (said) said.textContent = by !== null ? `by ${by.name}` : worstFirst ? "worst first, then the youngest" : "as sorted before the latest changes";
     for (const head of own.tHead.querySelectorAll("[data-by]")) {
       const chosen = by !== null && head.dataset.by === by.name;
       const th = head.closest("th");
@@ -67,13 +70,16 @@
     const field = document.getElementById("filter");
     if (!own || !field) return;
     const words = field.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const rows = rowsOf(own);
     let count = 0;
-    for (const row of rowsOf(own)) {
+    for (const row of rows) {
       const text = `${row.textContent} ${row.dataset.words}`.toLowerCase();
       row.hidden = !words.every((word) => text.includes(word));
       count += !row.hidden;
     }
-    document.getElementById("shown").textContent = words.length ? `${count} shown` : "";
+    const names = rows.slice(0, 3).map((row) => value(row, "Run")).join(", ");
+    const none = `Nothing matches. Here are ${rows.length} runs, such as ${names}.`;
+    document.getElementById("shown").textContent = !words.length ? "" : count ? `${count} shown` : none;
   }
 
   function show() {

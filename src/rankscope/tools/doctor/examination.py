@@ -274,6 +274,8 @@ class Examination:
             if first:
                 self._results.append(skipped(stage, self._why_skipped[stage.topic]))
             return True
+        if first:  # each may take up to options.seconds, and much longer to load torch
+            print(f"rankscope doctor: {stage.title} …", file=sys.stderr, flush=True)
         with watcher.watching(stage.topic):
             post = self._look(stage)
         self._meeting.post(stage.topic, post)

@@ -1,0 +1,109 @@
+"""What of a run was measured: the one rule that lets a verdict say no more than that."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from rankscope.bus.finding import Severity
+from rankscope.bus.words import count
+from rankscope.record import Run
+from rankscope.record.tables import Columns
+
+COLUMNS = ("step", "loss_mean", "observed", "interval")
+"""The columns of the steps table from which the coverage follows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """What was measured in the steps of a run.
+
+    Attributes:
+        steps: Recorded steps.
+        losses: Steps with a loss.
+        due: Steps whose gradients were to be measured: those that ``every`` and the budget leave
+            out are not among them.
+        gradients: Steps among them with the gradients of all workers.
+        watched: Tensors of the watched model, where the optimizer is known to have more; else 0.
+        updated: Tensors of the optimizer, likewise.
+    """
+
+    steps: int
+    losses: int
+    due: int
+    gradients: int
+    watched: int = 0
+    updated: int = 0
+
+    @property
+    def enough(self) -> bool:
+        """Whether the run can be judged: half of the due steps and of the tensors were measured."""
+        return self.has_gradients and 2 * self.watched >= self.updated
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients were measured in half of the steps in which they were due."""
+        return self.gradients > 0 and self.due <= 2 * self.gradients
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether half of the steps have a loss."""
+        return self.losses > 0 and self.steps <= 2 * self.losses
+
+    @property
+    def severity(self) -> Severity | None:
+        """The severity of what is missing: a part of the model, or too much to judge the run."""
+        if not self.enough:
+            return Severity.WARNING
+        return Severity.NOTE if self.updated else None
+
+    @property
+    def limits(self) -> str:
+        """What limits the verdict, in a clause; empty if nothing does."""
+        parts = []
+        if not self.has_gradients:
+            parts.append(f"gradients were measured in {_of(self.gradients, self.due)}")
+        if self.watched < self.updated:
+            parts.append(f"{self.watched} of the {self.updated} tensors of the optimizer watched")
+        if not self.has_losses:
+            parts.append(f"a loss was recorded in {_of(self.losses, self.steps)}")
+        return ", ".join(parts)
+
+    @property
+    def verdict(self) -> str:
+        """The verdict without any finding, in a clause."""
+        if not self.enough:
+            return f"not enough was measured to judge: {self.limits}"
+        return f"no fault found{f', but {self.limits}' if self.limits else ''}"
+
+
+def coverage_of(run: Run, columns: Columns | None = None) -> Coverage:
+    """Return what was measured in a run, from :data:`COLUMNS` of its steps if they are at hand.
+
+    Raises:
+        RunError: A file of the run cannot be read.
+    """
+    columns = run.steps(*COLUMNS) if columns is None else columns
+    due_T = columns["step"] % np.maximum(columns["interval"], 1) == 0
+    return Coverage(
+        len(due_T),
+        int(np.isfinite(columns["loss_mean"]).sum()),
+        int(due_T.sum()),
+        int((due_T & columns["observed"]).sum()),
+        *_tensors(run.info.get("training")),
+    )
+
+
+def _tensors(training: Any) -> tuple[int, int]:
+    """Return the tensors of the watched model and of the optimizer, if that one has more."""
+    try:
+        optimizer = training["optimizer"]
+        watched = int(training["parameters"]["tensors"])
+        updated = sum(int(group["tensors"]) for group in optimizer["groups"])
+    except (KeyError, TypeError, ValueError):
+        return 0, 0
+    return (watched, updated) if watched < updated else (0, 0)
+
+
+def _of(number: int, whole: int) -> str:
+    return f"{f'{number:,}' if number else 'none'} of {count(whole, 'step')}"

@@ -1,0 +1,133 @@
+"""A verdict says no more than was measured, on every face that gives one."""
+
+import json
+
+import numpy as np
+import pytest
+
+from rankscope.agent.summarize import summarize
+from rankscope.bus.finding import Finding, Severity
+from rankscope.cli.report import Listing, run_result
+from rankscope.record import Run, RunWriter
+from rankscope.report.study_words import Entry
+from rankscope.verdict.assessment import assess
+from rankscope.verdict.coverage import Coverage, coverage_of
+from rankscope.verdict.loaded import load
+from rankscope.verdict.news import Announcer
+from support.streams import gathered
+
+ALL = range(80)
+SOME = Finding("toy", "toy", Severity.NOTE, (), 0, 1, "A note. It is one.", "Look.")
+
+
+def record(path, *, measured=ALL, losses=ALL, interval=1, info=None, findings=()):
+    """Record 80 steps of two workers, with gradients and losses in some of them."""
+    rng = np.random.default_rng(0)
+    writer = RunWriter(path, {"num_workers": 2, **(info or {})})
+    for step in ALL:
+        rows = rng.standard_normal((2, 60)).astype(np.float32)
+        batches = [np.arange(4) + 8 * step, np.arange(4) + 8 * step + 4]
+        columns = {"loss": rng.gamma(4.0, 0.5, 2)} if step in losses else {}
+        if step in measured:
+            columns |= {"sketches_WK": rows, "grad_norm": np.linalg.norm(rows, axis=1)}
+        one = gathered(step, batches, samples_named=[True, True], **columns)
+        object.__setattr__(one, "interval", interval)
+        writer.add(summarize(one))
+    writer.add_findings(findings)
+    writer.close()
+    return Run.open(path)
+
+
+def last_line(run):
+    lines = []
+    announcer = Announcer(lambda line, is_fault: lines.append(line))
+    announcer.conclude(
+        run.findings(), num_steps=80, num_workers=2, options=None, coverage=coverage_of(run)
+    )
+    return lines[-1]
+
+
+def test_everything_measured_is_healthy_and_has_no_limits(tmp_path):
+    run = record(tmp_path / "run")
+    found = assess(run)
+    assert (found.word, coverage_of(run).limits) == ("healthy", "")
+    assert not any(text.startswith("Measured:") for text in found.statements)
+    assert any("in loss, gradient or amount of data" in text for text in found.statements)
+    assert last_line(run) == "80 steps of 2 workers: no fault found."
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"measured": (0,)}, "gradients were measured in 1 of 80 steps"),
+        (
+            {"measured": (), "losses": ()},
+            "gradients were measured in none of 80 steps, a loss was recorded in none of 80 steps",
+        ),
+        ({"measured": range(39)}, "gradients were measured in 39 of 80 steps"),
+    ],
+)
+@pytest.mark.parametrize("findings", [(), (SOME,)], ids=["no finding", "a note"])
+def test_no_face_calls_a_run_without_gradients_healthy(tmp_path, options, words, findings):
+    run = record(tmp_path / "run", findings=findings, **options)
+    said = f"ot enough was measured to judge: {words}"
+    found = load(tmp_path / "run").assess()
+    assert found.headline == f"N{said}."
+    assert found.severity is Severity.WARNING  # as of a run that recorded nothing
+    assert not any("stands out" in t or "Checked" in t for t in found.statements)
+    assert f"n{said}" in last_line(run)
+    listed = Listing(tmp_path)
+    assert listed.worst is Severity.WARNING
+    [row] = listed.to_json()["runs"]
+    assert (row["headline"], row["since_step"]) == (f"N{said}", None)
+    as_json = json.loads(json.dumps(run_result(run)))
+    assert (as_json["severity"], as_json["headline"]) == ("warning", f"N{said}.")
+    assert Entry(as_json).severity == "warning"
+
+
+def test_a_fault_is_the_verdict_however_little_was_measured(tmp_path):
+    fault = Finding("toy", "toy", Severity.ERROR, (1,), 0, 1, "Rank 1 is off. Yes.", "Look.")
+    run = record(tmp_path / "run", measured=(), findings=[fault])
+    found = assess(run)
+    assert (found.severity, found.headline) == (Severity.ERROR, "Rank 1 is off.")
+    assert "Measured: gradients in 0 of the 80 steps in which they were due." in found.statements
+    assert last_line(run) == "80 steps of 2 workers: 1 error. Rank 1 is off."
+
+
+def test_steps_that_are_left_out_on_purpose_are_not_missing(tmp_path):
+    run = record(tmp_path / "run", measured=range(0, 80, 8), interval=8)
+    assert (coverage_of(run).due, coverage_of(run).gradients) == (10, 10)
+    assert assess(run).word == "healthy"
+    missed = record(tmp_path / "missed", measured=(0, 8, 16, 24), interval=8)
+    assert "in 4 of 10 steps" in assess(missed).headline
+
+
+def test_without_a_loss_a_run_is_judged_by_the_rest(tmp_path):
+    run = record(tmp_path / "run", losses=())
+    found = assess(run)
+    assert found.word == "healthy"
+    assert found.headline.endswith("A loss was recorded in none of 80 steps.")
+    [nobody] = [text for text in found.statements if "stands out" in text]
+    assert nobody.startswith("No worker stands out from the others in gradient or amount of data.")
+    assert last_line(run).endswith("no fault found, but a loss was recorded in none of 80 steps.")
+
+
+@pytest.mark.parametrize(
+    ("updated", "severity", "begins"),
+    [(3, "note", "No fault found: "), (5, "warning", "Not enough was measured to judge: ")],
+)
+def test_a_model_that_is_watched_in_part_is_not_healthy(tmp_path, updated, severity, begins):
+    optimizer = {"groups": [{"tensors": 2}, {"tensors": updated - 2}]}
+    training = {"parameters": {"tensors": 2}, "optimizer": optimizer}
+    run = record(tmp_path / "run", info={"training": training})
+    found = assess(run)
+    assert found.word == severity
+    assert found.headline.startswith(begins)
+    assert f"2 of the {updated} tensors of the optimizer" in found.headline
+    assert Listing(tmp_path).to_json()["runs"][0]["verdict"] == severity
+
+
+def test_a_model_of_which_the_optimizer_holds_fewer_tensors_is_watched_whole(tmp_path):
+    training = {"parameters": {"tensors": 9}, "optimizer": {"groups": [{"tensors": 1}]}}
+    run = record(tmp_path / "run", info={"training": training})
+    assert coverage_of(run) == Coverage(80, 80, 80, 80)
