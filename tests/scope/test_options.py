@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from typing import get_type_hints
 
 import pytest
 
@@ -9,6 +10,7 @@ import rankscope
 from rankscope import WatchOptions
 from rankscope.bus.plan import Tier
 from rankscope.errors import UsageError
+from rankscope.session.options import WatchKeywords
 
 FIELDS = {field.name for field in dataclasses.fields(WatchOptions)}
 
@@ -18,6 +20,10 @@ def test_watch_itself_has_the_everyday_options_alone():
     named = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
     assert len(named - {"options"}) <= 8
     assert named & FIELDS == set()
+
+
+def test_editors_and_type_checkers_know_every_option():
+    assert get_type_hints(WatchKeywords) == get_type_hints(WatchOptions)
 
 
 def test_every_option_is_explained():

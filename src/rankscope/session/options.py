@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch.distributed as dist
 
@@ -105,7 +105,6 @@ class WatchOptions:
             raise UsageError(f"verify_at expected numbers of steps, got {self.verify_at!r}")
         if self.agent not in (None, "", "process", "thread"):
             raise UsageError(f"agent must be 'process' or 'thread', got {self.agent!r}")
-
         if self.share not in SHARES:
             raise UsageError(f"share must be 'me', 'group' or 'all', got {self.share!r}")
 
@@ -141,6 +140,30 @@ class WatchOptions:
         """Return the options that must be equal on all ranks and are recorded, as plain values."""
         flags = {"evidence": bool(self.evidence), "trace": bool(self.trace)}
         return {name: getattr(self, name) for name in _COMPARED} | flags
+
+
+class WatchKeywords(TypedDict, total=False):
+    """The fields of :class:`WatchOptions`, as editors and type checkers see them in ``watch``."""
+
+    every: int
+    sketch_width: int
+    groups: GroupsOption
+    reduced: ReadReduced | str | None
+    overhead_budget: float | None
+    evidence: bool
+    seed: int
+    process_group: dist.ProcessGroup | None
+    flush_seconds: float
+    hang_seconds: float | None
+    resume: bool
+    tokenizer: Any
+    canary: bool
+    canary_every: int | None
+    verify_at: Sequence[int]
+    trace: bool
+    agent: str | None
+    announce: bool
+    share: str
 
 
 def choice(kind: type[_Choice], name: str, value: str) -> _Choice:

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
 from rankscope.session.mesh_meeting import JoinedMesh, join_mesh, meet_mesh
 from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
-from rankscope.session.options import WatchOptions, chosen_tier
+from rankscope.session.options import WatchKeywords, WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
 from rankscope.session.stage_meeting import WatchedStage, meet_stages
 from rankscope.sinks import RunInfo, SinkOption, Sinks
@@ -56,7 +56,7 @@ def watch(
     loader: Any = None,
     config: Mapping[str, Any] | None = None,
     options: WatchOptions | None = None,
-    **more: Any,
+    **more: Unpack[WatchKeywords],
 ) -> Scope:
     """Watch every worker of a data-parallel job from now on.
 
