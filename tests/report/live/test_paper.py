@@ -56,7 +56,7 @@ def test_no_column_of_the_table_is_cut_on_paper(page: Page, pages: dict[str, Pat
     page.set_viewport_size({"width": 718, "height": 1000})  # A4 within its margins
     page.emulate_media(media="print")
     page.goto(pages["study"].as_uri())
-    table = page.locator("table").bounding_box()
+    table = page.locator(".scroll table").bounding_box()
     assert table
     assert table["x"] + table["width"] <= 718
 
