@@ -67,11 +67,12 @@ def test_the_terminals_table_has_means_over_the_run(shown):
     assert "3 workers · 7 steps · batch 2 each" in told
 
 
-def test_progress_has_the_last_step_and_says_so(shown):
+def test_progress_has_one_step_and_says_which(shown):
     for name, run in shown.runs.items():
-        last = {metric: values[-1] for metric, values in run.by_step.items()}
+        step = int(re.search(rf"{name}: 7 steps; step (\d): ", shown.err)[1])
+        last = {metric: values[step] for metric, values in run.by_step.items()}
         assert (
-            f"{name}: 7 steps, at the last: loss {last['loss_mean']:.3f}, loss std "
+            f"{name}: 7 steps; step {step}: loss {last['loss_mean']:.3f}, loss std "
             f"{last['loss_std']:.3f}, norm std {last['grad_norm_std']:.3f}, cosine "
             f"{last['cosine_mean']:+.3f}"
         ) in shown.err

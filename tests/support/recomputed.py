@@ -14,6 +14,11 @@ def rounded(value: float) -> str:
     return "0" if value == 0 else f"{value:.3g}"
 
 
+def _std(values_TW: np.ndarray) -> np.ndarray:
+    """The population std over workers; 0, without rounding, where all are equal."""
+    return np.where(np.ptp(values_TW, axis=1) == 0, 0.0, values_TW.std(axis=1))
+
+
 class Recomputed:
     """The values of a run: by step (T), by worker (W).
 
@@ -35,8 +40,8 @@ class Recomputed:
         self.pairs_TP = np.stack(list(pairs["cosines"])).astype(float)
         by_step = {
             "loss_mean": self.losses_TW.mean(axis=1),
-            "loss_std": self.losses_TW.std(axis=1),
-            "grad_norm_std": self.norms_TW.std(axis=1),
+            "loss_std": _std(self.losses_TW),
+            "grad_norm_std": _std(self.norms_TW),
             "cosine_mean": self.pairs_TP.mean(axis=1),
         }
         self.by_step = by_step
