@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --constraint constraints.txt
+PIP_INSTALL := $(BIN)/python -m pip install --no-compile --disable-pip-version-check --constraint constraints.txt
 TEST_PROCESSES ?= 4
 DEMO_FLAGS ?=
 GPU_FLAGS ?=
@@ -62,7 +62,7 @@ chaos: $(VENV)/.dev ## accidents around small trainings, hundreds of them: a qua
 gpu: ## what only a machine with an accelerator can tell; GPU_FLAGS=--dry-run tries it without
 	$(GPU_PYTHON) benchmarks/gpu.py $(GPU_FLAGS)
 
-docs: $(VENV)/.dev ## the documentation site, in site/, without a network
+docs: $(VENV)/.docs ## the documentation site, in site/, without a network
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 packaging: $(VENV)/.dev ## the wheel in empty environments, without and with each extra
@@ -87,10 +87,14 @@ $(VENV)/.study: $(VENV)/.torch pyproject.toml $(KERNELS)
 	$(PIP_INSTALL) --editable '.[study]'
 	touch $@
 
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml $(KERNELS)
+	$(PIP_INSTALL) --editable '.[docs]'
+	touch $@
+
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml $(KERNELS)
 	$(PIP_INSTALL) --editable '.[dev]'
 	$(PIP_INSTALL) --no-deps 'megatron-core==0.16.1; python_version < "3.14"'  # else its tests skip
-	touch $@ $(VENV)/.study # which is a part of it
+	touch $@ $(VENV)/.study $(VENV)/.docs # which are parts of it
 
 # An S3 server, whose packages nothing else needs.
 $(VENV)/.s3: $(VENV)/pyvenv.cfg

@@ -1,5 +1,6 @@
 import itertools
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,20 @@ def test_page_loads_nothing_and_only_its_own_scripts_may_run(copied_run: Run, tm
     own = page.scripts[-1]
     assert not [word for word in ("fetch(", "XMLHttpRequest", "import(", "http") if word in own]
     assert "http" not in json.dumps(page.specs)
+
+
+def test_every_link_inside_a_page_leads_somewhere(copied_run: Run, study: Path, tmp_path: Path):
+    for path in (write_report(copied_run, tmp_path / "a.html"), write_study_report(study)):
+        page = read(path)
+        targets = {address.removeprefix("#") for address in page.loads}
+        steps = {target for target in targets if re.fullmatch(r"(run\d-)?step-\d+", target)}
+        assert steps
+        assert targets - steps <= set(page.ids)
+        assert len(page.ids) == len(set(page.ids))
+    assert {"table", "why", "each"} <= targets
+    assert {"step-0", "findings", "cost"} <= {
+        address.removeprefix("#") for address in read(tmp_path / "a.html").loads
+    }
 
 
 def test_own_script_is_valid(copied_run: Run, tmp_path: Path):

@@ -76,7 +76,9 @@ def test_steps_in_words(first, last, status, words):
 def test_tiles_of_undefined_values_say_what_is_not_known():
     shown = {tile["label"]: tile for tile in tiles({})}
     assert shown["Mean cosine"]["value"] == "–"
-    assert shown["Loss dispersion"]["note"] == "no reference: sampling's part is unknown"
+    assert shown["Loss dispersion"]["note"] == (
+        "mean over steps; no reference: sampling's part is unknown"
+    )
     assert shown["Different samples"]["note"] == "samples were not identified"
 
 

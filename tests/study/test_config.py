@@ -7,6 +7,7 @@ import pytest
 
 from rankscope.errors import UsageError
 from rankscope.lab.study.config import Combination, Precision, Setting, ShardReading, StudyConfig
+from rankscope.verdict.checks import checks_of, missing_steps
 
 
 def test_six_trainings_by_default_sharded_first() -> None:
@@ -28,6 +29,13 @@ def test_the_papers_numbers_are_the_defaults() -> None:
         "builtin",
         "tiny",
     )
+
+
+def test_the_default_steps_complete_every_check() -> None:
+    config = StudyConfig()
+    checks = checks_of(config.workers, {})
+    assert missing_steps(checks, config.steps) == 0
+    assert missing_steps(checks, config.steps - 1) == 1
 
 
 def test_seeds_of_the_settings() -> None:

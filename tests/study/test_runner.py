@@ -71,7 +71,7 @@ def test_it_ends_well_and_says_where_the_report_is(first: Done, again: Done) -> 
 def test_without_a_terminal_progress_is_a_line_per_training(first: Done) -> None:
     lines = [line.split(":")[0] for line in first.err.splitlines() if " steps" in line]
     assert lines == ALL
-    assert "cos +1.000" in next(line for line in first.err.splitlines() if ALL[3] in line)
+    assert "cosine +1.000" in next(line for line in first.err.splitlines() if ALL[3] in line)
 
 
 def test_the_files(first: Done) -> None:

@@ -20,6 +20,7 @@ from rankscope.bus.words import count, listed
 from rankscope.cli.output import LONGEST, heading, plain, points, readable_lines, show, table
 from rankscope.record import Run
 from rankscope.report.study_words import (
+    MEANS,
     Entry,
     Study,
     alike,
@@ -107,6 +108,7 @@ def render_study(study_dir: Path, console: Console) -> None:
     show(console, plain(study.caption, "dim"))
     console.print()
     show(console, _study_table(study, console.width))
+    show(console, plain(f"{study.settings} {MEANS}".strip(), "dim"))
     for entries in alike(study.entries):
         if entries[0].severity != "healthy":
             console.print()

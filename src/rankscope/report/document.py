@@ -11,6 +11,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -353,6 +354,7 @@ def _environment() -> jinja2.Environment:
     environment.filters["number"] = words.number
     environment.filters["whole"] = words.whole
     environment.filters["cause_text"] = cause_text
+    environment.filters["headings"] = re.compile('<h2 id="([^"]+)">([^<]+)</h2>').findall
     return environment
 
 

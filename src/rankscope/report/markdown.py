@@ -12,6 +12,7 @@ from typing import Any
 from rankscope.bus.words import printable
 from rankscope.record import Run
 from rankscope.report.study_words import (
+    MEANS,
     Entry,
     Study,
     alike,
@@ -74,6 +75,7 @@ def study_markdown(study: Study, pictures: Sequence[str] = ()) -> str:
         _heading(severity, headline),
         f"**{escaped(study.name)}** · {escaped(study.caption)}",
         _table(list(cells[0]), [[escaped(cell) for cell in row.values()] for row in cells]),
+        escaped(f"{study.settings} {MEANS}".strip()),
         "### Configuration assessment",
         *(_entry(entries) for entries in alike(study.entries)),
         f"### {why_heading(study.entries)}",

@@ -33,6 +33,8 @@ from rankscope.report.parts import (
 from rankscope.report.run_figures import MAX_HEATMAP_WORKERS
 from rankscope.report.series import Row
 from rankscope.report.study_words import (
+    MEANS,
+    SETTING_WORDS,
     Entry,
     Study,
     alike,
@@ -44,11 +46,6 @@ from rankscope.report.study_words import (
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.words import METRICS, TITLES
 
-SETTING_WORDS = {
-    "s1-1": "every rank has the same seed",
-    "s1-2": "rank 0 has its own seed",
-    "s1-3": "every rank has its own seed",
-}
 SHORT_WORDS = {"s1-1": "equal seeds", "s1-2": "rank 0 differs", "s1-3": "all differ"}
 READING_WORDS = {
     "sharded": "Sharded: each worker reads its own shard",
@@ -164,8 +161,14 @@ def metric_domain(runs: Sequence[StudyRun], name: str) -> list[float]:
 def progression(tables: Tables, runs: Sequence[StudyRun], name: str) -> Spec:
     """Return a metric's mean by setting, one connected line per reading, with its values."""
     labels = {name: f"{name.upper()}|{SHORT_WORDS.get(name, '')}" for name in settings(runs)}
+    tops = {run.setting: _highest(runs, run.setting, name) for run in runs}
     rows = [
-        {"setting": labels[run.setting], "reading": run.reading, "value": run.means[name]}
+        {
+            "setting": labels[run.setting],
+            "reading": run.reading,
+            "value": run.means[name],
+            "above": run is tops[run.setting],
+        }
         for run in runs
     ]
     low, high = rate_domain(column(rows, "value"), floor=0.01)
@@ -185,12 +188,16 @@ def progression(tables: Tables, runs: Sequence[StudyRun], name: str) -> Spec:
         layer("line", source, coloured, strokeWidth=2),
         layer("point", source, {**coloured, "tooltip": tips}, size=70, **DOT),
     ]
-    for index, kind in enumerate(kinds):
-        own = {"filter": {"field": "reading", "equal": kind}}
-        dy = 16 if index else -14
+    for above, dy in ((True, -14), (False, 16)):  # apart, where readings nearly agree
+        own = {"filter": {"field": "above", "equal": above}}
         layers.append(layer("text", source, {**place, "text": words}, own, style="halo", dy=dy))
         layers.append(layer("text", source, {**coloured, "text": words}, own, dy=dy, fontSize=11))
     return layered(layers, 220)
+
+
+def _highest(runs: Sequence[StudyRun], setting: str, name: str) -> StudyRun:
+    members = [run for run in runs if run.setting == setting]
+    return max(members, key=lambda run: run.means[name] or 0.0)
 
 
 def averaged_loss_sheet(tables: Tables, runs: Sequence[StudyRun]) -> Spec:
@@ -282,6 +289,7 @@ def write_study_page(study_dir: Path, path: Path | None = None) -> Path:
         "figure_names": list(specs),
         "rows": _grouped(study.entries),
         "metrics": [(name, *TITLES[name]) for name in METRICS],
+        "means": MEANS,
         "setting_words": SETTING_WORDS,
         "reading_words": READING_WORDS,
         "colours": _colours(study.entries),

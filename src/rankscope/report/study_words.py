@@ -14,6 +14,16 @@ from rankscope.verdict.verdicts import TOO_EARLY
 from rankscope.verdict.words import SIGNS, UNKNOWN, missing, number, whole, writable
 
 _ORDER = ("sharded", "replicated")
+SETTING_WORDS = {
+    "s1-1": "every rank has the same seed",
+    "s1-2": "rank 0 has its own seed",
+    "s1-3": "every rank has its own seed",
+}
+MEANS = (
+    "Loss std, norm std and cosine are means over the steps of a run; the ratio to sampling is one "
+    "of root mean squares over them."
+)
+"""What the numbers of the table are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +104,15 @@ class Study:
     def name(self) -> str:
         """The study's name: its directory's, if it was not given one."""
         return writable(str(self.info.get("name") or self.path.resolve().name))
+
+    @property
+    def settings(self) -> str:
+        """The settings in a sentence."""
+        names = dict.fromkeys(entry.setting for entry in self.entries)
+        known = [
+            f"{name.upper()}: {SETTING_WORDS[name]}" for name in names if name in SETTING_WORDS
+        ]
+        return f"{'; '.join(known)}." if known else ""
 
     @property
     def caption(self) -> str:

@@ -144,16 +144,20 @@ def tiles(values: Values) -> list[dict[str, str]]:
     batch_note = "" if missing(batch) else f"{float(batch):.1f} different per step"
     cells = (
         ("Averaged loss", f"{_short(first)} → {_short(last)}", f"{unit}; first and last 5 steps"),
-        ("Loss dispersion", _short(values.get("loss_std")), ratio_in_words(values)),
+        (
+            "Loss dispersion",
+            _short(values.get("loss_std")),
+            f"mean over steps; {ratio_in_words(values)}",
+        ),
         (
             "Gradient-norm dispersion",
             _short(values.get("grad_norm_std")),
-            "std over workers, before the reduction",
+            "std over workers, mean over steps",
         ),
         (
             "Mean cosine",
             number(values.get("cosine_mean")),
-            f"between workers' gradients; norm-weighted {number(values.get('cosine_weighted'))}",
+            f"over pairs and steps; norm-weighted {number(values.get('cosine_weighted'))}",
         ),
         (
             "Different samples",

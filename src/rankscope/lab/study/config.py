@@ -72,7 +72,7 @@ class StudyConfig:
         model: ``tiny``, ``pangu-1b``, or a Hugging Face name or directory.
         weights: Directory of published weights for ``pangu-1b``; empty for random ones.
         workers: W, the number of workers.
-        steps: Optimizer steps per combination.
+        steps: Optimizer steps per combination; 64 complete all checks.
         batch_size: Samples per worker and micro-batch.
         accumulation: Micro-batches per step.
         readings: Readings to try.
@@ -89,7 +89,7 @@ class StudyConfig:
     model: str = "tiny"
     weights: str = ""
     workers: int = 8
-    steps: int = 30
+    steps: int = 64
     batch_size: int = 4
     accumulation: int = 1
     readings: tuple[ShardReading, ...] = (ShardReading.SHARDED, ShardReading.REPLICATED)

@@ -317,13 +317,12 @@ class StudyProgress:
         metrics = "" if report is None else describe(report)
         self._bars.update(task, completed=done, metrics=metrics)
         if self._enabled and not self._console.is_terminal and done == self._steps:
-            line = ", ".join(filter(None, [f"{combination.name}: {done} steps", metrics]))
-            self.print_line(line)
+            self.print_line("; ".join(filter(None, [f"{combination.name}: {done} steps", metrics])))
 
 
 def describe(report: rankscope.StepReport) -> str:
     """Return the averaged loss and the paper's three metrics of a step in one short line."""
     return (
-        f"loss {report.loss_mean:.3f} ± {report.loss_std:.3f}  "
-        f"norm ± {report.grad_norm_std:.3f}  cos {report.cosine_mean:+.3f}"
+        f"step {report.step}: loss {report.loss_mean:.3f}, loss std {report.loss_std:.3f}, "
+        f"norm std {report.grad_norm_std:.3f}, cosine {report.cosine_mean:+.3f}"
     )

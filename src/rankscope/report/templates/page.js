@@ -20,6 +20,7 @@
   let smoothing = 0; // weight of what came before; 0 for none
   let settling = 0;
   let movedAt = -Infinity;
+  let printing = false;
 
   function recall() {
     try { return localStorage.getItem("rankscope-mode") || "auto"; } catch { return "auto"; }
@@ -29,7 +30,7 @@
     try { localStorage.setItem("rankscope-mode", mode); } catch { /* a page of a file may not store */ }
   }
 
-  const mode = () => (choice === "auto" ? (systemDark ? "dark" : "light") : choice);
+  const mode = () => (printing ? "light" : choice === "auto" ? (systemDark ? "dark" : "light") : choice);
 
   /* Figures ------------------------------------------------------------------------------- */
 
@@ -175,6 +176,19 @@
     if (place) idly(async () => { await enqueue(place); drawRest(); });
   }
 
+  /* Draw at once what is shown and waits. All of it is promises that wait for nothing outside, so a browser has kept
+     them when its event is over: paper is laid out after that. */
+  function drawAll() {
+    const places = [...document.querySelectorAll("[data-figure]")];
+    for (const place of places) if (place.offsetParent && isWaiting(place)) draw(place).catch(console.error);
+  }
+
+  function print(begins) {
+    printing = begins;
+    if (root.dataset.mode !== mode()) paint();
+    if (begins) drawAll();
+  }
+
   const observer = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
       if (isIntersecting) { near.add(target); enqueue(target); } else near.delete(target);
@@ -249,9 +263,12 @@
     const name = slider.dataset.slider;
     const label = framesOf(slider)[slider.value] ?? "";
     const output = document.getElementById(name.replace(/heatmap$/, "frame-name"));
-    if (output) output.textContent = label;
-    slider.setAttribute("aria-valuetext", label);
     const value = Number(slider.value);
+    const link = document.createElement("a");
+    link.textContent = label;
+    if (value > 0) link.href = `#${name.replace(/heatmap$/, "step-")}${stepOf(label)}`;
+    output?.replaceChildren(link);
+    slider.setAttribute("aria-valuetext", label);
     stood.set(name, { first: value === 0, last: value > 0 && value === framesOf(slider).length - 1, label });
     const result = views.get(name);
     if (result) set(result.view, "frame", Number(slider.value));
@@ -272,6 +289,17 @@
     slider.max = Math.max(0, frames.length - 1);
     slider.value = value;
     show(slider);
+  }
+
+  /* Show the step that the address names: the matrix nearest to it. */
+  function visit() {
+    const [, key, step] = location.hash.match(/^#(.*)step-(\d+)$/) || [];
+    const slider = step && sliderOf(`${key}heatmap`);
+    if (!slider) return;
+    const hidden = slider.closest("details");
+    if (hidden) hidden.open = true;
+    place(slider, { label: `step ${step}` });
+    slider.closest("figure").scrollIntoView({ block: "center" });
   }
 
   function move(slider, by) {
@@ -322,6 +350,9 @@
   document.getElementById("mode").addEventListener("click", () => {
     choose({ auto: "light", light: "dark", dark: "auto" }[choice]);
   });
+  window.addEventListener("beforeprint", () => print(true));
+  window.addEventListener("afterprint", () => print(false));
+  window.addEventListener("hashchange", visit);
   prefersDark.addEventListener("change", (event) => { systemDark = event.matches; paint(); });
   document.addEventListener("pointermove", () => { movedAt = performance.now(); }, { passive: true });
   document.addEventListener("input", (event) => {
@@ -329,6 +360,7 @@
     if (event.target.dataset.smoothing !== undefined) smoothAll(Number(event.target.value));
   });
   document.addEventListener("click", (event) => {
+    if (event.target.closest("a[href^='#']")) setTimeout(visit); // once the address has it
     const button = event.target.closest("button");
     if (button?.dataset.rank !== undefined) toggle(button);
     else if (button?.dataset.play) play(button);
@@ -337,4 +369,5 @@
   paint();
   drawShown();
   drawRest();
+  visit();
 })();

@@ -1,0 +1,71 @@
+"""Pages of a file in a browser: on a phone, on paper, and at a step that the address names."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, Page, expect
+
+from rankscope.record import Run
+from rankscope.report import write_comparison, write_report, write_study_report
+from report.live.chromium import PATIENCE
+
+IDLE_NEVER = "window.requestIdleCallback = () => 0;"
+"""What is out of sight is then drawn for printing alone."""
+EMPTY = """() => [...document.querySelectorAll("[data-figure]")].filter(
+  (place) => place.offsetParent && !place.querySelector(".stage:not(.next) :is(svg, canvas)")
+).map((place) => place.dataset.figure)"""
+"""The figures that are empty boxes."""
+
+
+@pytest.fixture(scope="module")
+def pages(study: Path, copied_run: Run, healthy_run: Run) -> dict[str, Path]:
+    return {
+        "study": write_study_report(study),
+        "run": write_report(copied_run),
+        "comparison": write_comparison(healthy_run, copied_run, study / "comparison.html"),
+    }
+
+
+@pytest.fixture
+def page(browser: Browser) -> Iterator[Page]:
+    context = browser.new_context(viewport={"width": 400, "height": 800}, color_scheme="light")
+    context.set_default_timeout(PATIENCE)
+    yield context.new_page()
+    context.close()
+
+
+@pytest.mark.parametrize("kind", ["study", "run", "comparison"])
+def test_a_phone_scrolls_no_page_sideways(page: Page, pages: dict[str, Path], kind: str):
+    page.goto(pages[kind].as_uri())
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+
+
+@pytest.mark.parametrize("kind", ["study", "run"])
+def test_every_figure_is_on_paper(page: Page, pages: dict[str, Path], kind: str):
+    page.add_init_script(IDLE_NEVER)
+    page.emulate_media(color_scheme="dark")
+    page.goto(pages[kind].as_uri())
+    assert page.evaluate(EMPTY)
+    page.pdf(print_background=False)
+    assert page.evaluate(EMPTY) == []
+    assert page.evaluate("document.documentElement.dataset.mode") == "dark"  # as before
+
+
+def test_no_column_of_the_table_is_cut_on_paper(page: Page, pages: dict[str, Path]):
+    page.set_viewport_size({"width": 718, "height": 1000})  # A4 within its margins
+    page.emulate_media(media="print")
+    page.goto(pages["study"].as_uri())
+    table = page.locator(".scroll table").bounding_box()
+    assert table
+    assert table["x"] + table["width"] <= 718
+
+
+def test_an_address_may_name_a_step(page: Page, pages: dict[str, Path]):
+    page.goto(pages["run"].as_uri() + "#step-4")
+    shown = page.locator("#frame-name")
+    expect(shown).to_have_text("step 4")
+    expect(shown.locator("a")).to_have_attribute("href", "#step-4")
+    page.locator(".where a").first.click()
+    expect(shown).to_have_text("step 0")
+    expect(page.locator("[data-figure=heatmap]")).to_be_in_viewport()

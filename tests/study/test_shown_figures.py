@@ -1,0 +1,213 @@
+"""Every figure that a study and the demo show is that of the Parquet files they leave."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from report.html_reader import Page
+from support.recomputed import Recomputed, rounded
+from support.study_command import StudyCommand, shared_folder
+
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+
+METRICS = ("loss_std", "grad_norm_std", "cosine_mean")
+NAMES = [f"{reading}-s1-{i}" for reading in ("sharded", "replicated") for i in (1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory):
+    """A small study: its runs recomputed, and what terminal, page and Markdown show."""
+    study = StudyCommand(shared_folder(tmp_path_factory.getbasetemp()))
+    path = tmp_path_factory.mktemp("shown") / "study"
+    ended = study.call(path, report=True, workers=3, steps=7)
+    assert ended.returncode == 0, ended.stderr
+    return SimpleNamespace(
+        runs={name: Recomputed(path / "runs" / name) for name in NAMES},
+        out=ended.stdout,
+        err=ended.stderr,
+        page=Page((path / "report.html").read_text()),
+        markdown=(path / "summary.md").read_text(),
+        cards={name: (path / "models" / name / "README.md").read_text() for name in NAMES[:3]},
+    )
+
+
+def only_data(page: Page, name: str, at: int = 0) -> list[dict]:
+    """Rows of a figure's data: of its layer ``at``, in the order of the layers."""
+    spec = page.specs[name]
+    layers = spec.get("layer", [spec])
+    return spec["datasets"][layers[at]["data"]["name"]]
+
+
+def assert_curve(rows, run, name, steps_of="step"):
+    assert [row[steps_of] for row in rows] == run.steps
+    np.testing.assert_allclose(
+        [row["value"] for row in rows], run.by_step[name], rtol=1e-5, atol=2e-7
+    )
+
+
+def test_the_terminals_table_has_means_over_the_run(shown):
+    lines = shown.out.splitlines()
+    heads = next(line for line in lines if line.strip().startswith("Setting"))
+    heads = re.split(r"\s{2,}", heads.strip())
+    for name, run in shown.runs.items():
+        reading, _, setting = name.partition("-")
+        line = next(one for one in lines if one.strip().startswith(f"{setting.upper()}, {reading}"))
+        cells = dict(zip(heads, re.split(r"\s{2,}", line.strip()), strict=True))
+        assert cells["Loss std"] == f"{run.mean['loss_std']:.3f}"
+        assert cells["Norm std"] == f"{run.mean['grad_norm_std']:.3f}"
+        assert cells["Cosine"] == f"{run.mean['cosine_mean']:.3f}"
+        assert cells["× sampling"] == f"{run.ratio:.2f}"
+        assert cells["Different samples"] == f"{run.distinct} of {run.drawn}"
+        assert cells["Averaged loss"] == f"{run.first:.2f} → {run.last:.2f}"
+    told = " ".join(shown.out.split())
+    assert "Loss std, norm std and cosine are means over the steps of a run" in told
+    assert "S1-1: every rank has the same seed; S1-2: rank 0 has its own seed; S1-3:" in told
+    assert "3 workers · 7 steps · batch 2 each" in told
+
+
+def test_progress_has_one_step_and_says_which(shown):
+    for name, run in shown.runs.items():
+        step = int(re.search(rf"{name}: 7 steps; step (\d): ", shown.err)[1])
+        last = {metric: values[step] for metric, values in run.by_step.items()}
+        assert (
+            f"{name}: 7 steps; step {step}: loss {last['loss_mean']:.3f}, loss std "
+            f"{last['loss_std']:.3f}, norm std {last['grad_norm_std']:.3f}, cosine "
+            f"{last['cosine_mean']:+.3f}"
+        ) in shown.err
+
+
+def test_sentences_on_the_readings_have_the_same_numbers(shown):
+    told = " ".join(shown.out.split())
+    for reading in ("sharded", "replicated"):
+        one, two, three = (shown.runs[f"{reading}-s1-{i}"] for i in (1, 2, 3))
+        cosines = [f"{run.mean['cosine_mean']:.3f}" for run in (one, two, three)]
+        sentence = (
+            f"Here the mean cosine is {cosines[0]} under S1-1, {cosines[1]} under S1-2 and "
+            f"{cosines[2]} under S1-3. Different samples of {one.drawn} drawn: {one.distinct} "
+            f"under S1-1, {two.distinct} under S1-2 and {three.distinct} under S1-3."
+        )
+        for words in (told, shown.page.words, shown.markdown):
+            assert sentence in words
+
+
+def test_the_pages_table(shown):
+    for name, run in shown.runs.items():
+        cells = (
+            f"{run.mean['loss_std']:.3f} {run.ratio:.2f} × {run.mean['grad_norm_std']:.3f} "
+            f"{run.mean['cosine_mean']:.3f} {run.distinct} of {run.drawn} {run.different:.1f} of "
+            f"{run.batch:.0f} {run.first:.2f} → {run.last:.2f}"
+        )
+        assert cells in re.sub(r"(?<=\d)(?=of )|(?<=\d)(?=\d\.\d\d ×)", " ", shown.page.words), name
+
+
+def test_the_models_cards(shown):
+    for name, card in shown.cards.items():
+        run = shown.runs[name]
+        assert f"| Loss dispersion (std over workers) | {run.mean['loss_std']:.3f} |" in card
+        assert f"| Gradient-norm dispersion | {run.mean['grad_norm_std']:.3f} |" in card
+        assert f"(mean cosine) | {run.mean['cosine_mean']:.3f} |" in card
+        assert f"| {np.ptp(run.losses_TW, axis=1).mean():.3f} |" in card
+        assert f"first 5 → last 5 steps | {run.first:.3f} → {run.last:.3f} |" in card
+
+
+def test_the_comparing_figures(shown):
+    dashboard = only_data(shown.page, "dashboard")
+    for name, run in shown.runs.items():
+        reading, _, setting = name.partition("-")
+        own = {"setting": setting.upper(), "reading": reading}
+
+        def mine(rows, own=own):
+            return [row for row in rows if own.items() <= row.items()]
+
+        assert_curve(mine(dashboard), run, "loss_mean")
+        for metric in METRICS:
+            curve = only_data(shown.page, f"{metric}-{reading}")
+            assert_curve([row for row in curve if row["setting"] == own["setting"]], run, metric)
+            (point,) = (
+                row
+                for row in only_data(shown.page, f"progression-{metric}")
+                if row["reading"] == reading and row["setting"].startswith(own["setting"])
+            )
+            assert point["value"] == pytest.approx(run.mean[metric], rel=1e-5, abs=2e-7)
+        lines = only_data(shown.page, f"losses-{name}")
+        for rank in range(run.num_workers):
+            losses = [row["value"] for row in lines if row["rank"] == rank]
+            np.testing.assert_allclose(losses, run.losses_TW[:, rank], rtol=1e-5)
+        (matrix,) = only_data(shown.page, f"cosines-{name}")
+        np.testing.assert_allclose(matrix["cosines"], run.matrix().ravel(), atol=6e-4)
+
+
+@pytest.mark.parametrize("index", range(6))
+def test_the_figures_of_each_run(shown, index):
+    run = shown.runs[NAMES[index]]
+
+    def data(name, at=0):
+        return only_data(shown.page, f"run{index}-{name}", at)
+
+    band, mean = data("loss"), data("loss", 1)
+    assert_curve(mean, run, "loss_mean")
+    for rows in (band, mean):
+        np.testing.assert_allclose(
+            [row["low"] for row in rows], run.losses_TW.min(axis=1), rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            [row["high"] for row in rows], run.losses_TW.max(axis=1), rtol=1e-5
+        )
+    for metric in METRICS:
+        layers = shown.page.specs[f"run{index}-{metric}"]["layer"]
+        at = next(i for i, one in enumerate(layers) if one["mark"].get("style") == "measured")
+        assert_curve(data(metric, at), run, metric)
+    for signal, values_TW in (("loss", run.losses_TW), ("grad_norm", run.norms_TW)):
+        lines = data(f"workers-{signal}")
+        for rank in range(run.num_workers):
+            own = [row["value"] for row in lines if row["rank"] == rank]
+            np.testing.assert_allclose(own, values_TW[:, rank], rtol=1e-5)
+        apart = values_TW - values_TW.mean(axis=1, keepdims=True)
+        shown_apart = [row["value"] for row in data(f"apart-{signal}", 1)]
+        np.testing.assert_allclose(shown_apart, apart.mean(axis=0), rtol=1e-4, atol=1e-6)
+    covered = data("coverage")
+    assert [row["drawn"] for row in covered] == list(run.drawn_so_far)
+    assert [row["distinct"] for row in covered] == run.distinct_so_far
+    frames = data("heatmap")
+    np.testing.assert_allclose(frames[0]["cosines"], run.matrix().ravel(), atol=6e-4)
+
+
+def test_the_tiles_of_each_run(shown):
+    text = re.sub(r"(?<=[a-z])(?=\d)|(?<=\d)(?=of |std )", " ", shown.page.words)
+    for name, run in shown.runs.items():
+        for tile in run.tiles():
+            assert tile in text, (name, tile)
+
+
+def test_the_demos_two_runs(tmp_path, monkeypatch, capsys):
+    from rankscope.cli import demo, main
+
+    monkeypatch.setattr(demo, "STEPS", 12)
+    monkeypatch.setattr("sys.argv", ["rankscope", "demo", "--output", str(tmp_path / "demo")])
+    with pytest.raises(SystemExit) as ended:
+        main.run()
+    printed = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0
+    page = Page((tmp_path / "demo" / "report.html").read_text())
+    runs = [Recomputed(tmp_path / "demo" / name) for name in demo.TRAININGS]
+    for letter, run in zip("AB", runs, strict=True):
+        assert (
+            f"Averaged loss: {run.first:.2f} → {run.last:.2f} (first and last 5 steps), "
+            "2 workers · 12 steps"
+        ) in printed
+        for name in ("loss", *METRICS):
+            at = 1 if name == "loss" else 0  # the losses lie over the workers' bands
+            rows = only_data(page, f"compare-{name}", at)
+            own = [row for row in rows if row["run"] == letter]
+            assert_curve(own, run, "loss_mean" if name == "loss" else name)
+        band = [row for row in only_data(page, "compare-loss") if row["run"] == letter]
+        np.testing.assert_allclose(
+            [row["low"] for row in band], run.losses_TW.min(axis=1), rtol=1e-5
+        )
+        np.testing.assert_allclose(
+            [row["high"] for row in band], run.losses_TW.max(axis=1), rtol=1e-5
+        )
+        assert f"{rounded(run.first)} → {rounded(run.last)}" in page.words
+        assert f"{run.mean['cosine_mean']:.3f}" in page.words
