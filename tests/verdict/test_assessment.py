@@ -140,7 +140,11 @@ def test_healthy_shards(tmp_path):
     assert 0.7 < found.values["dispersion_ratio"] < 1.4
     assert found.values["distinct_samples"] == found.values["samples_drawn"] == 2240
     assert found.values["samples_exact"] is True
-    assert not any("yet checked" in text for text in found.statements)
+    (waiting,) = (text for text in found.statements if "yet checked" in text)
+    assert waiting == (
+        "Not yet checked: a worker that computes other results from the same batch (no canary has "
+        "run yet)."
+    )
 
 
 @pytest.mark.parametrize(("status", "word"), [("running", "early"), ("complete", "short")])
