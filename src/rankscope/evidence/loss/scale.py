@@ -120,7 +120,8 @@ class LossScale(Detector):
         applied_W = workers["applied_scale"] / np.where(np.isfinite(clipped_W), clipped_W, 1.0)
         if are_alike(applied_W):
             self._applied = float(applied_W[0])
-        undone = _is_undone(scale, self._applied)
+        unseen = not np.isfinite(clipped_W).all()
+        undone = _is_undone(scale, self._applied, may_be_clipped=unseen)
         if step.alike("schedule_scale"):
             self._in_schedule = True
             scale *= float(workers["schedule_scale"][0])
@@ -203,13 +204,19 @@ class LossScale(Detector):
         )
 
 
-def _is_undone(scale: float, applied: float) -> bool:
-    """Return whether a factor after the reduction, clipping apart, undoes that of the loss.
+def _is_undone(scale: float, applied: float, *, may_be_clipped: bool = False) -> bool:
+    """Return whether a factor after the reduction, known clipping apart, undoes that of the loss.
+
+    ``may_be_clipped``: also where less is left than a mean loss would give.
 
     >>> _is_undone(4.0, 0.25), _is_undone(4.0, 0.1), _is_undone(0.25, 4.0)
     (True, False, True)
+    >>> _is_undone(4.0, 0.1, may_be_clipped=True), _is_undone(4.0, 0.5, may_be_clipped=True)
+    (True, False)
     """
-    return math.isclose(scale * applied, 1, rel_tol=_CLOSE)
+    if math.isclose(scale * applied, 1, rel_tol=_CLOSE):
+        return True
+    return may_be_clipped and scale > 1 + _CLOSE and scale * applied < 1
 
 
 def _mean(step: Step, scales_W: Floats) -> float:
