@@ -349,7 +349,7 @@ USES = (
         "torch.utils._python_dispatch",
         "TorchDispatchMode is_traceable_wrapper_subclass",
         "evidence.canary.alone evidence.canary.tensors evidence.reference.derivative"
-        " gradients.digest wrappers.reduced_product tools.doctor.determinism",
+        " evidence.update.again gradients.digest wrappers.reduced_product tools.doctor.determinism",
         "to see operators, and tensors that are made of others",
         _REFUSES,
     ),
@@ -429,27 +429,35 @@ USES = (
         "likewise under FSDP1",
         "parameters have longer names",
     ),
+    Use(
+        "torch.distributed.tensor.DTensor",
+        "_local_tensor",
+        "evidence.state.passes",
+        "this rank's part of a parameter, without an operation that a mode of the training's sees",
+        _SWITCHES_OFF,
+    ),
     # Modules
     Use(
         "torch.nn.Module",
         "_modules _parameters _buffers",
         "evidence.canary.state evidence.state.leaves evidence.state.plan"
-        " evidence.state.parameter_roles wrappers.find",
+        " evidence.state.parameter_roles evidence.state.passes evidence.optimizer.rounding"
+        " wrappers.find",
         "what hangs in a module, without the cost of its generators",
         _REFUSES + ", or " + _SWITCHES_OFF,
     ),
     Use(
         "torch.nn.modules.batchnorm",
         "_NormBase _BatchNorm",
-        "evidence.state.plan tools.doctor.model",
+        "evidence.state.plan evidence.state.passes tools.doctor.model",
         "which buffers are running statistics",
         "running statistics of every module may differ; the preflight finds no batch norm",
     ),
     Use(
         "torch.optim.Optimizer",
         "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
-        "wrappers.find integrations.torchtitan",
-        "which of several wrapped optimizers takes hooks",
+        "wrappers.find integrations.torchtitan evidence.update.audit",
+        "which of several wrapped optimizers takes hooks, and which hooks change an update",
         "no settings and no time of the optimizer are recorded",
     ),
     Use(
@@ -622,6 +630,13 @@ USES = (
         "ranks wait for each other for the time that the caller sets",
     ),
     # Frameworks
+    Use(
+        "datasets.IterableDataset",
+        "_distributed",
+        "evidence.environment.training",
+        "over how many ranks a streamed data set is split",
+        "a data set that is split twice is not named",
+    ),
     Use(
         _ENGINE,
         "_backward_prologue _backward_epilogue _take_model_step",

@@ -46,10 +46,10 @@ def test_every_cause_has_a_title_and_advice_that_is_a_sentence(cause):
 
 
 NO_CAUSES = {
-    *("findings.toml", "rankscope.evidence", "torch._dynamo"),
+    *("findings.toml", "rankscope.evidence", "torch._dynamo", "triton.cudagraphs"),
     *("bundle.json", "run.json", "suspect.npz", "peer.npz"),
 }
-ALWAYS_WITH_A_KEY = {"compute.nondeterministic"}
+ALWAYS_WITH_A_KEY = {"compute.code_differs", "compute.nondeterministic"}
 """Causes whose findings all are special cases, which have a rule by their key."""
 
 
