@@ -631,7 +631,7 @@ USES = (
     ),
     # Frameworks
     Use(
-        "datasets.IterableDataset",
+        "datasets.iterable_dataset.IterableDataset",
         "_distributed",
         "evidence.environment.training",
         "over how many ranks a streamed data set is split",
