@@ -13,7 +13,7 @@ from rankscope.bus.plan import Plan
 from rankscope.bus.step import GatheredStep
 from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.evidence.reference.slopes import Slopes, judge_slopes
-from rankscope.evidence.reference.verify import ReferenceAnswer, verify
+from rankscope.evidence.reference.verify import ReferenceAnswer, Verification, verify
 from rankscope.evidence.reference.words import declined, derived, some, verified
 from rankscope.stats.arrays import Floats
 
@@ -109,16 +109,9 @@ class Verifications(Director):
         except Exception as error:  # the run goes on without it
             _log.debug("a reference step could not be judged", exc_info=True)
             return declined(f"what was sent of it cannot be compared ({error})", (), step.step)
-        axis = parts_W[0].axis
-        if axis and found.answer is ReferenceAnswer.AGREES and found.blur > _MOST_BLUR:
-            why = f"rounding, or replicas that differ over {axis}, may change most of it"
+        why = _proves_nothing(found, parts_W) if found.answer is ReferenceAnswer.AGREES else ""
+        if why:
             return declined(why, (), step.step)
-        if found.answer is ReferenceAnswer.AGREES:
-            differing = _differing(parts_W)
-            if differing:
-                return declined(_NO_ONE_MODEL.format(some(differing)), (), step.step)
-            if found.weighting == "backward":
-                return declined(_UNKNOWN_FACTOR, (), step.step)
         most = max(len(part.terms_MPK) for part in parts_W)
         clips = self._plan.max_norm is not None or all(part.clips for part in parts_W)
         return verified(
@@ -166,6 +159,17 @@ def _scales_by_value(
         np.isfinite(scales_N).all() and np.ptp(scales_N) <= _SAME_FACTOR * np.abs(scales_N).max()
     )
     return scales_W if len(scales_N) > 1 and alike else ()
+
+
+def _proves_nothing(found: Verification, parts_W: Sequence[ReferenceShare]) -> str:
+    """Return why an agreement proves nothing; empty if it proves something."""
+    axis = parts_W[0].axis
+    if axis and found.blur > _MOST_BLUR:
+        return f"rounding, or replicas that differ over {axis}, may change most of it"
+    differing = _differing(parts_W)
+    if differing:
+        return _NO_ONE_MODEL.format(some(differing))
+    return _UNKNOWN_FACTOR if found.weighting == "backward" else ""
 
 
 def _differing(parts_W: Sequence[ReferenceShare]) -> list[str]:
