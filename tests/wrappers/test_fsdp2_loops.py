@@ -117,7 +117,7 @@ def a_pipeline_schedule_that_reduces_by_hand() -> None:
     session = start(mode_named("accumulated"))
     root, tap = session.root, make_tap(session)
     for step in range(2):
-        exact, _ = local_gradient(session, step)
+        exact, micro = local_gradient(session, step)
         reduce_in_backward(root, False)
         for batch in make_batches(session.worker, step, 3):
             tap.begin_forward(measure=True)
@@ -130,7 +130,9 @@ def a_pipeline_schedule_that_reduces_by_hand() -> None:
                 group.post_backward()
         state._root_post_backward_final_callback()
         local = check(tap, exact)
-        assert local.micro_squared_norms is None
+        norms = local.micro_squared_norms  # known where no reduction came between two passes
+        estimated = 5 * (2 / WIDTH) ** 0.5
+        assert norms is None or norms.tolist() == pytest.approx(micro, rel=estimated)
         optimize(session)
     tap.remove()
 

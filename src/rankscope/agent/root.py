@@ -35,7 +35,7 @@ from rankscope.record.lock import WriterLock
 from rankscope.record.states import START_FILE, read_state
 from rankscope.record.stores import Mirror, Store
 from rankscope.sinks import RunInfo, Sinks, plan_sinks
-from rankscope.verdict.coverage import coverage_of
+from rankscope.verdict.coverage import CoverageCount
 from rankscope.verdict.diagnosis import diagnosis_of
 from rankscope.verdict.news import Announcer
 from rankscope.verdict.rules import first_sentence
@@ -99,6 +99,7 @@ class Root:
         self.finished = False
         run = Run.open(self._run_dir)
         self._diagnosis = diagnosis_of(run)
+        self._coverage = CoverageCount(run.info.get("training"))
         start = read_state(self._run_dir / START_FILE) if "continues" in run.info else None
         if start is not None:
             self._diagnosis.restore(start)
@@ -244,6 +245,7 @@ class Root:
         self._record.add_many(reports)  # first, in case a detector fails
         found = self._diagnosis.observe_many(reports)
         for report, findings in zip(reports, found, strict=True):
+            self._coverage.add(report)
             self._record.add_findings(findings)
             self._conclude(report, findings)
 
@@ -434,7 +436,7 @@ class Root:
                     num_steps=self._diagnosis.num_steps,
                     num_workers=len(self._workers),
                     options=self._options,
-                    coverage=coverage_of(Run.open(self._run_dir)),
+                    coverage=self._coverage.coverage,
                     worst=worst_of(self._siblings()),
                 )
             if self._latest is not None:

@@ -120,7 +120,8 @@ class Scope:
         for each in all_of(optimizer):
             self._hooks.append(each.register_step_pre_hook(self._before_optimizer_step))
             self._hooks.append(each.register_step_post_hook(self._after_optimizer_step))
-            self._hooks.append(each.register_state_dict_pre_hook(self._before_state_dict))
+            with contextlib.suppress(AttributeError):  # torchtitan's container has no such hooks
+                self._hooks.append(each.register_state_dict_pre_hook(self._before_state_dict))
         self._hooks += map(_Hook, self._collector.listen(self._before_engine_step))
         _scopes.add(self)
         atexit.register(_close_at_exit, weakref.ref(self))

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.finding import Severity
+from rankscope.bus.step import StepReport
 from rankscope.bus.words import count
 from rankscope.record import Run
 from rankscope.record.tables import Columns
@@ -75,6 +76,32 @@ class Coverage:
         if not self.enough:
             return f"not enough was measured to judge: {self.limits}"
         return f"no fault found{f', but {self.limits}' if self.limits else ''}"
+
+
+class CoverageCount:
+    """Counts what is measured of a run, step by step.
+
+    Args:
+        training: What ``run.json`` has of the training.
+    """
+
+    def __init__(self, training: Any) -> None:
+        self._tensors = _tensors(training)
+        self._steps = self._losses = self._due = self._gradients = 0
+
+    def add(self, report: StepReport) -> None:
+        """Count a step."""
+        due = report.step % max(report.gathered.interval, 1) == 0
+        self._steps += 1
+        self._losses += bool(np.isfinite(report.values["loss_mean"]))
+        self._due += due
+        self._gradients += due and report.observed
+
+    @property
+    def coverage(self) -> Coverage:
+        """What was measured so far."""
+        counts = (self._steps, self._losses, self._due, self._gradients)
+        return Coverage(*counts, *self._tensors)
 
 
 def coverage_of(run: Run, columns: Columns | None = None) -> Coverage:
