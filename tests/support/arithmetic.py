@@ -57,7 +57,7 @@ RULES: tuple[Rule, ...] = (
     (rf"{NUMBER} times .*\(95 % interval {NUMBER} to {NUMBER}\)", spreads, (1, 2, 3)),
     (rf"is {NUMBER} times that.* within the {NUMBER} to {NUMBER} that", within, (1, 2, 3)),
     (rf"about {NUMBER} \S+ \(95 % interval {NUMBER} to {NUMBER}\)", spreads, (1, 2, 3)),
-    (rf"{NUMBER} \| mean over steps; {NUMBER} × the {NUMBER} that", divides, (1, 3, 2)),
+    (rf"{NUMBER} \| (?:mean over steps; )?{NUMBER} × the {NUMBER} that", divides, (1, 3, 2)),
     (rf"differ by {NUMBER}\D* \(std over workers, {NUMBER} from", in_order, (1, 2)),
     (rf"{NUMBER} of the {NUMBER} samples drawn", in_order, (1, 2)),
     (rf"global batch of {NUMBER} \D*held {NUMBER} different", in_order, (2, 1)),
