@@ -10,7 +10,7 @@ import pytest
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.finding_events import FindingEvent
 from rankscope.session.announcement import announce, where_recorded
-from rankscope.verdict.coverage import Coverage
+from rankscope.verdict.coverage import MeasuredParts
 from rankscope.verdict.news import MOST_LINES, Announcer, line_of, verdict_line
 from support.forked_ranks import torchrun
 from support.loops import Loop
@@ -78,7 +78,7 @@ def test_a_storm_of_findings_does_not_flood_the_log():
 
 def test_the_verdict_counts_and_names_the_worst():
     note, error = replace(COPIES, severity=Severity.NOTE), replace(COPIES, severity=Severity.ERROR)
-    whole = Coverage(30, 30, 30, 30)
+    whole = MeasuredParts(30, 30, 30, 30)
     assert verdict_line([], whole) == "no fault found."
     assert verdict_line([note], whole) == "no fault found (1 note)."
     other = replace(COPIES, id="x", cause="rng.identical", explanation="Equal.", status="closed")

@@ -11,7 +11,7 @@ from rankscope.cli.report import Listing, run_result
 from rankscope.record import Run, RunWriter
 from rankscope.report.study_words import Entry
 from rankscope.verdict.assessment import assess
-from rankscope.verdict.coverage import Coverage, coverage_of
+from rankscope.verdict.coverage import MeasuredParts, coverage_of
 from rankscope.verdict.loaded import load
 from rankscope.verdict.news import Announcer
 from support.streams import gathered
@@ -130,4 +130,4 @@ def test_a_model_that_is_watched_in_part_is_not_healthy(tmp_path, updated, sever
 def test_a_model_of_which_the_optimizer_holds_fewer_tensors_is_watched_whole(tmp_path):
     training = {"parameters": {"tensors": 9}, "optimizer": {"groups": [{"tensors": 1}]}}
     run = record(tmp_path / "run", info={"training": training})
-    assert coverage_of(run) == Coverage(80, 80, 80, 80)
+    assert coverage_of(run) == MeasuredParts(80, 80, 80, 80)

@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 from rankscope.cli.main import app
 from rankscope.record import Run, RunWriter
 from rankscope.verdict.assessment import assess
-from rankscope.verdict.coverage import Coverage
+from rankscope.verdict.coverage import MeasuredParts
 from rankscope.verdict.news import Announcer
 from rankscope.verdict.siblings import coordinate_of, siblings_of, worst_of
 from record.run_files import make_finding
@@ -62,7 +62,7 @@ def test_lines_have_the_place_in_the_job_and_the_worst_of_its_runs(folder):
     lines = []
     run = Run.open(folder / "sft")
     announcer = Announcer(lambda line, is_fault: lines.append(line), coordinate_of(run.info))
-    worst, whole = worst_of(siblings_of(run)), Coverage(30, 30, 30, 30)
+    worst, whole = worst_of(siblings_of(run)), MeasuredParts(30, 30, 30, 30)
     announcer.conclude((), num_steps=30, num_workers=2, options=None, coverage=whole, worst=worst)
     announcer.conclude((), num_steps=30, num_workers=2, options=None, coverage=whole)
     start = "ranks 0 and 1: 30 steps of 2 workers: "

@@ -16,7 +16,7 @@ COLUMNS = ("step", "loss_mean", "observed", "interval")
 
 
 @dataclass(frozen=True, slots=True)
-class Coverage:
+class MeasuredParts:
     """What was measured in the steps of a run.
 
     Attributes:
@@ -98,13 +98,13 @@ class CoverageCount:
         self._gradients += due and report.observed
 
     @property
-    def coverage(self) -> Coverage:
+    def coverage(self) -> MeasuredParts:
         """What was measured so far."""
         counts = (self._steps, self._losses, self._due, self._gradients)
-        return Coverage(*counts, *self._tensors)
+        return MeasuredParts(*counts, *self._tensors)
 
 
-def coverage_of(run: Run, columns: Columns | None = None) -> Coverage:
+def coverage_of(run: Run, columns: Columns | None = None) -> MeasuredParts:
     """Return what was measured in a run, from :data:`COLUMNS` of its steps if they are at hand.
 
     Raises:
@@ -112,7 +112,7 @@ def coverage_of(run: Run, columns: Columns | None = None) -> Coverage:
     """
     columns = run.steps(*COLUMNS) if columns is None else columns
     due_T = columns["step"] % np.maximum(columns["interval"], 1) == 0
-    return Coverage(
+    return MeasuredParts(
         len(due_T),
         int(np.isfinite(columns["loss_mean"]).sum()),
         int(due_T.sum()),

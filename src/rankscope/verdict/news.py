@@ -6,7 +6,7 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.finding_events import FindingEvent
 from rankscope.bus.words import count, name_ranks
 from rankscope.verdict.checks import checks_of, missing_steps
-from rankscope.verdict.coverage import Coverage
+from rankscope.verdict.coverage import MeasuredParts
 from rankscope.verdict.rules import explanations, first_sentence, ranked, settles
 from rankscope.verdict.siblings import Sibling
 
@@ -63,7 +63,7 @@ class Announcer:
         num_steps: int,
         num_workers: int,
         options: object,
-        coverage: Coverage,
+        coverage: MeasuredParts,
         worst: Sibling | None = None,
     ) -> None:
         """Announce the verdict, from all findings of the run in their last state.
@@ -88,7 +88,7 @@ def line_of(finding: Finding, event: FindingEvent) -> str:
     return f"{now}: {first_sentence(finding)} [{finding.cause}, since step {finding.first_step:,}]"
 
 
-def verdict_line(findings: Sequence[Finding], coverage: Coverage, missing: int = 0) -> str:
+def verdict_line(findings: Sequence[Finding], coverage: MeasuredParts, missing: int = 0) -> str:
     """Return all findings in one line, the worst in words; ``missing``: further steps needed."""
     faults = [finding for finding in findings if finding.severity > Severity.NOTE]
     notes = len(findings) - len(faults)

@@ -12,7 +12,7 @@ from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.budget import bound_in_words
 from rankscope.verdict.checks import describe_checks, missing_steps
-from rankscope.verdict.coverage import Coverage
+from rankscope.verdict.coverage import MeasuredParts
 from rankscope.verdict.dispersion_words import (
     Values,
     describe_dispersion,
@@ -67,7 +67,7 @@ class RunProgress:
     last_step: int = -1
     earlier_steps: int | None = 0
     checks: tuple[Check, ...] = ()
-    coverage: Coverage | None = None
+    coverage: MeasuredParts | None = None
 
     @property
     def ended(self) -> bool:
@@ -231,7 +231,7 @@ _BY_CAUSE: Mapping[str, Callable[[Values, Finding], Verdict]] = {
 }
 
 
-def _as_measured(verdict: Verdict, coverage: Coverage) -> Verdict:
+def _as_measured(verdict: Verdict, coverage: MeasuredParts) -> Verdict:
     """Return a verdict without a fault, limited to what was measured."""
     if not coverage.enough:
         said = coverage.verdict
@@ -327,7 +327,7 @@ def _without_samples(values: Values) -> Verdict:
 # Statements --------------------------------------------------------------------------------
 
 
-def _describe_coverage(coverage: Coverage | None) -> str:
+def _describe_coverage(coverage: MeasuredParts | None) -> str:
     """Describe what was measured in fewer steps than it should have been."""
     if coverage is None:
         return ""

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from rankscope.bus.finding import Severity
 from rankscope.evidence.environment.training import length_of, splits_of
-from rankscope.evidence.samples.coverage import SPLIT_TWICE, Coverage, SplitTwice
+from rankscope.evidence.samples.coverage import SPLIT_TWICE, EpochCoverage, SplitTwice
 from support.stepping import evidence_of
 from support.streams import reports, sharded, with_replacement
 
@@ -31,7 +31,7 @@ def cut_short(size, steps):
 
 
 def watch(stream, num_steps, length=960, *, named=True):
-    detector = Coverage(length)
+    detector = EpochCoverage(length)
     return [e for r in reports(stream, num_steps, named=named) for e in evidence_of(detector, r)]
 
 

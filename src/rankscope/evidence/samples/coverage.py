@@ -17,7 +17,7 @@ _NAMED_SHARE = 0.9
 _CONTENT_SHARE = 0.5  # where samples are not named: the data may hold a content several times
 
 
-class Coverage(Detector):
+class EpochCoverage(Detector):
     """Samples of the data set that are never drawn, though the drawn ones come again.
 
     The workers have drawn D different samples, and then as many draws have brought no new one: so

@@ -3,7 +3,7 @@
 from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.evidence.samples.coverage import Coverage, SplitTwice
+from rankscope.evidence.samples.coverage import EpochCoverage, SplitTwice
 from rankscope.evidence.samples.duplicates import DuplicateBatches
 from rankscope.evidence.samples.epochs import RepeatedOrder
 from rankscope.evidence.samples.micro_batches import UnequalMicroBatches
@@ -24,7 +24,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         RepeatedBatches(num_workers, repeats=repeats),
         FilledBatches(repeats=repeats),
         ResumeMismatch(num_workers),
-        Coverage(run.data_length, replaces=drawn_again),
+        EpochCoverage(run.data_length, replaces=drawn_again),
         SplitTwice(run.data_splits, run.world_size),
         UnequalMicroBatches(num_workers),
     )
