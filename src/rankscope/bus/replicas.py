@@ -54,6 +54,8 @@ class StateKind(StrEnum):
     """State that changes between the forward passes of a step; its digest counts the changes."""
     MODE = "mode"
     """Modules in training mode on some workers and in evaluation mode on others; in words."""
+    OPTION = "option"
+    """A setting of the optimizer that differs between workers; in words."""
     MODULE = "module"
     """Mode, class, code or an attribute of a module, where a canary differs; ``name`` in words."""
     OPERATION = "operation"

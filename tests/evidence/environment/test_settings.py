@@ -1,15 +1,22 @@
 """Settings and calls of the optimizer that differ between workers, or from the plan."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
+from rankscope.agent.message import StepMessage
 from rankscope.bus.finding import Severity
+from rankscope.bus.layout import Layout
 from rankscope.bus.plan import Plan
-from rankscope.bus.step import MISSING_INT
+from rankscope.bus.step import MISSING_INT, StepReport
+from rankscope.evidence.environment.combine import make_combiner
+from rankscope.evidence.environment.optimizer import OptimizerMeter
 from rankscope.evidence.environment.settings import CALLS, DifferentSettings
-from support.stepping import observe, run, words
+from support.stepping import evidence_of, observe, run, words
+from support.streams import gathered
 
 NAN = float("nan")
 DIFFER = "state.hyperparameters_differ"
@@ -48,6 +55,42 @@ def test_only_what_differs_is_named():
     assert told.fields["what"] == (
         "the learning rate is 0.0003 on rank 3, 0.0001 on the others; "
         "the learning rates of other parameter groups differ on rank 3"
+    )
+
+
+def test_settings_that_differ_are_named_with_their_values():
+    def make(betas, decay=0.0):
+        groups = [{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(2)]
+        groups[1]["weight_decay"] = decay
+        return torch.optim.AdamW(groups, betas=betas)
+
+    optimizers = [make((0.9, 0.999)), make((0.9, 0.95), 0.5), make((0.9, 0.999))]
+    meters = [OptimizerMeter(one) for one in optimizers]
+    combiner = make_combiner(Layout(num_workers=3))
+    detector = DifferentSettings(3)
+    sent = 0
+    for number in range(3):
+        messages, digests = [], []
+        for meter, optimizer in zip(meters, optimizers, strict=True):
+            meter.count(optimizer)
+            digests.append(meter.collect()["settings_digest"])
+            names = meter.named()
+            sent += bool(names)
+            packed = np.frombuffer(json.dumps(names).encode() if names else b"", np.uint8)
+            messages.append(StepMessage(number, names=packed))
+        digests_W = np.array(digests, np.int64)
+        none_W = np.full(3, MISSING_INT)
+        found = combiner.combine(messages, {"modes": none_W, "settings_digest": digests_W})
+        columns = {"settings_digest": digests_W, "optimizer_steps": np.ones(3, np.int64)}
+        samples = [np.array([rank]) for rank in range(3)]
+        step = replace(gathered(number, samples, **columns), **found)
+        reported = evidence_of(detector, StepReport(step, {}))
+    assert sent == 3  # each worker names its settings once
+    (last,) = reported
+    assert last.ranks == (1,)
+    assert last.fields["what"] == (
+        "betas is (0.9, 0.95) on rank 1, (0.9, 0.999) on the others; "
+        "weight_decay of parameter group 1 is 0.5 on rank 1, 0.0 on the others"
     )
 
 

@@ -360,6 +360,7 @@ def test_a_canary_in_which_all_agree_turns_a_difference_to_data(suspect, digests
     assert (last.cause, last.ranks, last.severity) == (cause, (5,), Severity.WARNING)
     told = "in the canary of step 60 all workers computed the same" in say(last)
     assert told == (cause == "data.worker_outlier")
+    assert not told or "another worker" not in describe(last.cause, last.severity, last.fields)[1]
 
 
 def test_a_single_value_far_out_is_a_note_at_once_and_not_every_time():

@@ -17,6 +17,12 @@ _NO_SETTINGS = frozenset(
 _PARAMETERS = frozenset({"params", "param_names"})
 _FIXED = (bool, int, float, str, type(None))
 
+NAMES = "settings"
+"""Key of the settings among the names of a step's message."""
+
+_MOST_NAMED = 64
+_LONGEST = 60
+
 
 class OptimizerMeter:
     """Counts calls of ``optimizer.step`` and reads the settings of the last one.
@@ -37,6 +43,7 @@ class OptimizerMeter:
         self._weight_decay = float("nan")
         self._groups: dict[int, _GroupSettings] = {}
         self._texts: dict[str, str] = {}
+        self._named: dict[str, dict[str, str]] = {}  # to be sent, when some have changed
         self._values: list[object] = []  # of all groups: while they live, their ids are theirs
         self._seen: list[int] = []
         self._digests: dict[str, int] = {}
@@ -68,6 +75,11 @@ class OptimizerMeter:
         }
         return {**values, **self._digests}
 
+    def named(self) -> dict[str, dict[str, str]]:
+        """Return all settings but those with columns, by name, if some have changed; else none."""
+        named, self._named = self._named, {}
+        return named
+
     def _read(self, optimizer: Any) -> None:
         groups = getattr(optimizer, "param_groups", None)
         if isinstance(groups, list) and self._is_known(groups):
@@ -82,6 +94,8 @@ class OptimizerMeter:
         if groups:
             texts["settings_digest"] = repr(list(map(self._text_of, range(len(groups)), groups)))
         if texts != self._texts:
+            if texts.get("settings_digest") != self._texts.get("settings_digest"):
+                self._named = {NAMES: self._words(groups)}
             self._texts = texts
             self._digests = {name: digest_of(text.encode()) for name, text in texts.items()}
         named = [(name, value) for group in groups for name, value in group.items()]
@@ -95,6 +109,16 @@ class OptimizerMeter:
             return self._seen == [id(value) for group in groups for value in group.values()] != []
         except AttributeError:  # no mapping
             return False
+
+    def _words(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Return each setting as text, with the number of its parameter group if that matters."""
+        shared = self._groups[0].settings
+        words = {name: value[:_LONGEST] for name, value in shared.items()}
+        for number in range(1, len(groups)):
+            for name, value in self._groups[number].settings.items():
+                if value != shared.get(name):
+                    words[f"{name} of parameter group {number}"] = value[:_LONGEST]
+        return dict(list(words.items())[:_MOST_NAMED])
 
     def _text_of(self, number: int, group: Mapping[str, Any]) -> str:
         """Return the settings of a parameter group as text, from a cache until some change."""
@@ -112,6 +136,7 @@ class _GroupSettings:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         plain = [(name, _plain(settings.get(name))) for name in sorted(map(str, settings))]
         self.text = repr([(name, value) for name, value in plain if value is not None])
+        self.settings = {name: repr(value) for name, value in plain if value is not None}
         self._values = list(settings.values())
         self._ids = list(map(id, self._values))
         self._fixed = all(map(_is_fixed, self._values))

@@ -54,11 +54,12 @@ class EnvironmentProbe(Probe):
     def collect(self, end: StepEnd) -> Ready:
         """Return settings, calls and precision."""
         values = self._optimizer.collect()
+        names: dict[str, Any] = dict(self._optimizer.named())
         if end.comparable:
             values["precision"] = self._precision
-        if self._modes is None:
-            return Ready(MessagePart(values))
-        values["modes"], names = self._modes.collect()
+        if self._modes is not None:
+            values["modes"], modes = self._modes.collect()
+            names |= modes
         return Ready(MessagePart(values, names=names))
 
 

@@ -10,10 +10,10 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.plan import Plan
 from rankscope.bus.rank_values import known_values, name_values
-from rankscope.bus.replicas import minority_ranks
+from rankscope.bus.replicas import StateKind, minority_ranks
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
-from rankscope.bus.words import name_ranks
+from rankscope.bus.words import count, name_ranks
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.state import State
 
@@ -23,6 +23,7 @@ STEPS_NEEDED = 3
 CALLS = "optimizer-steps-differ"
 
 _NOBODY = np.empty(0, bool)
+_MOST_NAMED = 6
 _RELATIVE = 1e-6
 _OF_PEAK = 1e-9
 _NAMES = {"lr": "the learning rate", "weight_decay": "the weight decay"}
@@ -58,6 +59,7 @@ class DifferentSettings(Detector):
         self._anchored = True
         self._settings = PersistentFault()
         self._what = ""
+        self._options: list[str] = []  # settings that differ, in words, from when they began to
         self._calls = PersistentFault()
         self._waiting = -1
         self._waiting_calls = np.empty(0, np.int64)
@@ -108,6 +110,8 @@ class DifferentSettings(Detector):
             values = known_values(values_W, known_W)
             ranks.update(self._minority(values))
             parts.append(f"{words} is {name_values(values, _speller(values))}")
+        options = [d.name for d in gathered.differences if d.kind is StateKind.OPTION]
+        self._options = options or self._options
         for name, words in _DIGESTS.items():
             if step.alike(name):
                 known |= several and step.some_known(name)
@@ -118,7 +122,12 @@ class DifferentSettings(Detector):
             if not _alike(digests_W, known_W):
                 odd = self._minority(known_values(digests_W, known_W))
                 ranks.update(odd)
-                parts.append(f"{words} differ on {name_ranks(odd)}")
+                if name == "settings_digest" and self._options:
+                    more = len(self._options) - _MOST_NAMED
+                    parts += self._options[:_MOST_NAMED]
+                    parts += [f"{count(more, 'other setting')} differ too"] if more > 0 else []
+                else:
+                    parts.append(f"{words} differ on {name_ranks(odd)}")
         self._what = "; ".join(parts) or self._what
         if known and self._settings.observe(gathered.step, ranks):
             yield self._settings_evidence()

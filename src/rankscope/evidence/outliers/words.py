@@ -18,6 +18,10 @@ NAMED_WORKERS = 16
 """Workers whose differences a finding lists one by one."""
 
 _NAMED_GROUPS = 5
+_SWAP = (
+    " Then run one of them on another worker: what follows the batch is data, what stays with the "
+    "worker is its parameters or its hardware."
+)
 _AGREED = " It is the data: in the canary of step {step} all workers computed the same from them."
 
 
@@ -160,6 +164,7 @@ def describe_fault(
         "where": _where(groups, fault),
         "host": _host(fault.ranks, hosts),
         "canary": "" if fault.agreed < 0 else _AGREED.format(step=f"{fault.agreed:,}"),
+        "swap": _SWAP if fault.agreed < 0 else "",
         "steps": count(num_steps, "step"),
         "bound": bound_in_words(num_steps),
         "workers": num_workers,
