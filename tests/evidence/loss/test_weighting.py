@@ -10,10 +10,10 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.rules import describe
 from rankscope.bus.step import MISSING_INT, as_recorded
 from rankscope.bus.weighting import TokenSums, are_alike, as_matrix, follow_tokens, log_spread
-from rankscope.evidence.loss.scale import ONE_WORKER, LossScale
+from rankscope.evidence.loss.scale import ONE_WORKER, SHORT_WINDOW, LossScale
 from rankscope.evidence.loss.weighting import MICRO, STARVED, TokenWeighting
 from rankscope.record.states import pack_state, unpack_state
-from support.stepping import evidence_of
+from support.stepping import evidence_of, words
 from support.streams import gathered
 
 W = 4
@@ -398,13 +398,21 @@ def test_a_closure_that_runs_many_times_is_silent_unless_its_factor_is_wrong():
     assert found["loss.scale"].first_step <= 19
 
 
-def test_a_last_step_with_fewer_micro_batches_is_silent():
+def test_a_last_step_with_fewer_micro_batches_is_a_note_unless_it_is_divided_by_their_number():
     rest = [(np.full((W, 2), 64.0), np.full((W, 2), 0.25))]
     uneven = [
         ([np.full(4, 64.0)] * 3 + [np.full(3, 64.0)], [np.full(4, 0.25)] * 3 + [np.full(3, 0.25)])
     ]
-    epochs = (constant(0.25, micro=4, steps=15) + rest + uneven) * 10
-    assert watch(LossScale(W), epochs) == {}
+    full = constant(0.25, micro=4, steps=15)
+    found = watch(LossScale(W), (full + rest + uneven) * 10)
+    assert set(found) == {SHORT_WINDOW}
+    note = found[SHORT_WINDOW]
+    assert (note.severity, note.first_step, note.count) == (Severity.NOTE, 15, 10)
+    assert "with 2 micro-batches, the gradient is 0.5 of their mean" in words(note)
+    often = watch(LossScale(W), (full[:1] + rest) * 16)
+    assert often[SHORT_WINDOW].severity is Severity.WARNING
+    right = constant(0.5, micro=2, steps=1)
+    assert watch(LossScale(W), (full + right + uneven) * 10) == {}
 
 
 def test_last_steps_with_fewer_micro_batches_look_like_no_gradient_scaler():

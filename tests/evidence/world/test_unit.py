@@ -10,7 +10,7 @@ import pytest
 from rankscope.bus.finding import Severity
 from rankscope.bus.packing import pack_headed
 from rankscope.evidence.world.root import World
-from rankscope.evidence.world.unit import Unit, first_apart, is_same_model
+from rankscope.evidence.world.unit import Unit, first_apart, is_same_model, replicas_apart
 
 ELEMENTS = 64
 
@@ -113,6 +113,51 @@ def test_what_looks_intended_is_a_note_and_what_is_declared_is_nothing():
     [note] = found([own], [dataclasses.replace(other, seed=1)], seed=0).values()
     assert note.severity is Severity.NOTE
     assert found([own], [other], independent=True) == {}
+
+
+def tensor_parallel(rank: int, *, apart: int, **more) -> Unit:
+    """Return a unit of 16 parameters, of which it holds 4 in parts, and so many replicas apart."""
+    one = unit(rank, begins=3)
+    own = np.random.default_rng(rank).normal(size=(16, 4))
+    for at in one.readings:
+        values = one.elements(at).reshape(16, 4)
+        values[12:] += own[12:]
+        values[8:12] = 1.0 + 1e-3 * at * own[8:12]  # they begin with a constant
+        values[:apart] += 1e-3 * at * own[:apart]
+        one.readings[at] = packed(values)
+    names = tuple(f"p{number}" for number in range(16))
+    return dataclasses.replace(one, names=names, batches={0: 5, 1: 6}, **more)
+
+
+def test_replicas_of_ranks_that_share_each_sample_must_stay_equal():
+    one, other = (tensor_parallel(rank, apart=8) for rank in (0, 1))
+    names = [f"p{number}" for number in range(8)]
+    assert replicas_apart(one, other) == (0, names)
+    assert first_apart(one, other) is None
+    [finding] = found([one], [other]).values()
+    assert (finding.id, finding.cause) == ("replicas-of-groups-differ", "state.replicas_differ")
+    assert finding.severity is Severity.WARNING
+    assert "p0, p1, p2 and others" in finding.explanation
+    assert found([one], [other], independent=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (tensor_parallel(0, apart=0), tensor_parallel(1, apart=0)),
+        (tensor_parallel(0, apart=7), tensor_parallel(1, apart=7)),  # parts that begin alike
+        (
+            tensor_parallel(0, apart=8),
+            dataclasses.replace(tensor_parallel(1, apart=8), batches={0: 5, 1: 7}),
+        ),
+        (  # two trainings
+            dataclasses.replace(unit(0, moves=1.0), batches={0: 5}),
+            dataclasses.replace(unit(1, moves=1.0), batches={0: 5}),
+        ),
+    ],
+)
+def test_replicas_that_agree_or_are_none_are_silent(one, other):
+    assert replicas_apart(one, other) is None
 
 
 @pytest.mark.parametrize(("scale", "times"), [(1.0, "2 times too large"), (0.5, ""), (None, "")])

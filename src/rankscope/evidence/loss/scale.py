@@ -22,6 +22,9 @@ from rankscope.stats.state import Stateful
 ONE_WORKER = "loss-scale-one-worker"
 """Key of the finding of a worker whose multiplier differs from the others'."""
 
+SHORT_WINDOW = "loss-scale-short-window"
+"""Key of the finding of updates with fewer micro-batches than the loss was divided by."""
+
 _UNKNOWN = (
     " Nothing is wrong if the loss that rankscope sees is divided already, for instance by all "
     "workers' tokens."
@@ -43,6 +46,8 @@ _CLOSE = 1e-3
 _LEAST_SCALER = 1024.0
 _STEPS = 8
 _STEPS_OF_ONE = 3
+_MANY_SHORT = 8
+_OFTEN_SHORT = 0.25  # of all steps
 _POWERS = 3
 _LARGEST = 1e300  # the sum over any number of workers is finite
 
@@ -56,6 +61,9 @@ class LossScale(Detector):
     the worker's label tokens: the training minimises their sum. That is a note, since it may be
     meant, and a warning where gradients are clipped. A factor that is undone after the reduction
     does not count.
+
+    An update with fewer micro-batches than others, whose losses are divided by the number that the
+    others have, counts less than these. That is a note, and a warning where it happens often.
 
     A gradient scaler multiplies, too, by a number that changes while it runs and hides any other
     factor. Three powers of two, or one from 1,024 on, count as one. And losses that are sums over
@@ -91,6 +99,7 @@ class LossScale(Detector):
         self._applied = 1.0  # after the reduction, by the latest step that shows it
         self._in_schedule = False
         self._differing = _DifferingWorkers()
+        self._short = _ShortWindows()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step's multipliers; report wrong ones."""
@@ -109,13 +118,16 @@ class LossScale(Detector):
         self._notice_calls(step)
         self._divided = bool(workers["loss_divided"].all())
         if not known or len(sizes) > 1:
-            return ()
+            return
         if not alike:
-            return self._differing.observe(gathered.step, scales_W)
+            yield from self._differing.observe(gathered.step, scales_W)
+            return
         micro = max(sizes, default=1)
         self._notice_scaler(scale, micro)
         if math.isnan(scale):
-            return ()
+            return
+        if not self._scaler and not self._sums.found:
+            yield from self._short.observe(gathered.step, scale, micro, self._num_workers)
         clipped_W = workers["clip_factor"]
         applied_W = workers["applied_scale"] / np.where(np.isfinite(clipped_W), clipped_W, 1.0)
         if are_alike(applied_W):
@@ -125,7 +137,7 @@ class LossScale(Detector):
         if step.alike("schedule_scale"):
             self._in_schedule = True
             scale *= float(workers["schedule_scale"][0])
-        return self._observe_mean(gathered, 1.0 if undone else scale, micro)
+        yield from self._observe_mean(gathered, 1.0 if undone else scale, micro)
 
     def _notice_calls(self, step: Step) -> None:
         calls_W: Ints = step.gathered.workers["optimizer_steps"]
@@ -223,6 +235,40 @@ def _mean(step: Step, scales_W: Floats) -> float:
     if step.alike("grad_scale") and math.frexp(scales_W[0])[0] == 0.5:
         return float(scales_W[0])  # sums of a power of two are exact
     return float(scales_W.mean())
+
+
+class _ShortWindows(Stateful):
+    """Updates with fewer micro-batches, whose losses are divided by the number that others have."""
+
+    def __init__(self) -> None:
+        self._full = 0  # micro-batches of the longest window, whose multipliers add up to 1
+        self._num_steps = 0
+        self._span = PersistentFault()
+
+    def observe(
+        self, step: int, scale: float, micro: int, num_workers: int
+    ) -> Iterable[FaultEvidence]:
+        """Process the sum of a step's multipliers, and its number of micro-batches."""
+        self._num_steps += 1
+        if math.isclose(scale, 1, rel_tol=_CLOSE):
+            self._full = max(self._full, micro)
+        short = micro < self._full and math.isclose(scale * self._full, micro, rel_tol=_CLOSE)
+        if not short:
+            return
+        self._span.see(step)
+        often = self._span.count >= max(_MANY_SHORT, _OFTEN_SHORT * self._num_steps)
+        yield self._span.evidence(
+            "loss.scale",
+            Severity.WARNING if often else Severity.NOTE,
+            range(num_workers),
+            {
+                "micro": count(micro, "micro-batch", "micro-batches"),
+                "full": self._full,
+                "ratio": f"{scale:.4g}",
+            },
+            {"micro_batches": micro, "of": self._full, "steps": self._span.count},
+            key=SHORT_WINDOW,
+        )
 
 
 class _DifferingWorkers(Stateful):

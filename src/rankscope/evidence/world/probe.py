@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.bus.packing import pack_headed
 from rankscope.bus.probe import Channel, Job, MessagePart, Probe
-from rankscope.evidence.world.unit import MOST_UNITS, Unit
+from rankscope.evidence.world.unit import ELEMENTS, MOST_UNITS, Unit
 from rankscope.gradients.host import HostCopy
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import Wrapped
@@ -36,7 +36,6 @@ _log = logging.getLogger("rankscope")
 NAME = "world"
 
 _MOST_PARAMETERS = 64
-_ELEMENTS = 4  # of each
 _LAST_READING = 64  # steps since the run began
 _LAST_LOOK = 1 << 14
 
@@ -196,13 +195,13 @@ def _elements(tensors: Sequence[Tensor]) -> Tensor:
     """Return the first elements of some parameters, float32 ``[E]``, by few kernels."""
     starts: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
-        start = _local(tensor).as_strided((_ELEMENTS,), (1,))
+        start = _local(tensor).as_strided((ELEMENTS,), (1,))
         starts.setdefault(start.dtype, []).append(start)
     return torch.cat([torch.cat(some).to(torch.float32) for some in starts.values()])
 
 
 def _is_readable(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and _local(tensor).numel() >= _ELEMENTS
+    return tensor.is_floating_point() and _local(tensor).numel() >= ELEMENTS
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -250,11 +249,13 @@ def _unit(
     if not readable:
         return None
     some = readable[:: math.ceil(len(readable) / _MOST_PARAMETERS)]
+    types = [tensor.dtype for _, tensor in some]
+    some.sort(key=lambda one: types.index(one[1].dtype))  # as they are read
     unit = Unit(
         ranks=tuple(ranks),
         main=main,
         layout=digest_of("\n".join(lines).encode()),
-        names=tuple(name for name, _ in trained[:_ELEMENTS]),
+        names=tuple(name for name, _ in some),
         dtype=str(some[0][1].dtype).removeprefix("torch."),
         divisor=divisor,
         wrapper=_described(job.wrapped),

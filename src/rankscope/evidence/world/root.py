@@ -1,4 +1,4 @@
-"""Finds groups of the job that train one model apart, and experts with another divisor."""
+"""Finds groups of the job that train one model or its replicas apart, and odd divisors of experts."""
 
 import json
 import logging
@@ -11,13 +11,21 @@ from rankscope.bus.packing import unpack_headed
 from rankscope.bus.plan import Plan
 from rankscope.bus.rules import describe, go_back
 from rankscope.bus.words import count, listed, name_ranks
-from rankscope.evidence.world.unit import MOST_UNITS, Unit, first_apart, is_same_model
+from rankscope.evidence.world.unit import (
+    MOST_UNITS,
+    Unit,
+    first_apart,
+    is_same_model,
+    replicas_apart,
+)
 from rankscope.files import parse, read_file
 
 _log = logging.getLogger("rankscope")
 
 PART = "sync.part_of_ranks"
 DIVISOR = "sync.expert_divisor"
+REPLICAS = "replicas-of-groups-differ"
+"""Key of the finding of replicas along an axis that no wrapper names."""
 
 _MOST_NAMED = 3
 _EXPERTS = ("ep", "expert", "moe")  # names of axes along which ranks hold other experts
@@ -67,9 +75,10 @@ class World(Director):
             if finding is None and not unit.main:
                 main = next((one for one in (*own, *others) if one.main), None)
                 finding = self._divisor(unit, main, counterparts, step)
-            if finding is not None and self._is_news(finding):
-                self.findings[finding.id] = finding
-                self._report(finding)
+            for one in (finding, self._replicas(unit, counterparts, step)):
+                if one is not None and self._is_news(one):
+                    self.findings[one.id] = one
+                    self._report(one)
 
     def _is_news(self, finding: Finding) -> bool:
         known = self.findings.get(finding.id)
@@ -110,6 +119,23 @@ class World(Director):
         numbers = {"groups": [list(ranks) for ranks in groups], "axes": missing}
         return self._finding(PART, severity, fields, numbers, first, step)
 
+    def _replicas(self, unit: Unit, others: Sequence[Unit], step: int) -> Finding | None:
+        """Return a finding of replicas along an axis that no wrapper names, which drift apart."""
+        apart = {other.ranks: found for other in others if (found := replicas_apart(unit, other))}
+        if not apart or self._independent:
+            return None
+        first = self._first_step + min(first for first, _ in apart.values())
+        groups = sorted([unit.ranks, *apart])
+        names = next(iter(apart.values()))[1]
+        fields = {
+            "names": _named(names),
+            "groups": _listed_groups(groups),
+            "first": f"{first:,}",
+        }
+        numbers = {"groups": [list(ranks) for ranks in groups], "parameters": names}
+        cause = "state.replicas_differ"
+        return self._finding(cause, Severity.WARNING, fields, numbers, first, step, key=REPLICAS)
+
     def _severity(self, unit: Unit, other: Unit) -> Severity:
         """Return an error for what nobody can intend, a note for what looks like it."""
         seed = self._group_seed() if len(unit.ranks) > 1 else None
@@ -149,11 +175,12 @@ class World(Director):
         numbers: Mapping[str, object],
         first: int,
         step: int,
+        key: str = "",
     ) -> Finding:
         back = go_back(first, self._first_step)
-        explanation, next_check = describe(cause, severity, fields, back)
+        explanation, next_check = describe(key or cause, severity, fields, back)
         return Finding(
-            id=cause,
+            id=key or cause,
             cause=cause,
             severity=severity,
             ranks=(),

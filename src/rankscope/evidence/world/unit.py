@@ -4,7 +4,10 @@ A group that reduces only among its own ranks sees nothing of another group with
 each group's first rank publishes a few elements of its parameters, from step to step. Two groups
 that begin with equal elements and apply different updates train two models.
 
-Legend of shapes: E elements.
+Groups that draw the same batches share the work on each sample, as tensor-parallel ranks do: they
+hold other parts of some parameters, and replicas of the rest, which must stay equal.
+
+Legend of shapes: E elements; P parameters, of each of which the same number of elements is read.
 """
 
 import base64
@@ -14,6 +17,7 @@ from itertools import takewhile
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.stats.arrays import Floats
 from rankscope.stats.rounding import UNIT_ROUNDOFF
@@ -25,9 +29,15 @@ _APART = 1 / 16
 """Distance of two updates, relative to the larger one, that rounding may explain: as of replicas
 that compute in bfloat16 by themselves, see :func:`rankscope.stats.rounding.tolerance_of`."""
 
+_REPLICAS_APART = 1 / 64
+"""The same for replicas of ranks that share the work on one sample."""
+
 _ROUNDINGS = 4  # of an element in an update
 _FEWEST_DISTINCT = 8  # elements that begin with one constant prove nothing
 _COARSEST = UNIT_ROUNDOFF["bfloat16"]
+
+ELEMENTS = 4
+"""Elements of each parameter that are read."""
 
 
 @dataclass(slots=True)
@@ -38,7 +48,7 @@ class Unit:
         ranks: The ranks of the job that reduce them.
         main: Whether they are most of their run's; others are reduced over fewer ranks.
         layout: Digest of their names, shapes and types.
-        names: Some of the parameters' names.
+        names: Names of the parameters that are read.
         dtype: The type of most of them.
         divisor: The number by which the sum of gradients is divided; 0 if unknown.
         wrapper: What reduces them, in words.
@@ -106,6 +116,51 @@ def is_same_model(one: Unit, other: Unit) -> bool:
         and len(np.unique(begins_E)) >= _FEWEST_DISTINCT
         and np.array_equal(begins_E, other.elements(0))
     )
+
+
+def replicas_apart(one: Unit, other: Unit) -> tuple[int, list[str]] | None:
+    """Return since which step replicas of two groups differ that share each sample, and their names.
+
+    Parameters that begin with equal values are replicas, unless these are constant; there must be
+    others, of which the groups hold parts. All replicas that move have to differ: a part that
+    begins with the values of another part may move as it likes.
+    """
+    drawn = one.batches.keys() & other.batches.keys()
+    common = sorted(one.readings.keys() & other.readings.keys() - {0})
+    alike = (
+        one.layout == other.layout
+        and one.whole
+        and other.whole
+        and not set(one.ranks) & set(other.ranks)
+        and drawn
+        and all(one.batches[at] == other.batches[at] for at in drawn)
+        and all(one.settings.get(at) == other.settings.get(at) for at in common)
+    )
+    begins_PE, other_PE = one.elements(0), other.elements(0)
+    if not alike or not len(begins_PE) or begins_PE.shape != other_PE.shape:
+        return None
+    begins_PE, other_PE = begins_PE.reshape(-1, ELEMENTS), other_PE.reshape(-1, ELEMENTS)
+    equal_P = (begins_PE == other_PE).all(axis=1)
+    replicas_P = equal_P & (np.ptp(begins_PE, axis=1) > 0)
+    if equal_P.all() or not replicas_P.any():
+        return None
+    apart = list(takewhile(lambda at: _all_apart(one, other, at, replicas_P), reversed(common)))
+    names = [name for name, is_one in zip(one.names, replicas_P, strict=False) if is_one]
+    return (apart[-1] - 1, names) if len(apart) > 1 else None
+
+
+def _all_apart(one: Unit, other: Unit, at: int, chosen_P: NDArray[np.bool_]) -> bool:
+    """Return whether all of these parameters that have moved differ between two groups."""
+    begins_PE = one.elements(0).reshape(-1, ELEMENTS)[chosen_P]
+    moved_PE, other_PE = (
+        unit.elements(at).reshape(-1, ELEMENTS)[chosen_P] - begins_PE for unit in (one, other)
+    )
+    size_P = np.maximum(np.linalg.norm(moved_PE, axis=1), np.linalg.norm(other_PE, axis=1))
+    rounding = _ROUNDINGS * at * UNIT_ROUNDOFF.get(one.dtype, _COARSEST)
+    allowed_P = _REPLICAS_APART * size_P + rounding * np.linalg.norm(begins_PE, axis=1)
+    distance_P = np.linalg.norm(moved_PE - other_PE, axis=1)
+    moved_P = size_P > 0
+    return bool(moved_P.any() and (distance_P > allowed_P)[moved_P].all())
 
 
 def first_apart(one: Unit, other: Unit) -> int | None:
