@@ -31,6 +31,15 @@ def test_workers_that_share_their_random_numbers_are_told_after_three_steps():
     json.dumps(told.numbers)
 
 
+def test_a_seed_that_leaves_out_a_part_of_the_rank_is_a_warning():
+    pairs = {"rng_used": [4] * 4, "rng_digest": [7, 8, 7, 8]}
+    told = run(EqualRandom(4), 3, **pairs)[-1]
+    assert (told.severity, told.ranks) == (Severity.WARNING, (0, 1, 2, 3))
+    assert "of ranks 0 and 2 and ranks 1 and 3 started the forward pass in equal" in words(told)
+    one_moved = {"rng_used": [4] * 4, "rng_digest": [7, 8, 8, 8]}  # as where rank 0 logs samples
+    assert run(EqualRandom(4), 3, **one_moved)[-1].severity is Severity.NOTE
+
+
 def test_all_workers_and_all_generators_are_named():
     told = run(EqualRandom(4), 5, **ALL)[-1]
     assert told.ranks == (0, 1, 2, 3)

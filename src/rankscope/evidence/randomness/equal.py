@@ -12,8 +12,8 @@ from rankscope.bus.plan import Plan
 from rankscope.bus.rank_values import known_values
 from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.step import MISSING_INT
-from rankscope.bus.steps import Step
-from rankscope.bus.words import listed, name_ranks
+from rankscope.bus.steps import Groups, Step
+from rankscope.bus.words import listed, name_ranks, shortened
 from rankscope.evidence.randomness import GENERATORS
 from rankscope.stats.arrays import Ints
 
@@ -27,6 +27,7 @@ LOADERS = "loader-rng-identical"
 PRIVATE = "private-rng-identical"
 
 _DIGESTS = {"rng_digest": 4 | 8, "rng_digest_python": 1, "rng_digest_numpy": 2}
+_MOST_GROUPS = 4
 _SHIFT = 4  # of generators that moved between the forward passes of two steps
 _OF_LOADERS = {
     "loader_rng_python": (1, "Python's"),
@@ -40,7 +41,8 @@ class EqualRandom(Detector):
 
     - Forward passes of several workers that start from equal states of a generator that they move.
       A note: equal dropout masks on different data cost little, and many scripts seed all ranks
-      alike. Generators that never move do not count.
+      alike. Generators that never move do not count. A warning where ranks fall into groups that
+      draw alike on other batches: their seed leaves out a part of the rank.
     - The same of generators that move between the forward passes of two steps. A warning:
       augmentation and sampling draw there.
     - Private generators of modules and data sets that move. A note: a data set may shuffle alike on
@@ -61,6 +63,7 @@ class EqualRandom(Detector):
         self._forward = PersistentFault(STEPS_NEEDED)
         self._between = PersistentFault(STEPS_NEEDED, in_a_row=True)
         self._used = self._used_between = 0
+        self._groups: list[tuple[int, ...]] = []  # that draw alike, where not all workers do
         self._loaders = PersistentFault(STEPS_NEEDED)
         self._private = PersistentFault(STEPS_NEEDED)
         self._shared = 0
@@ -73,14 +76,16 @@ class EqualRandom(Detector):
         number = step.gathered.step
         found: list[FaultEvidence] = []
         if self._num_workers > 1 and step.some_known("rng_used"):
-            found += self._see_generators(number, workers)
+            found += self._see_generators(number, workers, step.identical)
         if self._num_workers > 1 and step.some_known("rng_private") and not self._same:
             found += self._see_private(number, workers["rng_private"])
         if step.some_known("loader_rng_repeats") and self._see_loaders(number, workers):
             found.append(self._loader_evidence())
         return found
 
-    def _see_generators(self, step: int, workers: Mapping[str, Ints]) -> Iterable[FaultEvidence]:
+    def _see_generators(
+        self, step: int, workers: Mapping[str, Ints], identical: Groups
+    ) -> Iterable[FaultEvidence]:
         used_W = np.maximum(workers["rng_used"], 0)
         forward: set[int] = set()
         between: set[int] = set()
@@ -94,13 +99,16 @@ class EqualRandom(Detector):
                 ranks = minority_ranks(known_values(digests_W, moved_W))
             else:
                 ranks = _sharing(digests_W, moved_W)
+                groups = _groups(digests_W, moved_W & (used_W & bits != 0))
+                if groups and not set(groups) & set(identical):
+                    self._groups = groups
             forward.update(rank for rank in ranks if used_W[rank] & bits)
             between.update(rank for rank in ranks if used_W[rank] & bits << _SHIFT)
             for rank in ranks:
                 self._used |= int(used_W[rank]) & bits
                 self._used_between |= int(used_W[rank]) >> _SHIFT & bits
         if self._forward.observe(step, forward):
-            severity = Severity.WARNING if self._same else Severity.NOTE
+            severity = Severity.WARNING if self._same or self._groups else Severity.NOTE
             yield self._evidence(self._forward, self._used, "", severity)
         if self._between.observe(step, between):
             key = DIFFERS_BETWEEN if self._same else BETWEEN
@@ -136,8 +144,11 @@ class EqualRandom(Detector):
             DIFFERS if self._same else IDENTICAL,
             severity,
             seen.ranks,
-            {"generators": listed(generators)},
-            {"steps": seen.count, "generators": generators},
+            {
+                "generators": listed(generators),
+                "groups": shortened([name_ranks(one) for one in self._groups], _MOST_GROUPS),
+            },
+            {"steps": seen.count, "generators": generators, "groups": self._groups[:16]},
             key=key,
         )
 
@@ -159,6 +170,16 @@ class EqualRandom(Detector):
             },
             key=LOADERS,
         )
+
+
+def _groups(values_W: Ints, known_W: NDArray[np.bool_]) -> list[tuple[int, ...]]:
+    """Return the groups of workers with the same value, if there are several of one size."""
+    ranks: dict[int, list[int]] = {}
+    for rank in np.flatnonzero(known_W).tolist():
+        ranks.setdefault(int(values_W[rank]), []).append(rank)
+    sizes = {len(each) for each in ranks.values()}
+    several = len(ranks) > 1 and len(sizes) == 1 and sizes != {1}
+    return [tuple(each) for each in ranks.values()] if several else []
 
 
 def _sharing(values_W: Ints, known_W: NDArray[np.bool_]) -> tuple[int, ...]:

@@ -2,15 +2,22 @@
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
-from rankscope.bus.steps import Step
+from rankscope.bus.steps import Groups, Step
 from rankscope.bus.words import count
+from rankscope.stats.arrays import Floats
 from rankscope.stats.sorted_map import in_order
 
 _RARE = 0.1
 """Groups that coincide in a smaller share of the steps of the most frequent one are not named."""
+
+
+_SAME_LOSS = 1e-5
+_OTHER_NORM = 1e-2
 
 
 class DuplicateBatches(Detector):
@@ -18,6 +25,10 @@ class DuplicateBatches(Detector):
 
     Small batches can coincide by chance, so at least three different samples must coincide, in
     one step or in consecutive steps of the same workers.
+
+    Workers that share the work on each sample are no duplicates, as in graph or context parallelism
+    under a wrapper over all ranks: they fall into groups of one size, each of which has one loss,
+    and gradients that differ.
 
     Args:
         num_workers: W.
@@ -32,6 +43,7 @@ class DuplicateBatches(Detector):
         self._streaks: dict[tuple[int, ...], tuple[int, int]] = {}
         self._groups: dict[tuple[int, ...], int] = {}
         self._useful = num_workers
+        self._sharing: Groups = ()  # of workers that share the work on each sample
         self._span = PersistentFault()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
@@ -40,6 +52,8 @@ class DuplicateBatches(Detector):
         samples = step.gathered.samples
         if not step.identical:
             self._streaks = {}
+            return ()
+        if self._share_samples(step):
             return ()
         streaks: dict[tuple[int, ...], tuple[int, int]] = {}
         certain: list[tuple[int, ...]] = []
@@ -58,6 +72,24 @@ class DuplicateBatches(Detector):
         self._useful = self._num_workers - sum(len(group) - 1 for group in certain)
         return (self._evidence(),)
 
+    def _share_samples(self, step: Step) -> bool:
+        """Return whether all workers share the work on samples with others."""
+        groups = step.identical
+        workers = step.gathered.workers
+        norms_W = workers["grad_norm"]
+        if np.isfinite(norms_W).all():
+            size = len(groups[0])
+            whole = len(groups) > 1 and all(len(group) == size for group in groups)
+            whole &= size * len(groups) == len(norms_W)
+            losses_W = workers["loss"]
+            shared = whole and all(
+                _spread(losses_W[list(group)]) <= _SAME_LOSS
+                and _spread(norms_W[list(group)]) > _OTHER_NORM
+                for group in groups
+            )
+            self._sharing = groups if shared else ()
+        return bool(self._sharing) and self._sharing == groups
+
     def _evidence(self) -> FaultEvidence:
         most = max(self._groups.values())
         usual = sorted(group for group, n in self._groups.items() if n >= _RARE * most)
@@ -73,3 +105,9 @@ class DuplicateBatches(Detector):
                 "workers_with_own_batches": self._useful,
             },
         )
+
+
+def _spread(values: Floats) -> float:
+    """Return the range of some values over the largest; NaN where one is unknown."""
+    largest = float(np.abs(values).max())
+    return float(np.ptp(values)) / largest if largest else 0.0

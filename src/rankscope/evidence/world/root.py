@@ -1,4 +1,4 @@
-"""Finds groups of the job that train one model or its replicas apart, and odd divisors of experts."""
+"""Finds groups of a job that train a model or its replicas apart, and odd divisors of experts."""
 
 import json
 import logging

@@ -119,7 +119,7 @@ def is_same_model(one: Unit, other: Unit) -> bool:
 
 
 def replicas_apart(one: Unit, other: Unit) -> tuple[int, list[str]] | None:
-    """Return since which step replicas of two groups differ that share each sample, and their names.
+    """Return since when replicas of two groups that share each sample differ, and their names.
 
     Parameters that begin with equal values are replicas, unless these are constant; there must be
     others, of which the groups hold parts. All replicas that move have to differ: a part that
