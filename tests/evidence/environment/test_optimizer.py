@@ -80,7 +80,7 @@ def test_before_the_first_call_settings_are_unknown_and_the_count_is_zero():
 
 def test_without_an_optimizer_all_are_unknown():
     collected = OptimizerMeter(None).collect()
-    assert sorted(collected) == ["lr", "optimizer_steps", "weight_decay"]
+    assert sorted(collected) == ["lr", "lr_changes", "optimizer_steps", "weight_decay"]
     assert all(math.isnan(value) for value in collected.values())
 
 

@@ -14,7 +14,12 @@ from rankscope.bus.plan import Plan
 from rankscope.bus.step import MISSING_INT, StepReport
 from rankscope.evidence.environment.combine import make_combiner
 from rankscope.evidence.environment.optimizer import OptimizerMeter
-from rankscope.evidence.environment.settings import CALLS, DifferentSettings
+from rankscope.evidence.environment.settings import (
+    BY_PASS,
+    CALLS,
+    DifferentSettings,
+    ScheduleByPass,
+)
 from support.stepping import evidence_of, observe, run, words
 from support.streams import gathered
 
@@ -320,3 +325,27 @@ def test_a_restored_detector_goes_on_as_the_first_would():
     run(detector, 5, **odd)
     copy.restore(detector.state())
     assert run(copy, 25, start=5, **ALIKE) == run(detector, 25, start=5, **ALIKE)
+
+
+def test_a_schedule_that_moves_with_micro_batches_is_a_note():
+    often = {"micro_batches": [4, 4], "lr_changes": [3, 3]}
+    told = run(ScheduleByPass(), 8, width=2, **often)
+    assert [(one.key, one.severity, one.count) for one in told] == [(BY_PASS, Severity.NOTE, 8)]
+    assert "moves 4 times in an update" in words(told[0])
+    for columns in (
+        {"micro_batches": [1, 1], "lr_changes": [0, 0]},
+        {**often, "lr_changes": [0, 0]},
+    ):
+        assert run(ScheduleByPass(), 20, width=2, **columns) == []
+
+
+def test_changes_between_passes_are_counted_and_those_between_steps_are_not():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=1.0)
+    meter = OptimizerMeter(optimizer)
+    counts = []
+    for moving in (True, False):
+        for number in range(3):
+            meter.see_pass(first=number == 0)
+            optimizer.param_groups[0]["lr"] /= 2 if moving or number == 2 else 1
+        counts.append(meter.collect()["lr_changes"])
+    assert counts == [2, 0]

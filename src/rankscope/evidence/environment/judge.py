@@ -3,7 +3,7 @@
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
 from rankscope.evidence.environment.mismatch import DifferentModes, EnvironmentMismatch
-from rankscope.evidence.environment.settings import DifferentSettings, PlannedSeed
+from rankscope.evidence.environment.settings import DifferentSettings, PlannedSeed, ScheduleByPass
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
@@ -12,5 +12,6 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         EnvironmentMismatch(run.environments),
         DifferentModes(),
         DifferentSettings(run.num_workers, run.plan),
+        ScheduleByPass(),
         PlannedSeed(run.plan.seed, run.sampler_seeds),
     )

@@ -48,6 +48,18 @@ class OptimizerMeter:
         self._seen: list[int] = []
         self._digests: dict[str, int] = {}
         self._read_before = False
+        self._optimizer = optimizer
+        self._rate_of_pass: object = None
+        self._num_changes = 0
+
+    def see_pass(self, *, first: bool) -> None:
+        """Note the learning rate as a forward pass begins: a schedule should move with updates."""
+        groups = getattr(self._optimizer, "param_groups", None)
+        rate = groups[0].get("lr") if isinstance(groups, list) and groups else None
+        rate = rate if isinstance(rate, float) else None
+        if not first and rate != self._rate_of_pass:
+            self._num_changes += 1
+        self._rate_of_pass = rate
 
     def begin(self, optimizer: Any) -> None:
         """Read the settings before ``optimizer.step``, as some optimizers change theirs in it."""
@@ -72,7 +84,9 @@ class OptimizerMeter:
             "lr": self._lr,
             "weight_decay": self._weight_decay,
             "optimizer_steps": steps if self._known else float("nan"),
+            "lr_changes": self._num_changes if self._known else float("nan"),
         }
+        self._num_changes = 0
         return {**values, **self._digests}
 
     def named(self) -> dict[str, dict[str, str]]:

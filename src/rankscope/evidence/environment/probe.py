@@ -34,6 +34,7 @@ class EnvironmentProbe(Probe):
 
     def before_forward(self, step: int, *, first: bool) -> None:
         """Read precision and modes of the step's first forward pass; later ones are the same."""
+        self._optimizer.see_pass(first=first)
         if first and self._precisions is not None:
             self._precision = self._precisions.code(step)
         if first and self._modes is not None:

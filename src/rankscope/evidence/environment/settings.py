@@ -275,6 +275,37 @@ def _times(calls: float) -> str:
     return ("never", "once", "twice")[int(calls)] if calls < 3 else f"{calls:,} times"
 
 
+BY_PASS = "schedule-by-micro-batch"
+_STEPS_BY_PASS = 8
+
+
+class ScheduleByPass(Detector):
+    """A learning rate that changes with each micro-batch of a step, and not with each update."""
+
+    def __init__(self) -> None:
+        self._span = PersistentFault()
+        self._num_micro = 0
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report where its rate moves with each micro-batch, from the eighth on."""
+        workers = step.gathered.workers
+        changes_W: Ints = workers["lr_changes"]
+        micro_W: Ints = workers["micro_batches"]
+        if not (micro_W > 1).all() or not (changes_W == micro_W - 1).all():
+            return
+        self._span.see(step.gathered.step)
+        self._num_micro = max(self._num_micro, int(micro_W.max()))
+        if self._span.count >= _STEPS_BY_PASS:
+            yield self._span.evidence(
+                "state.schedule",
+                Severity.NOTE,
+                (),
+                {"micro": self._num_micro},
+                {"steps": self._span.count, "micro_batches": self._num_micro},
+                key=BY_PASS,
+            )
+
+
 KEY = "seed-not-planned"
 
 
