@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rankscope.integrations.hooks import BackwardCalls, reaches
 from rankscope.wrappers.guard import ForeignHook
+from rankscope.wrappers.labels import is_spread
 from rankscope.wrappers.loss_form import (
     PASSING,
     divisor_of,
@@ -37,13 +38,16 @@ _NUMBERS = (torch.int64, torch.float64)  # in which autograd keeps Python's numb
 class BackwardLoss:
     """Gives a scope the losses on which ``backward`` is called, where they depend on its model.
 
-    They only count when the model's output has no ``.loss`` that backward goes through.
+    That is on an output of its last forward pass; or on its parameters where there is none, as the
+    training calls a method in its place, or the forward pass itself calls ``backward``. They only
+    count when the model's output has no ``.loss`` that backward goes through.
     """
 
     def __init__(self, scope: "Scope", model: nn.Module) -> None:
         self._scope = scope
         self._model = model
         self._outputs: dict[Any, Tensor | None] = {}
+        self._parameters = frozenset(map(id, model.parameters()))
         self._works = True
         self._hooks: list[Any] = []
         self._calls: BackwardCalls | None = None
@@ -80,10 +84,13 @@ class BackwardLoss:
 
     def _see(self, caller: FrameType) -> None:
         """Read the roots of a backward pass that is about to begin."""
-        if not (self._works and self._outputs):
+        if not self._works or self._scope.repeating:
             return
         try:
-            outside(self._take, caller.f_locals["tensors"])
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # a loss may be of the training's own class
+                outside(self._take, caller.f_locals["tensors"])
         except Exception as error:
             self.remove()
             _log.warning(
@@ -94,10 +101,11 @@ class BackwardLoss:
             )
 
     def _take(self, roots: tuple[Any, ...]) -> None:
-        losses = [root for root in roots if type(root) is Tensor and root.numel() == 1]
+        losses = [root for root in roots if not is_spread(root) and root.numel() == 1]
         if len(losses) < len(roots):
             return
-        if not any(reaches([loss], self._outputs.__contains__) for loss in losses):
+        wanted = self._outputs.__contains__ if self._outputs else self._is_trained
+        if not any(reaches([loss], wanted) for loss in losses):
             return
         if len(losses) > 1:
             self._scope.loss(
@@ -112,6 +120,10 @@ class BackwardLoss:
             summed=found.summed,
             spare=True,
         )
+
+    def _is_trained(self, node: Any) -> bool:
+        """Return whether a node of the graph adds up the gradient of one of the parameters."""
+        return id(getattr(node, "variable", None)) in self._parameters
 
 
 class Unscaled(NamedTuple):

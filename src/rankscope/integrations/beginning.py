@@ -21,7 +21,6 @@ from rankscope.integrations.run_script import ScriptJob
 from rankscope.session.scope import Scope
 from rankscope.session.start import log_to_stderr, watch
 from rankscope.wrappers.find import find_wrapper, in_training_mode, is_compiled
-from rankscope.wrappers.kinds import LOOP
 from rankscope.wrappers.rendezvous import agree, default_store
 
 _log = logging.getLogger("rankscope")
@@ -71,11 +70,10 @@ def begin(model: nn.Module, job: ScriptJob) -> Watching | None:
     if problem:
         raise RunError(problem)
     optimizers = context.optimizers()
-    followed: Any = optimizers if wrapped.kind is LOOP else optimizers[:1]
     with torch.autocast(wrapped.device.type, enabled=False):
         scope = watch(
             model,
-            followed or None,
+            optimizers or None,
             run_dir=job.run_dir,
             config={"script": job.script},
             **job.options,
@@ -86,7 +84,7 @@ def begin(model: nn.Module, job: ScriptJob) -> Watching | None:
     except Exception as error:
         _log.warning("losses are only seen in the model's output: %s", error, exc_info=error)
     follow_calling_trainer(scope)
-    _log_unwatched(context, optimizers[len(followed) :], found=bool(optimizers))
+    _log_unwatched(context, found=bool(optimizers))
     return Watching(scope, losses)
 
 
@@ -194,12 +192,11 @@ def bare_models(optimizer: Optimizer) -> list[nn.Module]:
     return [module for module in found if id(module) not in inside]
 
 
-def _log_unwatched(context: CallerContext, others: list[Any], *, found: bool) -> None:
-    """Log, on rank 0, the models and optimizers that are not followed.
+def _log_unwatched(context: CallerContext, *, found: bool) -> None:
+    """Log, on rank 0, the models that are not watched.
 
     Args:
         context: Of the model that is watched.
-        others: Optimizers whose settings are not followed.
         found: Whether there is an optimizer at all.
     """
     if dist.get_rank() != 0:
@@ -209,8 +206,5 @@ def _log_unwatched(context: CallerContext, others: list[Any], *, found: bool) ->
         _log.warning(
             "rankscope watches the model that trains first; not watched: %s", ", ".join(models)
         )
-    if others:
-        names = ", ".join(type(optimizer).__name__ for optimizer in others)
-        _log.warning("rankscope follows the settings of the first optimizer, not of %s", names)
     if not found:
         _log.info("rankscope found no optimizer of the model")

@@ -68,6 +68,7 @@ class StepCollector:
         channel: Channel | None = None,
     ) -> None:
         self.paused = self._evaluating = self._runs_model = False
+        self.by_backward = False  # whether a backward pass has begun the last micro-batch
         self.step = first_step
         self._knows_optimizer = optimizer is not None
         self._warned = False
@@ -93,13 +94,15 @@ class StepCollector:
         self._left_over: bool | None = None  # whether it adds to a gradient that was applied
         self._updates_alone = 0  # since gradients were synchronised for the last time
         self._local = instruments.local_steps > 0  # updates alone are steps of their own
-        self._accumulation = None if optimizer is None else Accumulation(optimizer)
+        self._accumulation: Accumulation | None = None
+        if optimizer is not None:
+            self._accumulation = Accumulation(optimizer, job.wrapped.parameters)
         observers = [probe for probe in probes if type(probe).see_local is not Probe.see_local]
         reduced = list(self._calls["see_reduced"])
         if self._accumulation is not None:
             reduced.append(self._accumulation.see_reduced)
         observer = ObserverGroup(observers[0] if observers else None, reduced)
-        self._tap = instruments.make_tap(guard, observer, self._shadow)
+        self._tap = instruments.make_tap(guard, observer, self._shadow, self._begin_unnoticed)
         self._passes = ForwardPasses(self._notice_backward, guard)
         self._schedule = ScheduleCalls(self._module, guard, lambda: self._passes.current + 1)
         self._layout = instruments.layout
@@ -112,6 +115,8 @@ class StepCollector:
 
     def give_loss(self, value: Any, weight: Any, **more: Any) -> None:
         """Take the loss of a micro-batch, see :meth:`rankscope.Scope.loss`."""
+        if more.get("spare"):  # its backward pass is about to begin
+            self.begin_backward()
         self._given("loss", value, weight, self._passes.current, **more)
 
     def give_samples(self, samples: Any) -> None:
@@ -193,6 +198,7 @@ class StepCollector:
         self.close_step()
         if not bypassed:
             self._call("before_pass", self.step, args, kwargs)
+        self.by_backward = False
         self._begin_pass(bypassed=bypassed)
         self._passes.begin()
         self._call("on_inputs", args, kwargs, self._passes.current)
@@ -292,15 +298,47 @@ class StepCollector:
 
     def _notice_backward(self, trained: Callable[[], None]) -> None:
         """Handle, inside a backward pass, its arrival at the model's output."""
-        accumulation = self._accumulation
-        adds = accumulation is not None and accumulation.adds_to_applied()
-        self._tap.notice_backward(partial(self._see_trained, trained, adds))
+        self._tap.notice_backward(partial(self._see_trained, trained, self._find_old()))
 
     def _see_trained(self, trained: Callable[[], None], adds_to_applied: bool) -> None:
         """Handle a backward pass that accumulates gradients; the step's first one counts."""
         if self._left_over is None:
             self._left_over = adds_to_applied
         trained()
+
+    def _find_old(self) -> bool:
+        """Return whether a backward pass that begins now adds to gradients that were applied."""
+        if self._accumulation is None:
+            return False
+        adds = self._accumulation.adds_to_applied()
+        if self._left_over is None:
+            self._tap.leave_out(self._accumulation.old())
+        return adds
+
+    def _begin_unnoticed(self) -> None:
+        """Handle a backward pass that trains and has reached no output of the model before."""
+        self.begin_backward()
+        adds = self._find_old()
+        self._passes.train()
+        if self._left_over is None:
+            self._left_over = adds
+
+    def begin_backward(self) -> None:
+        """Begin a micro-batch for a backward pass, unless a forward pass waits for one.
+
+        The training calls a method of the model in place of its forward pass, or has several
+        backward passes inside or after one, for an update each. Several passes without an update
+        in between belong together.
+        """
+        if self._tap.awaits_backward:
+            return
+        if self._updated:
+            self.close_step()
+        elif self._passes.current >= 0 and not self.by_backward:
+            return
+        self.by_backward = True
+        self._begin_pass()
+        self._passes.begin(reached=True)
 
     def begin_optimizer_step(self) -> None:
         """Handle the beginning of ``optimizer.step``."""
@@ -331,7 +369,7 @@ class StepCollector:
         """Handle the end of ``optimizer.step``."""
         self._updated = True
         if self._accumulation is not None:
-            self._accumulation.see_updated(self._passes.current + 1)
+            self._accumulation.see_updated(self._passes.current + 1, optimizer)
         self._call("after_update", optimizer, complete=self._tap.complete)
 
     def see_saved(self) -> None:

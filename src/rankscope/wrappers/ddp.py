@@ -52,12 +52,13 @@ class DDPTap(HookedTap):
         *,
         reduced: ReadReduced,
         observer: GradientObserver,
+        unnoticed: Callable[[], None] = lambda: None,
         shadowed: Callable[[], None],
     ) -> None:
         in_buckets = model.gradient_as_bucket_view
         super().__init__(
             parameters, sketcher, guarded,
-            reduced=reduced, observer=observer, in_buckets=in_buckets,
+            reduced=reduced, observer=observer, in_buckets=in_buckets, unnoticed=unnoticed,
         )  # fmt: skip
         self._model = model
         self._product: ReducedProduct | None = None
@@ -259,7 +260,7 @@ class DDPTap(HookedTap):
             step.reduced_product = self._product.take(self._calls.names)
         if reduced and self._reduced is not None:
             step.reduced_known = self._measure_reduced(
-                self._calls.names, into=self._reduced, refs=refs
+                self._calls.names, into=self._reduced, refs=refs, left_out=self._left_out
             )
 
     @property

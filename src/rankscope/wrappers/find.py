@@ -127,6 +127,7 @@ class Wrapped:
         reduced: ReadReduced,
         observer: GradientObserver,
         shadowed: Callable[[], None],
+        unnoticed: Callable[[], None],
     ) -> GradientTap:
         """Return a tap that reads this model's local gradients from now on."""
         wrapper = self.wrapper
@@ -140,10 +141,19 @@ class Wrapped:
                 reduced=reduced,
                 observer=observer,
                 shadowed=shadowed,
+                unnoticed=unnoticed,
             )
         if self.kind is LOOP:
             size = self.group.size()
-            return LoopTap(parameters, size, sketcher, guarded, reduced=reduced, observer=observer)
+            return LoopTap(
+                parameters,
+                size,
+                sketcher,
+                guarded,
+                reduced=reduced,
+                observer=observer,
+                unnoticed=unnoticed,
+            )
         if is_deepspeed(wrapper):
             return DeepSpeedTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
         if is_megatron(wrapper):

@@ -78,6 +78,11 @@ class ForwardPasses:
                 this.visible = True
                 hook_gradient(tensor, partial(self._on_gradient, this))
 
+    def train(self) -> None:
+        """Note that the last forward pass trains, though nothing that it returned shows it."""
+        if self._passes:
+            self._passes[-1].train()
+
     def take_idle(self) -> frozenset[int]:
         """Return the numbers of the passes that took no part in the step, and begin a new step."""
         idle = frozenset(number for number, this in enumerate(self._passes) if this.idle)
