@@ -7,6 +7,7 @@ tokens the scope gets their number, and the sum's divisor.
 
 import logging
 import math
+from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -38,16 +39,21 @@ _NUMBERS = (torch.int64, torch.float64)  # in which autograd keeps Python's numb
 class BackwardLoss:
     """Gives a scope the losses on which ``backward`` is called, where they depend on its model.
 
-    That is on an output of its last forward pass; or on its parameters where there is none, as the
-    training calls a method in its place, or the forward pass itself calls ``backward``. They only
-    count when the model's output has no ``.loss`` that backward goes through.
+    That is on an output of its last forward pass; or else on its parameters, as the training calls
+    a method in its place, or another part of the model, or the forward pass itself calls
+    ``backward``. They only count when the model's output has no ``.loss`` that backward goes
+    through.
+
+    Args:
+        scope: Of the training.
+        models: The parts of its model, the first one's forward pass begins a micro-batch.
     """
 
-    def __init__(self, scope: "Scope", model: nn.Module) -> None:
+    def __init__(self, scope: "Scope", models: Sequence[nn.Module]) -> None:
         self._scope = scope
-        self._model = model
+        self._model = models[0]
         self._outputs: dict[Any, Tensor | None] = {}
-        self._parameters = frozenset(map(id, model.parameters()))
+        self._parameters = frozenset(id(p) for model in models for p in model.parameters())
         self._works = True
         self._hooks: list[Any] = []
         self._calls: BackwardCalls | None = None
@@ -104,8 +110,7 @@ class BackwardLoss:
         losses = [root for root in roots if not is_spread(root) and root.numel() == 1]
         if len(losses) < len(roots):
             return
-        wanted = self._outputs.__contains__ if self._outputs else self._is_trained
-        if not any(reaches([loss], wanted) for loss in losses):
+        if not any(reaches([loss], self._is_of_model) for loss in losses):
             return
         if len(losses) > 1:
             self._scope.loss(
@@ -121,9 +126,16 @@ class BackwardLoss:
             spare=True,
         )
 
-    def _is_trained(self, node: Any) -> bool:
-        """Return whether a node of the graph adds up the gradient of one of the parameters."""
-        return id(getattr(node, "variable", None)) in self._parameters
+    def _is_of_model(self, node: Any) -> bool:
+        """Return whether a node of the graph is an output's, or adds up a parameter's gradient."""
+        if node in self._outputs:
+            return True
+        return not self._awaited and id(getattr(node, "variable", None)) in self._parameters
+
+    @property
+    def _awaited(self) -> bool:
+        """Whether the last forward pass has an output, which no backward pass has reached yet."""
+        return bool(self._outputs) and self._scope.awaits_backward
 
 
 class Unscaled(NamedTuple):

@@ -35,7 +35,8 @@ from rankscope.wrappers.transfer import GradientTransfer
 _log = logging.getLogger("rankscope")
 
 _EVENTS = (
-    *("before_pass", "on_module_inputs", "on_module_output", "on_turn", "listen", "begin_step"),
+    *("before_pass", "on_module_inputs", "on_module_output", "on_turn", "forbid", "listen"),
+    "begin_step",
     *("on_inputs", "before_forward", "enter_module", "after_forward", "on_output"),
     *("on_evaluation", "see_reduced", "before_update", "after_update", "see_saved", "collect"),
     *("on_message", "abort", "close"),
@@ -68,6 +69,7 @@ class StepCollector:
         channel: Channel | None = None,
     ) -> None:
         self.paused = self._evaluating = self._runs_model = False
+        self._in_forward = self._trains_inside = False
         self.by_backward = False  # whether a backward pass has begun the last micro-batch
         self.step = first_step
         self._knows_optimizer = optimizer is not None
@@ -199,6 +201,7 @@ class StepCollector:
         if not bypassed:
             self._call("before_pass", self.step, args, kwargs)
         self.by_backward = False
+        self._in_forward = True
         self._begin_pass(bypassed=bypassed)
         self._passes.begin()
         self._call("on_inputs", args, kwargs, self._passes.current)
@@ -223,6 +226,11 @@ class StepCollector:
         It is the monitor's (a canary, a reference step), a trace, or a checkpoint's recomputation.
         """
         return self._runs_model or traced() or self._passes.recomputed
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward pass waits for its backward pass, as far as is known."""
+        return self._tap.awaits_backward
 
     @property
     def turn_due(self) -> bool:
@@ -292,6 +300,7 @@ class StepCollector:
 
     def see_output(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         """Handle the output of a forward pass in training."""
+        self._in_forward = False
         self._call("after_forward")
         self._passes.end(output)
         self._call("on_output", output, kwargs, self._passes.current)
@@ -320,6 +329,9 @@ class StepCollector:
         self.begin_backward()
         adds = self._find_old()
         self._passes.train()
+        if self._in_forward and not self._trains_inside:
+            self._trains_inside = True
+            self._call("forbid", "the model's forward pass itself runs backward passes")
         if self._left_over is None:
             self._left_over = adds
 

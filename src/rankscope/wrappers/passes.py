@@ -27,7 +27,7 @@ class _Pass:
 
     @property
     def idle(self) -> bool:
-        return not self.returned or (self.visible and not self.trained)
+        return not self.trained and (self.visible or not self.returned)
 
     def train(self) -> None:
         self.trained = True
