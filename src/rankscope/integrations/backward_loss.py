@@ -39,7 +39,7 @@ _NUMBERS = (torch.int64, torch.float64)  # in which autograd keeps Python's numb
 class BackwardLoss:
     """Gives a scope the losses on which ``backward`` is called, where they depend on its model.
 
-    That is on an output of its last forward pass; or else on its parameters, as the training calls
+    That is on an output of its last forward pass, or on its parameters, as the training calls
     a method in its place, or another part of the model, or the forward pass itself calls
     ``backward``. They only count when the model's output has no ``.loss`` that backward goes
     through.
@@ -128,14 +128,7 @@ class BackwardLoss:
 
     def _is_of_model(self, node: Any) -> bool:
         """Return whether a node of the graph is an output's, or adds up a parameter's gradient."""
-        if node in self._outputs:
-            return True
-        return not self._awaited and id(getattr(node, "variable", None)) in self._parameters
-
-    @property
-    def _awaited(self) -> bool:
-        """Whether the last forward pass has an output, which no backward pass has reached yet."""
-        return bool(self._outputs) and self._scope.awaits_backward
+        return node in self._outputs or id(getattr(node, "variable", None)) in self._parameters
 
 
 class Unscaled(NamedTuple):

@@ -228,11 +228,6 @@ class StepCollector:
         return self._runs_model or traced() or self._passes.recomputed
 
     @property
-    def awaits_backward(self) -> bool:
-        """Whether a forward pass waits for its backward pass, as far as is known."""
-        return self._tap.awaits_backward
-
-    @property
     def turn_due(self) -> bool:
         """Whether a probe must run the model as the forward pass enters the wrapped module."""
         return any(probe.turn_due for probe in self._turns)

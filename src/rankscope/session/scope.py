@@ -161,11 +161,6 @@ class Scope:
         return self._collector.repeating
 
     @property
-    def awaits_backward(self) -> bool:
-        """Whether a forward pass waits for its backward pass, as far as is known."""
-        return self._collector.awaits_backward
-
-    @property
     def traffic(self) -> Traffic:
         """Bytes that this worker has exchanged with its agent so far."""
         return self._link.traffic

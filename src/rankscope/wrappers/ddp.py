@@ -38,8 +38,9 @@ from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, Rea
 class DDPTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for DDP.
 
-    Of several ``models``, which are parts of one training, the first is timed. ``shadowed`` is called after each synchronising step that this rank only shadows, since it has
-    run out of data inside ``model.join()``. The other arguments are those of
+    Of several ``models``, which are parts of one training, the first is timed. ``shadowed`` is
+    called after each synchronising step that this rank only shadows, since it has run out of data
+    inside ``model.join()``. The other arguments are those of
     :class:`~rankscope.wrappers.hooked.HookedTap`.
     """
 
