@@ -1,8 +1,9 @@
 """The loss of a script whose model does not return it: the tensor on which ``backward`` is called.
 
 A gradient scaler's factor is taken out again, one over the number of micro-batches as well, and any
-constant before a mean. Other constants stay: they may make a mean of a sum. For a sum over label
-tokens the scope gets their number, and the sum's divisor.
+constant before a mean; a sum that is divided by a number is a mean, if the result is multiplied by
+this number again. Other constants stay: they may make a mean of a sum. For a sum over label tokens
+the scope gets their number, and the sum's divisor.
 """
 
 import logging
@@ -157,6 +158,7 @@ def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
         outputs: The model's scalar outputs by their node of the graph; None for other outputs.
     """
     constant = 1.0
+    multiplied: list[float] = []
     scaler = []
     node: Any = root.grad_fn
     while node is not None:
@@ -166,11 +168,15 @@ def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
         step = _constant(node)
         if step is None:
             break
-        factor, node = step
+        factor, before = step
         if isinstance(factor, Tensor):
             scaler.append(factor)
+        elif _undoes(factor, multiplied) and not is_mean_node(before):
+            return Unscaled(root, math.prod(scaler, start=constant))  # a mean times its number
         else:
             constant *= factor
+            multiplied.append(factor)
+        node = before
     whole = math.prod(scaler, start=constant) if scaler or constant != 1 else None
     if is_mean_node(node):
         return Unscaled(root, whole)
@@ -203,6 +209,10 @@ def _constant(node: Any) -> tuple[Tensor | float, Any] | None:
         number = _number(saved)
         return (saved.detach() if number is None else number), before[0 if first else 1]
     return None
+
+
+def _undoes(factor: float, others: Sequence[float]) -> bool:
+    return any(each != 1 and math.isclose(factor * each, 1) for each in others)
 
 
 def _number(saved: Tensor) -> float | None:

@@ -117,9 +117,15 @@ class StepCollector:
 
     def give_loss(self, value: Any, weight: Any, **more: Any) -> None:
         """Take the loss of a micro-batch, see :meth:`rankscope.Scope.loss`."""
-        if more.get("spare"):  # its backward pass is about to begin
+        if more.get("spare") or self._has_all_losses:  # its backward pass is about to begin
             self.begin_backward()
         self._given("loss", value, weight, self._passes.current, **more)
+
+    @property
+    def _has_all_losses(self) -> bool:
+        """Whether the step is over, and has a loss of each of its forward passes."""
+        loss: Any = self._probes["loss"]
+        return self._updated and loss.num_given > self._passes.current
 
     def give_samples(self, samples: Any) -> None:
         """Take the ids of the next forward pass's samples from the user."""
