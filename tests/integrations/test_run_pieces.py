@@ -324,7 +324,7 @@ def test_a_model_that_is_never_called_is_watched_when_its_optimizer_is_called_ag
     monkeypatch.setattr(looking, "_begin", begun.append)
     looking._await_optimizer(sys.modules["torch.optim.optimizer"])
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    around = nn.Sequential(model)
+    around = nn.Sequential(model)  # larger, and as good otherwise
     optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
     try:
         for optimizer in (*optimizers, *optimizers):
@@ -335,7 +335,8 @@ def test_a_model_that_is_never_called_is_watched_when_its_optimizer_is_called_ag
                 break
     finally:
         looking._forget_optimizers()
-    assert begun == [model] and begun != [around]
+    assert begun == [model]
+    del around
 
 
 def test_models_without_wrapper_are_told_by_the_parameters_of_an_optimizer():

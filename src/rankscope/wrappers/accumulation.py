@@ -136,6 +136,7 @@ class _Part:
         if self._parameter is None or self._parameter.grad is None:
             trained = (parameter for parameter in self._parameters() if parameter.grad is not None)
             self._parameter = next(trained, None)
+        self.is_used |= self._parameter is not None
         return None if self._parameter is None else self._parameter.grad
 
     def state(self) -> "_State | None":
@@ -143,7 +144,6 @@ class _Part:
         gradient = self._gradient()
         if gradient is None:
             return None
-        self.is_used = True
         return ref(gradient), gradient._version, _part_of(gradient)._version
 
     def is_unchanged(self, before: "_State | None", *, whole: bool = False) -> bool:
