@@ -104,7 +104,7 @@ class StepCollector:
         if self._accumulation is not None:
             reduced.append(self._accumulation.see_reduced)
         observer = ObserverGroup(observers[0] if observers else None, reduced)
-        self._tap = instruments.make_tap(guard, observer, self._shadow, self._begin_unnoticed)
+        self._tap = instruments.make_tap(guard, observer, self._shadow, self._begin_unawaited)
         self._passes = ForwardPasses(self._notice_backward, guard)
         self._schedule = ScheduleCalls(self._module, guard, lambda: self._passes.current + 1)
         self._layout = instruments.layout
@@ -325,16 +325,22 @@ class StepCollector:
             self._tap.leave_out(self._accumulation.old())
         return adds
 
-    def _begin_unnoticed(self) -> None:
-        """Handle a backward pass that trains and has reached no output of the model before."""
+    def _begin_unawaited(self, noticed: bool) -> None:  # noqa: FBT001
+        """Handle a backward pass that trains, and for which no forward pass may wait.
+
+        Args:
+            noticed: Whether it has reached an output of the model before.
+        """
         self.begin_backward()
         adds = self._find_old()
+        if noticed:
+            return
         self._passes.train()
+        if self._left_over is None:
+            self._left_over = adds
         if self._in_forward and not self._trains_inside:
             self._trains_inside = True
             self._call("forbid", "the model's forward pass itself runs backward passes")
-        if self._left_over is None:
-            self._left_over = adds
 
     def begin_backward(self) -> None:
         """Begin a micro-batch for a backward pass, unless a forward pass waits for one.

@@ -42,7 +42,7 @@ class Instruments:
 
     Attributes:
         make_tap: Makes the tap from a guard, an observer, a function to call after a step that
-            this rank only shadows, and one to call in a backward pass that nothing announced.
+            this rank only shadows, and one to call in a backward pass that no forward pass awaits.
         make_job: Makes the probes' job from the optimizer, the first step, the guard of the
             monitor's work, and the channel to the root.
         module: The model inside the wrapper.
@@ -59,7 +59,7 @@ class Instruments:
     """
 
     make_tap: Callable[
-        [Guarded, GradientObserver, Callable[[], None], Callable[[], None]], GradientTap
+        [Guarded, GradientObserver, Callable[[], None], Callable[[bool], None]], GradientTap
     ]
     make_job: Callable[[torch.optim.Optimizer | None, int, Guard, Channel], Job]
     module: torch.nn.Module
@@ -117,9 +117,9 @@ def choose_instruments(
         guarded: Guarded,
         observer: GradientObserver,
         shadowed: Callable[[], None],
-        unnoticed: Callable[[], None],
+        unawaited: Callable[[bool], None],
     ) -> GradientTap:
-        return wrapped.make_tap(sketcher, guarded, reduced, observer, shadowed, unnoticed)
+        return wrapped.make_tap(sketcher, guarded, reduced, observer, shadowed, unawaited)
 
     def make_job(
         optimizer: torch.optim.Optimizer | None,

@@ -53,14 +53,14 @@ class DDPTap(HookedTap):
         *,
         reduced: ReadReduced,
         observer: GradientObserver,
-        unnoticed: Callable[[], None] = lambda: None,
+        unawaited: Callable[[bool], None] = lambda noticed: None,
         shadowed: Callable[[], None],
     ) -> None:
         model = models[0]
         in_buckets = any(each.gradient_as_bucket_view for each in models)
         super().__init__(
             parameters, sketcher, guarded,
-            reduced=reduced, observer=observer, in_buckets=in_buckets, unnoticed=unnoticed,
+            reduced=reduced, observer=observer, in_buckets=in_buckets, unawaited=unawaited,
         )  # fmt: skip
         self._model = model
         self._models = tuple(models)

@@ -151,7 +151,7 @@ class Wrapped:
         reduced: ReadReduced,
         observer: GradientObserver,
         shadowed: Callable[[], None],
-        unnoticed: Callable[[], None],
+        unawaited: Callable[[bool], None],
     ) -> GradientTap:
         """Return a tap that reads this model's local gradients from now on."""
         wrapper = self.wrapper
@@ -165,7 +165,7 @@ class Wrapped:
                 reduced=reduced,
                 observer=observer,
                 shadowed=shadowed,
-                unnoticed=unnoticed,
+                unawaited=unawaited,
             )
         if self.kind is LOOP:
             size = self.group.size()
@@ -176,7 +176,7 @@ class Wrapped:
                 guarded,
                 reduced=reduced,
                 observer=observer,
-                unnoticed=unnoticed,
+                unawaited=unawaited,
             )
         if is_deepspeed(wrapper):
             return DeepSpeedTap(wrapper, parameters, sketcher, guarded, reduced=reduced)

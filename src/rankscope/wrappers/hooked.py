@@ -31,8 +31,9 @@ class HookedTap(GradientTap):
         reduced: Which totals of the reduced gradient to read.
         observer: Gets local gradients, and a call after their reduction.
         in_buckets: Whether gradients are moved into buckets as soon as their hooks are done.
-        unnoticed: Called in the hook of a backward pass's first gradient, if the pass has reached
-            no output of the model before: it may announce a forward pass.
+        unawaited: Called in the hook of a backward pass's first gradient, if the pass was not
+            noticed before (argument False), or no forward pass waited for it (True): it may
+            announce one.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class HookedTap(GradientTap):
         reduced: ReadReduced,
         observer: GradientObserver,
         in_buckets: bool = False,
-        unnoticed: Callable[[], None] = lambda: None,
+        unawaited: Callable[[bool], None] = lambda noticed: None,
     ) -> None:
         self._parameters = parameters
         self._all = tuple(parameters)
@@ -65,7 +66,7 @@ class HookedTap(GradientTap):
         self._measure = False
         self._announce: Callable[[], None] | None = None  # of the pass that runs
         self._reached: list[Callable[[], None]] = []  # called if it trains
-        self._unnoticed = unnoticed
+        self._unawaited = unawaited
         self._left_out: Collection[str] = ()  # of this step
         self._hooks = GradientHooks(parameters, self._on_gradient)
 
@@ -167,7 +168,7 @@ class HookedTap(GradientTap):
     def _see(self, name: str, gradient: Tensor | None) -> None:
         """Read a gradient in its hook."""
         if not self._backward.running or (self._first and not self._fresh):
-            self._begin_unnoticed()
+            self._begin_unawaited()
         self._backward.notice()
         if name in self._left_out:
             return
@@ -178,12 +179,16 @@ class HookedTap(GradientTap):
             self._begin_pass(name)
         self._take(name, gradient, last=self._calls.last_of(name))
 
-    def _begin_unnoticed(self) -> None:
-        """Begin a backward pass that reaches a parameter and that no forward pass waits for."""
-        reached = list(self._reached) if self._backward.running else []
+    def _begin_unawaited(self) -> None:
+        """Begin a backward pass that has reached a parameter, and that nothing has announced."""
+        noticed = self._backward.running
+        reached = list(self._reached) if noticed else []
         self._backward.begin()
         announce, self._announce = self._announce, None
-        (self._unnoticed if announce is None else announce)()
+        if announce is None:
+            self._unawaited(noticed)
+        else:
+            announce()
         self._backward.notice()
         self._reached += reached
 

@@ -62,10 +62,10 @@ class LoopTap(HookedTap):
         *,
         reduced: ReadReduced,
         observer: GradientObserver,
-        unnoticed: Callable[[], None] = lambda: None,
+        unawaited: Callable[[bool], None] = lambda noticed: None,
     ) -> None:
         super().__init__(
-            parameters, sketcher, guarded, reduced=reduced, observer=observer, unnoticed=unnoticed
+            parameters, sketcher, guarded, reduced=reduced, observer=observer, unawaited=unawaited
         )
         self._num_workers = num_workers
         self._looked_for_others = False
