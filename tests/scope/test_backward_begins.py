@@ -45,11 +45,11 @@ class Gan(nn.Module):
     def optimizers(self) -> list[torch.optim.Optimizer]:
         return [torch.optim.Adam(part.parameters(), 0.01) for part in (self.gen, self.dis)]
 
-    def loss(self, *, generates: bool) -> Tensor:
+    def loss(self, batch: Tensor, *, generates: bool) -> Tensor:
         fake = self.gen(torch.randn(5, 4))
         if generates:
             return bce(self.dis(fake), torch.ones(5, 1))
-        real = self.dis(torch.randn(5, 6) + 1)
+        real = self.dis(batch)
         return bce(real, torch.ones(5, 1)) + bce(self.dis(fake.detach()), torch.zeros(5, 1))
 
 
@@ -58,12 +58,12 @@ def whole_rounds_inside_the_forward_pass(watch: Watch) -> Iterator[tuple[nn.Modu
     norms: list[float] = []
 
     class Round(Gan):
-        def forward(self) -> None:
+        def forward(self, batch: Tensor) -> None:
             for own, other, optimizer in (
                 (self.gen, self.dis, optimizers[0]), (self.dis, self.gen, optimizers[1])
             ):  # fmt: skip
                 other.requires_grad_(False)
-                loss = self.loss(generates=own is self.gen)
+                loss = self.loss(batch, generates=own is self.gen)
                 optimizer.zero_grad()
                 norms.append(norm_of(loss, own))
                 ddp.reducer.prepare_for_backward([loss])
@@ -77,7 +77,7 @@ def whole_rounds_inside_the_forward_pass(watch: Watch) -> Iterator[tuple[nn.Modu
     ddp = DistributedDataParallel(model, find_unused_parameters=True)
     give = watch(ddp, optimizers)
     for _ in range(ROUNDS):
-        ddp()
+        ddp(torch.randn(5, 6))
         yield from ((ddp, norm) for norm in norms[-2:])
 
 
@@ -85,8 +85,8 @@ def turns_of_two_optimizers(watch: Watch) -> Iterator[tuple[nn.Module, float]]:
     """The generator's pass adds to gradients of the discriminator, which are thrown away."""
 
     class Turn(Gan):
-        def forward(self, generates: bool) -> Tensor:
-            return self.loss(generates=generates)
+        def forward(self, batch: Tensor, *, generates: bool) -> Tensor:
+            return self.loss(batch, generates=generates)
 
     model = Turn()
     optimizers = model.optimizers()
@@ -95,7 +95,7 @@ def turns_of_two_optimizers(watch: Watch) -> Iterator[tuple[nn.Module, float]]:
     for number in range(2 * ROUNDS):
         generates = number % 2 == 0
         model.gen.requires_grad_(generates)
-        loss = ddp(generates)
+        loss = ddp(torch.randn(5, 6), generates=generates)
         own = (model.gen, model.dis) if not number else (model.gen if generates else model.dis,)
         optimizers[not generates].zero_grad()
         norm = norm_of(loss, *own)
@@ -112,11 +112,11 @@ def a_method_in_place_of_the_forward_pass(watch: Watch) -> Iterator[tuple[nn.Mod
     give = watch(model, optimizer)
     for _ in range(2 * ROUNDS):
         optimizer.zero_grad()
-        losses = [model.loss(generates=True) / 2 for _ in range(2)]
-        norm = norm_of(losses[0] + losses[1], model)
+        losses = [model.loss(torch.randn(5, 6), generates=True) for _ in range(2)]
+        norm = norm_of((losses[0] + losses[1]) / 2, model)
         for loss in losses:
             give(loss)
-            loss.backward()
+            (loss / 2).backward()
         for parameter in model.parameters():
             assert parameter.grad is not None
             dist.all_reduce(parameter.grad)

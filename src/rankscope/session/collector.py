@@ -325,7 +325,7 @@ class StepCollector:
             self._tap.leave_out(self._accumulation.old())
         return adds
 
-    def _begin_unawaited(self, noticed: bool) -> None:  # noqa: FBT001
+    def _begin_unawaited(self, noticed: bool) -> None:
         """Handle a backward pass that trains, and for which no forward pass may wait.
 
         Args:

@@ -72,7 +72,7 @@ class Accumulation:
         self._num_updates += 1
         for part in self._parts:
             if part.optimizer is optimizer or part in self._old or len(self._parts) == 1:
-                part.applied = part.state()
+                part.see_applied()
 
     def end_step(self, num_passes: int, *, updated: bool) -> None:
         """Note the end of a step of so many forward passes, and whether an update came."""
@@ -130,6 +130,11 @@ class _Part:
         self._parameter: Tensor | None = None
         own = map(id, self._parameters())
         self.names = frozenset(names[one] for one in own if one in names)
+
+    def see_applied(self) -> None:
+        """Note the state of a gradient that was applied: the one that a pass reaches late."""
+        self._parameter = None
+        self.applied = self.state()
 
     def _gradient(self) -> Tensor | None:
         """Return the gradient of the first parameter that has one, then of the same one."""
