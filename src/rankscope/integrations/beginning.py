@@ -127,8 +127,7 @@ class CallerContext:
         engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
         wrappers = [DistributedDataParallel, FSDPModule, *([engine] if engine else [])]
         found = live_objects(Optimizer, Scope, *wrappers)
-        known = [*found[Optimizer], *called]  # gc.freeze() hides those that are older than it
-        self._optimizers: list[Optimizer] = list({id(one): one for one in known}.values())
+        self._optimizers = _each_once([*found[Optimizer], *called])
         self._wrappers = [wrapper for kind in wrappers for wrapper in found[kind]]
         self.is_watched = any(not scope._closed for scope in found[Scope])
         """Whether the script watches itself."""
@@ -222,6 +221,15 @@ def _without_wrappers(optimizers: Sequence[Optimizer]) -> Iterable[Optimizer]:
                 inner += several
         if not any(id(thing) in known for thing in inner if thing is not optimizer):
             yield optimizer
+
+
+def with_living(called: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers of this process; ``gc.freeze()`` hides all but those called."""
+    return _each_once([*live_objects(Optimizer)[Optimizer], *called])
+
+
+def _each_once(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    return list({id(optimizer): optimizer for optimizer in optimizers}.values())
 
 
 def bare_models(optimizers: Iterable[Optimizer]) -> list[nn.Module]:

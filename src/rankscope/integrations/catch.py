@@ -119,10 +119,10 @@ class Catch:
             if not again:
                 self._optimizers.append(weakref.ref(optimizer))
             called = [each for one in self._optimizers if (each := one()) is not None]
-            from rankscope.integrations.beginning import bare_models
+            from rankscope.integrations.beginning import bare_models, with_living
 
             if not again:
-                self._look_for_bare(bare_models(called))
+                self._look_for_bare(bare_models(with_living(called)) or bare_models(called))
         except Exception:
             _log.debug("models without wrapper cannot be found", exc_info=True)
             return

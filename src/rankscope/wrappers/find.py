@@ -200,18 +200,17 @@ class JointModel(nn.Module):
         self.wrappers = tuple(wrappers)
         kinds = [type(each.module).__name__ for each in wrappers]
         several = {kind for kind, count in Counter(kinds).items() if count > 1}
-        for number, (kind, each) in enumerate(zip(kinds, wrappers, strict=True)):
-            self.add_module(f"{kind}{number}" if kind in several else kind, each.module)
-
-    def named_wrappers(self) -> list[tuple[str, DistributedDataParallel]]:
-        """Return the wrappers with the names of their parts."""
-        return list(zip(self._modules, self.wrappers, strict=True))
+        names = [f"{kind}{n}" if kind in several else kind for n, kind in enumerate(kinds)]
+        self.named_wrappers = list(zip(names, wrappers, strict=True))
+        """The wrappers with the names of their parts."""
+        for name, each in self.named_wrappers:
+            self.add_module(name, each.module)
 
     def trained(self) -> dict[str, Tensor]:
         """Return the parameters that require a gradient and are reduced, by canonical name."""
         return {
             f"{part}.{name}": parameter
-            for part, wrapper in self.named_wrappers()
+            for part, wrapper in self.named_wrappers
             for name, parameter in _trained(wrapper).items()
         }
 
@@ -219,7 +218,7 @@ class JointModel(nn.Module):
         """Return the canonical names of the parameters that the wrappers ignore."""
         return frozenset(
             f"{part}.{canonical_name(name)}"
-            for part, wrapper in self.named_wrappers()
+            for part, wrapper in self.named_wrappers
             for name in getattr(wrapper, "parameters_to_ignore", ())
         )
 

@@ -148,7 +148,7 @@ def _unwatched(module: nn.Module, optimizer: Any) -> Facts:
         f"{kind.__name__}.{name}"
         for thing in gc.get_objects()
         if nn.Module in (kind := type(thing)).__mro__
-        for name, parameter in vars(thing).get("_parameters", {}).items()
+        for name, parameter in thing.named_parameters(recurse=False)
         if id(parameter) in foreign
     ]
     return {"unwatched": sorted(names)[:_MAX_NAMES]}
