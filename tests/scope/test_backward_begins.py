@@ -225,3 +225,14 @@ def test_each_update_is_a_step_with_its_gradient_and_its_loss(trained, training)
     expected = np.array([rank["norms"] for rank in results]).T
     np.testing.assert_allclose(norms, expected, rtol=1e-5)
     assert [finding.cause for finding in run.findings() if finding.cause.startswith("sync")] == []
+
+
+def train_alike(rank: int, folder: str) -> None:
+    train(0, a_method_in_place_of_the_forward_pass, f"{folder}/alike")
+
+
+def test_workers_whose_samples_are_unseen_and_the_same_are_found_by_their_results(tmp_path):
+    run_ranks(train_alike, 2, str(tmp_path))
+    (finding,) = Run.open(tmp_path / "alike").findings()
+    assert finding.id == "data-same-results"
+    assert finding.ranks == (0, 1)
