@@ -171,6 +171,8 @@ ALL = (
     _own("offload_loop.py", package="torch"),
     _own("muon_loop.py", package="torch"),
     replace(_own("own_loop.py", package="torch"), unseen=1),
+    *(_own("gan_loop.py", kind, package="torch") for kind in ("turns", "inside", "parts")),
+    replace(_own("gan_loop.py", "method", package="torch"), unseen=3),
     replace(_own("sharded_optimizers.py", package="torch"), unseen=1),
     _titan("torchtitan train"),
     _titan("torchtitan train, 2 micro-batches", **{"training.global_batch_size": 8}),

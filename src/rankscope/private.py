@@ -294,6 +294,13 @@ USES = (
     ),
     Use(
         "torch._C",
+        "DisableTorchFunctionSubclass",
+        "integrations.backward_loss",
+        "to read a loss of the training's own class of tensors without its functions",
+        "rankscope run sees no losses that the model does not return, with one warning",
+    ),
+    Use(
+        "torch._C",
         "_len_torch_dispatch_stack _get_dispatch_stack_at _pop_torch_dispatch_stack"
         " _push_on_torch_dispatch_stack _len_torch_function_stack _get_function_stack_at"
         " _pop_torch_function_stack _push_on_torch_function_stack",

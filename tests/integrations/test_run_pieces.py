@@ -302,9 +302,9 @@ def test_hooks_of_all_optimizers_are_called_as_ever_while_one_is_looked_at(monke
     looking._await_optimizer(sys.modules["torch.optim.optimizer"])
     other = register_optimizer_step_post_hook(lambda *_: called.append(len(looking._bare)))
     model = nn.Sequential(nn.Linear(2, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
     try:
-        for _ in range(2):
+        for optimizer in optimizers:
             model(torch.ones(1, 2)).sum().backward()
             optimizer.step()
     finally:
@@ -316,15 +316,38 @@ def test_hooks_of_all_optimizers_are_called_as_ever_while_one_is_looked_at(monke
     assert "__call__" not in vars(nn.Sequential)
 
 
+def test_a_model_that_is_never_called_is_watched_when_its_optimizer_is_called_again(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(catch, "_has_several_ranks", lambda: True)
+    looking, begun = catch.Catch(ScriptJob(str(tmp_path), "train", {})), []
+    monkeypatch.setattr(looking, "_begin", begun.append)
+    looking._await_optimizer(sys.modules["torch.optim.optimizer"])
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    around = nn.Sequential(model)  # larger, and as good otherwise
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    try:
+        for optimizer in (*optimizers, *optimizers):
+            assert begun == []
+            model[1].forward(model[0].forward(torch.ones(1, 2))).sum().backward()
+            optimizer.step()
+            if optimizer is optimizers[0] and begun:
+                break
+    finally:
+        looking._forget_optimizers()
+    assert begun == [model]
+    del around
+
+
 def test_models_without_wrapper_are_told_by_the_parameters_of_an_optimizer():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     around = nn.Sequential(model)
     part = torch.optim.SGD(model[1].parameters(), lr=0.1)
     every = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert {id(found) for found in bare_models(every)} == {id(around), id(model)}
-    assert {id(found) for found in bare_models(part)} == {id(around), id(model), id(model[1])}
+    assert {id(found) for found in bare_models([every])} == {id(around), id(model)}
+    assert {id(found) for found in bare_models([part])} == {id(around), id(model), id(model[1])}
     compiled = torch.compile(model, backend="eager")
-    assert {id(found) for found in bare_models(every)} == {id(around), id(compiled)}
+    assert {id(found) for found in bare_models([every])} == {id(around), id(compiled)}
     wrapped = DataParallel(nn.Linear(1, 1))
-    assert bare_models(every) == []
+    assert bare_models([every]) == []
     del wrapped

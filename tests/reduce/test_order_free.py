@@ -319,7 +319,7 @@ def test_a_witness_is_shown_the_gradient_of_each_micro_batch():
         parameters = dict(model.named_parameters())
         meter = NormMeter(torch.device("cpu"), group_parameters(parameters))
         tap = DDPTap(
-            ddp, parameters, meter, lambda work: work(),
+            [ddp], parameters, meter, lambda work: work(),
             reduced=ReadReduced.OFF, observer=witness, shadowed=lambda: None,
         )  # fmt: skip
         batches = torch.randn(2, 1, 3)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rankscope.wrappers.accumulation import Accumulation
+from rankscope.wrappers.optimizers import JointOptimizer
 
 
 @pytest.fixture
@@ -84,3 +85,46 @@ def test_calls_of_a_schedule_make_one_step_as_long_as_every_update(parameters):
     assert not seen.goes_on(8)
     seen.end_step(4, updated=True)  # the last of an epoch
     assert not seen.goes_on(8, in_calls=True)
+
+
+class Turns:
+    """Two optimizers of one parameter each, and what is known of them."""
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+        self.optimizers = [torch.optim.SGD([each], lr=0.1) for each in parameters]
+        named = dict(zip("ab", parameters, strict=True))
+        self.seen = Accumulation(JointOptimizer(self.optimizers), named)
+
+    def update(self, number, *reached):
+        """Return what is known before a backward pass that reaches parameters, and update one."""
+        known = self.seen.adds_to_applied(), self.seen.old()
+        for parameter in (self.parameters[each] for each in reached):
+            held = torch.zeros(3) if parameter.grad is None else parameter.grad
+            parameter.grad = held.add_(1)
+        self.optimizers[number].step()
+        self.seen.see_updated(1, self.optimizers[number])
+        return known
+
+
+def test_of_optimizers_that_take_turns_the_gradients_of_the_others_are_old(parameters):
+    turns = Turns(parameters)
+    assert turns.update(0, 0, 1) == (False, frozenset())
+    for _ in range(6):
+        turns.optimizers[1].zero_grad()
+        assert turns.update(1, 1) == (False, frozenset("a"))
+        turns.optimizers[0].zero_grad()
+        assert turns.update(0, 0, 1) == (False, frozenset("b"))  # thrown away before its own turn
+
+
+def test_where_all_gradients_are_old_nothing_tells_which_are_to_be_updated(parameters):
+    turns = Turns(parameters)
+    turns.update(0, 0, 1)
+    turns.update(1, 0, 1)
+    assert turns.update(0, 0, 1) == (True, frozenset())
+
+
+def test_an_optimizer_whose_parameters_never_have_a_gradient_takes_no_turn(parameters):
+    turns = Turns(parameters)
+    known = [turns.update(0, 0) for _ in range(12)]
+    assert known[-1] == (True, frozenset())

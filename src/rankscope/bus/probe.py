@@ -250,6 +250,9 @@ class Probe:
     def before_update(self) -> None:
         """The optimizer is about to be called."""
 
+    def forbid(self, why: str) -> None:
+        """The model may not be run by the probe, from now on: its forward pass trains it."""
+
     def listen(self, recompute: Callable[..., None]) -> Callable[[], object] | None:
         """Call a function where no optimizer's hook serves; return the function that ends it."""
 

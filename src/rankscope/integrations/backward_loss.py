@@ -1,12 +1,14 @@
 """The loss of a script whose model does not return it: the tensor on which ``backward`` is called.
 
 A gradient scaler's factor is taken out again, one over the number of micro-batches as well, and any
-constant before a mean. Other constants stay: they may make a mean of a sum. For a sum over label
-tokens the scope gets their number, and the sum's divisor.
+constant before a mean; a sum that is divided by a number is a mean, if the result is multiplied by
+this number again. Other constants stay: they may make a mean of a sum. For a sum over label tokens
+the scope gets their number, and the sum's divisor.
 """
 
 import logging
 import math
+from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 from rankscope.integrations.hooks import BackwardCalls, reaches
 from rankscope.wrappers.guard import ForeignHook
+from rankscope.wrappers.labels import is_spread
 from rankscope.wrappers.loss_form import (
     PASSING,
     divisor_of,
@@ -37,13 +40,21 @@ _NUMBERS = (torch.int64, torch.float64)  # in which autograd keeps Python's numb
 class BackwardLoss:
     """Gives a scope the losses on which ``backward`` is called, where they depend on its model.
 
-    They only count when the model's output has no ``.loss`` that backward goes through.
+    That is on an output of its last forward pass, or on its parameters, as the training calls
+    a method in its place, or another part of the model, or the forward pass itself calls
+    ``backward``. They only count when the model's output has no ``.loss`` that backward goes
+    through.
+
+    Args:
+        scope: Of the training.
+        models: The parts of its model, the first one's forward pass begins a micro-batch.
     """
 
-    def __init__(self, scope: "Scope", model: nn.Module) -> None:
+    def __init__(self, scope: "Scope", models: Sequence[nn.Module]) -> None:
         self._scope = scope
-        self._model = model
+        self._model = models[0]
         self._outputs: dict[Any, Tensor | None] = {}
+        self._parameters = frozenset(id(p) for model in models for p in model.parameters())
         self._works = True
         self._hooks: list[Any] = []
         self._calls: BackwardCalls | None = None
@@ -80,10 +91,13 @@ class BackwardLoss:
 
     def _see(self, caller: FrameType) -> None:
         """Read the roots of a backward pass that is about to begin."""
-        if not (self._works and self._outputs):
+        if not self._works or self._scope.repeating:
             return
         try:
-            outside(self._take, caller.f_locals["tensors"])
+            with (
+                torch._C.DisableTorchFunctionSubclass()
+            ):  # a loss may be of the training's own class
+                outside(self._take, caller.f_locals["tensors"])
         except Exception as error:
             self.remove()
             _log.warning(
@@ -94,10 +108,10 @@ class BackwardLoss:
             )
 
     def _take(self, roots: tuple[Any, ...]) -> None:
-        losses = [root for root in roots if type(root) is Tensor and root.numel() == 1]
+        losses = [root for root in roots if not is_spread(root) and root.numel() == 1]
         if len(losses) < len(roots):
             return
-        if not any(reaches([loss], self._outputs.__contains__) for loss in losses):
+        if not any(reaches([loss], self._is_of_model) for loss in losses):
             return
         if len(losses) > 1:
             self._scope.loss(
@@ -112,6 +126,10 @@ class BackwardLoss:
             summed=found.summed,
             spare=True,
         )
+
+    def _is_of_model(self, node: Any) -> bool:
+        """Return whether a node of the graph is an output's, or adds up a parameter's gradient."""
+        return node in self._outputs or id(getattr(node, "variable", None)) in self._parameters
 
 
 class Unscaled(NamedTuple):
@@ -140,6 +158,7 @@ def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
         outputs: The model's scalar outputs by their node of the graph; None for other outputs.
     """
     constant = 1.0
+    multiplied: list[float] = []
     scaler = []
     node: Any = root.grad_fn
     while node is not None:
@@ -149,11 +168,15 @@ def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
         step = _constant(node)
         if step is None:
             break
-        factor, node = step
+        factor, before = step
         if isinstance(factor, Tensor):
             scaler.append(factor)
+        elif _undoes(factor, multiplied) and not is_mean_node(before):
+            return Unscaled(root, math.prod(scaler, start=constant))  # a mean times its number
         else:
             constant *= factor
+            multiplied.append(factor)
+        node = before
     whole = math.prod(scaler, start=constant) if scaler or constant != 1 else None
     if is_mean_node(node):
         return Unscaled(root, whole)
@@ -186,6 +209,10 @@ def _constant(node: Any) -> tuple[Tensor | float, Any] | None:
         number = _number(saved)
         return (saved.detach() if number is None else number), before[0 if first else 1]
     return None
+
+
+def _undoes(factor: float, others: Sequence[float]) -> bool:
+    return any(each != 1 and math.isclose(factor * each, 1) for each in others)
 
 
 def _number(saved: Tensor) -> float | None:

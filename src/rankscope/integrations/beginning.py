@@ -14,14 +14,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from rankscope.errors import RunError
+from rankscope.errors import RunError, UnsupportedError
 from rankscope.integrations.backward_loss import BackwardLoss
 from rankscope.integrations.rollouts import follow_calling_trainer
 from rankscope.integrations.run_script import ScriptJob
 from rankscope.session.scope import Scope
 from rankscope.session.start import log_to_stderr, watch
-from rankscope.wrappers.find import find_wrapper, in_training_mode, is_compiled
-from rankscope.wrappers.kinds import LOOP
+from rankscope.wrappers.find import find_parts, find_wrapper, in_training_mode, is_compiled
 from rankscope.wrappers.rendezvous import agree, default_store
 
 _log = logging.getLogger("rankscope")
@@ -29,6 +28,7 @@ _log = logging.getLogger("rankscope")
 _WATCHED_ALREADY = "the script watches its training itself"
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 _INNER = ("optimizer", "_optimizer")  # the wrapped one, of Accelerate and Lightning
+_LOOKED_AT = 64  # elements of a parameter
 _CONTAINED = ("optimizers", "_optimizers")  # several, of torchtitan and its like
 
 
@@ -45,7 +45,7 @@ class Watching:
         self.scope.__exit__(None if error is None else type(error), error, None)
 
 
-def begin(model: nn.Module, job: ScriptJob) -> Watching | None:
+def begin(model: nn.Module, job: ScriptJob, called: Sequence[Optimizer] = ()) -> Watching | None:
     """Watch a model from now on, unless the script does so itself.
 
     Every rank of the model's data-parallel group calls it before its first training step; the
@@ -54,6 +54,7 @@ def begin(model: nn.Module, job: ScriptJob) -> Watching | None:
     Args:
         model: The model that the training calls.
         job: The script to watch, and its options.
+        called: Optimizers that were called before, in this order.
 
     Returns:
         The training that is watched; None if there is nothing to do.
@@ -63,30 +64,30 @@ def begin(model: nn.Module, job: ScriptJob) -> Watching | None:
     """
     log_to_stderr()
     wrapped = find_wrapper(model)
-    context = CallerContext(model)
+    context = CallerContext(model, called)
     problem = _agree(wrapped.group, _WATCHED_ALREADY if context.is_watched else "")
     if problem == _WATCHED_ALREADY:
         _log.info("rankscope run leaves this training alone: %s", problem)
         return None
     if problem:
         raise RunError(problem)
-    optimizers = context.optimizers()
-    followed: Any = optimizers if wrapped.kind is LOOP else optimizers[:1]
+    models = [model, *context.other_parts(wrapped.group)]
+    optimizers = context.optimizers(models)
     with torch.autocast(wrapped.device.type, enabled=False):
         scope = watch(
-            model,
-            followed or None,
+            models if len(models) > 1 else model,
+            optimizers or None,
             run_dir=job.run_dir,
             config={"script": job.script},
             **job.options,
         )
-    losses = BackwardLoss(scope, model)
+    losses = BackwardLoss(scope, models)
     try:
         losses.install()
     except Exception as error:
         _log.warning("losses are only seen in the model's output: %s", error, exc_info=error)
     follow_calling_trainer(scope)
-    _log_unwatched(context, optimizers[len(followed) :], found=bool(optimizers))
+    _log_unwatched(context, models, found=bool(optimizers))
     return Watching(scope, losses)
 
 
@@ -121,19 +122,23 @@ def live_objects(*kinds: type) -> dict[type, list[Any]]:
 class CallerContext:
     """The optimizers, wrappers and scopes that exist beside a model when its training begins."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, called: Sequence[Optimizer] = ()) -> None:
         self._model = model
         engine = getattr(sys.modules.get("deepspeed"), "DeepSpeedEngine", None)
         wrappers = [DistributedDataParallel, FSDPModule, *([engine] if engine else [])]
         found = live_objects(Optimizer, Scope, *wrappers)
-        self._optimizers: list[Optimizer] = found[Optimizer]
+        self._optimizers = _each_once([*found[Optimizer], *called])
         self._wrappers = [wrapper for kind in wrappers for wrapper in found[kind]]
         self.is_watched = any(not scope._closed for scope in found[Scope])
         """Whether the script watches itself."""
 
-    def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers of the model, the one of the most elements first."""
-        parameters = list(self._model.parameters())
+    def optimizers(self, models: Sequence[nn.Module] = ()) -> list[Optimizer]:
+        """Return the optimizers of models, the one of the most elements first.
+
+        Args:
+            models: Which models; none: the one whose training begins.
+        """
+        parameters = [p for model in models or [self._model] for p in model.parameters()]
         place = {id(parameter): number for number, parameter in enumerate(parameters)}
         ranked = []
         for optimizer in _without_wrappers(self._optimizers):
@@ -149,6 +154,36 @@ class CallerContext:
         ranked.sort(key=lambda entry: entry[:3])
         return [entry[-1] for entry in ranked]
 
+    def other_parts(self, group: dist.ProcessGroup) -> list[nn.Module]:
+        """Return the other parts of the training that can be watched with the model as one run.
+
+        They are in a DDP each, as the model, and an optimizer updates them. All ranks have them in
+        one order, that of what they hold.
+        """
+        if not isinstance(getattr(self._model, "_orig_mod", self._model), DistributedDataParallel):
+            return []
+        updated = {
+            id(parameter)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        ranks = dist.get_process_group_ranks(group)
+        parts = [
+            other
+            for other in self.other_models()
+            if isinstance(other, DistributedDataParallel)
+            and dist.get_process_group_ranks(other.process_group) == ranks
+            and any(id(parameter) in updated for parameter in other.parameters())
+        ]
+        parts.sort(key=_content)
+        try:
+            find_parts([self._model, *parts])
+        except UnsupportedError as error:
+            _log.debug("the parts of the training cannot be watched as one run: %s", error)
+            return []
+        return parts
+
     def other_models(self) -> list[nn.Module]:
         """Return the outermost other data-parallel models that are in training mode."""
         known = {id(parameter) for parameter in self._model.parameters()}
@@ -161,6 +196,14 @@ class CallerContext:
         ]
         inner = {id(part) for other in others for part in other.modules() if part is not other}
         return [other for other in others if id(other) not in inner]
+
+
+def _content(model: nn.Module) -> tuple[Any, ...]:
+    """Return what tells a model from others, the same on all ranks as DDP has made them equal."""
+    kind = type(getattr(model, "module", model)).__name__
+    parameters = list(model.parameters())
+    first = parameters[0].detach().reshape(-1)[:_LOOKED_AT].to("cpu", torch.float64)
+    return kind, sum(each.numel() for each in parameters), len(parameters), first.tolist()
 
 
 def _without_wrappers(optimizers: Sequence[Optimizer]) -> Iterable[Optimizer]:
@@ -180,12 +223,22 @@ def _without_wrappers(optimizers: Sequence[Optimizer]) -> Iterable[Optimizer]:
             yield optimizer
 
 
-def bare_models(optimizer: Optimizer) -> list[nn.Module]:
-    """Return the living modules that hold all parameters of an optimizer, if none is wrapped.
+def with_living(called: Sequence[Optimizer]) -> list[Optimizer]:
+    """Return the optimizers of this process; ``gc.freeze()`` hides all but those called."""
+    return _each_once([*live_objects(Optimizer)[Optimizer], *called])
+
+
+def _each_once(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    return list({id(optimizer): optimizer for optimizer in optimizers}.values())
+
+
+def bare_models(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
+    """Return the living modules that hold all parameters of optimizers, if none is wrapped.
 
     Compiled ones stand for what they compile.
     """
-    wanted = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    wanted = {id(parameter) for group in groups for parameter in group["params"]}
     modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
     if any(isinstance(module, _WRAPPERS) for module in modules):
         return []
@@ -194,23 +247,21 @@ def bare_models(optimizer: Optimizer) -> list[nn.Module]:
     return [module for module in found if id(module) not in inside]
 
 
-def _log_unwatched(context: CallerContext, others: list[Any], *, found: bool) -> None:
-    """Log, on rank 0, the models and optimizers that are not followed.
+def _log_unwatched(context: CallerContext, watched: Sequence[nn.Module], *, found: bool) -> None:
+    """Log, on rank 0, the models that are not watched.
 
     Args:
-        context: Of the model that is watched.
-        others: Optimizers whose settings are not followed.
+        context: Of the model whose training begins.
+        watched: The models that are.
         found: Whether there is an optimizer at all.
     """
     if dist.get_rank() != 0:
         return
-    models = [type(model).__name__ for model in context.other_models()]
-    if models:
-        _log.warning(
-            "rankscope watches the model that trains first; not watched: %s", ", ".join(models)
-        )
+    others = [model for model in context.other_models() if model not in watched]
     if others:
-        names = ", ".join(type(optimizer).__name__ for optimizer in others)
-        _log.warning("rankscope follows the settings of the first optimizer, not of %s", names)
+        _log.warning(
+            "rankscope watches the model that trains first; not watched: %s",
+            ", ".join(type(getattr(model, "module", model)).__name__ for model in others),
+        )
     if not found:
         _log.info("rankscope found no optimizer of the model")

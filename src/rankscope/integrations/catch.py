@@ -6,7 +6,9 @@ training through one of them, these classes carry a hook; then it is taken out a
 
 A model without wrapper has no such class. In a job of several ranks, the first call of an optimizer
 shows which parameters are trained; the first module that is called after it and holds them all is
-watched from then on, so from the second step.
+watched from then on, so from the second step. Where none is called before the optimizer is called
+again, as the training calls methods of the model, the smallest one is watched from the third step
+on.
 
 This module imports nothing heavy: it is loaded with torch in every process of the job, data loader
 workers among them. None of its frames is on the stack when the script's own code runs, so no
@@ -22,6 +24,7 @@ import multiprocessing
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from multiprocessing import util
 from pathlib import Path
@@ -73,7 +76,8 @@ class Catch:
     def __init__(self, job: ScriptJob) -> None:
         self._job = job
         self._hooks: list[CallHook] = []
-        self._done = self._trained = self._looked = False
+        self._done = self._trained = False
+        self._optimizers: list[Any] = []  # that were called, references to them
         self._waiting: list[Any] = []  # for a backward pass that reaches a parameter
         self._bare: list[Any] = []  # modules without wrapper that hold all trained parameters
         self._after_step: Any = None
@@ -102,21 +106,35 @@ class Catch:
             self._after_step = register(self._after_optimizer)
 
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Look once for models without wrapper that it trains; for none if there are wrappers.
+        """Look for models without wrapper that optimizers train; for none if there are wrappers.
 
         The hook stays until a forward pass: torch goes through its hooks while this one runs.
         """
         try:
-            if self._done or self._looked or not _has_several_ranks():
+            if self._done or not _has_several_ranks():
                 return
-            self._looked = True
-            from rankscope.integrations.beginning import bare_models
+            again = any(each() is optimizer for each in self._optimizers)
+            if again and not self._bare:
+                return
+            if not again:
+                self._optimizers.append(weakref.ref(optimizer))
+            called = [each for one in self._optimizers if (each := one()) is not None]
+            from rankscope.integrations.beginning import bare_models, with_living
 
-            self._bare = bare_models(optimizer)
-            own = {type(model) for model in self._bare} - {hook.holder for hook in self._hooks}
-            self._hooks += [CallHook(kind, self._before_call) for kind in own]
+            if not again:
+                self._look_for_bare(bare_models(with_living(called)) or bare_models(called))
         except Exception:
             _log.debug("models without wrapper cannot be found", exc_info=True)
+            return
+        if again:  # and no forward pass since
+            self._watch(min(self._bare, key=lambda model: sum(1 for _ in model.modules())))
+
+    def _look_for_bare(self, models: list[Any]) -> None:
+        """Await a call of a model without wrapper; keep the ones of before if there is none."""
+        if models:
+            self._bare = models
+        own = {type(model) for model in self._bare} - {hook.holder for hook in self._hooks}
+        self._hooks += [CallHook(kind, self._before_call) for kind in own]
 
     def _forget_optimizers(self) -> None:
         if self._after_step is not None:
@@ -141,8 +159,16 @@ class Catch:
         try:
             if self._done or not _may_train(model, self._bare) or not self._trains(model):
                 return
+        except Exception as error:
+            self._fail(error)
+            return
+        self._forget_optimizers()
+        self._watch(model)
+
+    def _watch(self, model: Any) -> None:
+        """Watch a model from now on."""
+        try:
             self._done = True
-            self._forget_optimizers()
             self._bare = []
             self._imports.remove()
             self._stop_waiting()
@@ -150,9 +176,12 @@ class Catch:
                 hook.remove()
             self._begin(model)
         except Exception as error:
-            self._done = True
-            self._job.mark_reported()
-            _report_failure(error)
+            self._fail(error)
+
+    def _fail(self, error: Exception) -> None:
+        self._done = True
+        self._job.mark_reported()
+        _report_failure(error)
 
     def _trains(self, model: Any) -> bool:
         """Return whether a forward pass trains; in evaluation mode after a backward pass alone."""
@@ -179,7 +208,8 @@ class Catch:
     def _begin(self, model: Any) -> None:
         from rankscope.integrations.beginning import begin
 
-        watching = begin(model, self._job)
+        called = [each for one in self._optimizers if (each := one()) is not None]
+        watching = begin(model, self._job, called)
         self._job.mark_reported()
         if watching is not None:
             self._ending.attach(watching)
@@ -258,7 +288,8 @@ def _report_failure(error: Exception) -> None:
         import torch.distributed as dist
 
         if dist.get_rank() == 0:
-            print_line(f"this training is not watched: {error}")
+            why = str(error).replace("watch() expected", "expected")  # it was never called
+            print_line(f"this training is not watched: {why}")
         return
     _log.warning(
         "rankscope could not begin to watch; training goes on. %s: %s",

@@ -35,7 +35,8 @@ from rankscope.wrappers.transfer import GradientTransfer
 _log = logging.getLogger("rankscope")
 
 _EVENTS = (
-    *("before_pass", "on_module_inputs", "on_module_output", "on_turn", "listen", "begin_step"),
+    *("before_pass", "on_module_inputs", "on_module_output", "on_turn", "forbid", "listen"),
+    "begin_step",
     *("on_inputs", "before_forward", "enter_module", "after_forward", "on_output"),
     *("on_evaluation", "see_reduced", "before_update", "after_update", "see_saved", "collect"),
     *("on_message", "abort", "close"),
@@ -68,6 +69,8 @@ class StepCollector:
         channel: Channel | None = None,
     ) -> None:
         self.paused = self._evaluating = self._runs_model = False
+        self._in_forward = self._trains_inside = False
+        self.by_backward = False  # whether a backward pass has begun the last micro-batch
         self.step = first_step
         self._knows_optimizer = optimizer is not None
         self._warned = False
@@ -93,13 +96,15 @@ class StepCollector:
         self._left_over: bool | None = None  # whether it adds to a gradient that was applied
         self._updates_alone = 0  # since gradients were synchronised for the last time
         self._local = instruments.local_steps > 0  # updates alone are steps of their own
-        self._accumulation = None if optimizer is None else Accumulation(optimizer)
+        self._accumulation: Accumulation | None = None
+        if optimizer is not None:
+            self._accumulation = Accumulation(optimizer, job.wrapped.parameters)
         observers = [probe for probe in probes if type(probe).see_local is not Probe.see_local]
         reduced = list(self._calls["see_reduced"])
         if self._accumulation is not None:
             reduced.append(self._accumulation.see_reduced)
         observer = ObserverGroup(observers[0] if observers else None, reduced)
-        self._tap = instruments.make_tap(guard, observer, self._shadow)
+        self._tap = instruments.make_tap(guard, observer, self._shadow, self._begin_unawaited)
         self._passes = ForwardPasses(self._notice_backward, guard)
         self._schedule = ScheduleCalls(self._module, guard, lambda: self._passes.current + 1)
         self._layout = instruments.layout
@@ -112,7 +117,15 @@ class StepCollector:
 
     def give_loss(self, value: Any, weight: Any, **more: Any) -> None:
         """Take the loss of a micro-batch, see :meth:`rankscope.Scope.loss`."""
+        if more.get("spare") or self._has_all_losses:  # its backward pass is about to begin
+            self.begin_backward()
         self._given("loss", value, weight, self._passes.current, **more)
+
+    @property
+    def _has_all_losses(self) -> bool:
+        """Whether the step is over, and has a loss of each of its forward passes."""
+        loss: Any = self._probes["loss"]
+        return self._updated and loss.num_given > self._passes.current
 
     def give_samples(self, samples: Any) -> None:
         """Take the ids of the next forward pass's samples from the user."""
@@ -193,6 +206,8 @@ class StepCollector:
         self.close_step()
         if not bypassed:
             self._call("before_pass", self.step, args, kwargs)
+        self.by_backward = False
+        self._in_forward = True
         self._begin_pass(bypassed=bypassed)
         self._passes.begin()
         self._call("on_inputs", args, kwargs, self._passes.current)
@@ -286,21 +301,63 @@ class StepCollector:
 
     def see_output(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         """Handle the output of a forward pass in training."""
+        self._in_forward = False
         self._call("after_forward")
         self._passes.end(output)
         self._call("on_output", output, kwargs, self._passes.current)
 
     def _notice_backward(self, trained: Callable[[], None]) -> None:
         """Handle, inside a backward pass, its arrival at the model's output."""
-        accumulation = self._accumulation
-        adds = accumulation is not None and accumulation.adds_to_applied()
-        self._tap.notice_backward(partial(self._see_trained, trained, adds))
+        self._tap.notice_backward(partial(self._see_trained, trained, self._find_old()))
 
     def _see_trained(self, trained: Callable[[], None], adds_to_applied: bool) -> None:
         """Handle a backward pass that accumulates gradients; the step's first one counts."""
         if self._left_over is None:
             self._left_over = adds_to_applied
         trained()
+
+    def _find_old(self) -> bool:
+        """Return whether a backward pass that begins now adds to gradients that were applied."""
+        if self._accumulation is None:
+            return False
+        adds = self._accumulation.adds_to_applied()
+        if self._left_over is None:
+            self._tap.leave_out(self._accumulation.old())
+        return adds
+
+    def _begin_unawaited(self, noticed: bool) -> None:
+        """Handle a backward pass that trains, and for which no forward pass may wait.
+
+        Args:
+            noticed: Whether it has reached an output of the model before.
+        """
+        self.begin_backward()
+        adds = self._find_old()
+        if noticed:
+            return
+        self._passes.train()
+        if self._left_over is None:
+            self._left_over = adds
+        if self._in_forward and not self._trains_inside:
+            self._trains_inside = True
+            self._call("forbid", "the model's forward pass itself runs backward passes")
+
+    def begin_backward(self) -> None:
+        """Begin a micro-batch for a backward pass, unless a forward pass waits for one.
+
+        The training calls a method of the model in place of its forward pass, or has several
+        backward passes inside or after one, for an update each. Several passes without an update
+        in between belong together.
+        """
+        if self._tap.awaits_backward:
+            return
+        if self._updated:
+            self.close_step()
+        elif self._passes.current >= 0 and not self.by_backward:
+            return
+        self.by_backward = True
+        self._begin_pass()
+        self._passes.begin(reached=True)
 
     def begin_optimizer_step(self) -> None:
         """Handle the beginning of ``optimizer.step``."""
@@ -331,7 +388,7 @@ class StepCollector:
         """Handle the end of ``optimizer.step``."""
         self._updated = True
         if self._accumulation is not None:
-            self._accumulation.see_updated(self._passes.current + 1)
+            self._accumulation.see_updated(self._passes.current + 1, optimizer)
         self._call("after_update", optimizer, complete=self._tap.complete)
 
     def see_saved(self) -> None:

@@ -41,8 +41,8 @@ class Instruments:
     """The instruments of one model.
 
     Attributes:
-        make_tap: Makes the tap from a guard, an observer, and a function to call after a step that
-            this rank only shadows.
+        make_tap: Makes the tap from a guard, an observer, a function to call after a step that
+            this rank only shadows, and one to call in a backward pass that no forward pass awaits.
         make_job: Makes the probes' job from the optimizer, the first step, the guard of the
             monitor's work, and the channel to the root.
         module: The model inside the wrapper.
@@ -58,7 +58,9 @@ class Instruments:
         take_read_seconds: Returns the seconds spent reading gradients since its last call.
     """
 
-    make_tap: Callable[[Guarded, GradientObserver, Callable[[], None]], GradientTap]
+    make_tap: Callable[
+        [Guarded, GradientObserver, Callable[[], None], Callable[[bool], None]], GradientTap
+    ]
     make_job: Callable[[torch.optim.Optimizer | None, int, Guard, Channel], Job]
     module: torch.nn.Module
     reduced: ReadReduced
@@ -112,9 +114,12 @@ def choose_instruments(
     )
 
     def make_tap(
-        guarded: Guarded, observer: GradientObserver, shadowed: Callable[[], None]
+        guarded: Guarded,
+        observer: GradientObserver,
+        shadowed: Callable[[], None],
+        unawaited: Callable[[bool], None],
     ) -> GradientTap:
-        return wrapped.make_tap(sketcher, guarded, reduced, observer, shadowed)
+        return wrapped.make_tap(sketcher, guarded, reduced, observer, shadowed, unawaited)
 
     def make_job(
         optimizer: torch.optim.Optimizer | None,

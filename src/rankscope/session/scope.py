@@ -430,6 +430,10 @@ class Scope:
             self._guard(self._collector.begin_optimizer_step)
         self._guard(self._collector.count_optimizer_step, optimizer)
         self._beat("step")
+        if self._collector.by_backward:  # no forward pass comes in which the inbox is read
+            self._guard(self._inbox.read)
+            if not self._off:
+                self._inbox.notify(self._collector.step)
 
     def _before_state_dict(self, optimizer: Any) -> None:
         self._guard(self._collector.see_saved)

@@ -36,7 +36,7 @@ from rankscope.session.options import WatchKeywords, WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
 from rankscope.session.stage_meeting import WatchedStage, meet_stages
 from rankscope.sinks import RunInfo, SinkOption, Sinks
-from rankscope.wrappers.find import find_wrapper, plain_optimizers
+from rankscope.wrappers.find import find_parts, find_wrapper, plain_optimizers
 from rankscope.wrappers.kinds import LOOP
 from rankscope.wrappers.optimizers import JointOptimizer
 from rankscope.wrappers.rendezvous import default_store
@@ -45,7 +45,7 @@ _log = logging.getLogger("rankscope")
 
 
 def watch(
-    model: torch.nn.Module,
+    model: torch.nn.Module | Sequence[torch.nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
     *,
     run_dir: str | Path,
@@ -66,7 +66,9 @@ def watch(
     Args:
         model: What the training calls: a model wrapped in DDP, or by ``fully_shard``, or one
             without wrapper whose loop or optimizer reduces gradients, each of them compiled or
-            not, a DeepSpeed engine, or Megatron-core's DDP.
+            not, a DeepSpeed engine, or Megatron-core's DDP. Or a list of the parts of one training,
+            such as the generator and the discriminator of a GAN, each wrapped in DDP: the part
+            that the training calls first in a step comes first.
         optimizer: Its optimizer, or a list of several, for the learning rate and the count of
             optimizer steps. An engine brings its own; a model without wrapper needs it, for its
             call ends a step.
@@ -118,7 +120,11 @@ def watch(
     tier = chosen_tier(tier)
     intended = Plan.of(plan)
     local_steps = intended.local_steps or 0
-    wrapped = find_wrapper(model, options.process_group)
+    if isinstance(model, torch.nn.Module):
+        wrapped = find_wrapper(model, options.process_group)
+    else:
+        wrapped = find_parts(model)
+        model = model[0]
     optimizer = (
         _one_of(plain_optimizers(optimizer)) or wrapped.optimizer
     )  # DeepSpeed's wraps it, too

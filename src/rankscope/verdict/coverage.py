@@ -7,12 +7,14 @@ import numpy as np
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.bus.words import count
+from rankscope.bus.words import count, shortened
 from rankscope.record import Run
 from rankscope.record.tables import Columns
 
 COLUMNS = ("step", "loss_mean", "observed", "interval")
 """The columns of the steps table from which the coverage follows."""
+
+_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class MeasuredParts:
         gradients: Steps among them with the gradients of all workers.
         watched: Tensors of the watched model, where the optimizer is known to have more; else 0.
         updated: Tensors of the optimizer, likewise.
+        unwatched: Names of some of those that are not watched.
     """
 
     steps: int
@@ -35,6 +38,7 @@ class MeasuredParts:
     gradients: int
     watched: int = 0
     updated: int = 0
+    unwatched: tuple[str, ...] = ()
 
     @property
     def enough(self) -> bool:
@@ -65,7 +69,11 @@ class MeasuredParts:
         if not self.has_gradients:
             parts.append(f"gradients were measured in {_of(self.gradients, self.due)}")
         if self.watched < self.updated:
-            parts.append(f"{self.watched} of the {self.updated} tensors of the optimizer watched")
+            left_out = shortened(list(self.unwatched), _NAMES)
+            parts.append(
+                f"{self.watched} of the {self.updated} tensors of the optimizer watched"
+                + (f", without {left_out}" if left_out else "")
+            )
         if not self.has_losses:
             parts.append(f"a loss was recorded in {_of(self.losses, self.steps)}")
         return ", ".join(parts)
@@ -121,15 +129,19 @@ def coverage_of(run: Run, columns: Columns | None = None) -> MeasuredParts:
     )
 
 
-def _tensors(training: Any) -> tuple[int, int]:
-    """Return the tensors of the watched model and of the optimizer, if that one has more."""
+def _tensors(training: Any) -> tuple[int, int, tuple[str, ...]]:
+    """Return the tensors of the watched model and of the optimizer, if that one has more.
+
+    And names of some that are not watched.
+    """
     try:
         optimizer = training["optimizer"]
         watched = int(training["parameters"]["tensors"])
         updated = sum(int(group["tensors"]) for group in optimizer["groups"])
-    except (KeyError, TypeError, ValueError):
-        return 0, 0
-    return (watched, updated) if watched < updated else (0, 0)
+        unwatched = tuple(map(str, training.get("unwatched", ())))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return 0, 0, ()
+    return (watched, updated, unwatched) if watched < updated else (0, 0, ())
 
 
 def _of(number: int, whole: int) -> str:

@@ -5,13 +5,17 @@ Some trainings reduce in the backward pass of each micro-batch: torchtitan, and 
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from rankscope.wrappers.optimizers import all_of
+
 _MOST_AT_FIRST = 64
+_MOST_PARTS = 16  # more optimizers have a parameter or a layer each, and are called together
+_FEW_UPDATES = 8  # in which an optimizer may wait for its first turn
 
 _State = tuple["ref[Tensor]", int, int]
 """A gradient, its version, and the version of its local part, if it is a DTensor."""
@@ -30,25 +34,45 @@ class Accumulation:
 
     Several calls of a pipeline schedule may make an update. There a step has at least as many
     forward passes as each update so far took, even if gradients are taken away between the calls.
+
+    Several optimizers may take turns, as in a GAN: each zeroes the gradients of its own parameters,
+    and a backward pass of one may add to gradients of another, which are thrown away later. So the
+    parameters whose gradients are old are left out of a step where another optimizer's are new.
+
+    Args:
+        optimizer: The optimizer, or several as one.
+        parameters: The parameters that are measured, by name.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        self._parameter: Tensor | None = None
-        self._left: _State | None = None
-        self._applied: _State | None = None
+    def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor] | None = None) -> None:
+        several = all_of(optimizer)
+        parts = several if len(several) <= _MOST_PARTS else (optimizer,)
+        names = {id(parameter): name for name, parameter in (parameters or {}).items()}
+        self._parts = [_Part(each, names) for each in parts]
+        self._old: list[_Part] = []
+        self._num_updates = 0
+        self._left: tuple[_Part, _State] | None = None
         self._most_passes = 0
         self._fewest_passes = 0  # that an update took
         self._earlier_passes = 0  # of the steps that ended since the last update
 
     def see_reduced(self) -> None:
         """Note that a reduction is over."""
-        self._left = self._state()
+        states = ((part, part.state()) for part in self._parts)
+        self._left = next(((part, state) for part, state in states if state is not None), None)
 
-    def see_updated(self, num_passes: int) -> None:
-        """Note that the optimizer was called, after so many forward passes of the step."""
+    def see_updated(self, num_passes: int, optimizer: object = None) -> None:
+        """Note that the optimizer was called, after so many forward passes of the step.
+
+        Args:
+            num_passes: Their number.
+            optimizer: Which one, if there are several.
+        """
         self._most_passes = max(self._most_passes, num_passes)
-        self._applied = self._state()
+        self._num_updates += 1
+        for part in self._parts:
+            if part.optimizer is optimizer or part in self._old or len(self._parts) == 1:
+                part.see_applied()
 
     def end_step(self, num_passes: int, *, updated: bool) -> None:
         """Note the end of a step of so many forward passes, and whether an update came."""
@@ -60,7 +84,19 @@ class Accumulation:
 
     def adds_to_applied(self) -> bool:
         """Return whether a backward pass that begins now adds to gradients that were applied."""
-        return self._is_unchanged(self._applied, as_a_whole=True)
+        self._old = [part for part in self._parts if part.is_unchanged(part.applied, whole=True)]
+        used = [part for part in self._parts if part.is_used or self._num_updates < _FEW_UPDATES]
+        adds = bool(self._old) and len(self._old) == len(used)
+        if adds:
+            self._old = []  # nothing shows which are updated next
+        return adds
+
+    def old(self) -> frozenset[str]:
+        """Return the parameters whose gradients are old while those of others are new.
+
+        As of the last :meth:`adds_to_applied`.
+        """
+        return frozenset().union(*(part.names for part in self._old))
 
     def goes_on(self, num_passes: int, *, in_calls: bool = False) -> bool:
         """Return whether the next micro-batch's gradients will be added to the reduced ones.
@@ -73,37 +109,64 @@ class Accumulation:
             return True
         if num_passes >= (self._most_passes or _MOST_AT_FIRST):
             return False
-        return self._is_unchanged(self._left)
+        part, left = self._left or (None, None)
+        return part is not None and part.is_unchanged(left)
 
-    def _is_unchanged(self, before: "_State | None", *, as_a_whole: bool = False) -> bool:
-        """Return whether a gradient is unchanged; of a DTensor, its local part or all of it.
 
-        A reduction adds to the local part. A training that changes a DTensor leaves the version of
-        its local part.
-        """
-        now = None if self._parameter is None else self._parameter.grad
-        if before is None or now is None:
-            return False
-        gradient, whole, part = before
-        if now is not gradient() or _part_of(now)._version != part:
-            return False
-        return now._version == whole or not as_a_whole
+class _Part:
+    """One of the optimizers, with its parameters' gradients.
 
-    def _state(self) -> "_State | None":
+    Attributes:
+        optimizer: The optimizer.
+        names: The names of its parameters.
+        applied: The state of a gradient of theirs, as it was applied.
+        is_used: Whether its parameters ever had a gradient.
+    """
+
+    def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
+        self.optimizer = optimizer
+        self.applied: _State | None = None
+        self.is_used = False
+        self._parameter: Tensor | None = None
+        own = map(id, self._parameters())
+        self.names = frozenset(names[one] for one in own if one in names)
+
+    def see_applied(self) -> None:
+        """Note the state of a gradient that was applied: the one that a pass reaches late."""
+        self._parameter = None
+        self.applied = self.state()
+
+    def _gradient(self) -> Tensor | None:
+        """Return the gradient of the first parameter that has one, then of the same one."""
+        if self._parameter is None or self._parameter.grad is None:
+            trained = (parameter for parameter in self._parameters() if parameter.grad is not None)
+            self._parameter = next(trained, None)
+        self.is_used |= self._parameter is not None
+        return None if self._parameter is None else self._parameter.grad
+
+    def state(self) -> "_State | None":
+        """Return that gradient and its versions."""
         gradient = self._gradient()
         if gradient is None:
             return None
         return ref(gradient), gradient._version, _part_of(gradient)._version
 
-    def _gradient(self) -> Tensor | None:
-        """Return the gradient of the first parameter that has one."""
-        if self._parameter is None or self._parameter.grad is None:
-            trained = (parameter for parameter in self._parameters() if parameter.grad is not None)
-            self._parameter = next(trained, None)
-        return None if self._parameter is None else self._parameter.grad
+    def is_unchanged(self, before: "_State | None", *, whole: bool = False) -> bool:
+        """Return whether the gradient is unchanged; of a DTensor, its local part or all of it.
+
+        A reduction adds to the local part. A training that changes a DTensor leaves the version of
+        its local part.
+        """
+        now = self._gradient()
+        if before is None or now is None:
+            return False
+        gradient, version, version_of_part = before
+        if now is not gradient() or _part_of(now)._version != version_of_part:
+            return False
+        return now._version == version or not whole
 
     def _parameters(self) -> Iterator[Tensor]:
-        for group in getattr(self._optimizer, "param_groups", None) or ():  # some have none
+        for group in getattr(self.optimizer, "param_groups", None) or ():  # some have none
             if isinstance(group, Mapping):
                 yield from group.get("params", ())
 

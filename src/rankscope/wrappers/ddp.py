@@ -19,7 +19,7 @@ part of the whole, before it is taken away (:mod:`rankscope.wrappers.micro_batch
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -38,30 +38,34 @@ from rankscope.wrappers.tap import GradientObserver, Guarded, LocalGradient, Rea
 class DDPTap(HookedTap):
     """A :class:`~rankscope.wrappers.tap.GradientTap` for DDP.
 
-    ``shadowed`` is called after each synchronising step that this rank only shadows, since it has
-    run out of data inside ``model.join()``. The other arguments are those of
+    Of several ``models``, which are parts of one training, the first is timed. ``shadowed`` is
+    called after each synchronising step that this rank only shadows, since it has run out of data
+    inside ``model.join()``. The other arguments are those of
     :class:`~rankscope.wrappers.hooked.HookedTap`.
     """
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        models: Sequence[DistributedDataParallel],
         parameters: dict[str, Tensor],
         sketcher: Sketcher,
         guarded: Guarded,
         *,
         reduced: ReadReduced,
         observer: GradientObserver,
+        unawaited: Callable[[bool], None] = lambda noticed: None,
         shadowed: Callable[[], None],
     ) -> None:
-        in_buckets = model.gradient_as_bucket_view
+        model = models[0]
+        in_buckets = any(each.gradient_as_bucket_view for each in models)
         super().__init__(
             parameters, sketcher, guarded,
-            reduced=reduced, observer=observer, in_buckets=in_buckets,
+            reduced=reduced, observer=observer, in_buckets=in_buckets, unawaited=unawaited,
         )  # fmt: skip
         self._model = model
+        self._models = tuple(models)
         self._product: ReducedProduct | None = None
-        if needs_product(model, sketcher, reduced):
+        if len(models) == 1 and needs_product(model, sketcher, reduced):
             self._product = ReducedProduct(parameters, sketcher.device, guarded)
         self._subtracts = reduced is ReadReduced.SKETCH and sketcher.sketches
         self._busy = BusyClock(model, sketcher.device)
@@ -92,7 +96,7 @@ class DDPTap(HookedTap):
         self._choose_hooks()
         self._begin_pass_anew()
         self._fresh = True
-        self._step.synchronises = self._bypassed or self._model.require_backward_grad_sync
+        self._step.synchronises = self._bypassed or self._reduces
         # Norms do not add up over micro-batches, so without sketches the last one alone counts.
         adds_up = self._sketcher.sketches or self._stream is not None
         self._measure = measure and (self._step.synchronises or adds_up)
@@ -165,8 +169,8 @@ class DDPTap(HookedTap):
         if in_backward():
             return
         several = self._stream is None and self._noticed
-        reduces = self._model.require_backward_grad_sync
-        self._hooks.keep(self._reading.hooked(synchronises=reduces) if several else self._all)
+        hooked = self._reading.hooked(synchronises=self._reduces) if several else self._all
+        self._hooks.keep(hooked)
         self._noticed = False
 
     @property
@@ -259,9 +263,14 @@ class DDPTap(HookedTap):
             step.reduced_product = self._product.take(self._calls.names)
         if reduced and self._reduced is not None:
             step.reduced_known = self._measure_reduced(
-                self._calls.names, into=self._reduced, refs=refs
+                self._calls.names, into=self._reduced, refs=refs, left_out=self._left_out
             )
 
     @property
+    def _reduces(self) -> bool:
+        return any(model.require_backward_grad_sync for model in self._models)
+
+    @property
     def _waits_by_hand(self) -> bool:
-        return bool(vars(self._model).get("require_manual_backward_finalization", False))
+        name = "require_manual_backward_finalization"
+        return any(vars(model).get(name, False) for model in self._models)

@@ -56,6 +56,7 @@ class LocalReading:
             gradient later without a change of its version.
         held_at_ends: Whether the step's first pass has found gradients that it was expected to
             make: then only those of a few parameters are known to be older.
+        left_out: Parameters that the step leaves out.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class LocalReading:
         self.late: Collection[str] = ()
         self.read_late: Collection[str] = ()
         self.never_late: Collection[str] = ()
+        self.left_out: Collection[str] = ()
         self._refs: GradientRefs = NO_REFS
         self.spoiled = False
         self._all = tuple(parameters)
@@ -160,14 +162,16 @@ class LocalReading:
             self._made_here = {n for n, p in self._parameters.items() if p.grad is None}
         reads_all = len(self._stable[self._synchronises].names) == len(self._all)
         if self._times_made >= self._trusted_after and self._measure and reads_all:
-            ends = [self._parameters[name].grad for name in self._ends if name != first]
+            ends = [
+                self._parameters[n].grad for n in self._ends if n not in (first, *self.left_out)
+            ]
             left = [gradient for gradient in ends if gradient is not None]
             self._sees_made = not left
             self.held_at_ends = bool(left)
             self._times_made *= self._sees_made
             return left
         own = self._parameters[first].grad
-        gradients = map(_gradient_of, self._parameters.values())
+        gradients = map(_gradient_of, _without(self._parameters, self.left_out).values())
         held = [g for g in gradients if g is not None and g is not own]
         self._learns_made = not held
         self._times_made *= not held
@@ -337,6 +341,7 @@ def measure_reduced(
     used: Container[str],
     into: GradientTotals,
     refs: GradientRefs = NO_REFS,
+    left_out: Collection[str] = (),
 ) -> bool:
     """Measure the reduced gradient; return whether all of it was there.
 
@@ -347,8 +352,10 @@ def measure_reduced(
         used: The parameters that have a gradient of this step.
         into: The totals, overwritten.
         refs: The gradients that were read together before the reduction.
+        left_out: Parameters that the step leaves out.
     """
     into.reset()
+    parameters = _without(parameters, left_out)
     names = tuple(parameters)
     gradients = list(map(_gradient_of, parameters.values()))
     if _lacks_any(gradients):
@@ -364,6 +371,10 @@ def measure_reduced(
         again = names == names_before and all(map(is_, gradients, map(call, gradients_before)))
         sketcher.measure_whole(names, gradients, into, again=again)
     return True
+
+
+def _without(parameters: Mapping[str, Tensor], names: Collection[str]) -> Mapping[str, Tensor]:
+    return {n: p for n, p in parameters.items() if n not in names} if names else parameters
 
 
 def _lacks_any(gradients: Sequence[Tensor | None]) -> bool:

@@ -5,7 +5,8 @@ reduces.
 """
 
 import logging
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +32,16 @@ from rankscope.wrappers.fsdp2_model import (
     is_fsdp2,
     parameters_by_mesh,
 )
-from rankscope.wrappers.kinds import DDP, DEEPSPEED, FSDP2, LOOP, MEGATRON, REPLICATE, WrapperKind
+from rankscope.wrappers.kinds import (
+    DDP,
+    DDP_PARTS,
+    DEEPSPEED,
+    FSDP2,
+    LOOP,
+    MEGATRON,
+    REPLICATE,
+    WrapperKind,
+)
 from rankscope.wrappers.loop import LoopTap
 from rankscope.wrappers.megatron import MegatronTap
 from rankscope.wrappers.megatron_model import (
@@ -62,6 +72,8 @@ class Wrapped:
             one owner.
         replicated: The model that ``replicate`` was applied to; None under anything else.
         mesh: This rank's place in a mesh that has other axes than the data-parallel ones.
+        parts: The model inside, where the training has several parts, each in a DDP of its own:
+            ``wrapper`` is that of the first, whose forward pass begins a micro-batch.
     """
 
     kind: WrapperKind
@@ -73,16 +85,26 @@ class Wrapped:
     replica: int | None = 0
     replicated: nn.Module | None = None
     mesh: MeshPlace | None = None
+    parts: "JointModel | None" = None
 
     @property
     def module(self) -> nn.Module:
         """The model inside the wrapper; the same where a layer may be called so."""
+        if self.parts is not None:
+            return self.parts
         if self.replicated is not None:
             return self.replicated
         if self.kind in (FSDP2, LOOP):
             return self.wrapper
         inner = getattr(self.wrapper, "module", None)
         return inner if isinstance(inner, nn.Module) else self.wrapper
+
+    @property
+    def ddps(self) -> Sequence[DistributedDataParallel]:
+        """The wrappers, where they are DDP."""
+        if self.parts is not None:
+            return self.parts.wrappers
+        return [self.wrapper] if isinstance(self.wrapper, DistributedDataParallel) else []
 
     def reduces(self) -> Callable[[Tensor], bool] | None:
         """Return a test whether the wrapper reduces a parameter's gradient; None if it reduces all.
@@ -93,14 +115,16 @@ class Wrapped:
         """
         if not isinstance(self.wrapper, DistributedDataParallel):
             return None
-        parameters = getattr(self.wrapper, "_module_parameters", None)
-        if parameters is None:
+        lists = [getattr(each, "_module_parameters", None) for each in self.ddps]
+        if None in lists:
             return None
-        reduced = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        reduced = {id(p) for parameters in lists for p in parameters if p.requires_grad}
         return lambda parameter: id(parameter) in reduced
 
     def left_out(self) -> frozenset[str]:
         """Return the canonical names of the parameters that DDP ignores."""
+        if self.parts is not None:
+            return self.parts.left_out()
         if self.replicated is None:
             return frozenset(getattr(self.wrapper, "parameters_to_ignore", ()))
         wrapped = {id(parameter) for parameter in self.wrapper.parameters()}
@@ -127,29 +151,113 @@ class Wrapped:
         reduced: ReadReduced,
         observer: GradientObserver,
         shadowed: Callable[[], None],
+        unawaited: Callable[[bool], None],
     ) -> GradientTap:
         """Return a tap that reads this model's local gradients from now on."""
         wrapper = self.wrapper
         parameters = self.parameters
         if isinstance(wrapper, DistributedDataParallel):
             return DDPTap(
-                wrapper,
+                self.ddps,
                 parameters,
                 sketcher,
                 guarded,
                 reduced=reduced,
                 observer=observer,
                 shadowed=shadowed,
+                unawaited=unawaited,
             )
         if self.kind is LOOP:
             size = self.group.size()
-            return LoopTap(parameters, size, sketcher, guarded, reduced=reduced, observer=observer)
+            return LoopTap(
+                parameters,
+                size,
+                sketcher,
+                guarded,
+                reduced=reduced,
+                observer=observer,
+                unawaited=unawaited,
+            )
         if is_deepspeed(wrapper):
             return DeepSpeedTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
         if is_megatron(wrapper):
             return MegatronTap(wrapper, parameters, sketcher, guarded, reduced=reduced)
         assert self.kind in (FSDP2, REPLICATE), self.kind
         return FSDP2Tap(wrapper, parameters, sketcher, guarded, reduced=reduced, observer=observer)
+
+
+class JointModel(nn.Module):
+    """The parts of a training that have a DDP each, as one model. It is never called.
+
+    A parameter's name begins with the class of its part, numbered where several have one class.
+
+    Args:
+        wrappers: At least two.
+    """
+
+    def __init__(self, wrappers: Sequence[DistributedDataParallel]) -> None:
+        super().__init__()
+        self.wrappers = tuple(wrappers)
+        kinds = [type(each.module).__name__ for each in wrappers]
+        several = {kind for kind, count in Counter(kinds).items() if count > 1}
+        names = [f"{kind}{n}" if kind in several else kind for n, kind in enumerate(kinds)]
+        self.named_wrappers = list(zip(names, wrappers, strict=True))
+        """The wrappers with the names of their parts."""
+        for name, each in self.named_wrappers:
+            self.add_module(name, each.module)
+
+    def trained(self) -> dict[str, Tensor]:
+        """Return the parameters that require a gradient and are reduced, by canonical name."""
+        return {
+            f"{part}.{name}": parameter
+            for part, wrapper in self.named_wrappers
+            for name, parameter in _trained(wrapper).items()
+        }
+
+    def left_out(self) -> frozenset[str]:
+        """Return the canonical names of the parameters that the wrappers ignore."""
+        return frozenset(
+            f"{part}.{canonical_name(name)}"
+            for part, wrapper in self.named_wrappers
+            for name in getattr(wrapper, "parameters_to_ignore", ())
+        )
+
+
+def find_parts(models: Sequence[nn.Module]) -> Wrapped:
+    """Return how the parts of a training are wrapped, each in a DDP of its own.
+
+    Args:
+        models: As the training calls them; the first one's forward pass begins a micro-batch.
+
+    Raises:
+        UnsupportedError: They go data parallel in a way that cannot be watched as one run.
+    """
+    if len(models) == 1:
+        return find_wrapper(models[0])
+    wrappers = [getattr(model, "_orig_mod", model) for model in models]
+    ddps = [each for each in wrappers if isinstance(each, DistributedDataParallel)]
+    others = [type(each).__name__ for each in wrappers if each not in ddps]
+    if others or not ddps:
+        raise UnsupportedError(
+            "watch() expected several models to be in a DistributedDataParallel each, got "
+            f"{others[0] if others else 'none'}; watch one model"
+        )
+    first = ddps[0]
+    if any(set(_ranks(each)) != set(_ranks(first)) for each in ddps):
+        raise UnsupportedError(
+            "watch() expected the same ranks in all DistributedDataParallel of a training, got "
+            "process groups of different ones; watch one model"
+        )
+    parts = JointModel(ddps)
+    parameters = parts.trained()
+    for each in ddps:
+        _check_ddp(each, parameters)
+    device = next(iter(parameters.values()), next(first.parameters())).device
+    return Wrapped(DDP_PARTS, first, parameters, first.process_group, device, parts=parts)
+
+
+def _ranks(ddp: DistributedDataParallel) -> list[int]:
+    return dist.get_process_group_ranks(ddp.process_group)
 
 
 def find_wrapper(model: nn.Module, process_group: dist.ProcessGroup | None = None) -> Wrapped:

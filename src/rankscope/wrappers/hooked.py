@@ -6,7 +6,7 @@ out.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from torch import Tensor
@@ -31,6 +31,9 @@ class HookedTap(GradientTap):
         reduced: Which totals of the reduced gradient to read.
         observer: Gets local gradients, and a call after their reduction.
         in_buckets: Whether gradients are moved into buckets as soon as their hooks are done.
+        unawaited: Called in the hook of a backward pass's first gradient, if the pass was not
+            noticed before (argument False), or no forward pass waited for it (True): it may
+            announce one.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class HookedTap(GradientTap):
         reduced: ReadReduced,
         observer: GradientObserver,
         in_buckets: bool = False,
+        unawaited: Callable[[bool], None] = lambda noticed: None,
     ) -> None:
         self._parameters = parameters
         self._all = tuple(parameters)
@@ -62,6 +66,8 @@ class HookedTap(GradientTap):
         self._measure = False
         self._announce: Callable[[], None] | None = None  # of the pass that runs
         self._reached: list[Callable[[], None]] = []  # called if it trains
+        self._unawaited = unawaited
+        self._left_out: Collection[str] = ()  # of this step
         self._hooks = GradientHooks(parameters, self._on_gradient)
 
     def notice_backward(self, trained: Callable[[], None]) -> None:
@@ -82,6 +88,15 @@ class HookedTap(GradientTap):
             self._announce = announce
             self._hooks.keep(self._all)
             Variable._execution_engine.queue_callback(self._forget_unannounced)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward pass was announced whose backward pass has not begun."""
+        return self._fresh
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Measure the step that begins without some parameters."""
+        self._left_out = self._reading.left_out = names
 
     @property
     def aborted(self) -> bool:
@@ -107,6 +122,7 @@ class HookedTap(GradientTap):
         self._micro.reset()
         self._accumulator.reset()
         self._calls.reset()
+        self.leave_out(())
 
     def _carried_over(self, first: str) -> Tensor | None:
         """Begin a step in its first pass; return whether it adds to an older gradient.
@@ -119,11 +135,16 @@ class HookedTap(GradientTap):
 
     def _read_pass(self) -> None:
         """Read the local gradients at the end of a backward pass."""
-        if self._hooks.all:
-            self._calls.add(self._counted)
+        if not self._hooks.all:
+            self._calls.see_without(self._measured(self._reading.with_gradient()))
         else:
-            self._calls.see_without(self._reading.with_gradient())
+            self._calls.add(self._measured(self._counted))
         self._reading.end_pass(self._calls.names)
+
+    def _measured(self, names: Sequence[str]) -> Sequence[str]:
+        """Return the names without those that the step leaves out."""
+        left_out = self._left_out
+        return [name for name in names if name not in left_out] if left_out else names
 
     def _is_training(self) -> bool:
         """Return whether the pass that ends was the training's; call ``trained`` then."""
@@ -146,16 +167,30 @@ class HookedTap(GradientTap):
 
     def _see(self, name: str, gradient: Tensor | None) -> None:
         """Read a gradient in its hook."""
-        announce, self._announce = self._announce, None
-        if announce is not None:
-            announce()
+        if not self._backward.running or (self._first and not self._fresh):
+            self._begin_unawaited()
         self._backward.notice()
+        if name in self._left_out:
+            return
         if self._first:
             self._first = False
             self._counted.clear()
             self._calls.begin_pass()
             self._begin_pass(name)
         self._take(name, gradient, last=self._calls.last_of(name))
+
+    def _begin_unawaited(self) -> None:
+        """Begin a backward pass that has reached a parameter, and that nothing has announced."""
+        noticed = self._backward.running
+        reached = list(self._reached) if noticed else []
+        self._backward.begin()
+        announce, self._announce = self._announce, None
+        if announce is None:
+            self._unawaited(noticed)
+        else:
+            announce()
+        self._backward.notice()
+        self._reached += reached
 
     def _forget_unannounced(self) -> None:
         self._announce = None

@@ -33,6 +33,12 @@ def _no_whole(name: str) -> str:
 
 
 DDP = WrapperKind("DDP", traces=True)
+DDP_PARTS = WrapperKind(
+    "DDP",
+    no_canary="the training calls the parts of the model one by one, each in a DDP of its own",
+    no_reference="the training calls its parts one by one, each in a DDP of its own",
+)
+"""A model of several parts, each in a DDP of its own."""
 REPLICATE = WrapperKind(
     "replicate",
     no_canary="replicate() reduces in hooks of the model itself, so no worker can run it alone",

@@ -10,6 +10,7 @@ comparison of workers shows whether it is a mean, a sum or something else, or st
 own since the optimizer reduces: see :mod:`rankscope.evidence.gradient.user_reduction`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -61,8 +62,11 @@ class LoopTap(HookedTap):
         *,
         reduced: ReadReduced,
         observer: GradientObserver,
+        unawaited: Callable[[bool], None] = lambda noticed: None,
     ) -> None:
-        super().__init__(parameters, sketcher, guarded, reduced=reduced, observer=observer)
+        super().__init__(
+            parameters, sketcher, guarded, reduced=reduced, observer=observer, unawaited=unawaited
+        )
         self._num_workers = num_workers
         self._looked_for_others = False
         self._step = _Step()
@@ -88,7 +92,9 @@ class LoopTap(HookedTap):
         self._fresh = False
         self._observer.see_reduced()
         if self._measure and self._reduced is not None:
-            step.reduced_known = self._measure_reduced(self._calls.names, into=self._reduced)
+            step.reduced_known = self._measure_reduced(
+                self._calls.names, into=self._reduced, left_out=self._left_out
+            )
 
     @property
     def complete(self) -> bool:

@@ -27,7 +27,7 @@ class _Pass:
 
     @property
     def idle(self) -> bool:
-        return not self.returned or (self.visible and not self.trained)
+        return not self.trained and (self.visible or not self.returned)
 
     def train(self) -> None:
         self.trained = True
@@ -77,6 +77,11 @@ class ForwardPasses:
             if tensor.grad_fn is not None:  # a hook on a parameter would stay there
                 this.visible = True
                 hook_gradient(tensor, partial(self._on_gradient, this))
+
+    def train(self) -> None:
+        """Note that the last forward pass trains, though nothing that it returned shows it."""
+        if self._passes:
+            self._passes[-1].train()
 
     def take_idle(self) -> frozenset[int]:
         """Return the numbers of the passes that took no part in the step, and begin a new step."""

@@ -127,6 +127,18 @@ class GradientTap(Protocol):
         """
         return
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward pass was announced whose backward pass has not begun.
+
+        True where passes that nothing announces are not noticed.
+        """
+        return True
+
+    def leave_out(self, names: Collection[str]) -> None:
+        """Measure the step that begins without some parameters, where the tap can."""
+        return
+
     def see_optimizer(self) -> None:
         """Note that an optimizer is about to be called; most taps need no such call."""
         return

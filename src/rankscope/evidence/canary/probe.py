@@ -117,6 +117,16 @@ class CanaryProbe(Probe):
             self._captured = None
             self._ready = _Ready(planned, batches)
 
+    def forbid(self, why: str) -> None:
+        """Run no canaries from now on."""
+        ready = self._due or self._ready or self._captured
+        planned = self._planned if ready is None else ready.planned
+        self._due = self._captured = None
+        if planned is not None and not self._ended:
+            _log.info("no canaries in this run: %s", why)
+            self._end(planned, why)
+        self._ended = True
+
     # Events of the training ----------------------------------------------------------------
 
     def before_pass(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

@@ -7,6 +7,7 @@ facts are left out.
 """
 
 import contextlib
+import gc
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -48,6 +49,7 @@ _LISTS_OF_PARTS = (
     "pipeline",  # webdataset's stages, its loader's included
 )
 _MAX_VISITED = 64
+_MAX_NAMES = 8  # of parameters that are not watched
 
 
 def training_facts(
@@ -60,7 +62,8 @@ def training_facts(
     """Return the facts of a training by stable names.
 
     They are ``seed``, and ``model``, ``parameters``, ``reduction``, ``optimizer`` and ``loader``,
-    each a mapping; ``optimizer`` and ``loader`` are None where unknown.
+    each a mapping; ``optimizer`` and ``loader`` are None where unknown. ``unwatched`` has names of
+    parameters of the optimizer that are none of the model's, if there are any.
     """
     return {
         "seed": torch.initial_seed(),
@@ -69,6 +72,7 @@ def training_facts(
         "reduction": quietly(lambda: _reduction(wrapper, group)),
         "optimizer": None if optimizer is None else quietly(lambda: _optimizer(optimizer)),
         "loader": None if loader is None else quietly(lambda: _loader(loader)),
+        **quietly(lambda: _unwatched(module, optimizer)),
     }
 
 
@@ -131,6 +135,23 @@ def _optimizer(optimizer: Any) -> Facts:
         "groups": [_group(group) for group in groups[:_MAX_GROUPS]],
         "num_groups": len(groups),
     }
+
+
+def _unwatched(module: nn.Module, optimizer: Any) -> Facts:
+    """Return names of the parameters that an optimizer updates beside a model's."""
+    own = set(map(id, module.parameters()))
+    groups = getattr(optimizer, "param_groups", None) or ()
+    foreign = {id(p) for group in groups for p in group["params"]} - own
+    if not foreign:
+        return {}
+    names = [
+        f"{kind.__name__}.{name}"
+        for thing in gc.get_objects()
+        if nn.Module in (kind := type(thing)).__mro__
+        for name, parameter in thing.named_parameters(recurse=False)
+        if id(parameter) in foreign
+    ]
+    return {"unwatched": sorted(names)[:_MAX_NAMES]}
 
 
 def _group(group: Mapping[str, Any]) -> Facts:

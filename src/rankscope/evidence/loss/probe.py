@@ -58,6 +58,11 @@ class LossProbe(Probe):
         self._meter = self._new_meter()
         self.give = self._meter.give
 
+    @property
+    def num_given(self) -> int:
+        """How many losses the user has given in this step."""
+        return self._meter.num_given[0]
+
     def on_output(self, output: Any, kwargs: Mapping[str, Any], forward: int) -> None:
         """Read the loss in the model's output, if any."""
         self._meter.see(output, kwargs, forward)

@@ -108,6 +108,11 @@ class ReferenceProbe(Probe):
         """Compute the gradient of the next step again; all workers request the same step."""
         self._requested = True
 
+    def forbid(self, why: str) -> None:
+        """Compute no gradient again, from now on."""
+        self._why_not = self._declined = why
+        self._unwatch_roots()
+
     def listen(self, before_step: Callable[..., None]) -> Callable[[], object] | None:
         """Hook ``before_step`` to DeepSpeed's engine, if any; return the hook's removal.
 

@@ -1,6 +1,7 @@
 """The detector of whole batches that are the same on two or more workers."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from rankscope.bus.steps import Groups, Step
 from rankscope.bus.words import count
 from rankscope.stats.arrays import Floats
 from rankscope.stats.sorted_map import in_order
+
+SAME_RESULTS = "data-same-results"
+"""Key of batches that are known to be the same by what came of them."""
 
 _RARE = 0.1
 """Groups that coincide in a smaller share of the steps of the most frequent one are not named."""
@@ -37,6 +41,8 @@ class DuplicateBatches(Detector):
 
     SETTINGS = ("_num_workers", "_repeats")
 
+    _key = ""
+
     def __init__(self, num_workers: int, *, repeats: bool = False) -> None:
         self._num_workers = num_workers
         self._repeats = repeats
@@ -48,18 +54,23 @@ class DuplicateBatches(Detector):
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report identical batches once enough samples coincide."""
-        number = step.gathered.step
         samples = step.gathered.samples
-        if not step.identical:
+        groups = () if self._share_samples(step) else step.identical
+        found = {group: len(in_order(samples[group[0]])) for group in groups}
+        return self._observe(step.gathered.step, found)
+
+    def _observe(
+        self, number: int, found: Mapping[tuple[int, ...], int]
+    ) -> Iterable[FaultEvidence]:
+        """Process the groups of workers that coincide in a step, and in how much."""
+        if not found:
             self._streaks = {}
-            return ()
-        if self._share_samples(step):
             return ()
         streaks: dict[tuple[int, ...], tuple[int, int]] = {}
         certain: list[tuple[int, ...]] = []
-        for group in step.identical:
+        for group, more in found.items():
             first, coincidences = self._streaks.get(group, (number, 0))
-            coincidences += len(in_order(samples[group[0]]))
+            coincidences += more
             streaks[group] = first, coincidences
             if coincidences >= 3:
                 certain.append(group)
@@ -75,6 +86,8 @@ class DuplicateBatches(Detector):
     def _share_samples(self, step: Step) -> bool:
         """Return whether all workers share the work on samples with others."""
         groups = step.identical
+        if not groups:
+            return False
         workers = step.gathered.workers
         norms_W = workers["grad_norm"]
         if np.isfinite(norms_W).all():
@@ -104,7 +117,31 @@ class DuplicateBatches(Detector):
                 "groups": [list(group) for group in usual[:16]],
                 "workers_with_own_batches": self._useful,
             },
+            key=self._key,
         )
+
+
+class SameResults(DuplicateBatches):
+    """Workers with the same loss and the same gradient, to the last bit, in steps without samples.
+
+    Their samples are not seen, as where the training calls a method of the model and never the
+    model itself. Three steps must coincide: of different batches none does.
+    """
+
+    _key = SAME_RESULTS
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report workers whose results coincide."""
+        gathered = step.gathered
+        if not gathered.observed or any(map(len, gathered.samples)):
+            return ()
+        ranks_of: dict[tuple[float, float], list[int]] = {}
+        columns = gathered.workers["loss"].tolist(), gathered.workers["grad_norm"].tolist()
+        for rank, results in enumerate(zip(*columns, strict=True)):
+            if all(map(math.isfinite, results)) and results[1] > 0:
+                ranks_of.setdefault(results, []).append(rank)
+        found = {tuple(ranks): 1 for ranks in ranks_of.values() if len(ranks) > 1}
+        return self._observe(gathered.step, found)
 
 
 def _spread(values: Floats) -> float:

@@ -4,7 +4,7 @@ from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
 from rankscope.evidence.samples.coverage import EpochCoverage, SplitTwice
-from rankscope.evidence.samples.duplicates import DuplicateBatches
+from rankscope.evidence.samples.duplicates import DuplicateBatches, SameResults
 from rankscope.evidence.samples.epochs import RepeatedOrder
 from rankscope.evidence.samples.micro_batches import UnequalMicroBatches
 from rankscope.evidence.samples.overlap import OverlappingShards
@@ -19,6 +19,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     drawn_again = repeats or run.with_replacement
     return (
         DuplicateBatches(num_workers, repeats=repeats),
+        SameResults(num_workers, repeats=repeats),
         OverlappingShards(num_workers, repeats=drawn_again, seeds=run.sampler_seeds),
         RepeatedOrder(repeats=repeats),
         RepeatedBatches(num_workers, repeats=repeats),
