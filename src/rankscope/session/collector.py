@@ -24,6 +24,7 @@ from rankscope.gradients.host import begin_copies
 from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
 from rankscope.wrappers.accumulation import Accumulation
+from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.find import is_compiled, is_training
 from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.passes import ForwardPasses, tensors_in
@@ -97,12 +98,15 @@ class StepCollector:
         self._updates_alone = 0  # since gradients were synchronised for the last time
         self._local = instruments.local_steps > 0  # updates alone are steps of their own
         self._accumulation: Accumulation | None = None
+        self._stop_listening: Callable[[], object] = lambda: None
         if optimizer is not None:
             self._accumulation = Accumulation(optimizer, job.wrapped.parameters)
         observers = [probe for probe in probes if type(probe).see_local is not Probe.see_local]
         reduced = list(self._calls["see_reduced"])
         if self._accumulation is not None:
             reduced.append(self._accumulation.see_reduced)
+            if CLIP.exists:
+                self._stop_listening = CLIP.subscribe(after=self._see_clipped)
         observer = ObserverGroup(observers[0] if observers else None, reduced)
         self._tap = instruments.make_tap(guard, observer, self._shadow, self._begin_unawaited)
         self._passes = ForwardPasses(self._notice_backward, guard)
@@ -359,6 +363,11 @@ class StepCollector:
         self._begin_pass()
         self._passes.begin(reached=True)
 
+    def _see_clipped(self, parameters: Any, *_: Any, **__: Any) -> None:
+        """Handle the end of a call of torch's that clips gradients."""
+        if self._accumulation is not None and not self._updated:
+            self._guard(self._accumulation.see_clipped, parameters)
+
     def begin_optimizer_step(self) -> None:
         """Handle the beginning of ``optimizer.step``."""
         self._updated = False
@@ -453,6 +462,7 @@ class StepCollector:
     def remove(self) -> None:
         """Remove all hooks from the model."""
         self._tap.remove()
+        self._stop_listening()
         self._schedule.stop()
         self._call("close")
 

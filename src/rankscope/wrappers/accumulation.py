@@ -61,6 +61,15 @@ class Accumulation:
         states = ((part, part.state()) for part in self._parts)
         self._left = next(((part, state) for part, state in states if state is not None), None)
 
+    def see_clipped(self, parameters: Any, *_: Any, **__: Any) -> None:
+        """Note that the training has clipped these gradients, which may wait for more all the same.
+
+        Some loops clip after each micro-batch, as they should not.
+        """
+        part, _left = self._left or (None, None)
+        if part is not None and part.is_among(parameters):
+            self.see_reduced()
+
     def see_updated(self, num_passes: int, optimizer: object = None) -> None:
         """Note that the optimizer was called, after so many forward passes of the step.
 
@@ -164,6 +173,11 @@ class _Part:
         if now is not gradient() or _part_of(now)._version != version_of_part:
             return False
         return now._version == version or not whole
+
+    def is_among(self, parameters: Any) -> bool:
+        """Return whether the parameter whose gradient is followed is one of these."""
+        several = (parameters,) if isinstance(parameters, Tensor) else parameters
+        return any(parameter is self._parameter for parameter in several)
 
     def _parameters(self) -> Iterator[Tensor]:
         for group in getattr(self.optimizer, "param_groups", None) or ():  # some have none

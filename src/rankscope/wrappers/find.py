@@ -118,7 +118,7 @@ class Wrapped:
         lists = [getattr(each, "_module_parameters", None) for each in self.ddps]
         if None in lists:
             return None
-        reduced = {id(p) for parameters in lists for p in parameters if p.requires_grad}
+        reduced = {id(p) for parameters in lists for p in parameters or () if p.requires_grad}
         return lambda parameter: id(parameter) in reduced
 
     def left_out(self) -> frozenset[str]:

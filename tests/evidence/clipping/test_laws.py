@@ -7,7 +7,7 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.evidence.clipping.laws import FactorLaw, NormLaw
+from rankscope.evidence.clipping.laws import BETWEEN, ClippedBetween, FactorLaw, NormLaw
 from support.stepping import evidence_of, words
 from support.streams import gathered
 
@@ -170,3 +170,14 @@ def test_a_limit_that_follows_the_norms_is_silent():
         lambda p: np.broadcast_to(min(1.0, next(limits) / whole(p)), W), detectors=(NormLaw(None),)
     )
     assert drifting == {}
+
+
+def test_clipping_between_micro_batches_is_a_warning():
+    def alone(_):
+        return np.full(W, 0.5)
+
+    steps = {"clips_between": [3] * W, "micro_batches": [4] * W}
+    [found] = watch(alone, detectors=[ClippedBetween()], **steps).values()
+    assert (found.key, found.severity, found.count) == (BETWEEN, Severity.WARNING, 40)
+    assert "after each of 4 micro-batches" in words(found)
+    assert watch(alone, detectors=[ClippedBetween()], clips_between=[0] * W) == {}

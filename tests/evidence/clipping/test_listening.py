@@ -145,3 +145,15 @@ def test_the_norm_after_clipping_follows_from_the_record():
         np.testing.assert_allclose(scales[:, 0] * norms, np.array(after)[steps], rtol=1e-6)
         [found] = [f for f in run.findings() if f.cause == "sync.clip_norm"]
     assert (found.first_step, str(found.severity)) == (STEPS, "warning")
+
+
+def test_clipping_between_two_reductions_of_a_step_is_counted(model, probe):
+    for clips in (True, True, False, True):
+        probe.see_reduced()
+        if clips:
+            clip_grad_norm_(model.parameters(), LIMIT)
+    assert recorded(probe)["clips_between"] == 2
+    clip_grad_norm_(model.parameters(), LIMIT)
+    probe.before_update()
+    clip_grad_norm_(model.parameters(), LIMIT)
+    assert recorded(probe)["clips_between"] == 0

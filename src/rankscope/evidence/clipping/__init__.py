@@ -11,6 +11,7 @@ COLUMNS = (
         ("clip_order", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "order of the norm that torch computed for it: 2 for the L2 norm; null if the training computed the norm itself"),
         ("clip_factor", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "factor by which that call scaled, from the norm that it was given; null if it also clips gradients that are not measured here"),
         ("clip_left_out", DType.INT, "gradients", Source.LOCAL, Tail.NONE, "gradients that it scaled, less those whose norm torch computed"),
+        ("clips_between", DType.INT, "", Source.LOCAL, Tail.NONE, "micro-batches of the step after which gradients were clipped and added to later"),
         ("clip_rounding", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "relative error of a norm and a factor by rounding, at most, by the types and sizes of these gradients"),
     ),
 )

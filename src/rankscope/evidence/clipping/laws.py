@@ -28,6 +28,8 @@ from rankscope.bus.weighting import common_scale
 from rankscope.bus.words import count
 from rankscope.stats.arrays import Floats
 
+BETWEEN = "clipped-between-micro-batches"
+
 NEEDED = 3
 """Steps that have to break a law."""
 
@@ -84,6 +86,32 @@ class FactorLaw(Detector):
         fields = {"factors": self._words, "own": own, "over": over}
         numbers = {"steps": fault.count, "by_own_norm": self._own}
         return fault.evidence("sync.shard_factors", Severity.ERROR, fault.ranks, fields, numbers)
+
+
+class ClippedBetween(Detector):
+    """Gradients that are clipped after each micro-batch, and added to after that."""
+
+    def __init__(self) -> None:
+        self._fault = PersistentFault(NEEDED)
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report clipping between its micro-batches, and its end."""
+        workers = step.gathered.workers
+        between_W = workers["clips_between"]
+        ranks = np.flatnonzero(between_W > 0).tolist()
+        if not self._fault.observe(step.gathered.step, ranks):
+            return
+        fault = self._fault
+        micro = int(workers["micro_batches"].max())
+        fields = {"micro": micro, "over": "" if fault.open else " It is over now."}
+        yield fault.evidence(
+            "sync.accumulation",
+            Severity.WARNING,
+            fault.ranks,
+            fields,
+            {"steps": fault.count, "micro_batches": micro},
+            key=BETWEEN,
+        )
 
 
 class NormLaw(Detector):

@@ -80,6 +80,7 @@ class ClippingProbe(Probe):
         self._measured = frozenset(map(id, measured))
         self._whole = whole
         self._rounding = rounding_of(measured)
+        self._num_between = 0  # reductions of the step whose result was clipped before the last one
         self._lists: dict[tuple[int, int, int], _Listed] = {}
         self._clear()
         self._stops: list[Callable[[], object]] = [
@@ -95,7 +96,8 @@ class ClippingProbe(Probe):
         self._calls: list[_Call] = []
 
     def see_reduced(self) -> None:
-        """Forget what was clipped before the reduction."""
+        """Forget what was clipped before the reduction, but not that it was."""
+        self._num_between += bool(self._calls) and not self._updated
         self._clear()
 
     def before_update(self) -> None:
@@ -135,7 +137,8 @@ class ClippingProbe(Probe):
         """Return the step's clipping."""
         calls, orders, num_normed = self._calls, self._orders, self._num_normed
         self._clear()
-        values: dict[str, float] = {"clip_rounding": self._rounding}
+        values = {"clip_rounding": self._rounding, "clips_between": float(self._num_between)}
+        self._num_between = 0
         if not calls:
             return PendingClipping(values)
         first, *others = calls
@@ -155,6 +158,7 @@ class ClippingProbe(Probe):
     def abort(self) -> None:
         """Forget a step that was never finished."""
         self._clear()
+        self._num_between = 0
 
     def close(self) -> None:
         """Listen no more."""
