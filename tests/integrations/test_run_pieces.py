@@ -234,6 +234,8 @@ def masked(logits):
         (lambda x: total(x) / 2, total, 0.5, 0.5),
         (lambda x: torch.tensor(1024.0) * total(x) / 2, total, 512, 0.5),
         (lambda x: masked(x) / torch.tensor(2) / 4, masked, 0.125, 0.125),
+        (lambda x: masked(x) / torch.tensor(5) * 5, lambda x: masked(x) / 5, 5, None),
+        (lambda x: mean(x) / 5 * 5, mean, None, None),
         (total, total, None, 1.0),
         (lambda x: mean(x) + x.square().mean(), lambda x: mean(x) + x.square().mean(), None, 1.0),
         (lambda x: mean(x) * x.mean(), lambda x: mean(x) * x.mean(), None, 1.0),

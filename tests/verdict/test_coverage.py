@@ -118,12 +118,14 @@ def test_without_a_loss_a_run_is_judged_by_the_rest(tmp_path):
 )
 def test_a_model_that_is_watched_in_part_is_not_healthy(tmp_path, updated, severity, begins):
     optimizer = {"groups": [{"tensors": 2}, {"tensors": updated - 2}]}
-    training = {"parameters": {"tensors": 2}, "optimizer": optimizer}
+    named = {"unwatched": ["Head.bias", "Head.weight"]}
+    training = {"parameters": {"tensors": 2}, "optimizer": optimizer, **named}
     run = record(tmp_path / "run", info={"training": training})
     found = assess(run)
     assert found.word == severity
     assert found.headline.startswith(begins)
     assert f"2 of the {updated} tensors of the optimizer" in found.headline
+    assert "without Head.bias and Head.weight" in found.headline
     assert Listing(tmp_path).to_json()["runs"][0]["verdict"] == severity
 
 

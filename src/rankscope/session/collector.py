@@ -121,15 +121,9 @@ class StepCollector:
 
     def give_loss(self, value: Any, weight: Any, **more: Any) -> None:
         """Take the loss of a micro-batch, see :meth:`rankscope.Scope.loss`."""
-        if more.get("spare") or self._has_all_losses:  # its backward pass is about to begin
+        if more.get("spare"):  # its backward pass is about to begin
             self.begin_backward()
         self._given("loss", value, weight, self._passes.current, **more)
-
-    @property
-    def _has_all_losses(self) -> bool:
-        """Whether the step is over, and has a loss of each of its forward passes."""
-        loss: Any = self._probes["loss"]
-        return self._updated and loss.num_given > self._passes.current
 
     def give_samples(self, samples: Any) -> None:
         """Take the ids of the next forward pass's samples from the user."""
@@ -355,13 +349,18 @@ class StepCollector:
         """
         if self._tap.awaits_backward:
             return
+        give_later: Callable[[int], None] | None = None
         if self._updated:
+            loss: Any = self._probes["loss"]
+            give_later = loss.take_later(self._passes.current + 1)
             self.close_step()
         elif self._passes.current >= 0 and not self.by_backward:
             return
         self.by_backward = True
         self._begin_pass()
         self._passes.begin(reached=True)
+        if give_later is not None:
+            give_later(self._passes.current)
 
     def _see_clipped(self, parameters: Any, *_: Any, **__: Any) -> None:
         """Handle the end of a call of torch's that clips gradients."""

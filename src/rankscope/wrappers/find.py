@@ -115,8 +115,8 @@ class Wrapped:
         """
         if not isinstance(self.wrapper, DistributedDataParallel):
             return None
-        lists = [getattr(each, "_module_parameters", None) for each in self.ddps]
-        if None in lists:
+        lists: list[Any] = [getattr(each, "_module_parameters", None) for each in self.ddps]
+        if any(parameters is None for parameters in lists):
             return None
         reduced = {id(p) for parameters in lists for p in parameters or () if p.requires_grad}
         return lambda parameter: id(parameter) in reduced

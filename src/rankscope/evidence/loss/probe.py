@@ -2,7 +2,7 @@
 
 import math
 from array import array as typed_array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,11 +57,27 @@ class LossProbe(Probe):
         self._new_meter = partial(LossMeter, shifted=shifted)
         self._meter = self._new_meter()
         self.give = self._meter.give
+        self._before_update = (0, 0)
 
-    @property
-    def num_given(self) -> int:
-        """How many losses the user has given in this step."""
-        return self._meter.num_given[0]
+    def after_update(self, optimizer: Any, *, complete: bool) -> None:
+        """Note which losses were given before the optimizer's call."""
+        self._before_update = self._meter.num_given
+
+    def take_later(self, num_passes: int) -> Callable[[int], None]:
+        """Take the losses out of the step that belong to the next, whose backward pass begins.
+
+        They were given after the optimizer's call, and the step has one of each of its passes.
+
+        Args:
+            num_passes: Number of forward passes of the step.
+
+        Returns:
+            A function that puts them into the step by then, as those of a forward pass.
+        """
+        later = self._new_meter()
+        if self._before_update[0] >= num_passes:
+            self._meter.move(self._before_update, later)
+        return partial(self._meter.absorb, later)
 
     def on_output(self, output: Any, kwargs: Mapping[str, Any], forward: int) -> None:
         """Read the loss in the model's output, if any."""

@@ -25,6 +25,10 @@ SURE = 1e-6
 LIKELY = 1e-4
 """Probabilities of the innocent reading below which a finding is an error, or a warning."""
 
+_BY_CONTENT = (
+    " Samples are told here by the content of the batch's tensors: with scope.batch(ids), equal "
+    "content of several samples, or one sample in several pieces, counts for no overlap."
+)
 _STEPS_OF_OVERLAP = 3
 _DRAWS_AGAIN = 16
 _OWN_SHARE = 0.25  # of the share that a healthy epoch's beginning expects
@@ -223,6 +227,7 @@ class OverlappingShards(Detector):
                 "chance": f"{max(chance, 1e-12):.2g}",
                 "own": count(counted.own, "draw"),
                 "Where": self._where,
+                "told": "" if self._named else _BY_CONTENT,
             },
             numbers={
                 "drawn_from_others": counted.cross,

@@ -27,7 +27,7 @@ from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import Wrapped
 from rankscope.wrappers.fsdp2_mesh import outer_axes
 from rankscope.wrappers.fsdp2_model import parameters_by_mesh
-from rankscope.wrappers.kinds import DDP, FSDP2, REPLICATE
+from rankscope.wrappers.kinds import DDP, DDP_PARTS, FSDP2, REPLICATE
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.rendezvous import default_store
 
@@ -269,7 +269,7 @@ def _unit(
 def _described(wrapped: Wrapped) -> str:
     if wrapped.kind is FSDP2:
         return "fully_shard got a mesh"
-    if wrapped.kind in (DDP, REPLICATE):
+    if wrapped.kind in (DDP, DDP_PARTS, REPLICATE):
         return "DistributedDataParallel got a process_group"
     return f"{wrapped.kind} reduces over a group"
 
