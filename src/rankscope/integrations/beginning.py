@@ -169,7 +169,7 @@ class CallerContext:
             for parameter in group["params"]
         }
         ranks = dist.get_process_group_ranks(group)
-        parts = [
+        parts: list[nn.Module] = [
             other
             for other in self.other_models()
             if isinstance(other, DistributedDataParallel)
