@@ -21,6 +21,7 @@ from rankscope.integrations.run_script import ScriptJob
 from rankscope.session.scope import Scope
 from rankscope.session.start import log_to_stderr, watch
 from rankscope.wrappers.find import find_parts, find_wrapper, in_training_mode, is_compiled
+from rankscope.wrappers.kinds import DDP
 from rankscope.wrappers.rendezvous import agree, default_store
 
 _log = logging.getLogger("rankscope")
@@ -71,7 +72,7 @@ def begin(model: nn.Module, job: ScriptJob, called: Sequence[Optimizer] = ()) ->
         return None
     if problem:
         raise RunError(problem)
-    models = [model, *context.other_parts(wrapped.group)]
+    models = [model, *(context.other_parts(wrapped.group) if wrapped.kind is DDP else ())]
     optimizers = context.optimizers(models)
     with torch.autocast(wrapped.device.type, enabled=False):
         scope = watch(
@@ -160,8 +161,6 @@ class CallerContext:
         They are in a DDP each, as the model, and an optimizer updates them. All ranks have them in
         one order, that of what they hold.
         """
-        if not isinstance(getattr(self._model, "_orig_mod", self._model), DistributedDataParallel):
-            return []
         updated = {
             id(parameter)
             for optimizer in self._optimizers
