@@ -7,13 +7,15 @@ It knows nothing of rankscope. Run it by itself or under ``torchrun``:
 
 import argparse
 import os
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 64, 32, 4, 16
 GLOBAL_BATCH = 8
@@ -372,23 +374,9 @@ def train(
     named = list(model.named_parameters())
     kept: dict[str, Tensor] = {}
     if args.fault == "counter_ahead":
-        for _, p in named:
-            p.grad = torch.zeros_like(p)
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = 0.0
-        optimizer.step()
-        optimizer.zero_grad()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        step_without_gradient(optimizer, named)
     for step in range(first, args.steps):
-        for micro in range(args.accumulate):
-            tokens, labels = batch_of(args, step, micro, worker, workers)
-            last = micro == args.accumulate - 1
-            if args.fault == "accumulator_reset" and last:
-                optimizer.zero_grad()
-            reduce = last and args.fault != "no_sync_always"
-            backward(args, wrapped, tokens, labels, workers, reduce=reduce)
+        accumulate(args, wrapped, optimizer, step, worker, workers)
         spoil(named, args.fault, kept)
         if args.clip:
             clip(model, args)
@@ -398,9 +386,7 @@ def train(
         else:
             optimizer.step()
         if args.fault == "moments_bf16":
-            for state in optimizer.state.values():
-                for key in ("exp_avg", "exp_avg_sq"):
-                    state[key].copy_(state[key].to(torch.bfloat16).to(state[key].dtype))
+            round_moments(optimizer)
         optimizer.zero_grad()
         if step + 1 == args.save_at and (not dist.is_initialized() or dist.get_rank() == 0):
             torch.save(
@@ -408,6 +394,46 @@ def train(
                  "random": torch.get_rng_state(), "step": step + 1},
                 args.checkpoint,
             )  # fmt: skip
+
+
+def accumulate(
+    args: argparse.Namespace,
+    wrapped: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    worker: int,
+    workers: int,
+) -> None:
+    """Add up the gradients of a step's micro-batches."""
+    for micro in range(args.accumulate):
+        tokens, labels = batch_of(args, step, micro, worker, workers)
+        last = micro == args.accumulate - 1
+        if args.fault == "accumulator_reset" and last:
+            optimizer.zero_grad()
+        reduce = last and args.fault != "no_sync_always"
+        backward(args, wrapped, tokens, labels, workers, reduce=reduce)
+
+
+def step_without_gradient(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]
+) -> None:
+    """Call the optimizer with zero gradients and a learning rate of 0."""
+    for _, p in named:
+        p.grad = torch.zeros_like(p)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def round_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Round Adam's moments to bfloat16."""
+    for state in optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key].copy_(state[key].to(torch.bfloat16).to(state[key].dtype))
 
 
 def _with_twice_the_update(

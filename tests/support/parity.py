@@ -3,9 +3,10 @@
 import gc
 import multiprocessing as mp
 import os
+import socket
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +41,35 @@ def layout(ranks: int, *words: str, script: str = TRAINING) -> Layout:
     return Layout(ranks, words, script)
 
 
+Run = Callable[[Callable[..., None], Sequence[object], float], tuple[int, str, str]]
+"""Runs a function in a process that ranks are then forked from; see ``support.forked_ranks``."""
+
+
 def record(
-    folder: Path, one: Layout, steps: int = 3, *, timeout: float = 200.0, **parity: Any
+    folder: Path,
+    one: Layout,
+    steps: int = 3,
+    *,
+    timeout: float = 280.0,
+    run: Run = _run,
+    **parity: Any,
 ) -> tuple[int, str]:
     """Record a training; return its exit code and what it said."""
-    import torch.distributed as dist
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     variables = {
         "WORLD_SIZE": str(one.ranks),
         "LOCAL_WORLD_SIZE": str(one.ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_RUN_ID": "none",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": str(port),
         "OMP_NUM_THREADS": "1",
         **one.variables,
     }
     job = ScriptJob(str(folder), "training", parity={"steps": steps, **parity})
     command = [sys.executable, one.script, *one.words]
     given = (one.ranks, command, job.to_environment({**os.environ, **variables}))
-    code, out, err = _run(_fork, given, timeout)
+    code, out, err = run(_fork, given, timeout)
     return code, out + err
 
 
@@ -84,23 +93,45 @@ def _main(rank: int, command: Sequence[str], environment: Mapping[str, str]) -> 
     _become(command, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
 
 
-def sides(folder: Path, a: Layout, b: Layout, steps: int = 3, **parity: Any) -> tuple[Side, Side]:
-    """Record both sides of a pair and read them."""
-    for name, one in (("a", a), ("b", b)):
-        code, said = record(folder / name, one, steps, **parity)
-        assert code == 0, said
-    return read_side(folder / "a", "A"), read_side(folder / "b", "B")
+class Recordings:
+    """Recordings of layouts in a folder; each layout is recorded once.
+
+    Args:
+        folder: Where they go.
+        run: See :func:`record`.
+    """
+
+    def __init__(self, folder: Path, run: Run = _run) -> None:
+        self._folder = folder
+        self._run = run
+        self._known: dict[str, Side] = {}
+
+    def side(self, one: Layout, name: str, steps: int, **parity: Any) -> Side:
+        """Return a recorded layout.
+
+        Raises:
+            AssertionError: It has failed.
+        """
+        key = repr((one, steps, sorted(parity.items())))
+        if key not in self._known:
+            place = self._folder / str(len(self._known))
+            code, said = record(place, one, steps, run=self._run, **parity)
+            assert code == 0, said
+            self._known[key] = read_side(place, name)
+        return replace(self._known[key], name=name)
 
 
-def answer_of(folder: Path, a: Layout, b: Layout, steps: int = 3, **parity: Any) -> Answer:
+def answer_of(
+    recordings: Recordings, a: Layout, b: Layout, steps: int = 3, **parity: Any
+) -> Answer:
     """Compare the two sides of a pair as the command does."""
-    side_a, side_b = sides(folder, a, b, steps, **parity)
+    side_a = recordings.side(a, "A", steps, **parity)
+    side_b = recordings.side(b, "B", steps, **parity)
     answer = compare(Bounds(side_a, side_b))
     early = (Stage.START, Stage.SAMPLES, Stage.LABELS)
     if answer.exit_code == 2 or answer.stage in early or identical(side_a, side_b):
         return answer
     of_b = side_b.roundoff > side_a.roundoff
     original, again = (side_b, b) if of_b else (side_a, a)
-    code, said = record(folder / "moved", again, steps, eps=2 * original.roundoff, **parity)
-    assert code == 0, said
-    return compare(Bounds(side_a, side_b, original, read_side(folder / "moved", "moved")))
+    moved = recordings.side(again, "moved", steps, eps=2 * original.roundoff, **parity)
+    return compare(Bounds(side_a, side_b, original, moved))

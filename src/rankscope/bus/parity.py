@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.bus.packing import PackedError, pack_arrays, unpack_arrays
 from rankscope.stats.arrays import Floats, Floats32, Ints
@@ -98,7 +99,7 @@ class RankStep:
             "facts": dict(self.facts),
             "figures": {k: [list(f.names), list(f.places)] for k, f in self.figures.items()},
         }
-        arrays = [self.samples, self.losses, self.weights, self.multipliers]
+        arrays: list[NDArray[Any]] = [self.samples, self.losses, self.weights, self.multipliers]
         for each in self.figures.values():
             arrays += [each.squares_PQ, each.sketches_PQK]
         return pack_arrays(header, arrays)

@@ -18,15 +18,12 @@ from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rankscope.bus.parity import FOLDER
 from rankscope.integrations.hooks import AfterImport, CallHook
 from rankscope.integrations.run_script import ScriptJob
 from rankscope.private import Patch
-
-if TYPE_CHECKING:
-    from rankscope.evidence.parity.recorder import Recorder
 
 _log = logging.getLogger("rankscope")
 
@@ -208,8 +205,12 @@ class _Training:
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
-        if self._depth == 1 and self._recorder.knows(optimizer):
+        if self._depth != 1:
+            return
+        if self._recorder.knows(optimizer):
             self._recorder.before_update(optimizer)
+        else:
+            self._recorder.see_other(optimizer)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth = max(self._depth - 1, 0)

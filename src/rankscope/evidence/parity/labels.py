@@ -2,14 +2,16 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from rankscope.stats.arrays import Ints
 from rankscope.wrappers.labels import IGNORED_LABEL, labels_in, own
+
+if TYPE_CHECKING:
+    from rankscope.stats.arrays import Ints
 
 _MOST_NODES = 96
 _MIX = np.uint64(0x9E3779B97F4A7C15)

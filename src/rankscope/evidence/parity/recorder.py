@@ -130,6 +130,7 @@ class Recorder:
         self._random = RandomMeter(device)
         self._compute = torch.float32
         self._drew: list[str] = []
+        self._others: set[str] = set()
         self._inner_hooks: list[Any] = []
         self._stop_listening: Callable[[], object] = (
             CLIP.subscribe(before=self._see_clipping) if CLIP.exists else lambda: None
@@ -183,6 +184,10 @@ class Recorder:
     def after_update(self, optimizer: Any) -> None:
         """An optimizer has been called."""
         self._run(self._after_update, optimizer)
+
+    def see_other(self, optimizer: Any) -> None:
+        """An optimizer is called that holds no parameter of the model."""
+        self._others.add(type(optimizer).__name__)
 
     def close(self) -> None:
         """Write the last step, and listen no more."""
@@ -374,6 +379,7 @@ class Recorder:
             "counters": now.counters,
             "settings": now.settings,
             "drew": self._drew,
+            "others": sorted(self._others),
             "drawn": bool(used & (TORCH | ACCELERATOR)),
         }
         figures = {**now.unclipped, **now.figures}

@@ -6,13 +6,16 @@ order of summation may change as well; later steps grow apart as they do in that
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rankscope.bus.parity import BUFFER, START, UPDATE
 from rankscope.tools.parity.reading import Side, SideStep, Whole
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 _TIMES = 10.0
 """The most by which rounding of another layout exceeds the change that the perturbation made."""

@@ -61,6 +61,8 @@ class _Comparison:
         if why:
             return Answer(Kind.NOT_COMPARABLE, f"Not comparable: {why}.")
         steps = sorted(set(self._a.steps) & set(self._b.steps))
+        if any(step.facts.get("others") for side in self._sides for step in side.steps.values()):
+            self._note("Another model is trained beside this one, and was not compared.")
         for number in steps:
             pair = self._a.steps[number], self._b.steps[number]
             found = self._step(number, *pair, first=number == steps[0])

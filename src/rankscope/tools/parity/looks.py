@@ -15,9 +15,7 @@ _CLOSE = 2e-4
 _ORDINALS = ("first", "second", "third", "last")
 
 
-def describe(
-    name: str, first: Whole, second: Whole, bound: float
-) -> Difference:
+def describe(name: str, first: Whole, second: Whole, bound: float) -> Difference:
     """Return how a tensor of B differs from that of A."""
     norm = max(first.norm, second.norm)
     apart_Q = np.linalg.norm(first.sketches_QK - second.sketches_QK, axis=1)
@@ -51,7 +49,7 @@ def _relation(first: "np.ndarray", second: "np.ndarray") -> tuple[float, float]:
     return factor, cosine
 
 
-def _look(factor: float, cosine: float, own: float, other: float, sides: tuple[Side, Side]) -> str:
+def _look(factor: float, cosine: float, own: float, other: float) -> str:
     largest = max(own, other)
     if other <= 1e-6 * largest:
         return "zero in B"
@@ -83,7 +81,10 @@ def likely(factor: float, sides: tuple[Side, Side]) -> str:
     for label, ratio in counts.items():
         if ratio == 1:
             continue
-        for value, words in ((ratio, f"the ratio of {label}"), (1 / ratio, f"1 over the ratio of {label}")):
+        for value, words in (
+            (ratio, f"the ratio of {label}"),
+            (1 / ratio, f"1 over the ratio of {label}"),
+        ):
             if abs(factor / value - 1) < _NEAR:
                 return f" ({words})"
     return ""

@@ -2,11 +2,14 @@
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rankscope.report.document import render, write_text
 from rankscope.report.parts import Spec, Tables, channel, layer, layered, tip
-from rankscope.report.series import Row
 from rankscope.tools.parity.result import Answer, Kind
+
+if TYPE_CHECKING:
+    from rankscope.report.series import Row
 
 _FAR = 100.0
 _ROW = 16
@@ -29,9 +32,7 @@ def write_parity_page(answer: Answer, path: Path) -> Path:
 
 
 def distances(tables: Tables, answer: Answer) -> Spec:
-    """Return distance over bound of every parameter and step; beyond 1, rounding explains it no
-    more.
-    """
+    """Return distance over bound of every parameter and step; beyond 1 it is more than rounding."""
     names = sorted(answer.curves, key=lambda name: -max(answer.curves[name]))[:_MOST_ROWS]
     order = [name for name in answer.curves if name in names]
     rows: list[Row] = [
