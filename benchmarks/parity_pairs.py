@@ -54,6 +54,7 @@ class Pair:
 
 def _healthy(seed: int) -> list[Pair]:
     more = ("--seed", str(seed))
+    drop = "--dropout .1"
 
     def pair(name: str, a: tuple[int, str], b: tuple[int, str], **options: bool) -> Pair:
         sides = (layout(ranks, *words.split(), *more) for ranks, words in (a, b))
@@ -79,7 +80,7 @@ def _healthy(seed: int) -> list[Pair]:
         pair("uneven lengths", (1, "--uneven"), (2, "--layout ddp --uneven")),
         pair("ZeRO 1", (1, "--zero"), (2, "--layout ddp --zero")),
         pair("compiled", (1, ""), (1, "--compile")),
-        pair("dropout, off", (1, "--dropout .1"), (2, "--layout ddp --dropout .1"), no_dropout=True),
+        pair("dropout, off", (1, drop), (2, f"--layout ddp {drop}"), no_dropout=True),
     ]  # fmt: skip
 
 
@@ -98,7 +99,8 @@ def _faulty() -> list[Pair]:
         report: str = "",
     ) -> Pair:
         sides = layout(1, *a.split()), layout(ranks, *b.split(), "--fault", fault)
-        return Pair(fault, *sides, stage, parameters, report=report)
+        kind = next((f", {word}" for word in ("autocast", "bf16") if word in a), "")
+        return Pair(f"{fault}{kind}", *sides, stage, parameters, report=report)
 
     two, clip, muon = "--layout ddp", "--clip .3", "--optimizer muon"
     return [
@@ -107,7 +109,7 @@ def _faulty() -> list[Pair]:
         pair("accumulator_reset", "gradient", b=f"{two} --accumulate 2", report="Automodel#3530"),
         pair("no_sync_always", "gradient"),
         pair("local_clip", "clipping", b=f"--layout fsdp2 {clip}", a=clip, report="AReaL#312"),
-        pair("clip_twice", "clipping", b=f"--layout hsdp {clip}", a=clip, ranks=4, report="VeOmni#184"),
+        pair("clip_twice", "clipping", ALL, f"--layout hsdp {clip}", clip, 4, "VeOmni#184"),
         pair("clip_leaves_out", "clipping", b=f"{two} {clip}", a=clip, report="Megatron-LM#7530"),
         pair("counter_ahead", "optimizer state", report="Megatron-LM#5974"),
         pair("moments_bf16", "update", report="AReaL#1292"),
@@ -133,6 +135,11 @@ def _faulty() -> list[Pair]:
         pair("token_mean", "loss", b=f"{two} --uneven", a="--uneven"),
         pair("epsilon", "loss"),
         pair("attention_scale", "loss"),
+        pair("loss_times_workers", "gradient", b=f"{two} --autocast", a="--autocast"),
+        pair("layer_gradient", "gradient", _LAYER, f"{two} --autocast", "--autocast"),
+        pair("learning_rate", "update", b=f"{two} --bf16", a="--bf16"),
+        pair("layer_update", "update", _LAYER, f"{two} --bf16", "--bf16"),
+        pair("clip_leaves_out", "clipping", b=f"{two} --bf16 {clip}", a=f"--bf16 {clip}"),
     ]  # fmt: skip
 
 
@@ -140,7 +147,8 @@ def run_here(
     lead: Callable[..., None], given: Sequence[object], timeout: float
 ) -> tuple[int, str, str]:
     """Fork ranks from this process, which has imported torch."""
-    with tempfile.TemporaryDirectory() as printed:
+    printed = tempfile.mkdtemp()  # a temporary directory object would be removed by each fork
+    try:
         process = multiprocessing.get_context("fork").Process(
             target=_lead, args=(lead, given, printed)
         )
@@ -151,6 +159,8 @@ def run_here(
             os.killpg(process.pid, signal.SIGKILL)
             process.join()
         out, err = (Path(printed, name).read_text() for name in ("out", "err"))
+    finally:
+        shutil.rmtree(printed, ignore_errors=True)
     assert not hangs, f"it hangs; it said: {err[-300:]}"
     return process.exitcode or 0, out, err
 

@@ -171,8 +171,11 @@ class Muon(torch.optim.Optimizer):
 def _orthogonal(grad: Tensor) -> Tensor:
     if grad.dim() < 2 or not grad.numel():
         return grad
-    u, _, v = torch.linalg.svd(grad.float(), full_matrices=False)
-    return (u @ v).to(grad.dtype)
+    x = grad.float() / (grad.float().norm() + 1e-7)
+    for _ in range(5):  # Newton and Schulz, with Muon's coefficients
+        square = x @ x.T
+        x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
+    return x.to(grad.dtype)
 
 
 def wrap(model: nn.Module, args: argparse.Namespace) -> nn.Module:

@@ -6,9 +6,11 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rankscope.agent.processes import ending_of
 from rankscope.errors import RunError
@@ -151,6 +153,7 @@ def run_commands(commands: list[Command], seconds: float, *, together: bool) -> 
     Raises:
         CommandError: One has failed; all others have been ended.
     """
+    before = _raise_at_sigterm()
     try:
         for command in commands:
             command.start()
@@ -162,3 +165,16 @@ def run_commands(commands: list[Command], seconds: float, *, together: bool) -> 
     finally:
         for command in commands:
             command.end()
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _raise_at_sigterm() -> Any:
+    """Make SIGTERM an exception, so that trainings are ended; return the handler before."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    return signal.signal(signal.SIGTERM, leave)

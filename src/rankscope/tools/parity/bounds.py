@@ -17,13 +17,14 @@ from rankscope.tools.parity.reading import Side, SideStep, Whole
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-_TIMES = 10.0
+_TIMES = 4.0
 """The most by which rounding of another layout exceeds the change that the perturbation made."""
 
 _SKETCH = 2e-6
 """Relative rounding of a sketch, which adds in float32."""
 
 _OF_LOSS = 16.0
+_OF_FACTOR = 4.0
 _FEW = 4
 
 
@@ -43,6 +44,7 @@ class Bounds:
     original: Side | None = None
     moved: Side | None = None
     _cached: dict[tuple[int, str], tuple[dict[str, float], float]] = field(default_factory=dict)
+    _factors: dict[tuple[int, str], tuple[dict[str, float], float]] = field(default_factory=dict)
     _grown: dict[int, float] = field(default_factory=dict)
 
     @property
@@ -81,6 +83,28 @@ class Bounds:
         if kind == UPDATE:
             bound += self._of_stored(step, name)
         return bound
+
+    def of_factor(self, step: int, kind: str, name: str) -> float:
+        """Return how far from 1 the factor between two tensors may be by rounding.
+
+        Where rounding is large, it changes a tensor's direction much more than its length, so a
+        factor is seen that is small beside the distance. Infinity without a perturbation run.
+        """
+        if self.original is None or self.moved is None:
+            return math.inf
+        key = (step, kind)
+        if key not in self._factors:
+            steps = self.original.steps.get(step), self.moved.steps.get(step)
+            if steps[0] is None or steps[1] is None:
+                return math.inf
+            own, other = (each.figures.get(kind, {}) for each in steps if each is not None)
+            known = {n: abs(factor(one, other[n]) - 1) for n, one in own.items() if n in other}
+            finite = sorted(value for value in known.values() if math.isfinite(value))
+            usual = finite[len(finite) * 3 // 4] if finite else math.inf
+            self._factors[key] = known, usual
+        changes, usual = self._factors[key]
+        own_change = changes.get(name, math.inf)
+        return _OF_FACTOR * self.roundoff + _TIMES * max(own_change, usual) * self._growth(step)
 
     def of_loss(self, step: int, first: float, second: float) -> float:
         """Return the difference of two losses up to which rounding explains it."""
@@ -151,6 +175,12 @@ def _distances(first: SideStep, second: SideStep, kind: str) -> tuple[dict[str, 
 def distance(first: Whole, second: Whole) -> float:
     """Return the distance of two tensors as their sketches show it: RMS error 9 % of itself."""
     return float(np.linalg.norm(first.sketches_QK - second.sketches_QK))
+
+
+def factor(first: Whole, second: Whole) -> float:
+    """Return the second over the first, along its direction; NaN if that is zero."""
+    square = float(np.square(first.sketches_QK).sum())
+    return float((first.sketches_QK * second.sketches_QK).sum()) / square if square else math.nan
 
 
 def spread_distance(first: Whole, second: Whole, size: int) -> float:

@@ -3,15 +3,18 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from rankscope.bus.parity import BUFFER, GRADIENT, HELD, MOMENT, START, UNCLIPPED, UPDATE
-from rankscope.tools.parity.bounds import Bounds, distance, spread_distance
+from rankscope.tools.parity.bounds import Bounds, distance, factor, spread_distance
 from rankscope.tools.parity.looks import describe, likely, times
 from rankscope.tools.parity.reading import Side, SideStep, Whole
 from rankscope.tools.parity.result import Answer, Difference, Kind, Stage
 
 _MOST_NOTES = 4
 _LEAST_SCALER = 32.0
+_ALONG = 0.8
+_MUCH = 0.02
 _GENERATORS = ("torch's on the CPU", "the accelerator's")  # those that a model draws from
 _STAGE_OF = {START: Stage.START, GRADIENT: Stage.GRADIENT, UPDATE: Stage.UPDATE}
 
@@ -80,10 +83,11 @@ class _Comparison:
             found = self._start(number, a, b)
             if found is not None:
                 return found
-        found = self._samples(number, a, b) or self._labels(number, a, b)
+        found = self._unequal(number, a, b, START)
+        found = found or self._samples(number, a, b) or self._labels(number, a, b)
         if found is not None:
             return found
-        unequal = self._unequal(number, a, b)
+        unequal = self._unequal(number, a, b, GRADIENT, UPDATE)
         loss = self._loss(number, a, b)
         gradient = self._gradient(number, a, b)
         if loss and gradient is None and unequal is None:
@@ -93,6 +97,8 @@ class _Comparison:
             return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {self._drew()}", number + 1)
         if loss:
             return self._made(Kind.DIFFERENT, f"{loss}.", number, Stage.LOSS)
+        if gradient is not None and unequal is not None and gradient.stage is unequal.stage:
+            return replace(gradient, notes=(unequal.headline, *gradient.notes))
         return gradient or unequal or self._update(number, a, b) or self._state(number, a, b)
 
     # Stages ----------------------------------------------------------------------------------
@@ -277,10 +283,10 @@ class _Comparison:
             return self._made(Kind.DIFFERENT, f"In step {number} {words}.", number, Stage.STATE)
         return None
 
-    def _unequal(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+    def _unequal(self, number: int, a: SideStep, b: SideStep, *kinds: str) -> Answer | None:
         """Return that copies on ranks of one side differ."""
         least = max(1e-4, 32 * self._bounds.roundoff)
-        for kind in (START, GRADIENT, UPDATE):
+        for kind in kinds:
             for side, step in zip(self._sides, (a, b), strict=True):
                 there = [
                     each for each in step.unequal if each.kind == kind and each.relative > least
@@ -319,9 +325,19 @@ class _Comparison:
                 if start
                 else self._bounds.of(number, kind, name, first, second)
             )
-            if not self._distance(kind, name, first, second) <= bound:
+            within = self._distance(kind, name, first, second) <= bound
+            if not within or (not start and self._has_factor(number, kind, name, first, second)):
                 found.append(describe(name, first, second, bound))
         return sorted(found, key=_beyond, reverse=True)
+
+    def _has_factor(self, number: int, kind: str, name: str, first: Whole, second: Whole) -> bool:
+        """Return whether a factor is seen in what rounding has changed a lot."""
+        norm = max(first.norm, second.norm)
+        if kind in (START, BUFFER) or not norm > 0:
+            return False
+        if self._bounds.of(number, kind, name, first, second) < _MUCH * norm:
+            return False
+        return abs(factor(first, second) - 1) > self._bounds.of_factor(number, kind, name)
 
     def _distance(self, kind: str, name: str, first: Whole, second: Whole) -> float:
         if kind == UPDATE:
@@ -461,8 +477,16 @@ def _is_clipped(step: SideStep) -> bool:
         return True
     before, after = step.figures.get(UNCLIPPED, {}), step.figures.get(GRADIENT, {})
     names = [name for name in before if name in after and before[name].norm > 0]
-    shorter = [name for name in names if after[name].norm < 0.999 * before[name].norm]
+    shorter = [name for name in names if _is_shorter(before[name], after[name])]
     return len(shorter) > len(names) / 2
+
+
+def _is_shorter(before: Whole, after: Whole) -> bool:
+    """Return whether a tensor was made shorter in about the same direction."""
+    if not 0 < after.norm < 0.999 * before.norm:
+        return False
+    product = float((before.sketches_QK * after.sketches_QK).sum())
+    return product > _ALONG * before.norm * after.norm
 
 
 def _clipping_words(name: str, step: SideStep) -> str:
