@@ -235,7 +235,7 @@ def _inside(model: Any) -> Any:
     """Return the model inside its wrappers."""
     while True:
         kinds = {kind.__name__ for kind in type(model).__mro__}
-        inner = model._modules.get("_orig_mod")
+        inner = getattr(model, "_orig_mod", None)
         if inner is None and not kinds.isdisjoint(_WRAPPERS):
             inner = getattr(model, "module", None)
         if inner is None or inner is model:

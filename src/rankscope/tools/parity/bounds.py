@@ -178,9 +178,14 @@ def distance(first: Whole, second: Whole) -> float:
 
 
 def factor(first: Whole, second: Whole) -> float:
-    """Return the second over the first, along its direction; NaN if that is zero."""
-    square = float(np.square(first.sketches_QK).sum())
-    return float((first.sketches_QK * second.sketches_QK).sum()) / square if square else math.nan
+    """Return the second over the first, along its direction; NaN if that is zero.
+
+    The few numbers of the sketches that differ most do not count: see :func:`spread_distance`.
+    """
+    own, other = first.sketches_QK.reshape(-1), second.sketches_QK.reshape(-1)
+    kept = np.argsort(np.abs(own - other))[: len(own) - _FEW]
+    square = float(np.square(own[kept]).sum())
+    return float((own[kept] * other[kept]).sum()) / square if square else math.nan
 
 
 def spread_distance(first: Whole, second: Whole, size: int) -> float:
