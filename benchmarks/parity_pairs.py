@@ -16,9 +16,10 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -26,6 +27,7 @@ from support.forked_ranks import _lead
 from support.parity import Layout, Recordings, answer_of, layout
 
 ALL = "*"
+KINDS = ("gradient", "update")
 PRELOADED = ("torch.distributed.tensor.parallel", "torch._dynamo", "torch.distributed.fsdp")
 
 
@@ -181,6 +183,31 @@ def judge(pair: Pair, answer: dict[str, object]) -> str:
     return ""
 
 
+def table(known: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the answers as tables in Markdown: healthy pairs over all seeds, then faults."""
+    healthy: dict[str, list[Mapping[str, Any]]] = {}
+    for name, one in known.items():
+        if one["expected"] == "the same":
+            healthy.setdefault(name.rpartition(", seed")[0], []).append(one)
+    lines = [
+        "| healthy pair | the same | distance over bound, at most | could miss: gradient, update |",
+        "|---|---|---|---|",
+    ]
+    for name, each in healthy.items():
+        right = sum(one["right"] for one in each)
+        largest = max(one["largest"] for one in each)
+        missed = [max(one["could_miss"][k]["median"] for one in each) for k in KINDS]
+        shown = ", ".join(f"{one:.1g}" for one in missed)
+        lines.append(f"| {name} | {right} of {len(each)} | {largest:.2g} | {shown} |")
+    lines += ["", "| fault | report | expected | answer |", "|---|---|---|---|"]
+    for name, one in known.items():
+        if one["expected"] != "the same":
+            wrong = "" if one["right"] else " **wrong**"
+            row = (f"`{name}`", one["report"], one["expected"], one["headline"] + wrong)
+            lines.append(f"| {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Run pairs and print what is answered."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
@@ -188,7 +215,11 @@ def main() -> None:
     parser.add_argument("--only", default="*", help="pattern of names")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--write", type=Path, help="JSON file; pairs of other names in it stay")
+    parser.add_argument("--table", type=Path, help="print what such a file holds as Markdown")
     args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.table.read_text())))
+        return
     for name in PRELOADED:
         importlib.import_module(name)
     pairs = [each for seed in range(args.seeds) for each in _healthy(seed)] + _faulty()
