@@ -23,8 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from support.forked_ranks import _lead
-from support.parity import Layout, Recordings, answer_of, layout
+forked_ranks = importlib.import_module("support.forked_ranks")
+recordings = importlib.import_module("support.parity")
+layout = recordings.layout
 
 ALL = "*"
 KINDS = ("gradient", "update")
@@ -46,21 +47,25 @@ class Pair:
     """
 
     name: str
-    a: Layout
-    b: Layout
+    a: Any
+    b: Any
     stage: str = ""
     parameters: str = ALL
     no_dropout: bool = False
     report: str = ""
+
+    def fits(self, pattern: str) -> bool:
+        """Return whether its name fits a pattern."""
+        return fnmatch.fnmatch(self.name, pattern)
 
 
 def _healthy(seed: int) -> list[Pair]:
     more = ("--seed", str(seed))
     drop = "--dropout .1"
 
-    def pair(name: str, a: tuple[int, str], b: tuple[int, str], **options: bool) -> Pair:
+    def pair(name: str, a: tuple[int, str], b: tuple[int, str], no_dropout: bool = False) -> Pair:
         sides = (layout(ranks, *words.split(), *more) for ranks, words in (a, b))
-        return Pair(f"{name}, seed {seed}", *sides, **options)
+        return Pair(f"{name}, seed {seed}", *sides, no_dropout=no_dropout)
 
     return [
         pair("1 and 2 workers, DDP", (1, ""), (2, "--layout ddp")),
@@ -152,7 +157,7 @@ def run_here(
     printed = tempfile.mkdtemp()  # a temporary directory object would be removed by each fork
     try:
         process = multiprocessing.get_context("fork").Process(
-            target=_lead, args=(lead, given, printed)
+            target=forked_ranks._lead, args=(lead, given, printed)
         )
         process.start()
         process.join(timeout)
@@ -212,7 +217,7 @@ def main() -> None:
     """Run pairs and print what is answered."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--only", default="*", help="pattern of names")
+    parser.add_argument("--only", default="*", help="patterns of names, separated by |")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--write", type=Path, help="JSON file; pairs of other names in it stay")
     parser.add_argument("--table", type=Path, help="print what such a file holds as Markdown")
@@ -223,17 +228,17 @@ def main() -> None:
     for name in PRELOADED:
         importlib.import_module(name)
     pairs = [each for seed in range(args.seeds) for each in _healthy(seed)] + _faulty()
-    chosen = [each for each in pairs if fnmatch.fnmatch(each.name, args.only)]
+    chosen = [each for each in pairs if any(map(each.fits, args.only.split("|")))]
     folder = Path(tempfile.mkdtemp(prefix="parity-pairs-"))
     known = json.loads(args.write.read_text()) if args.write and args.write.exists() else {}
     wrong = 0
     try:
-        recordings = Recordings(folder, run_here)
+        kept = recordings.Recordings(folder, run_here)
         for pair in chosen:
             begun = time.perf_counter()
             try:
-                answer = answer_of(
-                    recordings, pair.a, pair.b, args.steps, no_dropout=pair.no_dropout
+                answer = recordings.answer_of(
+                    kept, pair.a, pair.b, args.steps, no_dropout=pair.no_dropout
                 ).to_json()
             except (AssertionError, ValueError) as error:
                 answer = {"answer": "failed", "headline": str(error)[-300:], "stage": None}

@@ -412,8 +412,7 @@ USES = (
     Use(
         "torch.nn.Module",
         "_compiled_call_impl",
-        "wrappers.find evidence.canary.program evidence.environment.facts"
-        " evidence.parity.recorder",
+        "wrappers.find evidence.canary.program evidence.environment.facts evidence.parity.recorder",
         "whether Module.compile was called, for hooks would break the graph of such a module",
         "it counts as one that is not compiled",
     ),

@@ -194,7 +194,7 @@ def test_copies_that_differ_are_named_with_their_ranks():
     side.steps[0].unequal = [Unequal(GRADIENT, "up", (1,), 0.5)]
     answer = against(side)
     assert (answer.stage, answer.kind) == (Stage.GRADIENT, Kind.DIFFERENT)
-    assert "rank 1 hold other gradients than rank 0: up" in answer.headline
+    assert "rank 1 holds other gradients than rank 0: up" in answer.headline
 
 
 def test_a_start_differs_by_more_than_the_rounding_of_a_sketch():

@@ -22,16 +22,16 @@ class Labels(NamedTuple):
     """Label tokens, whatever their order.
 
     Attributes:
-        count: Their number.
+        num_tokens: Their number.
         digest: A sum over them, modulo 2^62: equal multisets have equal sums.
     """
 
-    count: int = 0
+    num_tokens: int = 0
     digest: int = 0
 
     def plus(self, other: "Labels") -> "Labels":
         """Return both together."""
-        return Labels(self.count + other.count, (self.digest + other.digest) & _BITS)
+        return Labels(self.num_tokens + other.num_tokens, (self.digest + other.digest) & _BITS)
 
 
 def labels_before(roots: Iterable[Tensor]) -> Labels | None:

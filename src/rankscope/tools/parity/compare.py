@@ -296,9 +296,12 @@ class _Comparison:
                 ranks = sorted({rank for each in there for rank in each.ranks})
                 what = {START: "parameters", GRADIENT: "gradients", UPDATE: "updates"}[kind]
                 shown = _named([each.name for each in there])
+                several = len(ranks) > 1
+                who = f"rank{'s' if several else ''} {', '.join(map(str, ranks))}"
+                verb = "hold" if several else "holds"
                 text = (
-                    f"In step {number} of {side.name}, rank{'s' if len(ranks) > 1 else ''} "
-                    f"{', '.join(map(str, ranks))} hold other {what} than rank 0: {shown}"
+                    f"In step {number} of {side.name}, {who} {verb} other {what} than rank 0: "
+                    f"{shown}"
                 )
                 differences = tuple(
                     Difference(each.name, each.relative, least, math.nan, math.nan, "copies differ")

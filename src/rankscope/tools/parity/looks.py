@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rankscope.bus.parity import QUARTERS
+from rankscope.stats.arrays import Floats
 from rankscope.tools.parity.reading import Side, Whole
 from rankscope.tools.parity.result import Difference
 
@@ -40,7 +41,7 @@ def describe(name: str, first: Whole, second: Whole, bound: float) -> Difference
     return Difference(name, relative, share, factor, cosine, look)
 
 
-def _relation(first: "np.ndarray", second: "np.ndarray") -> tuple[float, float]:  # type: ignore[type-arg]
+def _relation(first: Floats, second: Floats) -> tuple[float, float]:
     """Return the factor of B along A, and the cosine; NaN where one is zero."""
     product = float((first * second).sum())
     own, other = float(np.linalg.norm(first)), float(np.linalg.norm(second))
