@@ -81,7 +81,8 @@ class Block(nn.Module):
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
         hidden = hidden + self.dropout(self.o_proj(mixed.transpose(1, 2).flatten(2)))
-        return hidden + self.dropout(self.down(F.gelu(self.up(self.norm_2(hidden)))))
+        changed: Tensor = self.dropout(self.down(F.gelu(self.up(self.norm_2(hidden)))))
+        return hidden + changed
 
 
 class Model(nn.Module):
@@ -101,7 +102,8 @@ class Model(nn.Module):
         hidden = self.embed(tokens)
         for layer in self.layers:
             hidden = layer(hidden)
-        return self.head(self.norm(hidden))
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
 
 
 def sample(number: int, *, uneven: bool) -> tuple[Tensor, Tensor]:
@@ -175,7 +177,8 @@ def _orthogonal(grad: Tensor) -> Tensor:
     for _ in range(5):  # Newton and Schulz, with Muon's coefficients
         square = x @ x.T
         x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
-    return x.to(grad.dtype)
+    orthogonal: Tensor = x.to(grad.dtype)
+    return orthogonal
 
 
 def wrap(model: nn.Module, args: argparse.Namespace) -> nn.Module:
@@ -207,7 +210,9 @@ def wrap(model: nn.Module, args: argparse.Namespace) -> nn.Module:
 
         shape = (world,) if args.layout == "tp" else (world // 2, 2)
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
-        plan = {name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "up")}
+        plan: dict[str, Any] = {
+            name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "up")
+        }
         plan |= {name: RowwiseParallel() for name in ("o_proj", "down")}
         for layer in model.layers:  # type: ignore[union-attr]
             parallelize_module(layer, mesh["tp"], plan)
@@ -260,8 +265,8 @@ def clip(model: nn.Module, args: argparse.Namespace) -> None:
         dist.all_reduce(squares)
         norm = squares.sqrt()
     elif args.fault == "clip_leaves_out":
-        few = [p for n, p in model.named_parameters() if "head" not in n]
-        norm = torch.nn.utils.get_total_norm([p.grad for p in few])
+        few = [p.grad for n, p in model.named_parameters() if "head" not in n]
+        norm = torch.nn.utils.get_total_norm([each for each in few if each is not None])
     else:
         torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         return
@@ -297,7 +302,9 @@ def initialise(model: nn.Module, args: argparse.Namespace, worker: int, workers:
         if args.fault == "replica_start" and worker != workers - 1:
             return
         with torch.no_grad():
-            model.layers[1].up.weight.mul_(1.01)  # type: ignore[union-attr, operator]
+            for name, parameter in model.named_parameters():
+                if "layers.1.up.weight" in name:
+                    parameter.mul_(1.01)
 
 
 def main() -> None:
@@ -470,8 +477,9 @@ def backward(
 ) -> None:
     """Add the gradient of a micro-batch."""
     ddp = isinstance(wrapped, nn.parallel.DistributedDataParallel)
-    if hasattr(wrapped, "set_requires_gradient_sync"):
-        wrapped.set_requires_gradient_sync(reduce)
+    synchronise: Any = getattr(wrapped, "set_requires_gradient_sync", None)
+    if synchronise is not None:
+        synchronise(reduce)
     context: Callable[[], Any] = torch.enable_grad if reduce or not ddp else wrapped.no_sync  # type: ignore[assignment]
     with context():
         with torch.autocast("cpu", torch.bfloat16, enabled=args.autocast):
