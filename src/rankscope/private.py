@@ -201,6 +201,13 @@ USES = (
     ),
     Use(
         "torch.autograd.graph.Node",
+        "_saved_target _saved_ignore_index _raw_saved_target",
+        "evidence.parity.labels",
+        "the targets of a cross entropy, unless a hook of the training's has packed them",
+        "label tokens are those that the model is given, if any",
+    ),
+    Use(
+        "torch.autograd.graph.Node",
         "_raw_saved_other _raw_saved_self _raw_saved_weight _raw_saved_total_weight",
         "wrappers.loss_form",
         "whether a hook of the training's has packed what would be read",
@@ -404,14 +411,15 @@ USES = (
         "torch._dynamo.eval_frame",
         "OptimizedModule _orig_mod",
         "evidence.loss.meter gradients.names integrations.catch lab.reductions.fixed_order"
-        " wrappers.find evidence.canary.alone lab.study.demo lab.study.preloaded",
+        " wrappers.find evidence.canary.alone lab.study.demo lab.study.preloaded"
+        " integrations.parity",
         "the model inside of a compiled one; what the compiler logs is kept out of the output",
         "a compiled model is not recognised, and watch refuses it",
     ),
     Use(
         "torch.nn.Module",
         "_compiled_call_impl",
-        "wrappers.find evidence.canary.program evidence.environment.facts",
+        "wrappers.find evidence.canary.program evidence.environment.facts evidence.parity.recorder",
         "whether Module.compile was called, for hooks would break the graph of such a module",
         "it counts as one that is not compiled",
     ),

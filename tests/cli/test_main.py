@@ -44,7 +44,7 @@ REPORT = {"--again", "--full", "--fail-on", "--format", "--html", "--json", "--n
 HELP = {"--help", "-h"}
 COMMANDS = {
     *("study", "run", "report", "serve", "doctor", "replay", "diff", "numerics"),
-    *("causes", "demo", "verify"),
+    *("causes", "demo", "verify", "parity"),
 }
 
 

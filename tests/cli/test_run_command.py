@@ -26,7 +26,7 @@ OPTIONS = {
         "--plan",
         "--reduced",
     ),
-    *("--run-dir", "--sink", "--tier", "--trace", "--verify-at", "-m"),
+    *("--parity", "--run-dir", "--sink", "--tier", "--trace", "--verify-at", "-m"),
 }
 
 SCRIPT = """

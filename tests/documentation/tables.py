@@ -69,6 +69,22 @@ NOT_RUN = {
     ("docs/diff.md", "torchrun --nproc-per-node 4 train.py --run-dir runs/first"): PLACEHOLDER,
     ("docs/diff.md", "torchrun --nproc-per-node 4 train.py --run-dir runs/second"): PLACEHOLDER,
     ("docs/diff.md", "python benchmarks/diff_pairs.py --seeds 3"): BENCHMARK,
+    (
+        "docs/parity.md",
+        'rankscope parity -a "python train.py --batch 32" '
+        '-b "torchrun --nproc-per-node 4 train.py --batch 8" --steps 5',
+    ): PLACEHOLDER,
+    ("docs/parity.md", "rankscope run --run-dir runs/trusted --parity 5 train.py"): PLACEHOLDER,
+    (
+        "docs/parity.md",
+        'rankscope parity -a runs/trusted -b "torchrun --nproc-per-node 2 train.py"',
+    ): PLACEHOLDER,
+    (
+        "docs/parity.md",
+        'rankscope parity -a "python train.py" -b "python train.py --save-at 3" '
+        '-b2 "python train.py --resume" --steps 6 --resume-at 3',
+    ): PLACEHOLDER,
+    ("docs/parity.md", "PYTHONPATH=tests python benchmarks/parity_pairs.py --seeds 3"): BENCHMARK,
     ("docs/doctor.md", "torchrun --nproc-per-node 4 -m rankscope doctor"): TORCHRUN,
     (
         "docs/doctor.md",

@@ -146,6 +146,7 @@ class Job:
         canary: Whether canaries run.
         canary_every: Steps from one scheduled canary to the next; None for a schedule by cost.
         verify_at: Steps whose gradient is computed again.
+        parity: Number of first steps that are recorded for ``rankscope parity``.
         given_dir: The run directory that the user gave, before each group takes one of its own.
         leave_out: Called with seconds of the present work that count elsewhere.
         guard: Runs work of listeners that the collector does not call, on the training's thread.
@@ -166,6 +167,7 @@ class Job:
     canary: bool = False
     canary_every: int | None = None
     verify_at: Collection[int] = ()
+    parity: int = 0
     given_dir: str = ""
     leave_out: Callable[[float], None] = lambda seconds: None
     guard: Callable[..., None] = lambda work, *args: work(*args)

@@ -18,6 +18,7 @@ from rankscope.cli.diff import diff
 from rankscope.cli.doctor import doctor
 from rankscope.cli.numerics import numerics
 from rankscope.cli.output import guarded_streams, terminal
+from rankscope.cli.parity import parity
 from rankscope.cli.replay import replay
 from rankscope.cli.report import report
 from rankscope.cli.run import run_script
@@ -72,6 +73,7 @@ app.command(short_help="Check that a training can start: ranks, network, model, 
 app.command(short_help="Run the batches again that a finding has saved.")(replay)
 app.command(short_help="Check whether a reference step found the right gradient.")(verify)
 app.command(short_help="Find where two runs part, by how much, and why.")(diff)
+app.command(short_help="Check that two layouts of a training train the same.")(parity)
 app.command(short_help="Measure what the order and the type of a sum change.")(numerics)
 
 

@@ -103,6 +103,15 @@ def run_script(
     no_announce: Annotated[
         bool, typer.Option("--no-announce", help="Print neither findings nor the verdict.")
     ] = False,
+    parity: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Record N steps for rankscope parity, without the monitor, and end the training.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Watch a training script as it is, without a line of rankscope in it.
 
@@ -142,7 +151,8 @@ def run_script(
     name = name_of(words, module=module)
     directory = run_dir or Path("runs") / name
     place = Store.of(directory) or directory.absolute()
-    become(command, ScriptJob(str(place), name, options))
+    recorded = None if parity is None else {"steps": parity}
+    become(command, ScriptJob(str(place), name, options, parity=recorded))
 
 
 def _groups(given: str) -> str | dict[str, str]:

@@ -19,7 +19,7 @@ VARIABLE = "RANKSCOPE_EVIDENCE"
 NAMES = (
     *("samples", "loss", "gradient", "reduction", "clipping", "state", "mesh", "optimizer"),
     *("randomness", "environment", "outliers", "rollouts", "canary", "dispersion", "hangs"),
-    *("reference", "update", "timing", "world", "axes"),
+    *("reference", "update", "timing", "world", "axes", "parity"),
 )
 
 

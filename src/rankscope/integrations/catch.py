@@ -67,7 +67,13 @@ ALONE = (
 
 def prepare() -> None:
     """Get ready to watch a training of this process; called before torch is imported."""
-    Catch(ScriptJob.of_this_process()).install()
+    job = ScriptJob.of_this_process()
+    if job.parity is None:
+        Catch(job).install()
+        return
+    from rankscope.integrations.parity import ParityCatch
+
+    ParityCatch(job).install()
 
 
 class Catch:
@@ -390,6 +396,8 @@ def report_if_nothing_was_watched() -> None:
     if os.environ.get(PID_VARIABLE) != str(os.getpid()):  # a fork of it
         return
     job = ScriptJob.of_this_process()
+    if job.parity is not None:
+        return
     if not job.mark_reported() or os.environ.get("RANK", "0") != "0":
         return
     store = Store.of(job.run_dir)

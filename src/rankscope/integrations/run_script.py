@@ -43,6 +43,8 @@ class ScriptJob:
         started: When the command was called, in seconds since 1970.
         unreported: Path of a file that exists until a process of this host knows whether it is
             watched; empty if none could be made.
+        parity: Options of a record for ``rankscope parity``, which then stands in the place of
+            the monitor; None without. See :class:`rankscope.integrations.parity.ParityJob`.
     """
 
     run_dir: str
@@ -50,6 +52,7 @@ class ScriptJob:
     options: dict[str, Any] = field(default_factory=dict)
     started: float = field(default_factory=time.time)
     unreported: str = ""
+    parity: dict[str, Any] | None = None
 
     def to_environment(self, environment: dict[str, str]) -> dict[str, str]:
         """Return an environment in which Python processes look for a training to watch."""

@@ -139,9 +139,13 @@ class StepCollector:
         self._given("rollouts", trainer, rollout, mask)
 
     def _given(self, name: str, *values: Any, **more: Any) -> None:
-        """Pass the user's values to the probe of their kind."""
+        """Pass the user's values to the probe of their kind, and to others that want them."""
         probe: Any = self._probes[name]
         probe.give(*values, **more)
+        for each in self._probes.values():
+            give = getattr(each, f"give_{name}", None)
+            if give is not None:
+                give(*values, **more)
 
     def _call(self, event: str, *args: Any, **more: Any) -> None:
         for call in self._calls[event]:

@@ -143,6 +143,7 @@ def choose_instruments(
             canary=canary,
             canary_every=options.canary_every,
             verify_at=[*options.verify_at, *(first_step + later for later in PACE.references)],
+            parity=options.parity,
             given_dir=given_dir,
             leave_out=guard.leave_out,
             guard=guard,

@@ -63,6 +63,8 @@ class WatchOptions:
         trace: Whether rank 0 records digest, norm and a short sketch of every parameter and every
             reduced gradient, in steps that are multiples of ``every``, for ``rankscope diff``.
             Under DDP; outside of ``overhead_budget``.
+        parity: Number of first steps that are recorded for ``rankscope parity``, in ``parity/`` of
+            the run's directory on each host; 0 for none. Outside of ``overhead_budget``.
         agent: Where the monitor's work is done: ``"process"``, one of its own on each host, or
             ``"thread"`` inside this one, where no process may be started. By default the value of
             the environment variable ``RANKSCOPE_AGENT``, else a process.
@@ -92,6 +94,7 @@ class WatchOptions:
     canary_every: int | None = None
     verify_at: Sequence[int] = ()
     trace: bool = False
+    parity: int = 0
     agent: str | None = None
     announce: bool = True
     share: str = "me"
@@ -103,6 +106,8 @@ class WatchOptions:
             choice(ReadReduced, "reduced", self.reduced)
         if any(isinstance(step, bool) or int(step) != step or step < 0 for step in self.verify_at):
             raise UsageError(f"verify_at expected numbers of steps, got {self.verify_at!r}")
+        if isinstance(self.parity, bool) or int(self.parity) != self.parity or self.parity < 0:
+            raise UsageError(f"parity expected a number of steps, got {self.parity!r}")
         if self.agent not in (None, "", "process", "thread"):
             raise UsageError(f"agent must be 'process' or 'thread', got {self.agent!r}")
         if self.share not in SHARES:
@@ -161,6 +166,7 @@ class WatchKeywords(TypedDict, total=False):
     canary_every: int | None
     verify_at: Sequence[int]
     trace: bool
+    parity: int
     agent: str | None
     announce: bool
     share: str

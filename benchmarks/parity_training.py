@@ -1,0 +1,505 @@
+"""A small training at several layouts, healthy or with a fault: one side of a pair for parity.
+
+It knows nothing of rankscope. Run it by itself or under ``torchrun``:
+
+    torchrun --nproc-per-node 2 benchmarks/parity_training.py --layout fsdp2
+"""
+
+import argparse
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+VOCABULARY, WIDTH, HEADS, LENGTH = 64, 32, 4, 16
+GLOBAL_BATCH = 8
+
+FAULTS = {
+    "loss_times_workers": "the loss is multiplied by the number of workers",
+    "loss_not_divided": "accumulation without division by the number of micro-batches",
+    "accumulator_reset": "gradients are cleared before the last micro-batch",
+    "no_sync_always": "gradients are never reduced",
+    "local_clip": "each rank clips by the norm of its own shard",
+    "clip_twice": "replicas count twice in the norm",
+    "clip_leaves_out": "one parameter is left out of the norm",
+    "counter_ahead": "the optimizer was called once before the training, with zero gradients",
+    "moments_bf16": "moments are rounded to bfloat16 after each step",
+    "muon_on_shards": "the update of a sharded matrix is made orthogonal shard by shard",
+    "layer_update": "the update of one layer is twice as large",
+    "layer_frozen": "one layer is left out of the optimizer",
+    "layer_gradient": "the gradient of one layer is halved",
+    "layer_gradient_zero": "the gradient of one layer is zero",
+    "weight_decay": "weight decay is applied to norms, too",
+    "learning_rate": "another learning rate",
+    "other_samples": "ranks draw with seeds of their own",
+    "same_samples": "all ranks draw the same samples",
+    "shifted_epoch": "the order is one batch ahead",
+    "labels_shifted": "one label is lost at each boundary of two parts of the sequence",
+    "labels_random": "labels of one rank are random",
+    "other_start": "another seed of the initialisation",
+    "one_layer_start": "one layer begins with other values",
+    "replica_start": "the last rank begins with other values in one layer",
+    "token_mean": "the mean of local means, with uneven numbers of label tokens",
+    "epsilon": "layer norms with another epsilon",
+    "attention_scale": "attention without its scale",
+    "half_shard": "half of the rows of one gradient are zero",
+    "sign": "the gradient of one layer has the other sign",
+    "stale": "the optimizer gets the gradient of the step before",
+}
+"""Faults by name."""
+
+
+class Block(nn.Module):
+    """A transformer block."""
+
+    def __init__(self, dropout: float, eps: float, scale: float | None) -> None:
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(WIDTH, eps=eps)
+        self.q_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.k_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.v_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.o_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm_2 = nn.LayerNorm(WIDTH, eps=eps)
+        self.up = nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+        self.scale = scale
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return hidden states ``[B, L, D]``."""
+        batch, length, _ = hidden.shape
+        normed = self.norm_1(hidden)
+        q, k, v = (
+            proj(normed).view(batch, length, -1, WIDTH // HEADS).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+        hidden = hidden + self.dropout(self.o_proj(mixed.transpose(1, 2).flatten(2)))
+        changed: Tensor = self.dropout(self.down(F.gelu(self.up(self.norm_2(hidden)))))
+        return hidden + changed
+
+
+class Model(nn.Module):
+    """A small language model."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        super().__init__()
+        eps = 1e-2 if args.fault == "epsilon" else 1e-5
+        scale = 1.0 if args.fault == "attention_scale" else None
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Block(args.dropout, eps, scale) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH, eps=eps)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits ``[B, L, V]``."""
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+def sample(number: int, *, uneven: bool) -> tuple[Tensor, Tensor]:
+    """Return the tokens and labels ``[L]`` of a sample."""
+    draw = torch.Generator().manual_seed(1000 + number)
+    tokens = torch.randint(VOCABULARY, (LENGTH + 1,), generator=draw)
+    labels = tokens[1:].clone()
+    if uneven:
+        labels[int(torch.randint(2, LENGTH, (), generator=draw)) :] = -100
+    return tokens[:-1], labels
+
+
+def batch_of(
+    args: argparse.Namespace, step: int, micro: int, worker: int, workers: int
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens and labels ``[b, L]`` of a micro-batch of a worker."""
+    step += args.fault == "shifted_epoch"
+    ids = list(range(step * GLOBAL_BATCH, (step + 1) * GLOBAL_BATCH))
+    if args.fault == "same_samples":
+        worker = 0
+    if args.fault == "other_samples":
+        draw = torch.Generator().manual_seed(worker * 77 + step)
+        ids = torch.randperm(512, generator=draw)[:GLOBAL_BATCH].tolist()
+    own = ids[worker::workers]
+    share = len(own) // args.accumulate
+    own = own[micro * share : (micro + 1) * share]
+    tokens, labels = (
+        torch.stack(each)
+        for each in zip(*(sample(i, uneven=args.uneven) for i in own), strict=True)
+    )
+    if args.fault == "labels_shifted":
+        labels[:, LENGTH // 2 - 1] = -100
+    if args.fault == "labels_random" and worker == workers - 1:
+        labels = torch.randint(
+            VOCABULARY, labels.shape, generator=torch.Generator().manual_seed(step)
+        )
+    return tokens, labels
+
+
+class Muon(torch.optim.Optimizer):
+    """Makes updates of matrices orthogonal; of whole ones, or of the local shards alone."""
+
+    def __init__(self, params: Any, lr: float, *, on_shards: bool) -> None:
+        super().__init__(params, {"lr": lr})
+        self.on_shards = on_shards
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update all parameters."""
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                grad = p.grad
+                if isinstance(grad, DTensor) and self.on_shards:
+                    p.to_local().add_(_orthogonal(grad.to_local()), alpha=-group["lr"])
+                elif isinstance(grad, DTensor):
+                    whole = _orthogonal(grad.full_tensor())
+                    whole = distribute_tensor(whole, p.device_mesh, p.placements)
+                    p.to_local().add_(whole.to_local(), alpha=-group["lr"])
+                else:
+                    p.add_(_orthogonal(grad), alpha=-group["lr"])
+
+
+def _orthogonal(grad: Tensor) -> Tensor:
+    if grad.dim() < 2 or not grad.numel():
+        return grad
+    x = grad.float() / (grad.float().norm() + 1e-7)
+    for _ in range(5):  # Newton and Schulz, with Muon's coefficients
+        square = x @ x.T
+        x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
+    orthogonal: Tensor = x.to(grad.dtype)
+    return orthogonal
+
+
+def wrap(model: nn.Module, args: argparse.Namespace) -> nn.Module:
+    """Return the model in its layout."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if args.layout == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if args.layout in ("fsdp2", "hsdp"):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        shape = (2, world // 2) if args.layout == "hsdp" else (world,)
+        names = ("replicate", "shard")[-len(shape) :]
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        more: dict[str, Any] = {"mesh": mesh}
+        if args.mixed:
+            more["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for layer in model.layers:  # type: ignore[union-attr]
+            fully_shard(layer, **more)
+        fully_shard(model, **more)
+    if args.layout in ("tp", "fsdp2_tp"):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
+
+        shape = (world,) if args.layout == "tp" else (world // 2, 2)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp")[-len(shape) :])
+        plan: dict[str, Any] = {
+            name: ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj", "up")
+        }
+        plan |= {name: RowwiseParallel() for name in ("o_proj", "down")}
+        for layer in model.layers:  # type: ignore[union-attr]
+            parallelize_module(layer, mesh["tp"], plan)
+        if args.layout == "fsdp2_tp":
+            for layer in model.layers:  # type: ignore[union-attr]
+                fully_shard(layer, mesh=mesh["dp"])
+            fully_shard(model, mesh=mesh["dp"])
+    if args.compile:
+        return torch.compile(model, backend="eager")  # type: ignore[return-value]
+    return model
+
+
+def make_optimizer(model: nn.Module, args: argparse.Namespace) -> torch.optim.Optimizer:
+    """Return the optimizer."""
+    lr = args.lr * (1.5 if args.fault == "learning_rate" else 1.0)
+    named = [(n, p) for n, p in model.named_parameters()]
+    if args.fault == "layer_frozen":
+        named = [(n, p) for n, p in named if "layers.1.up.weight" not in n]
+    decayed = [p for n, p in named if "norm" not in n or args.fault == "weight_decay"]
+    rest = [p for n, p in named if not ("norm" not in n or args.fault == "weight_decay")]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=lr, momentum=0.9)
+    if args.optimizer == "muon":
+        return Muon([p for _, p in named], lr, on_shards=args.fault == "muon_on_shards")
+    if args.layout == "ddp" and args.zero:
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(
+            [p for _, p in named], optimizer_class=torch.optim.AdamW, lr=lr, weight_decay=0.1
+        )
+    if args.zero:
+        return torch.optim.AdamW([p for _, p in named], lr=lr, weight_decay=0.1)
+    return torch.optim.AdamW(groups, lr=lr)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return a tensor, or its local part."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def clip(model: nn.Module, args: argparse.Namespace) -> None:
+    """Clip the gradients, rightly or wrongly."""
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if args.fault == "local_clip":
+        norm = torch.stack([local(g).norm() for g in gradients]).norm()
+    elif args.fault == "clip_twice":
+        squares = torch.stack([local(g).square().sum() for g in gradients]).sum()
+        dist.all_reduce(squares)
+        norm = squares.sqrt()
+    elif args.fault == "clip_leaves_out":
+        few = [p.grad for n, p in model.named_parameters() if "head" not in n]
+        norm = torch.nn.utils.get_total_norm([each for each in few if each is not None])
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        return
+    factor = min(1.0, args.clip / (float(local(norm)) + 1e-6))
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def spoil(named: list[tuple[str, nn.Parameter]], fault: str, kept: dict[str, Tensor]) -> None:
+    """Change gradients as a fault does."""
+    for name, p in named:
+        if p.grad is None:
+            continue
+        chosen = "layers.1.up.weight" in name
+        grad = local(p.grad)
+        if fault == "layer_gradient" and chosen:
+            grad.mul_(0.5)
+        elif fault == "layer_gradient_zero" and chosen:
+            grad.zero_()
+        elif fault == "sign" and chosen:
+            grad.neg_()
+        elif fault == "half_shard" and chosen:
+            grad[: len(grad) // 2].zero_()
+        elif fault == "stale":
+            now = grad.clone()
+            grad.copy_(kept.get(name, now * 0))
+            kept[name] = now
+
+
+def initialise(model: nn.Module, args: argparse.Namespace, worker: int, workers: int) -> None:
+    """Set up what differs at the start."""
+    if args.fault in ("one_layer_start", "replica_start"):
+        if args.fault == "replica_start" and worker != workers - 1:
+            return
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "layers.1.up.weight" in name:
+                    parameter.mul_(1.01)
+
+
+def main() -> None:
+    """Train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--layout", default="single")
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--fault", default="", choices=["", *FAULTS])
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--clip", type=float, default=0.0)
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--autocast", action="store_true")
+    parser.add_argument("--mixed", action="store_true", help="FSDP2 computes in bfloat16")
+    parser.add_argument("--uneven", action="store_true")
+    parser.add_argument("--zero", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--checkpoint", default="", help="file to save at --save-at, or to load")
+    parser.add_argument("--save-at", type=int, default=-1)
+    parser.add_argument("--forget", default="", help="what the resumption does not restore")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or args.layout not in ("single",):
+        dist.init_process_group("gloo")
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    workers = dist.get_world_size() if dist.is_initialized() else 1
+    worker = rank
+    if args.layout == "tp":
+        worker, workers = 0, 1
+    elif args.layout == "fsdp2_tp":
+        worker, workers = rank // 2, workers // 2
+
+    torch.manual_seed(args.seed + (args.fault == "other_start"))
+    model: nn.Module = Model(args)
+    initialise(model, args, worker, workers)
+    if args.bf16:
+        model = model.to(torch.bfloat16)
+    wrapped = wrap(model, args)
+    if args.fault == "replica_start" and args.layout == "ddp":  # DDP has broadcast the start
+        initialise(model, args, worker, workers)
+    optimizer = make_optimizer(model, args)
+    first = 0
+    if args.checkpoint and args.save_at < 0:
+        first = load(args, model, optimizer)
+    train(args, wrapped, model, optimizer, first, worker, workers)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def load(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Restore a checkpoint, or a part of it; return the step to go on with."""
+    saved = torch.load(args.checkpoint, weights_only=True)
+    if args.forget != "parameters":
+        model.load_state_dict(saved["model"])
+    if args.forget != "optimizer":
+        optimizer.load_state_dict(saved["optimizer"])
+    if args.forget != "random":
+        torch.set_rng_state(saved["random"])
+    step = int(saved["step"])
+    return 0 if args.forget == "samples" else step
+
+
+def train(
+    args: argparse.Namespace,
+    wrapped: nn.Module,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    first: int,
+    worker: int,
+    workers: int,
+) -> None:
+    """Run the steps."""
+    named = list(model.named_parameters())
+    kept: dict[str, Tensor] = {}
+    if args.fault == "counter_ahead":
+        step_without_gradient(optimizer, named)
+    for step in range(first, args.steps):
+        accumulate(args, wrapped, optimizer, step, worker, workers)
+        spoil(named, args.fault, kept)
+        if args.clip:
+            clip(model, args)
+        before = {n: local(p).detach().clone() for n, p in named if "layers.1.up.weight" in n}
+        if args.fault == "layer_update":
+            _with_twice_the_update(optimizer, named, before)
+        else:
+            optimizer.step()
+        if args.fault == "moments_bf16":
+            round_moments(optimizer)
+        optimizer.zero_grad()
+        if step + 1 == args.save_at and (not dist.is_initialized() or dist.get_rank() == 0):
+            torch.save(
+                {"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                 "random": torch.get_rng_state(), "step": step + 1},
+                args.checkpoint,
+            )  # fmt: skip
+
+
+def accumulate(
+    args: argparse.Namespace,
+    wrapped: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: int,
+    worker: int,
+    workers: int,
+) -> None:
+    """Add up the gradients of a step's micro-batches."""
+    for micro in range(args.accumulate):
+        tokens, labels = batch_of(args, step, micro, worker, workers)
+        last = micro == args.accumulate - 1
+        if args.fault == "accumulator_reset" and last:
+            optimizer.zero_grad()
+        reduce = last and args.fault != "no_sync_always"
+        backward(args, wrapped, tokens, labels, workers, reduce=reduce)
+
+
+def step_without_gradient(
+    optimizer: torch.optim.Optimizer, named: list[tuple[str, nn.Parameter]]
+) -> None:
+    """Call the optimizer with zero gradients and a learning rate of 0."""
+    for _, p in named:
+        p.grad = torch.zeros_like(p)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def round_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Round Adam's moments to bfloat16."""
+    for state in optimizer.state.values():
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[key].copy_(state[key].to(torch.bfloat16).to(state[key].dtype))
+
+
+def _with_twice_the_update(
+    optimizer: torch.optim.Optimizer,
+    named: list[tuple[str, nn.Parameter]],
+    before: dict[str, Tensor],
+) -> None:
+    """Step, and move one layer twice as far, inside of the optimizer's call."""
+
+    def double(*_: object) -> None:
+        with torch.no_grad():
+            for name, p in named:
+                if name in before:
+                    local(p).add_(local(p) - before[name])
+
+    hook = optimizer.register_step_post_hook(double)
+    try:
+        optimizer.step()
+    finally:
+        hook.remove()
+
+
+def backward(
+    args: argparse.Namespace,
+    wrapped: nn.Module,
+    tokens: Tensor,
+    labels: Tensor,
+    workers: int,
+    *,
+    reduce: bool,
+) -> None:
+    """Add the gradient of a micro-batch."""
+    ddp = isinstance(wrapped, nn.parallel.DistributedDataParallel)
+    synchronise: Any = getattr(wrapped, "set_requires_gradient_sync", None)
+    if synchronise is not None:
+        synchronise(reduce)
+    context: Callable[[], Any] = torch.enable_grad if reduce or not ddp else wrapped.no_sync  # type: ignore[assignment]
+    with context():
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.autocast):
+            logits = wrapped(tokens)
+        logits = logits.float().flatten(0, 1)
+        if args.uneven and args.fault != "token_mean":
+            total = (labels != -100).sum()
+            if workers > 1:
+                dist.all_reduce(total)
+            total = total * args.accumulate  # micro-batches of a step are as large on average
+            loss = F.cross_entropy(logits, labels.flatten(), reduction="sum") * workers / total
+            loss.backward()
+            return
+        loss = F.cross_entropy(logits, labels.flatten())
+        if args.fault == "loss_times_workers":
+            loss = loss * workers
+        if args.fault != "loss_not_divided":
+            loss = loss / args.accumulate
+        loss.backward()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""``rankscope parity``: whether two layouts of a training train the same."""
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from rankscope.bus.parity import FOLDER
+from rankscope.cli.output import JsonOption, plain, print_json, show, terminal
+from rankscope.errors import RankscopeError, UsageError
+from rankscope.report import needs_extra
+
+if TYPE_CHECKING:
+    from rankscope.integrations.parity import ParityJob
+    from rankscope.tools.parity.reading import Side
+    from rankscope.tools.parity.result import Answer
+
+MAX_TENSORS = 4
+"""Tensors that the terminal shows."""
+
+_LOOK = {
+    "the same within rounding": ("≈", "green"),
+    "not the same": ("≠", "red"),
+    "not comparable": ("?", "yellow"),
+}
+
+
+def parity(
+    a: Annotated[
+        str,
+        typer.Option(
+            "-a", metavar="COMMAND", help="A training, or a recorded run.", show_default=False
+        ),
+    ],
+    b: Annotated[
+        str, typer.Option("-b", metavar="COMMAND", help="The other one.", show_default=False)
+    ],
+    steps: Annotated[int, typer.Option(metavar="N", help="Steps to compare.", min=1)] = 5,
+    parallel: Annotated[bool, typer.Option("--parallel", help="Run both side by side.")] = False,
+    same_start: Annotated[
+        bool, typer.Option("--same-start", help="Copy A's initial parameters into B.")
+    ] = False,
+    no_dropout: Annotated[
+        bool, typer.Option("--no-dropout", help="Switch dropout off in both.")
+    ] = False,
+    resume_at: Annotated[
+        int | None,
+        typer.Option(
+            metavar="K",
+            help="End B after K steps, and go on with -b2.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    b2: Annotated[
+        str | None,
+        typer.Option("-b2", metavar="COMMAND", help="Resumes B.", show_default=False),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Longest time of each training.", min=1)
+    ] = 1800.0,
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Keep the records here.", show_default="a temporary directory"
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="FILE", help="Write a page to this file.", show_default=False
+        ),
+    ] = None,
+) -> None:
+    """Run a training at two layouts, and find the first thing that differs between them.
+
+    Both scripts stay as they are. Each is ended cleanly at the beginning of the step after the
+    last one that counts. Start, samples, label tokens, loss, gradient, clipping, update and
+    optimizer state are compared in this order, parameter by parameter, whatever the sharding.
+
+    Exit code: 0 the same within rounding; 1 not the same; 2 not comparable, or bad usage or input.
+    """
+    from rankscope.tools.parity.result import Answer, Kind
+
+    if (resume_at is None) != (b2 is None):
+        raise UsageError("--resume-at and -b2 belong together: give both or none")
+    if resume_at is not None and resume_at >= steps:
+        raise UsageError(f"--resume-at expected a step before --steps {steps}, got {resume_at}")
+    with _records(run_dir) as folder:
+        pair = _Pair(a, b, steps, folder, timeout, parallel, same_start, no_dropout)
+        try:
+            answer = pair.compare() if resume_at is None else pair.resume(resume_at, b2 or "")
+        except UsageError:
+            raise
+        except RankscopeError as error:
+            answer = Answer(Kind.NOT_COMPARABLE, f"Not comparable: {error}.".replace("..", "."))
+    written = [] if html is None else [_write_page(answer, html)]
+    if as_json:
+        print_json({**answer.to_json(), "written": [str(path) for path in written]})
+    else:
+        render_answer(answer, terminal())
+        for path in written:
+            line = Text.assemble(("  Written: ", "bold"), plain(str(path)))
+            terminal().print(line, soft_wrap=True)
+    if answer.exit_code:
+        raise typer.Exit(answer.exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """Two trainings that are to be compared; the fields are the command's options."""
+
+    a: str
+    b: str
+    steps: int
+    folder: Path
+    timeout: float
+    parallel: bool
+    same_start: bool
+    no_dropout: bool
+
+    def compare(self) -> "Answer":
+        """Run both and compare them."""
+        side_a, side_b = self._run(self.steps)
+        return self._compared(side_a, side_b)
+
+    def resume(self, at: int, resumed: str) -> "Answer":
+        """Run A on end, B up to a step and on from there; compare all of them."""
+        from rankscope.tools.parity.resumption import joined, part_of
+
+        side_a, side_b = self._run(at)
+        answer = self._compared(part_of(side_a, 0, at), side_b)
+        if answer.exit_code:
+            return answer
+        job = self._job(self.steps - at, first_step=at)
+        later = self._recorded("b2", resumed, job, name="the resumption of B")
+        self._check(later, self.steps - at, "the resumption of B")
+        return self._compared(*joined(side_a, later, at), exact=_identical(side_a, side_b))
+
+    def _run(self, steps_of_b: int) -> "tuple[Side, Side]":
+        from rankscope.integrations.parity_run import Command, run_commands
+        from rankscope.tools.parity.reading import read_side
+
+        recorded = _recorded_run(self.a)
+        job_a = self._job(self.steps, save_start=self.same_start)
+        start = str((recorded or self.folder / "a") / "start") if self.same_start else ""
+        job_b = self._job(steps_of_b, load_start=start)
+        commands = [Command("B", self.b, self.folder / "b", job_b)]
+        if recorded is None:
+            commands.insert(0, Command("A", self.a, self.folder / "a", job_a))
+        run_commands(commands, self.timeout, together=self.parallel and not self.same_start)
+        side_a = read_side(recorded or self.folder / "a", "A")
+        side_b = read_side(self.folder / "b", "B")
+        self._check(side_a, self.steps, "A")
+        self._check(side_b, steps_of_b, "B")
+        return side_a, side_b
+
+    def _compared(self, a: "Side", b: "Side", *, exact: bool = False) -> "Answer":
+        """Compare two sides, by a perturbation run unless the answer does not depend on it."""
+        from rankscope.tools.parity.bounds import Bounds
+        from rankscope.tools.parity.compare import compare
+        from rankscope.tools.parity.result import Stage
+
+        answer = compare(Bounds(a, b))
+        before = (Stage.START, Stage.SAMPLES, Stage.LABELS)
+        if exact or answer.exit_code == 2 or answer.stage in before or _identical(a, b):
+            return answer
+        of_b = _recorded_run(self.a) is not None or b.roundoff > a.roundoff
+        original, command = (b, self.b) if of_b else (a, self.a)
+        start = str(self.folder / "a" / "start") if self.same_start and of_b else ""
+        steps = max(original.steps) + 1
+        job = self._job(steps, eps=2 * original.roundoff, load_start=start)
+        moved = self._recorded("moved", command, job, name=f"{original.name}, run once more,")
+        return compare(Bounds(a, b, original, moved))
+
+    def _recorded(self, place: str, command: str, job: "ParityJob", *, name: str) -> "Side":
+        from rankscope.integrations.parity_run import Command, run_commands
+        from rankscope.tools.parity.reading import read_side
+
+        folder = self.folder / place
+        run_commands([Command(name, command, folder, job)], self.timeout, together=False)
+        return read_side(folder, name)
+
+    def _check(self, side: "Side", steps: int, name: str) -> None:
+        from rankscope.tools.parity.reading import NotRecordedError
+
+        if len(side.steps) < steps:
+            raise NotRecordedError(f"{name} ended after {len(side.steps)} of {steps} steps")
+
+    def _job(self, steps: int, **more: "int | float | str | bool") -> "ParityJob":
+        from rankscope.integrations.parity import ParityJob
+
+        return replace(ParityJob(steps, no_dropout=self.no_dropout), **more)  # type: ignore[arg-type]
+
+
+def _identical(a: "Side", b: "Side") -> bool:
+    from rankscope.tools.parity.bounds import identical
+
+    return identical(a, b)
+
+
+def _recorded_run(given: str) -> Path | None:
+    """Return the directory of a recorded run; None of a command."""
+    path = Path(given)
+    if not path.is_dir():
+        return None
+    if not (path / FOLDER).is_dir():
+        raise UsageError(
+            f"-a expected a run that was recorded for parity, got {path}, which has no "
+            f"{FOLDER}/: record one by rankscope run --parity 5 SCRIPT"
+        )
+    return path
+
+
+@contextmanager
+def _records(run_dir: Path | None) -> Iterator[Path]:
+    """Yield the directory of the records; a temporary one is removed."""
+    if run_dir is not None:
+        if run_dir.is_dir() and any(run_dir.iterdir()):
+            raise UsageError(f"--run-dir expected a new or empty directory, got {run_dir}")
+        yield run_dir
+        return
+    folder = Path(tempfile.mkdtemp(prefix="rankscope-parity-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_page(answer: "Answer", html: Path) -> Path:
+    with needs_extra(html.name, "web"):
+        from rankscope.tools.parity.page import write_parity_page
+    return write_parity_page(answer, html)
+
+
+def render_answer(answer: "Answer", console: Console) -> None:
+    """Print the answer, in at most twelve lines on a terminal of usual width."""
+    sign, colour = _LOOK[str(answer.kind)]
+    where = f"  {answer.stage}, step {answer.step}" if answer.stage is not None else ""
+    show(
+        console,
+        Text.assemble(
+            (f"{sign} {str(answer.kind).upper()}", f"bold {colour}"), (where, "dim"), "\n",
+            plain(answer.headline),
+        ),
+    )  # fmt: skip
+    for each in answer.differences[:MAX_TENSORS]:
+        line = f"  {each.name}: {each.look}; off by {each.distance:.2g}, rounding {each.bound:.1g}"
+        show(console, plain(line))
+    for note in answer.notes[:3]:
+        show(console, plain(note, "dim"))
+    if answer.could_miss:
+        parts = [
+            f"{kind}s wrong by less than {median:.1g} of their norm (at worst {worst:.1g})"
+            for kind, (median, worst) in answer.could_miss.items()
+        ]
+        show(console, plain(f"It could miss {' and '.join(parts)}.", "dim"))

@@ -1,0 +1,105 @@
+"""Which part of a whole tensor a rank holds, found without communication."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from rankscope.wrappers.fsdp2_shard import ShardPlace
+
+
+class Part(NamedTuple):
+    """A rank's part of a tensor.
+
+    Attributes:
+        tensor: The part, an ordinary tensor.
+        shape: Shape of the whole.
+        first: Index of its first element in each dimension.
+        terms: Which of several terms of a sum it is; empty where it is no term.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    first: tuple[int, ...]
+    terms: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where it lies, in words that are equal for copies of the same part."""
+        if not self.terms and tuple(self.tensor.shape) == self.shape:
+            return ""
+        return f"{','.join(map(str, self.first))}+{','.join(map(str, self.tensor.shape))}" + (
+            f" term {self.terms}" if self.terms else ""
+        )
+
+
+def part_of(tensor: Tensor) -> Part:
+    """Return this rank's part of a tensor; all of a plain one.
+
+    Raises:
+        ValueError: It is laid out in another way than by parts, copies or terms of a sum.
+    """
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        whole = tensor.to_dense() if tensor.is_sparse else tensor
+        return Part(whole, tuple(whole.shape), (0,) * whole.dim())
+    shape = tuple(tensor.shape)
+    mesh = tensor.device_mesh
+    view = torch.empty(shape, device="meta")
+    terms = []
+    # A strided shard is cut from the shard of the axes behind it: FSDP2 of tensor parallelism.
+    axes = sorted(enumerate(tensor.placements), key=lambda at: _is_strided(at[1]))
+    for axis, placement in axes:
+        if placement.is_partial():
+            terms.append(f"{axis}:{mesh.get_local_rank(axis)}")
+        elif placement.is_shard() or _is_strided(placement):
+            dim = placement.dim  # type: ignore[attr-defined]
+            parts = view.chunk(mesh.size(axis), dim)
+            index = mesh.get_local_rank(axis)
+            view = parts[index] if index < len(parts) else view.narrow(dim, 0, 0)
+        elif not placement.is_replicate():
+            raise ValueError(f"a tensor is laid out over a mesh as {placement}, not by parts")
+    local = tensor.to_local()
+    if local.shape != view.shape:
+        raise ValueError(f"expected a part of shape {tuple(view.shape)}, got {tuple(local.shape)}")
+    return Part(local, shape, _first(view, shape), " ".join(terms))
+
+
+def _is_strided(placement: object) -> bool:
+    return getattr(placement, "split_factor", 1) > 1
+
+
+def _first(view: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the index of a view's first element in a contiguous tensor of a shape."""
+    at = view.storage_offset() if view.numel() else 0
+    first = []
+    for dim in range(len(shape)):
+        stride = math.prod(shape[dim + 1 :])
+        first.append(at // stride)
+        at %= stride
+    return tuple(first)
+
+
+def as_shard(part: Part) -> tuple[Tensor, ShardPlace] | None:
+    """Return a part as one that is cut in a single dimension; None of a whole tensor.
+
+    Where several dimensions are cut, zeros take the place of what lies beside the part in all but
+    the first of them.
+    """
+    local = part.tensor
+    cut = [
+        d for d, (own, all_) in enumerate(zip(local.shape, part.shape, strict=True)) if own != all_
+    ]
+    if not cut:
+        return None
+    first, *others = cut
+    for dim in others:
+        size = list(local.shape)
+        size[dim] = part.shape[dim]
+        padded = local.new_zeros(size)
+        padded.narrow(dim, part.first[dim], local.shape[dim]).copy_(local)
+        local = padded
+    return local.contiguous(), ShardPlace(part.shape, first, part.first[first])

@@ -1,0 +1,522 @@
+"""Keeps what ``rankscope parity`` compares of the first steps of a training, on one rank.
+
+Everything is measured where it lies: no rank gathers anything, and each writes one file for each
+step. The training keeps its bits, but for changes that the comparison asks for before the first
+step: :class:`Start`.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rankscope.bus.parity import (
+    BUFFER,
+    GRADIENT,
+    HELD,
+    MOMENT,
+    START,
+    UNCLIPPED,
+    UPDATE,
+    Figures,
+    RankStep,
+    file_of_step,
+    folder_of_rank,
+)
+from rankscope.errors import RunError
+from rankscope.evidence.loss.meter import LossMeter, shifts_labels
+from rankscope.evidence.loss.probe import PendingLosses
+from rankscope.evidence.optimizer.holdings import Held, held_by
+from rankscope.evidence.parity.labels import Labels, labels_among, labels_before
+from rankscope.evidence.parity.meter import FigureMeter, Named
+from rankscope.evidence.parity.start import Start, set_up
+from rankscope.evidence.randomness.meter import ACCELERATOR, TORCH, RandomMeter
+from rankscope.evidence.samples.meter import SampleMeter
+from rankscope.files import make_folder, replace
+from rankscope.gradients.names import canonical_name
+from rankscope.wrappers.clipping import CLIP
+from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.surroundings import outside
+
+_log = logging.getLogger("rankscope")
+
+_SETTINGS = ("lr", "betas", "momentum", "weight_decay", "eps", "alpha", "dampening", "nesterov")
+_MOST_DREW = 8
+_COARSE = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a recorder stands.
+
+    Attributes:
+        folder: The folder of all ranks' files.
+        rank: This rank.
+        world: Number of ranks.
+        data_ranks: Ranks whose samples together are the global batch.
+    """
+
+    folder: Path
+    rank: int = 0
+    world: int = 1
+    data_ranks: Sequence[int] = (0,)
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step that is being recorded."""
+
+    figures: dict[str, Figures] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    labels: Labels | None = None
+    passes: int = 0
+    updated: bool = False
+    unclipped: dict[str, Figures] = field(default_factory=dict)
+    before: dict[str, Tensor] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+    settings: list[dict[str, Any]] = field(default_factory=list)
+    drawn: bool = False
+
+
+class Recorder:
+    """Records the first steps of a model.
+
+    The caller passes on what happens, in this order: :meth:`begin_pass`, :meth:`end_pass`,
+    :meth:`see_roots`, :meth:`see_reduced`, :meth:`before_update`, :meth:`after_update`. A failure
+    of its own ends the record, never the training.
+
+    Args:
+        module: The model inside its wrappers, whose parameters have the names that count.
+        place: Where its files go.
+        num_steps: Steps to record.
+        start: Changes before the first step.
+        first_step: Number of the first step.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        place: Place,
+        num_steps: int,
+        start: Start | None = None,
+        *,
+        first_step: int = 0,
+    ) -> None:
+        self._module = module
+        self._place = place
+        self._last = first_step + num_steps
+        self._start = start
+        self.step = first_step
+        self._first = first_step
+        self._failed = ""
+        self._begun = False
+        self._now = _Step()
+        named = [*module.named_parameters(), *_float_buffers(module)]
+        self._names = {id(tensor): canonical_name(name) for name, tensor in named}
+        self._shapes = {canonical_name(n): list(t.shape) for n, t in named}
+        self._trained = {id(p) for p in module.parameters() if p.requires_grad}
+        device = next((t.device for _, t in named), torch.device("cpu"))
+        sizes = {canonical_name(n): t.numel() * (2 if t.is_complex() else 1) for n, t in named}
+        self._meter = FigureMeter(sizes, device)
+        self._shifted = shifts_labels(module)
+        self._samples = SampleMeter()
+        self._losses = LossMeter(shifted=self._shifted)
+        self._random = RandomMeter(device)
+        self._compute = torch.float32
+        self._drew: list[str] = []
+        self._others: set[str] = set()
+        self._inner_hooks: list[Any] = []
+        self._stop_listening: Callable[[], object] = (
+            CLIP.subscribe(before=self._see_clipping) if CLIP.exists else lambda: None
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps are recorded."""
+        return self.step >= self._last
+
+    @property
+    def active(self) -> bool:
+        """Whether it still records."""
+        return not self._failed and not self.done
+
+    @property
+    def training(self) -> bool:
+        """Whether the present forward pass counts."""
+        return self.active and torch.is_grad_enabled()
+
+    # What happens ---------------------------------------------------------------------------
+
+    def begin_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A forward pass of the training begins: the first one after an update ends a step."""
+        self._run(self._begin_pass, args, kwargs)
+
+    def end_pass(self, output: Any, kwargs: Mapping[str, Any]) -> None:
+        """A forward pass of the training has ended."""
+        self._run(self._end_pass, output, kwargs)
+
+    def see_roots(self, roots: Sequence[Any]) -> None:
+        """A backward pass is about to begin."""
+        self._run(self._see_roots, roots)
+
+    def see_reduced(self) -> None:
+        """A backward pass has ended, and its reduction."""
+        self._run(self._see_reduced)
+
+    def loss(self, value: Any, weight: Any = None, **more: Any) -> None:
+        """Take a loss: see :meth:`rankscope.Scope.loss`."""
+        self._run(lambda: self._losses.give(value, weight, **more))
+
+    def samples(self, samples: Any) -> None:
+        """Take the identity of samples: see :meth:`rankscope.Scope.batch`."""
+        self._run(lambda: self._samples.give(samples))
+
+    def before_update(self, optimizer: Any) -> None:
+        """An optimizer, or several as one, is about to be called."""
+        self._run(self._before_update, optimizer)
+
+    def after_update(self, optimizer: Any) -> None:
+        """An optimizer has been called."""
+        self._run(self._after_update, optimizer)
+
+    def see_other(self, optimizer: Any) -> None:
+        """An optimizer is called that holds no parameter of the model."""
+        self._others.add(type(optimizer).__name__)
+
+    def close(self) -> None:
+        """Write the last step, and listen no more."""
+        self._run(self._end_step)
+        self._stop_listening()
+        self._forget_inner_hooks()
+
+    @property
+    def repeating(self) -> bool:
+        """False: no pass is the recorder's own."""
+        return False
+
+    def knows(self, optimizer: Any) -> bool:
+        """Return whether an optimizer holds a parameter of the model."""
+        return any(id(p) in self._names for each in all_of(optimizer) for p in _parameters(each))
+
+    # How it is kept -------------------------------------------------------------------------
+
+    def _run(self, work: Callable[..., None], *args: Any) -> None:
+        if not self.active:
+            return
+        try:
+            with torch.no_grad():
+                outside(work, *args)
+        except Exception as error:
+            self._failed = f"{type(error).__name__}: {error}"
+            self._now = _Step()
+            _log.warning("parity records no more of this training: %s", self._failed, exc_info=True)
+            try:
+                self._write(RankStep(self._place.rank, self.step, {"failed": self._failed}, {}))
+            except Exception:
+                _log.debug("nor could it write that", exc_info=True)
+
+    def _begin_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self._end_step()
+        if self.done:
+            return
+        if not self._begun:
+            self._begin_step()
+        now = self._now
+        now.passes += 1
+        self._samples.see(args, kwargs)
+        labels = labels_among(kwargs, shifted=self._shifted)
+        if labels is not None:
+            now.facts["given labels"] = now.facts.get("given labels", Labels()).plus(labels)
+        self._random.before_forward()
+
+    def _begin_step(self) -> None:
+        self._begun = True
+        now = self._now
+        first = self.step == self._first
+        now.facts["random"] = {name: str(one) for name, one in self._random.held().items()}
+        if first:
+            now.facts["shapes"] = self._shapes
+            now.facts["trained"] = [n for i, n in self._names.items() if i in self._trained]
+            now.facts["types"] = sorted({str(p.dtype) for p in self._module.parameters()})
+            self._watch_inside()
+            if self._start is not None:
+                set_up(self._start, self._module, self._place.rank)
+        now.figures[START] = self._meter.measure(self._named(self._module.parameters()))
+        buffers = [b for _, b in _float_buffers(self._module)]
+        now.figures[BUFFER] = self._meter.measure(self._named(buffers))
+        if first and self._start is not None:
+            self._start.perturb(self._module)
+
+    def _end_pass(self, output: Any, kwargs: Mapping[str, Any]) -> None:
+        self._random.after_forward()
+        self._forget_inner_hooks()
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(loss, Tensor):
+            self._add_labels(labels_before([loss]))
+        self._losses.see(output, kwargs)
+
+    def _see_roots(self, roots: Sequence[Any]) -> None:
+        if self._now.labels is None or "labels by root" in self._now.facts:
+            found = labels_before([r for r in roots if isinstance(r, Tensor)])
+            if found is not None:
+                self._now.facts["labels by root"] = True
+            self._add_labels(found)
+
+    def _add_labels(self, labels: Labels | None) -> None:
+        if labels is not None:
+            self._now.labels = (self._now.labels or Labels()).plus(labels)
+
+    def _see_reduced(self) -> None:
+        if self._begun and not self._now.updated:
+            self._now.unclipped = {UNCLIPPED: self._meter.measure(self._gradients())}
+            self._now.facts.pop("clipping seen", None)
+
+    def _see_clipping(self, parameters: Any, max_norm: Any, *args: Any, **more: Any) -> None:
+        self._run(self._keep_unclipped, parameters, max_norm)
+
+    def _keep_unclipped(self, parameters: Any, max_norm: Any) -> None:
+        """Keep the gradients that the training is about to clip, which it may have unscaled."""
+        now = self._now
+        if not self._begun or now.updated:
+            return
+        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not any(id(p) in self._names for p in several):
+            return
+        now.facts.setdefault("limits", []).append(float(max_norm))
+        if "clipping seen" not in now.facts:
+            now.facts["clipping seen"] = True
+            now.unclipped = {UNCLIPPED: self._meter.measure(self._gradients())}
+
+    def _before_update(self, optimizer: Any) -> None:
+        if not self._begun:
+            return
+        now = self._now
+        now.updated = True
+        if GRADIENT not in now.figures:
+            now.figures[GRADIENT] = self._meter.measure(self._gradients())
+        if self.step == self._first and not self._holds_nothing(optimizer):
+            now.figures.update(self._moments(optimizer, HELD))
+            now.facts["held counters"] = {
+                **now.facts.get("held counters", {}), **self._counters(optimizer)
+            }  # fmt: skip
+        for each in all_of(optimizer):
+            for parameter in _parameters(each):
+                name = self._names.get(id(parameter))
+                if name is not None:
+                    now.before[name] = parameter.detach().clone()
+
+    def _holds_nothing(self, optimizer: Any) -> bool:
+        return not any(held.state for held in held_by(optimizer))
+
+    def _after_update(self, optimizer: Any) -> None:
+        if not self._begun:
+            return
+        now = self._now
+        after = [
+            (self._names[id(p)], p)
+            for each in all_of(optimizer)
+            for p in _parameters(each)
+            if self._names.get(id(p)) in now.before
+        ]
+        self._add(UPDATE, self._meter.differences(after, now.before))
+        for name, _ in after:
+            now.before.pop(name, None)
+        for kind, figures in self._moments(optimizer, MOMENT).items():
+            self._add(kind, figures)
+        now.counters.update(self._counters(optimizer))
+        for each in all_of(optimizer):
+            now.settings += [_settings_of(each, group) for group in each.param_groups]
+
+    def _add(self, kind: str, figures: Figures) -> None:
+        known = self._now.figures.get(kind)
+        self._now.figures[kind] = figures if known is None else _joined(known, figures)
+
+    def _moments(self, optimizer: Any, kind: str) -> dict[str, Figures]:
+        by_moment: dict[str, list[Named]] = {}
+        for held in held_by(optimizer):
+            name = self._names.get(id(held.whole))
+            if name is None:
+                continue
+            for key in held.moments:
+                value = _state_of(optimizer, held).get(key)
+                if isinstance(value, Tensor) and value.shape == held.whole.shape:
+                    by_moment.setdefault(f"{kind}{key}", []).append((name, value))
+        return {key: self._meter.measure(named) for key, named in by_moment.items()}
+
+    def _counters(self, optimizer: Any) -> dict[str, float]:
+        counters = {}
+        for held in held_by(optimizer):
+            name = self._names.get(id(held.whole))
+            if name is not None and held.counter is not None:
+                counters[name] = float(held.counter)
+        return counters
+
+    def _end_step(self) -> None:
+        if not self._now.updated:
+            return
+        now = self._now
+        losses, multipliers = self._losses.collect()
+        arrays = PendingLosses(losses, multipliers, 1.0).read().arrays
+        samples = [np.asarray(s if isinstance(s, np.ndarray) else s.numpy(), np.int64).reshape(-1)
+                   for s in self._samples.collect()]  # fmt: skip
+        used = int(self._random.collect().get("rng_used", 0))
+        given = now.facts.pop("given labels", None)
+        labels = now.labels or given
+        now.facts.pop("labels by root", None)
+        facts = {
+            **now.facts,
+            "world": self._place.world,
+            "data_ranks": list(self._place.data_ranks),
+            "passes": now.passes,
+            "compute": str(self._compute),
+            "labels": None if labels is None else list(labels),
+            "counters": now.counters,
+            "settings": now.settings,
+            "drew": self._drew,
+            "others": sorted(self._others),
+            "drawn": bool(used & (TORCH | ACCELERATOR)),
+        }
+        figures = {**now.unclipped, **now.figures}
+        losses_U, weights_U, multipliers_M = (
+            np.frombuffer(bytes(arrays.get(name, b"")), np.float64)
+            for name in ("losses_U", "weights_U", "multipliers_M")
+        )
+        self._write(
+            RankStep(
+                self._place.rank,
+                self.step,
+                facts,
+                figures,
+                np.concatenate(samples) if samples else np.empty(0, np.int64),
+                losses_U,
+                weights_U,
+                multipliers_M,
+            )
+        )
+        self._now = _Step()
+        self._begun = False
+        self.step += 1
+
+    def _write(self, step: RankStep) -> None:
+        folder = self._place.folder / folder_of_rank(self._place.rank)
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(folder, 0o755)
+        replace(folder / file_of_step(step.step), step.pack())
+
+    def _gradients(self) -> list[Named]:
+        return [
+            (self._names[id(p)], p.grad)
+            for p in self._module.parameters()
+            if p.grad is not None and id(p) in self._names
+        ]
+
+    def _named(self, tensors: Iterable[Tensor]) -> list[Named]:
+        return [(self._names[id(t)], t) for t in tensors if id(t) in self._names]
+
+    # Inside of the first forward pass ---------------------------------------------------------
+
+    def _watch_inside(self) -> None:
+        """See which layers draw random numbers, and in which type they compute, in one pass."""
+        if any(getattr(m, "_compiled_call_impl", None) for m in self._module.modules()):
+            return
+        for name, module in self._module.named_modules():
+            if any(True for _ in module.children()):
+                continue
+            watch = _Inside(self, canonical_name(name) or type(module).__name__)
+            self._inner_hooks.append(module.register_forward_pre_hook(watch.before))
+            self._inner_hooks.append(module.register_forward_hook(watch.after))
+
+    def _forget_inner_hooks(self) -> None:
+        for hook in self._inner_hooks:
+            hook.remove()
+        self._inner_hooks.clear()
+
+    def see_layer(self, name: str, output: Any, *, drew: bool) -> None:
+        """A layer of the model has computed."""
+        if drew and len(self._drew) < _MOST_DREW and name not in self._drew:
+            self._drew.append(name)
+        if isinstance(output, Tensor) and output.dtype in _COARSE:
+            coarser = _COARSE[output.dtype] > _COARSE.get(self._compute, 0.0)
+            self._compute = output.dtype if coarser else self._compute
+
+
+class _Inside:
+    """The hooks of one layer; only torch's own generators are read, and none is moved."""
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder = recorder
+        self._name = name
+        self._states: list[Tensor] = []
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """A layer is about to compute."""
+        self._states = _states()
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """It has."""
+        states = zip(self._states, _states(), strict=False)
+        drew = any(not torch.equal(old, new) for old, new in states)
+        self._recorder.see_layer(self._name, output, drew=drew)
+
+
+def _states() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _float_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
+def _state_of(optimizer: Any, held: Held) -> Mapping[str, Any]:
+    """Return the state as the optimizer has it: not the local parts alone."""
+    for each in all_of(optimizer):
+        state: Mapping[str, Any] = getattr(getattr(each, "optim", each), "state", {})
+        if held.whole in state:
+            return state[held.whole]  # type: ignore[index, no-any-return]
+    return {}
+
+
+def _settings_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    for name in _SETTINGS:
+        value = group.get(name)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = float(value)
+        if isinstance(value, int | float) and math.isfinite(value):
+            found[name] = value
+        elif isinstance(value, list | tuple):
+            found[name] = [float(one) for one in value]
+    return found
+
+
+def _joined(first: Figures, second: Figures) -> Figures:
+    return Figures(
+        first.names + second.names,
+        first.places + second.places,
+        np.concatenate([first.squares_PQ, second.squares_PQ]),
+        np.concatenate([first.sketches_PQK, second.sketches_PQK]),
+    )
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a folder can hold a record.
+
+    Raises:
+        RunError: It holds one already.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        raise RunError(f"{folder} holds a record for parity already: give another directory")

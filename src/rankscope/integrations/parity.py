@@ -1,0 +1,287 @@
+"""Records an unmodified training for ``rankscope parity``, and ends it after some steps.
+
+The model is found at its first forward pass with gradients after an optimizer of its parameters was
+made: a process group, several ranks or a wrapper are not needed. No monitor and no agent runs.
+
+This module imports nothing heavy: it is loaded with torch in every process of the job.
+"""
+
+import atexit
+import contextlib
+import functools
+import logging
+import multiprocessing
+import os
+import sys
+import weakref
+from dataclasses import dataclass
+from multiprocessing import util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rankscope.bus.parity import FOLDER
+from rankscope.integrations.hooks import AfterImport, CallHook
+from rankscope.integrations.run_script import ScriptJob
+from rankscope.private import Patch
+
+_log = logging.getLogger("rankscope")
+
+_OPTIMIZER = "torch.optim.optimizer"
+_COMPILED = "torch._dynamo.eval_frame"
+_WRAPPERS = frozenset(
+    {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
+)
+_MEET_SECONDS = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class ParityJob:
+    """What is recorded, and what changes before the first step.
+
+    Attributes:
+        steps: Steps to record.
+        first_step: Number of the first one.
+        stops: Whether the training ends at the beginning of the step after the last.
+        eps: See :class:`rankscope.evidence.parity.start.Start`; so are the rest.
+        no_dropout: Whether dropout is switched off.
+        save_start: Whether the start is written beside the record.
+        load_start: Folder of another training's start; empty for none.
+    """
+
+    steps: int
+    first_step: int = 0
+    stops: bool = True
+    eps: float = 0.0
+    no_dropout: bool = False
+    save_start: bool = False
+    load_start: str = ""
+
+
+class ParityCatch:
+    """Waits for the first training step of a process, and records from then on."""
+
+    def __init__(self, job: ScriptJob) -> None:
+        self._job = job
+        self._parity = ParityJob(**(job.parity or {}))
+        self._optimizers: list[weakref.ref[Any]] = []
+        self._calls: list[CallHook] = []
+        self._made: Patch | None = None
+        self._training: _Training | None = None
+        self._imports = AfterImport({_OPTIMIZER: self._await_optimizer})
+
+    def install(self) -> None:
+        """Wait for torch's optimizers."""
+        self._imports.install()
+
+    def _await_optimizer(self, module: ModuleType) -> None:
+        optimizer: Any = vars(module)["Optimizer"]
+
+        def noticing(original: Any) -> Any:
+            @functools.wraps(original)
+            def init(own: Any, *args: Any, **kwargs: Any) -> None:
+                original(own, *args, **kwargs)
+                self._notice(own)
+
+            return init
+
+        self._made = Patch(optimizer, "__init__", noticing)
+
+    def _notice(self, optimizer: Any) -> None:
+        """Remember an optimizer; from the first one on, watch the calls of modules."""
+        self._optimizers.append(weakref.ref(optimizer))
+        if self._calls or self._training is not None:
+            return
+        from torch.nn import Module
+
+        holders = [Module, getattr(sys.modules.get(_COMPILED), "OptimizedModule", None)]
+        own = [h for h in holders if h is not None and "__call__" in vars(h)]
+        self._calls = [CallHook(holder, self._before_call) for holder in own]
+
+    def _before_call(self, model: Any) -> None:
+        try:
+            if self._training is not None or not self._trains(model):
+                return
+            for hook in self._calls:
+                hook.remove()
+            self._calls = []
+            self._imports.remove()
+            self._training = _Training(model, self._job, self._parity)
+        except Exception as error:
+            for hook in self._calls:
+                hook.remove()
+            _log.warning("parity cannot record this training: %s", error, exc_info=True)
+            _fail(self._job, error)
+
+    def _trains(self, model: Any) -> bool:
+        import torch
+
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return False
+        own = {id(p) for p in model.parameters()}
+        living = [each for ref in self._optimizers if (each := ref()) is not None]
+        return any(
+            id(p) in own
+            for each in living
+            for group in getattr(each, "param_groups", ())
+            for p in group["params"]
+        )
+
+
+class _Training:
+    """A training that is recorded, until it has had its steps."""
+
+    def __init__(self, model: Any, job: ScriptJob, parity: ParityJob) -> None:
+        import torch
+        from torch.optim import optimizer as optimizers
+
+        from rankscope.evidence.parity.recorder import Place, Recorder
+        from rankscope.evidence.parity.start import Start
+        from rankscope.integrations.backward_loss import BackwardLoss
+
+        folder = Path(job.run_dir) / FOLDER
+        rank, world, data_ranks = _ranks_of(model)
+        self._parity = parity
+        self._pid = os.getpid()
+        start = Start(
+            eps=parity.eps,
+            no_dropout=parity.no_dropout,
+            save_to=Path(job.run_dir) / "start" if parity.save_start else None,
+            load_from=Path(parity.load_start) if parity.load_start else None,
+        )
+        self._recorder: Recorder = Recorder(
+            _inside(model),
+            Place(folder, rank, world, data_ranks),
+            parity.steps,
+            start,
+            first_step=parity.first_step,
+        )
+        self._depth = 0
+        self._updated = False
+        self._count = 0
+        self._hooks: list[Any] = [
+            model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._after_forward, with_kwargs=True),
+            optimizers.register_optimizer_step_pre_hook(self._before_step),
+            optimizers.register_optimizer_step_post_hook(self._after_step),
+        ]
+        self._backward = Patch(torch.autograd, "backward", self._around_backward)
+        scope: Any = self._recorder
+        self._losses = BackwardLoss(scope, model)
+        self._losses.install()
+        atexit.register(self._finish)
+        if multiprocessing.parent_process() is not None:  # which may end without atexit
+            util.Finalize(self, self._finish, exitpriority=100)
+
+    def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+        import torch
+
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if self._updated:
+            self._updated = False
+            self._count += 1
+            if self._count == self._parity.steps:
+                self._finish()
+                if self._parity.stops:
+                    _meet()
+                    raise SystemExit(0)
+                return
+        self._recorder.begin_pass(args, kwargs)
+
+    def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if self._recorder.training:
+            self._recorder.end_pass(output, kwargs)
+
+    def _around_backward(self, original: Any) -> Any:
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            several = tensors if isinstance(tensors, list | tuple) else (tensors,)
+            self._recorder.see_roots(several)
+            original(tensors, *args, **kwargs)
+            self._recorder.see_reduced()
+
+        return backward
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._depth += 1
+        if self._depth != 1:
+            return
+        if self._recorder.knows(optimizer):
+            self._recorder.before_update(optimizer)
+        else:
+            self._recorder.see_other(optimizer)
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._depth = max(self._depth - 1, 0)
+        if self._depth == 0 and self._recorder.knows(optimizer):
+            self._recorder.after_update(optimizer)
+            self._updated = True
+
+    def _finish(self) -> None:
+        """Write what is left, and leave torch as it was."""
+        if os.getpid() != self._pid:
+            return
+        self._recorder.close()
+        hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            with contextlib.suppress(Exception):
+                hook.remove()
+        self._backward.remove()
+        self._losses.remove()
+
+
+def _inside(model: Any) -> Any:
+    """Return the model inside its wrappers."""
+    while True:
+        kinds = {kind.__name__ for kind in type(model).__mro__}
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and not kinds.isdisjoint(_WRAPPERS):
+            inner = getattr(model, "module", None)
+        if inner is None or inner is model:
+            return model
+        model = inner
+
+
+def _ranks_of(model: Any) -> tuple[int, int, list[int]]:
+    """Return this rank, the number of ranks, and the ranks whose data make up the global batch."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    from rankscope.errors import RankscopeError
+    from rankscope.wrappers.find import find_wrapper
+
+    if not (dist.is_available() and dist.is_initialized()):
+        return 0, 1, [0]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    try:
+        return rank, world, dist.get_process_group_ranks(find_wrapper(model).group)
+    except RankscopeError:
+        sharded = any(isinstance(p, DTensor) for p in model.parameters())
+        return rank, world, [rank] if sharded else list(range(world))
+
+
+def _meet() -> None:
+    """Wait until all ranks have come to the end: one that leaves first may end the others."""
+    with contextlib.suppress(Exception):
+        import torch.distributed as dist
+
+        from rankscope.wrappers.rendezvous import agree, default_store
+
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            c10d: Any = dist.distributed_c10d
+            store = c10d.PrefixStore("rankscope-parity/end", default_store())
+            agree(store, dist.get_world_size(), "", _MEET_SECONDS)
+
+
+def _fail(job: ScriptJob, error: Exception) -> None:
+    """Leave a record that says why there is none."""
+    with contextlib.suppress(Exception):
+        from rankscope.bus.parity import RankStep, file_of_step, folder_of_rank
+        from rankscope.files import replace
+
+        rank = int(os.environ.get("RANK", "0"))
+        folder = Path(job.run_dir) / FOLDER / folder_of_rank(rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        words = f"{type(error).__name__}: {error}"
+        replace(folder / file_of_step(0), RankStep(rank, 0, {"failed": words}, {}).pack())

@@ -1,0 +1,1 @@
+"""``rankscope parity``: whether two layouts of a training train the same."""

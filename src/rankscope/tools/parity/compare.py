@@ -1,0 +1,533 @@
+"""Compares two recorded trainings: the first thing that differs, in the order of causes."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from rankscope.bus.parity import BUFFER, GRADIENT, HELD, MOMENT, START, UNCLIPPED, UPDATE
+from rankscope.tools.parity.bounds import Bounds, distance, factor, spread_distance
+from rankscope.tools.parity.looks import describe, likely, times
+from rankscope.tools.parity.reading import Side, SideStep, Whole
+from rankscope.tools.parity.result import Answer, Difference, Kind, Stage
+
+_MOST_NOTES = 4
+_LEAST_SCALER = 32.0
+_ALONG = 0.8
+_MUCH = 0.02
+_GENERATORS = ("torch's on the CPU", "the accelerator's")  # those that a model draws from
+_STAGE_OF = {START: Stage.START, GRADIENT: Stage.GRADIENT, UPDATE: Stage.UPDATE}
+
+
+def compare(bounds: Bounds) -> Answer:
+    """Return the answer for two recorded trainings, by the steps that both have."""
+    return _Comparison(bounds).answer()
+
+
+def why_not_comparable(a: Side, b: Side) -> str:
+    """Return why two trainings cannot be compared, empty if they can."""
+    names = _trained(a) ^ _trained(b)
+    if names:
+        shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
+        return f"{len(names)} trained parameters are in one of them alone ({shown})"
+    shapes = [n for n in _trained(a) if n in a.shapes and a.shapes[n] != b.shapes.get(n)]
+    if shapes:
+        name = shapes[0]
+        return f"{name} is {_size(a.shapes[name])} in A and {_size(b.shapes.get(name, ()))} in B"
+    if not set(a.steps) & set(b.steps):
+        return "they have no step in common"
+    return ""
+
+
+def _trained(side: Side) -> set[str]:
+    first = side.steps[min(side.steps)] if side.steps else SideStep()
+    return set(map(str, first.facts.get("trained", ())))
+
+
+def _size(shape: Sequence[int]) -> str:
+    return " × ".join(map(str, shape)) or "a number"
+
+
+class _Comparison:
+    """One comparison."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._a, self._b = bounds.a, bounds.b
+        self._sides = (self._a, self._b)
+        self._notes: list[str] = []
+        self._compared = 0
+
+    def answer(self) -> Answer:
+        """Return the answer."""
+        why = why_not_comparable(self._a, self._b)
+        if why:
+            return Answer(Kind.NOT_COMPARABLE, f"Not comparable: {why}.")
+        steps = sorted(set(self._a.steps) & set(self._b.steps))
+        if any(step.facts.get("others") for side in self._sides for step in side.steps.values()):
+            self._note("Another model is trained beside this one, and was not compared.")
+        for number in steps:
+            pair = self._a.steps[number], self._b.steps[number]
+            found = self._step(number, *pair, first=number == steps[0])
+            if found is not None:
+                return found
+        drawn = [side.name for side in self._sides if side.drawn]
+        if drawn:
+            self._notes.append(self._drew())
+        return self._made(
+            Kind.SAME, f"The same within rounding, over {_steps(len(steps))}.", len(steps)
+        )
+
+    def _step(self, number: int, a: SideStep, b: SideStep, *, first: bool) -> Answer | None:
+        if first:
+            found = self._start(number, a, b)
+            if found is not None:
+                return found
+        found = self._unequal(number, a, b, START)
+        found = found or self._samples(number, a, b) or self._labels(number, a, b)
+        if found is not None:
+            return found
+        unequal = self._unequal(number, a, b, GRADIENT, UPDATE)
+        loss = self._loss(number, a, b)
+        gradient = self._gradient(number, a, b)
+        if loss and gradient is None and unequal is None:
+            self._note(f"In step {number} {loss[0].lower()}{loss[1:]}, and its gradient does not.")
+            loss = ""
+        if (loss or gradient is not None) and any(side.drawn for side in self._sides):
+            return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {self._drew()}", number + 1)
+        if loss:
+            return self._made(Kind.DIFFERENT, f"{loss}.", number, Stage.LOSS)
+        if gradient is not None and unequal is not None and gradient.stage is unequal.stage:
+            return replace(gradient, notes=(unequal.headline, *gradient.notes))
+        return gradient or unequal or self._update(number, a, b) or self._state(number, a, b)
+
+    # Stages ----------------------------------------------------------------------------------
+
+    def _start(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+        resumed = bool(a.facts.get("resumed"))
+        found = self._apart(number, START, a, b, start=not resumed)
+        num_parameters = self._compared
+        buffers = self._apart(number, BUFFER, a, b, start=not resumed)
+        if found or buffers:
+            self._compared = num_parameters if found else self._compared
+            if not resumed:
+                self._note("Initialise both alike, or use --same-start.")
+            words = "it resumes with others" if resumed else "the start differs"
+            what = "parameter" if found else "buffer"
+            return self._different(number, Stage.START, found or buffers, words, what)
+        return self._held(number, a, b) or (self._random(number, a, b) if resumed else None)
+
+    def _random(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+        """Compare the random generators rank by rank: of a resumption in the same layout."""
+        if set(a.random) != set(b.random):
+            return None
+        ranks = [
+            rank for rank in a.random if not _has_same_generators(a.random[rank], b.random[rank])
+        ]
+        if not ranks:
+            return None
+        words = []
+        for rank in ranks[:3]:
+            of = [
+                r
+                for r in a.random
+                if r != rank and _has_same_generators(a.random[r], b.random[rank])
+            ]
+            held = f"that of rank {of[0]}" if of else "another one"
+            words.append(f"rank {rank} holds {held}")
+        more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
+        text = f"The random state of step {number} is not restored: {'; '.join(words)}{more}."
+        if any(side.drawn for side in self._sides):
+            return self._made(Kind.DIFFERENT, text, number, Stage.RANDOM)
+        self._note(f"{text} No random numbers are drawn inside the forward pass.")
+        return None
+
+    def _held(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+        """Compare what the optimizers hold before their first call."""
+        own = {k for k in a.figures if k.startswith(HELD)}
+        other = {k for k in b.figures if k.startswith(HELD)}
+        for kind in sorted(own | other):
+            found = self._apart(number, kind, a, b, start=kind not in a.figures)
+            if found:
+                words = (
+                    f"the optimizer holds another {kind.removeprefix(HELD)} before its first call"
+                )
+                return self._different(number, Stage.STATE, found, words)
+        counters = [dict(s.facts.get("held counters", {})) for s in (a, b)]
+        words = _counters_apart(counters[0], counters[1])
+        if words:
+            words = f"before its first call {words}"
+            return self._made(
+                Kind.DIFFERENT, f"{words[0].upper()}{words[1:]}.", number, Stage.STATE
+            )
+        return None
+
+    def _samples(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+        if not (len(a.samples) and len(b.samples)):
+            self._note("The samples of a side are unknown, and were not compared.")
+            return None
+        own, other = Counter(a.samples.tolist()), Counter(b.samples.tolist())
+        if own == other:
+            return None
+        missing, added = own - other, other - own
+        words = [f"{sum(missing.values())} of A's {len(a.samples)} samples are not in B"]
+        if len(a.samples) != len(b.samples):
+            words.append(f"B has {len(b.samples)}")
+        twice = [n for n, count in added.items() if count + own[n] > 1 and other[n] > 1]
+        ranks = sorted(
+            {int(r) for s, r in zip(b.samples, b.sample_ranks, strict=True) if s in added}
+        )
+        if twice:
+            words.append(f"{len(twice)} are drawn more than once in B")
+        if ranks and len(ranks) < self._b.workers:
+            words.append(f"only rank {', '.join(map(str, ranks))} of B draws others")
+        for shift in (-1, 1):
+            there = self._a.steps.get(number + shift)
+            if there is not None and Counter(there.samples.tolist()) == other:
+                words.append(f"B has those of A's step {number + shift}")
+        self._note("Gradients are not compared, for they belong to other samples.")
+        text = "; ".join(words)
+        return self._made(
+            Kind.DIFFERENT, f"Other samples in step {number}: {text}.", number, Stage.SAMPLES
+        )
+
+    def _labels(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+        if a.labels is None or b.labels is None:
+            return None
+        if a.labels == b.labels:
+            return None
+        (own, _), (other, _) = a.labels, b.labels
+        if own != other:
+            words = f"{own:,} label tokens in A and {other:,} in B"
+        else:
+            words = f"{own:,} label tokens in both, but not the same ones"
+        self._note("The samples are the same. Gradients are not compared.")
+        return self._made(
+            Kind.DIFFERENT, f"Other label tokens in step {number}: {words}.", number, Stage.LABELS
+        )
+
+    def _loss(self, number: int, a: SideStep, b: SideStep) -> str:
+        """Return how losses differ, empty if they do not."""
+        own, other = a.loss, b.loss
+        if math.isnan(own) or math.isnan(other) or not (len(a.losses) and len(b.losses)):
+            return ""
+        means = float(a.losses.mean()), float(b.losses.mean())
+        bound = self._bounds.of_loss(number, own, other)
+        if min(abs(own - other), abs(means[0] - means[1])) <= bound:
+            return ""
+        ratio = other / own if own else math.nan
+        words = f"The loss of step {number} is {own:.6g} in A and {other:.6g} in B"
+        return f"{words} ({times(ratio)}{likely(ratio, self._sides)})" if ratio > 0 else words
+
+    def _gradient(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+        found = self._apart(number, GRADIENT, a, b)
+        seen = all(step.facts.get("clipping seen") for step in (a, b))
+        before = self._apart(number, UNCLIPPED, self._unscaled(a), self._unscaled(b))
+        if not found:
+            if seen and before:
+                self._note("Clipping hides it from the optimizer.")
+                return self._different(
+                    number, Stage.GRADIENT, before, "the gradient before clipping differs"
+                )
+            return None
+        names = {each.name for each in found}
+        equal_before = not names & {each.name for each in before} and self._knows_unclipped(a, b)
+        if equal_before and (_is_clipped(a) or _is_clipped(b)):
+            for side, step in zip(self._sides, (a, b), strict=True):
+                self._note(_clipping_words(side.name, step))
+            return self._different(
+                number,
+                Stage.CLIPPING,
+                found,
+                "the clipped gradient differs, and the gradient before clipping does not",
+            )
+        factors = [step.multipliers for step in (a, b)]
+        if all(len(each) for each in factors):
+            own, other = (float(each.mean()) for each in factors)
+            if own and other and abs(other * self._b.passes / (own * self._a.passes) - 1) > 0.01:
+                self._note(
+                    f"backward was called on {own:.4g} × the loss in A, and {other:.4g} × in B."
+                )
+        if equal_before:
+            self._note("It changes between the backward pass and the optimizer's call.")
+        return self._different(number, Stage.GRADIENT, found, "the gradient differs")
+
+    def _update(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+        found = self._apart(number, UPDATE, a, b)
+        if not found:
+            return None
+        words = _counters_apart(a.counters, b.counters)
+        if words:
+            self._note(f"{words[0].upper()}{words[1:]}.")
+        settings = _settings_apart(a, b)
+        if settings:
+            self._note(settings)
+        return self._different(
+            number, Stage.UPDATE, found, "the update differs, and the gradient does not"
+        )
+
+    def _state(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
+        kinds = sorted({k for step in (a, b) for k in step.figures if k.startswith(MOMENT)})
+        for kind in kinds:
+            found = self._apart(number, kind, a, b)
+            if found:
+                name = kind.removeprefix(MOMENT)
+                return self._different(
+                    number,
+                    Stage.STATE,
+                    found,
+                    f"the optimizer's {name} differs, and the update does not",
+                )
+        words = _counters_apart(a.counters, b.counters)
+        if words:
+            return self._made(Kind.DIFFERENT, f"In step {number} {words}.", number, Stage.STATE)
+        return None
+
+    def _unequal(self, number: int, a: SideStep, b: SideStep, *kinds: str) -> Answer | None:
+        """Return that copies on ranks of one side differ."""
+        least = max(1e-4, 32 * self._bounds.roundoff)
+        for kind in kinds:
+            for side, step in zip(self._sides, (a, b), strict=True):
+                there = [
+                    each for each in step.unequal if each.kind == kind and each.relative > least
+                ]
+                if not there:
+                    continue
+                ranks = sorted({rank for each in there for rank in each.ranks})
+                what = {START: "parameters", GRADIENT: "gradients", UPDATE: "updates"}[kind]
+                shown = _named([each.name for each in there])
+                several = len(ranks) > 1
+                who = f"rank{'s' if several else ''} {', '.join(map(str, ranks))}"
+                verb = "hold" if several else "holds"
+                text = (
+                    f"In step {number} of {side.name}, {who} {verb} other {what} than rank 0: "
+                    f"{shown}"
+                )
+                differences = tuple(
+                    Difference(each.name, each.relative, least, math.nan, math.nan, "copies differ")
+                    for each in there
+                )
+                return self._made(Kind.DIFFERENT, f"{text}.", number, _STAGE_OF[kind], differences)
+        return None
+
+    # Parts -----------------------------------------------------------------------------------
+
+    def _apart(
+        self, number: int, kind: str, a: SideStep, b: SideStep, *, start: bool = False
+    ) -> list[Difference]:
+        """Return the tensors of a kind that differ by more than rounding explains."""
+        own, other = a.figures.get(kind, {}), b.figures.get(kind, {})
+        found = []
+        names = dict.fromkeys([*own, *other])
+        self._compared = max(len(names), 1)
+        for name in names:
+            first, second = own.get(name, Whole.zero()), other.get(name, Whole.zero())
+            norm = max(first.norm, second.norm)
+            bound = (
+                self._bounds.of_start(norm)
+                if start
+                else self._bounds.of(number, kind, name, first, second)
+            )
+            within = self._distance(kind, name, first, second) <= bound
+            if not within or (not start and self._has_factor(number, kind, name, first, second)):
+                found.append(describe(name, first, second, bound))
+        return sorted(found, key=_beyond, reverse=True)
+
+    def _has_factor(self, number: int, kind: str, name: str, first: Whole, second: Whole) -> bool:
+        """Return whether a factor is seen in what rounding has changed a lot."""
+        norm = max(first.norm, second.norm)
+        if kind in (START, BUFFER) or not norm > 0:
+            return False
+        if self._bounds.of(number, kind, name, first, second) < _MUCH * norm:
+            return False
+        return abs(factor(first, second) - 1) > self._bounds.of_factor(number, kind, name)
+
+    def _distance(self, kind: str, name: str, first: Whole, second: Whole) -> float:
+        if kind == UPDATE:
+            return spread_distance(first, second, math.prod(self._a.shapes.get(name, (1,))))
+        return distance(first, second)
+
+    def _unscaled(self, step: SideStep) -> SideStep:
+        """Return a step without the factor of a gradient scaler, which is a large power of two."""
+        before, after = step.figures.get(UNCLIPPED, {}), step.figures.get(GRADIENT, {})
+        norms = [math.sqrt(sum(w.norm**2 for w in each.values())) for each in (before, after)]
+        if not all(norms):
+            return step
+        scale = norms[0] / norms[1]
+        exponent = math.log2(scale) if math.isfinite(scale) and scale > 0 else 0.0
+        if scale < _LEAST_SCALER or abs(exponent - round(exponent)) > 1e-4:
+            return step
+        return SideStep(figures={**step.figures, UNCLIPPED: after}, facts=step.facts)
+
+    def _knows_unclipped(self, a: SideStep, b: SideStep) -> bool:
+        return bool(a.figures.get(UNCLIPPED)) and bool(b.figures.get(UNCLIPPED))
+
+    def _drew(self) -> str:
+        layers = [*self._a.drew, *self._b.drew]
+        shown = _named(list(dict.fromkeys(layers))) if layers else "the model"
+        return (
+            f"random numbers are drawn inside the forward pass ({shown}), which differ between "
+            "layouts; use --no-dropout"
+        )
+
+    def _note(self, text: str) -> None:
+        if text and text not in self._notes and len(self._notes) < _MOST_NOTES:
+            self._notes.append(text)
+
+    def _different(
+        self,
+        number: int,
+        stage: Stage,
+        found: Sequence[Difference],
+        words: str,
+        what: str = "parameter",
+    ) -> Answer:
+        looks = Counter(each.look for each in found)
+        common, count = looks.most_common(1)[0]
+        compared = max(self._compared, len(found))
+        if len(found) == compared and compared > 1:
+            which = f"all {compared} {what}s"
+        else:
+            which = _named([each.name for each in found])
+        look = common if count == len(found) else _range_of_looks(found, common, count)
+        if len(found) == compared and count == len(found):
+            look += likely(found[0].factor, self._sides)
+        text = f"In step {number} {words}: {which}, {look}."
+        return self._made(Kind.DIFFERENT, text, number, stage, tuple(found), compared)
+
+    def _made(
+        self,
+        kind: Kind,
+        headline: str,
+        step: int,
+        stage: Stage | None = None,
+        differences: tuple[Difference, ...] = (),
+        compared: int = 0,
+    ) -> Answer:
+        steps = sorted(set(self._a.steps) & set(self._b.steps))
+        number = step if stage is not None else -1
+        through = [s for s in steps if stage is None or s <= step]
+        skip = stage in (Stage.START, Stage.SAMPLES, Stage.LABELS)
+        return Answer(
+            kind,
+            headline,
+            stage,
+            number,
+            differences,
+            compared,
+            tuple(self._notes),
+            {} if skip else self._could_miss(steps[0]),
+            {} if skip else self._curves(through),
+            len(through),
+        )
+
+    def _could_miss(self, number: int) -> dict[str, tuple[float, float]]:
+        a, b = self._a.steps[number], self._b.steps[number]
+        found = {}
+        for kind in (GRADIENT, UPDATE):
+            shares = sorted(
+                self._bounds.of(number, kind, name, first, second) / norm
+                for name, first, second in _both(a, b, kind)
+                if (norm := max(first.norm, second.norm)) > 0 and math.isfinite(norm)
+            )
+            if shares:
+                found[kind] = (shares[len(shares) // 2], shares[-1])
+        return found
+
+    def _curves(self, steps: Sequence[int]) -> dict[str, tuple[float, ...]]:
+        values: dict[str, list[float]] = {}
+        for place, number in enumerate(steps):
+            for kind in (GRADIENT, UPDATE):
+                for name, first, second in _both(
+                    self._a.steps[number], self._b.steps[number], kind
+                ):
+                    row = values.setdefault(name, [0.0] * len(steps))
+                    bound = self._bounds.of(number, kind, name, first, second)
+                    apart = self._distance(kind, name, first, second)
+                    ratio = apart / bound if bound > 0 else (math.inf if apart else 0.0)
+                    row[place] = max(row[place], ratio)
+        return {name: tuple(row) for name, row in values.items()}
+
+
+def _has_same_generators(own: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    return all(own[name] == other.get(name) for name in own if name in _GENERATORS)
+
+
+def _both(a: SideStep, b: SideStep, kind: str) -> Iterable[tuple[str, Whole, Whole]]:
+    own, other = a.figures.get(kind, {}), b.figures.get(kind, {})
+    for name in dict.fromkeys([*own, *other]):
+        yield name, own.get(name, Whole.zero()), other.get(name, Whole.zero())
+
+
+def _beyond(each: Difference) -> float:
+    if math.isnan(each.distance):
+        return math.inf
+    return each.distance / each.bound if each.bound > 0 else math.inf
+
+
+def _range_of_looks(found: Sequence[Difference], common: str, count: int) -> str:
+    if count > len(found) / 2:
+        return f"most of them {common}"
+    if all(each.look.startswith("×") for each in found):
+        factors = [each.factor for each in found]
+        return f"× {min(factors):.3g} to {max(factors):.3g}"
+    return f"the first one {found[0].look}"
+
+
+def _is_clipped(step: SideStep) -> bool:
+    """Return whether most gradients became shorter between backward pass and optimizer."""
+    if step.facts.get("clipping seen"):
+        return True
+    before, after = step.figures.get(UNCLIPPED, {}), step.figures.get(GRADIENT, {})
+    names = [name for name in before if name in after and before[name].norm > 0]
+    shorter = [name for name in names if _is_shorter(before[name], after[name])]
+    return len(shorter) > len(names) / 2
+
+
+def _is_shorter(before: Whole, after: Whole) -> bool:
+    """Return whether a tensor was made shorter in about the same direction."""
+    if not 0 < after.norm < 0.999 * before.norm:
+        return False
+    product = float((before.sketches_QK * after.sketches_QK).sum())
+    return product > _ALONG * before.norm * after.norm
+
+
+def _clipping_words(name: str, step: SideStep) -> str:
+    norms = [
+        math.sqrt(sum(whole.norm**2 for whole in step.figures.get(kind, {}).values()))
+        for kind in (UNCLIPPED, GRADIENT)
+    ]
+    return f"{name} clips a norm of {norms[0]:.4g} to {norms[1]:.4g}."
+
+
+def _counters_apart(own: Mapping[str, float], other: Mapping[str, float]) -> str:
+    names = [
+        name for name in dict.fromkeys([*own, *other]) if own.get(name, 0) != other.get(name, 0)
+    ]
+    if not names:
+        return ""
+    first, second = own.get(names[0], 0), other.get(names[0], 0)
+    which = "" if len(names) == len({*own, *other}) else f" of {_named(names)}"
+    return f"the optimizer's step counter{which} is {first:g} in A and {second:g} in B"
+
+
+def _settings_apart(a: SideStep, b: SideStep) -> str:
+    groups = [list(step.facts.get("settings", ())) for step in (a, b)]
+    if len(groups[0]) != len(groups[1]):
+        return (
+            f"The optimizer has {len(groups[0])} parameter groups in A and {len(groups[1])} in B."
+        )
+    for own, other in zip(*groups, strict=True):
+        for name in dict.fromkeys([*own, *other]):
+            if own.get(name) != other.get(name):
+                return f"{name} is {own.get(name)} in A and {other.get(name)} in B."
+    return ""
+
+
+def _named(names: Sequence[str], most: int = 3) -> str:
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def _steps(count: int) -> str:
+    return f"{count} step" if count == 1 else f"{count} steps"

@@ -1,0 +1,148 @@
+"""``rankscope parity`` as a command: bad input is one sentence, and nothing is left behind."""
+
+import json
+import os
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cli.test_main import HELP, call, options_of
+from rankscope.cli import parity as command
+from rankscope.cli.output import terminal
+from rankscope.cli.parity import render_answer
+from rankscope.integrations.parity import ParityJob
+from rankscope.integrations.parity_run import Command, CommandError, run_commands
+from rankscope.tools.parity.result import Answer, Difference, Kind, Stage
+
+OPTIONS = {
+    *("-a", "-b", "-b2", "--steps", "--parallel", "--same-start", "--no-dropout"),
+    *("--resume-at", "--timeout", "--run-dir", "--json", "--html"),
+}
+PYTHON = shlex.quote(sys.executable)
+
+
+def script(folder, name, text):
+    path = folder / name
+    path.write_text(text)
+    return f"{PYTHON} -S {path}" if "import torch" not in text else f"{PYTHON} {path}"
+
+
+def test_the_options_are_frozen():
+    assert options_of("parity") - HELP == OPTIONS
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("-a", "true", "-b", "true", "--resume-at", "2"), "belong together"),
+        (
+            ("-a", "true", "-b", "true", "--resume-at", "9", "-b2", "true"),
+            "a step before --steps 5, got 9",
+        ),
+        (("-a", "no-such-command", "-b", "true"), "neither a file here nor a command"),
+        (("-a", "{folder}", "-b", "true"), "has no parity/"),
+    ],
+)
+def test_bad_usage_is_one_sentence(monkeypatch, capsys, tmp_path, words, expected):
+    words = [word.format(folder=tmp_path) for word in words]
+    code, _, err = call(monkeypatch, capsys, "parity", *words)
+    assert code == 2
+    assert expected in err
+
+
+def test_a_command_that_fails_is_named_with_its_last_words(monkeypatch, capsys, tmp_path):
+    bad = script(tmp_path, "bad.py", "raise ValueError('no such corpus')")
+    code, out, _ = call(monkeypatch, capsys, "parity", "-a", bad, "-b", bad, "--json")
+    answer = json.loads(out)
+    assert code == 2
+    assert answer["answer"] == "not comparable"
+    assert answer["headline"] == (
+        "Not comparable: A exited with code 1: ValueError: no such corpus."
+    )
+
+
+def test_a_command_that_trains_nothing_is_named(monkeypatch, capsys, tmp_path):
+    idle = script(tmp_path, "idle.py", "print('done')")
+    code, out, _ = call(monkeypatch, capsys, "parity", "-a", idle, "-b", idle)
+    assert code == 2
+    assert "A has recorded no step" in " ".join(out.split())
+
+
+def test_what_hangs_is_ended_with_all_that_it_started(tmp_path):
+    child = "import time; time.sleep(600)"
+    text = (
+        "import os, subprocess, sys, time\n"
+        f"words = [sys.executable, '-S', '-c', {child!r}]\n"
+        "child = subprocess.Popen(words, start_new_session=True)\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(600)\n"
+    )
+    hangs = Command("A", script(tmp_path, "hangs.py", text), tmp_path / "a", ParityJob(1))
+    other = Command("B", script(tmp_path, "other.py", "import time; time.sleep(600)"),
+                    tmp_path / "b", ParityJob(1))  # fmt: skip
+    begun = time.monotonic()
+    with pytest.raises(CommandError, match="A had not ended in time"):
+        run_commands([hangs, other], 8.0, together=True)
+    assert time.monotonic() - begun < 200
+    pids = [int((tmp_path / "pid").read_text())]
+    pids += [each._process.pid for each in (hangs, other)]
+    assert not [pid for pid in pids if is_alive(pid)]
+
+
+def is_alive(pid):
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def test_a_command_that_cannot_be_recorded_does_not_reach_the_other(tmp_path):
+    bad = Command("A", script(tmp_path, "bad.py", "raise SystemExit(3)"), tmp_path / "a",
+                  ParityJob(1))  # fmt: skip
+    never = Command("B", script(tmp_path, "never.py", ""), tmp_path / "b", ParityJob(1))
+    with pytest.raises(CommandError, match="A exited with code 3"):
+        run_commands([bad, never], 60.0, together=False)
+    assert never._process is None
+
+
+def test_records_are_removed_unless_a_directory_is_given(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(command.tempfile, "tempdir", str(tmp_path))
+    idle = script(tmp_path, "idle.py", "")
+    call(monkeypatch, capsys, "parity", "-a", idle, "-b", idle)
+    assert not list(tmp_path.glob("rankscope-parity-*"))
+    kept = tmp_path / "kept"
+    call(monkeypatch, capsys, "parity", "-a", idle, "-b", idle, "--run-dir", str(kept))
+    assert (kept / "a").is_dir()
+    code, _, err = call(
+        monkeypatch, capsys, "parity", "-a", idle, "-b", idle, "--run-dir", str(kept)
+    )
+    assert code == 2
+    assert "a new or empty directory" in err
+
+
+def test_an_answer_has_at_most_twelve_lines(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "110")
+    found = tuple(
+        Difference(f"model.layers.{n}.mlp.up_proj.weight", 0.5, 4e-6, 2.0, 1.0, "× 2")
+        for n in range(40)
+    )
+    answer = Answer(
+        Kind.DIFFERENT,
+        "In step 0 the gradient differs: all 40 parameters, × 2 (the ratio of workers).",
+        Stage.GRADIENT,
+        0,
+        found,
+        40,
+        ("backward was called on 1 × the loss in A, and 2 × in B.", "Another.", "A third."),
+        {"gradient": (4e-6, 5e-6), "update": (3e-5, 1e-4)},
+    )
+    render_answer(answer, terminal())
+    out = capsys.readouterr().out
+    assert len(out.rstrip("\n").splitlines()) <= 12
+    assert "≠ NOT THE SAME" in out
+    assert "model.layers.3.mlp" in out
+    assert "model.layers.4.mlp" not in out
+    assert os.linesep.join(["", ""]) in out

@@ -1,0 +1,199 @@
+"""What ranks record of shards adds up to the whole, and the training does not notice."""
+
+import copy
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import rankscope
+from rankscope.bus.parity import QUARTERS
+from rankscope.evidence.parity.meter import FigureMeter
+from rankscope.evidence.parity.place import part_of
+from rankscope.evidence.parity.recorder import Place, Recorder
+from rankscope.evidence.parity.saved import load_tensors, save_tensors
+from rankscope.tools.parity.reading import read_side
+from support.ranks import run_ranks
+
+SHAPES = {"wide": (6, 10), "odd": (5, 3, 2), "line": (7,)}
+
+
+def whole_tensors():
+    draw = torch.Generator().manual_seed(3)
+    return {name: torch.randn(shape, generator=draw) for name, shape in SHAPES.items()}
+
+
+def layouts(tensor, mesh):
+    """Yield a tensor in several layouts over a mesh of two axes."""
+    last = tensor.dim() - 1
+    yield distribute_tensor(tensor, mesh, [Shard(0), Replicate()])
+    yield distribute_tensor(tensor, mesh, [Replicate(), Shard(last)])
+    if last:
+        yield distribute_tensor(tensor, mesh, [Shard(0), Shard(last)])
+    term = tensor * (1 + mesh.get_local_rank(0)) / 3
+    yield DTensor.from_local(term, mesh, [Partial(), Replicate()], run_check=False)
+
+
+def measured_in_layouts(rank):
+    mesh = init_device_mesh("cpu", (2, 2))
+    wholes = whole_tensors()
+    meter = FigureMeter({n: t.numel() for n, t in wholes.items()}, torch.device("cpu"))
+    found = []
+    for name, tensor in wholes.items():
+        for laid in layouts(tensor, mesh):
+            figures = meter.measure([(name, laid)])
+            rows = zip(figures.places, figures.squares_PQ, figures.sketches_PQK, strict=True)
+            found.append((name, isinstance(laid.placements[0], Partial), list(rows)))
+    return found
+
+
+def test_figures_of_shards_add_up_to_those_of_the_whole():
+    of_ranks = run_ranks(measured_in_layouts, 4)
+    wholes = whole_tensors()
+    meter = FigureMeter({n: t.numel() for n, t in wholes.items()}, torch.device("cpu"))
+    for cases in zip(*of_ranks, strict=True):
+        name, partial, _ = cases[0]
+        parts = {}
+        for _, _, rows in cases:
+            for place, squares, sketch in rows:
+                known = parts.setdefault(place, (squares, sketch))
+                np.testing.assert_array_equal(known[1], sketch)  # copies agree
+        expected = meter.measure([(name, wholes[name])])
+        sketch = sum(each[1] for each in parts.values())
+        np.testing.assert_allclose(sketch, expected.sketches_PQK[0], atol=1e-5)
+        if not partial:
+            squares = sum(each[0] for each in parts.values())
+            np.testing.assert_allclose(squares, expected.squares_PQ[0], rtol=1e-6)
+
+
+def test_quarters_hold_the_squares_of_their_elements():
+    values = torch.arange(1.0, 11.0)
+    figures = FigureMeter({"x": 10}, torch.device("cpu")).measure([("x", values)])
+    ends = [0, *(10 * part // QUARTERS for part in (1, 2, 3, 4))]
+    expected = [float((values[a:b] ** 2).sum()) for a, b in pairwise(ends)]
+    np.testing.assert_allclose(figures.squares_PQ[0], expected)
+    np.testing.assert_allclose(np.square(figures.sketches_PQK[0]).sum(), values.square().sum())
+
+
+def saved_and_loaded(rank, folder):
+    mesh = init_device_mesh("cpu", (2, 2))
+    wholes = whole_tensors()
+    ok = []
+    for number, shard in enumerate(([Shard(0), Replicate()], [Shard(0), Shard(0)])):
+        place = folder / str(number)
+        laid = {n: distribute_tensor(t, mesh, shard) for n, t in wholes.items()}
+        save_tensors(place, rank, laid)
+        dist.barrier()
+        plain = {n: torch.zeros(s) for n, s in SHAPES.items()}
+        load_tensors(place, plain)
+        ok.append(all(torch.equal(plain[n], t) for n, t in wholes.items()))
+        other = {
+            n: distribute_tensor(torch.zeros(s), mesh, [Replicate(), Shard(len(s) - 1)])
+            for n, s in SHAPES.items()
+        }
+        load_tensors(place, other)
+        ok.append(all(torch.equal(other[n].full_tensor(), t) for n, t in wholes.items()))
+    return ok
+
+
+def test_a_start_goes_from_one_layout_to_another(tmp_path):
+    assert all(all(each) for each in run_ranks(saved_and_loaded, 4, tmp_path))
+
+
+def test_a_start_of_other_shapes_is_refused(tmp_path):
+    save_tensors(tmp_path, 0, {"x": torch.ones(3)})
+    with pytest.raises(rankscope.RankscopeError, match="0 of 4 elements of y"):
+        load_tensors(tmp_path, {"y": torch.zeros(4)})
+
+
+def model():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.2), nn.GELU(), nn.Linear(16, 4))
+
+
+def train(rank, folder, watched):
+    torch.manual_seed(rank)
+    wrapped = nn.parallel.DistributedDataParallel(model())
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+    scope = None
+    if watched:
+        scope = rankscope.watch(
+            wrapped, optimizer, run_dir=folder / "run", parity=2, announce=False, agent="thread"
+        )
+    for _ in range(4):
+        wrapped(torch.randn(3, 6)).square().mean().backward()
+        nn.utils.clip_grad_norm_(wrapped.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    if scope is not None:
+        scope.close()
+    state = [value for each in optimizer.state.values() for value in each.values()]
+    kept = [*wrapped.parameters(), *state, torch.get_rng_state()]
+    return [each.detach().numpy().copy() for each in kept]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_a_watched_training_keeps_its_bits_and_leaves_a_record(tmp_path, num_ranks):
+    plain = run_ranks(train, num_ranks, tmp_path, False)
+    watched = run_ranks(train, num_ranks, tmp_path, True)
+    for own, other in zip(plain, watched, strict=True):
+        assert all(np.array_equal(one, two) for one, two in zip(own, other, strict=True))
+    side = read_side(tmp_path / "run", "A")
+    assert sorted(side.steps) == [0, 1]
+    assert side.world == num_ranks
+    assert side.drawn
+    assert side.steps[0].facts["limits"] == [0.1]
+    assert set(side.steps[0].counters.values()) == {1.0}
+    assert not side.steps[0].unequal
+    norms = [w.norm for w in side.steps[0].figures["gradient"].values()]
+    assert np.hypot.reduce(norms) == pytest.approx(0.1, rel=1e-3)
+
+
+def test_the_record_holds_what_the_optimizer_did(tmp_path):
+    net = model().eval()
+    reference = copy.deepcopy(net)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
+    recorder = Recorder(net, Place(tmp_path / "parity"), 1)
+    inputs = torch.randn(5, 6)
+    recorder.begin_pass((inputs,), {})
+    output = net(inputs)
+    recorder.end_pass(output, {})
+    loss = output.square().mean()
+    recorder.see_roots([loss])
+    loss.backward()
+    recorder.see_reduced()
+    gradients = {n: p.grad.clone() for n, p in net.named_parameters()}
+    recorder.before_update(optimizer)
+    optimizer.step()
+    recorder.after_update(optimizer)
+    recorder.close()
+    figures = read_side(tmp_path, "A").steps[0].figures
+    for name, before in reference.state_dict().items():
+        assert figures["start"][name].norm == pytest.approx(float(before.norm()), rel=1e-5)
+        grad = float(gradients[name].norm())
+        assert figures["gradient"][name].norm == pytest.approx(grad, rel=1e-5)
+        assert figures["update"][name].norm == pytest.approx(0.5 * grad, rel=1e-4)
+        assert figures["moment momentum_buffer"][name].norm == pytest.approx(grad, rel=1e-5)
+    assert len(read_side(tmp_path, "A").steps[0].samples) == 5
+
+
+def test_a_failure_ends_the_record_and_not_the_training(tmp_path, caplog):
+    net = model()
+    recorder = Recorder(net, Place(tmp_path / "parity"), 3)
+    recorder._meter = None
+    recorder.begin_pass((torch.ones(2, 6),), {})
+    assert not recorder.active
+    assert "parity records no more of this training" in caplog.text
+    with pytest.raises(rankscope.RankscopeError, match="rank 0 of A could not be recorded"):
+        read_side(tmp_path, "A")
+
+
+def test_a_part_of_a_plain_tensor_is_all_of_it():
+    part = part_of(torch.ones(2, 3))
+    assert (part.place, part.shape, part.first) == ("", (2, 3), (0, 0))

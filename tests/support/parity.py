@@ -1,0 +1,137 @@
+"""Records small trainings for parity on ranks that are forked from a warm process."""
+
+import gc
+import multiprocessing as mp
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rankscope.integrations.run_script import ScriptJob
+from rankscope.tools.parity.bounds import Bounds, identical
+from rankscope.tools.parity.compare import compare
+from rankscope.tools.parity.reading import Side, read_side
+from rankscope.tools.parity.result import Answer, Stage
+from support.forked_ranks import _become, _run
+
+TRAINING = str(Path(__file__).parents[2] / "benchmarks" / "parity_training.py")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One side of a pair.
+
+    Attributes:
+        ranks: Number of ranks.
+        words: Arguments of the training.
+        script: The training.
+    """
+
+    ranks: int = 1
+    words: tuple[str, ...] = ()
+    script: str = TRAINING
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+def layout(ranks: int, *words: str, script: str = TRAINING) -> Layout:
+    """Return a layout of so many ranks with these arguments."""
+    return Layout(ranks, words, script)
+
+
+Run = Callable[[Callable[..., None], Sequence[object], float], tuple[int, str, str]]
+"""Runs a function in a process that ranks are then forked from; see ``support.forked_ranks``."""
+
+
+def record(
+    folder: Path,
+    one: Layout,
+    steps: int = 3,
+    *,
+    timeout: float = 280.0,
+    run: Run = _run,
+    **parity: Any,
+) -> tuple[int, str]:
+    """Record a training; return its exit code and what it said."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = {
+        "WORLD_SIZE": str(one.ranks),
+        "LOCAL_WORLD_SIZE": str(one.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+        **one.variables,
+    }
+    job = ScriptJob(str(folder), "training", parity={"steps": steps, **parity})
+    command = [sys.executable, one.script, *one.words]
+    given = (one.ranks, command, job.to_environment({**os.environ, **variables}))
+    code, out, err = run(_fork, given, timeout)
+    return code, out + err
+
+
+def _fork(ranks: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    gc.freeze()
+    forking = mp.get_context("fork")
+    processes = [
+        forking.Process(target=_main, args=(r, command, environment)) for r in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    sys.exit(max(abs(process.exitcode or 0) for process in processes))
+
+
+def _main(rank: int, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    _become(command, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+
+
+class Recordings:
+    """Recordings of layouts in a folder; each layout is recorded once.
+
+    Args:
+        folder: Where they go.
+        run: See :func:`record`.
+    """
+
+    def __init__(self, folder: Path, run: Run = _run) -> None:
+        self._folder = folder
+        self._run = run
+        self._known: dict[str, Side] = {}
+
+    def side(self, one: Layout, name: str, steps: int, **parity: Any) -> Side:
+        """Return a recorded layout.
+
+        Raises:
+            AssertionError: It has failed.
+        """
+        key = repr((one, steps, sorted(parity.items())))
+        if key not in self._known:
+            place = self._folder / str(len(self._known))
+            code, said = record(place, one, steps, run=self._run, **parity)
+            assert code == 0, said
+            self._known[key] = read_side(place, name)
+        return replace(self._known[key], name=name)
+
+
+def answer_of(
+    recordings: Recordings, a: Layout, b: Layout, steps: int = 3, **parity: Any
+) -> Answer:
+    """Compare the two sides of a pair as the command does."""
+    side_a = recordings.side(a, "A", steps, **parity)
+    side_b = recordings.side(b, "B", steps, **parity)
+    answer = compare(Bounds(side_a, side_b))
+    early = (Stage.START, Stage.SAMPLES, Stage.LABELS)
+    if answer.exit_code == 2 or answer.stage in early or identical(side_a, side_b):
+        return answer
+    of_b = side_b.roundoff > side_a.roundoff
+    original, again = (side_b, b) if of_b else (side_a, a)
+    moved = recordings.side(again, "moved", steps, eps=2 * original.roundoff, **parity)
+    return compare(Bounds(side_a, side_b, original, moved))

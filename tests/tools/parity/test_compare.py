@@ -1,0 +1,265 @@
+"""Answers about made-up trainings, of which the truth is known."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rankscope.bus.parity import GRADIENT, QUARTERS, START, UPDATE, WIDTH
+from rankscope.tools.parity.bounds import Bounds, distance, identical, spread_distance
+from rankscope.tools.parity.compare import compare
+from rankscope.tools.parity.reading import Side, SideStep, Unequal, Whole
+from rankscope.tools.parity.result import Kind, Stage
+
+SHAPES = {"embed": (64, 8), "up": (32, 8), "norm": (32,)}
+
+
+def sketched(values):
+    """Return the figures of a vector: element i, with a sign, in one number of its quarter."""
+    rng = np.random.default_rng(len(values))
+    signs = rng.choice([-1.0, 1.0], len(values))
+    places = rng.permutation(len(values)) % WIDTH
+    squares_Q = np.zeros(QUARTERS)
+    sketches_QK = np.zeros((QUARTERS, WIDTH))
+    for index, value in enumerate(values):
+        quarter = index * QUARTERS // len(values)
+        squares_Q[quarter] += value**2
+        sketches_QK[quarter, places[index]] += signs[index] * value
+    return Whole(squares_Q, sketches_QK)
+
+
+def tensors(step, kind):
+    return {
+        name: np.random.default_rng([step, kind, at]).standard_normal(math.prod(shape))
+        for at, (name, shape) in enumerate(SHAPES.items())
+    }
+
+
+def training(change=None, *, num_steps=2, workers=1, passes=1, noise=1e-7, seed=0, **facts):
+    """Return a side; ``change(step, kind, name, values)`` returns other values."""
+    rng = np.random.default_rng(seed)
+    steps = {}
+    for number in range(num_steps):
+        figures = {}
+        for at, kind in enumerate((START, GRADIENT, UPDATE)):
+            made = {}
+            for name, values in tensors(number, at).items():
+                rounding = 1.0 if kind == START else 1 + noise * rng.standard_normal(len(values))
+                act = change or (lambda step, kind, name, values: values)
+                made[name] = sketched(act(number, kind, name, values * rounding))
+            figures[kind] = made
+        steps[number] = SideStep(
+            figures=figures,
+            samples=np.arange(8) + 8 * number,
+            sample_ranks=np.arange(8) % workers,
+            labels=(8, 77 + number),
+            losses=np.full(passes, 2.0 - number),
+            weights=np.full(passes, 8.0 / passes),
+            facts={"trained": list(SHAPES), **facts},
+            counters=dict.fromkeys(SHAPES, float(number + 1)),
+        )
+    return Side("A", steps, SHAPES, workers, workers, passes, ("torch.float32",), "torch.float32")
+
+
+def against(b, a=None):
+    """Return the answer for a side beside a healthy one, with a perturbation run of the latter."""
+    a = a or training()
+    return compare(Bounds(a, replace(b, name="B"), a, training(seed=9)))
+
+
+def of(kind, name, first_step, act):
+    def change(step, at_kind, at_name, values):
+        hit = step >= first_step and at_kind == kind and name in ("all", at_name)
+        return act(values.copy()) if hit else values
+
+    return change
+
+
+def test_rounding_is_the_same():
+    answer = against(training(seed=3, workers=2))
+    assert answer.kind is Kind.SAME
+    assert answer.exit_code == 0
+    assert answer.num_steps == 2
+    assert not answer.differences
+    assert 0 < answer.could_miss[GRADIENT][0] <= answer.could_miss[GRADIENT][1] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("act", "look"),
+    [
+        (lambda v: 2 * v, "× 2"),
+        (lambda v: v / 4, "× 1/4"),
+        (lambda v: -v, "the opposite sign"),
+        (lambda v: 0 * v, "zero in B"),
+        (lambda v: 1.5 * v, "× 1.5"),
+    ],
+)
+def test_a_factor_is_named(act, look):
+    answer = against(training(of(GRADIENT, "up", 0, act)))
+    assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Stage.GRADIENT, 0)
+    assert [(each.name, each.look) for each in answer.differences] == [("up", look)]
+    assert look in answer.headline
+    assert answer.exit_code == 1
+
+
+def test_a_factor_of_all_is_told_with_what_it_may_be():
+    answer = against(training(of(GRADIENT, "all", 0, lambda v: 2 * v), workers=2))
+    assert answer.headline.endswith(
+        "the gradient differs: all 3 parameters, × 2 (the ratio of workers)."
+    )
+
+
+def test_a_part_of_the_elements_is_named():
+    def act(values):
+        values[: len(values) // 4] = 0
+        return values
+
+    (found,) = against(training(of(GRADIENT, "embed", 0, act))).differences
+    assert found.look == "zero in B, in the first quarter of its elements alone"
+
+
+def test_another_direction_is_named_with_its_cosine():
+    rng = np.random.default_rng(5)
+    answer = against(training(of(UPDATE, "up", 1, lambda v: v + rng.standard_normal(len(v)))))
+    (found,) = answer.differences
+    assert (answer.stage, answer.step) == (Stage.UPDATE, 1)
+    assert found.look.startswith("another direction (cosine 0.")
+    assert found.cosine == pytest.approx(math.sqrt(0.5), abs=0.1)
+
+
+def test_a_value_that_is_not_finite_differs():
+    def act(values):
+        values[3] = np.nan
+        return values
+
+    (found,) = against(training(of(GRADIENT, "up", 0, act))).differences
+    assert found.look == "not finite in B"
+
+
+def test_the_first_of_several_differences_in_the_order_of_causes_counts():
+    side = training(of(GRADIENT, "up", 0, lambda v: 2 * v))
+    side.steps[0].labels = (7, 1)
+    assert against(side).stage is Stage.LABELS
+    side.steps[0].samples = np.arange(8) + 1
+    answer = against(side)
+    assert answer.stage is Stage.SAMPLES
+    assert "1 of A's 8 samples are not in B" in answer.headline
+    assert any("not compared" in note for note in answer.notes)
+
+
+def test_the_same_samples_in_another_order_are_the_same():
+    side = training()
+    side.steps[0].samples = side.steps[0].samples[::-1]
+    assert against(side).kind is Kind.SAME
+
+
+def test_samples_of_another_step_are_named():
+    side = training()
+    side.steps[0].samples = side.steps[1].samples
+    assert "B has those of A's step 1" in against(side).headline
+
+
+def test_the_same_labels_of_another_digest_differ():
+    side = training()
+    side.steps[1].labels = (8, 5)
+    assert "8 label tokens in both, but not the same ones" in against(side).headline
+
+
+def test_a_loss_alone_is_a_note():
+    side = training()
+    side.steps[0].losses = side.steps[0].losses * 2
+    answer = against(side)
+    assert answer.kind is Kind.SAME
+    assert any("the loss of step 0 is 2 in A and 4 in B" in note for note in answer.notes)
+
+
+def test_a_loss_with_its_gradient_is_the_first_difference():
+    side = training(of(GRADIENT, "all", 0, lambda v: 3 * v))
+    side.steps[0].losses = side.steps[0].losses * 3
+    assert against(side).stage is Stage.LOSS
+
+
+def test_random_numbers_in_the_forward_pass_make_both_not_comparable():
+    side = replace(training(of(GRADIENT, "up", 0, lambda v: v + 1)), drawn=True, drew=("drop",))
+    answer = against(side)
+    assert answer.kind is Kind.NOT_COMPARABLE
+    assert answer.exit_code == 2
+    assert "drop" in answer.headline
+    assert "--no-dropout" in answer.headline
+
+
+def test_copies_that_differ_are_named_with_their_ranks():
+    side = training(workers=2)
+    side.steps[0].unequal = [Unequal(GRADIENT, "up", (1,), 0.5)]
+    answer = against(side)
+    assert (answer.stage, answer.kind) == (Stage.GRADIENT, Kind.DIFFERENT)
+    assert "rank 1 holds other gradients than rank 0: up" in answer.headline
+
+
+def test_a_start_differs_by_more_than_the_rounding_of_a_sketch():
+    answer = against(training(of(START, "norm", 0, lambda v: v * 1.001)))
+    assert (answer.stage, [each.name for each in answer.differences]) == (Stage.START, ["norm"])
+
+
+def test_a_change_of_type_is_no_other_start():
+    rounded = training(of(START, "all", 0, lambda v: v * (1 + 2.0**-10)))
+    assert against(rounded).stage is Stage.START
+    assert compare(Bounds(training(), replace(rounded, types=("torch.bfloat16",)))).stage is None
+
+
+def test_a_step_counter_alone_is_the_optimizer_state():
+    side = training()
+    side.steps[1].counters = dict.fromkeys(SHAPES, 3.0)
+    answer = against(side)
+    assert (answer.stage, answer.step) == (Stage.STATE, 1)
+    assert "step counter is 2 in A and 3 in B" in answer.headline
+
+
+def test_settings_are_named_beside_an_update():
+    side = training(of(UPDATE, "all", 0, lambda v: 2 * v), settings=[{"lr": 0.2}])
+    answer = against(side, training(settings=[{"lr": 0.1}]))
+    assert answer.stage is Stage.UPDATE
+    assert "lr is 0.1 in A and 0.2 in B." in answer.notes
+
+
+def test_a_few_elements_of_an_update_are_no_difference_and_many_are():
+    values = tensors(0, 2)["embed"]
+    flipped = values.copy()
+    flipped[7] = -flipped[7] - 3
+    first, second = sketched(values), sketched(flipped)
+    assert distance(first, second) > 1
+    assert spread_distance(first, second, len(values)) == pytest.approx(0, abs=1e-12)
+    apart = spread_distance(first, sketched(1.1 * values), len(values))
+    assert apart == pytest.approx(0.1 * first.norm, rel=0.2)
+
+
+def test_later_steps_may_grow_as_far_apart_as_the_start_of_the_step_is():
+    def grown(size):
+        return training(
+            lambda step, kind, name, values: (
+                values * (1 + size * np.sin(np.arange(len(values))))
+                if step and kind != UPDATE
+                else values
+            )
+        )
+
+    a, moved = training(noise=0.0), grown(1e-5)
+    far = compare(Bounds(a, replace(grown(5e-4), name="B"), a, moved))
+    assert far.kind is Kind.SAME  # the gradient is as much farther away as the parameters are
+    jump = training(of(GRADIENT, "all", 1, lambda v: v * (1 + 5e-4 * np.sin(np.arange(len(v))))))
+    assert compare(Bounds(a, replace(jump, name="B"), a, moved)).stage is Stage.GRADIENT
+
+
+def test_other_parameters_cannot_be_compared():
+    other = training(trained=["embed", "up"])
+    answer = against(other)
+    assert answer.kind is Kind.NOT_COMPARABLE
+    assert "1 trained parameters are in one of them alone (norm)" in answer.headline
+    shaped = replace(training(), shapes={**SHAPES, "up": (16, 8)})
+    assert "up is 32 × 8 in A and 16 × 8 in B" in against(shaped).headline
+
+
+def test_equal_bits_are_identical():
+    assert identical(training(), training())
+    assert not identical(training(), training(seed=1))

@@ -1,0 +1,44 @@
+"""The file of a rank's step."""
+
+import numpy as np
+import pytest
+
+from rankscope.bus.packing import PackedError, pack_arrays
+from rankscope.bus.parity import GRADIENT, QUARTERS, WIDTH, Figures, RankStep
+
+
+def step():
+    figures = Figures(
+        ("a", "b"),
+        ("", "0,0+2,3"),
+        np.arange(2.0 * QUARTERS).reshape(2, QUARTERS),
+        np.ones((2, QUARTERS, WIDTH), np.float32),
+    )
+    return RankStep(3, 7, {"world": 4}, {GRADIENT: figures}, np.array([5, -6]), np.array([1.5]))
+
+
+def test_a_step_comes_back_as_it_was():
+    own, back = step(), RankStep.unpack(step().pack())
+    assert (back.rank, back.step, back.facts) == (3, 7, {"world": 4})
+    assert back.samples.tolist() == [5, -6]
+    assert back.losses.tolist() == [1.5]
+    assert back.figures[GRADIENT].names == ("a", "b")
+    assert back.figures[GRADIENT].places == ("", "0,0+2,3")
+    np.testing.assert_array_equal(
+        back.figures[GRADIENT].squares_PQ, own.figures[GRADIENT].squares_PQ
+    )
+
+
+@pytest.mark.parametrize("cut", [0, 5, 40, 200])
+def test_bytes_that_are_cut_off_hold_no_step(cut):
+    with pytest.raises(PackedError):
+        RankStep.unpack(step().pack()[:cut])
+
+
+def test_figures_of_other_shapes_are_refused():
+    header = {"version": 1, "rank": 0, "step": 0, "facts": {}, "figures": {"start": [["a"], [""]]}}
+    empty = [np.empty(0)] * 4
+    with pytest.raises(PackedError, match="do not fit together"):
+        RankStep.unpack(pack_arrays(header, [*empty, np.ones((2, 4)), np.ones((2, 4, WIDTH))]))
+    with pytest.raises(PackedError, match="another version"):
+        RankStep.unpack(pack_arrays({**header, "version": 99}, empty))

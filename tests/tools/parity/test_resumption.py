@@ -1,0 +1,96 @@
+"""A resumption beside a training that went on, of made-up trainings."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from rankscope.bus.parity import HELD, MOMENT
+from rankscope.tools.parity.bounds import Bounds
+from rankscope.tools.parity.compare import compare
+from rankscope.tools.parity.reading import SideStep, Whole
+from rankscope.tools.parity.result import Kind, Stage
+from rankscope.tools.parity.resumption import joined, part_of
+from tools.parity.test_compare import SHAPES, sketched, training
+
+TORCH = "torch's on the CPU"
+
+
+def moments(step):
+    values = {n: np.random.default_rng([step, len(n)]).standard_normal(64) for n in SHAPES}
+    return {name: sketched(each) for name, each in values.items()}
+
+
+def whole(num_steps=4, ranks=4):
+    side = training(num_steps=num_steps)
+    for number, step in side.steps.items():
+        step.figures[f"{MOMENT}exp_avg"] = moments(number)
+        step.random = {rank: {TORCH: f"{number} {rank}"} for rank in range(ranks)}
+    return side
+
+
+def resumed(at=2):
+    side = part_of(whole(), at, 4)
+    first = side.steps[at]
+    first.figures[f"{HELD}exp_avg"] = moments(at - 1)
+    first.facts = {**first.facts, "held counters": dict.fromkeys(SHAPES, float(at))}
+    return replace(side, name="B")
+
+
+def answer(later, a=None):
+    own, other = joined(a or whole(), later, 2)
+    return compare(Bounds(own, other))
+
+
+def test_a_resumption_that_restores_everything_is_the_same():
+    found = answer(resumed())
+    assert (found.kind, found.num_steps) == (Kind.SAME, 2), found.headline
+    assert not found.notes
+
+
+def test_lost_moments_are_named_before_their_update():
+    later = resumed()
+    del later.steps[2].figures[f"{HELD}exp_avg"]
+    found = answer(later)
+    assert (found.stage, found.step) == (Stage.STATE, 2)
+    assert "another exp_avg before its first call" in found.headline
+    assert {each.look for each in found.differences} == {"zero in B"}
+
+
+def test_a_counter_that_begins_again_is_named():
+    later = resumed()
+    later.steps[2].facts = {**later.steps[2].facts, "held counters": dict.fromkeys(SHAPES, 0.0)}
+    found = answer(later)
+    assert found.stage is Stage.STATE
+    assert "step counter is 2 in A and 0 in B" in found.headline
+
+
+def test_other_parameters_are_named_at_the_start():
+    later = resumed()
+    start = later.steps[2].figures["start"]
+    start["up"] = Whole(start["up"].squares_Q * 4, start["up"].sketches_QK * 2)
+    found = answer(later)
+    assert (found.stage, [each.name for each in found.differences]) == (Stage.START, ["up"])
+
+
+@pytest.mark.parametrize("drawn", [True, False])
+def test_the_random_state_of_one_rank_on_all_is_named(drawn):
+    later = resumed()
+    later.steps[2].random = {rank: {TORCH: "2 0"} for rank in range(4)}
+    found = answer(replace(later, drawn=drawn))
+    words = "rank 1 holds that of rank 0; rank 2 holds that of rank 0; rank 3 holds that of rank 0"
+    if drawn:
+        assert (found.stage, found.kind) == (Stage.RANDOM, Kind.DIFFERENT)
+        assert words in found.headline
+    else:
+        assert found.kind is Kind.SAME
+        assert any(words in note for note in found.notes)
+
+
+def test_skipped_samples_are_named_with_the_step_that_has_them():
+    later = resumed()
+    later.steps[2].samples = SideStep().samples
+    later.steps[2].samples = later.steps[3].samples
+    found = answer(later)
+    assert found.stage is Stage.SAMPLES
+    assert "B has those of A's step 3" in found.headline
