@@ -77,7 +77,8 @@ class DuplicateBatches(Detector):
         self._streaks = streaks
         if not certain:
             return ()
-        self._span.see(number, first=min(streaks[group][0] for group in certain))
+        first = min(streaks[group][0] for group in certain)
+        self._span.see(number, first=first, before=number - first)
         for group in certain:
             self._groups[group] = self._groups.get(group, 0) + 1
         self._useful = self._num_workers - sum(len(group) - 1 for group in certain)
