@@ -64,8 +64,8 @@ def _healthy(seed: int) -> list[Pair]:
     drop = "--dropout .1"
 
     def pair(name: str, a: tuple[int, str], b: tuple[int, str], no_dropout: bool = False) -> Pair:
-        sides = (layout(ranks, *words.split(), *more) for ranks, words in (a, b))
-        return Pair(f"{name}, seed {seed}", *sides, no_dropout=no_dropout)
+        one, two = (layout(ranks, *words.split(), *more) for ranks, words in (a, b))
+        return Pair(f"{name}, seed {seed}", one, two, no_dropout=no_dropout)
 
     return [
         pair("1 and 2 workers, DDP", (1, ""), (2, "--layout ddp")),

@@ -164,7 +164,9 @@ def read_side(directory: Path, name: str) -> Side:
             raise NotRecordedError(f"rank {step.rank} of {name} could not be recorded: {failed}")
         by_step.setdefault(step.step, []).append(step)
     if not by_step:
-        raise NotRecordedError(f"{name} has recorded no step")
+        raise NotRecordedError(
+            f"{name} has recorded no step: it called no optimizer after a forward pass of its model"
+        )
     first = by_step[min(by_step)][0].facts
     try:
         world = int(first["world"])
