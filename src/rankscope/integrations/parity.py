@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import util
 from pathlib import Path
@@ -128,6 +129,24 @@ class ParityCatch:
         )
 
 
+def _recording(method: Callable[..., None]) -> Callable[..., None]:
+    """Stop recording where a method of a training fails: the training goes on."""
+
+    @functools.wraps(method)
+    def run(self: "_Training", *args: Any, **kwargs: Any) -> None:
+        if self.failed:
+            return
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            self.failed = True
+            _log.warning("parity can no longer record this training: %s", error, exc_info=True)
+            _fail(self.job, error)
+            self._finish()
+
+    return run
+
+
 class _Training:
     """A training that is recorded, until it has had its steps."""
 
@@ -139,6 +158,8 @@ class _Training:
         from rankscope.evidence.parity.start import Start
         from rankscope.integrations.backward_loss import BackwardLoss
 
+        self.job = job
+        self.failed = False
         folder = Path(job.run_dir) / FOLDER
         rank, world, data_ranks = _ranks_of(model)
         self._parity = parity
@@ -159,6 +180,8 @@ class _Training:
         self._depth = 0
         self._updated = False
         self._count = 0
+        scope: Any = self._recorder
+        self._losses = BackwardLoss(scope, [model])
         self._hooks: list[Any] = [
             model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
             model.register_forward_hook(self._after_forward, with_kwargs=True),
@@ -166,13 +189,12 @@ class _Training:
             optimizers.register_optimizer_step_post_hook(self._after_step),
         ]
         self._backward = Patch(torch.autograd, "backward", self._around_backward)
-        scope: Any = self._recorder
-        self._losses = BackwardLoss(scope, model)
         self._losses.install()
         atexit.register(self._finish)
         if multiprocessing.parent_process() is not None:  # which may end without atexit
             util.Finalize(self, self._finish, exitpriority=100)
 
+    @_recording
     def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         import torch
 
@@ -189,6 +211,7 @@ class _Training:
                 return
         self._recorder.begin_pass(args, kwargs)
 
+    @_recording
     def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self._recorder.training:
             self._recorder.end_pass(output, kwargs)
@@ -196,13 +219,21 @@ class _Training:
     def _around_backward(self, original: Any) -> Any:
         @functools.wraps(original)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            several = tensors if isinstance(tensors, list | tuple) else (tensors,)
-            self._recorder.see_roots(several)
+            self._see_roots(tensors if isinstance(tensors, list | tuple) else (tensors,))
             original(tensors, *args, **kwargs)
-            self._recorder.see_reduced()
+            self._see_reduced()
 
         return backward
 
+    @_recording
+    def _see_roots(self, tensors: Any) -> None:
+        self._recorder.see_roots(tensors)
+
+    @_recording
+    def _see_reduced(self) -> None:
+        self._recorder.see_reduced()
+
+    @_recording
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth += 1
         if self._depth != 1:
@@ -212,6 +243,7 @@ class _Training:
         else:
             self._recorder.see_other(optimizer)
 
+    @_recording
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth = max(self._depth - 1, 0)
         if self._depth == 0 and self._recorder.knows(optimizer):
