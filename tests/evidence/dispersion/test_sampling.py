@@ -263,8 +263,10 @@ def test_a_record_gives_the_same_findings_as_the_live_run(tmp_path, options):
 def test_the_assessment_of_shared_data_without_names(tmp_path):
     run, _ = record(tmp_path, steps_of(Job(1, shared=1.0, gradients=True), 40))
     found = assess(run)
-    assert found.severity is Severity.WARNING
-    assert found.headline.startswith("The workers are more alike than sampling explains")
+    assert found.severity is Severity.ERROR
+    assert found.headline.startswith("Ranks 0–7 had the same loss and the same gradient, to the")
+    alike = "The workers are more alike than sampling explains"
+    assert any(alike in one.explanation for one in run.findings())
     assert found.values["gradient_ratio"] < 1e-3
     assert not any("noise scale" in text for text in found.statements)
 
