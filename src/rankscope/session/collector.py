@@ -71,6 +71,7 @@ class StepCollector:
     ) -> None:
         self.paused = self._evaluating = self._runs_model = False
         self._in_forward = self._trains_inside = False
+        self._evaluated = False  # whether a pass in evaluation mode may prove to be trained on
         self.by_backward = False  # whether a backward pass has begun the last micro-batch
         self.step = first_step
         self._knows_optimizer = optimizer is not None
@@ -121,7 +122,7 @@ class StepCollector:
 
     def give_loss(self, value: Any, weight: Any, **more: Any) -> None:
         """Take the loss of a micro-batch, see :meth:`rankscope.Scope.loss`."""
-        if more.get("spare"):  # its backward pass is about to begin
+        if more.get("spare") and not self._evaluated:  # its backward pass is about to begin
             self.begin_backward()
         self._given("loss", value, weight, self._passes.current, **more)
 
@@ -268,6 +269,7 @@ class StepCollector:
 
         for tensor in outputs:
             tensor.register_hook(reached)  # type: ignore[no-untyped-call]
+        self._evaluated = bool(outputs)
 
     def _train_on_evaluation(
         self, args: Any, kwargs: Mapping[str, Any], kept: Sequence[Evaluated]
@@ -296,6 +298,7 @@ class StepCollector:
         self._evaluating = False
 
     def _begin_pass(self, *, bypassed: bool = False) -> None:
+        self._evaluated = False
         self._call("begin_step", self.step, paused=self.paused)
         due = self.step % self.intervals.interval_at(self.step) == 0
         measure = due and not self.paused
