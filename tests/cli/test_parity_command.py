@@ -15,7 +15,7 @@ from rankscope.cli.output import terminal
 from rankscope.cli.parity import render_answer
 from rankscope.integrations.parity import ParityJob
 from rankscope.integrations.parity_run import Command, CommandError, run_commands
-from rankscope.tools.parity.result import Answer, Difference, Kind, Stage
+from rankscope.tools.parity.result import Answer, Difference, Kind, Phase
 
 OPTIONS = {
     *("-a", "-b", "-b2", "--steps", "--parallel", "--same-start", "--no-dropout"),
@@ -132,7 +132,7 @@ def test_an_answer_has_at_most_twelve_lines(capsys, monkeypatch):
     answer = Answer(
         Kind.DIFFERENT,
         "In step 0 the gradient differs: all 40 parameters, × 2 (the ratio of workers).",
-        Stage.GRADIENT,
+        Phase.GRADIENT,
         0,
         found,
         40,

@@ -13,8 +13,8 @@ from typing import Any
 from rankscope.integrations.run_script import ScriptJob
 from rankscope.tools.parity.bounds import Bounds, identical
 from rankscope.tools.parity.compare import compare
-from rankscope.tools.parity.reading import Side, read_side
-from rankscope.tools.parity.result import Answer, Stage
+from rankscope.tools.parity.reading import Recording, read_side
+from rankscope.tools.parity.result import Answer, Phase
 from support.forked_ranks import _become, _run
 
 TRAINING = str(Path(__file__).parents[2] / "benchmarks" / "parity_training.py")
@@ -104,9 +104,9 @@ class Recordings:
     def __init__(self, folder: Path, run: Run = _run) -> None:
         self._folder = folder
         self._run = run
-        self._known: dict[str, Side] = {}
+        self._known: dict[str, Recording] = {}
 
-    def side(self, one: Layout, name: str, steps: int, **parity: Any) -> Side:
+    def side(self, one: Layout, name: str, steps: int, **parity: Any) -> Recording:
         """Return a recorded layout.
 
         Raises:
@@ -128,7 +128,7 @@ def answer_of(
     side_a = recordings.side(a, "A", steps, **parity)
     side_b = recordings.side(b, "B", steps, **parity)
     answer = compare(Bounds(side_a, side_b))
-    early = (Stage.START, Stage.SAMPLES, Stage.LABELS)
+    early = (Phase.START, Phase.SAMPLES, Phase.LABELS)
     if answer.exit_code == 2 or answer.stage in early or identical(side_a, side_b):
         return answer
     of_b = side_b.roundoff > side_a.roundoff

@@ -48,7 +48,7 @@ def file_of_step(step: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class TensorFigures:
     """Sketches and norms of one kind of tensors, on one rank.
 
     Attributes:
@@ -73,7 +73,7 @@ class RankStep:
     Attributes:
         rank: The rank.
         step: The step, counted from the beginning of the training.
-        facts: What is no number: see :class:`rankscope.evidence.parity.recorder.Recorder`.
+        facts: What is no number: see :class:`rankscope.evidence.parity.recorder.ParityRecorder`.
         figures: By kind.
         samples: Identities of the samples.
         losses: Losses of the micro-batches, and of samples where the training gave those ``[U]``.
@@ -84,7 +84,7 @@ class RankStep:
     rank: int
     step: int
     facts: Mapping[str, Any]
-    figures: Mapping[str, Figures]
+    figures: Mapping[str, TensorFigures]
     samples: Ints = field(default_factory=lambda: np.empty(0, np.int64))
     losses: Floats = field(default_factory=lambda: np.empty(0))
     weights: Floats = field(default_factory=lambda: np.empty(0))
@@ -124,7 +124,7 @@ class RankStep:
                 if squares.shape != expected or sketches.shape != (*expected, WIDTH):
                     raise PackedError(f"figures of {kind} do not fit together")
                 named = tuple(map(str, names)), tuple(map(str, at))
-                figures[str(kind)] = Figures(*named, squares, sketches)
+                figures[str(kind)] = TensorFigures(*named, squares, sketches)
             return cls(int(header["rank"]), int(header["step"]), dict(header["facts"]), figures,
                        *arrays[:4])  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:

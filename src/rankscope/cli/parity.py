@@ -19,7 +19,7 @@ from rankscope.report import needs_extra
 
 if TYPE_CHECKING:
     from rankscope.integrations.parity import ParityJob
-    from rankscope.tools.parity.reading import Side
+    from rankscope.tools.parity.reading import Recording
     from rankscope.tools.parity.result import Answer
 
 MAX_TENSORS = 4
@@ -145,7 +145,7 @@ class _Pair:
         self._check(later, self.steps - at, "the resumption of B")
         return self._compared(*joined(side_a, later, at), exact=_identical(side_a, side_b))
 
-    def _run(self, steps_of_b: int) -> "tuple[Side, Side]":
+    def _run(self, steps_of_b: int) -> "tuple[Recording, Recording]":
         from rankscope.integrations.parity_run import Command, run_commands
         from rankscope.tools.parity.reading import read_side
 
@@ -163,14 +163,14 @@ class _Pair:
         self._check(side_b, steps_of_b, "B")
         return side_a, side_b
 
-    def _compared(self, a: "Side", b: "Side", *, exact: bool = False) -> "Answer":
+    def _compared(self, a: "Recording", b: "Recording", *, exact: bool = False) -> "Answer":
         """Compare two sides, by a perturbation run unless the answer does not depend on it."""
         from rankscope.tools.parity.bounds import Bounds
         from rankscope.tools.parity.compare import compare
-        from rankscope.tools.parity.result import Stage
+        from rankscope.tools.parity.result import Phase
 
         answer = compare(Bounds(a, b))
-        before = (Stage.START, Stage.SAMPLES, Stage.LABELS)
+        before = (Phase.START, Phase.SAMPLES, Phase.LABELS)
         if exact or answer.exit_code == 2 or answer.stage in before or _identical(a, b):
             return answer
         of_b = _recorded_run(self.a) is not None or b.roundoff > a.roundoff
@@ -181,7 +181,7 @@ class _Pair:
         moved = self._recorded("moved", command, job, name=f"{original.name}, run once more,")
         return compare(Bounds(a, b, original, moved))
 
-    def _recorded(self, place: str, command: str, job: "ParityJob", *, name: str) -> "Side":
+    def _recorded(self, place: str, command: str, job: "ParityJob", *, name: str) -> "Recording":
         from rankscope.integrations.parity_run import Command, run_commands
         from rankscope.tools.parity.reading import read_side
 
@@ -189,7 +189,7 @@ class _Pair:
         run_commands([Command(name, command, folder, job)], self.timeout, together=False)
         return read_side(folder, name)
 
-    def _check(self, side: "Side", steps: int, name: str) -> None:
+    def _check(self, side: "Recording", steps: int, name: str) -> None:
         from rankscope.tools.parity.reading import NotRecordedError
 
         if len(side.steps) < steps:
@@ -201,7 +201,7 @@ class _Pair:
         return replace(ParityJob(steps, no_dropout=self.no_dropout), **more)  # type: ignore[arg-type]
 
 
-def _identical(a: "Side", b: "Side") -> bool:
+def _identical(a: "Recording", b: "Recording") -> bool:
     from rankscope.tools.parity.bounds import identical
 
     return identical(a, b)

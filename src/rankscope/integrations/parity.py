@@ -154,7 +154,7 @@ class _Training:
         import torch
         from torch.optim import optimizer as optimizers
 
-        from rankscope.evidence.parity.recorder import Place, Recorder
+        from rankscope.evidence.parity.recorder import ParityRecorder, RecordPlace
         from rankscope.evidence.parity.start import Start
         from rankscope.integrations.backward_loss import BackwardLoss
 
@@ -170,9 +170,9 @@ class _Training:
             save_to=Path(job.run_dir) / "start" if parity.save_start else None,
             load_from=Path(parity.load_start) if parity.load_start else None,
         )
-        self._recorder: Recorder = Recorder(
+        self._recorder: ParityRecorder = ParityRecorder(
             _inside(model),
-            Place(folder, rank, world, data_ranks),
+            RecordPlace(folder, rank, world, data_ranks),
             parity.steps,
             start,
             first_step=parity.first_step,

@@ -15,7 +15,7 @@ import rankscope
 from rankscope.bus.parity import QUARTERS
 from rankscope.evidence.parity.meter import FigureMeter
 from rankscope.evidence.parity.place import part_of
-from rankscope.evidence.parity.recorder import Place, Recorder
+from rankscope.evidence.parity.recorder import ParityRecorder, RecordPlace
 from rankscope.evidence.parity.saved import load_tensors, save_tensors
 from rankscope.tools.parity.reading import read_side
 from support.ranks import run_ranks
@@ -159,7 +159,7 @@ def test_the_record_holds_what_the_optimizer_did(tmp_path):
     net = model().eval()
     reference = copy.deepcopy(net)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.5, momentum=0.9)
-    recorder = Recorder(net, Place(tmp_path / "parity"), 1)
+    recorder = ParityRecorder(net, RecordPlace(tmp_path / "parity"), 1)
     inputs = torch.randn(5, 6)
     recorder.begin_pass((inputs,), {})
     output = net(inputs)
@@ -185,7 +185,7 @@ def test_the_record_holds_what_the_optimizer_did(tmp_path):
 
 def test_a_failure_ends_the_record_and_not_the_training(tmp_path, caplog):
     net = model()
-    recorder = Recorder(net, Place(tmp_path / "parity"), 3)
+    recorder = ParityRecorder(net, RecordPlace(tmp_path / "parity"), 3)
     recorder._meter = None
     recorder.begin_pass((torch.ones(2, 6),), {})
     assert not recorder.active

@@ -9,8 +9,8 @@ import pytest
 from rankscope.bus.parity import GRADIENT, QUARTERS, START, UPDATE, WIDTH
 from rankscope.tools.parity.bounds import Bounds, distance, identical, spread_distance
 from rankscope.tools.parity.compare import compare
-from rankscope.tools.parity.reading import Side, SideStep, Unequal, Whole
-from rankscope.tools.parity.result import Kind, Stage
+from rankscope.tools.parity.reading import Recording, SideStep, Unequal, Whole
+from rankscope.tools.parity.result import Kind, Phase
 
 SHAPES = {"embed": (64, 8), "up": (32, 8), "norm": (32,)}
 
@@ -59,7 +59,9 @@ def training(change=None, *, num_steps=2, workers=1, passes=1, noise=1e-7, seed=
             facts={"trained": list(SHAPES), **facts},
             counters=dict.fromkeys(SHAPES, float(number + 1)),
         )
-    return Side("A", steps, SHAPES, workers, workers, passes, ("torch.float32",), "torch.float32")
+    return Recording(
+        "A", steps, SHAPES, workers, workers, passes, ("torch.float32",), "torch.float32"
+    )
 
 
 def against(b, a=None):
@@ -97,7 +99,7 @@ def test_rounding_is_the_same():
 )
 def test_a_factor_is_named(act, look):
     answer = against(training(of(GRADIENT, "up", 0, act)))
-    assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Stage.GRADIENT, 0)
+    assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Phase.GRADIENT, 0)
     assert [(each.name, each.look) for each in answer.differences] == [("up", look)]
     assert look in answer.headline
     assert answer.exit_code == 1
@@ -123,7 +125,7 @@ def test_another_direction_is_named_with_its_cosine():
     rng = np.random.default_rng(5)
     answer = against(training(of(UPDATE, "up", 1, lambda v: v + rng.standard_normal(len(v)))))
     (found,) = answer.differences
-    assert (answer.stage, answer.step) == (Stage.UPDATE, 1)
+    assert (answer.stage, answer.step) == (Phase.UPDATE, 1)
     assert found.look.startswith("another direction (cosine 0.")
     assert found.cosine == pytest.approx(math.sqrt(0.5), abs=0.1)
 
@@ -140,10 +142,10 @@ def test_a_value_that_is_not_finite_differs():
 def test_the_first_of_several_differences_in_the_order_of_causes_counts():
     side = training(of(GRADIENT, "up", 0, lambda v: 2 * v))
     side.steps[0].labels = (7, 1)
-    assert against(side).stage is Stage.LABELS
+    assert against(side).stage is Phase.LABELS
     side.steps[0].samples = np.arange(8) + 1
     answer = against(side)
-    assert answer.stage is Stage.SAMPLES
+    assert answer.stage is Phase.SAMPLES
     assert "1 of A's 8 samples are not in B" in answer.headline
     assert any("not compared" in note for note in answer.notes)
 
@@ -177,7 +179,7 @@ def test_a_loss_alone_is_a_note():
 def test_a_loss_with_its_gradient_is_the_first_difference():
     side = training(of(GRADIENT, "all", 0, lambda v: 3 * v))
     side.steps[0].losses = side.steps[0].losses * 3
-    assert against(side).stage is Stage.LOSS
+    assert against(side).stage is Phase.LOSS
 
 
 def test_random_numbers_in_the_forward_pass_make_both_not_comparable():
@@ -193,18 +195,21 @@ def test_copies_that_differ_are_named_with_their_ranks():
     side = training(workers=2)
     side.steps[0].unequal = [Unequal(GRADIENT, "up", (1,), 0.5)]
     answer = against(side)
-    assert (answer.stage, answer.kind) == (Stage.GRADIENT, Kind.DIFFERENT)
+    assert (answer.stage, answer.kind) == (Phase.GRADIENT, Kind.DIFFERENT)
     assert "rank 1 holds other gradients than rank 0: up" in answer.headline
 
 
 def test_a_start_differs_by_more_than_the_rounding_of_a_sketch():
     answer = against(training(of(START, "norm", 0, lambda v: v * 1.001)))
-    assert (answer.stage, [each.name for each in answer.differences]) == (Stage.START, ["norm"])
+    assert (answer.stage, [each.name for each in answer.differences]) == (
+        Phase.START,
+        ["norm"],
+    )
 
 
 def test_a_change_of_type_is_no_other_start():
     rounded = training(of(START, "all", 0, lambda v: v * (1 + 2.0**-10)))
-    assert against(rounded).stage is Stage.START
+    assert against(rounded).stage is Phase.START
     assert compare(Bounds(training(), replace(rounded, types=("torch.bfloat16",)))).stage is None
 
 
@@ -212,14 +217,14 @@ def test_a_step_counter_alone_is_the_optimizer_state():
     side = training()
     side.steps[1].counters = dict.fromkeys(SHAPES, 3.0)
     answer = against(side)
-    assert (answer.stage, answer.step) == (Stage.STATE, 1)
+    assert (answer.stage, answer.step) == (Phase.STATE, 1)
     assert "step counter is 2 in A and 3 in B" in answer.headline
 
 
 def test_settings_are_named_beside_an_update():
     side = training(of(UPDATE, "all", 0, lambda v: 2 * v), settings=[{"lr": 0.2}])
     answer = against(side, training(settings=[{"lr": 0.1}]))
-    assert answer.stage is Stage.UPDATE
+    assert answer.stage is Phase.UPDATE
     assert "lr is 0.1 in A and 0.2 in B." in answer.notes
 
 
@@ -248,7 +253,7 @@ def test_later_steps_may_grow_as_far_apart_as_the_start_of_the_step_is():
     far = compare(Bounds(a, replace(grown(5e-4), name="B"), a, moved))
     assert far.kind is Kind.SAME  # the gradient is as much farther away as the parameters are
     jump = training(of(GRADIENT, "all", 1, lambda v: v * (1 + 5e-4 * np.sin(np.arange(len(v))))))
-    assert compare(Bounds(a, replace(jump, name="B"), a, moved)).stage is Stage.GRADIENT
+    assert compare(Bounds(a, replace(jump, name="B"), a, moved)).stage is Phase.GRADIENT
 
 
 def test_other_parameters_cannot_be_compared():

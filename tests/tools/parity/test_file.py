@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 
 from rankscope.bus.packing import PackedError, pack_arrays
-from rankscope.bus.parity import GRADIENT, QUARTERS, WIDTH, Figures, RankStep
+from rankscope.bus.parity import GRADIENT, QUARTERS, WIDTH, RankStep, TensorFigures
 
 
 def step():
-    figures = Figures(
+    figures = TensorFigures(
         ("a", "b"),
         ("", "0,0+2,3"),
         np.arange(2.0 * QUARTERS).reshape(2, QUARTERS),

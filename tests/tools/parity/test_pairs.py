@@ -2,7 +2,7 @@
 
 import pytest
 
-from rankscope.tools.parity.result import Kind, Stage
+from rankscope.tools.parity.result import Kind, Phase
 from support.parity import Recordings, answer_of, layout
 
 DDP = ("--layout", "ddp")
@@ -36,13 +36,18 @@ def test_a_healthy_layout_trains_as_one_process_does(recordings, ranks, words):
 @pytest.mark.parametrize(
     ("fault", "stage", "names", "look"),
     [
-        ("loss_times_workers", Stage.GRADIENT, None, "× 2"),
-        ("layer_update", Stage.UPDATE, [LAYER], "× 2"),
-        ("counter_ahead", Stage.STATE, None, ""),
-        ("same_samples", Stage.SAMPLES, None, ""),
-        ("labels_shifted", Stage.LABELS, None, ""),
-        ("one_layer_start", Stage.START, [LAYER], "× 1.01"),
-        ("half_shard", Stage.GRADIENT, [LAYER], "zero in B, in the first and second quarter"),
+        ("loss_times_workers", Phase.GRADIENT, None, "× 2"),
+        ("layer_update", Phase.UPDATE, [LAYER], "× 2"),
+        ("counter_ahead", Phase.STATE, None, ""),
+        ("same_samples", Phase.SAMPLES, None, ""),
+        ("labels_shifted", Phase.LABELS, None, ""),
+        ("one_layer_start", Phase.START, [LAYER], "× 1.01"),
+        (
+            "half_shard",
+            Phase.GRADIENT,
+            [LAYER],
+            "zero in B, in the first and second quarter",
+        ),
     ],
 )
 def test_a_fault_is_found_at_its_stage(recordings, fault, stage, names, look):
@@ -60,7 +65,7 @@ def test_clipping_by_the_norm_of_a_shard_is_found_as_clipping(recordings):
     clip = ("--clip", "0.3")
     words = ("--layout", "fsdp2", *clip, "--fault", "local_clip")
     answer = answer_of(recordings, layout(1, *clip), layout(2, *words))
-    assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Stage.CLIPPING, 0)
+    assert (answer.kind, answer.stage, answer.step) == (Kind.DIFFERENT, Phase.CLIPPING, 0)
     assert len(answer.differences) == answer.num_tensors
     assert any(note.startswith("B clips a norm of") for note in answer.notes)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rankscope.bus.groups import Groups, Range, Sections
-from rankscope.bus.parity import QUARTERS, WIDTH, Figures
+from rankscope.bus.parity import QUARTERS, WIDTH, TensorFigures
 from rankscope.evidence.parity.place import as_shard, part_of
 from rankscope.gradients.sketch import Measured, Sketcher
 from rankscope.wrappers.fsdp2_shard import Shard, measure_shards
@@ -36,7 +36,7 @@ class FigureMeter:
         sections = Sections(names, group_of, tuple(lengths), ranges)
         self._sketcher = Sketcher(device, groups, WIDTH, seed=0, sections=sections)
 
-    def measure(self, tensors: Iterable[Named]) -> Figures:
+    def measure(self, tensors: Iterable[Named]) -> TensorFigures:
         """Return the figures of tensors, of those whose names are known; waits for the device."""
         wholes: list[Measured] = []
         shards: list[Shard] = []
@@ -61,14 +61,14 @@ class FigureMeter:
         rows = [self._row[name] for name in names]
         sketches = totals.sketches.cpu().numpy().reshape(-1, QUARTERS, WIDTH)
         squares = totals.squared_norms.cpu().numpy().reshape(-1, QUARTERS)
-        return Figures(
+        return TensorFigures(
             tuple(names),
             tuple(places),
             np.array(squares[rows], np.float64),
             np.array(sketches[rows], np.float32),
         )
 
-    def differences(self, after: Sequence[Named], before: Mapping[str, Tensor]) -> Figures:
+    def differences(self, after: Sequence[Named], before: Mapping[str, Tensor]) -> TensorFigures:
         """Return the figures of ``after - before``, in float32 or the tensors' wider type."""
         return self.measure((name, _difference(now, before[name])) for name, now in after)
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from rankscope.bus.parity import FOLDER
 from rankscope.bus.probe import Job, Probe
-from rankscope.evidence.parity.recorder import Place, Recorder
+from rankscope.evidence.parity.recorder import ParityRecorder, RecordPlace
 from rankscope.wrappers.optimizers import all_of
 
 
@@ -21,11 +21,11 @@ class ParityProbe(Probe):
 
     def __init__(self, job: Job) -> None:
         ranks = dist.get_process_group_ranks(job.wrapped.group)
-        place = Place(
+        place = RecordPlace(
             Path(job.given_dir) / FOLDER, dist.get_rank(), dist.get_world_size(), tuple(ranks)
         )
         self._optimizer = job.optimizer
-        self._recorder = Recorder(job.wrapped.module, place, job.parity)
+        self._recorder = ParityRecorder(job.wrapped.module, place, job.parity)
         self._waits = False
 
     def on_inputs(self, args: Sequence[Any], kwargs: Mapping[str, Any], forward: int) -> None:

@@ -24,8 +24,8 @@ from rankscope.bus.parity import (
     START,
     UNCLIPPED,
     UPDATE,
-    Figures,
     RankStep,
+    TensorFigures,
     file_of_step,
     folder_of_rank,
 )
@@ -52,7 +52,7 @@ _COARSE = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RecordPlace:
     """Where a recorder stands.
 
     Attributes:
@@ -72,19 +72,19 @@ class Place:
 class _Step:
     """The step that is being recorded."""
 
-    figures: dict[str, Figures] = field(default_factory=dict)
+    figures: dict[str, TensorFigures] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     labels: Labels | None = None
     passes: int = 0
     updated: bool = False
-    unclipped: dict[str, Figures] = field(default_factory=dict)
+    unclipped: dict[str, TensorFigures] = field(default_factory=dict)
     before: dict[str, Tensor] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     settings: list[dict[str, Any]] = field(default_factory=list)
     drawn: bool = False
 
 
-class Recorder:
+class ParityRecorder:
     """Records the first steps of a model.
 
     The caller passes on what happens, in this order: :meth:`begin_pass`, :meth:`end_pass`,
@@ -102,7 +102,7 @@ class Recorder:
     def __init__(
         self,
         module: nn.Module,
-        place: Place,
+        place: RecordPlace,
         num_steps: int,
         start: Start | None = None,
         *,
@@ -333,11 +333,11 @@ class Recorder:
         for each in all_of(optimizer):
             now.settings += [_settings_of(each, group) for group in each.param_groups]
 
-    def _add(self, kind: str, figures: Figures) -> None:
+    def _add(self, kind: str, figures: TensorFigures) -> None:
         known = self._now.figures.get(kind)
         self._now.figures[kind] = figures if known is None else _joined(known, figures)
 
-    def _moments(self, optimizer: Any, kind: str) -> dict[str, Figures]:
+    def _moments(self, optimizer: Any, kind: str) -> dict[str, TensorFigures]:
         by_moment: dict[str, list[Named]] = {}
         for held in held_by(optimizer):
             name = self._names.get(id(held.whole))
@@ -450,7 +450,7 @@ class Recorder:
 class _Inside:
     """The hooks of one layer; only torch's own generators are read, and none is moved."""
 
-    def __init__(self, recorder: Recorder, name: str) -> None:
+    def __init__(self, recorder: ParityRecorder, name: str) -> None:
         self._recorder = recorder
         self._name = name
         self._states: list[Tensor] = []
@@ -503,8 +503,8 @@ def _settings_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _joined(first: Figures, second: Figures) -> Figures:
-    return Figures(
+def _joined(first: TensorFigures, second: TensorFigures) -> TensorFigures:
+    return TensorFigures(
         first.names + second.names,
         first.places + second.places,
         np.concatenate([first.squares_PQ, second.squares_PQ]),

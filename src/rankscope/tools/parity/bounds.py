@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rankscope.bus.parity import BUFFER, START, UPDATE
-from rankscope.tools.parity.reading import Side, SideStep, Whole
+from rankscope.tools.parity.reading import Recording, SideStep, Whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,10 +39,10 @@ class Bounds:
         moved: The perturbation run.
     """
 
-    a: Side
-    b: Side
-    original: Side | None = None
-    moved: Side | None = None
+    a: Recording
+    b: Recording
+    original: Recording | None = None
+    moved: Recording | None = None
     _cached: dict[tuple[int, str], tuple[dict[str, float], float]] = field(default_factory=dict)
     _factors: dict[tuple[int, str], tuple[dict[str, float], float]] = field(default_factory=dict)
     _grown: dict[int, float] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Bounds:
         )
 
     @property
-    def _sides(self) -> tuple[Side, Side]:
+    def _sides(self) -> tuple[Recording, Recording]:
         return self.a, self.b
 
     def of_start(self, norm: float) -> float:
@@ -209,7 +209,7 @@ def _stored(dtype: str) -> float:
     return {"torch.bfloat16": 2.0**-8, "torch.float16": 2.0**-11}.get(dtype, 0.0)
 
 
-def identical(a: Side, b: Side) -> bool:
+def identical(a: Recording, b: Recording) -> bool:
     """Return whether two sides have the same figures, bit for bit, in the steps of both."""
     steps = [(a.steps[n], b.steps[n]) for n in sorted(set(a.steps) & set(b.steps))]
     return bool(steps) and all(_same(first, second) for first, second in steps)

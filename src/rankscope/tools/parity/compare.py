@@ -8,15 +8,19 @@ from dataclasses import replace
 from rankscope.bus.parity import BUFFER, GRADIENT, HELD, MOMENT, START, UNCLIPPED, UPDATE
 from rankscope.tools.parity.bounds import Bounds, distance, factor, spread_distance
 from rankscope.tools.parity.looks import describe, likely, times
-from rankscope.tools.parity.reading import Side, SideStep, Whole
-from rankscope.tools.parity.result import Answer, Difference, Kind, Stage
+from rankscope.tools.parity.reading import Recording, SideStep, Whole
+from rankscope.tools.parity.result import Answer, Difference, Kind, Phase
 
 _MOST_NOTES = 4
 _LEAST_SCALER = 32.0
 _ALONG = 0.8
 _MUCH = 0.02
 _GENERATORS = ("torch's on the CPU", "the accelerator's")  # those that a model draws from
-_STAGE_OF = {START: Stage.START, GRADIENT: Stage.GRADIENT, UPDATE: Stage.UPDATE}
+_STAGE_OF = {
+    START: Phase.START,
+    GRADIENT: Phase.GRADIENT,
+    UPDATE: Phase.UPDATE,
+}
 
 
 def compare(bounds: Bounds) -> Answer:
@@ -24,7 +28,7 @@ def compare(bounds: Bounds) -> Answer:
     return _Comparison(bounds).answer()
 
 
-def why_not_comparable(a: Side, b: Side) -> str:
+def why_not_comparable(a: Recording, b: Recording) -> str:
     """Return why two trainings cannot be compared, empty if they can."""
     names = _trained(a) ^ _trained(b)
     if names:
@@ -39,7 +43,7 @@ def why_not_comparable(a: Side, b: Side) -> str:
     return ""
 
 
-def _trained(side: Side) -> set[str]:
+def _trained(side: Recording) -> set[str]:
     first = side.steps[min(side.steps)] if side.steps else SideStep()
     return set(map(str, first.facts.get("trained", ())))
 
@@ -96,7 +100,7 @@ class _Comparison:
         if (loss or gradient is not None) and any(side.drawn for side in self._sides):
             return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {self._drew()}", number + 1)
         if loss:
-            return self._made(Kind.DIFFERENT, f"{loss}.", number, Stage.LOSS)
+            return self._made(Kind.DIFFERENT, f"{loss}.", number, Phase.LOSS)
         if gradient is not None and unequal is not None and gradient.stage is unequal.stage:
             return replace(gradient, notes=(unequal.headline, *gradient.notes))
         return gradient or unequal or self._update(number, a, b) or self._state(number, a, b)
@@ -114,7 +118,7 @@ class _Comparison:
                 self._note("Initialise both alike, or use --same-start.")
             words = "it resumes with others" if resumed else "the start differs"
             what = "parameter" if found else "buffer"
-            return self._different(number, Stage.START, found or buffers, words, what)
+            return self._different(number, Phase.START, found or buffers, words, what)
         return self._held(number, a, b) or (self._random(number, a, b) if resumed else None)
 
     def _random(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
@@ -138,7 +142,7 @@ class _Comparison:
         more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
         text = f"The random state of step {number} is not restored: {'; '.join(words)}{more}."
         if any(side.drawn for side in self._sides):
-            return self._made(Kind.DIFFERENT, text, number, Stage.RANDOM)
+            return self._made(Kind.DIFFERENT, text, number, Phase.RANDOM)
         self._note(f"{text} No random numbers are drawn inside the forward pass.")
         return None
 
@@ -152,13 +156,13 @@ class _Comparison:
                 words = (
                     f"the optimizer holds another {kind.removeprefix(HELD)} before its first call"
                 )
-                return self._different(number, Stage.STATE, found, words)
+                return self._different(number, Phase.STATE, found, words)
         counters = [dict(s.facts.get("held counters", {})) for s in (a, b)]
         words = _counters_apart(counters[0], counters[1])
         if words:
             words = f"before its first call {words}"
             return self._made(
-                Kind.DIFFERENT, f"{words[0].upper()}{words[1:]}.", number, Stage.STATE
+                Kind.DIFFERENT, f"{words[0].upper()}{words[1:]}.", number, Phase.STATE
             )
         return None
 
@@ -188,7 +192,10 @@ class _Comparison:
         self._note("Gradients are not compared, for they belong to other samples.")
         text = "; ".join(words)
         return self._made(
-            Kind.DIFFERENT, f"Other samples in step {number}: {text}.", number, Stage.SAMPLES
+            Kind.DIFFERENT,
+            f"Other samples in step {number}: {text}.",
+            number,
+            Phase.SAMPLES,
         )
 
     def _labels(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
@@ -203,7 +210,10 @@ class _Comparison:
             words = f"{own:,} label tokens in both, but not the same ones"
         self._note("The samples are the same. Gradients are not compared.")
         return self._made(
-            Kind.DIFFERENT, f"Other label tokens in step {number}: {words}.", number, Stage.LABELS
+            Kind.DIFFERENT,
+            f"Other label tokens in step {number}: {words}.",
+            number,
+            Phase.LABELS,
         )
 
     def _loss(self, number: int, a: SideStep, b: SideStep) -> str:
@@ -227,7 +237,7 @@ class _Comparison:
             if seen and before:
                 self._note("Clipping hides it from the optimizer.")
                 return self._different(
-                    number, Stage.GRADIENT, before, "the gradient before clipping differs"
+                    number, Phase.GRADIENT, before, "the gradient before clipping differs"
                 )
             return None
         names = {each.name for each in found}
@@ -237,7 +247,7 @@ class _Comparison:
                 self._note(_clipping_words(side.name, step))
             return self._different(
                 number,
-                Stage.CLIPPING,
+                Phase.CLIPPING,
                 found,
                 "the clipped gradient differs, and the gradient before clipping does not",
             )
@@ -250,7 +260,7 @@ class _Comparison:
                 )
         if equal_before:
             self._note("It changes between the backward pass and the optimizer's call.")
-        return self._different(number, Stage.GRADIENT, found, "the gradient differs")
+        return self._different(number, Phase.GRADIENT, found, "the gradient differs")
 
     def _update(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
         found = self._apart(number, UPDATE, a, b)
@@ -263,7 +273,7 @@ class _Comparison:
         if settings:
             self._note(settings)
         return self._different(
-            number, Stage.UPDATE, found, "the update differs, and the gradient does not"
+            number, Phase.UPDATE, found, "the update differs, and the gradient does not"
         )
 
     def _state(self, number: int, a: SideStep, b: SideStep) -> Answer | None:
@@ -274,13 +284,13 @@ class _Comparison:
                 name = kind.removeprefix(MOMENT)
                 return self._different(
                     number,
-                    Stage.STATE,
+                    Phase.STATE,
                     found,
                     f"the optimizer's {name} differs, and the update does not",
                 )
         words = _counters_apart(a.counters, b.counters)
         if words:
-            return self._made(Kind.DIFFERENT, f"In step {number} {words}.", number, Stage.STATE)
+            return self._made(Kind.DIFFERENT, f"In step {number} {words}.", number, Phase.STATE)
         return None
 
     def _unequal(self, number: int, a: SideStep, b: SideStep, *kinds: str) -> Answer | None:
@@ -377,7 +387,7 @@ class _Comparison:
     def _different(
         self,
         number: int,
-        stage: Stage,
+        stage: Phase,
         found: Sequence[Difference],
         words: str,
         what: str = "parameter",
@@ -400,14 +410,14 @@ class _Comparison:
         kind: Kind,
         headline: str,
         step: int,
-        stage: Stage | None = None,
+        stage: Phase | None = None,
         differences: tuple[Difference, ...] = (),
         compared: int = 0,
     ) -> Answer:
         steps = sorted(set(self._a.steps) & set(self._b.steps))
         number = step if stage is not None else -1
         through = [s for s in steps if stage is None or s <= step]
-        skip = stage in (Stage.START, Stage.SAMPLES, Stage.LABELS)
+        skip = stage in (Phase.START, Phase.SAMPLES, Phase.LABELS)
         return Answer(
             kind,
             headline,

@@ -7,7 +7,7 @@ import numpy as np
 
 from rankscope.bus.parity import QUARTERS
 from rankscope.stats.arrays import Floats
-from rankscope.tools.parity.reading import Side, Whole
+from rankscope.tools.parity.reading import Recording, Whole
 from rankscope.tools.parity.result import Difference
 
 _PARALLEL = 0.999
@@ -70,7 +70,7 @@ def times(factor: float) -> str:
     return f"× {factor:.4g}" if abs(factor - 1) < _NEAR else f"× {_number(factor)}"
 
 
-def likely(factor: float, sides: tuple[Side, Side]) -> str:
+def likely(factor: float, sides: tuple[Recording, Recording]) -> str:
     """Return what a factor of all may be the number of, in brackets; empty if of nothing."""
     a, b = sides
     counts = {

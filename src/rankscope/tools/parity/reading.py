@@ -102,7 +102,7 @@ class SideStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class Recording:
     """A recorded training.
 
     Attributes:
@@ -142,7 +142,7 @@ class NotRecordedError(RunError):
     """A training has left no record that can be compared."""
 
 
-def read_side(directory: Path, name: str) -> Side:
+def read_side(directory: Path, name: str) -> Recording:
     """Read a recorded training.
 
     Args:
@@ -178,7 +178,7 @@ def read_side(directory: Path, name: str) -> Side:
             for n, shape in part.facts["shapes"].items()
         }
         facts = [part.facts for parts in whole.values() for part in parts]
-        return Side(
+        return Recording(
             name,
             steps,
             shapes,

@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Any
 
 
-class Stage(StrEnum):
+class Phase(StrEnum):
     """Where two trainings can differ first, in the order of causes."""
 
     START = "start"
@@ -74,7 +74,7 @@ class Answer:
 
     kind: Kind
     headline: str
-    stage: Stage | None = None
+    stage: Phase | None = None
     step: int = -1
     differences: tuple[Difference, ...] = ()
     num_tensors: int = 0

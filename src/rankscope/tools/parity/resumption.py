@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from rankscope.bus.parity import HELD, MOMENT
-from rankscope.tools.parity.reading import Side, SideStep
+from rankscope.tools.parity.reading import Recording, SideStep
 
 
-def part_of(side: Side, first: int, stop: int) -> Side:
+def part_of(side: Recording, first: int, stop: int) -> Recording:
     """Return the steps ``[first, stop)`` of a side."""
     return replace(side, steps={n: s for n, s in side.steps.items() if first <= n < stop})
 
 
-def joined(whole: Side, resumed: Side, at: int) -> tuple[Side, Side]:
+def joined(whole: Recording, resumed: Recording, at: int) -> tuple[Recording, Recording]:
     """Return both sides from the resumption on.
 
     What the whole training's optimizer held after the step before stands as what it held before
@@ -49,13 +49,13 @@ def joined(whole: Side, resumed: Side, at: int) -> tuple[Side, Side]:
     return _with_names(replace(later, steps=steps), names), resumed
 
 
-def first_facts(side: Side) -> Mapping[str, object]:
+def first_facts(side: Recording) -> Mapping[str, object]:
     """Return what is recorded in a side's first step alone."""
     facts = side.steps[min(side.steps)].facts
     return {name: facts[name] for name in ("trained", "shapes", "types") if name in facts}
 
 
-def _with_names(side: Side, names: Mapping[str, object]) -> Side:
+def _with_names(side: Recording, names: Mapping[str, object]) -> Recording:
     first = side.steps[min(side.steps)]
     first.facts = {**names, **first.facts}
     return side
