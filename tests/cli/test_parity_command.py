@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,6 +16,7 @@ from rankscope.cli.output import terminal
 from rankscope.cli.parity import render_answer
 from rankscope.integrations.parity import ParityJob
 from rankscope.integrations.parity_run import Command, CommandError, run_commands
+from rankscope.tools.parity.page import write_parity_page
 from rankscope.tools.parity.result import Answer, Difference, Kind, Phase
 
 OPTIONS = {
@@ -44,6 +46,7 @@ def test_the_options_are_frozen():
         ),
         (("-a", "no-such-command", "-b", "true"), "neither a file here nor a command"),
         (("-a", "{folder}", "-b", "true"), "has no parity/"),
+        (("-a", "", "-b", "true"), "-a expected a command, got nothing"),
     ],
 )
 def test_bad_usage_is_one_sentence(monkeypatch, capsys, tmp_path, words, expected):
@@ -123,6 +126,73 @@ def test_records_are_removed_unless_a_directory_is_given(monkeypatch, capsys, tm
     assert "a new or empty directory" in err
 
 
+IN_ORDER = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+data = torch.randn(8, 4)
+
+def closure():
+    optimizer.zero_grad()
+    loss = {factor} * model(data).square().mean()
+    loss.backward()
+    return loss
+
+for _ in range(9):
+    {update}
+"""
+BY_LIGHTNING = """
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch.utils.data import DataLoader
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def training_step(self, batch, batch_idx):
+        return {factor} * self.layer(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+torch.manual_seed(0)
+model = Module()
+data = DataLoader(torch.randn(32, 4), batch_size=4)
+quiet = dict(logger=False, enable_checkpointing=False, enable_progress_bar=False)
+Trainer(max_steps=8, accelerator="cpu", devices=1, **quiet).fit(model, data)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (
+            IN_ORDER.format(factor=1, update="closure(); optimizer.step()"),
+            IN_ORDER.format(factor="{factor}", update="optimizer.step(closure)"),
+        ),
+        (BY_LIGHTNING.format(factor=1), BY_LIGHTNING),
+    ],
+    ids=["closure", "lightning"],
+)
+def test_forward_and_backward_passes_inside_of_the_optimizers_call(
+    monkeypatch, capsys, tmp_path, a, b
+):
+    recorded = tmp_path / "a"
+    words = ["-m", "rankscope", "run", "--run-dir", str(recorded), "--parity", "2"]
+    (tmp_path / "a.py").write_text(a)
+    subprocess.run([sys.executable, *words, str(tmp_path / "a.py")], check=True)
+    for factor, code, stage in ((1, 0, None), (2, 1, "gradient")):
+        other = script(tmp_path, f"{factor}.py", b.format(factor=factor))
+        words = ["-a", str(recorded), "-b", other, "--steps", "2", "--json"]
+        found, out, _ = call(monkeypatch, capsys, "parity", *words)
+        answer = json.loads(out)
+        assert (found, answer["stage"]) == (code, stage), answer["headline"]
+
+
 def test_an_answer_has_at_most_twelve_lines(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "110")
     found = tuple(
@@ -143,6 +213,40 @@ def test_an_answer_has_at_most_twelve_lines(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert len(out.rstrip("\n").splitlines()) <= 12
     assert "≠ NOT THE SAME" in out
-    assert "model.layers.3.mlp" in out
-    assert "model.layers.4.mlp" not in out
+    assert "model.layers.2.mlp" in out
+    assert "model.layers.3.mlp" not in out
+    assert "What to do: Compare what the loss is divided by" in out
+    assert "of its norm, rounding 4e-06" in out
+    assert "Smaller faults could be missed: gradients by 4e-06 of their norm" in out
     assert os.linesep.join(["", ""]) in out
+
+
+def test_the_page_tells_the_sides_and_what_to_do(tmp_path):
+    answer = Answer(
+        Kind.DIFFERENT,
+        "In step 0 the start differs: norm.weight, × 2.",
+        Phase.START,
+        0,
+        (Difference("norm.weight", 0.5, 2e-6, 2.0, 1.0, "× 2"),),
+        1,
+        num_steps=1,
+        could_miss={"update": (3e-5, 1e-4)},
+    )
+    page = tmp_path / "parity.html"
+    write_parity_page(answer, page, {"A": "python train.py", "B": "torchrun train.py --fsdp"})
+    words = page.read_text(encoding="utf-8")
+    for expected in (
+        "torchrun train.py --fsdp",
+        "Begin both with the same parameters, or use --same-start.",
+        "Smaller faults could be missed: updates by 3e-05 of their norm (0.0001 at worst).",
+    ):
+        assert expected in words
+    assert "Spreads over workers" not in words
+
+
+def test_what_is_run_is_said_at_once(monkeypatch, capsys, tmp_path):
+    idle = script(tmp_path, "idle.py", "")
+    code, out, err = call(monkeypatch, capsys, "parity", "-a", idle, "-b", idle, "--json")
+    assert code == 2
+    assert json.loads(out)["answer"] == "not comparable"
+    assert f"Running A: {idle}; B: {idle} …" in err

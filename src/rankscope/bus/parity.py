@@ -73,7 +73,7 @@ class RankStep:
     Attributes:
         rank: The rank.
         step: The step, counted from the beginning of the training.
-        facts: What is no number: see :class:`rankscope.evidence.parity.recorder.ParityRecorder`.
+        facts: What is no number, by name.
         figures: By kind.
         samples: Identities of the samples.
         losses: Losses of the micro-batches, and of samples where the training gave those ``[U]``.

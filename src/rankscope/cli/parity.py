@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,16 +13,18 @@ from rich.console import Console
 from rich.text import Text
 
 from rankscope.bus.parity import FOLDER
-from rankscope.cli.output import JsonOption, plain, print_json, show, terminal
+from rankscope.cli.output import JsonOption, plain, points, print_json, show, terminal
+from rankscope.cli.verdict import labelled
 from rankscope.errors import RankscopeError, UsageError
 from rankscope.report import needs_extra
 
 if TYPE_CHECKING:
     from rankscope.integrations.parity import ParityJob
+    from rankscope.integrations.parity_run import Command
     from rankscope.tools.parity.reading import Recording
     from rankscope.tools.parity.result import Answer
 
-MAX_TENSORS = 4
+MAX_TENSORS = 3
 """Tensors that the terminal shows."""
 
 _LOOK = {
@@ -90,6 +92,9 @@ def parity(
     """
     from rankscope.tools.parity.result import Answer, Kind
 
+    for option, words in (("-a", a), ("-b", b)):
+        if not words.strip():
+            raise UsageError(f"{option} expected a command, got nothing")
     if (resume_at is None) != (b2 is None):
         raise UsageError("--resume-at and -b2 belong together: give both or none")
     if resume_at is not None and resume_at >= steps:
@@ -102,7 +107,8 @@ def parity(
             raise
         except RankscopeError as error:
             answer = Answer(Kind.NOT_COMPARABLE, f"Not comparable: {error}.".replace("..", "."))
-    written = [] if html is None else [_write_page(answer, html)]
+    sides = {"A": a, "B": b if b2 is None else f"{b}; resumed by {b2}"}
+    written = [] if html is None else [_write_page(answer, html, sides)]
     if as_json:
         print_json({**answer.to_json(), "written": [str(path) for path in written]})
     else:
@@ -156,6 +162,7 @@ class _Pair:
         commands = [Command("B", self.b, self.folder / "b", job_b)]
         if recorded is None:
             commands.insert(0, Command("A", self.a, self.folder / "a", job_a))
+        _announce(commands)
         run_commands(commands, self.timeout, together=self.parallel and not self.same_start)
         side_a = read_side(recorded or self.folder / "a", "A")
         side_b = read_side(self.folder / "b", "B")
@@ -186,7 +193,9 @@ class _Pair:
         from rankscope.tools.parity.reading import read_side
 
         folder = self.folder / place
-        run_commands([Command(name, command, folder, job)], self.timeout, together=False)
+        commands = [Command(name, command, folder, job)]
+        _announce(commands)
+        run_commands(commands, self.timeout, together=False)
         return read_side(folder, name)
 
     def _check(self, side: "Recording", steps: int, name: str) -> None:
@@ -199,6 +208,12 @@ class _Pair:
         from rankscope.integrations.parity import ParityJob
 
         return replace(ParityJob(steps, no_dropout=self.no_dropout), **more)  # type: ignore[arg-type]
+
+
+def _announce(commands: "Sequence[Command]") -> None:
+    """Say what is being run: a training may take long before its first step."""
+    words = "; ".join(f"{each.name.rstrip(',')}: {each.text}" for each in commands)
+    terminal(stderr=True).print(plain(f"  Running {words} …", "dim"), soft_wrap=True)
 
 
 def _identical(a: "Recording", b: "Recording") -> bool:
@@ -235,10 +250,10 @@ def _records(run_dir: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_page(answer: "Answer", html: Path) -> Path:
+def _write_page(answer: "Answer", html: Path, sides: Mapping[str, str]) -> Path:
     with needs_extra(html.name, "web"):
         from rankscope.tools.parity.page import write_parity_page
-    return write_parity_page(answer, html)
+    return write_parity_page(answer, html, sides)
 
 
 def render_answer(answer: "Answer", console: Console) -> None:
@@ -252,14 +267,14 @@ def render_answer(answer: "Answer", console: Console) -> None:
             plain(answer.headline),
         ),
     )  # fmt: skip
-    for each in answer.differences[:MAX_TENSORS]:
-        line = f"  {each.name}: {each.look}; off by {each.distance:.2g}, rounding {each.bound:.1g}"
-        show(console, plain(line))
-    for note in answer.notes[:3]:
-        show(console, plain(note, "dim"))
-    if answer.could_miss:
-        parts = [
-            f"{kind}s wrong by less than {median:.1g} of their norm (at worst {worst:.1g})"
-            for kind, (median, worst) in answer.could_miss.items()
-        ]
-        show(console, plain(f"It could miss {' and '.join(parts)}.", "dim"))
+    if answer.advice:
+        show(console, labelled("What to do", answer.advice))
+    lines = [
+        f"{each.name}: {each.look}; off by {each.distance:.2g} of its norm, "
+        f"rounding {each.bound:.1g}"
+        for each in answer.differences[:MAX_TENSORS]
+    ]
+    points(console, lines)
+    for note in (*answer.notes[:3], answer.limits):
+        if note:
+            show(console, plain(note, "dim"))

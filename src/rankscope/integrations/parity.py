@@ -1,7 +1,8 @@
 """Records an unmodified training for ``rankscope parity``, and ends it after some steps.
 
 The model is found at its first forward pass with gradients after an optimizer of its parameters was
-made: a process group, several ranks or a wrapper are not needed. No monitor and no agent runs.
+made: a process group, several ranks or a wrapper are not needed. Where Lightning does not wrap the
+model, a call of its ``training_step`` counts as a forward pass. No monitor and no agent runs.
 
 This module imports nothing heavy: it is loaded with torch in every process of the job.
 """
@@ -30,6 +31,7 @@ _log = logging.getLogger("rankscope")
 
 _OPTIMIZER = "torch.optim.optimizer"
 _COMPILED = "torch._dynamo.eval_frame"
+_STRATEGIES = ("lightning.pytorch.strategies.strategy", "pytorch_lightning.strategies.strategy")
 _WRAPPERS = frozenset(
     {"DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
 )
@@ -44,7 +46,7 @@ class ParityJob:
         steps: Steps to record.
         first_step: Number of the first one.
         stops: Whether the training ends at the beginning of the step after the last.
-        eps: See :class:`rankscope.evidence.parity.start.Start`; so are the rest.
+        eps: Relative size of the moves of a quarter of the parameters' elements; 0 for none.
         no_dropout: Whether dropout is switched off.
         save_start: Whether the start is written beside the record.
         load_start: Folder of another training's start; empty for none.
@@ -68,8 +70,10 @@ class ParityCatch:
         self._optimizers: list[weakref.ref[Any]] = []
         self._calls: list[CallHook] = []
         self._made: Patch | None = None
+        self._in_closure: Any = None
         self._training: _Training | None = None
-        self._imports = AfterImport({_OPTIMIZER: self._await_optimizer})
+        by_method = dict.fromkeys(_STRATEGIES, self._await_training_step)
+        self._imports = AfterImport({_OPTIMIZER: self._await_optimizer, **by_method})
 
     def install(self) -> None:
         """Wait for torch's optimizers."""
@@ -88,18 +92,49 @@ class ParityCatch:
 
         self._made = Patch(optimizer, "__init__", noticing)
 
+    def _await_training_step(self, module: ModuleType) -> None:
+        def recorded(original: Any) -> Any:
+            @functools.wraps(original)
+            def training_step(own: Any, *args: Any, **kwargs: Any) -> Any:
+                model = own.lightning_module
+                if own.model is not model:  # the wrapper is called
+                    return original(own, *args, **kwargs)
+                self._before_call(model, by_method=True)
+                training = self._training
+                if training is None or training.model is not model:
+                    return original(own, *args, **kwargs)
+                training.before_forward(model, args, kwargs)
+                output = original(own, *args, **kwargs)
+                training.after_forward(model, args, kwargs, output)
+                return output
+
+            return training_step
+
+        Patch(vars(module)["Strategy"], "training_step", recorded)
+
     def _notice(self, optimizer: Any) -> None:
         """Remember an optimizer; from the first one on, watch the calls of modules."""
         self._optimizers.append(weakref.ref(optimizer))
         if self._calls or self._training is not None:
             return
         from torch.nn import Module
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+        self._in_closure = register_optimizer_step_pre_hook(self._await_closure)
         holders = [Module, getattr(sys.modules.get(_COMPILED), "OptimizedModule", None)]
         own = [h for h in holders if h is not None and "__call__" in vars(h)]
         self._calls = [CallHook(holder, self._before_call) for holder in own]
 
-    def _before_call(self, model: Any) -> None:
+    def _await_closure(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Tell a training that begins inside a closure that its first update begins."""
+
+        def after() -> None:
+            if self._training is not None:
+                self._training.enter_step(optimizer)
+
+        return _after_closure(args, kwargs, after) if self._training is None else None
+
+    def _before_call(self, model: Any, *, by_method: bool = False) -> None:
         try:
             if self._training is not None or not self._trains(model):
                 return
@@ -107,7 +142,8 @@ class ParityCatch:
                 hook.remove()
             self._calls = []
             self._imports.remove()
-            self._training = _Training(model, self._job, self._parity)
+            self._in_closure.remove()
+            self._training = _Training(model, self._job, self._parity, by_method=by_method)
         except Exception as error:
             for hook in self._calls:
                 hook.remove()
@@ -120,6 +156,8 @@ class ParityCatch:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return False
         own = {id(p) for p in model.parameters()}
+        if any(getattr(p, "_hp_mapping", None) is not None for p in model.parameters()):
+            return True  # DeepSpeed's optimizer holds its elements in flat tensors
         living = [each for ref in self._optimizers if (each := ref()) is not None]
         return any(
             id(p) in own
@@ -129,28 +167,35 @@ class ParityCatch:
         )
 
 
-def _recording(method: Callable[..., None]) -> Callable[..., None]:
+def _recording(method: Callable[..., Any]) -> Callable[..., Any]:
     """Stop recording where a method of a training fails: the training goes on."""
 
     @functools.wraps(method)
-    def run(self: "_Training", *args: Any, **kwargs: Any) -> None:
+    def run(self: "_Training", *args: Any, **kwargs: Any) -> Any:
         if self.failed:
-            return
+            return None
         try:
-            method(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
         except Exception as error:
             self.failed = True
             _log.warning("parity can no longer record this training: %s", error, exc_info=True)
             _fail(self.job, error)
             self._finish()
+            return None
 
     return run
 
 
 class _Training:
-    """A training that is recorded, until it has had its steps."""
+    """A training that is recorded, until it has had its steps.
 
-    def __init__(self, model: Any, job: ScriptJob, parity: ParityJob) -> None:
+    With ``by_method``, the caller tells when a method of the model in place of its forward pass
+    begins and ends.
+    """
+
+    def __init__(
+        self, model: Any, job: ScriptJob, parity: ParityJob, *, by_method: bool = False
+    ) -> None:
         import torch
         from torch.optim import optimizer as optimizers
 
@@ -159,6 +204,7 @@ class _Training:
         from rankscope.integrations.backward_loss import BackwardLoss
 
         self.job = job
+        self.model = model
         self.failed = False
         folder = Path(job.run_dir) / FOLDER
         rank, world, data_ranks = _ranks_of(model)
@@ -180,11 +226,18 @@ class _Training:
         self._depth = 0
         self._updated = False
         self._count = 0
-        scope: Any = self._recorder
-        self._losses = BackwardLoss(scope, [model])
+        self._losses = BackwardLoss(self._recorder, [model])
+        before, after = self.before_forward, self.after_forward
+        passes = (
+            ()
+            if by_method
+            else (
+                model.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+                model.register_forward_hook(after, with_kwargs=True),
+            )
+        )
         self._hooks: list[Any] = [
-            model.register_forward_pre_hook(self._before_forward, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._after_forward, with_kwargs=True),
+            *passes,
             optimizers.register_optimizer_step_pre_hook(self._before_step),
             optimizers.register_optimizer_step_post_hook(self._after_step),
         ]
@@ -195,7 +248,8 @@ class _Training:
             util.Finalize(self, self._finish, exitpriority=100)
 
     @_recording
-    def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+    def before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+        """Note that a forward pass begins; end the training if it is one too many."""
         import torch
 
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -212,7 +266,8 @@ class _Training:
         self._recorder.begin_pass(args, kwargs)
 
     @_recording
-    def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+        """Note that a forward pass has ended."""
         if self._recorder.training:
             self._recorder.end_pass(output, kwargs)
 
@@ -234,14 +289,25 @@ class _Training:
         self._recorder.see_reduced()
 
     @_recording
-    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         self._depth += 1
         if self._depth != 1:
-            return
+            return None
+        if not self._recorder.knows(optimizer):
+            self._recorder.see_other(optimizer)
+            return None
+        before_update = functools.partial(self._recorder.before_update, optimizer)
+        with_closure = _after_closure(args, kwargs, before_update)
+        if with_closure is None:
+            before_update()
+        return with_closure
+
+    @_recording
+    def enter_step(self, optimizer: Any) -> None:
+        """Note that an update begins: the closure before it has begun the training."""
+        self._depth = 1
         if self._recorder.knows(optimizer):
             self._recorder.before_update(optimizer)
-        else:
-            self._recorder.see_other(optimizer)
 
     @_recording
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -261,6 +327,24 @@ class _Training:
                 hook.remove()
         self._backward.remove()
         self._losses.remove()
+
+
+def _after_closure(args: Any, kwargs: Any, after: Callable[[], None]) -> Any:
+    """Return the arguments of an optimizer's step whose closure calls ``after`` at its end.
+
+    The closure holds forward and backward pass, and the update comes after it. None without one.
+    """
+    own, *more = args
+    closure = more[0] if more else kwargs.get("closure")
+    if closure is None:
+        return None
+
+    def watched() -> Any:
+        result = closure()
+        after()
+        return result
+
+    return (own, watched), {name: value for name, value in kwargs.items() if name != "closure"}
 
 
 def _inside(model: Any) -> Any:

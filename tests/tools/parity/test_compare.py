@@ -126,7 +126,7 @@ def test_another_direction_is_named_with_its_cosine():
     answer = against(training(of(UPDATE, "up", 1, lambda v: v + rng.standard_normal(len(v)))))
     (found,) = answer.differences
     assert (answer.stage, answer.step) == (Phase.UPDATE, 1)
-    assert found.look.startswith("another direction (cosine 0.")
+    assert found.look.startswith("in another direction (cosine 0.")
     assert found.cosine == pytest.approx(math.sqrt(0.5), abs=0.1)
 
 
@@ -268,3 +268,15 @@ def test_other_parameters_cannot_be_compared():
 def test_equal_bits_are_identical():
     assert identical(training(), training())
     assert not identical(training(), training(seed=1))
+
+
+@pytest.mark.parametrize("kind", [GRADIENT, UPDATE])
+def test_what_was_not_recorded_is_not_the_same(kind):
+    sides = training(), training(seed=1)
+    for side in sides:
+        side.steps[1].figures.pop(kind)
+    answer = against(sides[1], sides[0])
+    assert (answer.kind, answer.headline) == (
+        Kind.NOT_COMPARABLE,
+        f"Not comparable: no {kind} of A was recorded in step 1.",
+    )

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from rankscope.bus.groups import Groups, Range, Sections
 from rankscope.bus.parity import QUARTERS, WIDTH, TensorFigures
-from rankscope.evidence.parity.place import as_shard, part_of
+from rankscope.evidence.parity.place import Part, as_shard, part_of
 from rankscope.gradients.sketch import Measured, Sketcher
 from rankscope.wrappers.fsdp2_shard import Shard, measure_shards
 
-Named = tuple[str, Tensor]
+Named = tuple[str, Tensor | Part]
 
 
 class FigureMeter:
@@ -42,10 +42,11 @@ class FigureMeter:
         shards: list[Shard] = []
         names, places = [], []
         for name, tensor in tensors:
-            if name not in self._row or not (tensor.is_floating_point() or tensor.is_complex()):
+            if name not in self._row:
                 continue
             part = part_of(tensor)
-            if not part.tensor.numel():
+            number = part.tensor.is_floating_point() or part.tensor.is_complex()
+            if not (number and part.tensor.numel()):
                 continue
             names.append(name)
             places.append(part.place)
@@ -68,12 +69,20 @@ class FigureMeter:
             np.array(sketches[rows], np.float32),
         )
 
-    def differences(self, after: Sequence[Named], before: Mapping[str, Tensor]) -> TensorFigures:
+    def differences(
+        self, after: Sequence[Named], before: Mapping[str, Tensor | Part]
+    ) -> TensorFigures:
         """Return the figures of ``after - before``, in float32 or the tensors' wider type."""
         return self.measure((name, _difference(now, before[name])) for name, now in after)
 
 
-def _difference(now: Tensor, before: Tensor) -> Tensor:
+def _difference(now: Tensor | Part, before: Tensor | Part) -> Tensor | Part:
+    if isinstance(now, Part):
+        return now._replace(tensor=_minus(now.tensor, part_of(before).tensor))
+    return _minus(now, before)  # type: ignore[arg-type]
+
+
+def _minus(now: Tensor, before: Tensor) -> Tensor:
     if now.dtype in (torch.float16, torch.bfloat16):
         return now.detach().float() - before.float()
     return now.detach() - before

@@ -1,11 +1,12 @@
 """Which part of a whole tensor a rank holds, found without communication."""
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rankscope.wrappers.fsdp2_shard import ShardPlace
@@ -36,12 +37,46 @@ class Part(NamedTuple):
         )
 
 
-def part_of(tensor: Tensor) -> Part:
+class Held(NamedTuple):
+    """What an optimizer holds of a parameter in one of its tensors.
+
+    Attributes:
+        name: The parameter.
+        part: Returns its part of a tensor of that shape: the tensor itself, a gradient, a moment.
+    """
+
+    name: str
+    part: Callable[[Tensor], Tensor | Part]
+
+
+def pieces_in(flat: Tensor, module: nn.Module, names: dict[int, str]) -> Iterator[Held]:
+    """Yield the parameters whose elements DeepSpeed's ZeRO 1 or 2 keeps in a flat tensor."""
+    if isinstance(flat, DTensor):
+        return
+    memory = flat.untyped_storage().data_ptr()
+    for parameter in module.parameters():
+        mapping: Any = getattr(parameter, "_hp_mapping", None)
+        name = names.get(id(parameter))
+        if name is None or mapping is None:
+            continue
+        if mapping.hp_fragment.untyped_storage().data_ptr() == memory:
+            there, whole = mapping.hp_fragment_address, mapping.lp_fragment_address.start
+            size = parameter.numel()
+            yield Held(name, functools.partial(_cut, there.start, there.numel, size, whole))
+
+
+def _cut(start: int, length: int, size: int, first: int, flat: Tensor) -> Part:
+    return Part(flat.detach().view(-1).narrow(0, start, length), (size,), (first,))
+
+
+def part_of(tensor: Tensor | Part) -> Part:
     """Return this rank's part of a tensor; all of a plain one.
 
     Raises:
         ValueError: It is laid out in another way than by parts, copies or terms of a sum.
     """
+    if isinstance(tensor, Part):
+        return tensor
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         whole = tensor.to_dense() if tensor.is_sparse else tensor

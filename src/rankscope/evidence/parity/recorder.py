@@ -5,6 +5,7 @@ step. The training keeps its bits, but for changes that the comparison asks for 
 step: :class:`Start`.
 """
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,17 +31,19 @@ from rankscope.bus.parity import (
     folder_of_rank,
 )
 from rankscope.errors import RunError
-from rankscope.evidence.loss.meter import LossMeter, shifts_labels
+from rankscope.evidence.loss.meter import LossMeter
 from rankscope.evidence.loss.probe import PendingLosses
-from rankscope.evidence.optimizer.holdings import Held, held_by
+from rankscope.evidence.optimizer.holdings import OptimizedParameter, held_by
 from rankscope.evidence.parity.labels import Labels, labels_among, labels_before
 from rankscope.evidence.parity.meter import FigureMeter, Named
+from rankscope.evidence.parity.place import Held, Part, pieces_in
 from rankscope.evidence.parity.start import Start, set_up
 from rankscope.evidence.randomness.meter import ACCELERATOR, TORCH, RandomMeter
 from rankscope.evidence.samples.meter import SampleMeter
 from rankscope.files import make_folder, replace
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.clipping import CLIP
+from rankscope.wrappers.labels import shifts_labels
 from rankscope.wrappers.optimizers import all_of
 from rankscope.wrappers.surroundings import outside
 
@@ -78,7 +81,7 @@ class _Step:
     passes: int = 0
     updated: bool = False
     unclipped: dict[str, TensorFigures] = field(default_factory=dict)
-    before: dict[str, Tensor] = field(default_factory=dict)
+    before: dict[str, Tensor | Part] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     settings: list[dict[str, Any]] = field(default_factory=list)
     drawn: bool = False
@@ -120,6 +123,7 @@ class ParityRecorder:
         named = [*module.named_parameters(), *_float_buffers(module)]
         self._names = {id(tensor): canonical_name(name) for name, tensor in named}
         self._shapes = {canonical_name(n): list(t.shape) for n, t in named}
+        self._flat: dict[int, tuple[Held, ...]] = {}
         self._trained = {id(p) for p in module.parameters() if p.requires_grad}
         device = next((t.device for _, t in named), torch.device("cpu"))
         sizes = {canonical_name(n): t.numel() * (2 if t.is_complex() else 1) for n, t in named}
@@ -135,6 +139,11 @@ class ParityRecorder:
         self._stop_listening: Callable[[], object] = (
             CLIP.subscribe(before=self._see_clipping) if CLIP.exists else lambda: None
         )
+
+    @property
+    def present_step(self) -> int:
+        """The number of the step that is under way."""
+        return self.step
 
     @property
     def done(self) -> bool:
@@ -202,7 +211,7 @@ class ParityRecorder:
 
     def knows(self, optimizer: Any) -> bool:
         """Return whether an optimizer holds a parameter of the model."""
-        return any(id(p) in self._names for each in all_of(optimizer) for p in _parameters(each))
+        return any(self._held(p) for each in all_of(optimizer) for p in _parameters(each))
 
     # How it is kept -------------------------------------------------------------------------
 
@@ -298,7 +307,10 @@ class ParityRecorder:
             return
         now = self._now
         now.updated = True
-        if GRADIENT not in now.figures:
+        given = self._given_flat(optimizer)
+        if given:
+            self._add(GRADIENT, self._meter.measure(given))
+        elif GRADIENT not in now.figures:
             now.figures[GRADIENT] = self._meter.measure(self._gradients())
         if self.step == self._first and not self._holds_nothing(optimizer):
             now.figures.update(self._moments(optimizer, HELD))
@@ -307,9 +319,29 @@ class ParityRecorder:
             }  # fmt: skip
         for each in all_of(optimizer):
             for parameter in _parameters(each):
-                name = self._names.get(id(parameter))
-                if name is not None:
-                    now.before[name] = parameter.detach().clone()
+                held = self._held(parameter)
+                copy = parameter.detach().clone() if held else parameter
+                now.before.update((name, part(copy)) for name, part in held)
+
+    def _held(self, tensor: Tensor) -> tuple[Held, ...]:
+        """Return the parameters of the model that an optimizer's tensor holds elements of."""
+        name = self._names.get(id(tensor))
+        if name is not None:
+            return (Held(name, lambda same: same),)
+        found = self._flat.get(id(tensor))
+        if found is None:
+            found = self._flat[id(tensor)] = tuple(pieces_in(tensor, self._module, self._names))
+        return found
+
+    def _given_flat(self, optimizer: Any) -> list[Named]:
+        """Return the gradients that an optimizer gets in flat tensors."""
+        return [
+            (name, part(flat.grad))
+            for each in all_of(optimizer)
+            for flat in _parameters(each)
+            if id(flat) not in self._names and flat.grad is not None
+            for name, part in self._held(flat)
+        ]
 
     def _holds_nothing(self, optimizer: Any) -> bool:
         return not any(held.state for held in held_by(optimizer))
@@ -319,10 +351,11 @@ class ParityRecorder:
             return
         now = self._now
         after = [
-            (self._names[id(p)], p)
+            (name, part(p))
             for each in all_of(optimizer)
             for p in _parameters(each)
-            if self._names.get(id(p)) in now.before
+            for name, part in self._held(p)
+            if name in now.before
         ]
         self._add(UPDATE, self._meter.differences(after, now.before))
         for name, _ in after:
@@ -340,21 +373,18 @@ class ParityRecorder:
     def _moments(self, optimizer: Any, kind: str) -> dict[str, TensorFigures]:
         by_moment: dict[str, list[Named]] = {}
         for held in held_by(optimizer):
-            name = self._names.get(id(held.whole))
-            if name is None:
-                continue
-            for key in held.moments:
+            for key, (name, part) in itertools.product(held.moments, self._held(held.whole)):
                 value = _state_of(optimizer, held).get(key)
                 if isinstance(value, Tensor) and value.shape == held.whole.shape:
-                    by_moment.setdefault(f"{kind}{key}", []).append((name, value))
+                    by_moment.setdefault(f"{kind}{key}", []).append((name, part(value)))
         return {key: self._meter.measure(named) for key, named in by_moment.items()}
 
     def _counters(self, optimizer: Any) -> dict[str, float]:
-        counters = {}
+        counters: dict[str, float] = {}
         for held in held_by(optimizer):
-            name = self._names.get(id(held.whole))
-            if name is not None and held.counter is not None:
-                counters[name] = float(held.counter)
+            if held.counter is not None:
+                of = self._held(held.whole)
+                counters.update((name, float(held.counter)) for name, _ in of)
         return counters
 
     def _end_step(self) -> None:
@@ -481,7 +511,7 @@ def _parameters(optimizer: Any) -> list[Tensor]:
     return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
-def _state_of(optimizer: Any, held: Held) -> Mapping[str, Any]:
+def _state_of(optimizer: Any, held: OptimizedParameter) -> Mapping[str, Any]:
     """Return the state as the optimizer has it: not the local parts alone."""
     for each in all_of(optimizer):
         state: Mapping[str, Any] = getattr(getattr(each, "optim", each), "state", {})

@@ -1,5 +1,6 @@
 """Compares two recorded trainings: the first thing that differs, in the order of causes."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -75,6 +76,11 @@ class _Comparison:
             found = self._step(number, *pair, first=number == steps[0])
             if found is not None:
                 return found
+        for number, side in itertools.product(steps, self._sides):
+            missing = [k for k in (GRADIENT, UPDATE) if not side.steps[number].figures.get(k)]
+            if missing:
+                what = f"no {' and no '.join(missing)} of {side.name} was recorded in step {number}"
+                return self._made(Kind.NOT_COMPARABLE, f"Not comparable: {what}.", number)
         drawn = [side.name for side in self._sides if side.drawn]
         if drawn:
             self._notes.append(self._drew())
@@ -114,8 +120,6 @@ class _Comparison:
         buffers = self._apart(number, BUFFER, a, b, start=not resumed)
         if found or buffers:
             self._compared = num_parameters if found else self._compared
-            if not resumed:
-                self._note("Initialise both alike, or use --same-start.")
             words = "it resumes with others" if resumed else "the start differs"
             what = "parameter" if found else "buffer"
             return self._different(number, Phase.START, found or buffers, words, what)

@@ -58,7 +58,7 @@ def _look(factor: float, cosine: float, own: float, other: float) -> str:
         return "zero in A"
     if abs(cosine) >= _PARALLEL:
         return times(factor)
-    return f"another direction (cosine {cosine:.3g}, norm × {other / own:.3g})"
+    return f"in another direction (cosine {cosine:.3g}, norm × {other / own:.3g})"
 
 
 def times(factor: float) -> str:

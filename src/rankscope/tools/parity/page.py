@@ -1,6 +1,7 @@
 """The page of a comparison: parameters down, steps across, distance over what rounding explains."""
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,14 +19,15 @@ _MOST_ROWS = 200
 _TONES = {Kind.SAME: "healthy", Kind.DIFFERENT: "error", Kind.NOT_COMPARABLE: "warning"}
 
 
-def write_parity_page(answer: Answer, path: Path) -> Path:
-    """Write an answer as one HTML file that opens offline."""
+def write_parity_page(answer: Answer, path: Path, sides: Mapping[str, str]) -> Path:
+    """Write an answer as one HTML file that opens offline; ``sides`` are the commands by name."""
     tables = Tables()
     figures = {"apart": distances(tables, answer)} if answer.curves else {}
     context = {
         "title": "Two layouts compared",
         "severity": _TONES[answer.kind],
         "answer": answer,
+        "sides": sides,
         "figure_names": tuple(figures),
     }
     return write_text(path, render("parity.html", context, figures, tables))

@@ -32,6 +32,20 @@ EXIT_CODES = {Kind.SAME: 0, Kind.DIFFERENT: 1, Kind.NOT_COMPARABLE: 2}
 """Exit code of the command by its answer."""
 
 
+ADVICE = {
+    Phase.START: "Begin both with the same parameters, or use --same-start.",
+    Phase.SAMPLES: "Compare the seeds, the shuffling and the sharding of the two data loaders.",
+    Phase.LABELS: "Compare how labels are made, shifted, masked and cut off.",
+    Phase.LOSS: "Compare the forward passes: masks, precision, and what the loss is divided by.",
+    Phase.GRADIENT: "Compare what the loss is divided by, and how gradients are added up.",
+    Phase.CLIPPING: "Clip by the norm of the whole model, each parameter counted once.",
+    Phase.UPDATE: "Compare the optimizers: settings, groups, and which parameters they were given.",
+    Phase.STATE: "Compare how the optimizer's moments and step counters are made and restored.",
+    Phase.RANDOM: "Save and restore the random state of every rank.",
+}
+"""What to do, by the stage in which two trainings differ."""
+
+
 @dataclass(frozen=True, slots=True)
 class Difference:
     """A tensor that differs by more than rounding explains.
@@ -84,6 +98,20 @@ class Answer:
     num_steps: int = 0
 
     @property
+    def advice(self) -> str:
+        """What to do, empty where nothing differs."""
+        return "" if self.stage is None else ADVICE[self.stage]
+
+    @property
+    def limits(self) -> str:
+        """How small a fault would have to be in order to be missed, in a sentence; or empty."""
+        parts = [
+            f"{kind}s by {median:.1g} of their norm ({worst:.1g} at worst)"
+            for kind, (median, worst) in self.could_miss.items()
+        ]
+        return f"Smaller faults could be missed: {' and '.join(parts)}." if parts else ""
+
+    @property
     def exit_code(self) -> int:
         """The command's exit code."""
         return EXIT_CODES[self.kind]
@@ -93,6 +121,7 @@ class Answer:
         return {
             "answer": str(self.kind),
             "headline": self.headline,
+            "advice": self.advice,
             "stage": None if self.stage is None else str(self.stage),
             "step": self.step,
             "parameters": [

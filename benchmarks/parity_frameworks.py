@@ -1,0 +1,166 @@
+"""Other frameworks' trainings at two layouts, by ``rankscope parity`` as a user calls it.
+
+    python benchmarks/parity_frameworks.py
+
+What each pair must answer is written here before it runs. Scripts are in ``parity_scripts``.
+"""
+
+import argparse
+import fnmatch
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent / "parity_scripts"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two commands without their scripts' folder, and what must be answered.
+
+    Attributes:
+        name: Its name.
+        a: One layout: ranks under torchrun, 0 for none, then the script and its words.
+        b: The other.
+        stage: The stage that must be named; empty where both are the same.
+        resume: B's resumption after three steps; empty without.
+    """
+
+    name: str
+    a: str
+    b: str
+    stage: str = ""
+    resume: str = ""
+
+
+PAIRS = (
+    Pair("Trainer, DDP", "0 trainer.py", "2 trainer.py --batch 4"),
+    Pair("Trainer, FSDP2", "0 trainer.py", "2 trainer.py --batch 4 --fsdp"),
+    Pair("Trainer, accumulation", "0 trainer.py", "0 trainer.py --batch 4 --accumulate 2"),
+    Pair("Trainer, own means", "0 trainer.py", "2 trainer.py --batch 4 --own-mean", "gradient"),
+    Pair(
+        "Trainer, resumed",
+        "0 trainer.py",
+        "0 trainer.py --save-at 3",
+        resume="0 trainer.py --save-at 3 --resume",
+    ),
+    Pair(
+        "Trainer, DDP, resumed",
+        "2 trainer.py --batch 4",
+        "2 trainer.py --batch 4 --save-at 3",
+        resume="2 trainer.py --batch 4 --save-at 3 --resume",
+    ),
+    Pair("TRL SFT, DDP", "0 sft.py", "2 sft.py --batch 4"),
+    Pair("TRL SFT, accumulation", "0 sft.py", "0 sft.py --batch 4 --accumulate 2"),
+    Pair("Lightning, DDP", "0 lightning_loop.py", "2 lightning_loop.py --batch 4 --workers 2"),
+    Pair(
+        "Lightning, FSDP2",
+        "0 lightning_loop.py --clip 0",
+        "2 lightning_loop.py --batch 4 --workers 2 --fsdp --clip 0",
+    ),
+    Pair(
+        "Lightning, accumulation",
+        "0 lightning_loop.py",
+        "0 lightning_loop.py --batch 4 --accumulate 2",
+    ),
+    Pair(
+        "Lightning, bfloat16 autocast",
+        "0 lightning_loop.py --precision bf16-mixed",
+        "2 lightning_loop.py --batch 4 --workers 2 --precision bf16-mixed",
+    ),
+    Pair(
+        "Lightning, not clipped", "0 lightning_loop.py", "0 lightning_loop.py --clip 0", "clipping"
+    ),
+    Pair(
+        "Lightning's sampler, which shuffles",
+        "0 lightning_loop.py",
+        "2 lightning_loop.py --batch 4 --workers 2 --lightnings-sampler",
+        "samples",
+    ),
+    Pair("Accelerate, DDP", "0 accelerate_loop.py", "2 accelerate_loop.py --batch 4"),
+    Pair(
+        "Accelerate, accumulation",
+        "0 accelerate_loop.py",
+        "0 accelerate_loop.py --batch 4 --accumulate 2",
+    ),
+    Pair("DeepSpeed, ZeRO 0", "1 deepspeed_loop.py", "2 deepspeed_loop.py --batch 4"),
+    Pair("DeepSpeed, ZeRO 1", "1 deepspeed_loop.py", "2 deepspeed_loop.py --batch 4 --stage 1"),
+    Pair("DeepSpeed, ZeRO 2", "1 deepspeed_loop.py", "2 deepspeed_loop.py --batch 4 --stage 2"),
+    Pair(
+        "DeepSpeed, ZeRO 1, accumulation",
+        "1 deepspeed_loop.py",
+        "2 deepspeed_loop.py --batch 2 --accumulate 2 --stage 1",
+    ),
+    Pair(
+        "DeepSpeed, clipped otherwise",
+        "2 deepspeed_loop.py --batch 4 --stage 1",
+        "2 deepspeed_loop.py --batch 4 --stage 2 --clip 0.2",
+        "gradient",
+    ),
+    Pair(
+        "Accelerate, a schedule with a length in updates",
+        "0 accelerate_loop.py --schedule",
+        "2 accelerate_loop.py --batch 4 --schedule",
+        "update",
+    ),
+)
+
+
+def command(words: str, folder: Path) -> str:
+    """Return the command of one side, which writes into a folder of its own."""
+    ranks, script, *more = words.split()
+    start = sys.executable if ranks == "0" else f"torchrun --nproc-per-node {ranks}"
+    saves = script in ("trainer.py", "sft.py")
+    return " ".join([start, str(SCRIPTS / script), *more, *(["--folder", str(folder)] * saves)])
+
+
+def answer_of(pair: Pair) -> dict[str, object]:
+    """Run both sides and return the answer."""
+    with tempfile.TemporaryDirectory(prefix="parity-") as name:
+        folder = Path(name)
+        words = ["-a", command(pair.a, folder / "a"), "-b", command(pair.b, folder / "b")]
+        if pair.resume:
+            words += ["-b2", command(pair.resume, folder / "b"), "--resume-at", "3"]
+        steps = "6" if pair.resume else "4"
+        done = subprocess.run(
+            [sys.executable, "-m", "rankscope", "parity", *words, "--steps", steps, "--json"],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    try:
+        found: dict[str, object] = json.loads(done.stdout)
+    except ValueError:
+        return {"answer": "failed", "stage": None, "headline": done.stderr[-300:]}
+    return found
+
+
+def main() -> None:
+    """Run the pairs and print a table in Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="*", help="a pattern of names")
+    chosen = parser.parse_args()
+    wrong = 0
+    print("| pair | expected | answer | right | seconds |\n|---|---|---|---|---|")
+    for pair in (each for each in PAIRS if fnmatch.fnmatch(each.name, chosen.only)):
+        begun = time.perf_counter()
+        found = answer_of(pair)
+        same = str(found["answer"]).startswith("the same")
+        right = (found["stage"] or "") == pair.stage and same == (not pair.stage)
+        wrong += not right
+        expected = pair.stage or "the same"
+        seconds = time.perf_counter() - begun
+        verdict = "yes" if right else "no"
+        print(
+            f"| {pair.name} | {expected} | {found['headline']} | {verdict} | {seconds:.0f} |",
+            flush=True,
+        )
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
