@@ -2,14 +2,15 @@
 
 The messages are real: packed as a probe packs them, for a model of 40 groups, with sketches, audit
 and 8 samples a worker; a healthy step, in which all workers hold the same reduced gradient and the
-same digests. Hosts have 8 workers. Run ``python benchmarks/scale.py``.
+same digests. Hosts have 8 workers. Run ``OPENBLAS_NUM_THREADS=1 python benchmarks/scale.py``: an
+agent has one thread.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,14 @@ from rankscope.agent.assembly import Assembly
 from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.message import StepMessage, pack_values
 from rankscope.agent.summarize import summarize
-from rankscope.agent.summary import HostSummary, host_summary, summary_layout, with_directions
+from rankscope.agent.summary import (
+    HostsStep,
+    HostSummary,
+    host_summary,
+    summary_layout,
+    with_directions,
+)
+from rankscope.agent.together import as_columns
 from rankscope.bus.columns import DType, Source, Table
 from rankscope.bus.layout import Layout
 from rankscope.bus.measured import sizes_of
@@ -116,20 +124,17 @@ def make_messages(layout: Layout, ranks: Sequence[int], step: int) -> dict[int, 
 def measure(num_workers: int, steps: int) -> Row:
     """Return the row of so many workers."""
     layout = layout_for(num_workers)
+    num_hosts = num_workers // PER_HOST
     host_seconds, root_seconds = [], []
     for step in range(steps):
-        # 16 hosts stand for all of them; beyond that, ranks differ and values repeat
-        some = min(num_workers // PER_HOST, 16)
+        # the values of 16 hosts stand for those of all
         hosts = [
             make_messages(layout, range(PER_HOST * host, PER_HOST * (host + 1)), step)
-            for host in range(some)
+            for host in range(min(num_hosts, 16))
         ]
         start = time.process_time()
-        if num_workers > MAX_PAIRED_WORKERS:
-            contents = [[host_summary(each, layout)] for each in hosts]
-        else:
-            contents = [[m.pack() for m in each.values()] for each in hosts]
-        host_seconds.append((time.process_time() - start) / some)
+        contents = [summary_of(hosts[host % 16], host, layout) for host in range(num_hosts)]
+        host_seconds.append((time.process_time() - start) / num_hosts)
         start = time.process_time()
         assert summarize(step_of(layout, contents)).observed
         root_seconds.append(time.process_time() - start)
@@ -149,21 +154,26 @@ def measure(num_workers: int, steps: int) -> Row:
     )
 
 
+def summary_of(messages: dict[int, StepMessage], host: int, layout: Layout) -> list[bytes]:
+    """Return what a host sends of a step, its ranks being the next eight."""
+    if layout.num_workers <= MAX_PAIRED_WORKERS:
+        return [message.pack() for message in messages.values()]
+    ranks = range(PER_HOST * host, PER_HOST * (host + 1))
+    return [host_summary(dict(zip(ranks, messages.values(), strict=True)), layout)]
+
+
 def step_of(layout: Layout, contents: Sequence[Sequence[bytes]]) -> GatheredStep:
     """Do what the root does with what all hosts have sent."""
     if layout.num_workers <= MAX_PAIRED_WORKERS:
         messages = [StepMessage.unpack(each) for host in contents for each in host]
-        return Assembly(layout, 0).step_of(messages, 1)
-    summaries = []
-    for host in range(layout.num_workers // PER_HOST):
-        one = HostSummary.unpack(contents[host % len(contents)][0])
-        ranks = range(PER_HOST * host, PER_HOST * (host + 1))
-        summaries.append(
-            replace(one, messages=dict(zip(ranks, one.messages.values(), strict=True)))
-        )
-    lean = [message for one in summaries for message in one.messages.values()]
-    gathered = Assembly(summary_layout(layout), 0).step_of(lean, 1)
-    return with_directions(gathered, summaries, layout)
+        return Assembly[StepMessage](layout, 0).step_of(as_columns(messages), 1)
+    summaries = [HostSummary.unpack(content) for (content,) in contents]
+    assembly = Assembly[HostSummary](summary_layout(layout), summaries[0].step)
+    for one in summaries:
+        assembly.add(one.ranks_w, one)
+    [sent] = assembly.take(1)
+    hosts = HostsStep(sent)
+    return with_directions(assembly.step_of(hosts.messages, 1), hosts, layout)
 
 
 def render(rows: Sequence[Row]) -> str:
@@ -184,7 +194,9 @@ def render(rows: Sequence[Row]) -> str:
         f"Hosts of {PER_HOST} workers; {NUM_GROUPS} groups, the audit on, {BATCH} samples each. "
         "A worker's bytes stay on its host; those of the root are what travels between hosts. "
         f"Beyond {MAX_PAIRED_WORKERS} workers each host narrows sketches and sums its part of the "
-        "audit. Times are processor time, the least of several steps.",
+        "audit. Times are processor time, the least of several steps, with one thread for linear "
+        "algebra, as an agent has; those of the root run from the bytes of all hosts to the step's "
+        "report, without detectors and record.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -124,13 +124,13 @@ def let_agents_catch_up(loop, step):
 
 
 LIMITS = {
-    "stopped": {"SILENT_SECONDS": 0.3},
     "crowded": {"_SEND_BUFFER": 1 << 12, "ROOM_BYTES": 1},
+    "stopped": {"SILENT_SECONDS": link.SILENT_SECONDS},
     "too full": {"_SEND_BUFFER": 1 << 16, "MOST_BYTES": link.MOST_BYTES},
 }
 """Of links, in each case."""
-MOST_BYTES = 20_000
-"""Of the links that are too full, from the moment on at which their agent is stopped."""
+STOPPED = {"stopped": ("SILENT_SECONDS", 0.3), "too full": ("MOST_BYTES", 20_000)}
+"""The limit of the links from the moment on at which their agent is stopped."""
 
 
 def accidents(rank, folder):
@@ -157,8 +157,8 @@ def accidents(rank, folder):
             let_agents_catch_up(loop, step)
             if started is not None:
                 happens(loop, step, started.pid)
-            if name == "too full" and step == HIT:
-                link.MOST_BYTES = MOST_BYTES
+            if name in STOPPED and step == HIT:
+                setattr(link, *STOPPED[name])
             if name == "stopped":
                 time.sleep(0.05)
             loop.step(step)

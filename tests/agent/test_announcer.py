@@ -9,7 +9,7 @@ import pytest
 
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.finding_events import FindingEvent
-from rankscope.session.announcement import announce, where_recorded
+from rankscope.session.announcement import announce, last_line, place_of
 from rankscope.verdict.coverage import MeasuredParts
 from rankscope.verdict.news import MOST_LINES, Announcer, line_of, verdict_line
 from support.forked_ranks import torchrun
@@ -104,8 +104,11 @@ def test_the_level_of_the_logger_decides_if_it_has_one(level, heard, monkeypatch
 
 def test_the_command_can_be_pasted(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert where_recorded(tmp_path / "my runs" / "a").endswith("rankscope report 'my runs/a'")
-    assert where_recorded(Path("/x/y")).endswith("to see it: rankscope report /x/y")
+    place = place_of(tmp_path / "my runs" / "a")
+    for judged, recorded in ((True, True), (True, False), (False, False)):
+        assert last_line(place, judged, recorded).endswith("rankscope report 'my runs/a'")
+    whole = last_line(place_of(Path("/x/y")), judged=True, recorded=True)
+    assert whole.endswith("to see it: rankscope report /x/y")
 
 
 def events_of(run_dir):

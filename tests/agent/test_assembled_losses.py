@@ -5,6 +5,7 @@ import pytest
 
 from rankscope.agent.assembly import Assembly
 from rankscope.agent.message import StepMessage, pack_values
+from rankscope.agent.together import as_columns
 from rankscope.bus.layout import Layout
 
 LOSSES_M, TOKENS_M = np.array([1.0, 3.0]), np.array([10.0, 30.0])
@@ -22,7 +23,7 @@ def loss_of(multipliers_M):
         multipliers_M=np.array(multipliers_M, np.float64),
     )
     assembly = Assembly(Layout(num_workers=1), 0)
-    workers = assembly.step_of([message], 1).workers
+    workers = assembly.step_of(as_columns([message]), 1).workers
     return workers["loss"][0], workers["loss_weight"][0]
 
 
@@ -60,12 +61,15 @@ def summed(tokens_M, divisor, weight):
 
 
 @pytest.mark.parametrize("own", [[3.0], [2.0, 1.0]], ids=["one micro-batch", "two"])
-@pytest.mark.parametrize("divisor", [10.0, 5.0, 1.0], ids=["all", "half", "nothing"])
+@pytest.mark.parametrize(
+    "divisor", [10.0, 5.0, 4.0], ids=["all", "all, times workers", "another number"]
+)
 def test_a_sum_over_tokens_is_a_mean_only_if_its_divisor_counts_all_of_them(own, divisor):
     assembly = Assembly(Layout(num_workers=2), 0)
-    step = assembly.step_of([summed(own, divisor, 0.5), summed([7.0], divisor, 0.25)], 1)
-    assert step.workers["loss_divided"].tolist() == [divisor == 10.0] * 2
-    if divisor == 10.0:
+    sent = [summed(own, divisor, 0.5), summed([7.0], divisor, 0.25)]
+    step = assembly.step_of(as_columns(sent), 1)
+    assert step.workers["loss_divided"].tolist() == [divisor > 4.0] * 2
+    if divisor > 4.0:
         assert step.workers["loss"] == pytest.approx([2.0, 2.0])
         assert step.workers["loss_weight"] == pytest.approx([3.0, 7.0])
         assert step.workers["grad_scale"] == pytest.approx([0.5 * len(own), 0.25])
@@ -75,6 +79,50 @@ def test_a_sum_over_tokens_is_a_mean_only_if_its_divisor_counts_all_of_them(own,
         assert step.workers["grad_scale"] == pytest.approx([len(own), 1.0])
 
 
+def test_a_sum_over_tokens_that_nothing_divides_has_their_number_as_its_factor():
+    assembly = Assembly(Layout(num_workers=2), 0)
+    step = assembly.step_of(as_columns([summed([3.0], 1.0, 3.0), summed([7.0], 1.0, 7.0)]), 1)
+    assert not step.workers["loss_divided"].any()
+    assert step.workers["loss"] == pytest.approx([2.0, 2.0])
+    assert step.workers["loss_weight"] == pytest.approx([3.0, 7.0])
+    assert step.workers["grad_scale"] == pytest.approx([3.0, 7.0])
+
+
+@pytest.mark.parametrize(
+    ("times", "proven"), [(4, True), (2, True), (1, True), (3, False), (8, False)]
+)
+def test_the_factor_on_a_sum_over_all_tokens_divides_the_number_of_workers(times, proven):
+    assembly = Assembly(Layout(num_workers=4), 0)
+    counts = [3.0, 7.0, 4.0, 10.0]
+    messages = [summed([own], 24.0 / times, times * own / 24.0) for own in counts]
+    step = assembly.step_of(as_columns(messages), 1)
+    assert step.workers["loss_divided"].tolist() == [proven] * 4
+    if proven:
+        assert step.workers["grad_scale"].mean() == pytest.approx(times / 4)
+
+
+@pytest.mark.parametrize(
+    ("own", "divisor", "known"),
+    [
+        ([3.0], 3.0, True),
+        ([2.0, 1.0], 3.0, True),
+        ([3.0, 3.0], 6.0, True),
+        ([2.0, 1.0], 4.0, False),
+    ],
+    ids=["of the micro-batch", "of the step", "of each, twice", "another number"],
+)
+def test_a_sum_over_the_worker_s_own_tokens_is_their_mean(own, divisor, known):
+    assembly = Assembly(Layout(num_workers=2), 0)
+    sent = [summed(own, divisor, 1 / len(own)), summed([7.0], 7.0, 1.0)]
+    step = assembly.step_of(as_columns(sent), 1)
+    assert not step.workers["loss_divided"].any()
+    assert np.isfinite(step.workers["loss_weight"]).tolist() == [known] * 2
+    if known:
+        assert step.workers["loss"] == pytest.approx([2.0, 2.0])
+        assert step.workers["loss_weight"] == pytest.approx([sum(own), 7.0])
+        assert step.workers["grad_scale"] == pytest.approx([1.0, 1.0])
+
+
 def message_of(step):
     return StepMessage(step=step, slots=np.frombuffer(pack_values({}), np.int64))
 
@@ -82,9 +130,9 @@ def message_of(step):
 def test_a_worker_whose_messages_were_lost_is_named_once(caplog):
     assembly = Assembly(Layout(num_workers=2), 0)
     for step in range(8):
-        assembly.add(0, message_of(step))
+        assembly.add([0], message_of(step))
         if step in (0, 3, 7):
-            assembly.add(1, message_of(step))
+            assembly.add([1], message_of(step))
     assert [messages[0].step for messages in assembly.take(8)] == [0, 3, 7]
     assert assembly.lost == [1, 2, 4, 5, 6]
     assert assembly.lost_of == {1: 5}

@@ -48,7 +48,7 @@ def train(rank, folder, number, heals):
     return loop.warnings
 
 
-@pytest.fixture(scope="module", params=[errno.EIO, errno.EMFILE, errno.ENOSPC, HANGS])
+@pytest.fixture(scope="module", params=[errno.EMFILE, errno.ENOSPC, HANGS])
 def healed(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("store")
     return request.param, folder / "run", run_ranks(train, 2, folder, request.param, True)

@@ -8,7 +8,14 @@ import pytest
 from rankscope.agent.assembly import Assembly
 from rankscope.agent.message import MessageError, StepMessage, pack_values
 from rankscope.agent.summarize import summarize
-from rankscope.agent.summary import HostSummary, host_summary, summary_layout, with_directions
+from rankscope.agent.summary import (
+    HostsStep,
+    HostSummary,
+    host_summary,
+    summary_layout,
+    with_directions,
+)
+from rankscope.agent.together import as_columns
 from rankscope.bus.layout import Layout
 from rankscope.bus.measured import sizes_of
 from rankscope.stats.consensus import in_turn, narrowing_for
@@ -66,17 +73,17 @@ def messages_of(step, layout=LAYOUT, faulty=None, seed=0):
 
 
 def whole(messages, layout=LAYOUT):
-    return Assembly(layout, 0).step_of([messages[rank] for rank in sorted(messages)], 1)
+    columns = as_columns([messages[rank] for rank in sorted(messages)])
+    return Assembly(layout, 0).step_of(columns, 1)
 
 
 def by_hosts(messages, layout=LAYOUT, per_host=7):
     """Return the step as the root has it; hosts of 7 workers, the ranks dealt out in turn."""
     num_hosts = -(-len(messages) // per_host)
     hosts = [{r: m for r, m in messages.items() if r % num_hosts == h} for h in range(num_hosts)]
-    summaries = [HostSummary.unpack(host_summary(own, layout)) for own in hosts]
-    lean = {rank: message for one in summaries for rank, message in one.messages.items()}
-    gathered = Assembly(summary_layout(layout), 0).step_of([lean[r] for r in sorted(lean)], 1)
-    return with_directions(gathered, summaries, layout)
+    sent = HostsStep([HostSummary.unpack(host_summary(own, layout)) for own in hosts])
+    gathered = Assembly(summary_layout(layout), 0).step_of(sent.messages, 1)
+    return with_directions(gathered, sent, layout)
 
 
 def test_what_needs_no_sketch_is_the_same():

@@ -36,7 +36,7 @@ class Agents:
         by = hosts.address(0, "agents", version)
         addresses = [by if only else "", by]  # where the root listens, and where the store would be
         self.root = hosts.start(0, [*command, "root", str(folder), *addresses], **pipe)
-        rest = map(str, (steps, most_bytes, linger))
+        rest = map(str, (steps, most_bytes, linger, 30.0 if only else 6.0))
         self.host = hosts.start(1, [*command, "host", str(folder), *rest], **pipe)
 
     def wait_for(self, step):
@@ -60,18 +60,17 @@ class Agents:
         return host, root
 
 
-@pytest.mark.parametrize("version", [4, 6])
-def test_frames_and_answers_travel_by_the_network_of_the_agents(hosts, tmp_path, version):
-    agents = Agents(hosts, tmp_path, 30, version=version)
+def test_frames_and_answers_travel_by_the_network_of_the_agents(hosts, tmp_path):
+    """Over IPv6; all other tests are over IPv4."""
+    agents = Agents(hosts, tmp_path, 30, version=6)
     host, _ = agents.finish()
     assert host["delivered"]
     assert agents.steps == list(range(30))
     assert host["answers"] == list(range(len(host["answers"])))
 
 
-@pytest.mark.parametrize("seconds", [1.0, 9.0])
-def test_a_cut_of_some_seconds_costs_nothing(hosts, tmp_path, seconds):
-    num_steps = 150 + round(seconds / 0.02)
+def test_a_cut_of_some_seconds_costs_nothing(hosts, tmp_path):
+    seconds, num_steps = 9.0, 600
     agents = Agents(hosts, tmp_path, num_steps)
     agents.wait_for(50)
     hosts.cut()
@@ -84,15 +83,15 @@ def test_a_cut_of_some_seconds_costs_nothing(hosts, tmp_path, seconds):
 
 
 def test_another_way_is_found_when_the_first_stays_cut(hosts, tmp_path):
-    agents = Agents(hosts, tmp_path, 2000, only=False)
+    agents = Agents(hosts, tmp_path, 700, only=False)
     agents.wait_for(50)
     hosts.cut()
     host, _ = agents.finish()
     assert host["delivered"]
-    assert host["taken"] == list(range(2000))
+    assert host["taken"] == list(range(700))
     assert agents.steps == sorted(set(agents.steps))  # but for what was under way
-    assert 50 < len(agents.steps) < 2000
-    assert agents.steps[-1] == 1999
+    assert 50 < len(agents.steps) < 700
+    assert agents.steps[-1] == 699
 
 
 def test_a_connection_that_breaks_costs_what_was_under_way(hosts, tmp_path):

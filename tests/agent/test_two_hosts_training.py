@@ -23,7 +23,7 @@ pytestmark = [
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_shared_batches.py"
 
-STEPS = {"mended": 240, "broken": 480, "cut": 360}
+STEPS = {"mended": 160, "broken": 240, "cut": 180}
 CUT_SECONDS = {"mended": 5.0, "broken": 2.0, "cut": 0.0}
 
 
@@ -113,4 +113,5 @@ def test_a_training_ends_as_ever_when_the_link_is_cut_for_good(trained):
     assert 0 < len(steps) < STEPS["cut"]
     endings = {ending["rank"]: ending["why"] for ending in run.info["ended"]}
     assert endings[2] == endings[3] == "its host is out of reach"
-    assert said.count("still waits for other ranks or hosts") == 2  # once on each host
+    waits = said.count("waits for other ranks or hosts")
+    assert 1 <= waits <= 2  # once on each host, unless the root knows already that it is in vain

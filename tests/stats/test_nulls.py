@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.stats.block_ratio import block_sums, ratio_of_sums
-from rankscope.stats.spread import expected_std, population_std, weighted_mean_and_sem
+from rankscope.stats.spread import expected_std, population_std
+from support.losses import mean_and_sem
 
 NAN = float("nan")
 units = st.lists(st.tuples(st.floats(-10, 10), st.integers(0, 300)), max_size=12)
@@ -32,45 +33,45 @@ def naive(pairs):
 def test_mean_and_standard_error_agree_with_a_naive_loop(pairs):
     values = np.array([value for value, _ in pairs])
     weights = np.array([weight for _, weight in pairs], np.float64)
-    np.testing.assert_allclose(weighted_mean_and_sem(values, weights), naive(pairs), atol=1e-12)
+    np.testing.assert_allclose(mean_and_sem(values, weights), naive(pairs), atol=1e-12)
 
 
 @given(st.lists(st.floats(-10, 10), min_size=2, max_size=12))
 def test_equal_weights_give_the_usual_standard_error(values):
     array = np.array(values)
-    mean, sem = weighted_mean_and_sem(array, np.full(len(array), 7.0))
+    mean, sem = mean_and_sem(array, np.full(len(array), 7.0))
     assert mean == pytest.approx(array.mean(), abs=1e-12)
     assert sem == pytest.approx(array.std(ddof=1) / math.sqrt(len(array)), abs=1e-12)
 
 
 def test_units_without_label_tokens_are_left_out_whatever_their_loss():
-    found = weighted_mean_and_sem(np.array([1.0, np.nan, 3.0]), np.array([1.0, 0.0, 1.0]))
+    found = mean_and_sem(np.array([1.0, np.nan, 3.0]), np.array([1.0, 0.0, 1.0]))
     assert found == (2.0, 1.0)
 
 
 def test_a_unit_with_all_the_weight_to_rounding_has_next_to_no_error():
-    found = weighted_mean_and_sem(np.array([2.0, 5.0]), np.array([1e20, 1.0]))
+    found = mean_and_sem(np.array([2.0, 5.0]), np.array([1e20, 1.0]))
     np.testing.assert_allclose(found, (2.0, 0.0), atol=1e-15)
 
 
 def test_unknown_weights_count_all_units_alike():
-    assert weighted_mean_and_sem(np.array([1.0, 3.0]), np.array([np.nan, 9.0])) == (2.0, 1.0)
+    assert mean_and_sem(np.array([1.0, 3.0]), np.array([np.nan, 9.0])) == (2.0, 1.0)
 
 
 @pytest.mark.parametrize(("value", "mean"), [(np.inf, np.inf), (-np.inf, -np.inf), (NAN, NAN)])
 def test_a_unit_that_is_not_finite_shows_in_the_mean(value, mean):
-    found = weighted_mean_and_sem(np.array([value, 1.0]), np.ones(2))
+    found = mean_and_sem(np.array([value, 1.0]), np.ones(2))
     np.testing.assert_equal(found, (mean, NAN))
 
 
 @pytest.mark.parametrize("weight", [-1.0, np.inf])
 def test_weights_that_make_no_sense_give_no_mean(weight):
-    assert all(map(math.isnan, weighted_mean_and_sem(np.ones(2), np.array([1.0, weight]))))
+    assert all(map(math.isnan, mean_and_sem(np.ones(2), np.array([1.0, weight]))))
 
 
 def test_values_and_weights_must_match():
     with pytest.raises(ValueError, match="one weight per value"):
-        weighted_mean_and_sem(np.ones(2), np.ones(3))
+        mean_and_sem(np.ones(2), np.ones(3))
 
 
 def test_expected_std_by_hand_and_without_enough_workers():
@@ -103,7 +104,7 @@ def simulated_ratio(num_steps, num_units, shift=0.0, shared=False):
         if shared:
             weights[:], values[:] = weights[0], values[0]
         values[0] += shift
-        pairs = [weighted_mean_and_sem(v, w) for v, w in zip(values, weights, strict=True)]
+        pairs = [mean_and_sem(v, w) for v, w in zip(values, weights, strict=True)]
         means, sems = np.array(pairs).T
         observed[t], expected[t] = population_std(means), expected_std(sems)
     return dispersion_ratio(observed, expected)
@@ -124,7 +125,7 @@ def test_the_standard_error_is_unbiased_when_one_long_sample_dominates():
     rng = np.random.default_rng(0)
     weights = np.array([5.0, 20.0, 60.0, 400.0])
     losses = rng.normal(size=(40_000, 4)) / np.sqrt(weights)
-    variances = [weighted_mean_and_sem(row, weights)[1] ** 2 for row in losses]
+    variances = [mean_and_sem(row, weights)[1] ** 2 for row in losses]
     truth = 1 / weights.sum()
     assert np.mean(variances) == pytest.approx(truth, rel=0.05)
     shares = weights / weights.sum()

@@ -1,17 +1,21 @@
 """Assembles the messages of W workers into common steps, in order.
 
-A step is complete when every worker has delivered it.
+A step is complete when every worker has delivered it. Messages come from senders: each worker by
+itself, or all workers of a host together.
 """
 
 import logging
-import math
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.agent.message import StepMessage, unpack_columns
 from rankscope.bus.layout import Layout
+from rankscope.bus.messages import Messages
 from rankscope.bus.step import GatheredStep
 from rankscope.evidence import EVIDENCE
 
@@ -20,46 +24,64 @@ _log = logging.getLogger("rankscope")
 _AMEND = [amend for each in EVIDENCE if (amend := each.find("combine", "amend")) is not None]
 
 
-class Assembly:
-    """Collects the workers' messages until a step is complete."""
+class Sent(Protocol):
+    """What a sender delivers of one step."""
+
+    @property
+    def step(self) -> int:
+        """Step number."""
+
+
+_Sent = TypeVar("_Sent", bound=Sent)
+
+
+class Assembly(Generic[_Sent]):
+    """Collects what the senders deliver until a step is complete."""
 
     def __init__(self, layout: Layout, first_step: int) -> None:
-        self._layout = layout
         self.next_step = first_step
         self.newest = first_step - 1
         self.lost: list[int] = []
         """Steps of which some worker's message was lost."""
         self.lost_of: Counter[int] = Counter()
         """Number of lost messages by rank."""
-        self._queues: list[deque[StepMessage | None]]
-        self._queues = [deque() for _ in range(layout.num_workers)]
-        self._delivered = [first_step - 1] * layout.num_workers
+        self._queues: dict[int, deque[_Sent | None]] = {}  # of each sender, by its first rank
+        self._delivered_W = np.full(layout.num_workers, first_step - 1)
+        self._num_unheard = layout.num_workers
         made = (each.find("combine", "make_combiner") for each in EVIDENCE)
         self._combiners = [make(layout) for make in made if make is not None]
 
     @property
     def delivered(self) -> tuple[int, ...]:
         """The last step that each worker has delivered ``[W]``."""
-        return tuple(self._delivered)
+        return tuple(self._delivered_W.tolist())
 
     @property
     def num_whole(self) -> int:
         """Number of complete steps that wait to be taken."""
-        return min(map(len, self._queues))
+        return 0 if self._num_unheard else min(map(len, self._queues.values()))
 
-    def add(self, rank: int, message: StepMessage) -> None:
-        """Add a message; a repeated one is ignored."""
-        if message.step <= self._delivered[rank]:
-            return
-        gap = message.step - self._delivered[rank] - 1
-        if gap:
-            self._note_lost(rank, message.step, gap)
-        self._queues[rank].extend([None] * gap)  # lost on the way from another host
-        self._delivered[rank] = message.step
-        self.newest = max(self.newest, message.step)
+    def learn(self, rank: int, message: StepMessage) -> None:
+        """Process a message on arrival, before its step is complete."""
         for combiner in self._combiners:
             combiner.learn(rank, message)
-        self._queues[rank].append(message)
+
+    def add(self, ranks: Sequence[int] | NDArray[np.int32], sent: _Sent) -> None:
+        """Add what the sender of these ranks has delivered; a repeated step is ignored."""
+        first = int(ranks[0])
+        if first not in self._queues:
+            self._queues[first] = deque()
+            self._num_unheard -= len(ranks)
+        gap = sent.step - int(self._delivered_W[first]) - 1
+        if gap < 0:
+            return
+        if gap:
+            for rank in ranks:
+                self._note_lost(int(rank), sent.step, gap)
+        self._queues[first].extend([None] * gap)  # lost on the way from another host
+        self._queues[first].append(sent)
+        self._delivered_W[ranks] = sent.step
+        self.newest = max(self.newest, sent.step)
 
     def _note_lost(self, rank: int, step: int, gap: int) -> None:
         if not self.lost_of:
@@ -73,31 +95,31 @@ class Assembly:
             )
         self.lost_of[rank] += gap
 
-    def take(self, most: int) -> list[list[StepMessage]]:
-        """Return the messages of the next complete steps, of at most ``most`` steps."""
-        steps: list[list[StepMessage]] = []
-        while len(steps) < most and all(self._queues):
+    def take(self, most: int) -> list[list[_Sent]]:
+        """Return the next complete steps, ``most`` at most: what each sender delivered, by rank."""
+        steps: list[list[_Sent]] = []
+        while len(steps) < most and self.num_whole:
             step = self.next_step
             self.next_step += 1
-            messages = [queue.popleft() for queue in self._queues]
-            whole = [message for message in messages if message is not None]
-            if len(whole) == len(messages):
+            sent = [self._queues[first].popleft() for first in sorted(self._queues)]
+            whole = [each for each in sent if each is not None]
+            if len(whole) == len(sent):
                 steps.append(whole)
             else:
                 self.lost.append(step)
         return steps
 
-    def step_of(self, messages_W: Sequence[StepMessage], interval: int) -> GatheredStep:
+    def step_of(self, messages: Messages, interval: int) -> GatheredStep:
         """Merge the messages of all workers into one step."""
-        columns = unpack_columns([message.slots for message in messages_W])
+        columns = unpack_columns(messages["slots"].matrix)
         fields: dict[str, Any] = {}
         for combiner in self._combiners:
-            for name, value in combiner.combine(messages_W, columns).items():
+            for name, value in combiner.combine(messages, columns).items():
                 fields[name] = fields[name] + value if name in fields else value
-        times = [each.time for each in messages_W if math.isfinite(each.time)]
+        times = messages.times_W[np.isfinite(messages.times_W)]
         gathered = GatheredStep(
-            step=messages_W[0].step,
-            time=max(times, default=time.time()),
+            step=messages.step,
+            time=float(times.max()) if len(times) else time.time(),
             workers=columns,
             interval=interval,
             **fields,

@@ -59,7 +59,7 @@ class FrameKind(IntEnum):
     ANNOUNCE = 29
     """A line about findings for the training's error stream; as JSON, with its level."""
     DONE = 27
-    """The run is closed; the last frame."""
+    """The run is closed; the last frame. Its step is 1 if all of the run could be written."""
 
     # Between agents.
     GONE = 40

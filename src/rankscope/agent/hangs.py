@@ -20,8 +20,9 @@ from rankscope.agent.hang_report import (
     judge_stacks,
     words_of,
 )
+from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.rules import describe
+from rankscope.bus.rules import finding_of
 from rankscope.bus.words import name_ranks
 
 _FEWEST_STEPS = 3
@@ -185,21 +186,19 @@ def hang_finding(
         "what": _suspect_words(report),
         "stacks": _stack_words(shown, over=report.recovered),
     }
-    explanation, next_check = describe("time.hang", severity, fields)
-    step = report.step - 1 if newest is None else newest
-    return Finding(
-        id=f"time.hang:step-{report.step}",
-        cause="time.hang",
-        severity=severity,
-        ranks=report.ranks,
-        first_step=report.step,
-        last_step=report.step,
-        explanation=explanation,
-        next_check=next_check,
-        evidence=_evidence(report, shown),
+    evidence = FaultEvidence(
+        "time.hang",
+        severity,
+        report.ranks,
+        report.step,
+        report.step,
+        1,
+        fields,
+        _evidence(report, shown),
         status="closed" if report.recovered else "open",
-        step=step,
     )
+    step = report.step - 1 if newest is None else newest
+    return finding_of(evidence, step, name=f"time.hang:step-{report.step}")
 
 
 def _is_plain(report: HangReport) -> bool:

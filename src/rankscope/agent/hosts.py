@@ -18,7 +18,7 @@ import zmq
 
 from rankscope.errors import RankscopeError
 
-VERSION = 2
+VERSION = 3
 
 HOST = struct.Struct("<I")
 """The first part of a host's message: its number. A frame follows, empty in a beat, which has a

@@ -8,7 +8,7 @@ message of another version is an error, never a wrong number.
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -128,9 +128,9 @@ def pack_values(values: Mapping[str, float]) -> bytes:
     return _SLOTS.pack(*slots)
 
 
-def unpack_columns(slots_W: Sequence[Ints]) -> dict[str, NDArray[Any]]:
+def unpack_columns(slots_WN: Ints) -> dict[str, NDArray[Any]]:
     """Return all workers' values ``[W]`` by name, each column an array of its own."""
-    slots_NW = np.stack(slots_W).T.copy()
+    slots_NW = slots_WN.T.copy()
     columns: dict[str, NDArray[Any]] = {}
     for name, (place, dtype) in _COLUMNS.items():
         column = slots_NW[place]

@@ -19,7 +19,8 @@ from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.processes import lower_priority
 from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer
-from rankscope.bus.words import name_ranks, printable
+from rankscope.bus.lines import make_printable
+from rankscope.bus.words import name_ranks
 from rankscope.errors import RankscopeError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Agent:
         self._hosts = AllHosts(self._ranks, None)
         self._early: deque[tuple[int, Frame | None, float]] = deque()
         self._worked_at = self._alone_since = 0.0
-        self._lines: deque[tuple[int, str]] = deque(maxlen=256)
+        self._lines: deque[tuple[int, str, str]] = deque(maxlen=256)
 
     def run(self) -> None:
         """Serve until the run is closed, or all ranks have ended."""
@@ -103,9 +104,9 @@ class Agent:
                 self._remote.close(CLOSE_SECONDS)
             self._ranks.close()
 
-    def log(self, level: int, line: str) -> None:
-        """Queue a line for the log of rank 0's training."""
-        self._lines.append((level, line))
+    def log(self, level: int, line: str, trace: str = "") -> None:
+        """Queue a line for the log of rank 0's training, perhaps with a traceback."""
+        self._lines.append((level, line, trace))
 
     def _is_orphaned(self, seconds: float) -> bool:
         """Return whether no run will begin here: the rank that starts it has not connected.
@@ -225,12 +226,11 @@ class Agent:
 
     def _send_lines(self) -> None:
         while self._lines:
-            level, line = self._lines.popleft()
-            content = json.dumps([level, line]).encode()
+            content = json.dumps(self._lines.popleft()).encode()
             self._server.send(0, pack(FrameKind.LOG, content, rank=0))
 
     def _note_failure(self, error: BaseException) -> None:
-        self.log(logging.DEBUG, "".join(traceback.format_exception(error)))
+        self.log(logging.DEBUG, "the agent failed", "".join(traceback.format_exception(error)))
 
     def _check(self, frame: Frame) -> int | None:
         try:
@@ -257,10 +257,7 @@ class LinesToTraining(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a line."""
-        line = printable(record.getMessage())
-        if record.exc_info is not None and record.exc_info[1] is not None:
-            line += "\n" + "".join(traceback.format_exception(record.exc_info[1])).rstrip()
-        self._agent.log(record.levelno, line)
+        self._agent.log(record.levelno, record.getMessage(), record.exc_text or "")
 
 
 def serve(descriptor: int, secret: str, parent: int) -> None:
@@ -268,6 +265,7 @@ def serve(descriptor: int, secret: str, parent: int) -> None:
     agent = Agent(socket.socket(fileno=descriptor), secret, parent=parent)
     _log.setLevel(logging.INFO)
     _log.propagate = False
+    _log.addFilter(make_printable)
     _log.addHandler(LinesToTraining(agent))
     try:
         agent.run()

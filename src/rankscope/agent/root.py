@@ -20,7 +20,8 @@ from rankscope.agent.message import StepMessage, tag, untag
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.reports import pack_report
 from rankscope.agent.summarize import summarize
-from rankscope.agent.summary import HostSummary, summary_layout, with_directions
+from rankscope.agent.summary import HostsStep, HostSummary, summary_layout, with_directions
+from rankscope.agent.together import as_columns
 from rankscope.agent.workers import Workers
 from rankscope.bus.director import DirectedRun, Director
 from rankscope.bus.finding import Finding, Severity
@@ -39,7 +40,7 @@ from rankscope.verdict.coverage import CoverageCount
 from rankscope.verdict.diagnosis import diagnosis_of
 from rankscope.verdict.news import Announcer
 from rankscope.verdict.rules import first_sentence
-from rankscope.verdict.siblings import Sibling, coordinate_of, siblings_of, worst_of
+from rankscope.verdict.siblings import Sibling, coordinate_of, siblings_of
 
 _log = logging.getLogger("rankscope")
 
@@ -73,9 +74,8 @@ class Root:
         self._host_steps: HostSteps | None = None
         if layout.num_workers > MAX_PAIRED_WORKERS:
             self._host_steps = HostSteps(setup["num_local"], layout)
-        self._summaries: dict[int, list[HostSummary]] = {}
         lean = summary_layout(layout) if self._host_steps is not None else layout
-        self._assembly = Assembly(lean, setup["first_step"])
+        self._assembly: Assembly[Any] = Assembly(lean, setup["first_step"])
         self._governor = Governor(setup["budget"], setup["every"])
         options = setup["info"].get("options") or {}
         directed = DirectedRun(
@@ -175,9 +175,10 @@ class Root:
             self._send(rank, pack(FrameKind.LATEST, pack_report(self._latest), rank=rank))
 
     def _handle_step(self, rank: int, message: StepMessage) -> None:
-        self._note_progress(rank, message.step)
+        self._assembly.learn(rank, message)
         if self._host_steps is None:
-            self._assembly.add(rank, message)
+            self._note_progress(rank, message.step)
+            self._assembly.add([rank], message)
             return
         summary = self._host_steps.add(rank, message)
         if summary is not None:
@@ -186,10 +187,9 @@ class Root:
     def _handle_summary(self, content: bytes) -> None:
         """Add a step of all ranks of a host; beyond 64 workers."""
         summary = HostSummary.unpack(content)
-        self._summaries.setdefault(summary.step, []).append(summary)
-        for rank, message in summary.messages.items():
-            self._note_progress(rank, message.step)
-            self._assembly.add(rank, message)
+        for rank in summary.ranks_w.tolist():
+            self._note_progress(rank, summary.step)
+        self._assembly.add(summary.ranks_w, summary)
 
     def _note_progress(self, rank: int, step: int) -> None:
         if self._hangs is not None:
@@ -239,9 +239,9 @@ class Root:
         if self._announcer is not None and finding.severity is Severity.NOTE:
             self._announce(first_sentence(finding), False)
 
-    def _judge(self, steps: Sequence[Sequence[StepMessage]]) -> None:
+    def _judge(self, steps: Sequence[Sequence[Any]]) -> None:
         """Record and judge consecutive steps."""
-        reports = [summarize(self._gathered(messages)) for messages in steps]
+        reports = [summarize(self._gathered(sent)) for sent in steps]
         self._record.add_many(reports)  # first, in case a detector fails
         found = self._diagnosis.observe_many(reports)
         for report, findings in zip(reports, found, strict=True):
@@ -249,16 +249,13 @@ class Root:
             self._record.add_findings(findings)
             self._conclude(report, findings)
 
-    def _gathered(self, messages: Sequence[StepMessage]) -> GatheredStep:
-        step = messages[0].step
-        gathered = self._assembly.step_of(messages, self._governor.interval_at(step))
+    def _gathered(self, sent: Sequence[Any]) -> GatheredStep:
+        interval = self._governor.interval_at(sent[0].step)
         if self._host_steps is None:
-            return gathered
-        summaries = self._summaries.pop(step)
-        self._summaries = {
-            s: own for s, own in self._summaries.items() if s > step
-        }  # drop lost steps
-        return with_directions(gathered, summaries, self._layout)
+            return self._assembly.step_of(as_columns(sent), interval)
+        hosts = HostsStep(sent)
+        gathered = self._assembly.step_of(hosts.messages, interval)
+        return with_directions(gathered, hosts, self._layout)
 
     def _conclude(self, report: StepReport, findings: Sequence[Finding]) -> None:
         """Send a step to sinks and ranks, and derive intervals and requests from it."""
@@ -394,7 +391,8 @@ class Root:
                 self._sinks.close()
             self._send_verdict(last)
             for rank, worker in enumerate(self._workers):
-                self._send(rank, pack(FrameKind.DONE, worker.end_reason.encode(), rank=rank))
+                reason = worker.end_reason.encode()
+                self._send(rank, pack(FrameKind.DONE, reason, rank=rank, step=int(closed)))
 
     def _send_last_files(self, seconds: float) -> None:
         if self._mirror is not None and not self._mirror.close(seconds):
@@ -437,7 +435,7 @@ class Root:
                     num_workers=len(self._workers),
                     options=self._options,
                     coverage=self._coverage.coverage,
-                    worst=worst_of(self._siblings()),
+                    siblings=self._siblings(),
                 )
             if self._latest is not None:
                 self._send(ALL_RANKS, pack(FrameKind.LATEST, pack_report(self._latest)))

@@ -1,16 +1,16 @@
 """The summary of a step that a host's agent sends to the root, beyond 64 workers.
 
 It holds the messages of its workers without their sketches, packed together since much in them is
-the same; the sketches narrowed (:mod:`rankscope.stats.consensus`); and its part of the audit
-(:mod:`rankscope.stats.audit`): one sum, and one copy of equal reduced gradients.
+the same (:mod:`rankscope.agent.together`); the sketches narrowed
+(:mod:`rankscope.stats.consensus`); and its part of the audit (:mod:`rankscope.stats.audit`): one
+sum, and one copy of equal reduced gradients. The root reads those of all hosts at once.
 
-Legend of shapes: w workers of the host, K numbers in a narrow sketch, g groups in turn, k numbers
-in the narrow sketch of a group, r = 1 + s rows of the audit: the whole gradient and sections in
-turn, a numbers in each, d different reduced gradients.
+Legend of shapes: H hosts, w workers of one, K numbers in a narrow sketch, g groups in turn, k
+numbers in the narrow sketch of a group, r = 1 + s rows of the audit: the whole gradient and
+sections in turn, a numbers in each, d different reduced gradients.
 """
 
 import struct
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,27 +19,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.agent.message import MessageError, StepMessage
+from rankscope.agent.together import PARTS, as_columns, pack_block, unpack_blocks
 from rankscope.bus.layout import Layout
-from rankscope.bus.measured import NUMBERS, SKETCHES, measured_of
+from rankscope.bus.measured import NUMBERS, SKETCHES, audit_of, by_rank, measured_in
+from rankscope.bus.messages import Messages
 from rankscope.bus.step import GatheredStep
+from rankscope.evidence import schema_hash
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.audit import AuditPart, distinct, residuals_by_row, total_of
 from rankscope.stats.consensus import Halves, consensus_of, in_turn, narrow, narrowing_for
 
 _ARRAYS: tuple[tuple[str, type[np.generic]], ...] = (
     ("ranks_w", np.int32),
-    ("lengths_w", np.int32),
-    ("packed", np.uint8),
+    *PARTS,
     ("sketches_wK", np.float16),
     ("exponents_w", np.int16),
-    ("group_sketches_gwk", np.float16),
-    ("group_exponents_gw", np.int16),
+    ("group_sketches_wgk", np.float16),
+    ("group_exponents_wg", np.int16),
     ("audit_total_N", np.float32),
     ("reduced_dra", np.float32),
     ("reduced_squares_dr", np.float64),
     ("which_w", np.int16),
 )
-_HEADER = struct.Struct(f"<q{len(_ARRAYS)}I")
+_TYPES = dict(_ARRAYS)
+_HEADER = struct.Struct(f"<qq{len(_ARRAYS)}I")  # schema, step, bytes of each array
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,36 +51,76 @@ class HostSummary:
 
     Attributes:
         step: Step number.
-        messages: The workers' messages by rank, without sketches.
-        arrays: All other parts, flat, by name.
+        ranks_w: The workers' ranks.
+        content: All of it.
     """
 
     step: int
-    messages: Mapping[int, StepMessage]
-    arrays: Mapping[str, NDArray[Any]]
+    ranks_w: NDArray[np.int32]
+    content: bytes
 
     @classmethod
     def unpack(cls, content: bytes) -> "HostSummary":
-        """Read a summary.
+        """Read step and ranks.
 
         Raises:
-            MessageError: It is truncated, or holds a message of another version.
+            MessageError: It is truncated, or of another version.
         """
-        try:
-            step, *lengths = _HEADER.unpack_from(content)
-            arrays = {}
-            at = _HEADER.size
-            for (name, dtype), length in zip(_ARRAYS, lengths, strict=True):
-                arrays[name] = np.frombuffer(content, dtype, length, at)
-                at += length * np.dtype(dtype).itemsize
-            packed = zlib.decompress(arrays["packed"].data)
-        except (struct.error, ValueError, zlib.error) as error:
-            raise MessageError(f"a host's step of {len(content)} bytes is cut short") from error
-        ends = np.cumsum(arrays["lengths_w"]).tolist()
-        pieces = zip([0, *ends[:-1]], ends, strict=True)
-        messages = [StepMessage.unpack(packed[begin:end]) for begin, end in pieces]
-        ranks = arrays.pop("ranks_w").tolist()
-        return cls(step, dict(zip(ranks, messages, strict=True)), arrays)
+        if len(content) < _HEADER.size:
+            raise MessageError(f"a host's step of {len(content)} bytes is cut short")
+        schema, step, *sizes = _HEADER.unpack_from(content)
+        if schema != schema_hash():
+            raise MessageError(
+                f"expected a host's step of schema {schema_hash()}, got one of {schema}: two "
+                "versions of rankscope are at work; install the same one for all ranks"
+            )
+        if _HEADER.size + sum(sizes) != len(content):
+            raise MessageError(f"a host's step of {len(content)} bytes is cut short")
+        ranks_w = np.frombuffer(content, np.int32, sizes[0] // 4, _HEADER.size)
+        return cls(step, ranks_w, content)
+
+
+class HostsStep:
+    """A step from the summaries of all hosts.
+
+    Args:
+        summaries: The summaries.
+    """
+
+    def __init__(self, summaries: Sequence[HostSummary]) -> None:
+        self._contents = [one.content for one in summaries]
+        self.step = summaries[0].step
+        self.ranks_H = [one.ranks_w for one in summaries]
+        headers = b"".join([content[: _HEADER.size] for content in self._contents])
+        sizes_HA = np.frombuffer(headers, np.uint32).reshape(len(summaries), -1)[:, 4:]
+        self._ends_AH = (_HEADER.size + sizes_HA.astype(np.int64).cumsum(axis=1)).T
+        self._begins_AH = self._ends_AH - sizes_HA.T
+
+    @property
+    def messages(self) -> Messages:
+        """The workers' messages, without sketches."""
+        parts = {name: self._parts(name) for name, _ in PARTS}
+        return unpack_blocks(self.step, self.ranks_H, parts)
+
+    def joined(self, name: str) -> NDArray[Any]:
+        """Return an array of all hosts, flat."""
+        return np.frombuffer(b"".join(self._parts(name)), _TYPES[name])
+
+    def lengths_of(self, name: str) -> Ints:
+        """Return how long each host's array is ``[H]``."""
+        place = list(_TYPES).index(name)
+        sizes_H: Ints = self._ends_AH[place] - self._begins_AH[place]
+        return sizes_H // np.dtype(_TYPES[name]).itemsize
+
+    def _parts(self, name: str) -> list[bytes]:
+        place = list(_TYPES).index(name)
+        spans = zip(
+            self._contents,
+            self._begins_AH[place].tolist(),
+            self._ends_AH[place].tolist(),
+            strict=True,
+        )
+        return [content[begin:end] for content, begin, end in spans]
 
 
 def summary_layout(layout: Layout) -> Layout:
@@ -89,46 +132,37 @@ def host_summary(messages: Mapping[int, StepMessage], layout: Layout) -> bytes:
     """Return the summary of one step, from the messages of all of the host's workers by rank."""
     ranks = sorted(messages)
     step = messages[ranks[0]].step
-    packed = [_without_sketches(messages[rank], layout).pack() for rank in ranks]
-    arrays: dict[str, Any] = {
-        "ranks_w": ranks,
-        "lengths_w": [len(each) for each in packed],
-        "packed": np.frombuffer(zlib.compress(b"".join(packed), 1), np.uint8),
-    }
+    arrays: dict[str, Any] = {"ranks_w": ranks}
+    arrays |= pack_block(as_columns([_without_sketches(messages[rank], layout) for rank in ranks]))
     if all(messages[rank].measured for rank in ranks):
         arrays |= _narrowed([messages[rank] for rank in ranks], layout)
-    flat = [np.asarray(arrays.get(name, ()), dtype).ravel() for name, dtype in _ARRAYS]
-    header = _HEADER.pack(step, *(array.size for array in flat))
-    return b"".join([header, *(array.tobytes() for array in flat)])
+    packed = [np.asarray(arrays.get(name, ()), dtype).tobytes() for name, dtype in _ARRAYS]
+    return b"".join([_HEADER.pack(schema_hash(), step, *map(len, packed)), *packed])
 
 
-def with_directions(
-    gathered: GatheredStep, summaries: Sequence[HostSummary], layout: Layout
-) -> GatheredStep:
+def with_directions(gathered: GatheredStep, hosts: HostsStep, layout: Layout) -> GatheredStep:
     """Add directions and residuals from the summaries of all hosts to a step.
 
     Args:
         gathered: The step, from messages without sketches.
-        summaries: The summaries of the step from all hosts.
+        hosts: The same step, from all hosts.
         layout: The layout of the workers' own messages.
     """
     if not gathered.observed:
         return gathered
     narrowing = narrowing_for(layout.num_workers)
-    order_W = np.argsort([rank for one in summaries for rank in one.messages])
+    order_W = np.argsort(np.concatenate(hosts.ranks_H))
     changes: dict[str, Any] = {}
     if layout.sketch_width:
         groups = _groups_in_turn(gathered.step, layout)
-        rows = _rows(summaries, "sketches_wK", "exponents_w", 1)[0][order_W]
+        [rows] = _rows(hosts, "sketches_wK", "exponents_w", order_W)
         group_rows = np.empty((0, len(order_W), 0))
         if len(groups):
-            group_rows = _rows(summaries, "group_sketches_gwk", "group_exponents_gw", len(groups))[
-                :, order_W
-            ]
+            group_rows = _rows(hosts, "group_sketches_wgk", "group_exponents_wg", order_W)
         changes |= {"consensus": consensus_of(rows, group_rows), "groups_in_turn": groups}
     if layout.section_counts:
         chosen = in_turn(gathered.step, sum(layout.section_counts), narrowing.num_sections)
-        found_WR = _residuals(summaries, layout, 1 + len(chosen))[order_W]
+        found_WR = _residuals(hosts, layout, 1 + len(chosen))[order_W]
         changes |= {
             "total_residuals_W": found_WR[:, 0],
             "residuals_WG": _by_group(found_WR[:, 1:], chosen, layout.section_counts),
@@ -162,26 +196,19 @@ def _without_sketches(message: StepMessage, layout: Layout) -> StepMessage:
 def _narrowed(messages: Sequence[StepMessage], layout: Layout) -> dict[str, Any]:
     narrowing = narrowing_for(layout.num_workers)
     step = messages[0].step
-    gradients = [
-        measured_of(one.numbers, one.sketches, one.sizes, layout.section_counts).gradient
-        for one in messages
-    ]
+    found = measured_in(as_columns(messages), layout.section_counts)
     arrays: dict[str, Any] = {}
     if layout.sketch_width:
-        rows = narrow(np.stack([one.sketch_K for one in gradients]), narrowing.sketch_width)
+        rows = narrow(by_rank(found, "sketches_wK"), narrowing.sketch_width)
         arrays |= {"sketches_wK": rows.numbers_NK, "exponents_w": rows.exponents_N}
     groups = _groups_in_turn(step, layout)
     if len(groups):
-        chosen = np.concatenate([[one.group_sketches_GK[g] for one in gradients] for g in groups])
-        rows = narrow(chosen, narrowing.group_width)
-        arrays |= {"group_sketches_gwk": rows.numbers_NK, "group_exponents_gw": rows.exponents_N}
+        chosen_wgK = by_rank(found, "group_sketches_wGK")[:, groups]
+        rows = narrow(chosen_wgK.reshape(-1, chosen_wgK.shape[-1]), narrowing.group_width)
+        arrays |= {"group_sketches_wgk": rows.numbers_NK, "group_exponents_wg": rows.exponents_N}
     if layout.section_counts:
         sections = in_turn(step, sum(layout.section_counts), narrowing.num_sections)
-        parts = [
-            one.audit.narrowed(sections, narrowing.audit_width)
-            for one in gradients
-            if one.audit is not None
-        ]
+        parts = [part.narrowed(sections, narrowing.audit_width) for part in audit_of(found)]
         width = layout.num_workers
         copies = layout.reduced_copies
         with np.errstate(over="ignore"):
@@ -193,34 +220,34 @@ def _narrowed(messages: Sequence[StepMessage], layout: Layout) -> dict[str, Any]
     return arrays
 
 
-def _rows(summaries: Sequence[HostSummary], name: str, exponents: str, sets: int) -> Floats:
-    """Return narrow sketches ``[sets, W, K]``, workers in the order of the summaries."""
-    found = []
-    for one in summaries:
-        powers = one.arrays[exponents]
-        rows = Halves(one.arrays[name].reshape(len(powers), -1), powers).widened()
-        found.append(rows.reshape(sets, len(powers) // sets, -1))
-    return np.concatenate(found, axis=1)
+def _rows(hosts: HostsStep, name: str, exponents: str, order_W: Ints) -> Floats:
+    """Return narrow sketches of all workers ``[sets, W, K]``."""
+    powers_sW = hosts.joined(exponents).reshape(len(order_W), -1).T[:, order_W]
+    shape = len(order_W), len(powers_sW), -1
+    numbers_sWK = hosts.joined(name).reshape(shape).swapaxes(0, 1)[:, order_W]
+    return Halves(numbers_sWK, powers_sW).widened()
 
 
-def _residuals(summaries: Sequence[HostSummary], layout: Layout, num_rows: int) -> Floats:
-    """Return residuals of the rows ``[W, r]``, workers in the order of the summaries."""
+def _residuals(hosts: HostsStep, layout: Layout, num_rows: int) -> Floats:
+    """Return residuals of the rows ``[W, r]``, in the order of the hosts."""
     width = layout.num_workers
     copies = layout.reduced_copies
-    totals = np.stack([one.arrays["audit_total_N"] for one in summaries])
-    total_N: Floats = totals.sum(axis=0, dtype=np.float64)
+    totals_HN = hosts.joined("audit_total_N").reshape(len(hosts.ranks_H), -1)
+    total_N: Floats = totals_HN.sum(axis=0, dtype=np.float64)
     if copies < width:
         shape = num_rows, len(total_N) // num_rows - 1
         nothing = AuditPart(np.empty(shape, np.float32), np.empty(shape, np.float32), np.empty(0))
         return np.tile(residuals_by_row(total_N, nothing, width, copies), (width, 1))
-    found = []
-    for one in summaries:
-        reduced_dra = one.arrays["reduced_dra"].reshape(-1, num_rows, len(total_N) // num_rows)
-        squares_dr = one.arrays["reduced_squares_dr"].reshape(-1, num_rows)
-        parts = [AuditPart(row, row, own) for row, own in zip(reduced_dra, squares_dr, strict=True)]
-        each = [residuals_by_row(total_N, part, width, copies) for part in parts]
-        found += [each[place] for place in one.arrays["which_w"]]
-    return np.stack(found)
+    reduced_dra = hosts.joined("reduced_dra").reshape(-1, num_rows, len(total_N) // num_rows)
+    squares_dr = hosts.joined("reduced_squares_dr").reshape(-1, num_rows)
+    found_dr = residuals_by_row(
+        total_N, AuditPart(reduced_dra, reduced_dra, squares_dr), width, copies
+    )
+    kept_H = hosts.lengths_of("reduced_squares_dr") // num_rows
+    firsts_H = np.cumsum(kept_H) - kept_H
+    counts_H = [len(ranks) for ranks in hosts.ranks_H]
+    which_W: Ints = hosts.joined("which_w") + np.repeat(firsts_H, counts_H)
+    return found_dr[which_W]
 
 
 def _by_group(found_Ws: Floats, sections: Ints, counts: Sequence[int]) -> Floats:

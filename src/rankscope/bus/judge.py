@@ -3,17 +3,17 @@
 Legend of shapes: W workers.
 """
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.messages import Messages
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import MISSING_INT
-from rankscope.stats.arrays import Ints
+from rankscope.stats.arrays import Floats, Ints
 
 Columns = Mapping[str, NDArray[Any]]
 """The workers' LOCAL columns ``[W]`` by name, to be filled in place."""
@@ -22,18 +22,7 @@ Columns = Mapping[str, NDArray[Any]]
 class Message(Protocol):
     """One worker's step; its arrays are attributes, named as evidence declares them."""
 
-    step: int
-    time: float
-    items: int
-
     def __getattr__(self, name: str) -> NDArray[Any]: ...
-
-    @property
-    def measured(self) -> bool:
-        """Whether it holds a gradient."""
-
-    def replace(self, **arrays: Any) -> "Message":
-        """Return the same message with other arrays."""
 
 
 class Combiner:
@@ -45,7 +34,7 @@ class Combiner:
     def learn(self, rank: int, message: Message) -> None:
         """Process a message on arrival, before its step is complete."""
 
-    def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
+    def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
         """Fill in columns of the workers; return fields of :class:`GatheredStep`.
 
         Tuples that several combiners return for one field are joined.
@@ -65,12 +54,11 @@ class HeldValues(Combiner):
     def __init__(self, key: str) -> None:
         self._key = key
 
-    def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
+    def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
         """Return them as rows of the table of digests, null on workers that have none."""
-        if not any(len(message.names) for message in messages_W):
+        if not any(messages.named):
             return {}
-        names_W = [json.loads(m.names.tobytes()) if len(m.names) else {} for m in messages_W]
-        sent_W = [names.get(self._key, {}) for names in names_W]
+        sent_W = [names.get(self._key, {}) for names in messages.named]
         found = []
         for kind in dict.fromkeys(kind for sent in sent_W for kind in sent):
             values_W = [sent.get(kind, {}) for sent in sent_W]
@@ -111,11 +99,9 @@ class Derived:
     report: Mapping[str, Any] = field(default_factory=dict)
 
 
-def fill(columns: Columns, rank: int, values: Mapping[str, float]) -> None:
-    """Put a worker's values into its columns; NaN is missing."""
-    for name, value in values.items():
+def fill(columns: Columns, ranks: Ints, values: Mapping[str, Floats]) -> None:
+    """Put some workers' values into their columns; NaN is missing."""
+    for name, given in values.items():
         column = columns[name]
-        if value == value:
-            column[rank] = value
-        else:
-            column[rank] = MISSING_INT if column.dtype == np.int64 else np.nan
+        missing = MISSING_INT if column.dtype == np.int64 else np.nan
+        column[ranks] = np.where(np.isnan(given), missing, given)

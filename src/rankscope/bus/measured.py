@@ -1,12 +1,12 @@
-"""The gradient part of a step message: two flat vectors and their sizes."""
+"""The gradient part of step messages: two flat vectors and their sizes."""
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rankscope.bus.step import MeasuredGradient
+from rankscope.bus.messages import Messages
 from rankscope.stats.arrays import Floats, Floats32, Ints
 from rankscope.stats.audit import AuditPart
 
@@ -32,23 +32,35 @@ SKETCHES = ("total", "groups", "local", "reduced")
 
 
 class Measured(NamedTuple):
-    """The gradient part of a worker's message, unpacked.
+    """The gradient parts of messages with the same sizes, unpacked. w workers.
 
     Attributes:
-        gradient: The values that are compared with other workers.
-        values: LOCAL signals.
-        micro_norms: Gradient norms of the micro-batches ``[M]``, empty when unknown.
-        changes_G: Relative change of each group's accumulated gradient between two micro-batches,
+        values: LOCAL signals ``[w]``.
+        group_norms_wG: L2 norm of each group's local gradient.
+        sketches_wK: Sketches of the local gradients; empty in the tier without sketches.
+        group_sketches_wGK: Narrow sketches of each group's local gradient, or ``[w, G, 0]``.
+        audit_w: Their contributions to the audit of the reduction; empty without.
+        products_w: Inner product of the local gradient with the reduced one; NaN if unknown.
+        micro_norms_wM: Gradient norms of the micro-batches, empty when unknown.
+        changes_wG: Relative change of each group's accumulated gradient between two micro-batches,
             the largest of the step; NaN where the worker holds nothing of it; empty when unknown.
-        found_B: Norms of the accumulated gradient at the beginning of each backward pass after
+        found_wB: Norms of the accumulated gradient at the beginning of each backward pass after
             the step's first; empty when unknown.
     """
 
-    gradient: MeasuredGradient
-    values: dict[str, float]
-    micro_norms: Floats
-    changes_G: Floats
-    found_B: Floats
+    values: dict[str, Floats]
+    group_norms_wG: Floats
+    sketches_wK: Floats32
+    group_sketches_wGK: Floats32
+    audit_w: Sequence[AuditPart]
+    products_w: Floats
+    micro_norms_wM: Floats
+    changes_wG: Floats
+    found_wB: Floats
+
+
+Found = Sequence[tuple[Ints, Measured]]
+"""Ranks whose messages have the same sizes, and what they have measured."""
 
 
 def sizes_of(
@@ -60,88 +72,129 @@ def sizes_of(
 
 
 def measured_of(
-    numbers: Floats, sketches: Floats32, sizes: Ints, section_counts: Sequence[int]
+    numbers_wN: Floats, sketches_wN: Floats32, sizes: Ints, section_counts: Sequence[int]
 ) -> Measured:
-    """Unpack the gradient part of a step message.
+    """Unpack the gradient parts of step messages.
 
     Args:
-        numbers: Float64 parts, one after the other, see ``NUMBERS``.
-        sketches: Float32 parts, see ``SKETCHES``.
-        sizes: As :func:`sizes_of` has them.
+        numbers_wN: Float64 parts, one after the other, see ``NUMBERS``.
+        sketches_wN: Float32 parts, see ``SKETCHES``.
+        sizes: As :func:`sizes_of` has them, the same for all.
         section_counts: How many sections each group has; empty where groups are whole.
     """
     given = [int(size) for size in sizes]
-    part = _parts(numbers, NUMBERS, given)
-    sketch = _parts(sketches, SKETCHES, given[len(NUMBERS) :])
-    squares_R = part["squares"]
-    num_rows = len(part["squares"])
+    width = len(numbers_wN)
+    part = _parts(numbers_wN, NUMBERS, given)
+    sketch = _parts(sketches_wN, SKETCHES, given[len(NUMBERS) :])
+    squares_wR = part["squares"]
+    num_rows = given[0]
     counts = tuple(section_counts) or (1,) * num_rows
-    firsts_G = np.cumsum((0, *counts[:-1]))
-    reduced_squares_R = part["reduced_squares"]
-    if not len(reduced_squares_R):
-        reduced_squares_R = np.full(num_rows, np.nan)
-    audit = None
-    groups_GK = sketch["groups"].reshape(len(firsts_G), -1)
-    if len(sketch["local"]):
-        local_SK = sketch["local"].reshape(num_rows, -1)
-        reduced = sketch["reduced"]
-        reduced_SK = (
-            reduced.reshape(local_SK.shape) if len(reduced) else np.full_like(local_SK, np.nan)
-        )
-        audit = AuditPart(local_SK, reduced_SK, reduced_squares_R)
-        if not groups_GK.size and len(counts) == num_rows:
-            groups_GK = local_SK
-    gradient = MeasuredGradient(
-        group_norms_G=np.sqrt(np.add.reduceat(squares_R, firsts_G)),
-        sketch_K=sketch["total"],
-        group_sketches_GK=groups_GK,
-        audit=audit,
-        reduced_product=float(part["product"][0]) if len(part["product"]) else math.nan,
-    )
+    num_groups = len(counts)
+    reduced_squares_wR = part["reduced_squares"]
+    if not reduced_squares_wR.size:
+        reduced_squares_wR = np.full((width, num_rows), np.nan)
+    audit: list[AuditPart] = []
+    groups_wGK = sketch["groups"].reshape(width, num_groups, -1)
+    if sketch["local"].size:
+        local_wSK = sketch["local"].reshape(width, num_rows, -1)
+        reduced_wSK = sketch["reduced"].reshape(width, num_rows, -1)
+        if not reduced_wSK.size:
+            reduced_wSK = np.full_like(local_wSK, np.nan)
+        audit = list(map(AuditPart, local_wSK, reduced_wSK, reduced_squares_wR))
+        if not groups_wGK.size and num_groups == num_rows:
+            groups_wGK = local_wSK
+    product, carried = part["product"], part["carried"]
     values = {
-        "grad_norm": math.sqrt(squares_R.sum()),
-        "grad_norm_estimated": float(given[-1]),
-        "grad_max": float(part["largest"][0]),
-        "grad_nonfinite": float(part["nonfinite"][0]),
-        "reduced_norm": math.sqrt(reduced_squares_R.sum()),
-        "grad_carried_over": float(part["carried"][0]) if len(part["carried"]) else 0.0,
+        "grad_norm": np.sqrt(squares_wR.sum(axis=1)),
+        "grad_norm_estimated": np.full(width, float(given[-1])),
+        "grad_max": part["largest"][:, 0],
+        "grad_nonfinite": part["nonfinite"][:, 0],
+        "reduced_norm": np.sqrt(reduced_squares_wR.sum(axis=1)),
+        "grad_carried_over": carried[:, 0] if carried.size else np.zeros(width),
     }
     kept = part["kept"]
-    num_groups = len(counts)
-    squares_B2 = kept[:-num_groups].reshape(-1, 2) if len(kept) else np.empty((0, 2))
-    if len(kept):
-        values |= accumulator_values(squares_B2)
-    changes_G = kept[len(kept) - num_groups :]
-    return Measured(gradient, values, np.sqrt(part["micro"]), changes_G, np.sqrt(squares_B2[:, 1]))
+    num_squares = max(kept.shape[1] - num_groups, 0)
+    squares_wB2 = kept[:, :num_squares].reshape(width, -1, 2)
+    if kept.size:
+        values |= accumulator_values(squares_wB2)
+    firsts_G = np.cumsum((0, *counts[:-1]))
+    return Measured(
+        values=values,
+        group_norms_wG=np.sqrt(np.add.reduceat(squares_wR, firsts_G, axis=1)),
+        sketches_wK=sketch["total"],
+        group_sketches_wGK=groups_wGK,
+        audit_w=audit,
+        products_w=product[:, 0] if product.size else np.full(width, np.nan),
+        micro_norms_wM=np.sqrt(part["micro"]),
+        changes_wG=kept[:, num_squares:],
+        found_wB=np.sqrt(squares_wB2[..., 1]),
+    )
 
 
-def accumulator_values(squares_B2: Floats) -> dict[str, float]:
-    """Return the signals of a gradient's change between two micro-batches.
+def measured_in(messages: Messages, section_counts: Sequence[int]) -> Found:
+    """Return what all workers have measured whose messages hold a gradient."""
+    ranks = np.flatnonzero(messages.measured)
+    sizes_w = messages["sizes"].take(ranks).rows
+    alike: dict[bytes, list[int]] = {}
+    for rank, sizes in zip(ranks.tolist(), sizes_w, strict=True):
+        alike.setdefault(sizes.tobytes(), []).append(rank)
+    found = []
+    for content, members in alike.items():
+        chosen = np.array(members)
+        numbers, sketches = (messages[name].take(chosen) for name in ("numbers", "sketches"))
+        given = np.frombuffer(content, np.int64)
+        one = measured_of(numbers.matrix, sketches.matrix, given, section_counts)
+        found.append((chosen, one))
+    return found
+
+
+def by_rank(found: Found, name: str) -> NDArray[Any]:
+    """Return an array of all workers, in the order of their ranks."""
+    if len(found) == 1:
+        given: NDArray[Any] = getattr(found[0][1], name)
+        return given
+    joined = np.concatenate([getattr(one, name) for _, one in found])
+    return joined[np.argsort(np.concatenate([ranks for ranks, _ in found]))]
+
+
+def audit_of(found: Found) -> list[AuditPart]:
+    """Return the parts of all workers in the audit that have one, in the order of their ranks."""
+    parts: dict[int, AuditPart] = {}
+    for ranks, one in found:
+        parts |= dict(zip(ranks.tolist(), one.audit_w, strict=False))  # none, or all of them
+    return [parts[rank] for rank in sorted(parts)]
+
+
+def accumulator_values(squares_wB2: Floats) -> dict[str, Floats]:
+    """Return the signals of a gradient's change between two micro-batches ``[w]``.
 
     Args:
-        squares_B2: Squared norms at the end of a backward pass and at the beginning of the next,
+        squares_wB2: Squared norms at the end of a backward pass and at the beginning of the next,
             for each pair of consecutive passes.
 
     Example:
-        >>> accumulator_values(np.array([[4.0, 4.0], [9.0, 36.0]]))  # doubled before the third
-        {'accumulator_change': 0.5, 'accumulator_scale': 2.0, 'accumulator_micro': 2.0}
+        >>> found = accumulator_values(np.array([[[4.0, 4.0], [9.0, 36.0]]]))
+        >>> {name: value.tolist() for name, value in found.items()}  # doubled before the third
+        {'accumulator_change': [0.5], 'accumulator_scale': [2.0], 'accumulator_micro': [2.0]}
     """
     with np.errstate(divide="ignore", invalid="ignore"):
-        left_B, found_B = np.sqrt(squares_B2).T
-        change_B = np.nan_to_num(np.abs(found_B - left_B) / np.maximum(left_B, found_B))
-        scale_B = found_B / left_B
-    worst = int((change_B >= (1 - _ALIKE) * change_B.max()).argmax())  # the first of equals
+        left_wB, found_wB = np.moveaxis(np.sqrt(squares_wB2), 2, 0)
+        change_wB = np.nan_to_num(np.abs(found_wB - left_wB) / np.maximum(left_wB, found_wB))
+        scale_wB = found_wB / left_wB
+    least_w1 = (1 - _ALIKE) * change_wB.max(axis=1, keepdims=True)
+    worst_w = (change_wB >= least_w1).argmax(axis=1)  # the first of equals
+    each_w = np.arange(len(worst_w))
     return {
-        "accumulator_change": float(change_B[worst]),
-        "accumulator_scale": float(scale_B[worst]),
-        "accumulator_micro": float(worst + 1),
+        "accumulator_change": change_wB[each_w, worst_w],
+        "accumulator_scale": scale_wB[each_w, worst_w],
+        "accumulator_micro": worst_w + 1.0,
     }
 
 
-def _parts(flat: _Flat, names: Sequence[str], sizes: Sequence[int]) -> dict[str, _Flat]:
+def _parts(flat_wN: _Flat, names: Sequence[str], sizes: Sequence[int]) -> dict[str, _Flat]:
     parts: dict[str, _Flat] = {}
     at = 0
     for name, size in zip(names, sizes, strict=False):
-        parts[name] = flat[at : at + size]
+        parts[name] = flat_wN[:, at : at + size]
         at += size
     return parts

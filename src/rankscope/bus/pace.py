@@ -22,15 +22,15 @@ class Pace:
         governed_after: :data:`rankscope.bus.governor.ALWAYS`.
         widest_interval: :data:`rankscope.bus.governor.MAX_INTERVAL`.
         governor_patience: Observed steps between a decision and a narrower interval.
-        canary_spacing: :data:`rankscope.evidence.canary.schedule.SPACING`.
-        canary_retry: :data:`rankscope.evidence.canary.schedule.RETRY_AFTER`.
-        canary_share: :data:`rankscope.evidence.canary.schedule.SHARE`.
+        canary_spacing: Steps between two canaries of findings, or of a schedule, at least.
+        canary_retry: Steps until a canary that some worker missed is tried again.
+        canary_share: Share of the training's time for canaries that nobody asked for.
         references: Steps of a session whose gradient is computed again without a request.
         state_in_turn: Steps in which a part of the state is read.
         state_spacing: :data:`rankscope.session.instruments.STATE_SPACING`.
-        later_look: The second of :data:`rankscope.evidence.state.roles.FIRST_ROLE_STEPS`.
-        look_every: :data:`rankscope.evidence.state.roles.ROLES_EVERY`.
-        flags_every: :data:`rankscope.evidence.environment.facts.FLAGS_EVERY`.
+        later_look: Step of a session in which the roles of parameters are read again.
+        look_every: Steps between two readings of the roles after it.
+        flags_every: Steps between two readings of torch's global settings.
         rolled_up: :data:`rankscope.record.rollup_values.LEVELS`.
         part_bytes: :data:`rankscope.record.writer.PART_BYTES`.
         most_flush_seconds: Upper limit of ``flush_seconds``.

@@ -246,6 +246,9 @@ class Probe:
     def see_locals(self, gradients: Iterable[tuple[str, Any]]) -> None:
         """The same of several parameters at once, by name."""
 
+    def after_schedule(self) -> None:
+        """A pipeline's schedule has reduced the gradients, and may have divided them since."""
+
     def see_reduced(self) -> None:
         """The reduction is over, and nothing else has touched the gradients."""
 

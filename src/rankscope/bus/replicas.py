@@ -43,7 +43,7 @@ class StateKind(StrEnum):
     BROADCAST = "broadcast"
     """The same right after it has."""
     ROLE = "role"
-    """How a parameter takes part in the training, see :mod:`rankscope.evidence.state.roles`."""
+    """How a parameter takes part in the training: its role."""
     LEFT_OUT = "left-out"
     """A parameter that is trained, and whose gradient is not reduced."""
     CHANGED = "changed"
@@ -111,13 +111,29 @@ class StateDifference:
         name: Its name in the model.
         digests_W: Digest of its bits on every worker, int64 ``[W]``.
         unchanged_W: For a reduced gradient: whether the reduction left the local gradient's bits
-            as they were, bool ``[W]``.
+            as they were, bool ``[W]``. For a parameter: whether it is frozen.
     """
 
     kind: StateKind
     name: str
     digests_W: Ints
     unchanged_W: Bools
+
+    @property
+    def frozen(self) -> bool:
+        """Whether it is a parameter that no worker trains."""
+        return self.kind is StateKind.PARAMETER and bool(self.unchanged_W.all())
+
+    @property
+    def follows_places(self) -> bool:
+        """Whether ranks hold what their place in groups of one size says, two groups at least.
+
+        So do the ranks 0 and 2, and 1 and 3, where each group of two neighbours has both parts.
+        """
+        values = self.digests_W.tolist()
+        size = len(set(values))
+        groups, rest = divmod(len(values), size)
+        return size > 1 and groups > 1 and not rest and values == values[:size] * groups
 
     def minority_ranks(self, replicas_W: Ints) -> tuple[int, ...]:
         """Return the workers that differ from most of those that should hold the same.
@@ -192,6 +208,9 @@ def differences(
         held_RD = np.where(kept_D & (held_RD == 0), held_RD[owner_D, range(len(kept_D))], held_RD)
         among_replicas_D |= (held_RD != held_RD[0]).any(axis=0)
     items = list(zip(own.kinds, own.names, strict=True))
+    trained = {name for kind, name in items if kind is StateKind.REDUCED}
+    frozen_D = [kind is StateKind.PARAMETER and name not in trained for kind, name in items]
+    unchanged_WD = unchanged_WD | np.array(frozen_D, bool)
     return tuple(
         StateDifference(kind, name, digests_WD[:, d].copy(), unchanged_WD[:, d].copy())
         for kind in StateKind

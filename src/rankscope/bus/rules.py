@@ -19,7 +19,8 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-from rankscope.bus.finding import Severity
+from rankscope.bus.detector import FaultEvidence
+from rankscope.bus.finding import Finding, Severity
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,36 +101,41 @@ RULES: Mapping[str, Rule] = _Rules()
 """All rules, by name."""
 
 
-_START_AGAIN = "start again with the fault repaired"
-
-
-def describe(
-    cause: str, severity: Severity, fields: Mapping[str, object], back: str = _START_AGAIN
-) -> tuple[str, str]:
-    """Return explanation and next check of a finding, with the fields filled in.
+def finding_of(
+    evidence: FaultEvidence, step: int, *, name: str = "", begun_at: int | None = None
+) -> Finding:
+    """Return evidence as a finding, with the rule's explanation and next check.
 
     Args:
-        cause: Name of the rule.
-        severity: How bad it is.
-        fields: Values of the templates' fields, from the detector.
-        back: How to undo the effect of the fault, see :func:`go_back`.
+        evidence: The evidence; its key names the rule if there is one of this name, else its cause.
+        step: The step at which the finding is written.
+        name: The finding's id; the evidence's key or cause if empty.
+        begun_at: First step of the run: where a fault is younger, its effect can be undone by a
+            checkpoint. None: nothing is to be undone.
 
     Raises:
-        KeyError: The table has no such cause or severity, or a field is missing.
+        KeyError: The table has no such rule or severity, or a field is missing.
     """
-    advice = RULES[cause].advice[severity]
-    fields = {**fields, "back": back, "Back": back.capitalize()}
-    return advice.explanation.format_map(fields), advice.next_check.format_map(fields)
-
-
-def go_back(first_step: int, begun_at: int) -> str:
-    """Return how to undo the effect of a fault: by a checkpoint, where the run may have one.
-
-    ``first_step`` is the first one that shows the fault, ``begun_at`` the first one of the run.
-    """
-    if first_step <= begun_at:
-        return _START_AGAIN
-    return f"go back to a checkpoint before step {first_step:,}"
+    advice = RULES[evidence.key if evidence.key in RULES else evidence.cause].advice
+    back = "start again with the fault repaired"
+    if begun_at is not None and evidence.first_step > begun_at:
+        back = f"go back to a checkpoint before step {evidence.first_step:,}"
+    fields = {**evidence.fields, "back": back, "Back": back.capitalize()}
+    text = advice[evidence.severity]
+    return Finding(
+        id=name or evidence.key or evidence.cause,
+        cause=evidence.cause,
+        severity=evidence.severity,
+        ranks=evidence.ranks,
+        first_step=evidence.first_step,
+        last_step=evidence.last_step,
+        explanation=text.explanation.format_map(fields),
+        next_check=text.next_check.format_map(fields),
+        evidence=evidence.numbers,
+        groups=evidence.groups,
+        status=evidence.status,
+        step=step,
+    )
 
 
 LATENESS = 192

@@ -111,7 +111,11 @@ _ISSUED = re.compile(
     r"\b(?:hf_|gh[opusr]_|github_pat_|glpat-|sk-|sk_live_|rk_live_|xox[abeoprs]-|npm_|pypi-"
     r"|wandb_v1_|AIza|AKIA|ASIA|eyJ[\w-]+\.eyJ)[\w.-]{12,}"
 )
-"""Beginnings by which issuers mark their tokens, so that scanners find them."""
+"""Beginnings by which issuers mark their tokens, so that scanners find them.
+
+A kept library knows more of them (detect-secrets), but reads files by lines, and brings packages
+that a training does not need (PyYAML, requests).
+"""
 
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)")
 _MARKS_OF_TEXT = re.compile(

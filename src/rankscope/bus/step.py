@@ -10,34 +10,11 @@ from numpy.typing import NDArray
 
 from rankscope.bus.replicas import StateDifference, TensorTrace
 from rankscope.stats.arrays import Floats, Ints
-from rankscope.stats.audit import AuditPart
 from rankscope.stats.consensus import Consensus
 from rankscope.stats.direction import from_upper_triangle, upper_triangle
 
 MISSING_INT = np.iinfo(np.int64).min
 """Stands for "no value" in an int64 array, as NaN does in a float64 one; null in the record."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredGradient:
-    """One worker's gradient in one step. G groups, K numbers a sketch.
-
-    Attributes:
-        group_norms_G: L2 norm of each group's local gradient.
-        sketch_K: Sketch of the local gradient; empty in the tier without sketches.
-        group_sketches_GK: Narrow sketch of each group's local gradient, or ``[G, 0]``.
-        audit: Its contribution to the audit of the reduction; None without.
-        residuals: Result of the audit ``[1 + G]``: distance of this worker's reduced gradient
-            from the mean, of the whole and by group; empty before, or without.
-        reduced_product: Inner product of the local gradient with the reduced one; NaN if unknown.
-    """
-
-    group_norms_G: Floats
-    sketch_K: NDArray[np.float32]
-    group_sketches_GK: NDArray[np.float32]
-    audit: AuditPart | None = None
-    residuals: Floats = field(default_factory=lambda: np.empty(0))
-    reduced_product: float = float("nan")
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,11 @@ from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.bus.weighting import log_spread, token_products
 from rankscope.stats.draws import DrawnSamples
 from rankscope.stats.samples import identical_groups
+from rankscope.stats.state import Stateful
+
+_DOUBTS = 3
+_SAME_LOSS = 1e-5
+_OTHER_NORM = 2e-5  # more than another order of sums makes
 
 _KINDS = {DType.INT: "i", DType.FLOAT: "f", DType.BOOL: "b"}
 
@@ -143,6 +148,22 @@ class Step:
             return ()
         return identical_groups(self.gathered.samples)
 
+    def shares_work(self) -> bool | None:
+        """Return whether the workers of each group with the same samples share the work on them.
+
+        They have one loss, and gradients of their own: parts of a model, of a graph or of a text.
+        None where gradients or losses are unknown.
+        """
+        workers = self.gathered.workers
+        losses_W, norms_W = workers["loss"], workers["grad_norm"]
+        if not np.isfinite([losses_W, norms_W]).all():
+            return None
+        groups = [list(group) for group in self.identical]
+        return bool(groups) and all(
+            _spread(losses_W[group]) <= _SAME_LOSS and _spread(norms_W[group]) > _OTHER_NORM
+            for group in groups
+        )
+
     def alike(self, name: str) -> bool:
         """Return whether all workers have the same value of a column; NaN is equal to nothing."""
         return bool(self.columns.summary("alike", name, self.index))
@@ -169,6 +190,47 @@ class Step:
             float(self.columns.summary(end, name, self.index)) for end in ("smallest", "largest")
         )
         return smallest, largest
+
+
+class SharedWork(Stateful):
+    """The workers that share the work on each sample, as the last steps showed that told.
+
+    A step without gradients or without samples tells nothing, and one or two steps may look
+    otherwise by chance.
+
+    Attributes:
+        groups: Those workers, group by group.
+    """
+
+    def __init__(self) -> None:
+        self.groups: Groups = ()
+        self._doubts = 0
+
+    def observe(self, step: Step) -> Groups:
+        """Process a step; return the groups, none where the workers of some group do not share."""
+        shared = step.shares_work() if step.identical else None
+        if shared:
+            self.groups, self._doubts = step.identical, 0
+        elif shared is not None:
+            self._doubts += 1
+            if self._doubts >= _DOUBTS:
+                self.groups = ()
+        return self.groups
+
+    def places(self, num_workers: int) -> NDArray[np.int64] | None:
+        """Return each worker's place in its group ``[W]``: those of one place hold the same.
+
+        None where the workers do not fall into groups of one size.
+        """
+        members = [rank for group in self.groups for rank in group]
+        if {len(group) for group in self.groups} != {num_workers // max(len(self.groups), 1)}:
+            return None
+        if sorted(members) != list(range(num_workers)):
+            return None
+        places_W = np.empty(num_workers, np.int64)
+        for group in self.groups:
+            places_W[list(group)] = np.arange(len(group))
+        return places_W
 
 
 class StepBatch:
@@ -203,3 +265,9 @@ def batches_of(reports: Sequence[StepReport], batches: RecentBatches) -> Iterato
     """Yield batches of consecutive steps, cut where the number of workers changes."""
     for _, together in groupby(reports, lambda report: report.gathered.num_workers):
         yield StepBatch(list(together), batches)
+
+
+def _spread(values: NDArray[np.float64]) -> float:
+    """Return the range of some values over the largest."""
+    largest = float(np.abs(values).max())
+    return float(np.ptp(values)) / largest if largest else 0.0

@@ -21,6 +21,9 @@ from rankscope.stats.state import Stateful
 
 Bools = NDArray[np.bool_]
 
+LEAST_SCALER = 1024.0
+"""A factor on the loss from which it is a gradient scaler's; anything smaller may be the loss's."""
+
 _EQUAL = 1e-3
 _PROPORTIONAL = 1e-2
 _ENOUGH = 0.2

@@ -14,15 +14,16 @@ _FACTORS = tuple(map(np.uint64, (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53, 0xD6E8F
 
 
 def median(values: Floats) -> Floats:
-    """Return the median over the last axis of numbers none of which is NaN; fast for few of them.
+    """Return the median over the last axis of numbers none of which is NaN.
 
-    The same, bit for bit, as numpy's.
+    The same, bit for bit, as numpy's, and faster.
 
     Example:
         >>> median(np.array([[1.0, 9.0, 2.0, 4.0], [5.0, 5.0, 5.0, 0.0]])).tolist()
         [3.0, 5.0]
     """
-    return _middle(np.sort(values, axis=-1))
+    last = values.shape[-1] - 1
+    return _middle(np.partition(values, [last // 2, (last + 1) // 2], axis=-1))
 
 
 def median_of_known(values: Floats) -> Floats:
@@ -32,13 +33,15 @@ def median_of_known(values: Floats) -> Floats:
         >>> median_of_known(np.array([[1.0, np.nan, 2.0, 4.0], [np.nan] * 4])).tolist()
         [2.0, nan]
     """
-    ordered = np.sort(values, axis=-1)
     width = values.shape[-1]
-    known = width - np.count_nonzero(np.isnan(ordered), axis=-1, keepdims=True)
+    known = width - np.count_nonzero(np.isnan(values), axis=-1, keepdims=True)
     if known.size and known.min() == width:
-        return _middle(ordered)
-    lower = np.take_along_axis(ordered, np.maximum(known - 1, 0) // 2, axis=-1)  # NaN comes last
-    upper = np.take_along_axis(ordered, np.minimum(known // 2, width - 1), axis=-1)
+        return median(values)
+    at_lower, at_upper = np.maximum(known - 1, 0) // 2, np.minimum(known // 2, width - 1)
+    places = np.unique([at_lower, at_upper])
+    ordered = np.partition(values, places, axis=-1)  # NaN comes last
+    lower = np.take_along_axis(ordered, at_lower, axis=-1)
+    upper = np.take_along_axis(ordered, at_upper, axis=-1)
     middle: Floats = np.where(lower == upper, lower, (lower + upper) / 2)[..., 0]
     return middle
 

@@ -139,7 +139,7 @@ def residuals_of_all(parts_W: Sequence[AuditPart], firsts_G: Ints, copies: int) 
 def residuals_by_row(
     total_N: NDArray[np.floating], part: AuditPart, num_workers: int, copies: int
 ) -> Floats:
-    """Return the same for each row of a part ``[S]``, narrowed or not."""
+    """Return the same for each row of a part ``[S]``, narrowed or not, or of N parts ``[N, S]``."""
     return _relative(*_distances(total_N, part, num_workers, copies))
 
 
@@ -163,7 +163,7 @@ def _distances(
     total_N: NDArray[np.floating], part: AuditPart, num_workers: int, copies: int
 ) -> tuple[Floats, Floats, float]:
     """Return squared distances ``[S]``, squared norms ``[S]``, and their resolution."""
-    shape = part.reduced_SK.shape
+    shape = part.reduced_SK.shape[-2:]
     total = np.asarray(total_N, np.float64)
     size = shape[0] * shape[1]
     difference_SK = total[:size].reshape(shape)
@@ -174,7 +174,7 @@ def _distances(
         squares_S = part.reduced_squares_S
         least = 0.0
     with np.errstate(invalid="ignore", over="ignore"):
-        return np.square(difference_SK).sum(axis=1), squares_S, least
+        return np.square(difference_SK).sum(axis=-1), squares_S, least
 
 
 def _relative(distances: Floats, squares: Floats, least: float) -> Floats:

@@ -81,7 +81,7 @@ class Halves(NamedTuple):
     """Rows of half precision, each with a power of two of its own.
 
     Attributes:
-        numbers_NK: float16; NaN in a row that was not finite.
+        numbers_NK: float16; NaN in a row that was not finite. Any number of axes before K.
         exponents_N: int16.
     """
 
@@ -90,7 +90,9 @@ class Halves(NamedTuple):
 
     def widened(self) -> Floats:
         """Return the rows in float64."""
-        return np.ldexp(self.numbers_NK.astype(np.float64), self.exponents_N[:, None])
+        rows = self.numbers_NK.astype(np.float64)
+        rows *= np.ldexp(1.0, self.exponents_N)[..., None]
+        return rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.stats.arrays import Floats
+from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.ragged import Ragged
 
 
 def finite_mean(values_W: NDArray[np.floating]) -> float:
@@ -80,10 +81,10 @@ def _finite(values: NDArray[np.floating]) -> Floats:
     return wide[np.isfinite(wide)]
 
 
-def weighted_mean_and_sem(
-    values_U: NDArray[np.floating], weights_U: NDArray[np.floating]
-) -> tuple[float, float]:
-    """Return the loss of one worker per label token, and its standard error.
+def weighted_means_and_sems(
+    values_U: NDArray[np.floating], weights_U: NDArray[np.floating], lengths_W: Ints
+) -> tuple[Floats, Floats]:
+    """Return the loss of each worker per label token, and its standard error.
 
     With shares ``h = w / Σ w`` the mean is ``Σ h v`` and ``sem² = Σ h² (v − mean)² / (1 − h)``.
     The factor ``1/(1 − h)`` undoes that each unit pulls the mean towards itself: the estimate is
@@ -92,38 +93,76 @@ def weighted_mean_and_sem(
     one long sample dominates a batch.)
 
     Args:
-        values_U: Loss of each unit ``[U]``.
+        values_U: Loss of each unit of all workers, one worker after the other ``[U]``.
         weights_U: Label tokens of each unit ``[U]``. Units of weight 0 are left out, whatever
-            their value. When any weight is NaN (unknown), all units count alike.
+            their value. When any weight of a worker is NaN (unknown), all its units count alike.
+        lengths_W: How many units each worker has.
 
     Returns:
-        Mean and standard error, in the unit of the values. The standard error is NaN with fewer
-        than two units of positive weight; both are NaN without any, or when a weight is negative
-        or infinite. A unit that is not finite makes the mean so too.
+        Means and standard errors ``[W]``, in the unit of the values. The standard error is NaN
+        with fewer than two units of positive weight; both are NaN without any, or when a weight is
+        negative or infinite. A unit that is not finite makes the mean so too.
 
     Raises:
         ValueError: Different numbers of values and weights.
 
     Example:
-        >>> weighted_mean_and_sem(np.array([1.0, 3.0]), np.array([1.0, 1.0]))
-        (2.0, 1.0)
+        >>> values, weights = np.array([1.0, 3.0, 5.0]), np.array([1.0, 1.0, 8.0])
+        >>> means, sems = weighted_means_and_sems(values, weights, np.array([2, 1]))
+        >>> means.tolist(), sems.tolist()
+        ([2.0, 5.0], [1.0, nan])
     """
     values = np.asarray(values_U, np.float64)
     weights = np.asarray(weights_U, np.float64)
     if values.shape != weights.shape:
         raise ValueError(f"expected one weight per value, got {weights.shape} for {values.shape}")
-    if np.isnan(weights).any():
-        weights = np.ones_like(values)
-    usable = bool(np.all(weights >= 0) and np.isfinite(weights).all())
-    values = values[weights > 0]
-    weights = weights[weights > 0]
-    if not usable or not len(values):
-        return float("nan"), float("nan")
-    if not np.isfinite(values).all():
-        return _sum_non_finite(values), float("nan")
-    shares = weights / weights.sum()
-    mean = values[0] + float(np.sum(shares * (values - values[0])))
-    return float(mean), _sem(shares, values - mean)
+    units = Ragged(values, lengths_W), Ragged(weights, lengths_W)
+    if not ((weights > 0) & (weights < np.inf)).all():
+        units = _counted(*units)
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        return _means_and_sems(*units)
+
+
+def _counted(values: Ragged, weights: Ragged) -> tuple[Ragged, Ragged]:
+    """Return the units that count, and their weights."""
+    lengths_W = weights.lengths_R
+    unknown_W = Ragged(np.isnan(weights.flat), lengths_W).reduced(np.logical_or, False)
+    known_U = np.where(weights.spread(unknown_W), 1.0, weights.flat)
+    usable_U = (known_U >= 0) & np.isfinite(known_U)
+    usable_W = Ragged(usable_U, lengths_W).reduced(np.logical_and, True)
+    counts_U = weights.spread(usable_W) & (known_U > 0)
+    return values.where(counts_U), Ragged(known_U, lengths_W).where(counts_U)
+
+
+def _means_and_sems(values: Ragged, weights: Ragged) -> tuple[Floats, Floats]:
+    """Return the same for positive weights."""
+    lengths_W = values.lengths_R
+    some_W = lengths_W > 0
+    first_W = np.full(len(values), np.nan)
+    first_W[some_W] = values.flat[values.firsts[some_W]]
+    shares_U = weights.flat / weights.spread(weights.reduced(np.add, 0.0))
+    above_U = shares_U * (values.flat - values.spread(first_W))
+    mean_W = first_W + Ragged(above_U, lengths_W).reduced(np.add, 0.0)
+    sem_W = _sems(shares_U, Ragged(values.flat - values.spread(mean_W), lengths_W))
+    odd_U = ~np.isfinite(values.flat)
+    if odd_U.any():
+        odd = values.where(odd_U)
+        odd_W = odd.lengths_R > 0
+        mean_W[odd_W] = odd.reduced(np.add, 0.0)[odd_W]  # inf or -inf if only that occurs, else NaN
+        sem_W[odd_W] = np.nan
+    return mean_W, sem_W
+
+
+def _sems(shares_U: Floats, deviations: Ragged) -> Floats:
+    lengths_W = deviations.lengths_R
+    largest_W = Ragged(np.abs(deviations.flat), lengths_W).reduced(np.maximum, 0.0)
+    rest_U = 1 - shares_U
+    scaled_U = shares_U * (deviations.flat / deviations.spread(largest_W))
+    # a unit with all the weight, to rounding, deviates from itself by nothing
+    terms_U = np.where(rest_U > 0, scaled_U**2 / rest_U, 0.0)
+    sem_W: Floats = largest_W * np.sqrt(Ragged(terms_U, lengths_W).reduced(np.add, 0.0))
+    sem_W[largest_W == 0.0] = 0.0
+    return np.where(lengths_W < 2, np.nan, sem_W)
 
 
 def expected_std(sems_W: NDArray[np.floating]) -> float:
@@ -149,21 +188,3 @@ def expected_std(sems_W: NDArray[np.floating]) -> float:
     largest = float(sems.max()) or 1.0
     mean_square = float(np.mean((sems / largest) ** 2))
     return largest * float(np.sqrt((len(sems) - 1) / len(sems) * mean_square))
-
-
-def _sem(shares_U: Floats, deviations_U: Floats) -> float:
-    if len(shares_U) < 2:
-        return float("nan")
-    largest = float(np.max(np.abs(deviations_U)))
-    rest_U = 1 - shares_U
-    counts = rest_U > 0  # a unit with all the weight, to rounding, deviates from itself by nothing
-    if largest == 0.0 or not counts.any():
-        return 0.0
-    scaled_U = shares_U[counts] * (deviations_U[counts] / largest)
-    return largest * float(np.sqrt(np.sum(scaled_U**2 / rest_U[counts])))
-
-
-def _sum_non_finite(values: Floats) -> float:
-    """Return inf or -inf when only that occurs, else NaN, as their sum would."""
-    with np.errstate(invalid="ignore"):
-        return float(values[~np.isfinite(values)].sum())

@@ -1,0 +1,45 @@
+"""Lines of the log: without control characters, whichever handler prints them."""
+
+import io
+import logging
+
+import pytest
+
+from rankscope.bus.lines import TRACE, make_printable
+
+EVIL = "run\x1b[2J\nrankscope: no fault found\a\x9b\u202e"
+
+
+@pytest.fixture
+def heard():
+    logger = logging.Logger("lines")
+    logger.addFilter(make_printable)
+    logger.addFilter(make_printable)
+    stream = io.StringIO()
+    logger.addHandler(logging.StreamHandler(stream))
+    return logger, stream
+
+
+def test_a_name_begins_no_line_and_controls_no_terminal(heard):
+    logger, stream = heard
+    logger.warning("%s in %d steps", EVIL, 3)
+    assert stream.getvalue() == "run [2J rankscope: no fault found    in 3 steps\n"
+
+
+def test_a_traceback_keeps_its_lines_and_loses_its_control_characters(heard):
+    logger, stream = heard
+    try:
+        raise ValueError("bad\x1b[2J")
+    except ValueError:
+        logger.exception("it failed\n")
+    first, *trace, last = stream.getvalue().splitlines()
+    assert first == "it failed "
+    assert trace[0] == "Traceback (most recent call last):"
+    assert last == "ValueError: bad [2J"
+
+
+def test_a_traceback_of_another_process_stands_below_the_message(heard):
+    logger, stream = heard
+    logger.warning("%s", "one\ntwo", extra={TRACE: "Traceback:\n  a\x07\n"})
+    logger.warning("%s", "three", extra={TRACE: ""})
+    assert stream.getvalue() == "one two\nTraceback:\n  a \nthree\n"
