@@ -6,19 +6,19 @@ import json
 import pytest
 
 from rankscope.evidence.axes.root import Axes
-from rankscope.evidence.axes.share import Share, loss_distance, lost_labels
+from rankscope.evidence.axes.share import AxesShare, loss_distance, lost_labels
 
 ROWS, LENGTH = 4, 16
 
 
-def share(rank: int, loss: float = 4.0, **more) -> Share:
+def share(rank: int, loss: float = 4.0, **more) -> AxesShare:
     """Return one rank's share of a step: the whole of 4 sequences of 16 tokens."""
     taken = {
         "lines": {"tp": (0, 1)}, "cut": ("tp",), "sequences": (), "losses": (loss,),
         "weight": ROWS * (LENGTH - 1.0), "samples": 1, "rows": ROWS, "tokens": ROWS * LENGTH * 1.0,
         "dtype": "float32", "random": None,
     }  # fmt: skip
-    return Share(rank, **{**taken, **more})
+    return AxesShare(rank, **{**taken, **more})
 
 
 def test_losses_of_one_batch_that_differ_are_found():
@@ -43,7 +43,7 @@ def test_losses_that_may_differ_are_not_compared(changed):
     assert loss_distance(shares) == 0.0
 
 
-def parts(**more) -> list[Share]:
+def parts(**more) -> list[AxesShare]:
     """Return the halves of 4 sequences, with labels that were shifted inside each half."""
     half = {"tokens": ROWS * 8.0, "weight": ROWS * 7.0, "sequences": ("tp",), "cut": (), **more}
     return [share(rank, 4.0, samples=rank, **half) for rank in (0, 1)]
@@ -57,7 +57,7 @@ def test_labels_that_are_shifted_inside_each_part_are_counted():
     assert lost_labels([first, dataclasses.replace(last, samples=first.samples)]) == (0, 0)
 
 
-def reported(shares: list[Share], steps: int = 5) -> list:
+def reported(shares: list[AxesShare], steps: int = 5) -> list:
     """Return the findings that are reported, in order."""
     found: list = []
     axes = Axes(0, found.append)

@@ -14,7 +14,7 @@ from rankscope.evidence.canary.replay import run_batch
 from support.cut import Cut
 
 CPU = torch.device("cpu")
-STRIDE = 3
+STRIDE = 7
 
 
 class Changing(nn.Module):

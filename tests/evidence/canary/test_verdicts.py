@@ -8,12 +8,12 @@ import pytest
 from rankscope.agent.summarize import summarize
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind
-from rankscope.bus.rules import LATENESS, RULES, describe
+from rankscope.bus.rules import LATENESS, RULES
 from rankscope.bus.run import RunFacts
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary.verdicts import CanaryVerdicts
 from rankscope.verdict.diagnosis import Diagnosis
-from support.stepping import evidence_of
+from support.stepping import describe, evidence_of
 from support.streams import gathered
 
 
@@ -136,7 +136,7 @@ def test_findings_are_in_plain_words(how, words):
 
 def test_the_words_of_a_canary_that_agrees():
     [data] = told(CanaryVerdicts(4, lambda: (2,)), step())
-    explanation, check = describe("canary-data", data.severity, data.fields)
+    explanation, check = describe(data)
     assert "the difference is in the data of rank 2" in explanation
     assert "all 4 workers ran the same two batches and agree in every bit" in explanation
     assert "rankscope replay" in check

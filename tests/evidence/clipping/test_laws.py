@@ -7,7 +7,7 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.evidence.clipping.laws import BETWEEN, ClippedBetween, FactorLaw, NormLaw
+from rankscope.evidence.clipping.laws import BETWEEN, ClippedBetween, FactorLaw, NormLaw, StageNorm
 from support.stepping import evidence_of, words
 from support.streams import gathered
 
@@ -170,6 +170,18 @@ def test_a_limit_that_follows_the_norms_is_silent():
         lambda p: np.broadcast_to(min(1.0, next(limits) / whole(p)), W), detectors=(NormLaw(None),)
     )
     assert drifting == {}
+
+
+def test_a_stage_of_a_pipeline_that_clips_by_its_own_norm():
+    def stage(norm, **columns):
+        return watch(by(norm), detectors=[StageNorm(None)], **called(), **columns)
+
+    [found] = stage(whole, schedule_scale=0.5).values()
+    assert (found.key, found.severity, found.first_step) == (
+        "clip-norm-of-stage", Severity.WARNING, 0
+    )  # fmt: skip
+    assert stage(lambda parts_W: np.hypot(whole(parts_W), 2.0), schedule_scale=0.5) == {}
+    assert stage(whole) == {}  # no pipeline
 
 
 def test_clipping_between_micro_batches_is_a_warning():

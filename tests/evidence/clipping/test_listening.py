@@ -16,7 +16,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 import rankscope
 from rankscope import Run
 from rankscope.bus.probe import StepEnd
-from rankscope.evidence.clipping.probe import ClippingProbe, rounding_of
+from rankscope.evidence.clipping.probe import ClippingProbe
+from rankscope.wrappers.clipping import rounding_of
 from support.ranks import run_ranks
 
 LIMIT = 0.1

@@ -8,7 +8,7 @@ import pytest
 
 from rankscope.agent.summarize import summarize
 from rankscope.bus.finding import Severity
-from rankscope.bus.rules import RULES, describe
+from rankscope.bus.rules import RULES
 from rankscope.bus.run import RunFacts
 from rankscope.evidence.dispersion.sampling import Sampling
 from rankscope.record import Run, RunWriter
@@ -16,7 +16,7 @@ from rankscope.stats.budget import SAMPLING, alarm_level
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import Diagnosis, diagnose_run
 from support.micro_jobs import Job, micro_step
-from support.stepping import evidence_of
+from support.stepping import describe, evidence_of
 from support.streams import gathered
 
 SIMILAR, DIFFERENT = "sampling.too_similar", "sampling.too_different"
@@ -100,7 +100,7 @@ def test_gradient_norms_alone_show_kinds_and_shared_data(micro):
 def test_where_samples_are_known_to_differ_it_is_a_note_with_other_advice():
     found = watch(steps_of(Job(5, shared=0.97, named=True), 30))
     assert {(e.key, e.severity) for _, e in found} == {(SIMILAR, Severity.NOTE)}
-    text, advice = describe(SIMILAR, Severity.NOTE, found[-1][1].fields)
+    text, advice = describe(found[-1][1])
     assert "no two of them draw the same sample" in text
     assert advice.startswith("Nothing, if")
 
@@ -157,7 +157,7 @@ def test_a_finding_closes_when_the_fault_heals_and_stays_closed():
     assert found[-1][0] == closed[0]
     evidence = found[-1][1]
     assert evidence.last_step < closed[0]
-    assert "until step" in describe(SIMILAR, evidence.severity, evidence.fields)[0]
+    assert "until step" in describe(evidence)[0]
 
 
 def per_sample_step(t, ratio, rng):
@@ -219,7 +219,7 @@ def test_every_text_is_complete():
     assert {e.key for e in found} == {SIMILAR, DIFFERENT}
     for evidence in found:
         assert evidence.severity in RULES[evidence.key].advice
-        for text in describe(evidence.key, evidence.severity, evidence.fields):
+        for text in describe(evidence):
             assert text.endswith(".")
             assert "{" not in text
             assert "nan" not in text

@@ -5,16 +5,19 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from torch import nn
 
 from rankscope.agent.message import StepMessage
+from rankscope.agent.together import as_columns
+from rankscope.bus.finding import Severity
 from rankscope.bus.layout import Layout
 from rankscope.bus.step import MISSING_INT, StepReport
 from rankscope.evidence.environment.combine import make_combiner
 from rankscope.evidence.environment.facts import FLAGS_EVERY, compilation
-from rankscope.evidence.environment.mismatch import DifferentModes
+from rankscope.evidence.environment.mismatch import DROPOUT, DifferentModes, DropoutOff
 from rankscope.evidence.environment.modes import ModeMeter
-from support.stepping import evidence_of, words
+from support.stepping import evidence_of, run, words
 from support.streams import gathered
 
 
@@ -38,16 +41,49 @@ class Workers:
         messages, digests = [], []
         for meter in self.meters:
             meter.read(number)
-            digest, names = meter.collect()
+            columns, names = meter.collect()
+            digest = columns["modes"]
             self.sent += bool(names)
             packed = np.frombuffer(json.dumps(names).encode() if names else b"", np.uint8)
             messages.append(StepMessage(number, names=packed))
             digests.append(MISSING_INT if digest != digest else digest)
         columns = {"modes": np.array(digests, np.int64)}
-        found = self.combiner.combine(messages, columns)
+        found = self.combiner.combine(as_columns(messages), columns)
         samples = [np.array([rank]) for rank in range(4)]
         one = replace(gathered(number, samples, **columns), **found)
         return evidence_of(self.detector, StepReport(one, {}))
+
+
+def dropout_off(module):
+    """Return what a meter tells of dropout in the first step."""
+    meter = ModeMeter(module)
+    meter.read(0)
+    return meter.collect()[0]["dropout_off"]
+
+
+def test_dropout_counts_beside_trained_parameters():
+    one = model()
+    assert dropout_off(one) == 0
+    one["first"].eval()
+    assert dropout_off(one) == 0
+    one.eval()
+    assert dropout_off(one) == 1
+    one["first"].train().requires_grad_(False)
+    assert dropout_off(one) == 1
+    one.requires_grad_(False)
+    assert dropout_off(one) == 0  # nothing is trained
+    assert dropout_off(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.0)).eval()) == 0
+
+
+@pytest.mark.parametrize(
+    ("off", "found"), [([1] * 4, True), ([1, 1, 1, 0], False), ([0] * 4, False)]
+)
+def test_dropout_that_is_off_everywhere_is_a_note(off, found):
+    told = run(DropoutOff(), 3, width=4, dropout_off=off)
+    assert [one.key for one in told] == [DROPOUT] * (2 * found)
+    if found:
+        assert (told[0].severity, told[0].first_step, told[0].ranks) == (Severity.NOTE, 0, ())
+        assert "in evaluation mode in training steps since step 0" in words(told[0])
 
 
 def test_modules_in_another_mode_are_named_until_they_are_alike_again():

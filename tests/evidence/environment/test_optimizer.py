@@ -211,3 +211,24 @@ def test_what_an_exotic_optimizer_does_not_have_is_left_out(optimizer):
     assert collected["optimizer_steps"] == 1
     assert math.isnan(collected["lr"])
     assert math.isnan(collected["weight_decay"])
+
+
+def test_what_an_optimizer_holds_of_the_model_has_a_digest():
+    parameters = [make_parameter() for _ in range(3)]
+
+    def held(*places):
+        optimizer = torch.optim.SGD([parameters[place] for place in places], lr=0.5)
+        meter = OptimizerMeter(optimizer, parameters)
+        meter.count(optimizer)
+        first = meter.collect().get("held_digest")
+        optimizer.add_param_group({"params": [make_parameter()]})  # which is not the model's
+        meter.count(optimizer)
+        assert meter.collect().get("held_digest") == first
+        return first
+
+    assert held(0, 1) == held(1, 0)
+    assert held(0, 1) != held(0, 2)
+    flat = make_parameter()
+    meter = OptimizerMeter(torch.optim.SGD([flat], lr=0.5), parameters)
+    meter.count(torch.optim.SGD([flat], lr=0.5))
+    assert "held_digest" not in meter.collect()

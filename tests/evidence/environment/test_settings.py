@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rankscope.agent.message import StepMessage
+from rankscope.agent.together import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.layout import Layout
 from rankscope.bus.plan import Plan
@@ -15,10 +16,8 @@ from rankscope.bus.step import MISSING_INT, StepReport
 from rankscope.evidence.environment.combine import make_combiner
 from rankscope.evidence.environment.optimizer import OptimizerMeter
 from rankscope.evidence.environment.settings import (
-    BY_PASS,
     CALLS,
     DifferentSettings,
-    ScheduleByPass,
 )
 from support.stepping import evidence_of, observe, run, words
 from support.streams import gathered
@@ -85,7 +84,8 @@ def test_settings_that_differ_are_named_with_their_values():
             messages.append(StepMessage(number, names=packed))
         digests_W = np.array(digests, np.int64)
         none_W = np.full(3, MISSING_INT)
-        found = combiner.combine(messages, {"modes": none_W, "settings_digest": digests_W})
+        digested = {"modes": none_W, "settings_digest": digests_W}
+        found = combiner.combine(as_columns(messages), digested)
         columns = {"settings_digest": digests_W, "optimizer_steps": np.ones(3, np.int64)}
         samples = [np.array([rank]) for rank in range(3)]
         step = replace(gathered(number, samples, **columns), **found)
@@ -124,6 +124,13 @@ def test_every_setting_is_compared(columns, text):
     (told,) = observe(DifferentSettings(4), 0, **alike(**columns))
     assert told.ranks == (3,)
     assert text in words(told)
+
+
+def test_settings_are_compared_among_workers_whose_optimizers_hold_the_same_parameters():
+    odd = {"lr": [0.1, 0.1, 0.3, 0.2], "settings_digest": [1, 1, 2, 3]}
+    assert observe(DifferentSettings(4), 0, **alike(held_digest=[5, 5, 6, 7], **odd)) == []
+    (told,) = observe(DifferentSettings(4), 0, **alike(held_digest=[5, 7, 5, 5], **odd))
+    assert told.ranks == (0, 2, 3)
 
 
 def test_of_two_workers_both_are_named():
@@ -325,18 +332,6 @@ def test_a_restored_detector_goes_on_as_the_first_would():
     run(detector, 5, **odd)
     copy.restore(detector.state())
     assert run(copy, 25, start=5, **ALIKE) == run(detector, 25, start=5, **ALIKE)
-
-
-def test_a_schedule_that_moves_with_micro_batches_is_a_note():
-    often = {"micro_batches": [4, 4], "lr_changes": [3, 3]}
-    told = run(ScheduleByPass(), 8, width=2, **often)
-    assert [(one.key, one.severity, one.count) for one in told] == [(BY_PASS, Severity.NOTE, 8)]
-    assert "moves 4 times in an update" in words(told[0])
-    for columns in (
-        {"micro_batches": [1, 1], "lr_changes": [0, 0]},
-        {**often, "lr_changes": [0, 0]},
-    ):
-        assert run(ScheduleByPass(), 20, width=2, **columns) == []
 
 
 def test_changes_between_passes_are_counted_and_those_between_steps_are_not():

@@ -385,7 +385,7 @@ def test_a_loss_of_unknown_make_is_recorded_as_backward_was_called_on_it(make, m
     for forward in range(micro):
         x = torch.full((3,), 1.5, requires_grad=True)
         root = make(x)
-        loss, factor, constant, _ = unscaled(root, {})
+        loss, factor, constant, *_ = unscaled(root, {})
         meter.give(loss, None, forward, factor=factor, constant=constant, spare=True)
         root.backward()
     parts = _losses(*meter.collect(), 1.0)
@@ -426,6 +426,48 @@ def test_a_sum_with_weights_of_classes_or_of_single_losses_counts_no_tokens(weig
     total = cross_entropy(logits, labels, **{"reduction": "sum", **weighted}).sum()
     for root in (total, total / torch.tensor(3.0), total / 3):
         assert unscaled(root, {}).summed is None
+
+
+KEPT = torch.tensor([1.0, 0.0, 1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda losses: losses[KEPT.bool()].mean(),
+        lambda losses: torch.masked_select(losses, KEPT.bool()).mean() / 2 * 1024,
+        lambda losses: losses[KEPT.bool()].sum() / 3,
+        lambda losses: (losses * KEPT).sum() / KEPT.sum(),
+        lambda losses: (KEPT.bool() * losses).sum() / KEPT.bool().sum(),
+        lambda losses: (losses * KEPT).sum() / KEPT.sum().clamp(min=1) / 2,
+    ],
+    ids=["selection", "masked_select", "sum of a selection", "mask", "mask of bools", "clamped"],
+)
+def test_label_tokens_of_a_masked_loss_are_counted(make):
+    losses = torch.ones(4, requires_grad=True).exp()
+    found = unscaled(make(losses), {})
+    count = found.tokens if found.summed is None else found.summed[0]
+    assert float(count) == 3
+
+
+def test_a_product_with_other_numbers_than_a_mask_counts_no_tokens():
+    losses = torch.ones(4, requires_grad=True).exp()
+    advantages = torch.tensor([0.5, 1.0, 2.0, 0.0])
+    for shape in (advantages, advantages[:1]):
+        summed = unscaled((losses * shape).sum() / 4, {}).summed
+        assert summed is None or math.isnan(float(summed[0]))
+    assert unscaled(losses.mean(), {}).tokens is None
+
+
+def test_label_tokens_of_a_mean_cross_entropy_are_counted():
+    labels = torch.tensor([1, -100, 2, 3])
+    for make in (lambda loss: {"loss": loss}, lambda loss: {"loss": loss.clone()}):
+        loss = cross_entropy(torch.zeros(4, 5, requires_grad=True), labels)
+        assert float(unscaled(loss / 8, {}).tokens) == 3
+        meter = LossMeter(shifted=False)
+        meter.see(make(loss), {})
+        [micro], _ = meter.collect()
+        assert micro.weights.numpy().tolist() == [3]
 
 
 def test_what_a_model_returned_is_its_loss_only_if_it_is_a_mean():

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.evidence.loss.meter import LossMeter, shifts_labels
+from rankscope.evidence.loss.meter import LossMeter
+from rankscope.wrappers.labels import shifts_labels
 from support.collected import to_arrays
 
 

@@ -7,13 +7,12 @@ import pytest
 
 from rankscope.agent.summarize import summarize
 from rankscope.bus.finding import Severity
-from rankscope.bus.rules import describe
 from rankscope.bus.step import MISSING_INT, as_recorded
 from rankscope.bus.weighting import TokenSums, are_alike, as_matrix, follow_tokens, log_spread
 from rankscope.evidence.loss.scale import ONE_WORKER, SHORT_WINDOW, LossScale
 from rankscope.evidence.loss.weighting import MICRO, STARVED, TokenWeighting
 from rankscope.record.states import pack_state, unpack_state
-from support.stepping import evidence_of, words
+from support.stepping import describe, evidence_of, words
 from support.streams import gathered
 
 W = 4
@@ -48,7 +47,7 @@ def watch(detector, steps, first=0):
     for step, parts in enumerate(steps, start=first):
         for evidence in evidence_of(detector, observation(step, *parts)):
             key = evidence.key or evidence.cause
-            assert "{" not in "".join(describe(key, evidence.severity, evidence.fields))
+            assert "{" not in "".join(describe(evidence))
             found[key] = evidence
     return found
 
@@ -234,7 +233,7 @@ def test_a_worker_with_one_filler_token_is_named_soon(width, left):
     evidence = found[STARVED]
     assert (evidence.severity, evidence.ranks) == (Severity.WARNING, (1,))
     assert (evidence.first_step, evidence.count) == (0, 12)
-    words, _ = describe(STARVED, evidence.severity, evidence.fields)
+    words, _ = describe(evidence)
     assert f"{left} label token" in words
 
 
@@ -288,7 +287,7 @@ def test_a_wrong_factor_is_named(value, micro, words):
     evidence = found["loss.scale"]
     assert (evidence.severity, evidence.ranks) == (Severity.WARNING, (0, 1, 2, 3))
     assert (evidence.first_step, evidence.count) == (0, 20)
-    assert words in describe("loss.scale", evidence.severity, evidence.fields)[0]
+    assert words in describe(evidence)[0]
 
 
 def sums(detector, **columns):
@@ -306,11 +305,31 @@ def test_sums_over_tokens_are_a_note_and_a_warning_where_gradients_are_clipped()
     assert {one.severity for one in sums(LossScale(W))} == {Severity.NOTE}
     [*_, last] = sums(LossScale(W), clip_limit=1.0)
     assert last.severity is Severity.WARNING
-    assert "the number of its label tokens" in describe("loss.scale", last.severity, last.fields)[0]
+    assert "the number of its label tokens" in describe(last)[0]
 
 
 def test_sums_over_tokens_that_are_divided_after_the_reduction_are_silent():
     assert sums(LossScale(W), applied_scale=lambda tokens: W / tokens.sum()) == []
+
+
+@pytest.mark.parametrize(
+    ("divided", "alike", "found"),
+    [(True, False, True), (False, False, False), (True, True, False)],
+)
+def test_a_factor_that_leaves_a_part_of_the_workers_out(divided, alike, found):
+    detector = LossScale(W)
+    evidence = []
+    for step, drawn in enumerate(lengths(20)):
+        tokens = np.full_like(drawn, 100 + step) if alike else drawn
+        seen = observation(step, tokens, by_tokens(tokens) / 2)
+        seen.gathered.workers["loss_divided"][:] = divided
+        evidence += evidence_of(detector, seen)
+    assert bool(evidence) is found
+    if found:
+        assert (
+            "multiplied by 0.5 in all before backward: one over 2, as if"
+            in (describe(evidence[-1])[0])
+        )
 
 
 @pytest.mark.parametrize(
@@ -322,7 +341,7 @@ def test_advice_knows_whether_the_tokens_are_divided_out_already(divided, words)
         seen = observation(step, *parts)
         seen.gathered.workers["loss_divided"][:] = divided
         found += evidence_of(detector, seen)
-    assert words in describe("loss.scale", found[-1].severity, found[-1].fields)[1]
+    assert words in describe(found[-1])[1]
 
 
 @pytest.mark.parametrize(
@@ -346,7 +365,7 @@ def test_what_divides_after_the_backward_passes_counts(loss, schedule, applied, 
         found += evidence_of(detector, seen)
     assert bool(found) == bool(said)
     for evidence in found[-1:]:
-        assert said in describe("loss.scale", evidence.severity, evidence.fields)[0]
+        assert said in describe(evidence)[0]
 
 
 def test_losses_weighted_by_tokens_and_by_workers():
@@ -430,7 +449,7 @@ def test_a_worker_with_a_factor_of_its_own_is_named(width):
     evidence = found[ONE_WORKER]
     assert (evidence.cause, evidence.severity) == ("loss.scale", Severity.WARNING)
     assert (evidence.ranks, evidence.first_step, evidence.count) == ((2,), 0, 3)
-    words, _ = describe(ONE_WORKER, evidence.severity, evidence.fields)
+    words, _ = describe(evidence)
     assert "loss of rank 2 is multiplied by 2.5 times the others' factor" in words
 
 
@@ -438,7 +457,7 @@ def test_of_two_workers_nobody_tells_who_is_wrong():
     found = watch(LossScale(2), [(np.full((2, 1), 64.0), np.array([[1.0], [2.0]]))] * 5)
     evidence = found[ONE_WORKER]
     assert evidence.ranks == (0, 1)
-    words, _ = describe(ONE_WORKER, evidence.severity, evidence.fields)
+    words, _ = describe(evidence)
     assert "loss of rank 1 is multiplied by 2 times rank 0's factor" in words
 
 

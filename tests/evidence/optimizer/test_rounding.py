@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from rankscope.agent.message import StepMessage
+from rankscope.agent.together import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.judge import HeldValues
 from rankscope.bus.step import StepReport
@@ -41,11 +43,8 @@ def run(dtype=torch.bfloat16, lr=1e-4, num_updates=WINDOW + 2, kind=torch.optim.
         pending = meter.see_update()
         if pending is not None:
             sent = {KEY: {"rounded": pending.read()}}
-
-            class Message:
-                names = np.frombuffer(json.dumps(sent).encode(), np.uint8)
-
-            rows = HeldValues(KEY).combine([Message], {})
+            message = StepMessage(number, names=np.frombuffer(json.dumps(sent).encode(), np.uint8))
+            rows = HeldValues(KEY).combine(as_columns([message]), {})
             found += evidence_of(detector, StepReport(replace(gathered(number, [[]]), **rows), {}))
     return found
 

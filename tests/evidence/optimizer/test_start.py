@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import nn
 
+from rankscope.agent.message import StepMessage
+from rankscope.agent.together import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.judge import HeldValues
 from rankscope.bus.replicas import StateKind
@@ -21,6 +23,7 @@ from rankscope.evidence.optimizer import KEY
 from rankscope.evidence.optimizer.holdings import PendingHoldings
 from rankscope.evidence.optimizer.start import (
     AHEAD,
+    BEHIND,
     FRESH,
     PRECISION,
     RESUMED,
@@ -59,15 +62,14 @@ class Rank:
         return [self.optimizer.state[p] for p in self.model.parameters()]
 
 
-class Message:
-    """What a rank sends in a step."""
-
-    def __init__(self, **held):
-        self.names = np.frombuffer(json.dumps({KEY: held}).encode(), np.uint8)
+def message_of(kind, held):
+    """Return what a rank sends in a step."""
+    return StepMessage(0, names=np.frombuffer(json.dumps({KEY: {kind: held}}).encode(), np.uint8))
 
 
 def step_of(number, kind, ranks, lr=0.01):
-    rows = HeldValues(KEY).combine([Message(**{str(kind): one.held()}) for one in ranks], {})
+    messages = as_columns([message_of(str(kind), one.held()) for one in ranks])
+    rows = HeldValues(KEY).combine(messages, {})
     one = gathered(number, [[]] * len(ranks), lr=[lr] * len(ranks))
     return StepReport(replace(one, **rows), {})
 
@@ -254,6 +256,19 @@ def test_counters_ahead_of_zero_moments_are_a_warning():
     for state in rank.states():
         state["step"].zero_()
     assert evidence_of(OptimizerStart(), step_of(0, StateKind.STARTED, [rank])) == []
+
+
+def test_moments_without_their_counter_are_a_warning():
+    rank = Rank().train(3)
+    assert evidence_of(OptimizerStart(), step_of(32, StateKind.STARTED, [rank])) == []
+    for state in rank.states():
+        state["step"].zero_()
+    [found] = evidence_of(OptimizerStart(), step_of(32, StateKind.STARTED, [rank]))
+    assert (found.key, found.severity) == (BEHIND, Severity.WARNING)
+    assert "holds moments (exp_avg and exp_avg_sq) of earlier updates" in words(found)
+    for state in rank.states():
+        del state["step"]  # as of optimizers that count nothing
+    assert evidence_of(OptimizerStart(), step_of(32, StateKind.STARTED, [rank])) == []
 
 
 @pytest.mark.parametrize("counter", [1, 5])

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from rankscope.bus.finding import Severity
-from rankscope.bus.rules import describe
 from rankscope.bus.step import StepReport
 from rankscope.evidence.outliers.alike import AlikePairs
-from support.stepping import evidence_of
+from support.stepping import describe, evidence_of
 from support.streams import gathered
 
 
@@ -39,7 +38,7 @@ def test_a_block_that_is_too_much_alike_is_named(block):
     assert told[-1].severity is Severity.WARNING
     assert abs(told[0].first_step - 100) <= 5
     assert told[0].count == told[0].last_step - told[0].first_step
-    text, _ = describe(told[-1].key, told[-1].severity, told[-1].fields)
+    text, _ = describe(told[-1])
     assert "cosine +0." in text
     assert all(float(one.fields["bound"]) >= one.numbers["false_alarm_probability"] for one in told)
 

@@ -60,11 +60,10 @@ def test_an_epochs_last_batch_is_short_on_the_same_worker_each_time():
         last = 1 if step % 12 == 11 else 4
         return {"num_samples": [4, 4, 4, last], "loss_weight": [128, 128, 128, 32 * last]}
 
-    assert told_of(4, columns, 3000) == []
+    assert told_of(4, columns, 1200) == []
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("width", [2, 3, 8])
+@pytest.mark.parametrize(("width", "batch"), [(2, 4), (8, 1)])
 def test_lengths_that_differ_from_batch_to_batch_are_healthy(width, batch):
     """Padded to the longest of each batch, with a long tail and a curriculum."""
     rng = np.random.default_rng(width)
@@ -78,11 +77,10 @@ def test_lengths_that_differ_from_batch_to_batch_are_healthy(width, batch):
             "padding": 1 - lengths.mean(axis=1) / longest,
         }
 
-    assert told_of(width, columns, 2000) == []
+    assert told_of(width, columns, 1200) == []
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(("width", "batch"), [(2, 4), (4, 1)])
 def test_a_sampler_that_deals_sorted_lengths_by_rank_is_healthy(width, batch):
     """As that of Transformers does: batches of fifty steps are sorted, the longest first.
 

@@ -9,14 +9,13 @@ import pytest
 
 from rankscope.bus.columns import Column, Compared, DType, Source, Table, Tail
 from rankscope.bus.finding import Severity
-from rankscope.bus.rules import describe
 from rankscope.bus.run import RunFacts
 from rankscope.bus.step import StepReport
 from rankscope.evidence import COLUMNS
 from rankscope.evidence.outliers.outliers import WorkerOutliers
 from rankscope.record.schema import arrow_schema
 from rankscope.verdict.diagnosis import Diagnosis
-from support.stepping import evidence_of
+from support.stepping import describe, evidence_of
 from support.streams import gathered
 
 NO_SAMPLES = np.empty(0, np.int64)
@@ -67,7 +66,7 @@ def times(column, ranks, factor):
 
 
 def say(evidence):
-    return describe(evidence.cause, evidence.severity, evidence.fields)[0]
+    return describe(evidence)[0]
 
 
 def test_a_worker_with_bad_data_is_named_with_its_beginning_and_size():
@@ -101,8 +100,9 @@ def observed(detector, seed, center, steps, above=0.06):
     return told
 
 
-@pytest.mark.parametrize("center", [0.002, 0.0, -0.01, -0.5, -40.0])
-@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize(
+    ("center", "restarted"), [(0.002, False), (0.0, True), (-0.01, False), (-40.0, True)]
+)
 def test_of_losses_around_zero_or_below_the_difference_is_told_and_no_part_of_them(
     center, restarted
 ):
@@ -193,7 +193,7 @@ def test_rare_large_errors_are_found_within_a_hundred_steps():
         factor = 1 + 0.455 * job.rng.choice([-1, 1]) if step % 5 == 0 else 1.0
         told += job.run(detector, 1, times("grad_norm", [4], factor))
     assert told[0].ranks == (4,)
-    assert "rare large errors of the gradient norm" in say(told[0])
+    assert "in some steps a gradient norm far from theirs" in say(told[0])
 
 
 def test_two_workers_with_one_fault_are_one_finding():
@@ -247,7 +247,7 @@ def test_of_two_workers_nobody_knows_who_is_right():
     assert told[0].ranks == (0, 1)
     factor = float(re.fullmatch(r"loss by a factor of (\d\.\d\d)", told[0].fields["what"])[1])
     assert factor == pytest.approx(1.2, abs=0.1)
-    said, _ = describe(told[0].cause, told[0].severity, told[0].fields)
+    said, _ = describe(told[0])
     assert said.startswith("Ranks 0 and 1 differ from each other since about step")
 
 
@@ -360,7 +360,7 @@ def test_a_canary_in_which_all_agree_turns_a_difference_to_data(suspect, digests
     assert (last.cause, last.ranks, last.severity) == (cause, (5,), Severity.WARNING)
     told = "in the canary of step 60 all workers computed the same" in say(last)
     assert told == (cause == "data.worker_outlier")
-    assert not told or "another worker" not in describe(last.cause, last.severity, last.fields)[1]
+    assert not told or "another worker" not in describe(last)[1]
 
 
 def test_a_single_value_far_out_is_a_note_at_once_and_not_every_time():
@@ -402,8 +402,10 @@ def test_what_chance_makes_of_gross_outliers_is_told_where_not_all_belong_to_one
     assert note.evidence["chance"] == pytest.approx(4 * of_11[10:].sum())
 
 
-@pytest.mark.parametrize(("width", "named"), [(2, (0, 1)), (3, (1,)), (4, (1,))])
-@pytest.mark.parametrize("column", ["grad_norm", "loss", "grad_max"])
+@pytest.mark.parametrize(
+    ("width", "named", "column"),
+    [(2, (0, 1), "loss"), (3, (1,), "grad_norm"), (4, (1,), "grad_norm"), (4, (1,), "grad_max")],
+)
 def test_a_value_far_above_its_peers_is_told_in_that_step_and_once_per_episode(
     width, named, column
 ):
@@ -446,14 +448,14 @@ def test_workers_that_cannot_be_compared_have_no_gross_values():
     assert job.run(detector, 5, zero) == []
 
 
-@pytest.mark.parametrize("width", [2, 4, 8])
+@pytest.mark.parametrize("width", [2, 8])
 def test_heavy_tails_early_in_training_raise_hardly_a_note(width):
     job, detector, told = Job(width, seed=5), WorkerOutliers(width), []
 
     def spread(values):
         values["grad_norm"] = np.exp(0.3 * job.rng.standard_normal(width))
 
-    for _ in range(2000):
+    for _ in range(1000):
         told += job.run(detector, 1, spread)
     assert [one.key for one in told if one.key == "gross-value"] == []
 
@@ -461,7 +463,7 @@ def test_heavy_tails_early_in_training_raise_hardly_a_note(width):
 def test_gross_values_of_a_run_that_has_them_now_and_then_are_told_a_few_times():
     """As of two workers whose losses are rounding errors by now."""
     job, diagnosis, told = Job(2, seed=6), Diagnosis(RunFacts(2)), []
-    for step in range(4000):
+    for step in range(3200):
         factor = {3000: 40.0, 3100: 70.0}.get(step, 12.0)
         change = times("loss", [1], factor if step % 100 == 0 else 1.0)
         told += diagnosis.observe(job.report(change))

@@ -8,7 +8,6 @@ import pytest
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import HEALED_AFTER
 from rankscope.bus.replicas import StateDifference, StateKind
-from rankscope.bus.rules import describe
 from rankscope.bus.step import StepReport
 from rankscope.evidence.reduction.accumulation import (
     ERROR_FROM,
@@ -16,7 +15,7 @@ from rankscope.evidence.reduction.accumulation import (
     AccumulationAudit,
     ChangedLater,
 )
-from support.stepping import evidence_of, words
+from support.stepping import describe, evidence_of, words
 from support.streams import gathered
 
 W = 3
@@ -86,9 +85,7 @@ def test_advice_knows_what_pipeline_schedules_do_themselves(scale, advice):
         for each in steps:
             each.gathered.workers["schedule_scale"][:] = schedule
         found = tell(AccumulationAudit(), *steps)
-        assert (advice in str(describe(found[-1].cause, found[-1].severity, found[-1].fields))) == (
-            schedule == 1
-        )
+        assert (advice in str(describe(found[-1]))) == (schedule == 1)
 
 
 def test_a_factor_that_varies_stays_a_warning():

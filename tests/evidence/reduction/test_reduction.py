@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.bus.rules import describe
 from rankscope.bus.step import StepReport
 from rankscope.evidence.reduction.checks import (
     STEPS,
@@ -15,7 +14,7 @@ from rankscope.evidence.reduction.checks import (
     norm_of_mean,
 )
 from rankscope.stats.direction import cosines_from_gram, mean_and_min_cosine, norm_weighted_cosine
-from support.stepping import evidence_of
+from support.stepping import describe, evidence_of
 from support.streams import gathered as unobserved
 
 SIZE = 600
@@ -80,7 +79,7 @@ def test_a_factor_that_stays(factor, words):
     told = watch(gradients(STEPS), lambda g, t: factor * mean(g, t))
     assert [evidence.cause for evidence in told] == ["sync.wrong_scale"]
     assert told[0].numbers["factor"] == pytest.approx(factor, rel=0.05)
-    assert words in describe(told[0].cause, told[0].severity, told[0].fields)[0]
+    assert words in describe(told[0])[0]
 
 
 def test_a_division_after_the_reduction():
@@ -89,10 +88,7 @@ def test_a_division_after_the_reduction():
 
     assert (told[0].first_step, told[0].count) == (0, STEPS_APPLIED)
     assert told[0].last_step == STEPS_APPLIED - 1
-    assert (
-        f"{STEPS_APPLIED} observed steps"
-        in describe(told[0].cause, told[0].severity, told[0].fields)[0]
-    )
+    assert f"{STEPS_APPLIED} observed steps" in describe(told[0])[0]
 
 
 @pytest.mark.parametrize(

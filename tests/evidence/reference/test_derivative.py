@@ -6,9 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 
 from rankscope.evidence.canary.batch import CanaryDeclined
+from rankscope.evidence.reference.decisions import Decisions
 from rankscope.evidence.reference.derivative import DirectionalDerivative
 from rankscope.evidence.reference.micro_batch import MicroBatch
 from rankscope.evidence.reference.slopes import SlopeAnswer, Slopes, judge_slopes
@@ -81,6 +84,98 @@ def test_a_right_gradient_is_the_derivative_though_routes_would_jump():
     assert found.answer is SlopeAnswer.AGREES
     assert all(abs(block.ratio - 1) < 2e-3 for block in found.blocks)
     assert finding.cause == "verify.agrees"
+
+
+class Pooled(nn.Module):
+    """Returns logits, with kinks on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Conv2d(1, 8, 3)
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.LeakyReLU(0.1))
+
+    def forward(self, images):
+        hidden = F.max_pool2d(self.layer(images).relu(), 2).mean((2, 3))
+        return self.head(self.norm(hidden))
+
+
+def train_outside(model):
+    """As :func:`train`, of a model that does not know its loss."""
+    micros = []
+    for number in range(2):
+        draw = torch.Generator().manual_seed(number)
+        images = torch.randn(6, 1, 8, 8, generator=draw)
+        micro = MicroBatch(model, CPU, (images,), {})
+        logits = model(images)
+        micro.see_output(logits)
+        (F.cross_entropy(logits, torch.randint(8, (6,), generator=draw)) / 2).backward()
+        micros.append(micro)
+    return micros
+
+
+def test_a_loss_that_is_computed_outside_of_the_model_is_no_obstacle_nor_are_kinks():
+    model = Pooled()
+    micros = train_outside(model)
+    found, _ = verdict(model, micros)
+    assert found.answer is SlopeAnswer.AGREES
+    assert all(abs(block.ratio - 1) < 2e-3 for block in found.blocks)
+    model.norm.weight.grad *= 0.5
+    found, finding = verdict(model, micros)
+    assert found.answer is SlopeAnswer.BLOCKS
+    assert ["norm.weight" in block.label for block in found.odd] == [True]
+    assert finding.cause == "verify.derivative"
+
+
+class Quantised(nn.Module):
+    """Rounds on the way, and goes straight through backward; may communicate what it detaches."""
+
+    def __init__(self, *, communicates: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder = nn.Linear(8, 8)
+        self.decoder = nn.Linear(8, 8)
+        self.communicates = communicates
+
+    def forward(self, inputs, labels):
+        coded = self.encoder(inputs)
+        rounded = coded + ((4 * coded).round() / 4 - coded).detach()
+        if self.communicates:
+            parts = [torch.empty_like(rounded)]
+            dist.all_gather(parts, rounded.T.detach().contiguous().T.contiguous())
+            [rounded] = parts
+        return {"loss": F.cross_entropy(self.decoder(rounded), labels)}
+
+
+@pytest.mark.parametrize("communicates", [False, True])
+def test_what_a_script_detaches_is_meant_unless_it_communicates_that(communicates):
+    model = Quantised(communicates=communicates)
+    draw = torch.Generator().manual_seed(1)
+    inputs, labels = torch.randn(64, 8, generator=draw), torch.randint(8, (64,), generator=draw)
+    micro = MicroBatch(model, CPU, (inputs, labels), {})
+    output = model(inputs, labels)
+    micro.see_output(output)
+    output["loss"].backward()
+    if communicates:
+        for parameter in model.encoder.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+    found, _ = verdict(model, [micro])
+    assert found.answer is (SlopeAnswer.BLOCKS if communicates else SlopeAnswer.AGREES)
+
+
+def test_a_dtensor_beside_what_is_detached_has_no_memory_of_its_own():
+    mesh = init_device_mesh("cpu", (1,))
+    spread = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    decisions = Decisions()
+    seen = []
+    for factor in (1.0, 2.0):
+        plain = factor * torch.ones(4, 4)
+        with torch.no_grad(), decisions:
+            held = plain.detach()
+            spread.clone()
+            seen.append(torch.cat([spread, spread]).full_tensor()[:4] + held)
+    assert torch.equal(*seen)
 
 
 def test_a_loss_that_is_not_divided_has_the_factor_of_its_micro_batches():

@@ -12,6 +12,22 @@ from rankscope.evidence.reference.share import ReferenceShare
 W = 3
 
 
+def share(terms_MPK, given_PK, **more):
+    """Return a worker's share, of two parameters."""
+    return ReferenceShare(
+        names=("up.weight", "down.weight"),
+        types=("float32",) * 2,
+        terms_MPK=terms_MPK,
+        norms_MP=np.linalg.norm(terms_MPK, axis=2),
+        given_PK=given_PK,
+        reduced_PK=given_PK,
+        unsteady_P=np.zeros(2),
+        replicas_PK=np.empty((0, 31), np.float32),
+        copies=W,
+        **more,
+    )
+
+
 def judged(*, factor=1.0, losses=None, digests=({}, {}, {})):
     """Return the finding of W workers, whose backward passes had a factor on their losses."""
     draw = np.random.default_rng(0)
@@ -21,19 +37,8 @@ def judged(*, factor=1.0, losses=None, digests=({}, {}, {})):
     found = []
     root = Verifications(W, Plan.of(None), found.append)
     for rank in range(W):
-        part = ReferenceShare(
-            names=("up.weight", "down.weight"),
-            types=("float32",) * 2,
-            terms_MPK=terms[rank],
-            norms_MP=np.linalg.norm(terms[rank], axis=2),
-            given_PK=given,
-            reduced_PK=given,
-            unsteady_P=np.zeros(2),
-            replicas_PK=np.empty((0, 31), np.float32),
-            copies=W,
-            digests=digests[rank],
-            roots_M=(values[rank] * factor,),
-        )
+        root_of = (values[rank] * factor,)
+        part = share(terms[rank], given, digests=digests[rank], roots_M=root_of)
         root.take(rank, 5, part.pack())
     unknown = tuple(np.array([np.nan]) for _ in range(W))
     step = SimpleNamespace(
@@ -71,3 +76,28 @@ def test_workers_that_hold_other_parameters_have_no_common_gradient():
     finding = judged(digests=(*digests, {"up.weight": 1, "down.weight": 3}))
     assert finding.cause == "verify.declined"
     assert "different values of down.weight" in finding.explanation
+
+
+@pytest.mark.parametrize(
+    ("second", "cause"), [([4, 5, 6], "verify.weighting"), ([1, 2, 3], "verify.declined")]
+)
+def test_two_losses_of_the_same_samples_are_no_micro_batches(second, cause):
+    draw = np.random.default_rng(0)
+    scales = np.array([1.0, 0.2])
+    terms = draw.standard_normal((W, 2, 2, 31)).astype(np.float32)
+    terms *= scales[:, None, None].astype(np.float32)
+    given = terms.sum(axis=1).mean(axis=0)
+    found = []
+    root = Verifications(W, Plan.of(None), found.append)
+    for rank in range(W):
+        root.take(rank, 5, share(terms[rank], given).pack())
+    step = SimpleNamespace(
+        step=5,
+        workers={"loss_divided": np.zeros(W)},
+        micro_scales=(scales,) * W,
+        micro_weights=(np.full(2, np.nan),) * W,
+        micro_losses=(np.ones(2),) * W,
+        samples=(np.array([1, 2, 3, *second]),) * W,
+    )
+    root.observe(step, (), (), 5)
+    assert [one.cause for one in found] == [cause]

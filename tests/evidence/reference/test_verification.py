@@ -78,6 +78,12 @@ def test_each_way_to_weight_micro_batches_agrees_and_is_named(weights, weighting
     assert "is what one process would compute (within" in words(found)
 
 
+def test_a_sum_over_tokens_is_no_multiple():
+    scales = np.stack(TOKENS)
+    found = ask(summed(gradients(), scales / W), scales=scales)
+    assert (found.answer, found.weighting) == (ReferenceAnswer.AGREES, "sum")
+
+
 def test_a_plan_makes_one_weighting_the_only_right_one():
     given = summed(gradients(), EQUAL)
     assert ask(given, meant="worker").answer is ReferenceAnswer.AGREES

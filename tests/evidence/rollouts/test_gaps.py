@@ -79,14 +79,13 @@ def test_half_of_the_workers_are_a_note_that_names_them():
     assert told[-1].ranks == (0, 3)
 
 
-@pytest.mark.parametrize("width", [2, 4, 8])
 @pytest.mark.parametrize(
-    ("size", "spread"), [(0.013, 0.3), (1e-7, 1.0), (0.0, 0.0), (0.05, 0.5)], ids=str
+    ("width", "size", "spread"), [(2, 0.013, 0.3), (4, 1e-7, 1.0), (4, 0.0, 0.0), (8, 0.05, 0.5)]
 )
 def test_healthy_engines_are_silent(width, size, spread):
-    """Of 3,000 steps; their gaps are those of bf16, of fp32 on one host, none at all, or MoE's."""
+    """Of 2,000 steps; their gaps are those of bf16, of fp32 on one host, none at all, or MoE's."""
     stream = engines(width, size=size, spread=spread, seed=width)
-    assert told_of(DifferentRollouts(width), stream, 3000) == []
+    assert told_of(DifferentRollouts(width), stream, 2000) == []
 
 
 def test_data_of_another_entropy_are_no_fault():

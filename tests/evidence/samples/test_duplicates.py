@@ -14,10 +14,10 @@ LOSSES = [2.0, 2.0, 1.5, 1.5]
 NORMS = [1.0, 1.3, 0.9, 0.7]
 
 
-def found(num_steps=4, batches=PAIRS, **columns):
+def found(num_steps=4, batches=PAIRS, by_loop=False, **columns):
     """Return what is found in steps in which workers with one number draw one batch."""
     columns = {"loss": LOSSES, "grad_norm": NORMS, **columns}
-    detector = DuplicateBatches(4)
+    detector = DuplicateBatches(4, by_loop=by_loop)
     for step in range(num_steps):
         samples = [np.arange(4) + 1000 * step + 100 * number for number in batches]
         values = {
@@ -32,6 +32,14 @@ def test_workers_that_share_the_work_on_each_sample_are_no_duplicates():
     assert found() == []
     measured_at_first = found(grad_norm=lambda step: [np.nan] * 4 if step else NORMS)
     assert measured_at_first == []
+
+
+def test_all_workers_of_a_loop_may_share_the_work_which_is_a_note():
+    [note] = found(by_loop=True, batches=[0] * 4, loss=[2.0] * 4)
+    assert (note.cause, note.key) == ("data.duplicate_batches", "data-parts-of-one-model")
+    assert (note.severity, note.ranks) == (Severity.NOTE, (0, 1, 2, 3))
+    [error] = found(by_loop=True, batches=[0] * 4, loss=[2.0] * 4, grad_norm=[1.0] * 4)
+    assert error.severity is Severity.ERROR
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,10 @@ import pytest
 from rankscope.agent.summarize import summarize
 from rankscope.bus.finding import Severity
 from rankscope.bus.recent_batches import RecentBatches
-from rankscope.bus.rules import describe
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.samples.epochs import PeriodFinder, RepeatedOrder
 from rankscope.record.states import pack_state, unpack_state
-from support.stepping import evidence_of
+from support.stepping import describe, evidence_of
 from support.streams import accumulated, gathered, sharded, with_replacement
 
 
@@ -32,7 +31,7 @@ def watch(detector, stream, num_steps, first=0, memory=None):
     for step, batches in enumerate(islice(stream, num_steps), start=first):
         found += evidence_of(detector, report(step, batches), memory=memory)
     for evidence in found:
-        describe(evidence.cause, evidence.severity, evidence.fields)
+        describe(evidence)
     return found
 
 
@@ -42,7 +41,7 @@ def test_the_same_order_names_period_and_first_step():
     assert found[0].numbers == {"period": 32, "repeated_steps": 8}
     assert (found[0].first_step, found[0].last_step) == (32, 39)
     assert (found[-1].last_step, found[-1].count) == (95, 64)
-    words, _ = describe("data.repeated_order", Severity.WARNING, found[-1].fields)
+    words, _ = describe(found[-1])
     assert "an epoch has 32 steps, and the next one repeats it" in words
 
 

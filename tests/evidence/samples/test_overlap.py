@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from rankscope.bus.finding import Severity
-from rankscope.bus.rules import describe
 from rankscope.evidence.samples.epochs import KEY
 from rankscope.evidence.samples.overlap import OverlappingShards
 from rankscope.record.states import pack_state, unpack_state
-from support.stepping import evidence_of
+from support.stepping import describe, evidence_of
 from support.streams import replicated, reports, sharded, with_replacement
 
 W = 8
@@ -39,7 +38,7 @@ def test_overlaps_are_found_in_a_share_of_the_samples(name):
     assert last.severity is Severity.ERROR
     assert last.ranks == tuple(range(W))
     assert last.numbers["follows_one_sample_in"] in (8, 16)
-    words, _ = describe(last.cause, last.severity, last.fields)
+    words, _ = describe(last)
     assert f"among the one in {last.numbers['follows_one_sample_in']} samples" in words
 
 
@@ -56,7 +55,7 @@ def test_advice_fits_what_is_known_of_the_samplers(seeds, advice):
     detector, found = OverlappingShards(W, seeds=tuple(seeds)), []
     for report in reports(FAULTY["seeds by rank"](), 60):
         found += evidence_of(detector, report)
-    _, check = describe(found[-1].cause, found[-1].severity, found[-1].fields)
+    _, check = describe(found[-1])
     assert check.startswith(advice)
 
 

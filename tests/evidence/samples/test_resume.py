@@ -7,10 +7,10 @@ import pytest
 
 from rankscope.agent.summarize import summarize
 from rankscope.bus.finding import Severity
-from rankscope.bus.rules import describe
 from rankscope.bus.steps import StepBatch
 from rankscope.evidence.samples.resume import ResumeMismatch
 from rankscope.record.states import pack_state, unpack_state
+from support.stepping import describe
 from support.streams import gathered, replicated, shard, sharded, with_replacement
 
 W, BATCH = 4, 4
@@ -25,8 +25,7 @@ def feed(detector, batches, first, lr=None, together=1):
         for told in detector.observe(StepBatch(reports[start : start + together])):
             found += told
     for evidence in found:
-        rule = evidence.key or evidence.cause
-        assert "{" not in "".join(describe(rule, evidence.severity, evidence.fields))
+        assert "{" not in "".join(describe(evidence))
     return found
 
 
@@ -129,7 +128,7 @@ def test_an_older_checkpoint_is_a_note(at, back):
     batches = list(islice(epochs(512), 150))
     (note,) = restart(batches[:at], batches[at - back :])
     assert (note.severity, note.key) == (Severity.NOTE, "steps-done-twice")
-    words, _ = describe(note.key, note.severity, note.fields)
+    words, _ = describe(note)
     assert f"steps {at - back} to {at - 1} came again" in words
 
 
@@ -234,7 +233,7 @@ def test_a_large_epoch_is_followed_in_a_share_of_its_samples():
     found = restart(islice(epochs(n), stop), islice(shuffled_again(n, stop), 300), capacity=1 << 10)
     assert found[0].severity is Severity.ERROR
     assert found[0].numbers["follows_one_sample_in"] == 8
-    assert "one in 8" in describe("data.resume_mismatch", Severity.ERROR, found[0].fields)[0]
+    assert "one in 8" in describe(found[0])[0]
 
 
 @pytest.mark.parametrize("at", [300, 630, 1000])

@@ -25,7 +25,7 @@ from support.state import KINDS, Model, look, make, of, reductions, train
     [
         (StateKind.PARAMETER, "embed.weight[", lambda m, o: m.embed.weight[4321, 7]),
         (StateKind.PARAMETER, "layers.3.bias", lambda m, o: m.layers[3].bias[63]),
-        (StateKind.BUFFER, "norm.running_var", lambda m, o: m.norm.running_var[5]),
+        (StateKind.STATISTICS, "norm.running_var", lambda m, o: m.norm.running_var[5]),
         (StateKind.OPTIMIZER, "embed.weight[", lambda m, o: o.state[m.embed.weight]["exp_avg"][9]),
         (StateKind.OPTIMIZER, "norm.bias", lambda m, o: o.state[m.norm.bias]["step"]),
         (StateKind.APPLIED, "layers.0.weight", lambda m, o: m.layers[0].weight.grad[1, 1]),
@@ -148,7 +148,7 @@ def test_parameters_with_one_owner_are_not_compared():
     model, optimizer, _ = make()
     meter = StateMeter(model, optimizer, replicated=False)
     state, values = train(model, optimizer, meter, 0)
-    assert set(state.kinds) == {StateKind.BUFFER}
+    assert set(state.kinds) == {StateKind.STATISTICS}
     assert values.keys() == {"state_layout", "buffer_digest"}
     assert set(state.names) == {name for name, _ in model.named_buffers()}
 
@@ -157,7 +157,7 @@ def test_without_an_optimizer_what_it_does_is_unknown():
     model, optimizer, _ = make()
     meter = StateMeter(model, None, replicated=True)
     state, values = train(model, optimizer, meter, 0)
-    assert set(state.kinds) == {StateKind.PARAMETER, StateKind.REDUCED, StateKind.BUFFER}
+    assert set(state.kinds) == {StateKind.PARAMETER, StateKind.REDUCED, StateKind.STATISTICS}
     assert values.keys() == {"state_layout", "param_digest", "reduced_digest", "buffer_digest"}
 
 

@@ -7,11 +7,10 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateDigests, StateKind, differences
-from rankscope.bus.rules import describe
 from rankscope.bus.step import StepReport
 from rankscope.evidence.state.combine import MOST_AGAIN, ComparedState
 from rankscope.evidence.state.unequal import AVERAGES, HEALED_AFTER, UnequalState
-from support.stepping import evidence_of
+from support.stepping import describe, evidence_of
 from support.streams import gathered
 
 W = 4
@@ -47,7 +46,7 @@ def watch(*steps):
 def test_the_worker_that_is_alone_is_named_with_the_tensor(kind, cause):
     [found] = watch(step(7, difference(kind, [1, 1, 5, 1])))
     assert (found.cause, found.ranks, found.first_step) == (cause, (2,), 7)
-    explanation, _ = describe(found.key, found.severity, found.fields)
+    explanation, _ = describe(found)
     assert "rank 2" in explanation.lower()
     assert "head.weight" in explanation
 
@@ -86,7 +85,7 @@ def test_a_gradient_that_one_worker_scales_alone():
         "state.parameters_differ",
         (3,),
     )
-    assert "0.25" in describe(found.key, found.severity, found.fields)[0]
+    assert "0.25" in describe(found)[0]
 
 
 def test_a_gradient_that_one_worker_changes_otherwise():
@@ -108,6 +107,33 @@ def test_gradients_that_the_training_reduces_itself():
     assert not watch(alike, step(1, **alone))  # a step that does not tell
     assert [found.cause for found in watch(alike, apart)] == ["sync.not_reduced"]
     assert watch(step(0, **alone))
+
+
+@pytest.mark.parametrize(
+    ("by_loop", "frozen", "digests_W", "severity"),
+    [
+        (True, True, [1, 2, 1, 2], Severity.NOTE),
+        (True, True, [1, 1, 2, 2], Severity.ERROR),  # one seed for each host
+        (True, True, [1, 2, 1, 3], Severity.ERROR),
+        (True, True, [1, 2, 3, 4], Severity.ERROR),
+        (True, False, [1, 2, 1, 2], Severity.ERROR),
+        (False, True, [1, 2, 1, 2], Severity.ERROR),
+    ],
+)
+def test_frozen_parameters_that_follow_the_place_in_a_group(by_loop, frozen, digests_W, severity):
+    detector = UnequalState(W, by_loop=by_loop)
+    one = difference("parameter", digests_W, unchanged=range(W) if frozen else ())
+    [found] = evidence_of(detector, step(0, one))
+    assert (found.cause, found.severity) == ("state.parameters_differ", severity)
+    assert found.key == ("frozen-by-place" if severity is Severity.NOTE else found.cause)
+
+
+def test_an_expert_hides_no_trained_parameter():
+    detector = UnequalState(W, by_loop=True)
+    expert = difference("parameter", [1, 2, 1, 2], name="expert", unchanged=range(W))
+    note, error = evidence_of(detector, step(0, expert, difference("parameter", [1, 2, 1, 2])))
+    assert (note.severity, note.numbers["names"]) == (Severity.NOTE, ["expert"])
+    assert (error.severity, error.numbers["names"]) == (Severity.ERROR, ["head.weight"])
 
 
 def in_local_steps(*digests_SW, first=0, local_steps=4, **values):
@@ -147,7 +173,7 @@ def test_the_worker_that_missed_an_average_is_named_after_it():
     [found] = in_local_steps(*healthy, APART, APART, APART, ONE_APART, *healthy)
     assert (found.key, found.cause) == (AVERAGES, "state.parameters_differ")
     assert (found.ranks, found.first_step, found.severity) == ((2,), 7, Severity.ERROR)
-    explanation, _ = describe(found.key, found.severity, found.fields)
+    explanation, _ = describe(found)
     assert "The parameters of rank 2 (head.weight) are not the other workers'" in explanation
 
 
@@ -202,6 +228,13 @@ class TestDifferences:
         own = self.digests("parameter", "parameter")
         [found] = self.compare(own, [[1, 1], [1, 2], [1, 1]], [0, 0, 0])
         assert (found.name, found.minority_ranks(np.zeros(3, int))) == ("tensor 1", (1,))
+
+    def test_a_parameter_without_a_gradient_is_frozen(self):
+        own = self.digests("parameter", "parameter", "reduced")
+        own = replace(own, names=("frozen", "trained", "trained"))
+        digests_WD = [[1, 1, 7], [2, 2, 7]]
+        found = self.compare(own, digests_WD, [0, 0])
+        assert {one.name: one.frozen for one in found} == {"frozen": True, "trained": False}
 
     def test_workers_of_other_shards_are_not_compared(self):
         own = self.digests("parameter", "buffer")

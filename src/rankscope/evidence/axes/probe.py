@@ -10,7 +10,8 @@ import torch
 
 from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Job, MessagePart, Probe
-from rankscope.evidence.axes.share import Share
+from rankscope.evidence.axes.norms import Reading, SquareMeter
+from rankscope.evidence.axes.share import AxesShare
 from rankscope.stats.arrays import digest_of
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.wrappers.fsdp2_mesh import placements_of, sequence_lines
@@ -40,6 +41,7 @@ class AxesProbe(Probe):
         dtype: The coarsest type in which the model computes, without autocast.
         device: The kind of device that computes.
         spacing: Steps from one share to the next, once a run has begun.
+        squares: Reads the squares of the gradients; None inside one run, which compares them.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class AxesProbe(Probe):
         dtype: str,
         device: str,
         spacing: int,
+        squares: SquareMeter | None,
     ) -> None:
         self._mesh = mesh
         self._channel = channel
@@ -64,19 +67,38 @@ class AxesProbe(Probe):
         self._spacing = spacing
         self._rank = torch.distributed.get_rank()
         self._ended = False
+        self._squares = squares
+        self._read: dict[int, Reading | None] = {}
+        self._step = 0
 
     def begin_step(self, step: int, *, paused: bool) -> None:
         """Note the type that autocast chooses."""
+        self._step = step
         cast = torch.is_autocast_enabled(self._device)
         chosen = torch.get_autocast_dtype(self._device) if cast else self._given
         self._dtype = str(chosen).removeprefix("torch.")
 
-    def on_message(self, step: int, part: MessagePart) -> None:
-        """Send the share of a step."""
-        if self._ended or (step >= _STEPS_IN_A_ROW and step % self._spacing):
+    def before_update(self) -> None:
+        """Read the squares of the gradients, unless several optimizers take a part of them each."""
+        if self._squares is None or not self._is_due(self._step):
             return
         try:
-            content = json.dumps(self._share(part).to_json()).encode()
+            several = self._step in self._read
+            self._read[self._step] = None if several else self._squares.read()
+        except Exception as error:  # whatever the gradients are
+            self._squares = None
+            _log.debug("the norm over a mesh is not compared: %r", error)
+
+    def _is_due(self, step: int) -> bool:
+        return not self._ended and (step < _STEPS_IN_A_ROW or step % self._spacing == 0)
+
+    def on_message(self, step: int, part: MessagePart) -> None:
+        """Send the share of a step."""
+        reading = self._read.pop(step, None)
+        if not self._is_due(step):
+            return
+        try:
+            content = json.dumps(self._share(part, reading).to_json()).encode()
             if self._mesh is not None and self._mesh.is_guest:
                 self._mesh.send(NAME, step, content)
             elif self._channel.has_room():
@@ -85,14 +107,18 @@ class AxesProbe(Probe):
             self._ended = True
             _log.debug("losses along other axes of the mesh are not compared: %r", error)
 
-    def _share(self, part: MessagePart) -> Share:
+    def abort(self) -> None:
+        """Forget a step that was never finished."""
+        self._read.pop(self._step, None)
+
+    def _share(self, part: MessagePart, reading: Reading | None) -> AxesShare:
         losses = np.frombuffer(bytes(part.arrays.get("losses_U", b"")), np.float64)
         weights = np.frombuffer(bytes(part.arrays.get("weights_U", b"")), np.float64)
         samples = bytes(part.arrays.get("samples_B", b""))
         rows = len(samples) // np.dtype(np.int64).itemsize
         length = part.values.get("sequence_length", math.nan)
         weight = float(weights.sum()) if len(weights) else math.nan
-        return Share(
+        return AxesShare(
             rank=self._rank,
             lines=self._lines,
             cut=self._cut,
@@ -104,6 +130,9 @@ class AxesProbe(Probe):
             tokens=rows * length if math.isfinite(length) else 0.0,
             dtype=self._dtype,
             random=None if "rng_digest" not in part.values else int(part.values["rng_digest"]),
+            squares=None
+            if reading is None or self._squares is None
+            else self._squares.squares(reading),
         )
 
 
@@ -140,4 +169,5 @@ def _make(job: Job) -> AxesProbe | None:
         dtype=max(types, key=lambda each: UNIT_ROUNDOFF.get(each, 0.0)),
         device=job.wrapped.device.type,
         spacing=max(job.state_spacing, 1),
+        squares=SquareMeter(parameters, tuple(outer), place.ranks) if outer and place else None,
     )

@@ -5,16 +5,19 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.director import DirectedRun, Director
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.rules import describe, go_back
-from rankscope.bus.words import name_ranks
-from rankscope.evidence.axes.share import Share, loss_distance, lost_labels
+from rankscope.bus.rules import finding_of
+from rankscope.bus.words import count, name_ranks
+from rankscope.evidence.axes.norms import NormOverMesh, WrongNorm
+from rankscope.evidence.axes.share import AxesShare, loss_distance, lost_labels
 
 _log = logging.getLogger("rankscope")
 
 LOSSES = "loss.differs_along_axis"
 LABELS = "loss.labels_lost"
+NORM = "clip-norm-over-mesh"
 
 _MOST_WAITING = 1024  # incomplete steps of ranks along an axis
 
@@ -36,17 +39,22 @@ class Axes(Director):
     def __init__(self, first_step: int, report: Callable[[Finding], None]) -> None:
         self._first_step = first_step
         self._report = report
-        self._shares: dict[tuple[int, str, tuple[int, ...]], dict[int, Share]] = {}
+        self._shares: dict[tuple[int, str, tuple[int, ...]], dict[int, AxesShare]] = {}
         self._faults: dict[str, _Fault] = {}
+        self._norm = NormOverMesh()
         self.findings: dict[str, Finding] = {}
 
     def take(self, rank: int | None, step: int, content: bytes) -> None:
         """Process a rank's share of a step."""
         try:
-            share = Share.from_json(json.loads(content))
+            share = AxesShare.from_json(json.loads(content))
         except (TypeError, ValueError, AttributeError, KeyError) as error:
             _log.debug("what a rank sent of its mesh cannot be read: %s", error)
             return
+        if share.squares is not None:
+            wrong = self._norm.take(share.rank, step, share.squares, share.lines)
+            if wrong is not None:
+                self._add_norm(step, wrong)
         for axis, line in share.lines.items():
             shares = self._shares.setdefault((step, axis, line), {})
             shares[share.rank] = share
@@ -56,7 +64,7 @@ class Axes(Director):
         if len(self._shares) > _MOST_WAITING:
             del self._shares[min(self._shares)]
 
-    def _compare(self, step: int, axis: str, shares_T: Sequence[Share]) -> None:
+    def _compare(self, step: int, axis: str, shares_T: Sequence[AxesShare]) -> None:
         line = [share.rank for share in shares_T]
         if axis in shares_T[0].cut and (apart := loss_distance(shares_T)):
             losses = [[f"{loss:.5g}" for loss in share.losses[:1]] for share in shares_T]
@@ -82,6 +90,16 @@ class Axes(Director):
             }
             self._add(LABELS, axis, step, fields, {"axis": axis, "lost": lost, "offered": offered})
 
+    def _add_norm(self, step: int, wrong: WrongNorm) -> None:
+        fields = {
+            "norm": f"{wrong.norm:.3g}",
+            "spread": f"{wrong.spread:.2g}",
+            "how": _ALONE if wrong.alone else _TWICE.format(axis=wrong.axis),
+            "steps": count(wrong.steps, "clipped step"),
+        }
+        numbers = {"axis": wrong.axis, "norm": wrong.norm}
+        self._add("sync.clip_norm", wrong.axis, step, fields, numbers, key=NORM)
+
     def _add(
         self,
         cause: str,
@@ -90,33 +108,26 @@ class Axes(Director):
         fields: Mapping[str, object],
         numbers: Mapping[str, object],
         severity: Severity = Severity.WARNING,
+        key: str = "",
     ) -> None:
-        name = f"{cause}:{axis}"
+        key = key or cause
+        name = f"{key}:{axis}" if axis else key
         fault = self._faults.setdefault(name, _Fault(step))
         fault.first = min(fault.first, step)
         fault.count += 1
         if fault.count & (fault.count - 1):  # each doubling is news
             return
-        first = fault.first
-        words = {**fields, "first": f"{first:,}"}
-        back = go_back(first, self._first_step)
-        explanation, next_check = describe(cause, severity, words, back)
-        finding = Finding(
-            id=name,
-            cause=cause,
-            severity=severity,
-            ranks=(),
-            first_step=first,
-            last_step=step,
-            explanation=explanation,
-            next_check=next_check,
-            evidence={**numbers, "steps": fault.count},
-            step=step,
+        numbers = {**numbers, "steps": fault.count}
+        evidence = FaultEvidence(
+            cause, severity, (), fault.first, step, fault.count, fields, numbers, key
         )
+        finding = finding_of(evidence, step, name=name, begun_at=self._first_step)
         self.findings[name] = finding
         self._report(finding)
 
 
+_ALONE = "only the ranks of one data-parallel group count in the norm"
+_TWICE = "gradients that all ranks along {axis} hold alike count once for each of these ranks"
 _MASKS = (
     "The forward pass draws random numbers, and their generators differ along {axis}: dropout of "
     "activations that all of these ranks hold needs equal masks. Seed the ranks along {axis} alike."

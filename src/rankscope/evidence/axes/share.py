@@ -5,13 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rankscope.evidence.axes.norms import Squares
 from rankscope.stats.rounding import tolerance_of
 
 _TINY = 1e-12  # nats: below it a loss has no digits to compare
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class AxesShare:
     """One rank's share of a step.
 
     Attributes:
@@ -27,6 +28,7 @@ class Share:
         dtype: The coarsest type in which the model computes.
         random: Digest of the states of the random generators that the forward pass used; None if it
             used none.
+        squares: The squares of its gradients that the optimizer gets; None if unknown.
     """
 
     rank: int
@@ -40,13 +42,14 @@ class Share:
     tokens: float
     dtype: str
     random: int | None
+    squares: Squares | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return plain JSON values."""
         return asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Share":
+    def from_json(cls, values: Mapping[str, Any]) -> "AxesShare":
         """Return the share of plain values.
 
         Raises:
@@ -54,10 +57,11 @@ class Share:
         """
         lists = {name: tuple(values[name]) for name in ("cut", "sequences", "losses")}
         lines = {name: tuple(map(int, line)) for name, line in values["lines"].items()}
-        return cls(**{**values, **lists, "lines": lines})
+        squares = values["squares"] and Squares(*values["squares"])
+        return cls(**{**values, **lists, "lines": lines, "squares": squares})
 
 
-def loss_distance(shares_T: Sequence[Share]) -> float:
+def loss_distance(shares_T: Sequence[AxesShare]) -> float:
     """Return by how much the losses along an axis differ, relative to the largest; 0 if they agree.
 
     The ranks have the same samples, and together count more label tokens than these have: so they
@@ -82,7 +86,7 @@ def loss_distance(shares_T: Sequence[Share]) -> float:
     return apart if apart > max(tolerance_of(one.dtype) for one in shares_T) else 0.0
 
 
-def lost_labels(shares_T: Sequence[Share]) -> tuple[int, int]:
+def lost_labels(shares_T: Sequence[AxesShare]) -> tuple[int, int]:
     """Return how many labels of one sequence's parts are never predicted, and how many could be.
 
     Where every rank counts one label less than it has tokens in each row, labels are shifted inside

@@ -1,11 +1,11 @@
 """What sets apart the workers whose canary differs."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from rankscope.bus.judge import Columns, Combiner, Message
+from rankscope.bus.judge import Columns, Combiner
 from rankscope.bus.layout import Layout
+from rankscope.bus.messages import Messages
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary.compare import NAMES, compare_programs
 from rankscope.evidence.canary.verdict import CanaryCause, judge, results_in
@@ -14,7 +14,7 @@ from rankscope.evidence.canary.verdict import CanaryCause, judge, results_in
 class ComparedPrograms(Combiner):
     """Compares the programs of all workers in a step whose canary differs."""
 
-    def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
+    def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
         """Return what sets the differing workers apart, as differences."""
         results = results_in(columns)
         if results is None or (columns["canary_program"] == MISSING_INT).any():
@@ -22,7 +22,7 @@ class ComparedPrograms(Combiner):
         verdict = judge(results)
         if verdict.verdict is CanaryCause.DATA:
             return {}
-        programs_W = [json.loads(message.names.tobytes())[NAMES] for message in messages_W]
+        programs_W = [names[NAMES] for names in messages.named]
         return {"differences": compare_programs(programs_W, verdict.ranks)}
 
 

@@ -149,7 +149,8 @@ def _storages(tensor: Tensor) -> list[int]:
     outer: Any = tensor
     if is_traceable_wrapper_subclass(outer):
         names, _ = outer.__tensor_flatten__()
-        return [storage for name in names for storage in _storages(getattr(outer, name))]
+        inside = [part for name in names if isinstance(part := getattr(outer, name), Tensor)]
+        return [storage for part in inside for storage in _storages(part)]
     if tensor.layout is not torch.strided:
         tensor = tensor._values() if tensor.is_sparse else tensor.values()
     return [tensor.untyped_storage()._cdata]

@@ -2,11 +2,12 @@
 
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.evidence.clipping.laws import ClippedBetween, FactorLaw, NormLaw
+from rankscope.evidence.clipping.laws import ClippedBetween, FactorLaw, NormLaw, StageNorm
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return the detectors of a run."""
     if run.plan.local_steps or run.by_loop:
         return ()
-    return FactorLaw(), NormLaw(run.plan.max_norm), ClippedBetween()
+    planned = run.plan.max_norm
+    return FactorLaw(), NormLaw(planned), StageNorm(planned), ClippedBetween()

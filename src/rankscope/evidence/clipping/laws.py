@@ -24,7 +24,7 @@ from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.rank_values import known_values, name_values
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
-from rankscope.bus.weighting import common_scale
+from rankscope.bus.weighting import LEAST_SCALER, common_scale
 from rankscope.bus.words import count
 from rankscope.stats.arrays import Floats
 
@@ -40,7 +40,6 @@ _STEADY = 8  # clipped steps whose norm is the same
 _NEARLY = 0.1  # spread of the logarithm of a norm after clipping, over that before
 _SLIGHT = 0.01  # a norm that is computed in bfloat16 errs by less
 _EPSILON = 1e-6  # that implementations add to a norm
-_LEAST_SCALER = 1024.0
 
 
 class FactorLaw(Detector):
@@ -251,6 +250,48 @@ class NormLaw(Detector):
         )
 
 
+class StageNorm(Detector):
+    """A stage of a pipeline that clips by the norm of its own gradients.
+
+    By the norm of all stages, what a stage has left is less than the limit, and another part of it
+    in each step.
+
+    Args:
+        planned: The limit of the plan; None without.
+    """
+
+    SETTINGS = ("_planned",)
+
+    def __init__(self, planned: float | None) -> None:
+        self._planned = planned
+        self._fault = PersistentFault()
+        self._own_steps: list[int] = []
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report where eight clipped steps in a row leave the limit."""
+        gathered = step.gathered
+        if not gathered.observed or not np.isfinite(gathered.workers["schedule_scale"]).all():
+            return
+        clipped = _Clipped.of(step, self._planned)
+        if clipped is None or not clipped.acts or math.isnan(clipped.limit):
+            return
+        own = abs(clipped.after / clipped.limit - 1) <= clipped.bound
+        self._own_steps = [*self._own_steps, gathered.step][-_STEADY:] if own else []
+        if len(self._own_steps) == _STEADY:
+            everyone = range(gathered.num_workers)
+            self._fault.see(gathered.step, everyone, first=self._own_steps[0], before=_STEADY - 1)
+            fields = {"limit": f"{clipped.limit:.4g}"}
+            numbers = {"steps": self._fault.count, "limit": clipped.limit}
+            yield self._fault.evidence(
+                "sync.clip_norm",
+                Severity.WARNING,
+                self._fault.ranks,
+                fields,
+                numbers,
+                key="clip-norm-of-stage",
+            )
+
+
 _COMBINATIONS = {
     2: "the mean of the ranks' norms, where the root of the sum of their squares is meant",
     3: "the largest of the ranks' norms, where the root of the sum of their squares is meant",
@@ -298,7 +339,7 @@ class _Clipped:
         self.norms = (self.after, before, *(applied * float(each) for each in combined))
         self.guess = ""
         left_out = int(workers["clip_left_out"][0])
-        if scale >= _LEAST_SCALER and abs(self.after * scale / self.limit - 1) <= 4 * self.bound:
+        if scale >= LEAST_SCALER and abs(self.after * scale / self.limit - 1) <= 4 * self.bound:
             self.guess = "the training clips before it unscales"
         elif left_out != MISSING_INT and left_out > 0:
             are = "is" if left_out == 1 else "are"

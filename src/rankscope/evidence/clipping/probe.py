@@ -11,16 +11,10 @@ from torch import Tensor
 
 from rankscope.bus.probe import Job, MessagePart, Probe, StepEnd
 from rankscope.gradients.host import Numbers, copy_numbers
-from rankscope.stats.rounding import UNIT_ROUNDOFF
-from rankscope.wrappers.clipping import CLIP, NORM
+from rankscope.wrappers.clipping import CLIP, NORM, rounding_of
 from rankscope.wrappers.labels import is_spread, own
 from rankscope.wrappers.tap import Guarded, guarded
 
-_ROUNDINGS = 8
-"""In the norms of tensors, the norm of these, the factor, its product, and the norm after it."""
-_OF_AN_ELEMENT = 1e-10
-"""Relative error of torch's float32 norm on the CPU per element: 8e-5 at 4 million elements."""
-_LEAST = 1e-5
 _EPSILON = 1e-6  # torch adds it to the norm
 _MOST_LISTS = 64
 
@@ -166,21 +160,11 @@ class ClippingProbe(Probe):
             stop()
 
 
-def rounding_of(parameters: Sequence[Tensor]) -> float:
-    """Return the relative error of the norm of their gradients, and of clipping by it, at most.
-
-    ``8 u`` with the unit roundoff u of the widest rounding among their types; torch's norm of a
-    tensor of n elements errs by up to ``1e-10 n`` more on the CPU, where it adds in float32.
-    """
-    types = {str(parameter.dtype).removeprefix("torch.") for parameter in parameters}
-    widest = max((UNIT_ROUNDOFF.get(each, 0.0) for each in types), default=0.0)
-    largest = max((p.numel() for p in parameters if p.device.type == "cpu"), default=0)
-    return _LEAST + _ROUNDINGS * widest + _OF_AN_ELEMENT * largest
-
-
 def make_probe(job: Job) -> ClippingProbe | None:
     """Return the probe of clipping; None where state is not compared exactly."""
     if not job.exact:
         return None
     wrapped = job.wrapped
-    return ClippingProbe(wrapped.parameters.values(), job.guard, whole=wrapped.mesh is None)
+    everyone = wrapped.group.size() == torch.distributed.get_world_size()  # no other stages
+    whole = wrapped.mesh is None and everyone
+    return ClippingProbe(wrapped.parameters.values(), job.guard, whole=whole)

@@ -1,13 +1,13 @@
 """Which modules are in another mode on some workers, and which settings have another value."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from rankscope.bus.judge import Columns, Combiner, Message
+from rankscope.bus.judge import Columns, Combiner
 from rankscope.bus.layout import Layout
+from rankscope.bus.messages import Messages
 from rankscope.bus.rank_values import name_values
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import MISSING_INT
@@ -31,11 +31,10 @@ class ComparedNames(Combiner):
         self._modes: dict[int, dict[str, int]] = {}
         self._settings: dict[int, dict[str, str]] = {}
 
-    def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
+    def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
         """Return the differences, in words; modules that differ between the same workers as one."""
         new_settings = False
-        for rank, message in enumerate(messages_W):
-            named = json.loads(message.names.tobytes()) if len(message.names) else {}
+        for rank, named in enumerate(messages.named):
             if _MODES in named:
                 names, flags = named[_MODES]
                 self._modes[rank] = dict(zip(names, map(int, flags), strict=False))
@@ -44,9 +43,9 @@ class ComparedNames(Combiner):
                 new_settings = True
         found: list[StateDifference] = []
         if _differs(columns["modes"]):
-            found += self._different_modes(len(messages_W))
+            found += self._different_modes(len(messages))
         if new_settings and _differs(columns["settings_digest"]):
-            found += self._different_settings(len(messages_W))
+            found += self._different_settings(len(messages))
         return {"differences": tuple(found)} if found else {}
 
     def _different_modes(self, num_workers: int) -> list[StateDifference]:

@@ -2,8 +2,9 @@
 
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.evidence.environment.mismatch import DifferentModes, EnvironmentMismatch
-from rankscope.evidence.environment.settings import DifferentSettings, PlannedSeed, ScheduleByPass
+from rankscope.evidence.environment.mismatch import DifferentModes, DropoutOff, EnvironmentMismatch
+from rankscope.evidence.environment.schedule import ScheduleByPass, ScheduleEnded, ScheduleJump
+from rankscope.evidence.environment.settings import DifferentSettings, PlannedSeed
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:
@@ -11,7 +12,10 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     return (
         EnvironmentMismatch(run.environments),
         DifferentModes(),
+        DropoutOff(),
         DifferentSettings(run.num_workers, run.plan),
         ScheduleByPass(),
+        ScheduleEnded(),
+        ScheduleJump(),
         PlannedSeed(run.plan.seed, run.sampler_seeds),
     )

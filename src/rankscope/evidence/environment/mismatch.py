@@ -17,6 +17,8 @@ from rankscope.bus.words import count, name_ranks
 
 CAUSE = "env.mismatch"
 MODES = "compute.modes_differ"
+DROPOUT = "dropout-off"
+_READINGS = 2
 
 STEPS_IN_A_ROW = 3
 """Steps in which a worker computes in another precision before it is reported."""
@@ -124,6 +126,26 @@ class DifferentModes(Detector):
         numbers = {"steps": seen.count, "modules": list(self._what)}
         fields = {"what": what}
         return (seen.evidence(MODES, Severity.WARNING, seen.ranks, fields, numbers),)
+
+
+class DropoutOff(Detector):
+    """Dropout layers that are all in evaluation mode, on all workers, while the model trains."""
+
+    def __init__(self) -> None:
+        self._span = PersistentFault(_READINGS)
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step in which modes were read; report dropout that is off, and its end."""
+        if not step.all_known("dropout_off"):
+            return ()
+        off_W = step.gathered.workers["dropout_off"] == 1
+        ranks = range(len(off_W)) if off_W.all() else ()
+        span = self._span
+        if not span.observe(step.gathered.step, ranks):
+            return ()
+        over = "" if span.open else " It is on again."
+        numbers = {"readings": span.count}
+        return (span.evidence(MODES, Severity.NOTE, (), {"over": over}, numbers, key=DROPOUT),)
 
 
 def compare_facts(

@@ -1,6 +1,7 @@
 """Training or evaluation mode of every module, as a training's forward pass meets it."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -12,13 +13,18 @@ from rankscope.gradients.names import canonical_name
 NAMES = "modes"
 """Key of the modes among the names of a step's message."""
 
+_DROPOUT = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
 _LISTED_EVERY = 16  # readings between two looks for modules that were replaced
 
 
 class ModeMeter:
     """Reads the mode of every module in steps that are multiples of ``FLAGS_EVERY``, and the first.
 
-    The names are sent only when a mode has changed.
+    The names are sent only when a mode has changed. And it tells whether dropout is off: each such
+    layer beside trained parameters is in evaluation mode.
 
     Args:
         module: The model inside the wrapper.
@@ -27,6 +33,8 @@ class ModeMeter:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parts: list[tuple[str, nn.Module]] = []
+        self._dropouts: list[nn.Module] = []
+        self._off = False
         self._flags: bytes | None = None
         self._digest = math.nan
         self._present = False
@@ -39,6 +47,8 @@ class ModeMeter:
         self._present = True
         if step % (_LISTED_EVERY * FLAGS_EVERY) == 0 or not self._parts:
             self._parts = list(self._module.named_modules())
+            self._dropouts = list(_dropouts(self._module))
+        self._off = bool(self._dropouts) and not any(each.training for each in self._dropouts)
         flags = bytes([part.training for _, part in self._parts])
         if flags == self._flags:
             return
@@ -48,11 +58,19 @@ class ModeMeter:
         text = "\n".join(f"{n} {f}" for n, f in zip(names, flags, strict=False))
         self._digest = digest_of(text.encode())
 
-    def collect(self) -> tuple[float, dict[str, Any]]:
-        """Return the digest of names and modes, NaN where they were not read; and both if new."""
+    def collect(self) -> tuple[dict[str, float], dict[str, Any]]:
+        """Return the columns, NaN where modes were not read; and names with modes, if new."""
         if not self._present:
-            return math.nan, {}
+            return {NAMES: math.nan, "dropout_off": math.nan}, {}
         names = self._names
         self._names = {}
         self._present = False
-        return self._digest, names
+        return {NAMES: self._digest, "dropout_off": self._off}, names
+
+
+def _dropouts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the dropout layers in parts of a model that hold trained parameters."""
+    for part in module.modules():
+        layers = [each for each in part.children() if isinstance(each, _DROPOUT) and each.p > 0]
+        if layers and any(parameter.requires_grad for parameter in part.parameters()):
+            yield from layers

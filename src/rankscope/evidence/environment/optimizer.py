@@ -1,7 +1,7 @@
 """The optimizer between two steps: its calls, and their settings."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any
 
@@ -33,9 +33,21 @@ class OptimizerMeter:
     on an accelerator, an optimizer without parameter groups) are left out.
 
     Of several optimizers, the settings of all count, and the calls of the one that was called most.
+
+    Args:
+        optimizer: The training's.
+        parameters: Those of the model, in the order that they have on all workers. Which of them
+            the optimizer holds is a digest: each worker's may hold others, with other settings.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer | JointOptimizer | None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | JointOptimizer | None,
+        parameters: Iterable[Tensor] = (),
+    ) -> None:
+        self._places = {id(parameter): n for n, parameter in enumerate(parameters)}
+        self._held_lists: list[tuple[int, int]] = []
+        self._held: dict[str, int] = {}
         self._known = optimizer is not None
         self._joint = optimizer if isinstance(optimizer, JointOptimizer) else None
         self._calls: Counter[int] = Counter()
@@ -87,7 +99,7 @@ class OptimizerMeter:
             "lr_changes": self._num_changes if self._known else float("nan"),
         }
         self._num_changes = 0
-        return {**values, **self._digests}
+        return {**values, **self._digests, **self._held}
 
     def named(self) -> dict[str, dict[str, str]]:
         """Return all settings but those with columns, by name, if some have changed; else none."""
@@ -103,6 +115,7 @@ class OptimizerMeter:
         first = groups[0] if groups else {}
         self._lr = _number(first.get("lr"))
         self._weight_decay = _number(first.get("weight_decay"))
+        self._read_held(groups)
         rates = [_plain(group.get("lr")) for group in groups[1:]]  # the first has a column
         texts = {"rates_digest": repr(rates)} if rates else {}
         if groups:
@@ -116,6 +129,16 @@ class OptimizerMeter:
         self._values = [value for name, value in named if name not in _PARAMETERS]
         known = bool(groups) and all(map(_is_fixed, self._values))
         self._seen = [id(value) for _, value in named] if known else []
+
+    def _read_held(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Digest which of the model's parameters the groups hold, if their lists have changed."""
+        lists = [each for g in groups if isinstance(each := g.get("params"), Sequence)]
+        seen = [(id(each), len(each)) for each in lists]
+        if seen == self._held_lists:
+            return
+        self._held_lists = seen
+        held = {self._places.get(id(parameter), -1) for each in lists for parameter in each} - {-1}
+        self._held = {"held_digest": digest_of(repr(sorted(held)).encode())} if held else {}
 
     def _is_known(self, groups: list[Any]) -> bool:
         """Return whether all settings are the same immutable objects as in the last call."""

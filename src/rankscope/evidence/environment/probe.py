@@ -59,7 +59,8 @@ class EnvironmentProbe(Probe):
         if end.comparable:
             values["precision"] = self._precision
         if self._modes is not None:
-            values["modes"], modes = self._modes.collect()
+            columns, modes = self._modes.collect()
+            values |= columns
             names |= modes
         return Ready(MessagePart(values, names=names))
 
@@ -69,4 +70,6 @@ def make_probe(job: Job) -> EnvironmentProbe:
     wrapped = job.wrapped
     precisions = PrecisionMeter(wrapped.module, wrapped.device) if job.exact else None
     modes = ModeMeter(wrapped.module) if job.exact else None
-    return EnvironmentProbe(OptimizerMeter(job.optimizer), precisions, modes)
+    return EnvironmentProbe(
+        OptimizerMeter(job.optimizer, wrapped.parameters.values()), precisions, modes
+    )

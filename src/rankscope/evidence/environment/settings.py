@@ -43,6 +43,8 @@ class DifferentSettings(Detector):
     - All workers' learning rate departs from the plan.
 
     A worker that does not call the optimizer in a step, or takes no part in it, is not compared.
+    Settings are compared among the workers whose optimizers hold the same parameters, the most:
+    where each updates parameters of its own, they have settings of their own.
 
     Args:
         num_workers: W.
@@ -94,6 +96,8 @@ class DifferentSettings(Detector):
     def _compare_settings(self, step: Step) -> Iterable[FaultEvidence]:
         gathered = step.gathered
         active_W = gathered.workers["optimizer_steps"] != 0
+        if not step.alike("held_digest"):
+            active_W &= _most_frequent(gathered.workers["held_digest"], active_W)
         several = int(np.count_nonzero(active_W)) > 1
         ranks: set[int] = set()
         known = False
@@ -264,6 +268,12 @@ def _alike(values_W: NDArray[np.float64 | np.int64], known_W: NDArray[np.bool_])
     return len(known) < 2 or bool((known == known[0]).all())
 
 
+def _most_frequent(digests_W: Ints, among_W: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Return which workers have the most frequent value of some, the smallest of several."""
+    values, counts = np.unique(digests_W[among_W], return_counts=True)
+    return digests_W == values[counts.argmax()] if len(values) else among_W
+
+
 def _speller(values: Iterable[float | None]) -> Callable[[float], str]:
     """Return a function that writes numbers in six digits, or in as many as separate these."""
     different = {value for value in values if value is not None}
@@ -273,37 +283,6 @@ def _speller(values: Iterable[float | None]) -> Callable[[float], str]:
 
 def _times(calls: float) -> str:
     return ("never", "once", "twice")[int(calls)] if calls < 3 else f"{calls:,} times"
-
-
-BY_PASS = "schedule-by-micro-batch"
-_STEPS_BY_PASS = 8
-
-
-class ScheduleByPass(Detector):
-    """A learning rate that changes with each micro-batch of a step, and not with each update."""
-
-    def __init__(self) -> None:
-        self._span = PersistentFault()
-        self._num_micro = 0
-
-    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
-        """Process a step; report where its rate moves with each micro-batch, from the eighth on."""
-        workers = step.gathered.workers
-        changes_W: Ints = workers["lr_changes"]
-        micro_W: Ints = workers["micro_batches"]
-        if not (micro_W > 1).all() or not (changes_W == micro_W - 1).all():
-            return
-        self._span.see(step.gathered.step)
-        self._num_micro = max(self._num_micro, int(micro_W.max()))
-        if self._span.count >= _STEPS_BY_PASS:
-            yield self._span.evidence(
-                "state.schedule",
-                Severity.NOTE,
-                (),
-                {"micro": self._num_micro},
-                {"steps": self._span.count, "micro_batches": self._num_micro},
-                key=BY_PASS,
-            )
 
 
 KEY = "seed-not-planned"

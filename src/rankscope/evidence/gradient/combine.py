@@ -3,20 +3,19 @@
 Legend of shapes: W workers, R rows of an audit, G groups.
 """
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from rankscope.bus.judge import Columns, Combiner, Message, fill
+from rankscope.bus.judge import Columns, Combiner, fill
 from rankscope.bus.layout import Layout
-from rankscope.bus.measured import Measured, measured_of
-from rankscope.bus.step import MISSING_INT, MeasuredGradient
+from rankscope.bus.measured import Found, audit_of, by_rank, measured_in
+from rankscope.bus.messages import Messages
+from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.gradient.user_reduction import normalise_user_reduction, reduced_between
 from rankscope.stats.arrays import Floats
-from rankscope.stats.audit import residuals_of_all
+from rankscope.stats.audit import AuditPart, residuals_of_all
 
 
 class MeasuredGradients(Combiner):
@@ -29,58 +28,45 @@ class MeasuredGradients(Combiner):
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
 
-    def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
+    def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
         """Fill in norms and other columns; return the values compared between workers."""
-        measured_W = [self._measured(message) for message in messages_W]
-        if self._layout.by_loop:
-            measured_W = _as_reduced(measured_W)
-        carried_W = [one is not None and one.values["grad_carried_over"] > 0 for one in measured_W]
-        observed = not any(carried_W) and all(one is not None for one in measured_W)
-        for rank, one in enumerate(measured_W):
-            if one is not None:
-                known = {"grad_carried_over": 1.0} if carried_W[rank] else one.values
-                fill(columns, rank, known)
+        found = measured_in(messages, self._layout.section_counts)
+        is_whole = bool(messages.measured.all())
+        if self._layout.by_loop and is_whole:
+            found = _as_reduced(found)
+        norms_W: list[Floats] = [np.empty(0)] * len(messages)
+        for ranks, one in found:
+            carried = one.values["grad_carried_over"] > 0
+            is_whole &= not carried.any()
+            fill(columns, ranks[carried], {"grad_carried_over": np.ones(carried.sum())})
+            own = ranks[~carried]
+            fill(columns, own, {name: value[~carried] for name, value in one.values.items()})
+            for rank, norms in zip(own.tolist(), one.micro_norms_wM[~carried], strict=True):
+                norms_W[rank] = norms
         _fill_nonfinite(columns)
-        norms_W = tuple(
-            np.empty(0) if one is None or carried_W[rank] else one.micro_norms
-            for rank, one in enumerate(measured_W)
-        )
-        found = self._compared(measured_W) if observed else {"sketches_WK": None}
-        return {"observed": observed, "micro_norms": norms_W, **found}
+        compared = self._compared(found) if is_whole else {"sketches_WK": None}
+        return {"observed": is_whole, "micro_norms": tuple(norms_W), **compared}
 
-    def _measured(self, message: Message) -> Measured | None:
-        if not message.measured:
-            return None
-        counts = self._layout.section_counts
-        return measured_of(message.numbers, message.sketches, message.sizes, counts)
-
-    def _compared(self, measured_W: Sequence[Measured | None]) -> dict[str, Any]:
+    def _compared(self, found: Found) -> dict[str, Any]:
         layout = self._layout
-        known = [one for one in measured_W if one is not None]
-        known_W = [one.gradient for one in known]
-        residuals_WR = self._residuals(known_W) if layout.section_counts else None
+        residuals_WR = self._residuals(audit_of(found)) if layout.section_counts else None
         return {
             "groups": layout.groups,
-            "accumulator_changes_WG": _changes(known),
-            "group_norms_WG": np.stack([one.group_norms_G for one in known_W]),
-            "sketches_WK": (
-                np.stack([one.sketch_K for one in known_W]) if layout.sketch_width else None
-            ),
+            "accumulator_changes_WG": _changes(found),
+            "group_norms_WG": by_rank(found, "group_norms_wG"),
+            "sketches_WK": by_rank(found, "sketches_wK") if layout.sketch_width else None,
             "group_sketches_WGK": (
-                np.stack([one.group_sketches_GK for one in known_W]) if layout.group_width else None
+                by_rank(found, "group_sketches_wGK") if layout.group_width else None
             ),
             "total_residuals_W": None if residuals_WR is None else residuals_WR[:, 0],
             "residuals_WG": None if residuals_WR is None else residuals_WR[:, 1:],
             "reduced_copies": layout.reduced_copies,
-            "reduced_products_W": (
-                np.array([one.reduced_product for one in known_W]) if layout.num_products else None
-            ),
+            "reduced_products_W": by_rank(found, "products_w") if layout.num_products else None,
         }
 
-    def _residuals(self, measured_W: Sequence[MeasuredGradient]) -> Floats:
-        parts = [one.audit for one in measured_W if one.audit is not None]
+    def _residuals(self, parts_W: Sequence[AuditPart]) -> Floats:
         firsts = np.cumsum((0, *self._layout.section_counts[:-1])).astype(np.int64)
-        return residuals_of_all(parts, firsts, self._layout.reduced_copies)
+        return residuals_of_all(parts_W, firsts, self._layout.reduced_copies)
 
 
 def make_combiner(layout: Layout) -> MeasuredGradients:
@@ -88,38 +74,44 @@ def make_combiner(layout: Layout) -> MeasuredGradients:
     return MeasuredGradients(layout)
 
 
-def _as_reduced(measured_W: Sequence[Measured | None]) -> list[Measured | None]:
+def _as_reduced(found: Found) -> Found:
     """Replace a loop's own reduced gradients by the mean that they are a multiple of.
 
     A loop that reduces after each micro-batch adds to reduced gradients: none is local then.
     """
-    known = [one for one in measured_W if one is not None]
-    if len(known) == len(measured_W) and reduced_between([one.found_B for one in known]):
-        return [one._replace(values={**one.values, "grad_carried_over": 1.0}) for one in known]
-    parts = [one.gradient.audit for one in known if one.gradient.audit is not None]
-    if not parts or len(parts) < len(measured_W):
-        return list(measured_W)
-    found = normalise_user_reduction(parts)
+    norms_W = [norms_B for _, one in found for norms_B in one.found_wB]
+    if reduced_between(norms_W):
+        return [
+            (ranks, one._replace(values={**one.values, "grad_carried_over": np.ones(len(ranks))}))
+            for ranks, one in found
+        ]
+    parts_W = audit_of(found)
+    if len(parts_W) < len(norms_W):
+        return found
+    normalised = normalise_user_reduction(parts_W)
+    squares_WS = np.stack([part.reduced_squares_S for part in normalised.parts_W])
     return [
-        one._replace(
-            gradient=replace(one.gradient, audit=part),
-            values={
-                **one.values,
-                "reduced_norm": math.sqrt(part.reduced_squares_S.sum()),
-                "unreduced": float(unreduced),
-            },
+        (
+            ranks,
+            one._replace(
+                audit_w=[normalised.parts_W[rank] for rank in ranks],
+                values={
+                    **one.values,
+                    "reduced_norm": np.sqrt(squares_WS[ranks].sum(axis=1)),
+                    "unreduced": normalised.unreduced_W[ranks].astype(np.float64),
+                },
+            ),
         )
-        for one, part, unreduced in zip(known, found.parts_W, found.unreduced_W, strict=True)
+        for ranks, one in found
     ]
 
 
-def _changes(measured_W: Sequence[Measured]) -> Floats | None:
+def _changes(found: Found) -> Floats | None:
     """Return changes of accumulated gradients between micro-batches ``[W, G]``, if any."""
-    changes_WG = [one.changes_G for one in measured_W]
-    if not all(len(changes_G) for changes_G in changes_WG):
+    if not all(one.changes_wG.size for _, one in found):
         return None
-    stacked = np.stack(changes_WG)
-    return stacked if (stacked > 0).any() else None
+    changes_WG = by_rank(found, "changes_wG")
+    return changes_WG if (changes_WG > 0).any() else None
 
 
 def _fill_nonfinite(columns: Columns) -> None:

@@ -1,29 +1,65 @@
-"""The workers' losses, from the units of their messages."""
+"""The workers' losses, from the units of their messages.
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+Legend of shapes: W workers, M micro-batches of all workers, U units of all micro-batches.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rankscope.bus.judge import Columns, Combiner, Derived, Message, fill
+from rankscope.bus.judge import Columns, Combiner, Derived, fill
 from rankscope.bus.layout import Layout
+from rankscope.bus.messages import Messages
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.weighting import follow_tokens, undo_common_scale
-from rankscope.stats.arrays import Floats
-from rankscope.stats.spread import mean_and_std, weighted_mean_and_sem
+from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.ragged import Ragged
+from rankscope.stats.spread import mean_and_std, weighted_means_and_sems
+
+
+class _Units(NamedTuple):
+    """The units of all workers.
+
+    Attributes:
+        losses: Loss of each unit, by worker.
+        weights: Label tokens behind each, NaN if unknown.
+        micro: How many units each micro-batch has, by worker.
+        multipliers: Multiplier of each micro-batch's loss before backward; empty if unknown.
+    """
+
+    losses: Ragged
+    weights: Ragged
+    micro: Ragged
+    multipliers: Ragged
+
+    def take(self, ranks: Ints) -> "_Units":
+        """Return those of some workers."""
+        return _Units(*(each.take(ranks) for each in self))
 
 
 class Losses(Combiner):
     """Losses of workers and micro-batches."""
 
-    def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
+    def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
         """Fill in losses, weights and scales; return those of each micro-batch."""
-        means_W = _as_means(messages_W)
-        columns["loss_divided"][:] = means_W is not messages_W
-        losses, weights = _losses(means_W, columns)
-        columns["nonfinite"][:] |= [not np.isfinite(one.losses_U).all() for one in means_W]
-        scales = tuple(_beside(one.multipliers_M, len(one.units_M)) for one in means_W)
-        return {"micro_losses": losses, "micro_weights": weights, "micro_scales": scales}
+        columns["loss_divided"][:] = False
+        units = _as_means(messages, columns)
+        broken = Ragged(~np.isfinite(units.losses.flat), units.losses.lengths_R)
+        columns["nonfinite"][:] |= broken.reduced(np.logical_or, False)
+        own = _losses_of(units, units.micro.flat)
+        whole = own
+        if not np.array_equal(units.micro.flat, units.losses.lengths_R):
+            whole = _losses_of(units, units.losses.lengths_R)
+        _fill_losses(units, whole, columns)
+        lengths_W = units.micro.lengths_R
+        return {
+            "micro_losses": Ragged(own["loss"], lengths_W).rows,
+            "micro_weights": Ragged(own["loss_weight"], lengths_W).rows,
+            "micro_scales": _beside(units),
+        }
 
 
 def make_combiner(layout: Layout) -> Losses:
@@ -46,89 +82,107 @@ amend = undo_common_scale
 """Divides gradients by the common multiplier of all losses, once the step is complete."""
 
 
-def _as_means(messages_W: Sequence[Message]) -> Sequence[Message]:
-    """Treat losses as means over label tokens where they are proven to be.
+def _as_means(messages: Messages, columns: Columns) -> _Units:
+    """Treat losses as means over label tokens where they are proven to be, with a multiplier.
 
-    They are if each is a sum over label tokens, divided by the number of label tokens in all
-    micro-batches of all workers.
+    Each is a sum over label tokens, divided by their number in all micro-batches of all workers,
+    perhaps times the number of workers, or of groups of them; or by that in the worker's own
+    micro-batches of the step, or in the micro-batch alone; or by nothing.
     """
-    if not all(0 < len(m.sums_M4) == 4 * len(m.units_M) for m in messages_W):
-        return messages_W
-    tables = [message.sums_M4.reshape(-1, 4) for message in messages_W]
-    count_S, divisor_S, _, _ = np.concatenate(tables).T
-    total = float(count_S.sum())
-    if not (total > 0 and np.isclose(divisor_S, total, rtol=1e-6, atol=0.0).all()):
-        return messages_W
-    return [
-        message.replace(
-            losses_U=table[:, 2],
-            weights_U=table[:, 0],
-            units_M=np.ones(len(table), np.int64),
-            multipliers_M=table[:, 3],
-        )
-        for message, table in zip(messages_W, tables, strict=True)
-    ]
+    names = ("losses_U", "weights_U", "units_M", "multipliers_M")
+    given = _Units(*(messages[name] for name in names))
+    sums = messages["sums_M4"]
+    lengths_W = given.micro.lengths_R
+    if not ((sums.lengths_R > 0) & (sums.lengths_R == 4 * lengths_W)).all():
+        return given
+    count_M, divisor_M, loss_M, multiplier_M = sums.flat.reshape(-1, 4).T.copy()
+    own = _are_own_means(Ragged(count_M, lengths_W), divisor_M)
+    divided = not own and _is_divided_by_all(count_M, divisor_M, len(lengths_W))
+    if not (own or divided or (_are_close(divisor_M, 1.0).all() and count_M.max() > 1)):
+        return given
+    columns["loss_divided"][:] = divided
+    ones_M = np.ones(len(count_M), np.int64)
+    return _Units(*(Ragged(each, lengths_W) for each in (loss_M, count_M, ones_M, multiplier_M)))
 
 
-def _losses(
-    messages_W: Sequence[Message], columns: Columns
-) -> tuple[tuple[Floats, ...], tuple[Floats, ...]]:
-    """Fill the workers' losses in; return those of each micro-batch, and their weights."""
-    losses = []
-    weights = []
-    for rank, message in enumerate(messages_W):
-        count = len(message.units_M)
-        own = np.full(count, np.nan)
-        own_weights = np.full(count, np.nan)
-        if count:
-            whole = _loss_values(message.losses_U, message.weights_U)
-            if count > 1 and _knows_multipliers(message):
-                whole["loss"], whole["loss_sem"] = weighted_mean_and_sem(
-                    message.losses_U, _trained_weights(message)
-                )
-            fill(columns, rank, whole)
-            ends = np.cumsum(message.units_M)
-            for micro, (begin, end) in enumerate(zip(ends - message.units_M, ends, strict=True)):
-                one = (
-                    whole
-                    if count == 1
-                    else _loss_values(message.losses_U[begin:end], message.weights_U[begin:end])
-                )
-                own[micro] = one["loss"]
-                own_weights[micro] = one["loss_weight"]
-        if len(message.multipliers_M):
-            fill(columns, rank, {"grad_scale": float(message.multipliers_M.sum())})
-        losses.append(own)
-        weights.append(own_weights)
-    return tuple(losses), tuple(weights)
+def _is_divided_by_all(count_M: Floats, divisor_M: Floats, num_workers: int) -> bool:
+    """Return whether all divide by the sum of all counts, over a divisor of W."""
+    total = float(count_M.sum())
+    times = total / float(divisor_M[0]) if divisor_M[0] else math.nan
+    return (
+        0.5 < times < num_workers + 0.5
+        and num_workers % round(times) == 0
+        and bool(_are_close(divisor_M, total / round(times)).all())
+    )
 
 
-def _loss_values(losses_U: Floats, weights_U: Floats) -> dict[str, float]:
-    loss, sem = weighted_mean_and_sem(losses_U, weights_U)
-    return {"loss": loss, "loss_sem": sem, "loss_weight": float(weights_U.sum())}
+def _are_own_means(counts: Ragged, divisor_M: Floats) -> bool:
+    """Return whether each worker divides by numbers of its own label tokens."""
+    count_M, lengths_W = counts.flat, counts.lengths_R
+    none_M = count_M <= 0
+    number_M = counts.spread(lengths_W)
+    alone_M = _are_close(divisor_M, count_M) | _are_close(divisor_M, count_M * number_M)
+    whole_M = _are_close(divisor_M, counts.spread(counts.reduced(np.add, 0.0)))
+    alone_W, whole_W = (
+        Ragged(each | none_M, lengths_W).reduced(np.logical_and, True)
+        for each in (alone_M, whole_M)
+    )
+    nothing_W = Ragged(none_M, lengths_W).reduced(np.logical_and, True)
+    return bool((~nothing_W & (alone_W | whole_W)).all())
 
 
-def _knows_multipliers(message: Message) -> bool:
+def _are_close(values_M: Floats, expected: Floats | float) -> NDArray[np.bool_]:
+    return np.isclose(values_M, expected, rtol=1e-6, atol=0.0)
+
+
+def _fill_losses(units: _Units, whole: Mapping[str, Floats], columns: Columns) -> None:
+    """Fill the workers' losses and scales in."""
+    ranks = np.flatnonzero(units.micro.lengths_R)
+    fill(columns, ranks, {name: values_W[ranks] for name, values_W in whole.items()})
+    chosen = np.flatnonzero((units.micro.lengths_R > 1) & _knows_multipliers(units))
+    if len(chosen):
+        trained = _with_trained_weights(units.take(chosen))
+        changed = _losses_of(trained, trained.losses.lengths_R)
+        fill(columns, chosen, {name: changed[name] for name in ("loss", "loss_sem")})
+    ranks = np.flatnonzero(units.multipliers.lengths_R)
+    fill(columns, ranks, {"grad_scale": units.multipliers.reduced(np.add, 0.0)[ranks]})
+
+
+def _losses_of(units: _Units, lengths: Ints) -> dict[str, Floats]:
+    """Return the columns of losses for so many units each."""
+    means, sems = weighted_means_and_sems(units.losses.flat, units.weights.flat, lengths)
+    totals = Ragged(units.weights.flat, lengths).reduced(np.add, 0.0)
+    return {"loss": means, "loss_sem": sems, "loss_weight": totals}
+
+
+def _knows_multipliers(units: _Units) -> NDArray[np.bool_]:
     """Return whether the multipliers of all micro-batches are known, and some are not zero."""
-    multipliers_M = message.multipliers_M
-    known = len(multipliers_M) == len(message.units_M) and np.isfinite(multipliers_M).all()
-    return bool(known and multipliers_M.any())
+    flat, lengths_W = units.multipliers.flat, units.multipliers.lengths_R
+    finite_W = Ragged(np.isfinite(flat), lengths_W).reduced(np.logical_and, True)
+    some_W = Ragged(flat != 0, lengths_W).reduced(np.logical_or, False)
+    return np.asarray((lengths_W == units.micro.lengths_R) & finite_W & some_W)
 
 
-def _trained_weights(message: Message) -> Floats:
-    """Return the weight of each unit in the trained loss ``[U]``.
+def _with_trained_weights(units: _Units) -> _Units:
+    """Return the units with their weights in the trained loss.
 
     A micro-batch counts by the multiplier of its loss, whatever its tokens; units of one
     micro-batch count by their tokens.
     """
-    micro_U = np.repeat(np.arange(len(message.units_M)), message.units_M)
-    known = np.isfinite(message.weights_U).all()
-    tokens_U = message.weights_U if known else np.ones(len(micro_U))
-    tokens_M = np.bincount(micro_U, tokens_U, len(message.units_M))
+    weights = units.weights
+    known_W = Ragged(np.isfinite(weights.flat), weights.lengths_R).reduced(np.logical_and, True)
+    tokens_U = np.where(weights.spread(known_W), weights.flat, 1.0)
+    micro_U = np.repeat(np.arange(len(units.micro.flat)), units.micro.flat)
+    tokens_M = np.bincount(micro_U, tokens_U, len(units.micro.flat))
     with np.errstate(divide="ignore", invalid="ignore"):
-        weights_U: Floats = tokens_U * (np.abs(message.multipliers_M) / tokens_M)[micro_U]
-    return np.where(tokens_U > 0, weights_U, 0.0)
+        weights_U = tokens_U * (np.abs(units.multipliers.flat) / tokens_M)[micro_U]
+    return units._replace(weights=Ragged(np.where(tokens_U > 0, weights_U, 0.0), weights.lengths_R))
 
 
-def _beside(values_M: Floats, count: int) -> Floats:
-    return values_M if len(values_M) == count else np.full(count, np.nan)
+def _beside(units: _Units) -> tuple[Floats, ...]:
+    """Return the multipliers beside the micro-batches; NaN where they are unknown."""
+    multipliers, micro = units.multipliers, units.micro
+    known_W = multipliers.lengths_R == micro.lengths_R
+    scales_M = np.full(len(micro.flat), np.nan)
+    scales_M[micro.spread(known_W)] = multipliers.flat[multipliers.spread(known_W)]
+    return Ragged(scales_M, micro.lengths_R).rows

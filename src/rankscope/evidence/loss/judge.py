@@ -3,7 +3,7 @@
 from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.detector import Detector
 from rankscope.bus.run import RunFacts
-from rankscope.evidence.loss.nonfinite import NoGradient, NonFinite
+from rankscope.evidence.loss.nonfinite import NoGradient, NonFinite, PartsWithoutGradient
 from rankscope.evidence.loss.scale import LossScale
 from rankscope.evidence.loss.weighting import LEAST_STEPS, TokenWeighting
 
@@ -13,6 +13,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     return (
         NonFinite(),
         NoGradient(run.num_workers),
+        PartsWithoutGradient(),
         TokenWeighting(run.num_workers, run.plan.loss_weighting),
         LossScale(run.num_workers),
     )

@@ -28,7 +28,13 @@ from rankscope.wrappers.labels import (
     labels_in,
     own,
 )
-from rankscope.wrappers.loss_form import divisor_of, is_mean, read_form
+from rankscope.wrappers.loss_form import (
+    averaged_tokens,
+    divisor_of,
+    is_mean,
+    origin_of,
+    read_form,
+)
 from rankscope.wrappers.passes import hook_gradient
 from rankscope.wrappers.surroundings import outside
 
@@ -65,13 +71,13 @@ class MicroBatchLoss(NamedTuple):
     weights: Numbers | None
     multiplier: "_Multiplier | None" = None
     forward: int = 0
-    constant: float | None = None
+    constant: Numbers | None = None
     summed: TokenSum | None = None
 
     @property
     def ready(self) -> bool:
         """Whether all of it can be read without waiting for the device."""
-        numbers = (self.values, self.weights, *(self.summed or ()))
+        numbers = (self.values, self.weights, self.constant, *(self.summed or ()))
         return all(each is None or each.ready for each in numbers)
 
 
@@ -153,15 +159,16 @@ class LossMeter:
         forward: int = 0,
         *,
         factor: Tensor | float | None = None,
-        constant: float | None = None,
-        summed: tuple[Tensor, Tensor | float] | None = None,
+        constant: Tensor | float | None = None,
+        summed: tuple[Tensor | float, Tensor | float] | None = None,
         spare: bool = False,
     ) -> None:
         """Add the loss of a micro-batch.
 
         Args:
             value: A scalar, or one loss per sample ``[B]``.
-            weight: Number of label tokens, a scalar or ``[B]`` like ``value``.
+            weight: Number of label tokens, a scalar or ``[B]`` like ``value``; None: that of which
+                ``value`` is the mean, if autograd shows it.
             forward: Number of the forward pass that it comes from.
             factor: Multiplier that ``value`` contains already, a scalar; the recorded loss is
                 without it, and the recorded multiplier includes it.
@@ -189,6 +196,8 @@ class LossMeter:
         if unit is not None:
             values = _over_unit(unit, values)
         weights = None
+        if weight is None and summed is None and isinstance(value, Tensor):
+            weight = _averaged(value) if value.dim() == 0 else None
         if weight is not None:
             weights = _in_double(weight).reshape(-1)
             if weights.shape != values.shape:
@@ -198,7 +207,8 @@ class LossMeter:
                 )
         copy = None if weights is None else _copy(weights)
         whole = None if summed is None else TokenSum(*(_copy(_in_double(n)) for n in summed))
-        loss = MicroBatchLoss(_copy(values), copy, multiplier, forward, constant, whole)
+        part = None if constant is None else _copy(_in_double(constant))
+        loss = MicroBatchLoss(_copy(values), copy, multiplier, forward, part, whole)
         (self._spare if spare else self._given).append(loss)
 
     def see(self, output: Any, kwargs: Mapping[str, Any], forward: int = 0) -> None:
@@ -227,6 +237,8 @@ class LossMeter:
             unit = None
         if unit is not None:
             values = _over_unit(unit, values)
+        if weights is None:
+            weights = _averaged(loss)
         copy = None if weights is None else _copy(weights)
         multiplier = _multiplier(loss, unit)
         self._seen.append(MicroBatchLoss(_copy(values), copy, multiplier, forward, constant))
@@ -240,6 +252,7 @@ class LossMeter:
             weights = OnHost(np.array([count], np.float64))
         else:
             counted = count_label_tokens(kwargs, shifted=self._shifted)
+            counted = _averaged(loss) if counted is None else counted
             weights = None if counted is None else _copy(counted)
         values = OnHost(np.array([loss.item()]))
         multiplier = _multiplier(loss)
@@ -310,45 +323,6 @@ class LossMeter:
         return given or seen, multipliers
 
 
-def shifts_labels(module: torch.nn.Module) -> bool:
-    """Return whether a model predicts the next token, and shifts its labels by one itself.
-
-    True for transformers' models, by their names and, where one name stands for two kinds, by
-    whether they have an encoder. A wrapper of PEFT or ``torch.compile`` counts only where the model
-    inside has none of these names.
-    """
-    known = (_shifts(layer) for layer in reversed(_layers(module)))
-    return next((shifts for shifts in known if shifts is not None), False)
-
-
-def _shifts(module: torch.nn.Module) -> bool | None:
-    name = type(module).__name__
-    if "ForConditionalGeneration" in name:
-        encodes = getattr(getattr(module, "config", None), "is_encoder_decoder", None)
-        return encodes is False and getattr(module, "loss_type", None) == "ForConditionalGeneration"
-    return True if "CausalLM" in name or name.endswith("LMHeadModel") else None
-
-
-def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:
-    """Return a model and the models inside it, from the outside to the inside."""
-    layers = [module]
-    while (inner := _inside(layers[-1])) is not None and inner not in layers:
-        layers.append(inner)
-    return layers
-
-
-def _inside(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return the model in a compiled one or in an adapter's, None where there is none."""
-    inner = getattr(module, "_orig_mod", None)
-    get_base_model = getattr(module, "get_base_model", None)
-    if inner is None and callable(get_base_model):
-        try:
-            inner = get_base_model()
-        except Exception:
-            _log.debug("the model in %s is unknown", type(module).__name__, exc_info=True)
-    return inner if isinstance(inner, torch.nn.Module) else None
-
-
 def _is_number_on_host(tensor: Any) -> TypeGuard[Tensor]:
     """Return whether a tensor is a real number in the host's memory, which is quick to read."""
     return (
@@ -360,8 +334,14 @@ def _is_number_on_host(tensor: Any) -> TypeGuard[Tensor]:
     )
 
 
-def _constant_of(loss: Tensor) -> float | None:
-    return None if is_mean(loss) else math.nan
+def _averaged(loss: Tensor) -> Tensor | None:
+    """Return the number of label tokens whose mean a loss is ``[1]``, None if unknown."""
+    tokens = averaged_tokens(origin_of(loss))
+    return None if tokens is None else _in_double(tokens).reshape(1)
+
+
+def _constant_of(loss: Tensor) -> Numbers | None:
+    return None if is_mean(loss) else OnHost(np.array(math.nan))
 
 
 def _multiplier(loss: Any, unit: Tensor | None = None) -> _Multiplier | None:

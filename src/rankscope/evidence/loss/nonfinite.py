@@ -10,10 +10,16 @@ from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.weighting import common_scale
+from rankscope.bus.words import count, named, shortened
 from rankscope.stats.arrays import Ints
 
 _SKIPS_IN_A_ROW = 20
 _ZERO_IN_A_ROW = 8
+_WITHOUT = 16  # measured steps
+_NAMED = 4
+
+PARTS = "parts-without-gradient"
+"""Key of the finding of parameters that never had a gradient, while others have."""
 
 
 class NonFinite(Detector):
@@ -89,6 +95,57 @@ class NoGradient(Detector):
         numbers = {"steps": self._zero.count}
         return zero.evidence(
             "loss.no_gradient", Severity.WARNING, zero.ranks, {"over": over}, numbers
+        )
+
+
+class PartsWithoutGradient(Detector):
+    """Groups of trained parameters whose gradient was zero on all workers in each measured step.
+
+    A warning where they are half of the groups or more, else a note: a head may not be in use.
+    """
+
+    def __init__(self) -> None:
+        self._without: list[str] | None = None
+        self._steps = 0
+        self._first = 0
+        self._num_groups = 0
+        self._span = PersistentFault()
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report groups without a gradient, and those that get one later."""
+        norms_WG = step.gathered.group_norms_WG
+        if norms_WG is None or not norms_WG.any() or not np.isfinite(norms_WG).all():
+            return ()
+        groups = step.gathered.groups
+        idle_G = np.abs(norms_WG).max(axis=0) == 0
+        zero = {name for name, idle in zip(groups, idle_G, strict=True) if idle}
+        before = groups if self._without is None else self._without
+        still = [name for name in before if name in zero]
+        if not self._steps:
+            self._first = step.gathered.step
+        self._steps += 1
+        self._num_groups = len(groups)
+        changed = self._steps == _WITHOUT or self._without != still
+        self._without = still or (self._without if self._span.open else still)
+        if self._steps < _WITHOUT or not changed or not (still or self._span.open):
+            return ()
+        if still:
+            self._span.see(step.gathered.step, first=self._first, before=self._steps - 1)
+        else:
+            self._span.close()
+        return (self._evidence(),)
+
+    def _evidence(self) -> FaultEvidence:
+        names = self._without or []
+        most = 2 * len(names) >= self._num_groups
+        fields = {
+            "names": shortened(names, _NAMED),
+            "of": f"{len(names)} of {count(self._num_groups, 'group')}",
+            "over": "" if self._span.open else " They get one now.",
+        }
+        severity = Severity.WARNING if most else Severity.NOTE
+        return self._span.evidence(
+            "loss.no_gradient", severity, (), fields, named(names), key=PARTS
         )
 
 

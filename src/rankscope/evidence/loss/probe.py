@@ -11,11 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.probe import Content, Evaluated, Job, MessagePart, Probe, StepEnd
-from rankscope.evidence.loss.meter import LossMeter, MicroBatchLoss, shifts_labels
+from rankscope.bus.weighting import LEAST_SCALER
+from rankscope.evidence.loss.meter import LossMeter, MicroBatchLoss
 from rankscope.gradients.host import Numbers
+from rankscope.wrappers.labels import shifts_labels
 
 _DOUBLE = 8  # bytes
-_LEAST_SCALER = 1024.0
 _NAN = np.full(1, np.nan).tobytes()
 
 
@@ -134,10 +135,10 @@ def _trained_losses(
     known = _token_means(collected, multipliers_M, summed_workers)
     for number, micro in enumerate(collected):
         values: NDArray[Any] = micro.values.numpy()
-        constant = micro.constant
-        if constant is not None:
+        if micro.constant is not None:
+            constant = float(micro.constant.numpy().item())
             share = count * (float(multipliers[number]) if math.isnan(constant) else constant)
-            if share and abs(share) < _LEAST_SCALER and not math.isclose(share, 1, rel_tol=1e-3):
+            if share and abs(share) < LEAST_SCALER and not math.isclose(share, 1, rel_tol=1e-3):
                 values = values * share
                 multipliers[number] /= share
             values = values * summed_workers
@@ -159,7 +160,8 @@ def _token_means(
         count, divisor = (float(number.numpy().item()) for number in micro.summed)
         mean = float(micro.values.numpy().item()) * divisor / count if count else 0.0
         weight = float(multiplier) * summed_workers * count / divisor
-        rows.append((count, divisor / micro.constant, mean, weight))
+        constant = float(micro.constant.numpy().item())
+        rows.append((count, divisor / constant if constant else math.nan, mean, weight))
     return {"sums_M4": np.array(rows, np.float64).tobytes()}
 
 

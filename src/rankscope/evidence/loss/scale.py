@@ -14,7 +14,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step
-from rankscope.bus.weighting import TokenSums, are_alike, follow_tokens
+from rankscope.bus.weighting import LEAST_SCALER, TokenSums, are_alike, follow_tokens
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.state import Stateful
@@ -43,7 +43,6 @@ _SCHEDULES = (
 )
 
 _CLOSE = 1e-3
-_LEAST_SCALER = 1024.0
 _STEPS = 8
 _STEPS_OF_ONE = 3
 _MANY_SHORT = 8
@@ -57,10 +56,11 @@ class LossScale(Detector):
 
     Summed over a step's micro-batches and averaged over workers, the multipliers of a mean loss
     are 1, whether workers or tokens count alike. W, M, 1/W or 1/M (M micro-batches), or a product
-    of two, in 8 steps in a row means that a factor is missing or there twice. So does the number of
-    the worker's label tokens: the training minimises their sum. That is a note, since it may be
-    meant, and a warning where gradients are clipped. A factor that is undone after the reduction
-    does not count.
+    of two, in 8 steps in a row means that a factor is missing or there twice. So does one over a
+    divisor of W, where losses are divided by all workers' tokens, as all counts prove; and the
+    number of the worker's label tokens: the training minimises their sum. That is a note, since it
+    may be meant, and a warning where gradients are clipped. A factor that is undone after the
+    reduction does not count.
 
     An update with fewer micro-batches than others, whose losses are divided by the number that the
     others have, counts less than these. That is a note, and a warning where it happens often.
@@ -150,7 +150,7 @@ class LossScale(Detector):
         power = math.log2(scale)
         if micro == self._most_micro and abs(power - round(power)) < 1e-6:
             self._powers.add(round(power))
-        beyond = scale >= _LEAST_SCALER and math.frexp(scale)[0] == 0.5
+        beyond = scale >= LEAST_SCALER and math.frexp(scale)[0] == 0.5
         self._scaler = self._scaler or beyond or len(self._powers) >= _POWERS
 
     def _observe_mean(
@@ -188,12 +188,18 @@ class LossScale(Detector):
         }
         if micro == 1 or self._num_workers == 1:  # the products are the single ones
             factors = dict(list(factors.items())[:4])
+        workers = gathered.workers
+        if self._divided and not are_alike(workers["loss_weight"]):
+            factors |= {
+                f"one over {size}, as if {size} workers were one": 1 / size
+                for size in range(2, self._num_workers)
+                if self._num_workers % size == 0
+            }
         names = [
             name
             for name, factor in factors.items()
             if factor != 1 and math.isclose(scale, factor, rel_tol=_CLOSE)
         ]
-        workers = gathered.workers
         if not names and np.allclose(workers["grad_scale"], workers["loss_weight"], rtol=_CLOSE):
             return _TOKENS
         return " or ".join(names)

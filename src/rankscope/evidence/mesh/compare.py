@@ -3,11 +3,11 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.rules import describe, go_back
+from rankscope.bus.rules import finding_of
 from rankscope.bus.words import count, listed, name_ranks
 from rankscope.evidence.mesh.part import Replicated
 
@@ -172,20 +172,9 @@ class AxisVerdict:
         evidence = FaultEvidence(
             cause, fault.severity, ranks, fault.first, fault.last, fault.count, fields, numbers
         )
-        back = go_back(fault.first, self._begun_at)
-        explanation, next_check = describe(cause, fault.severity, evidence.fields, back)
-        return Finding(
-            id=f"{cause}:{self._axis}",
-            cause=cause,
-            severity=fault.severity,
-            ranks=() if everywhere or len(ranks) == len(workers) else ranks,
-            first_step=fault.first,
-            last_step=fault.last,
-            explanation=explanation,
-            next_check=next_check,
-            evidence=numbers,
-            step=fault.last,
-        )
+        name = f"{cause}:{self._axis}"
+        finding = finding_of(evidence, fault.last, name=name, begun_at=self._begun_at)
+        return replace(finding, ranks=()) if everywhere or len(ranks) == len(workers) else finding
 
 
 def _is_meant(one: Replicated) -> bool:

@@ -2,11 +2,11 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.rules import describe, go_back
+from rankscope.bus.rules import finding_of
 from rankscope.bus.words import count, listed, name_ranks
 from rankscope.evidence.mesh.part import Replicated
 
@@ -158,22 +158,9 @@ class TieVerdict:
         evidence = FaultEvidence(
             APART, severity, ranks, drift.first, drift.last, drift.count, fields, numbers
         )
-        back = go_back(drift.first, self._begun_at)
-        explanation, next_check = describe(APART, severity, evidence.fields, back)
-        return Finding(
-            id=f"{APART}:{self._axis}"
-            if severity > Severity.NOTE
-            else f"{APART}:{self._axis}:note",
-            cause=APART,
-            severity=severity,
-            ranks=() if len(ranks) == len(workers) else ranks,
-            first_step=drift.first,
-            last_step=drift.last,
-            explanation=explanation,
-            next_check=next_check,
-            evidence=numbers,
-            step=drift.last,
-        )
+        name = f"{APART}:{self._axis}" + ("" if severity > Severity.NOTE else ":note")
+        finding = finding_of(evidence, drift.last, name=name, begun_at=self._begun_at)
+        return replace(finding, ranks=()) if len(ranks) == len(workers) else finding
 
 
 def _why(drift: _Drift, axis: str) -> str:

@@ -22,7 +22,7 @@ _MOST_NAMED = 8
 _UNREADABLE = word_of("cannot be read")
 
 
-class Held(NamedTuple):
+class OptimizedParameter(NamedTuple):
     """A parameter of an optimizer, as far as this worker holds it.
 
     Attributes:
@@ -53,7 +53,7 @@ class Held(NamedTuple):
         return self.state.get(COUNTER, self.group.get(COUNTER) if self.state else None)
 
 
-def held_by(optimizer: Any) -> Iterator[Held]:
+def held_by(optimizer: Any) -> Iterator[OptimizedParameter]:
     """Yield the parameters of which this worker holds elements, in the optimizer's order."""
     for each in all_of(optimizer):
         inner = getattr(each, "optim", each)  # of a ZeroRedundancyOptimizer: this worker's share
@@ -63,7 +63,9 @@ def held_by(optimizer: Any) -> Iterator[Held]:
                 local = local_part(whole)
                 if local.numel():
                     state = states.get(whole, {})
-                    yield Held(local, {k: local_part(v) for k, v in state.items()}, group, whole)
+                    yield OptimizedParameter(
+                        local, {k: local_part(v) for k, v in state.items()}, group, whole
+                    )
 
 
 def local_part(value: Any) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rankscope.evidence.optimizer.holdings import Held, held_by
+from rankscope.evidence.optimizer.holdings import OptimizedParameter, held_by
 from rankscope.evidence.state.readings import PendingDigests, PendingReading
 from rankscope.gradients.host import HostCopy
 
@@ -142,7 +142,7 @@ class RestMeter:
 
     @torch.no_grad()
     def _compare(
-        self, held: list[Held], before: PendingReading, after: PendingReading
+        self, held: list[OptimizedParameter], before: PendingReading, after: PendingReading
     ) -> PendingRest | None:
         places = places_of(self._module)
         kinds: dict[str, _Kind] = {}
@@ -165,7 +165,7 @@ class RestMeter:
         return PendingRest(self._num_updates - self._begun, kinds, before, after, sizes)
 
 
-def _update_of(held: Held) -> Tensor | None:
+def _update_of(held: OptimizedParameter) -> Tensor | None:
     """Return the size of the last update of each element; None where the rule is not known.
 
     That of Adam and its relatives, and of SGD with momentum. An optimizer that keeps a finer copy

@@ -27,6 +27,7 @@ from rankscope.stats.arrays import Ints
 from rankscope.stats.state import Stateful
 
 AHEAD = "state.counter_ahead"
+BEHIND = "counter-behind"
 RESUMED = "state.resume_mismatch"
 FRESH = "optimizer-begins-anew"
 SETTINGS = "optimizer-settings-changed"
@@ -92,6 +93,13 @@ class _Holdings(Stateful):
         highest = int(self.get("step: highest").max(initial=0))
         return min(lowest, highest), highest
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether all step counters are zero, and moments on all workers are not."""
+        held = [(self.get(f"{k}: held"), self.get(f"{k}: zero")) for k in self.moments]
+        some = bool(held) and all((zero < h).all() for h, zero in held)
+        return some and "step: highest" in self.values and self.counter == (0, 0)
+
     def types(self, kind: str) -> list[str]:
         """Return the types of the parameters, or of a moment."""
         counted = ("held", "zero", "bits", "bits in any order")
@@ -119,6 +127,7 @@ class OptimizerStart(Detector):
 
     - Step counters above zero beside moments that are all zero: the optimizer was called before the
       training, with zero gradients. Its bias correction is then that of a later step.
+    - Step counters of zero beside moments that are not: the bias correction begins anew.
     - A restarted job whose parameters are those of a saved state, bit for bit, and whose moments or
       counters are not: empty, zero, of another moment, of other parameters, of another rank. If
       they are as when the run began, it begins anew, and nothing is compared.
@@ -168,6 +177,10 @@ class OptimizerStart(Detector):
             self._saved.clear()
             if now.is_zero and now.counter[0] > 0:
                 yield self._ahead(now)
+            if now.is_behind:
+                yield self._finding(
+                    RESUMED, Severity.WARNING, now, {"moments": listed(now.moments)}, key=BEHIND
+                )
         else:
             yield from self._compare(now)
             yield from self._settings(now)

@@ -22,8 +22,8 @@ from rankscope.bus.steps import Step
 from rankscope.evidence import compared_columns
 from rankscope.evidence.outliers.words import WorkerSignal
 from rankscope.stats.arrays import Floats, Ints, median, median_of_known
-from rankscope.stats.bets import worker_bets
-from rankscope.stats.exchangeability import ExchangeabilityTest
+from rankscope.stats.bets import Rows, worker_bets
+from rankscope.stats.exchangeability import ExchangeabilityTest, as_slice
 from rankscope.stats.state import Stateful
 
 _KEPT = 0.99
@@ -68,7 +68,23 @@ class SizeEffect(Stateful):
         )
         if not differ_T.any():
             return values_TSU
-        relative_S1 = self._relative_S[:, None]
+        rows = as_slice(np.flatnonzero(measured_TSU.any(axis=(0, 2))))
+        adjusted_TSU = values_TSU.copy()
+        adjusted_TSU[:, rows] = self._adjusted(
+            values_TSU[:, rows], measured_TSU[:, rows], relative_TU, differ_T, rows
+        )
+        return adjusted_TSU
+
+    def _adjusted(
+        self,
+        values_TSU: Floats,
+        measured_TSU: NDArray[np.bool_],
+        relative_TU: Floats,
+        differ_T: NDArray[np.bool_],
+        rows: Rows,
+    ) -> Floats:
+        """Return the same for the signals of these rows, of which each has some value."""
+        relative_S1 = self._relative_S[rows, None]
         with np.errstate(invalid="ignore", divide="ignore"):
             follows_TSU = np.where(relative_S1, np.log(values_TSU), values_TSU)
         known_TSU = np.isfinite(follows_TSU)
@@ -79,12 +95,14 @@ class SizeEffect(Stateful):
         learns_TS = measured_TSU.any(axis=2) & differ_T[:, None]
         kept_TS1 = np.where(learns_TS, _KEPT, 1.0)[:, :, None]
         slopes_TSU = np.empty_like(values_TSU)
+        learnt_SU, squares_SU = self._products_SU[rows], self._squares_SU[rows]
         for at, kept_S1 in enumerate(kept_TS1):
-            slopes_TSU[at] = self._products_SU / (self._squares_SU + _LEAST_SQUARES)
-            self._products_SU *= kept_S1
-            self._products_SU += products_TSU[at]
-            self._squares_SU *= kept_S1
-            self._squares_SU += squares_TSU[at]
+            slopes_TSU[at] = learnt_SU / (squares_SU + _LEAST_SQUARES)
+            learnt_SU *= kept_S1
+            learnt_SU += products_TSU[at]
+            squares_SU *= kept_S1
+            squares_SU += squares_TSU[at]
+        self._products_SU[rows], self._squares_SU[rows] = learnt_SU, squares_SU
         expected_TSU = median(slopes_TSU)[:, :, None] * relative_TU[:, None]
         with np.errstate(over="ignore", invalid="ignore"):  # not finite is not compared
             free_TSU = np.where(

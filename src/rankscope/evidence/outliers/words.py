@@ -229,7 +229,7 @@ def _phrase(signal: WorkerSignal, trace: SignalTrace, size: str) -> str:
     if trace.kind is BetKind.SPREAD:
         return f"{label} now high, now low (up to {size})"
     if trace.kind is BetKind.RARE:
-        return f"rare large errors of the {label} (up to {size})"
+        return f"in some steps a {label} far from theirs (up to {size})"
     return f"{label} {size}"
 
 

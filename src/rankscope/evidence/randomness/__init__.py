@@ -26,4 +26,7 @@ KEY = "random"
 GENERATORS = {1: "Python's", 2: "numpy's", 4: "torch's on the CPU", 8: "the accelerator's"}
 """Names of the generators in findings, by their bits in the column ``rng_used``."""
 
+BETWEEN_BITS = 4
+"""How far they are shifted there, of those that moved between the passes of two steps."""
+
 EVIDENCE = Evidence("randomness", __name__, COLUMNS)

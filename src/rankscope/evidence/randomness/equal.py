@@ -12,9 +12,9 @@ from rankscope.bus.plan import Plan
 from rankscope.bus.rank_values import known_values
 from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.step import MISSING_INT
-from rankscope.bus.steps import Groups, Step
+from rankscope.bus.steps import Groups, SharedWork, Step
 from rankscope.bus.words import listed, name_ranks, shortened
-from rankscope.evidence.randomness import GENERATORS
+from rankscope.evidence.randomness import BETWEEN_BITS, GENERATORS
 from rankscope.stats.arrays import Ints
 
 STEPS_NEEDED = 3
@@ -28,7 +28,6 @@ PRIVATE = "private-rng-identical"
 
 _DIGESTS = {"rng_digest": 4 | 8, "rng_digest_python": 1, "rng_digest_numpy": 2}
 _MOST_GROUPS = 4
-_SHIFT = 4  # of generators that moved between the forward passes of two steps
 _OF_LOADERS = {
     "loader_rng_python": (1, "Python's"),
     "loader_rng_numpy": (2, "numpy's"),
@@ -44,7 +43,7 @@ class EqualRandom(Detector):
       alike. Generators that never move do not count. A warning where ranks fall into groups that
       draw alike on other batches: their seed leaves out a part of the rank.
     - The same of generators that move between the forward passes of two steps. A warning:
-      augmentation and sampling draw there.
+      augmentation and sampling draw there. Not of workers that share the work on each sample.
     - Private generators of modules and data sets that move. A note: a data set may shuffle alike on
       all ranks before it is divided.
     - Processes of data loaders that start from equal states of a generator that they use, in one
@@ -67,6 +66,7 @@ class EqualRandom(Detector):
         self._loaders = PersistentFault(STEPS_NEEDED)
         self._private = PersistentFault(STEPS_NEEDED)
         self._shared = 0
+        self._sharing = SharedWork()
         self._inside: set[int] = set()
         self._across: set[int] = set()
 
@@ -75,8 +75,9 @@ class EqualRandom(Detector):
         workers = step.gathered.workers
         number = step.gathered.step
         found: list[FaultEvidence] = []
+        sharing = bool(self._sharing.observe(step))
         if self._num_workers > 1 and step.some_known("rng_used"):
-            found += self._see_generators(number, workers, step.identical)
+            found += self._see_generators(number, workers, step.identical, sharing=sharing)
         if self._num_workers > 1 and step.some_known("rng_private") and not self._same:
             found += self._see_private(number, workers["rng_private"])
         if step.some_known("loader_rng_repeats") and self._see_loaders(number, workers):
@@ -84,14 +85,14 @@ class EqualRandom(Detector):
         return found
 
     def _see_generators(
-        self, step: int, workers: Mapping[str, Ints], identical: Groups
+        self, step: int, workers: Mapping[str, Ints], identical: Groups, *, sharing: bool
     ) -> Iterable[FaultEvidence]:
         used_W = np.maximum(workers["rng_used"], 0)
         forward: set[int] = set()
         between: set[int] = set()
         for name, bits in _DIGESTS.items():
             digests_W = workers[name]
-            moved_W = (used_W & (bits | bits << _SHIFT)) != 0
+            moved_W = (used_W & (bits | bits << BETWEEN_BITS)) != 0
             if not moved_W.any():
                 continue
             moved_W &= digests_W != MISSING_INT
@@ -103,14 +104,14 @@ class EqualRandom(Detector):
                 if groups and not set(groups) & set(identical):
                     self._groups = groups
             forward.update(rank for rank in ranks if used_W[rank] & bits)
-            between.update(rank for rank in ranks if used_W[rank] & bits << _SHIFT)
+            between.update(rank for rank in ranks if used_W[rank] & bits << BETWEEN_BITS)
             for rank in ranks:
                 self._used |= int(used_W[rank]) & bits
-                self._used_between |= int(used_W[rank]) >> _SHIFT & bits
+                self._used_between |= int(used_W[rank]) >> BETWEEN_BITS & bits
         if self._forward.observe(step, forward):
             severity = Severity.WARNING if self._same or self._groups else Severity.NOTE
             yield self._evidence(self._forward, self._used, "", severity)
-        if self._between.observe(step, between):
+        if self._between.observe(step, () if sharing else between):
             key = DIFFERS_BETWEEN if self._same else BETWEEN
             yield self._evidence(self._between, self._used_between, key)
 
@@ -174,12 +175,13 @@ class EqualRandom(Detector):
 
 def _groups(values_W: Ints, known_W: NDArray[np.bool_]) -> list[tuple[int, ...]]:
     """Return the groups of workers with the same value, if there are several of one size."""
+    _, counts = np.unique(values_W[known_W], return_counts=True)
+    if len(counts) < 2 or counts[0] == 1 or (counts != counts[0]).any():
+        return []
     ranks: dict[int, list[int]] = {}
     for rank in np.flatnonzero(known_W).tolist():
         ranks.setdefault(int(values_W[rank]), []).append(rank)
-    sizes = {len(each) for each in ranks.values()}
-    several = len(ranks) > 1 and len(sizes) == 1 and sizes != {1}
-    return [tuple(each) for each in ranks.values()] if several else []
+    return [tuple(each) for each in ranks.values()]
 
 
 def _sharing(values_W: Ints, known_W: NDArray[np.bool_]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The detector of random generators that a restarted job restores on other ranks.
+"""The detector of random generators that a restarted job restores on other ranks, or not at all.
 
 Legend of shapes: W workers.
 """
@@ -16,10 +16,11 @@ from rankscope.bus.rank_values import copied_values
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.steps import Step
 from rankscope.bus.words import listed, name_ranks
-from rankscope.evidence.randomness import KEY
+from rankscope.evidence.randomness import BETWEEN_BITS, GENERATORS, KEY
 from rankscope.stats.arrays import Ints
 
 RESUMED = "rng.resume_mismatch"
+AGAIN = "rng-begun-again"
 
 _MOST_SAVED = 64
 
@@ -32,6 +33,8 @@ class RandomRestart(Detector):
     - some rank holds exactly the state that another had saved, in place of its own, or
     - all ranks hold one and the same state, whoever's that is.
 
+    - A note: all ranks hold the states with which the run began, of generators that it moves.
+
     States that never moved before count for nothing: nobody draws from them.
     """
 
@@ -41,10 +44,15 @@ class RandomRestart(Detector):
         self._num_workers = num_workers
         self._ended = False
         self._first: dict[str, Ints] = {}
+        self._moved = 0  # generators that the steps move, as bits
         self._saved: deque[dict[str, Ints]] = deque(maxlen=_MOST_SAVED)
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report what a restarted job has restored."""
+        used_W = step.gathered.workers["rng_used"]
+        if (used_W > 0).any():
+            bits = int(np.bitwise_or.reduce(used_W[used_W > 0]))
+            self._moved |= bits | bits >> BETWEEN_BITS
         rows = step.gathered.differences
         if self._num_workers < 2 or not rows:
             return
@@ -54,6 +62,9 @@ class RandomRestart(Detector):
             found = self._compare(started) if continues else {}
             if found:
                 yield _evidence(step.gathered.step, found)
+            again = self._begun_again(started) if continues and not found else []
+            if again:
+                yield _begun_again(step.gathered.step, again, self._num_workers)
             if not continues:
                 self._first = started
         saved = held_values(rows, StateKind.SAVED, KEY)
@@ -76,6 +87,11 @@ class RandomRestart(Detector):
             if seen is not None:
                 found[name] = seen
         return found
+
+    def _begun_again(self, now: Mapping[str, Ints]) -> list[str]:
+        """Return the generators that are in their first states, and that the steps had moved."""
+        names = [name for bit, name in GENERATORS.items() if self._moved & bit and name in now]
+        return [name for name in names if np.array_equal(now[name], self._first.get(name, ()))]
 
     def _seen(self, name: str, first_W: Ints, now_W: Ints) -> tuple[str, list[int]] | None:
         moved = [one[name] for one in self._saved if name in one and (one[name] != first_W).all()]
@@ -111,4 +127,18 @@ def _evidence(step: int, found: Mapping[str, tuple[str, list[int]]]) -> FaultEvi
             "start": f"{step:,}",
         },
         numbers={"generators": generators, "words": words},
+    )
+
+
+def _begun_again(step: int, generators: list[str], num_workers: int) -> FaultEvidence:
+    return FaultEvidence(
+        cause=RESUMED,
+        key=AGAIN,
+        severity=Severity.NOTE,
+        ranks=tuple(range(num_workers)),
+        first_step=step,
+        last_step=step,
+        count=1,
+        fields={"generators": listed(generators), "start": f"{step:,}"},
+        numbers={"generators": generators},
     )

@@ -45,6 +45,7 @@ _DROPPED = (
 )
 
 _SAME_FACTOR = 0.01
+_STEADY = 1e-3  # in clipping by layer, three factors within 1 % are a coincidence that occurs
 _NAMED = 4
 _RESET = "reset"
 _DOUBLED = "doubled"
@@ -157,7 +158,7 @@ class ChangedLater(Detector):
 
     Clipping by norm and unscaling have one factor for all parameters of a step. Different factors
     are reported: as a note, since clipping by value or by layer does that, and as a warning where
-    the factor is the same in three readings, above 1, or 0.
+    the factor is the same in three readings (to 0.1 %), above 1, or 0.
     """
 
     def __init__(self) -> None:
@@ -182,7 +183,7 @@ class ChangedLater(Detector):
         seen = self._seen
         last = self._factors[-1]
         apart = max(self._factors) - min(self._factors)
-        steady = len(self._factors) == ERROR_FROM and apart <= _SAME_FACTOR * abs(last)
+        steady = len(self._factors) == ERROR_FROM and apart <= _STEADY * abs(last)
         serious = steady or last > 1 + _SAME_FACTOR or last == 0
         names = list(self._names)
         return seen.evidence(

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.step import GatheredStep, StepReport
-from rankscope.bus.steps import StepBatch
+from rankscope.bus.steps import SharedWork, StepBatch
 from rankscope.bus.weighting import common_scale
 from rankscope.bus.words import count, listed
 from rankscope.evidence.reduction.levels import (
@@ -76,14 +76,23 @@ class ReductionAudit(Detector):
         reduced_in: Name of the type in which each group is meant to be reduced, such as
             ``bfloat16``; float32 where a group has none. Groups of an unknown type are not judged.
         hook: Whether a communication hook reduces, which may compress from some step on.
+        by_loop: Whether the training's own loop reduces: over some workers alone, where the others
+            share the work on their samples.
     """
 
-    SETTINGS = ("_num_workers", "_expected", "_hook")
+    SETTINGS = ("_num_workers", "_expected", "_hook", "_by_loop")
 
     def __init__(
-        self, num_workers: int, reduced_in: Mapping[str, str] | None = None, *, hook: bool = False
+        self,
+        num_workers: int,
+        reduced_in: Mapping[str, str] | None = None,
+        *,
+        hook: bool = False,
+        by_loop: bool = False,
     ) -> None:
         self._num_workers = num_workers
+        self._by_loop = by_loop
+        self._sharing = SharedWork()
         self._hook = hook
         self._expected = ExpectedResiduals(num_workers, reduced_in)
         self._groups: dict[str, GroupHistory] = {}
@@ -94,7 +103,10 @@ class ReductionAudit(Detector):
         """Process consecutive steps; yield wrong reductions of single or of many steps."""
         sums = _sums_of_steps([step.report for step in steps])
         for step in steps:
-            yield self._observe(step.gathered, sums.get(step.index))
+            if self._by_loop and self._sharing.observe(step):
+                yield []
+            else:
+                yield self._observe(step.gathered, sums.get(step.index))
 
     def _observe(self, gathered: GatheredStep, sums_G: Floats | None) -> list[FaultEvidence]:
         if self._num_workers < 2 or not gathered.observed:
@@ -139,7 +151,8 @@ class ReductionAudit(Detector):
             sums_G = np.where(np.isnan(sums_G), lengths_G / kappas_G, sums_G)
         once_G, lasting_G = self._expected.limits(gathered.groups, kappas_G, sums_G)
         known_G = usable_G & np.isfinite(once_G)
-        levels_G = np.sort(residuals_WG, axis=0)[(self._num_workers - 1) // 2]
+        middle = (self._num_workers - 1) // 2
+        levels_G = np.partition(residuals_WG, middle, axis=0)[middle]
         limits = [h.limit(once) for h, once in zip(histories, once_G.tolist(), strict=True)]
         return _Step(
             step=gathered.step,

@@ -13,7 +13,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     """Return the detectors of a run."""
     return (
         ReductionChecks(run.num_workers),
-        ReductionAudit(run.num_workers, run.reduced_in, hook=run.comm_hook),
+        ReductionAudit(run.num_workers, run.reduced_in, hook=run.comm_hook, by_loop=run.by_loop),
         AccumulationAudit(),
         ChangedLater(),
     )

@@ -79,6 +79,14 @@ def sums_of_gradients(norms_WG: Floats, cosine_rest_WG: Floats) -> Floats:
         the cosines; NaN where no cosine is known.
     """
     known_WG = np.isfinite(cosine_rest_WG) & (norms_WG > 0)
+    some_G = np.logical_or.reduce(known_WG.reshape(-1, known_WG.shape[-1]))
+    if not some_G.all():  # of many workers, the directions of a few groups are known in a step
+        found_G = np.full((*known_WG.shape[:-2], len(some_G)), np.nan)
+        if some_G.any():
+            found_G[..., some_G] = sums_of_gradients(
+                norms_WG[..., some_G], cosine_rest_WG[..., some_G]
+            )
+        return found_G
     norms = np.where(known_WG, norms_WG, 0.0)
     scale_G = norms.max(axis=-2, initial=0.0)
     with np.errstate(invalid="ignore"):  # an infinite norm gives NaN

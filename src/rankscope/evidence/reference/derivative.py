@@ -5,10 +5,12 @@ micro-batches once more, with all collectives and without a graph. Compared are
 
     (L(+v) - L(-v)) / 2  and  <g, v>,
 
-with the mean L of the ranks' losses and the gradient g that the optimizer is given. There are two
+with the mean L of the ranks' losses and the gradient g that the optimizer is given. A loss that is
+computed outside of the model is not run: the sum of the model's outputs, times the gradients that
+the training's backward pass brought them, has the same derivative. There are two
 directions: g itself, which shows a factor to many digits, and random signs, which show a part that
 g lacks. Each has two lengths, which show the error of the difference. Decisions of the forward
-pass, such as the experts of a token, stay those of the parameters at rest.
+pass, such as the experts of a token and the side of a ReLU, stay those of the parameters at rest.
 
 A parameter that several ranks hold is moved alike on all of them and counts once. Ranks that hold
 different parts of one move each its own.
@@ -19,22 +21,22 @@ Legend of shapes: P parameters, B blocks, D directions, E lengths, R ranks of th
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.bus.groups import Groups
-from rankscope.bus.words import count, listed
 from rankscope.evidence.canary.alone import alone
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import check_room
 from rankscope.evidence.canary.state import PreservedState, preserved_state
-from rankscope.evidence.reference.micro_batch import MicroBatch
+from rankscope.evidence.reference.decisions import Decisions
+from rankscope.evidence.reference.micro_batch import LossAgain, MicroBatch
 from rankscope.evidence.reference.slopes import LENGTHS, Slopes, judge_slopes
 from rankscope.gradients.sketch import Sketcher
 from rankscope.stats.arrays import Floats, Ints
@@ -47,6 +49,20 @@ _MOVED = 0.01  # of an element's usual size, by the shorter move along random si
 _COARSER = 5.0  # times as far in 16-bit types
 _MOST_SINGLE = 24  # parameters that are also moved one by one
 _SAME_LOSS = 1e-4  # relative: the ranks of a worker compute one loss
+
+
+Runnable = tuple[nn.Module, list[Tensor], list[Tensor | None]]
+"""A model, the memory of its trained parameters, and their gradients."""
+
+
+class RunnableCopy(Protocol):
+    """Makes a copy of a sharded model that all ranks can run together."""
+
+    def check(self) -> None:
+        """Check that the copy can be made; raises :class:`CanaryDeclined` if not."""
+
+    def opened(self) -> AbstractContextManager[Runnable]:
+        """Make the copy; all ranks call it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +82,8 @@ class DirectionalDerivative:
         device: Their device.
         worker: Number of this rank's worker; the ranks of a worker share its batch.
         num_workers: W.
+        copy: Makes a copy of a sharded model that this rank can run with the others; None where the
+            model holds its parameters itself.
     """
 
     def __init__(
@@ -75,7 +93,9 @@ class DirectionalDerivative:
         device: torch.device,
         worker: int,
         num_workers: int,
+        copy: "RunnableCopy | None" = None,
     ) -> None:
+        self._copy = copy
         self._module = module
         self._names = tuple(parameters)
         self._parameters = list(parameters.values())
@@ -85,15 +105,16 @@ class DirectionalDerivative:
         self._gradients: list[Tensor | None] = []
 
     def check(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Check that the model returns its loss, and that its gradients can be read.
+        """Check that the gradients of the model and of its outputs can be read.
 
         Raises:
-            CanaryDeclined: It does not, or they cannot.
+            CanaryDeclined: They cannot.
         """
-        if not all(micro.returns_loss for micro in micro_batches):
-            raise CanaryDeclined(
-                "the model does not return its loss, which is computed outside of it"
-            )
+        for micro in micro_batches:
+            micro.check_kept()
+        if self._copy is not None:
+            self._copy.check()
+            return
         if any(type(p.data) is not Tensor for p in self._parameters):
             raise CanaryDeclined("its parameters are sharded")
         gradients = [p.grad for p in self._parameters if p.grad is not None]
@@ -115,12 +136,23 @@ class DirectionalDerivative:
             CanaryDeclined: The loss cannot be compared; on all ranks.
             NotPutBackError: Some state could not be put back.
         """
-        # The runs set them aside.
-        self._gradients = [parameter.grad for parameter in self._parameters]
+        module, parameters = self._module, self._parameters
         try:
-            return self._measure_all(micro_batches, clipped)
+            with self._runnable() as (
+                self._module,
+                self._parameters,
+                self._gradients,
+            ):
+                return self._measure_all(micro_batches, clipped)
         finally:
             self._gradients = []
+            self._module, self._parameters = module, parameters
+
+    def _runnable(self) -> "AbstractContextManager[Runnable]":
+        if self._copy is not None:
+            return self._copy.opened()
+        gradients = [parameter.grad for parameter in self._parameters]  # the runs set them aside
+        return nullcontext((self._module, self._parameters, gradients))
 
     def _measure_all(self, micro_batches: Sequence[MicroBatch], clipped: float) -> Slopes:
         first_PR = self._first_holders()
@@ -135,7 +167,7 @@ class DirectionalDerivative:
             found = Slopes(
                 labels=tuple(block.label for block in blocks),
                 **self._measure(blocks, moves, rest_RX),
-                loss=float(np.abs(rest_RX[:, 0]).mean()),
+                loss=float(rest_RX[:, 6].mean()),
                 error=float(np.abs(rest_RX[:, 0] - rest_RX[:, 1]).max()),
                 scale=float(rest_RX[:, 2].mean()),
                 rounds_in=float(rest_RX[:, 4].max()),
@@ -165,7 +197,7 @@ class DirectionalDerivative:
         changes = np.zeros((len(blocks), 2, len(LENGTHS)))
         given = np.zeros_like(changes)
         usual = np.zeros((len(blocks), 2))
-        loss = float(np.abs(rest_RX[:, 0]).mean())
+        loss = float(rest_RX[:, 6].mean())
         for at, block in enumerate(blocks):
             steps_DP, usual[at] = _steps(moves.sums_PX, block.places, loss, coarse=moves.coarse)
             for which, steps_P in enumerate(steps_DP):
@@ -177,18 +209,21 @@ class DirectionalDerivative:
         return {"changes_BDE": both[0], "given_BDE": both[1], "usual_BD": usual}
 
     def _rest(self, losses: "_Losses", micro_batches: Sequence[MicroBatch]) -> Floats:
-        """Return each rank's loss, twice; its factor, worker, and type's epsilon ``[R, 5]``.
+        """Return what each rank has at rest ``[R, 7]``.
+
+        The loss, twice; its factor; the worker; the type's epsilon; the relative distance from the
+        training's; and the size of the loss's terms.
 
         Raises:
             CanaryDeclined: It is not that of the training.
         """
-        first = losses()
-        again = losses()
+        first, size, far = losses()
+        again, _, _ = losses()
         rounds_in = max(micro.rounds_in for micro in micro_batches)
         scale = sum(micro.loss_scale for micro in micro_batches)
-        far = abs(first - sum(micro.loss_in_training for micro in micro_batches))
-        far = max(far, abs(first - again)) / max(abs(first), 1e-30)
-        own = [first, again, scale, self._worker, rounds_in, far]
+        scale /= 1 if micro_batches[0].returns_loss else len(micro_batches)
+        far = max(far, abs(first - again) / max(size, 1e-30))
+        own = [first, again, scale, self._worker, rounds_in, far, size]
         rest_RX = _gather(np.array(own, np.float64), self._device)
         if not np.isfinite(rest_RX).all():
             raise CanaryDeclined("the loss is not finite")
@@ -285,7 +320,7 @@ class DirectionalDerivative:
                     if gradient is not None:
                         by = (parameter.data.float() - before.float()).mul_(gradient)
                         along += float(by.sum(dtype=torch.float64)) * float(moves.shares_P[at])
-                found.append((moves.losses(), along))
+                found.append((moves.losses().total, along))
                 for at, before in kept.items():
                     self._parameters[at].data.copy_(before)
         finally:
@@ -326,7 +361,7 @@ class _Losses:
         self._module = module
         self._device = device
         self._micro_batches = micro_batches
-        self._decisions = [_Decisions() for _ in micro_batches]
+        self._decisions = [Decisions() for _ in micro_batches]
         self._state = preserved_state(module, device, seed=None)
         self._run: PreservedState | None = None
 
@@ -337,59 +372,15 @@ class _Losses:
     def __exit__(self, *error: Any) -> None:
         self._state.__exit__(*error)
 
-    def __call__(self) -> float:
+    def __call__(self) -> LossAgain:
         assert self._run is not None
-        total = 0.0
+        found = []
         for micro, decisions in zip(self._micro_batches, self._decisions, strict=True):
             context = alone(self._device, self._run, micro.autocast, communicates=True)
-            with context, torch.no_grad(), decisions:
-                total += micro.loss_again(self._module)
-        return total
-
-
-class _Decisions(TorchDispatchMode):
-    """Keeps the indices that a forward pass chooses the first time for all later ones."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._kept: list[Tensor] = []
-        self._next: int | None = None
-
-    def __exit__(self, *error: Any) -> None:
-        self._next = 0
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and put the kept indices into the result of one that chooses."""
-        found = func(*args, **(kwargs or {}))
-        if func not in _CHOOSES:
-            return found
-        chosen = found if isinstance(found, Tensor) else found[1]
-        if self._next is None:
-            self._kept.append(chosen.clone())
-            return found
-        at = self._next
-        self._next += 1
-        if at >= len(self._kept) or self._kept[at].shape != chosen.shape:
-            return found
-        kept = self._kept[at]
-        if isinstance(found, Tensor):
-            return kept.clone()
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-        axis = given.get("dim", -1)
-        dropped = kept.dim() < args[0].dim()
-        values = args[0].gather(axis, kept.unsqueeze(axis) if dropped else kept)
-        return (values.squeeze(axis) if dropped else values), kept.clone()
-
-
-_aten: Any = torch.ops.aten
-_CHOOSES = frozenset(
-    {
-        *(_aten.topk.default, _aten.sort.default, _aten.sort.stable, _aten.max.dim, _aten.min.dim),
-        *(_aten.argmax.default, _aten.argmin.default, _aten.multinomial.default),
-    }
-)
+            with context, torch.no_grad():
+                found.append(micro.loss_again(self._module, decisions))
+        totals, sizes, fars = zip(*found, strict=True)
+        return LossAgain(sum(totals), sum(sizes), max(fars))
 
 
 def _steps(
@@ -429,9 +420,8 @@ def _blocks(names: Sequence[str], parameters: Sequence[Tensor], first_PR: Ints) 
     blocks = []
     for (vectors, _), places in sorted(kinds.items()):
         for part in [places] if vectors else _by_depth(names, places):
-            named = [names[at] for at in part[:2]]
-            more = len(part) - len(named)
-            blocks.append(_Block(part, listed([*named, *([count(more, "other")] if more else [])])))
+            more = f" (and {len(part) - 1} more)" if part[1:] else ""
+            blocks.append(_Block(part, f"{names[part[0]]}{more}"))
     return blocks
 
 

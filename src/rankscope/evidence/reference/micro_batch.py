@@ -6,7 +6,8 @@ So the gradient of the parameters is computed once more without the loss functio
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,9 @@ _COARSE = 0.25
 _SLACK = 32.0
 """Factor on both, where layers round otherwise than in the training."""
 
+_TINY = 1e-300
+_ELEMENTS = 1 << 22  # of logits, whose products would need eight bytes each
+_OTHER_TENSORS = "the model returns other tensors when a batch is run once more"
 _NOT_REPEATED = (
     "the forward pass does not repeat itself {}: it draws random numbers from generators of its "
     "own, counts its calls, or reads something that has changed"
@@ -109,18 +113,17 @@ class MicroBatch:
     @property
     def returns_loss(self) -> bool:
         """Whether the backward pass began at numbers that the model has returned."""
-        losses = self._losses
-        return bool(losses) and all(one.number is not None and not one.lost for one in losses)
+        return all(one.number is not None for one in self._losses)
 
     @property
     def loss_scale(self) -> float:
-        """The factor between the loss and what backward was called on; waits for the device."""
-        return max((_float(one.gradient) for one in self._losses), key=abs)
+        """The factor between the loss and what backward was called on; waits for the device.
 
-    @property
-    def loss_in_training(self) -> float:
-        """What backward was called on, up to a constant; waits for the device."""
-        return sum(_float(one.gradient) * _float(one.number) for one in self._losses)
+        1 where the model does not return its loss.
+        """
+        if not self.returns_loss:
+            return 1.0
+        return max((_float(one.gradient) for one in self._losses), key=abs)
 
     @property
     def rounds_in(self) -> float:
@@ -137,10 +140,12 @@ class MicroBatch:
     def _losses(self) -> "list[_Returned]":
         return [one for one in self._returned if one.gradient is not None]
 
-    def loss_again(self, module: nn.Module) -> float:
-        """Run the forward pass once more; return :attr:`loss_in_training` of this run.
+    def loss_again(self, module: nn.Module, mode: AbstractContextManager[Any]) -> "LossAgain":
+        """Run the forward pass once more; return what backward was called on, up to a constant.
 
-        The caller provides the context, and puts all changed state back.
+        That is the sum of the outputs' products with their gradients: a loss that is computed
+        outside of the model stays linear in what the model returns. The forward pass runs in
+        ``mode``. The caller provides the context, and puts all changed state back.
 
         Raises:
             CanaryDeclined: The model returns other tensors.
@@ -148,10 +153,23 @@ class MicroBatch:
         args, kwargs = restore_batch(self._batch.plain(), self._device)
         self._generators.put_back()
         self._fill_buffers(module)
-        tensors = tensors_in(module(*args, **kwargs))
-        if len(tensors) != self._num_tensors:
-            raise CanaryDeclined("the model returns other tensors when a batch is run once more")
-        return sum(_float(one.gradient) * _float(tensors[one.place]) for one in self._losses)
+        with mode:
+            tensors = tensors_in(module(*args, **kwargs))
+        pairs = [(tensors[one.place], one) for one in self._losses if one.place < len(tensors)]
+        if len(tensors) != self._num_tensors or any(t.shape != one.shape for t, one in pairs):
+            raise CanaryDeclined(_OTHER_TENSORS)
+        total = size = far = 0.0
+        for tensor, one in pairs:
+            assert one.gradient is not None
+            added, terms = _sums_of_products(local_of(one.gradient), local_of(tensor.detach()))
+            total, size, far = total + added, size + terms, max(far, one.distance(tensor))
+        return LossAgain(total, size, far)
+
+    def check_kept(self) -> None:
+        """Check that the gradients of the outputs are known; raises CanaryDeclined if not."""
+        lost = next((one.lost for one in self._returned if one.lost), "")
+        if lost:
+            raise CanaryDeclined(f"what a backward pass brought could not be kept ({lost})")
 
     @property
     def computed_in(self) -> torch.dtype:
@@ -207,9 +225,7 @@ class MicroBatch:
             CanaryDeclined: They cannot be computed, or the forward pass does not repeat itself.
             NotPutBackError: Some state that the run has changed could not be put back.
         """
-        lost = next((one.lost for one in self._returned if one.lost), "")
-        if lost:
-            raise CanaryDeclined(f"what a backward pass brought could not be kept ({lost})")
+        self.check_kept()
         changed = [p for p in self.changed(module) if p.requires_grad]
         if changed:
             raise CanaryDeclined(_CHANGED.format(_names(module, changed)))
@@ -278,18 +294,29 @@ class MicroBatch:
     ) -> None:
         """Check that the outputs are those of the training."""
         if [tensor.shape for tensor in tensors] != [one.shape for one in self._returned]:
-            raise CanaryDeclined("the model returns other tensors when a batch is run once more")
+            raise CanaryDeclined(_OTHER_TENSORS)
         coarsest = coarser(self.computed_in, rounds_in or torch.float32)
         slack = _SLACK if rounds_in is not None else 1.0
         for tensor, one in zip(tensors, self._returned, strict=True) if values else ():
-            if one.projection is None or (one.above and not one.projection.isfinite()):
-                continue
             eps = torch.finfo(coarser(tensor.dtype, coarsest)).eps
-            far = float((project(part_in(one.layout, tensor)) - one.projection).abs())
-            size = float(one.projection.abs() + one.spread)
-            if not far <= slack * (_EXACT if eps < 1e-6 else _COARSE * eps) * size:
+            far = one.distance(tensor)
+            if not far <= slack * (_EXACT if eps < 1e-6 else _COARSE * eps):
                 why = _NOT_WHOLE if rounds_in is not None else _NOT_REPEATED
-                raise CanaryDeclined(why.format(f"(relative difference {far / size:.1e})"))
+                raise CanaryDeclined(why.format(f"(relative difference {far:.1e})"))
+
+
+class LossAgain(NamedTuple):
+    """What one more run of a micro-batch's forward pass returned.
+
+    Attributes:
+        total: What backward was called on, up to a constant.
+        size: The sum of the absolute values of its terms, which bounds its rounding.
+        far: Largest relative distance of an output from the training's.
+    """
+
+    total: float
+    size: float
+    far: float
 
 
 class _Returned:
@@ -328,6 +355,13 @@ class _Returned:
         self.lost = ""
         self.arrived = False
         self.backward = Autocast.in_force(tensor.device)
+
+    def distance(self, tensor: Tensor) -> float:
+        """Return the relative distance of an output of another run; 0 where none is compared."""
+        if self.projection is None or (self.above and not self.projection.isfinite()):
+            return 0.0
+        far = float((project(part_in(self.layout, tensor)) - self.projection).abs())
+        return far / max(float(self.projection.abs() + self.spread), _TINY)
 
     def receive(self, gradient: Tensor) -> None:
         """Store a gradient from a backward pass; never raises into it."""
@@ -380,6 +414,17 @@ def _float(number: Tensor | None) -> float:
     """Return a number that a rank holds; waits for the device."""
     assert number is not None
     return float(local_of(number.detach()))
+
+
+def _sums_of_products(one: Tensor, other: Tensor) -> tuple[float, float]:
+    """Return the sum of the products of elements and of their absolute values, a part at once."""
+    total = torch.zeros(2, dtype=torch.float64, device=one.device)
+    one, other = one.reshape(-1), other.reshape(-1)
+    for start in range(0, len(one), _ELEMENTS):
+        products = one[start : start + _ELEMENTS].double() * other[start : start + _ELEMENTS]
+        total += torch.stack([products.sum(), products.abs().sum()])
+    found: list[float] = total.tolist()
+    return found[0], found[1]
 
 
 def _norm(tensor: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from rankscope.evidence.reference.engine import EngineModel
 from rankscope.evidence.reference.micro_batch import MicroBatch
 from rankscope.evidence.reference.reference import ReferenceModel, ReferenceStep, WholeModel
 from rankscope.evidence.reference.share import ReferenceShare
-from rankscope.evidence.reference.unsharded import ReplicatedModel, ShardedModel
+from rankscope.evidence.reference.unsharded import GatheredModel, ReplicatedModel, ShardedModel
 from rankscope.private import Patch, lacking
 from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.deepspeed import before_engine_step
@@ -95,6 +95,8 @@ class ReferenceProbe(Probe):
             self._derivative = DirectionalDerivative(
                 wrapped.module, parameters, wrapped.device, group.rank(), group.size()
             )
+        elif wrapped.kind is FSDP2:
+            self._derivative = _of_shards(wrapped)
         if self._why_no_copy:
             return
         try:
@@ -165,6 +167,10 @@ class ReferenceProbe(Probe):
         if self.recompute_due and not self._declined and self._reference is not None:
             self._try(self._see_reduced)
 
+    def after_schedule(self) -> None:
+        """Measure it once more: what the schedule divides by belongs to the reduction."""
+        self.see_reduced()
+
     def recompute(self) -> None:
         """Compute the gradient again; the optimizer is about to be called.
 
@@ -220,7 +226,7 @@ class ReferenceProbe(Probe):
         problem = "a rank has computed it alone" if alone else ""
         trained = [micro for micro in self._passes if micro.trained]
         if not problem and (self._derivative is None or not kept or not trained):
-            problem = "directional derivatives are measured under DDP, and without a wrapper"
+            problem = "directional derivatives are measured under DDP, FSDP2 and without a wrapper"
         if not problem:
             assert self._derivative is not None
             try:
@@ -356,6 +362,14 @@ class ReferenceProbe(Probe):
         self._inside = None
         if self._reference is not None:
             self._reference.end()
+
+
+def _of_shards(wrapped: Wrapped) -> DirectionalDerivative:
+    copy = GatheredModel(wrapped.wrapper)
+    group = wrapped.group
+    return DirectionalDerivative(
+        wrapped.module, copy.parameters, wrapped.device, group.rank(), group.size(), copy
+    )
 
 
 def _model(wrapped: Wrapped) -> ReferenceModel:

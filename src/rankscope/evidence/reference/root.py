@@ -19,6 +19,7 @@ from rankscope.stats.arrays import Floats
 
 _log = logging.getLogger("rankscope")
 
+_UNKNOWN = (float("nan"),)
 _MOST_BLUR = 0.5  # of a gradient's norm: beyond this, agreement proves nothing
 _SAME_FACTOR = 1e-5  # relative: rounding of losses in float32
 _UNKNOWN_FACTOR = (
@@ -102,10 +103,15 @@ class Verifications(Director):
         scales_W = step.micro_scales
         if not scales_W or not all(np.isfinite(scales).all() for scales in scales_W):
             scales_W = _scales_by_value(parts_W, step.micro_losses) or scales_W
+        if _repeats_its_batch(step):
+            scales_W = tuple(np.full(len(one), np.nan) for one in step.micro_losses)
         if step.workers["loss_divided"].all():  # and the sum over workers is in them
             scales_W = tuple(s / p.summed_workers for s, p in zip(scales_W, parts_W, strict=True))
+        scheduled = float(step.workers.get("schedule_scale", _UNKNOWN)[0])
+        scheduled = scheduled if np.isfinite(scheduled) else 1.0
+        meant = self._plan.loss_weighting
         try:
-            found = verify(parts_W, scales_W, step.micro_weights, self._plan.loss_weighting)
+            found = verify(parts_W, scales_W, step.micro_weights, meant, scheduled)
         except Exception as error:  # the run goes on without it
             _log.debug("a reference step could not be judged", exc_info=True)
             return declined(f"what was sent of it cannot be compared ({error})", (), step.step)
@@ -139,6 +145,16 @@ class Verifications(Director):
             if not (np.isfinite(part.given_PK).all() and np.isfinite(part.terms_MPK).all()):
                 return "it is not finite"
         return ""
+
+
+def _repeats_its_batch(step: GatheredStep) -> bool:
+    """Return whether the passes of each worker's step share samples, a quarter at least.
+
+    They are several losses then, and not micro-batches: what each should weigh is not known.
+    """
+    if max(map(len, step.micro_losses), default=1) < 2:
+        return False
+    return all(0 < 4 * len(np.unique(own)) <= 3 * len(own) for own in step.samples)
 
 
 def _scales_by_value(

@@ -104,7 +104,7 @@ def find_tensor_parallel(managed: Mapping[str, ManagedParameter]) -> TensorParal
     Raises:
         CanaryDeclined: It cannot be undone.
     """
-    layouts = {name: _along(p) for name, p in managed.items() if p.is_dtensor}
+    layouts = {name: along(p) for name, p in managed.items() if p.is_dtensor}
     if not layouts:
         return None
     axes = sorted({axis for axis, _ in layouts.values()})
@@ -118,7 +118,7 @@ def find_tensor_parallel(managed: Mapping[str, ManagedParameter]) -> TensorParal
     return TensorParallel(tensor.device_mesh[axes[0]], axes[0], placements)
 
 
-def _along(parameter: ManagedParameter) -> tuple[str, Placement]:
+def along(parameter: ManagedParameter) -> tuple[str, Placement]:
     """Return the axis along which ranks share a parameter, and how.
 
     Raises:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
 
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import check_room
@@ -22,9 +23,10 @@ from rankscope.evidence.canary.layout import layout_of, whole_of
 from rankscope.evidence.randomness.private import KINDS
 from rankscope.evidence.reference.micro_batch import coarser
 from rankscope.evidence.reference.reference import WholeModel
-from rankscope.evidence.reference.tensor_parallel import find_tensor_parallel
+from rankscope.evidence.reference.tensor_parallel import along, find_tensor_parallel
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
+from rankscope.wrappers.call_hooks import ForeignHook
 from rankscope.wrappers.fsdp2_model import (
     ManagedParameter,
     casting_policy,
@@ -32,7 +34,6 @@ from rankscope.wrappers.fsdp2_model import (
     parameters_by_mesh,
 )
 from rankscope.wrappers.fsdp2_shard import measure_shards
-from rankscope.wrappers.guard import ForeignHook
 
 _SHARDERS = ("torch.distributed.", "deepspeed.")
 """Modules whose hooks are left out of a copy."""
@@ -114,6 +115,72 @@ class ShardedModel:
                 shared.replicas.clear()
 
 
+class GatheredModel:
+    """A model under FSDP2 that all ranks of the job can run together, for directional derivatives.
+
+    Its parameters are gathered over the ranks that average gradients; along a tensor-parallel axis
+    each rank keeps its part, as the training's forward pass has it.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._managed = managed_parameters(model)
+        self.parameters = {p.name: p.tensor for p in self._managed if p.tensor.requires_grad}
+
+    def check(self) -> None:
+        """Check that a copy can be made and run.
+
+        Raises:
+            CanaryDeclined: It cannot.
+        """
+        if len(parameters_by_mesh(self._model)) > 1:
+            raise CanaryDeclined("experts lie on another mesh than the rest")
+        if any(p.tensor.device != p.group.device for p in self._managed):
+            raise CanaryDeclined("parameters are offloaded")
+        if any(p.group.half_reduced for p in self._managed if p.tensor.requires_grad):
+            raise CanaryDeclined("a part of the gradients waits for its all-reduce")
+        if all(tensor.grad is None for tensor in self.parameters.values()):
+            raise CanaryDeclined("its parameters have no gradients")
+        needed = 3 * sum(p.tensor.numel() * p.tensor.element_size() for p in self._managed)
+        check_room(needed, self._managed[0].group.device, "the whole model and its gradient")
+
+    @contextmanager
+    def opened(self) -> Iterator[tuple[nn.Module, list[Tensor], list[Tensor | None]]]:
+        """Yield a copy, the memory of its trained parameters, and their gradients."""
+        memo: dict[int, Any] = {}
+        own: dict[str, Tensor] = {}
+        gradients: list[Tensor | None] = []
+        for managed in self._managed:
+            sharded: Any = managed.tensor
+            part = _gathered(managed, sharded.detach()).to(managed.computed_in)
+            placed = part
+            if managed.is_dtensor:
+                axis, placement = along(managed)
+                mesh = sharded.device_mesh[axis]
+                placed = DTensor.from_local(
+                    part, mesh, (placement,), shape=sharded.shape, stride=sharded.stride()
+                )
+            memo[id(sharded)] = nn.Parameter(placed, requires_grad=sharded.requires_grad)
+            if sharded.requires_grad:
+                own[managed.name] = part
+                gradients.append(None if sharded.grad is None else _gathered(managed, sharded.grad))
+        memo |= {id(b): whole_of(b.detach()).clone() for b in self._model.buffers() if layout_of(b)}
+        yield plain_copy(self._model, memo, _MADE_BY), list(own.values()), gradients
+
+
+def _gathered(managed: ManagedParameter, tensor: Any) -> Tensor:
+    """Return a tensor gathered over all axes but the tensor-parallel one; all ranks call it."""
+    axis = along(managed)[0] if managed.is_dtensor else None
+    names = tensor.device_mesh.mesh_dim_names
+    placements = list(tensor.placements)
+    for at in range(len(placements)):
+        if axis is None or names[at] != axis:
+            placements[at] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
+    found: Tensor = tensor.to_local()
+    return found.clone()
+
+
 class ReplicatedModel(WholeModel):
     """A model under ``replicate``, whose own hooks reduce gradients."""
 
@@ -129,8 +196,10 @@ def _type_of(managed: ManagedParameter) -> str:
     return str(coarser(managed.summed_in, managed.tensor.dtype)).removeprefix("torch.")
 
 
-def plain_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Return a copy of a module tree without the hooks that shard it.
+def plain_copy(
+    model: nn.Module, memo: dict[int, Any], sharders: tuple[str, ...] = _SHARDERS
+) -> nn.Module:
+    """Return a copy of a module tree without the hooks of ``sharders``.
 
     ``memo`` holds the replacements of its parameters, by their ids; modules are added to it.
     """
@@ -139,7 +208,7 @@ def plain_copy(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for module, shell in copies.items():
         for name, value in vars(module).items():
             hooks = isinstance(value, OrderedDict) and name.endswith("hooks")
-            vars(shell)[name] = _own_hooks(value) if hooks else _copied(value, memo)
+            vars(shell)[name] = _own_hooks(value, sharders) if hooks else _copied(value, memo)
         _cast_as(module, shell)
     return copies[model]
 
@@ -156,15 +225,15 @@ def _is_made(kind: type) -> bool:
     return any(base.__module__.startswith(_MADE_BY) for base in kind.__mro__)
 
 
-def _own_hooks(hooks: OrderedDict[int, Any]) -> OrderedDict[int, Any]:
-    """Return the hooks that are the user's own."""
-    return OrderedDict((key, hook) for key, hook in hooks.items() if not _is_foreign(hook))
+def _own_hooks(hooks: OrderedDict[int, Any], sharders: tuple[str, ...]) -> OrderedDict[int, Any]:
+    """Return the hooks that are not of ``sharders``, nor of the monitor."""
+    return OrderedDict((k, hook) for k, hook in hooks.items() if not _is_foreign(hook, sharders))
 
 
-def _is_foreign(hook: Any) -> bool:
+def _is_foreign(hook: Any, sharders: tuple[str, ...]) -> bool:
     owner = getattr(hook, "__self__", hook)
     places = (getattr(hook, "__module__", ""), type(owner).__module__)
-    return isinstance(hook, ForeignHook) or any(str(p).startswith(_SHARDERS) for p in places)
+    return isinstance(hook, ForeignHook) or any(str(p).startswith(sharders) for p in places)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -34,13 +34,13 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.weighting import LEAST_SCALER
 from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.stats.arrays import Floats, Floats32, median
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 
 Bools = NDArray[np.bool_]
 
-_LEAST_SCALER = 1024.0  # a gradient scaler's factor; anything smaller may be a loss's
 _CLEAR = 100.0  # a gradient so many times its bound has a direction beyond rounding
 _VISIBLE = 2.0  # the same, if no gradient is so clear
 _EQUAL = 0.02  # relative: weights this close are the same
@@ -149,6 +149,7 @@ def verify(
     scales_W: Sequence[Floats],
     tokens_W: Sequence[Floats],
     meant: str | None = None,
+    scheduled: float = 1.0,
 ) -> Verification:
     """Return whether a step's gradient is what one process would have computed.
 
@@ -158,8 +159,9 @@ def verify(
             then the weights are those of the backward passes.
         tokens_W: Label tokens of each micro-batch; NaN if unknown.
         meant: ``"token"`` or ``"worker"``, which should count alike; None if either may.
+        scheduled: Factor of the gradients by a pipeline's schedule after the backward passes.
     """
-    step = _Step(parts_W, scales_W)
+    step = _Step(parts_W, scales_W, scheduled)
     references = [
         _Reference(step, name, weights_N)
         for name, weights_N in _weightings(step, tokens_W, meant).items()
@@ -174,8 +176,11 @@ def verify(
 class _Step:
     """The shares of all workers."""
 
-    def __init__(self, parts_W: Sequence[ReferenceShare], scales_W: Sequence[Floats]) -> None:
+    def __init__(
+        self, parts_W: Sequence[ReferenceShare], scales_W: Sequence[Floats], scheduled: float
+    ) -> None:
         first = parts_W[0]
+        self.scheduled = scheduled
         self.names = first.names
         self.types = first.types
         self.num_workers = len(parts_W)
@@ -295,7 +300,7 @@ class _Reference:
 
 
 def _weightings(step: _Step, tokens_W: Sequence[Floats], meant: str | None) -> Mapping[str, Floats]:
-    """Return the weights that may be intended, by name, each ``[N]`` with the sum 1.
+    """Return the weights that may be intended, by name, each ``[N]``; all but sums add up to 1.
 
     ``backward``: those of the backward passes, if the loss is not known.
     ``worker``: each micro-batch of a worker counts alike, and each worker. ``tokens_of_worker``:
@@ -303,12 +308,14 @@ def _weightings(step: _Step, tokens_W: Sequence[Floats], meant: str | None) -> M
     """
     each_N = 1.0 / np.array(step.counts_W, np.float64)[step.worker_N]
     if not step.knows_scales:
-        summed = step.parts_W[0].summed_workers
-        return {"backward": np.full(len(step.terms), summed / step.num_workers)}
+        factor = step.parts_W[0].summed_workers * step.scheduled
+        return {"backward": np.full(len(step.terms), factor / step.num_workers)}
     found = {"worker": each_N / step.num_workers}
     tokens_N = np.concatenate(tokens_W) if len(tokens_W) else np.empty(0)
     if len(tokens_N) == len(step.terms) and np.isfinite(tokens_N).all() and tokens_N.all():
         own_W = np.bincount(step.worker_N, tokens_N)
+        if np.allclose(step.scales_N, tokens_N) and meant is None:
+            found = {"sum": tokens_N / step.num_workers, **found}
         found["tokens_of_worker"] = tokens_N / own_W[step.worker_N] / step.num_workers
         found["token"] = tokens_N / tokens_N.sum()
     if meant == "token" and "token" in found:
@@ -344,13 +351,14 @@ def _is_clipped(reference: _Reference, factor: float) -> bool:
     changed, _ = step.changes
     reduced = factor / changed  # over the reference
     scaler = float(median(np.bincount(step.worker_N, np.abs(step.scales_N)).astype(np.float64)))
-    sound = [1.0, scaler] if scaler >= _LEAST_SCALER else [1.0]
+    sound = [1.0, scaler] if scaler >= LEAST_SCALER else [1.0]
     return abs(changed - 1) > 1e-6 and any(np.isclose(reduced, one, rtol=1e-3) for one in sound)
 
 
 def _is_in_loss(step: _Step) -> bool:
     """Return whether the reduction gave the mean of the backward passes' gradients."""
-    alike_N = step.scales_N * step.parts_W[0].summed_workers / step.num_workers
+    summed = step.parts_W[0].summed_workers * step.scheduled
+    alike_N = step.scales_N * summed / step.num_workers
     return bool(_Reference(step, "backward", alike_N).agreeing(1.0).all())
 
 

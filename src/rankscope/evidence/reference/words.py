@@ -9,7 +9,7 @@ import numpy as np
 
 from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.rules import describe
+from rankscope.bus.rules import finding_of
 from rankscope.bus.words import count, listed, name_ranks
 from rankscope.evidence.reference.slopes import BlockSlope, SlopeAnswer, Slopes, SlopeVerdict
 from rankscope.evidence.reference.verify import (
@@ -29,6 +29,7 @@ _WEIGHTED = {
     "worker": "each worker's mean loss counts alike",
     "tokens_of_worker": "each label token of a worker counts alike, and so does each worker",
     "token": "each label token counts alike",
+    "sum": "the loss is the sum over a worker's label tokens",
 }
 
 _BY_OPTIMIZER = (
@@ -175,16 +176,13 @@ def _slopes_in_words(found: SlopeVerdict, guess: str, *, in_loss: bool) -> str:
     if found.answer is SlopeAnswer.FACTOR:
         where = "; the loss had it when backward was called" if in_loss else ""
         return f"it is {found.factor:.3g} times that in all blocks of parameters{guess}{where}"
-    lacks = any(one.lacks for one in found.odd)
-    by_ratio: dict[str, list[str]] = {}
+    by_how: dict[str, list[str]] = {}
     for one in found.odd:
-        by_ratio.setdefault(f"{one.ratio:.2g}", []).append(one.label)
-    parts = [f"{ratio} of that in {some(labels)}" for ratio, labels in by_ratio.items()]
-    parts = [*parts[:_MOST_NAMED], *(["others in other blocks"] if parts[_MOST_NAMED:] else [])]
-    what = (
-        "a part of the gradient is missing there, or too much" if lacks else "a factor of their own"
-    )
-    return f"it is {listed(parts)}; {what}"
+        how = f"it is {one.ratio:.2g} times that" if not one.lacks else _ELSEWHERE
+        by_how.setdefault("it is 0" if one.ratio == 0 else how, []).append(one.label)
+    parts = [f"in {some(labels)} {how}" for how, labels in by_how.items()]
+    more = ["in other blocks it differs otherwise"] if parts[_MOST_NAMED:] else []
+    return listed([*parts[:_MOST_NAMED], *more])
 
 
 def _guess_factor(factor: float, num_workers: int, num_micro: int, per_worker: int) -> str:
@@ -204,6 +202,9 @@ def _guess_factor(factor: float, num_workers: int, num_micro: int, per_worker: i
             fitting.append(f"divided once too often by the number of {' and of '.join(chosen)}")
     known = [words for words in fitting if "ranks of a worker" not in words] or fitting
     return f", as if {' or '.join(known)}" if known else ""
+
+
+_ELSEWHERE = "it points elsewhere, as a part of it is missing or too much"
 
 
 def some(names: Sequence[str]) -> str:
@@ -235,19 +236,7 @@ def _finding(
     numbers: Mapping[str, object],
 ) -> Finding:
     evidence = FaultEvidence(cause, severity, ranks, step, step, 1, fields, numbers)
-    explanation, next_check = describe(cause, severity, evidence.fields)
-    return Finding(
-        id=f"{cause}:step-{step}",
-        cause=cause,
-        severity=severity,
-        ranks=ranks,
-        first_step=step,
-        last_step=step,
-        explanation=explanation,
-        next_check=next_check,
-        evidence=numbers,
-        step=step,
-    )
+    return finding_of(evidence, step, name=f"{cause}:step-{step}")
 
 
 def _fields(found: Verification, num_workers: int, num_micro: int) -> dict[str, object]:

@@ -1,25 +1,27 @@
 """The samples that the workers have drawn, together."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.judge import Columns, Combiner, Derived, Message
+from rankscope.bus.judge import Columns, Combiner, Derived
 from rankscope.bus.layout import Layout
+from rankscope.bus.messages import Messages
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.stats.arrays import Ints
+from rankscope.stats.ragged import Ragged
 
 
 class Samples(Combiner):
     """Samples of all workers."""
 
-    def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
+    def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
         """Fill in each worker's number of samples and their digest; return the samples."""
-        samples_W = tuple(message.samples_B for message in messages_W)
-        _fill_samples(columns, samples_W)
-        return {"samples": samples_W}
+        samples = messages["samples_B"]
+        _fill_samples(columns, samples)
+        return {"samples": samples.rows}
 
 
 def make_combiner(layout: Layout) -> Samples:
@@ -27,16 +29,12 @@ def make_combiner(layout: Layout) -> Samples:
     return Samples()
 
 
-def _fill_samples(columns: Columns, samples_W: Sequence[Ints]) -> None:
+def _fill_samples(columns: Columns, samples: Ragged) -> None:
     """Fill in each worker's number of samples, and their digest, whatever their order."""
-    spread = _mix(np.concatenate(samples_W))
-    end = 0
-    for rank, samples in enumerate(samples_W):
-        begin = end
-        end = end + len(samples)
-        columns["num_samples"][rank] = len(samples)
-        if len(samples):
-            columns["batch_digest"][rank] = spread[begin:end].sum()
+    columns["num_samples"][:] = samples.lengths_R
+    some_W = samples.lengths_R > 0
+    sums_W = Ragged(_mix(samples.flat), samples.lengths_R).reduced(np.add, 0)
+    columns["batch_digest"][some_W] = sums_W[some_W]
 
 
 def _mix(samples: Ints) -> Ints:
@@ -53,21 +51,16 @@ def derive(gathered: GatheredStep) -> Derived:
     Some of a worker's samples may be unknown, when it drew more than a message holds. Then the
     number of distinct ones is unknown too.
     """
-    known = sum(len(samples) for samples in gathered.samples)
-    drawn = int(_num_samples(gathered).sum())
+    named_W = np.array([*map(len, gathered.samples)], np.int64)
+    sent_W = gathered.workers["num_samples"]
+    drawn = int(np.maximum(named_W, np.where(sent_W == MISSING_INT, 0, sent_W)).sum())
     if drawn == 0:
         return Derived({"samples_drawn": np.nan, "samples_distinct": np.nan})
-    distinct = _num_distinct(np.concatenate(gathered.samples)) if known == drawn else np.nan
+    whole = named_W.sum() == drawn
+    distinct = _num_distinct(np.concatenate(gathered.samples)) if whole else np.nan
     return Derived({"samples_drawn": float(drawn), "samples_distinct": distinct})
 
 
 def _num_distinct(values: NDArray[np.int64]) -> float:
     ordered = np.sort(values)
     return float(1 + np.count_nonzero(ordered[1:] != ordered[:-1]))
-
-
-def _num_samples(gathered: GatheredStep) -> NDArray[np.int64]:
-    """Return how many samples each worker drew ``[W]``: its own count, or at least those named."""
-    named_W = np.array([len(samples) for samples in gathered.samples], np.int64)
-    sent_W = gathered.workers["num_samples"]
-    return np.maximum(named_W, np.where(sent_W == MISSING_INT, 0, sent_W))

@@ -3,25 +3,21 @@
 import math
 from collections.abc import Iterable, Mapping
 
-import numpy as np
-
 from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
-from rankscope.bus.steps import Groups, Step
-from rankscope.bus.words import count
-from rankscope.stats.arrays import Floats
+from rankscope.bus.steps import SharedWork, Step
+from rankscope.bus.words import count, name_ranks
 from rankscope.stats.sorted_map import in_order
 
 SAME_RESULTS = "data-same-results"
+PARTS = "data-parts-of-one-model"
 """Key of batches that are known to be the same by what came of them."""
 
 _RARE = 0.1
+_STEPS_OF_PARTS = 3
+_MOST_NAMED = 4
 """Groups that coincide in a smaller share of the steps of the most frequent one are not named."""
-
-
-_SAME_LOSS = 1e-5
-_OTHER_NORM = 2e-5  # more than another order of sums makes
 
 
 class DuplicateBatches(Detector):
@@ -32,30 +28,39 @@ class DuplicateBatches(Detector):
 
     Workers that share the work on each sample are no duplicates, as in graph or context parallelism
     under a wrapper over all ranks: they fall into groups of one size, each of which has one loss,
-    and gradients that differ.
+    and gradients that differ. Where the training's own loop reduces, as in tensor parallelism that
+    is written by hand, one group may be all workers; that is a note.
 
     Args:
         num_workers: W.
         repeats: Whether workers are meant to repeat each other's samples.
+        by_loop: Whether the training's own loop reduces.
     """
 
-    SETTINGS = ("_num_workers", "_repeats")
+    SETTINGS = ("_num_workers", "_repeats", "_by_loop")
 
     _key = ""
 
-    def __init__(self, num_workers: int, *, repeats: bool = False) -> None:
+    def __init__(self, num_workers: int, *, repeats: bool = False, by_loop: bool = False) -> None:
         self._num_workers = num_workers
         self._repeats = repeats
+        self._by_loop = by_loop
+        self._parts = PersistentFault(_STEPS_OF_PARTS)
         self._streaks: dict[tuple[int, ...], tuple[int, int]] = {}
         self._groups: dict[tuple[int, ...], int] = {}
         self._useful = num_workers
-        self._sharing: Groups = ()  # of workers that share the work on each sample
+        self._sharing = SharedWork()
         self._span = PersistentFault()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step; report identical batches once enough samples coincide."""
         samples = step.gathered.samples
-        groups = () if self._share_samples(step) else step.identical
+        groups = step.identical
+        if groups and self._share_samples(step):
+            groups = ()
+            everyone = range(self._num_workers) if self._by_loop else ()
+            if self._parts.observe(step.gathered.step, everyone):
+                return (self._parts_evidence(),)
         found = {group: len(in_order(samples[group[0]])) for group in groups}
         return self._observe(step.gathered.step, found)
 
@@ -86,23 +91,22 @@ class DuplicateBatches(Detector):
 
     def _share_samples(self, step: Step) -> bool:
         """Return whether all workers share the work on samples with others."""
-        groups = step.identical
-        if not groups:
-            return False
-        workers = step.gathered.workers
-        norms_W = workers["grad_norm"]
-        if np.isfinite(norms_W).all():
-            size = len(groups[0])
-            whole = len(groups) > 1 and all(len(group) == size for group in groups)
-            whole &= size * len(groups) == len(norms_W)
-            losses_W = workers["loss"]
-            shared = whole and all(
-                _spread(losses_W[list(group)]) <= _SAME_LOSS
-                and _spread(norms_W[list(group)]) > _OTHER_NORM
-                for group in groups
-            )
-            self._sharing = groups if shared else ()
-        return bool(self._sharing) and self._sharing == groups
+        groups = self._sharing.observe(step)
+        whole = self._sharing.places(self._num_workers) is not None
+        return groups == step.identical and whole and (len(groups) > 1 or self._by_loop)
+
+    def _parts_evidence(self) -> FaultEvidence:
+        groups = self._sharing.groups
+        names = [name_ranks(group) for group in groups[:_MOST_NAMED]]
+        more = [count(len(groups) - _MOST_NAMED, "other group")] if groups[_MOST_NAMED:] else []
+        return self._parts.evidence(
+            "data.duplicate_batches",
+            Severity.NOTE,
+            self._parts.ranks,
+            {"groups": "; ".join([*names, *more])},
+            {"steps": self._parts.count, "groups": [list(group) for group in groups[:16]]},
+            key=PARTS,
+        )
 
     def _evidence(self) -> FaultEvidence:
         most = max(self._groups.values())
@@ -143,9 +147,3 @@ class SameResults(DuplicateBatches):
                 ranks_of.setdefault(results, []).append(rank)
         found = {tuple(ranks): 1 for ranks in ranks_of.values() if len(ranks) > 1}
         return self._observe(gathered.step, found)
-
-
-def _spread(values: Floats) -> float:
-    """Return the range of some values over the largest; NaN where one is unknown."""
-    largest = float(np.abs(values).max())
-    return float(np.ptp(values)) / largest if largest else 0.0

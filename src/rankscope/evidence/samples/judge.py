@@ -18,7 +18,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
     repeats = run.plan.repeats
     drawn_again = repeats or run.with_replacement
     return (
-        DuplicateBatches(num_workers, repeats=repeats),
+        DuplicateBatches(num_workers, repeats=repeats, by_loop=run.by_loop),
         SameResults(num_workers, repeats=repeats),
         OverlappingShards(num_workers, repeats=drawn_again, seeds=run.sampler_seeds),
         RepeatedOrder(repeats=repeats),

@@ -12,7 +12,7 @@ COLUMNS = (
         ("replica", DType.INT, "", Source.LOCAL, Tail.NONE, "workers with equal numbers hold the same parameters and optimizer state; null where these have one owner each"),
         ("state_layout", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of names, shapes and types of parameters, buffers and optimizer state"),
         ("param_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the step's slot of parameters, after the step; null where each has one owner"),
-        ("buffer_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the step's slot of buffers, after the step"),
+        ("buffer_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the step's slot of buffers, before its first forward pass"),
         ("optimizer_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the optimizer's state for the step's slot of parameters, after the step"),
         ("reduced_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the step's slot of gradients, right after the reduction"),
         ("applied_digest", DType.INT, "", Source.LOCAL, Tail.NONE, "digest of the same gradients when optimizer.step was called"),
@@ -20,7 +20,7 @@ COLUMNS = (
     *declare(
         Table.DIGESTS,
         ("digest", DType.INT, "", Source.SEQUENCE, Tail.NONE, "digest of its bits on this worker; of a role, its bits; of passes, the number of changes; of a number, the number or its bits"),
-        ("unchanged", DType.BOOL, "", Source.SEQUENCE, Tail.NONE, "for a reduced gradient: whether the reduction left the local gradient's bits as they were; for an unchanged parameter: whether it is unchanged still; of passes: whether it is a frozen parameter"),
+        ("unchanged", DType.BOOL, "", Source.SEQUENCE, Tail.NONE, "for a reduced gradient: whether the reduction left the local gradient's bits as they were; for an unchanged parameter: whether it is unchanged still; of passes and parameters: whether it is a frozen parameter"),
     ),
     *declare(
         Table.TRACES,

@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.bus.judge import Columns, Combiner, Message
 from rankscope.bus.layout import Layout
+from rankscope.bus.messages import Messages
 from rankscope.bus.replicas import (
     TRACE_WIDTH,
     StateDifference,
@@ -27,6 +28,7 @@ from rankscope.evidence.state.roles import (
     unchanged_differences,
 )
 from rankscope.stats.arrays import Ints
+from rankscope.stats.ragged import Ragged
 
 MOST_AGAIN = 4
 """Differences of one kind in a step, besides new ones: one is enough to prove that it lasts."""
@@ -52,15 +54,15 @@ class ComparedState(Combiner):
         for items, kinds, names in named.get("items", ()):
             self._names[int(items)] = tuple(map(StateKind, kinds)), tuple(names)
 
-    def combine(self, messages_W: Sequence[Message], columns: Columns) -> Mapping[str, Any]:
+    def combine(self, messages: Messages, columns: Columns) -> Mapping[str, Any]:
         """Return the differences, and the first worker's traced tensors."""
-        named = self._named_differences(messages_W)
+        named = self._named_differences(messages.named)
         found = (
-            *self.new_or_few(self._differences(messages_W, columns["replica"])),
-            *self._unchanged_parameters(messages_W, columns),
+            *self.new_or_few(self._differences(messages, columns["replica"])),
+            *self._unchanged_parameters(messages, columns),
             *self.new_or_few(named),
         )
-        return {"differences": found, "trace": self._trace(messages_W[0])}
+        return {"differences": found, "trace": _trace(messages)}
 
     def new_or_few(self, found: Iterable[StateDifference]) -> Iterator[StateDifference]:
         """Yield the differences that no step had before, and a few of the others.
@@ -75,39 +77,36 @@ class ComparedState(Combiner):
                 yield one
             self._recorded.add(key)
 
-    def _differences(self, messages_W: Sequence[Message], replicas_W: Ints) -> Any:
-        first = messages_W[0]
-        if first.items not in self._names or any(m.items != first.items for m in messages_W):
+    def _differences(self, messages: Messages, replicas_W: Ints) -> Any:
+        items_W = messages.items_W
+        if int(items_W[0]) not in self._names or (items_W != items_W[0]).any():
             return ()
-        kinds, names = self._names[first.items]
-        own = StateDigests(kinds, names, first.digests_D, first.unchanged_D.astype(bool))
-        return differences(
-            own,
-            np.stack([message.digests_D for message in messages_W]),
-            np.stack([message.unchanged_D for message in messages_W]).astype(bool),
-            replicas_W,
-        )
+        kinds, names = self._names[int(items_W[0])]
+        digests_WD = messages["digests_D"].matrix
+        unchanged_WD = messages["unchanged_D"].matrix.astype(bool)
+        own = StateDigests(kinds, names, digests_WD[0], unchanged_WD[0])
+        return differences(own, digests_WD, unchanged_WD, replicas_W)
 
     def _unchanged_parameters(
-        self, messages_W: Sequence[Message], columns: Columns
+        self, messages: Messages, columns: Columns
     ) -> tuple[StateDifference, ...]:
         """Return the parameters of the first worker that do not change."""
-        first = messages_W[0]
-        kinds, names = self._names.get(first.items, ((), ()))
-        if len(kinds) != len(first.digests_D):
+        kinds, names = self._names.get(int(messages.items_W[0]), ((), ()))
+        digests = _of_first(messages["digests_D"]).tolist()
+        if len(kinds) != len(digests):
             return ()
         updates = bool(columns["optimizer_steps"][0] > 0 and columns["lr"][0] > 0)
-        digests = first.digests_D.tolist()
         found = self._unchanged.see(
-            first.step, kinds, names, digests, updates=updates, owned=self._owned
+            messages.step, kinds, names, digests, updates=updates, owned=self._owned
         )
-        return unchanged_differences(found, len(messages_W))
+        return unchanged_differences(found, len(messages))
 
-    def _named_differences(self, messages_W: Sequence[Message]) -> tuple[StateDifference, ...]:
+    def _named_differences(
+        self, names_W: Sequence[Mapping[str, Any]]
+    ) -> tuple[StateDifference, ...]:
         """Return gradients that changed otherwise than most, and roles where all have sent them."""
-        if not any(len(message.names) for message in messages_W):
+        if not any(names_W):
             return ()
-        names_W = [json.loads(m.names.tobytes()) if len(m.names) else {} for m in messages_W]
         changed = changed_gradients([names.get("changed", ()) for names in names_W])
         moved = moved_in_passes([names.get("passes", ()) for names in names_W])
         roles_W = [names["roles"] for names in names_W if names.get("roles")]
@@ -116,29 +115,35 @@ class ComparedState(Combiner):
         self._owned = owned_names(roles_W)
         return (*changed, *moved, *role_differences(roles_W))
 
-    def _trace(self, message: Message) -> TensorTrace | None:
-        """Return the first worker's traced tensors, if there are any."""
-        if not len(message.traced_digests_N):
-            return None
-        named = json.loads(message.names.tobytes())["traced"]
-        parts = {
-            what: (tuple(map(StateKind, kinds)), tuple(names))
-            for what, (kinds, names) in named.items()
-        }
-        initial = parts.get("initial")
-        count = 0 if initial is None else len(initial[0])
-        before = None if initial is None else _tensors(message, *initial, 0)
-        return replace(_tensors(message, *parts["own"], count), initial=before)
-
 
 def make_combiner(layout: Layout) -> ComparedState:
     """Return the combiner of digests."""
     return ComparedState()
 
 
-def _tensors(message: Message, kinds: _Kinds, names: tuple[str, ...], begin: int) -> TensorTrace:
+def _trace(messages: Messages) -> TensorTrace | None:
+    """Return the first worker's traced tensors, if there are any."""
+    if not messages["traced_digests_N"].lengths_R[0]:
+        return None
+    parts = {
+        what: (tuple(map(StateKind, kinds)), tuple(names))
+        for what, (kinds, names) in messages.named[0]["traced"].items()
+    }
+    initial = parts.get("initial")
+    count = 0 if initial is None else len(initial[0])
+    before = None if initial is None else _tensors(messages, *initial, 0)
+    return replace(_tensors(messages, *parts["own"], count), initial=before)
+
+
+def _tensors(messages: Messages, kinds: _Kinds, names: tuple[str, ...], begin: int) -> TensorTrace:
     rows = slice(begin, begin + len(kinds))
-    sketches = message.traced_sketches.reshape(-1, TRACE_WIDTH)
-    return TensorTrace(
-        kinds, names, message.traced_digests_N[rows], message.traced_norms_N[rows], sketches[rows]
+    digests_N, norms_N, sketches = (
+        _of_first(messages[name])
+        for name in ("traced_digests_N", "traced_norms_N", "traced_sketches")
     )
+    sketches_NK = sketches.reshape(-1, TRACE_WIDTH)
+    return TensorTrace(kinds, names, digests_N[rows], norms_N[rows], sketches_NK[rows])
+
+
+def _of_first(arrays: Ragged) -> NDArray[Any]:
+    return arrays.flat[: arrays.lengths_R[0]]

@@ -121,7 +121,11 @@ class StateMeter:
         return self._slot.wanted
 
     def begin_step(self, step: int) -> None:
-        """Choose what to read in a step, at its first forward pass."""
+        """Choose what to read in a step, at its first forward pass; read buffers.
+
+        What a step counts up in them, and its loop then adds up over workers, is not compared in
+        between.
+        """
         self._clear()
         self._first_step = step if self._first_step is None else self._first_step
         self._roles_due = is_role_step(step, self._first_step)
@@ -135,7 +139,10 @@ class StateMeter:
             if self._plan is None or number % self._plan.length == 0:
                 self._make_plan()
             assert self._plan is not None
-            self._slot = self._slot_of(self._plan, number)
+            slot = self._slot = self._slot_of(self._plan, number)
+            if slot.read_before:
+                tensors = [part.place.current() for part in slot.read_before]
+                self._seen.buffers = self._read(slot.cached.buffers, slot.read_before, tensors)
         except Exception as error:  # a model that cannot be listed
             self._warn_once(error)
 
@@ -207,7 +214,7 @@ class StateMeter:
             self._read_gradients(StateKind.APPLIED, self._slot.applied.slices)
 
     def see_state(self) -> None:
-        """Read parameters, buffers and the optimizer's state, after the step."""
+        """Read parameters and the optimizer's state, after the step."""
         if self._roles_due:
             self._read_roles()
         slot = self._slot
@@ -215,7 +222,7 @@ class StateMeter:
         if slot is NOTHING:
             return
         cached = slot.cached
-        tensors = [part.place.current(self._lasting) for part in slot.read]
+        tensors = [part.place.current(self._lasting) for part in slot.parameters.slices]
         try:
             marks = self._add_kept(tensors, slot)
         except Exception:  # unusual optimizer state: its parts are read one by one
@@ -253,7 +260,7 @@ class StateMeter:
         """Read all of a slot's state; cache the reading if it holds plain tensors only."""
         reading = PendingDigests()
         cached = slot.cached
-        for part, tensor in zip(slot.read, tensors, strict=False):
+        for part, tensor in zip(slot.parameters.slices, tensors, strict=False):
             if tensor is None:
                 reading.add_word(0)
             else:

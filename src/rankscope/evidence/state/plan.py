@@ -4,7 +4,7 @@ It depends on names, shapes and types alone. So workers with equal models choose
 """
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -21,7 +21,11 @@ from rankscope.private import find
 
 Kinds = tuple[StateKind, ...]
 _NORMS: type[nn.Module] = find("torch.nn.modules.batchnorm._NormBase") or nn.Module
-_BROADCAST = (StateKind.STATISTICS, StateKind.BROADCAST)
+_OF_BUFFERS: Mapping[bool | None, Kinds] = {
+    True: (StateKind.STATISTICS, StateKind.BROADCAST),
+    False: (StateKind.STATISTICS,),
+    None: (StateKind.BUFFER,),
+}
 _SHARD = (StateKind.REDUCED, StateKind.APPLIED)
 Lasting = Callable[[nn.Module, str], Tensor | None]
 """Returns the lasting tensor of a module's parameter, which is replaced while the model computes;
@@ -71,7 +75,7 @@ class FoundState(NamedTuple):
         length: Elements on a worker; of a DTensor, about a shard's.
         dtype: Its dtype.
         trained: Whether it requires a gradient.
-        broadcast: Whether it is a running statistic that DDP broadcasts before each step.
+        broadcast: Of a running statistic, whether DDP broadcasts it before each step; else None.
     """
 
     holder: nn.Module
@@ -82,7 +86,7 @@ class FoundState(NamedTuple):
     length: int
     dtype: torch.dtype
     trained: bool
-    broadcast: bool = False
+    broadcast: bool | None = None
 
     @property
     def name(self) -> str:
@@ -155,11 +159,7 @@ class DigestSchedule:
             for each, of in zip(found, kinds, strict=True)
             if not each.is_buffer and (replicated or (shards and called and each.trained))
         ]
-        buffers = [
-            _item(each, _BROADCAST if each.broadcast else (StateKind.BUFFER,))
-            for each in found
-            if each.is_buffer
-        ]
+        buffers = [_item(each, _OF_BUFFERS[each.broadcast]) for each in found if each.is_buffer]
         share = max(1, max_items // 8) if parameters else max_items
         rest = max_items - share if buffers else max_items
         self._cycles = (_deal(parameters, num_slots, rest), _deal(buffers, num_slots, share))
@@ -206,8 +206,8 @@ def survey(
                 each = FoundState(
                     holder, prefix, key, is_buffer, shape, length, tensor.dtype, trained
                 )
-                apart = broadcast and is_buffer and _drifts_apart(holder, key)
-                found.append(each._replace(broadcast=apart))
+                apart = is_buffer and _drifts_apart(holder, key)
+                found.append(each._replace(broadcast=broadcast if apart else None))
     return found
 
 

@@ -104,7 +104,8 @@ class CachedReadings:
     """Readings of a slot's earlier steps.
 
     Attributes:
-        state: Parameters, buffers and optimizer state.
+        state: Parameters and optimizer state.
+        buffers: Buffers before the first forward pass.
         marks: Names of the optimizer state that was read.
         leaves: Weights of its parts, and the number of each slice's first part.
         gradients: Reduced gradients and applied gradients.
@@ -114,6 +115,7 @@ class CachedReadings:
 
     def __init__(self) -> None:
         self.state = CachedReading()
+        self.buffers = CachedReading()
         self.marks: list[object] = []
         self.leaves: tuple[Sequence[int], Sequence[int]] = ((), ())
         self.gradients = CachedReading()
@@ -127,17 +129,16 @@ class DigestSlot:
     def __init__(self, items: Sequence[Item]) -> None:
         self.kinds = tuple(kind for item in items for kind in item.kinds)
         self.names = tuple(item.name for item in items for _ in item.kinds)
-        parameters = Rows(StateKind.PARAMETER, items)
-        buffers = Rows(StateKind.BUFFER, items, len(parameters.slices))
-        before = len(parameters.slices) + len(buffers.slices)
-        statistics = Rows(StateKind.STATISTICS, items, before)
-        self.tensors = (parameters, buffers, statistics)
+        self.parameters = Rows(StateKind.PARAMETER, items)
+        buffers = Rows(StateKind.BUFFER, items)
+        statistics = Rows(StateKind.STATISTICS, items, len(buffers.slices))
+        self.buffers = (buffers, statistics)
+        self.read_before = [*buffers.slices, *statistics.slices]
         self.broadcast = Rows(StateKind.BROADCAST, items)
         self.optimizer = Rows(StateKind.OPTIMIZER, items)
         self.reduced = Rows(StateKind.REDUCED, items)
         self.applied = Rows(StateKind.APPLIED, items)
-        self.read = [*parameters.slices, *buffers.slices, *statistics.slices]
-        numbers = {part: number for number, part in enumerate(parameters.slices)}
+        numbers = {part: number for number, part in enumerate(self.parameters.slices)}
         self.kept_of = [numbers[part] for part in self.optimizer.slices]
         """Numbers of the parameters for which the optimizer keeps state."""
         self.cached = CachedReadings()
@@ -168,7 +169,7 @@ class Seen:
     """The readings of one step; None for those that were not taken.
 
     Attributes:
-        state: Parameters and buffers, then optimizer state.
+        state: Parameters, then optimizer state, after the step.
         weights: Weights of the leaves of the optimizer state.
         starts: Number of each slice's first leaf.
         gradients: Reduced gradients and applied gradients.
@@ -177,6 +178,7 @@ class Seen:
             gradient; later ones count.
         reduced: Which slices of the reduced gradient are reduced at all; None if all are.
         broadcast: Running statistics right after DDP has broadcast them.
+        buffers: Buffers as the step's first forward pass finds them.
     """
 
     state: PendingReading | None
@@ -187,6 +189,7 @@ class Seen:
     local: dict[tuple[int, ...], PendingReading]
     reduced: Sequence[bool] | None
     broadcast: PendingReading | None = None
+    buffers: PendingReading | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +256,8 @@ class PendingState:
         """Whether :meth:`read` would not wait."""
         seen = self._seen
         readings = [*seen.gradients.values(), *seen.local.values()]
-        readings += [one for one in (seen.state, seen.broadcast) if one is not None]
+        others = (seen.state, seen.broadcast, seen.buffers)
+        readings += [one for one in others if one is not None]
         readings += [] if self._roles is None else [self._roles.left_out]
         return all(reading.ready for reading in readings)
 
@@ -292,12 +296,16 @@ class PendingState:
         slot = self._slot
         seen = self._seen
         parts, _ = reading.read()
-        for rows in slot.tensors:
-            own = parts[rows.first : rows.first + len(rows.slices)]
-            _set_digest(values, rows, rows.fill(digests, own))
+        count = len(slot.parameters.slices)
+        _set_digest(values, slot.parameters, slot.parameters.fill(digests, parts[:count]))
+        if seen.buffers is not None:
+            before, _ = seen.buffers.read()
+            for rows in slot.buffers:
+                own = before[rows.first : rows.first + len(rows.slices)]
+                _set_digest(values, rows, rows.fill(digests, own))
         if seen.broadcast is not None:
             slot.broadcast.fill(digests, seen.broadcast.read()[0])
-        weighted = list(map(mul, seen.weights, parts[len(slot.read) :]))
+        weighted = list(map(mul, seen.weights, parts[count:]))
         limits = pairwise((*seen.starts, len(weighted)))
         sums = [sum(weighted[first:last]) & _MASK for first, last in limits]
         _set_digest(values, slot.optimizer, slot.optimizer.fill(digests, sums))

@@ -18,7 +18,7 @@ from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.rank_values import known_values
 from rankscope.bus.replicas import StateDifference, StateKind, minority_ranks
 from rankscope.bus.step import MISSING_INT, GatheredStep
-from rankscope.bus.steps import Step
+from rankscope.bus.steps import SharedWork, Step
 from rankscope.bus.words import count, named, shortened
 from rankscope.evidence.state.learning import role_words
 from rankscope.evidence.state.roles import ROLES_EVERY
@@ -45,6 +45,7 @@ _DRIFTING = "running-statistics"
 _ROLES = "roles-differ"
 _LEFT_OUT = "left-out-drifts"
 _OF_ROLES = (_ROLES, _LEFT_OUT)
+_BY_PLACE = "frozen-by-place"
 
 
 class UnequalState(Detector):
@@ -62,7 +63,10 @@ class UnequalState(Detector):
     - A parameter that is left out of the reduction, and differs.
 
     A loop that reduces by itself may leave that to its optimizer, which may shard its state: there,
-    gradients at its call and its state count only for parameters that differ after it.
+    gradients at its call and its state count only for parameters that differ after it. Workers that
+    share the work on the same samples hold parts of one model there: each is compared with those at
+    the same place of other groups. Frozen parameters may follow that place by themselves, as those
+    of parallel experts do.
 
     Args:
         num_workers: W.
@@ -92,6 +96,7 @@ class UnequalState(Detector):
         self._local_buffers = local_buffers or local_steps > 0
         self._local_steps = local_steps
         self._between = _Between(-1)
+        self._sharing = SharedWork()
         self._faults: dict[str, _Difference] = {}
         self._applied_alike = False  # in the last step with digests of applied gradients
 
@@ -112,18 +117,19 @@ class UnequalState(Detector):
         return found
 
     def _evidence(self, key: str, fault: "_Difference") -> FaultEvidence:
-        meant = key == _DRIFTING or (self._local_buffers and key == "state.buffers_differ")
+        meant = key in (_DRIFTING, _BY_PLACE) or (
+            self._local_buffers and key == "state.buffers_differ"
+        )
         meant |= key == _LEFT_OUT and not self._replicated
         severity = Severity.NOTE if meant else Severity.ERROR
         return fault.describe(key, severity, self._num_workers)
 
     def _differences(self, step: Step) -> Iterable["_Seen"]:
         """Yield the differences in a step."""
-        gathered = step.gathered
-        workers = gathered.workers
-        if self._by_loop:
-            gathered = replace(gathered, differences=_where_parameters_differ(gathered))
-        replicas_W = workers["replica"]
+        workers = step.gathered.workers
+        places_W = self._places(step)
+        replicas_W = workers["replica"] if places_W is None else places_W
+        gathered = _of_loop(step.gathered, places_W) if self._by_loop else step.gathered
         alone = self._local_steps > 0 and step.all_true("unreduced")
         reduced_elsewhere = self._reduced_elsewhere(workers["applied_digest"])
         by_optimizer = self._by_loop and not _parameters_differ(gathered)
@@ -131,12 +137,8 @@ class UnequalState(Detector):
             unreduced = np.flatnonzero(workers["unreduced"]).tolist()
             words = "the optimizer was called with gradients that no reduction had seen"
             yield _Seen("sync.not_reduced", unreduced, words=words)
-        layout_W = workers["state_layout"]
-        if not step.alike("state_layout") and (
-            odd := minority_ranks(known_values(layout_W, layout_W != MISSING_INT))
-        ):
-            words = "names, shapes or types"
-            yield _Seen("state.parameters_differ", odd, words=words, own_key="state-layout")
+        if places_W is None:
+            yield from _layouts(step)
         roles = [d for d in gathered.differences if d.kind is StateKind.ROLE]
         differ = [d for d in roles if (d.digests_W != d.digests_W[0]).any()]
         if differ:
@@ -153,12 +155,31 @@ class UnequalState(Detector):
             ranks = sorted({r for d in left_out for r in _odd_of(d)})
             yield _Seen("state.parameters_differ", ranks, _names(left_out), own_key=_LEFT_OUT)
         yield from self._gradients(gathered, replicas_W)
+        yield from self._by_cause(gathered, replicas_W)
+
+    def _by_cause(self, gathered: GatheredStep, replicas_W: Ints) -> Iterable["_Seen"]:
+        """Yield the differences of parameters, buffers and optimizer state."""
         for kind, cause in _CAUSES.items():
-            found = [d for d in gathered.differences if d.kind is kind]
-            if found:
-                own_key = _DRIFTING if kind is StateKind.STATISTICS else ""
+            by_key: dict[str, list[StateDifference]] = {}
+            for each in gathered.differences:
+                if each.kind is kind:
+                    by_key.setdefault(self._own_key(each), []).append(each)
+            for own_key, found in by_key.items():
                 ranks = _odd(found, replicas_W)
                 yield _Seen(cause, ranks, _names(found), own_key=own_key)
+
+    def _own_key(self, difference: StateDifference) -> str:
+        if difference.kind is StateKind.STATISTICS:
+            return _DRIFTING
+        by_place = self._by_loop and difference.frozen and difference.follows_places
+        return _BY_PLACE if by_place else ""
+
+    def _places(self, step: Step) -> Ints | None:
+        """Return each worker's part of a model that a loop divides; None where it is whole."""
+        if not self._by_loop:
+            return None
+        self._sharing.observe(step)
+        return self._sharing.places(self._num_workers)
 
     def _after_averages(self, step: Step) -> Iterable["_Seen"]:
         """Yield the differences after the average that a number of local steps has to contain."""
@@ -297,6 +318,25 @@ class _Difference(PersistentFault):
 
     def _name_words(self) -> str:
         return f" ({shortened(list(self._names), 3)})" if self._names else ""
+
+
+def _of_loop(gathered: GatheredStep, places_W: Ints | None) -> GatheredStep:
+    """Return a step with the differences that count in a training whose own loop reduces."""
+    if places_W is not None:
+        differences = tuple(d for d in gathered.differences if d.minority_ranks(places_W))
+        gathered = replace(gathered, differences=differences)
+    return replace(gathered, differences=_where_parameters_differ(gathered))
+
+
+def _layouts(step: Step) -> Iterable[_Seen]:
+    """Yield a difference of the models' names, shapes or types."""
+    layout_W = step.gathered.workers["state_layout"]
+    if step.alike("state_layout"):
+        return
+    odd = minority_ranks(known_values(layout_W, layout_W != MISSING_INT))
+    if odd:
+        words = "names, shapes or types"
+        yield _Seen("state.parameters_differ", odd, words=words, own_key="state-layout")
 
 
 def _parameters_differ(gathered: GatheredStep) -> bool:

@@ -30,7 +30,7 @@ _HOOKS = "hooks"
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class UpdateInput:
     """What an optimizer holds of one parameter, or of a part of it.
 
     Attributes:
@@ -43,7 +43,7 @@ class Held:
     gradient: Tensor
     state: Mapping[str, Any]
 
-    def moved(self, eps: float) -> "Held":
+    def moved(self, eps: float) -> "UpdateInput":
         """Return the same with gradient and state moved by roundings.
 
         One in four elements is moved, by ``eps`` of its size, up or down.
@@ -55,11 +55,11 @@ class Held:
             else value
             for seed, (name, value) in enumerate(self.state.items(), start=1)
         }
-        return Held(self.value, gradient, state)
+        return UpdateInput(self.value, gradient, state)
 
-    def times(self, factor: float) -> "Held":
+    def times(self, factor: float) -> "UpdateInput":
         """Return the same with a multiple of the gradient."""
-        return Held(self.value, self.gradient * factor, self.state)
+        return UpdateInput(self.value, self.gradient * factor, self.state)
 
 
 def _moved(tensor: Tensor, eps: float, seed: int) -> Tensor:
@@ -104,7 +104,7 @@ class LoneOptimizer:
                 if isinstance(part, torch.optim.Optimizer):
                     raise CanaryDeclined("it wraps another optimizer")
 
-    def update(self, held: Held, *others: Held, seed: int | None = None) -> Tensor:
+    def update(self, held: UpdateInput, *others: UpdateInput, seed: int | None = None) -> Tensor:
         """Return the whole parameter after a step of the optimizer.
 
         Args:
@@ -129,7 +129,7 @@ class LoneOptimizer:
             self._mesh = None
             raise
 
-    def _update(self, each: Sequence[Held], seed: int | None) -> Tensor:
+    def _update(self, each: Sequence[UpdateInput], seed: int | None) -> Tensor:
         device = self._parameter.device
         made = [self._parameter_of(one) for one in each]
         optimizer = self._copy(made, [one.state for one in each])
@@ -151,7 +151,7 @@ class LoneOptimizer:
             self.computed_in = seen
         return local_of(made[-1].detach())
 
-    def _parameter_of(self, held: Held) -> nn.Parameter:
+    def _parameter_of(self, held: UpdateInput) -> nn.Parameter:
         """Return a copy of the parameter with its gradient, and what the user has noted on it."""
         value = nn.Parameter(self._laid_out(held.value.clone()))
         for name, noted in vars(self._parameter).items():

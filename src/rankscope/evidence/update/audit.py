@@ -14,7 +14,7 @@ from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import check_room, is_out_of_memory
 from rankscope.evidence.canary.layout import local_of
 from rankscope.evidence.canary.replay import in_short
-from rankscope.evidence.update.again import Held, LoneOptimizer, address_of
+from rankscope.evidence.update.again import LoneOptimizer, UpdateInput, address_of
 from rankscope.evidence.update.choice import Chosen, choose
 from rankscope.evidence.update.parts import Cuts, is_shared, own_part, whole, why_apart
 from rankscope.evidence.update.share import FIELDS, PartOfUpdate, UpdateShare
@@ -277,7 +277,9 @@ def _smallest(watches: Iterable[_Watch]) -> list[_Watch]:
     return list(by_group.values())
 
 
-def _compute(watch: _Watch, lone: LoneOptimizer, held: Held, own: Held, *, alone: bool) -> bool:
+def _compute(
+    watch: _Watch, lone: LoneOptimizer, held: UpdateInput, own: UpdateInput, *, alone: bool
+) -> bool:
     """Compute a parameter's update again; return whether it depends on other parameters.
 
     Args:

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.layout import local_of, whole_of
-from rankscope.evidence.update.again import Held
+from rankscope.evidence.update.again import UpdateInput
 
 
 def is_shared(tensor: Tensor) -> bool:
@@ -19,10 +19,10 @@ def is_shared(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) and any(not p.is_replicate() for p in tensor.placements)
 
 
-def own_part(parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> Held:
+def own_part(parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> UpdateInput:
     """Return what this rank's optimizer holds of a parameter: its own part, as plain tensors."""
     own = {n: local_of(v) if isinstance(v, Tensor) else v for n, v in state.items()}
-    return Held(local_of(parameter.detach()), local_of(gradient), own)
+    return UpdateInput(local_of(parameter.detach()), local_of(gradient), own)
 
 
 def why_apart(parameter: Tensor, state: Mapping[str, Any]) -> str:
@@ -39,14 +39,14 @@ def why_apart(parameter: Tensor, state: Mapping[str, Any]) -> str:
     return ""
 
 
-def whole(parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> Held:
+def whole(parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> UpdateInput:
     """Return what an optimizer would hold of the whole parameter.
 
     All ranks that hold a part of it call this, for the same parameters in the same order.
     """
     like = parameter if isinstance(parameter, DTensor) and is_shared(parameter) else None
     put_together = {n: _whole(v, like) if isinstance(v, Tensor) else v for n, v in state.items()}
-    return Held(_whole(parameter.detach(), like), _whole(gradient, like), put_together)
+    return UpdateInput(_whole(parameter.detach(), like), _whole(gradient, like), put_together)
 
 
 def _whole(tensor: Tensor, like: DTensor | None) -> Tensor:
@@ -104,7 +104,7 @@ class Cuts:
             tensor = _cut(tensor, dim, parts, at)
         return tensor
 
-    def steps(self, held: Held) -> Iterator[tuple[str, Held, "Cuts"]]:
+    def steps(self, held: UpdateInput) -> Iterator[tuple[str, UpdateInput, "Cuts"]]:
         """Yield the parts after each cut: the axes so far in words, a part, the cuts to follow."""
         axes: list[str] = []
         for number, one in enumerate(self._cuts, start=1):
@@ -114,7 +114,7 @@ class Cuts:
             shape = held.value.shape
             parts_of = partial(_cut_alike, shape=shape, dim=dim, parts=parts, at=at)
             state = {name: parts_of(value) for name, value in held.state.items()}
-            held = Held(parts_of(held.value), parts_of(held.gradient), state)
+            held = UpdateInput(parts_of(held.value), parts_of(held.gradient), state)
             axes.append(axis)
             rest = copy.copy(self)
             rest._cuts = self._cuts[number:]

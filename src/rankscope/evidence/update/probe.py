@@ -18,6 +18,7 @@ from rankscope.bus.probe import Job, Probe, StepEnd
 from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.update.audit import UpdateAudit
 from rankscope.evidence.update.share import UpdateShare
+from rankscope.wrappers.call_hooks import ForeignHook
 from rankscope.wrappers.find import has_closure
 from rankscope.wrappers.kinds import DEEPSPEED, MEGATRON
 from rankscope.wrappers.optimizers import all_of
@@ -95,8 +96,10 @@ class UpdateProbe(Probe):
         names, copies = _names(self._job.wrapped.parameters, self._optimizers)
         self._audit = UpdateAudit(self._step, self._optimizers, names, copies, self._meeting)
         for optimizer in self._optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before))
-            self._handles.append(optimizer.register_step_post_hook(self._after))
+            before = ForeignHook(self._before, compiled=True)
+            after = ForeignHook(self._after, compiled=True)
+            self._handles.append(optimizer.register_step_pre_hook(before))
+            self._handles.append(optimizer.register_step_post_hook(after))
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._audit is None or traced():

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.rules import describe
+from rankscope.bus.rules import finding_of
 from rankscope.bus.words import count, listed, name_ranks
 from rankscope.evidence.update.compare import OddUpdate, UpdateMismatch, UpdateVerdict
 from rankscope.evidence.update.share import UpdateShare
@@ -25,7 +25,7 @@ def in_words(
         step: The step.
     """
     hooks = list(dict.fromkeys(hook for share in shares_W for hook in share.hooks))
-    num_parameters = max(share.num_parameters for share in shares_W)
+    num_parameters = max(len(verdict.compared), *(share.num_parameters for share in shares_W))
     for cause, odd in (
         ("update.differs", [one for one in verdict.odd if one.how not in _WEIGHTS]),
         ("update.weights", [one for one in verdict.odd if one.how in _WEIGHTS]),
@@ -168,16 +168,4 @@ def _finding(
 ) -> Finding:
     fields = {"step": f"{step:,}", **fields}
     evidence = FaultEvidence(cause, severity, ranks, step, step, 1, fields, numbers)
-    explanation, next_check = describe(cause, severity, evidence.fields)
-    return Finding(
-        id=f"{cause}:step-{step}",
-        cause=cause,
-        severity=severity,
-        ranks=ranks,
-        first_step=step,
-        last_step=step,
-        explanation=explanation,
-        next_check=next_check,
-        evidence=numbers,
-        step=step,
-    )
+    return finding_of(evidence, step, name=f"{cause}:step-{step}")

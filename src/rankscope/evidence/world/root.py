@@ -5,11 +5,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
+from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.director import DirectedRun, Director
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.packing import unpack_headed
 from rankscope.bus.plan import Plan
-from rankscope.bus.rules import describe, go_back
+from rankscope.bus.rules import finding_of
 from rankscope.bus.words import count, listed, name_ranks
 from rankscope.evidence.world.unit import (
     MOST_UNITS,
@@ -177,20 +178,9 @@ class World(Director):
         step: int,
         key: str = "",
     ) -> Finding:
-        back = go_back(first, self._first_step)
-        explanation, next_check = describe(key or cause, severity, fields, back)
-        return Finding(
-            id=key or cause,
-            cause=cause,
-            severity=severity,
-            ranks=(),
-            first_step=first,
-            last_step=max(first, step),
-            explanation=explanation,
-            next_check=next_check,
-            evidence=numbers,
-            step=step,
-        )
+        last = max(first, step)
+        evidence = FaultEvidence(cause, severity, (), first, last, 1, fields, numbers, key)
+        return finding_of(evidence, step, begun_at=self._first_step)
 
 
 def _named(names: Sequence[str]) -> str:

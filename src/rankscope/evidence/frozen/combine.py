@@ -1,0 +1,10 @@
+"""From digests of each worker's frozen modules to rows of the table of digests."""
+
+from rankscope.bus.judge import HeldValues
+from rankscope.bus.layout import Layout
+from rankscope.evidence.frozen import KEY
+
+
+def make_combiner(layout: Layout) -> HeldValues:
+    """Return the combiner of these digests."""
+    return HeldValues(KEY)
