@@ -194,7 +194,7 @@ USES = (
     Use(
         "torch.autograd.graph.Node",
         "_saved_other _saved_self _saved_reduction _saved_weight _saved_total_weight"
-        " _input_metadata",
+        " _saved_self_sym_numel _saved_self_sym_sizes _input_metadata",
         "wrappers.loss_form integrations.backward_loss",
         "what a loss was divided by or multiplied with, and over how many tokens it is a mean",
         "the loss counts as it is, with an unknown weight",
@@ -362,7 +362,7 @@ USES = (
     Use(
         "torch.utils._python_dispatch",
         "TorchDispatchMode is_traceable_wrapper_subclass",
-        "evidence.canary.alone evidence.canary.tensors evidence.reference.derivative"
+        "evidence.canary.alone evidence.canary.tensors evidence.reference.decisions"
         " evidence.update.again gradients.digest wrappers.reduced_product tools.doctor.determinism",
         "to see operators, and tensors that are made of others",
         _REFUSES,
@@ -385,9 +385,16 @@ USES = (
         need="copies",
     ),
     Use(
+        "torch.ops.aten",
+        "_to_copy",
+        "evidence.reference.decisions",
+        "which detached tensors are copies of each other, in another type",
+        "a reference step follows a detached tensor no further than to its conversion",
+    ),
+    Use(
         "torch._ops.OpOverload",
         "_schema",
-        "evidence.canary.alone evidence.reference.derivative tools.doctor.determinism",
+        "evidence.canary.alone evidence.reference.decisions tools.doctor.determinism",
         "which arguments an operator writes into, and along which axis it chooses",
         "a canary, and the preflight, take it for one that writes nothing",
     ),
@@ -403,24 +410,27 @@ USES = (
     Use(
         "torch._C._dynamo.eval_frame",
         "get_eval_frame_callback",
-        "wrappers.guard",
+        "wrappers.call_hooks",
         "whether a hook is about to be traced",
         "hooks are always called past the compiler, which takes longer",
     ),
     Use(
         "torch._dynamo.eval_frame",
         "OptimizedModule _orig_mod",
-        "evidence.loss.meter gradients.names integrations.catch lab.reductions.fixed_order"
-        " wrappers.find evidence.canary.alone lab.study.demo lab.study.preloaded"
-        " integrations.parity",
-        "the model inside of a compiled one; what the compiler logs is kept out of the output",
+        "wrappers.labels gradients.names integrations.catch lab.reductions.fixed_order"
+        " wrappers.find wrappers.call_hooks evidence.canary.alone lab.study.demo"
+        " lab.study.preloaded integrations.parity",
+        "the model inside of a compiled one, and its calls; what the compiler logs is kept out of"
+        " the output",
         "a compiled model is not recognised, and watch refuses it",
     ),
     Use(
         "torch.nn.Module",
         "_compiled_call_impl",
-        "wrappers.find evidence.canary.program evidence.environment.facts evidence.parity.recorder",
-        "whether Module.compile was called, for hooks would break the graph of such a module",
+        "wrappers.find wrappers.call_hooks evidence.canary.program evidence.environment.facts"
+        " evidence.parity.recorder",
+        "whether Module.compile was called, for hooks would break the graph of such a module: they"
+        " run around the compiled call",
         "it counts as one that is not compiled",
     ),
     Use(
@@ -631,6 +641,13 @@ USES = (
         _REFUSES,
     ),
     Use(
+        "torch.distributed.distributed_c10d",
+        "_world",
+        "integrations.worker_group",
+        "the process groups of a training, whose model without wrapper has workers in one of them",
+        "all ranks are its workers, or it is not watched",
+    ),
+    Use(
         "torch.distributed.ProcessGroup",
         "_device_types _get_backend",
         "wrappers.rendezvous",
@@ -672,6 +689,13 @@ USES = (
         "wrappers.deepspeed_reading",
         "gradients in float32 of bf16 parameters",
         "the step is not observed",
+    ),
+    Use(
+        "deepspeed.utils.tensor_fragment",
+        "_hp_mapping",
+        "evidence.parity.place integrations.parity",
+        "which elements of a parameter DeepSpeed's ZeRO 1 or 2 keeps in a rank's flat tensor",
+        "parity has no step to compare, and says so",
     ),
     Use(
         "deepspeed.runtime.zero.stage_1_and_2",

@@ -234,6 +234,8 @@ def masked(logits):
         (lambda x: total(x) / 2, total, 0.5, 0.5),
         (lambda x: torch.tensor(1024.0) * total(x) / 2, total, 512, 0.5),
         (lambda x: masked(x) / torch.tensor(2) / 4, masked, 0.125, 0.125),
+        (lambda x: total(x) * torch.tensor(0.3), total, 0.3, 0.3),
+        (lambda x: torch.tensor(1024.0) * total(x) * torch.tensor(3.0), total, 3072, 3.0),
         (lambda x: masked(x) / torch.tensor(5) * 5, lambda x: masked(x) / 5, 5, None),
         (lambda x: mean(x) / 5 * 5, mean, None, None),
         (total, total, None, 1.0),
@@ -244,16 +246,34 @@ def masked(logits):
 )
 def test_what_scales_a_loss_is_read_from_its_graph(make, value, factor, constant):
     logits = LOGITS.clone().requires_grad_()
-    loss, found, found_constant, _ = unscaled(make(logits), {})
+    loss, found, found_constant, *_ = unscaled(make(logits), {})
     assert (None if found is None else pytest.approx(float(found))) == factor
-    assert found_constant == constant
+    assert found_constant == (constant if constant is None else pytest.approx(constant))
     expected = value(logits).detach().item()
     assert loss.detach().item() / float(found or 1) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("make", "divisor"),
+    [
+        (total, 1.0),
+        (lambda x: total(x) / torch.tensor(5.0), 5.0),
+        (lambda x: 4 * total(x) / torch.tensor(5.0), 1.25),
+        (lambda x: (masked(x) / 2).double() * 8 / torch.tensor(5.0), 1.25),
+        (lambda x: mean(x) / torch.tensor(5.0), None),
+        (lambda x: torch.tensor(3.0) * total(x) / torch.tensor(5.0), None),
+    ],
+)
+def test_the_divisor_of_a_sum_over_tokens_is_read_from_its_graph(make, divisor):
+    found = unscaled(make(LOGITS.clone().requires_grad_()), {}).summed
+    assert (found is None) == (divisor is None)
+    if found is not None:
+        assert [float(number) for number in found] == pytest.approx([2.0, divisor])
+
+
 def test_a_loss_that_the_model_returned_is_taken_as_it_is():
     loss = mean(LOGITS.clone().requires_grad_())
-    found, factor, constant, _ = unscaled(torch.tensor(8.0) * loss / 3, {loss.grad_fn: loss})
+    found, factor, constant, *_ = unscaled(torch.tensor(8.0) * loss / 3, {loss.grad_fn: loss})
     assert found is loss
     assert (factor, constant) == (None, None)
 

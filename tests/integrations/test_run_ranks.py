@@ -25,6 +25,7 @@ from integrations.run_commands import (
 )
 from rankscope import Run
 from rankscope.bus.columns import Table
+from rankscope.bus.finding import Severity
 from support.ranks import run_ranks
 
 pytestmark = [
@@ -305,6 +306,36 @@ def test_processes_that_train_without_a_process_group_are_told_so_by_name(
     if words == "train":
         why = "each of 2 processes (WORLD_SIZE) trained a model of its"
     assert f"rankscope: nothing was watched: {why}" in ended.stderr
+
+
+AROUND = """
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+torch.distributed.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(nn.ModuleDict({"body": nn.Linear(6, 8), "head": nn.Linear(8, 2)}))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+torch.manual_seed(torch.distributed.get_rank())
+for _ in range(8):
+    parts = model.module
+    parts["head"](parts["body"](torch.randn(4, 6)).relu()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.ranks
+def test_a_wrapper_that_is_never_called_reduces_nothing(tmp_path):
+    script = tmp_path / "around.py"
+    script.write_text(AROUND)
+    ended = start_on_ranks(tmp_path / "run", script)
+    assert ended.returncode == 0, ended.stderr
+    [found] = [f for f in Run.open(tmp_path / "run").findings() if f.cause == "sync.not_reduced"]
+    assert (found.severity, found.ranks) == (Severity.ERROR, (0, 1))
+    assert "body.weight" in found.explanation
 
 
 def test_a_script_that_raises_in_torch_has_the_same_traceback(tmp_path):

@@ -16,7 +16,7 @@ from rankscope.bus.columns import Table
 from rankscope.verdict.diagnosis import diagnose_run
 from support.ranks import run_ranks
 
-STEPS, MICRO = 16, 3
+STEPS, MICRO = 13, 3
 
 
 class Net(nn.Module):

@@ -78,10 +78,10 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
     return {**results, "warnings": warnings}
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["W=2", "W=3"])
-def trained(request):
+@pytest.fixture(scope="module")
+def trained():
     with tempfile.TemporaryDirectory() as folder:
-        yield run_ranks(train_all, request.param, folder), Path(folder)
+        yield run_ranks(train_all, 2, folder), Path(folder)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -205,10 +205,10 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
     return results
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["W=2", "W=3"])
-def trained(request):
+@pytest.fixture(scope="module")
+def trained():
     with tempfile.TemporaryDirectory() as folder:
-        yield run_ranks(train_all, request.param, folder, timeout=300), Path(folder)
+        yield run_ranks(train_all, 2, folder, timeout=300), Path(folder)
 
 
 @pytest.mark.parametrize("training", TRAININGS, ids=lambda training: training.__name__)

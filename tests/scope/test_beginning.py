@@ -3,6 +3,7 @@
 import io
 import logging
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.bus.columns import Table
+from rankscope.session import opening
 from rankscope.session.start import log_to_stderr
 from rankscope.wrappers import rendezvous
 from support.loops import Loop
@@ -45,9 +47,9 @@ def test_a_logger_that_is_configured_by_name_is_the_users(written, capsys, when)
         log_to_stderr()
     logger.addHandler(logging.StreamHandler(own))
     log_to_stderr()
-    logger.warning("heard")
-    assert (own.getvalue(), *capsys.readouterr()) == ("heard\n", "", "")
-    assert written.getvalue() == ("heard\n" if when == "before" else "")
+    logger.warning("heard\a")
+    assert (own.getvalue(), *capsys.readouterr()) == ("heard \n", "", "")
+    assert written.getvalue() == ("heard \n" if when == "before" else "")
 
 
 def test_a_logger_that_propagates_again_is_heard_once(written, capsys):
@@ -55,6 +57,16 @@ def test_a_logger_that_propagates_again_is_heard_once(written, capsys):
     logging.getLogger("rankscope").propagate = True
     logging.getLogger("rankscope").warning("heard")
     assert (written.getvalue(), *capsys.readouterr()) == ("heard\n", "", "")
+
+
+def test_a_run_that_cannot_begin_names_its_directory(monkeypatch):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(opening, "_begin", fail)
+    hellos = [{"agreement": {}, "host": "a"}]
+    answer, _ = opening._answer(hellos, {"run_dir": Path("runs/sft")}, None)
+    assert "rank 0 cannot begin the run in runs/sft" in answer["problem"]
 
 
 class NoTokenizer:

@@ -2,11 +2,13 @@
 
 import logging
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -101,3 +103,87 @@ def test_a_module_compiled_in_place_as_one_graph_stays_one(tmp_path):
         assert len(set(bits.values())) == 1
     for when in ("before watch", "after watch", "after a step"):
         assert Run.open(tmp_path / when).table(Table.STEPS).num_rows == STEPS
+
+
+def build(way: str, net: nn.Module, watch: Callable[[nn.Module], None]) -> nn.Module:
+    """Compile a model in one of many ways, before or after it is watched; return what is called."""
+    where, when = way.split(", ")
+    model = net if where.startswith("loop") else DistributedDataParallel(net)
+    if when == "after":
+        watch(model)
+    called = model
+    if where.endswith("in place"):
+        model.compile(backend="eager", fullgraph=where.startswith("loop"))
+    elif where.endswith("function"):
+        called = torch.compile(lambda inputs: model(inputs) * 2, backend="eager", fullgraph=True)
+    elif not where.endswith("optimizer"):
+        called = torch.compile(model, backend="eager", fullgraph=where.startswith("loop"))
+    if when == "before":
+        watch(called if isinstance(called, nn.Module) else model)
+    return called
+
+
+WAYS = [
+    "DDP, after",
+    "DDP in place, before",
+    "DDP in place, after",
+    "loop, before",
+    "loop, after",
+    "loop in place, before",
+    "loop in a function, after",
+    "DDP with its optimizer, after",
+]
+
+
+def count_graphs(rank: int, way: str, run_dir: str | None) -> dict[str, Any]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    scopes = []
+
+    def watch(model: nn.Module) -> None:
+        if run_dir is not None:
+            options: dict[str, Any] = {"run_dir": run_dir, "overhead_budget": None}
+            scopes.append(rankscope.watch(model, optimizer, **options))
+
+    called = build(way, net, watch)
+    step = optimizer.step
+    if "optimizer" in way:
+        step = torch.compile(step, backend="eager")
+    for number in range(STEPS):
+        inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(2 * number + rank))
+        called(inputs).square().mean().backward()
+        if way.startswith("loop"):
+            for parameter in net.parameters():
+                dist.all_reduce(parameter.grad)
+        step()
+        optimizer.zero_grad()
+    for scope in scopes:
+        scope.close()
+    counted = torch._dynamo.utils.counters
+    facts: dict[str, Any] = {"bits": net.head.weight.detach().numpy().tobytes()}
+    facts["graphs"] = counted["stats"]["unique_graphs"], counted["stats"]["calls_captured"]
+    if "optimizer" not in way:  # whose hooks break the graph where torch's own code does
+        kinds = [(why.split("\n")[0], times) for why, times in counted["graph_break"].items()]
+        facts["breaks"] = sorted(kinds)
+    return facts
+
+
+def count_all_graphs(rank: int, folder: str) -> list[tuple[Any, Any]]:
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    return [
+        (count_graphs(rank, way, None), count_graphs(rank, way, f"{folder}/{way}")) for way in WAYS
+    ]
+
+
+def test_a_watched_model_compiles_to_the_same_graphs_before_and_after_watch(tmp_path):
+    for results in run_ranks(count_all_graphs, 2, str(tmp_path), timeout=300):
+        for way, (alone, watched) in zip(WAYS, results, strict=True):
+            assert watched == alone, way
+            assert alone["graphs"][0] > 0, way
+    for way in WAYS:
+        run = Run.open(tmp_path / way)
+        assert run.table(Table.STEPS).num_rows == STEPS, way
+        assert run.table(Table.WORKERS)["grad_norm"].null_count == 0, way

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from rankscope import Run, files
 from rankscope.bus.columns import Table
+from rankscope.session.announcement import last_line
 from support.loops import Loop, root_of
 from support.models import make_batch
 from support.ranks import run_ranks
@@ -145,12 +146,17 @@ def train(rank: int, kind: str, run_dir: str | None) -> dict[str, Any]:
         undo()
     if run_dir is not None:
         loop.scope.close(timeout=0.5 if kind == "stuck agent" else 10.0)
+        inbox = loop.scope._inbox
+        end = last_line("DIR", inbox.done, inbox.recorded)
         dist.barrier()
     if undo is not None:
         undo()
     if run_dir is not None and loop.scope._handle.agent is not None and kind != "dead agent":
         loop.scope._handle.agent.wait(60)
-    return {"warnings": loop.warnings, "bits": loop.bits(), "failed_on": loop.failed_on}
+    facts = {"warnings": loop.warnings, "bits": loop.bits(), "failed_on": loop.failed_on}
+    if run_dir is not None:
+        facts["end"] = end
+    return facts
 
 
 def train_all(rank: int, folder: str) -> dict[str, Any]:
@@ -159,10 +165,10 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
     return {"alone": alone, **watched}
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["W=2", "W=3"])
-def trained(request):
+@pytest.fixture(scope="module")
+def trained():
     with tempfile.TemporaryDirectory() as folder:
-        yield run_ranks(train_all, request.param, folder, timeout=400.0), Path(folder)
+        yield run_ranks(train_all, 3, folder, timeout=400.0), Path(folder)
 
 
 @pytest.mark.parametrize("kind", FAULTS)
@@ -199,6 +205,19 @@ class TestFaults:
                 assert rows == failed_on[-1] + 1, "the steps on which it failed are recorded"
             else:
                 assert rows == STEPS if whole else rows <= STEPS // 2
+
+    def test_the_last_line_says_what_is_true_of_the_record(self, trained, kind):
+        beginnings = {
+            "full disk": "the run could not be recorded to its end in DIR",
+            "directory moved": "the run could not be recorded to its end in DIR",
+            "dead agent": "the last steps were not judged before the training ended",
+            "stuck agent": "the last steps were not judged before the training ended",
+            "slow agent": "the run is recorded in DIR",
+            "nonsense": "the last steps were not judged before the training ended",
+        }
+        line = trained[0][0][kind]["end"]
+        assert line.startswith(beginnings.get(kind, ""))
+        assert line.endswith(": rankscope report DIR")
 
 
 def train_with_nonfinite(rank: int, where: str, run_dir: str | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from rankscope.errors import UsageError
 from rankscope.verdict.diagnosis import diagnose_run
 from support.ranks import run_ranks
 
-STEPS = 24
+STEPS = 16
 
 
 class Net(nn.Module):

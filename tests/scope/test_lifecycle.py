@@ -19,6 +19,7 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.errors import UnsupportedError
 from rankscope.session import inbox
 from rankscope.session.scope import _close_at_exit
+from support.accidents import wait_until
 from support.loops import Loop
 from support.models import make_batch, make_model
 from support.ranks import RankError, run_ranks
@@ -168,6 +169,7 @@ def crashed_in_a_step(rank, run_dir):
 
 def test_a_script_that_an_exception_ends_is_incomplete_and_no_fault(tmp_path):
     assert run_ranks(crashed_in_a_step, 2, str(tmp_path / "run")) == [[], []]
+    wait_until(lambda: Run.open(tmp_path / "run").status != "running")  # a busy agent may go on
     run = Run.open(tmp_path / "run")
     assert run.status == "incomplete"
     assert run.table(Table.STEPS).num_rows == 5
@@ -384,7 +386,8 @@ def closing_callback(rank, run_dir):
 def test_a_callback_that_closes_the_scope_ends_the_run(tmp_path):
     [(last, warnings)] = run_ranks(closing_callback, 1, str(tmp_path / "run"))
     run = Run.open(tmp_path / "run")
-    assert (run.status, warnings) == ("complete", [])
+    slow = [each for each in warnings if "on_finding took" in each]  # on a busy machine
+    assert (run.status, warnings) == ("complete", slow)
     assert run.table(Table.STEPS).num_rows == last > 0
 
 

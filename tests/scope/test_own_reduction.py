@@ -23,7 +23,7 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-STEPS = 8
+STEPS = 6
 INFINITE = 4
 
 

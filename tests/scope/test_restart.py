@@ -15,6 +15,7 @@ from rankscope.bus.step import as_recorded
 from rankscope.errors import RunError
 from rankscope.record import RunWriter, begin, writer
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
+from rankscope.session import opening
 from rankscope.session.opening import RunRequest, _begin, _free_directory
 from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import Loop, root_of
@@ -148,6 +149,7 @@ def test_a_job_that_another_has_overtaken_records_beside_it(tmp_path, monkeypatc
         RunWriter(tmp_path / "run", {"num_workers": 2})
 
     monkeypatch.setattr(begin, "create_directory", overtaken)
+    monkeypatch.setattr(opening, "_STARTING_SECONDS", 0.1)  # which its agent never does
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     hellos = [{"facts": {"host": host}} for host in ("a", "b")]

@@ -34,6 +34,12 @@ NOT_UNDER_FSDP2 = (
     *("gradients of samples", "func.grad", "fake pass", "traced pass", "mutations allowed"),
 )
 """Which FSDP2 itself does not bear."""
+AS_UNDER_DDP = (
+    *("checkpoint", "selective checkpoint", "save_on_cpu", "TRL's offloading", "hooks forbidden"),
+    *("flop counter", "logging mode", "function mode", "device", "default device", "profiler"),
+    *("all in autocast", "fake pass", "traced pass", "mutations allowed"),
+)
+"""Which meet the same hooks on a model without wrapper."""
 NO_PASSES = ("func.grad",)
 """Whose forward passes are none that the monitor could measure."""
 NO_CANARY = {
@@ -167,7 +173,8 @@ def import_all() -> None:
 
 
 def ways_of(wrapper: str) -> list[str]:
-    return [way for way in SURROUNDINGS if wrapper != "FSDP2" or way not in NOT_UNDER_FSDP2]
+    without = {"FSDP2": NOT_UNDER_FSDP2, "none": AS_UNDER_DDP}.get(wrapper, ())
+    return [way for way in SURROUNDINGS if way not in without]
 
 
 @pytest.fixture(scope="module")

@@ -47,6 +47,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "without evidence": {"evidence": False, "tier": "scalars"},
 }
 
+UNTRACED = ("plain", "micro-batches", "bucket views", "unused", "every second step")
+"""Trained without the monitor, too."""
+
 
 class Observer:
     """Digests and norms that are taken by hand, on the way."""
@@ -96,7 +99,7 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
 
 
 def train_untraced(rank: int) -> dict[str, Any]:
-    return {way: train(rank, way, None)["bits"] for way in WAYS}
+    return {way: train(rank, way, None)["bits"] for way in UNTRACED}
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +109,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def trained(folder):
-    return run_ranks(train_all, 3, str(folder))
+    return run_ranks(train_all, 2, str(folder))
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
@@ -137,7 +140,7 @@ def test_an_unused_parameter_has_no_gradient_and_a_skipped_step_changes_nothing(
 
 
 def test_tracing_changes_no_bit(trained):
-    for traced, alone in zip(trained, run_ranks(train_untraced, 3), strict=True):
+    for traced, alone in zip(trained, run_ranks(train_untraced, 2), strict=True):
         for way, bits in alone.items():
             assert traced[way]["bits"] == bits, way
 
@@ -204,7 +207,7 @@ def test_the_run_says_what_was_trained(trained, folder):
     assert training["reduction"]["hook"] is None
     assert training["parameters"]["types"] == {"float32": 9}
     assert training["seed"] == 100
-    assert [rank["seed"] for rank in info["ranks"]] == [100, 101, 102]
+    assert [rank["seed"] for rank in info["ranks"]] == [100, 101]
 
 
 # Where there are no whole parameters, and who is left out ---------------------------------------

@@ -110,7 +110,7 @@ class Job:
             found.append(result)
         return found
 
-    def wait_for_agent(self, seconds: float = 10.0) -> float:
+    def wait_for_agent(self, seconds: float = 60.0) -> float:
         """Wait until the agent has ended; return how long it took."""
         began = time.monotonic()
         wait_until(lambda: state_of(self.agent) in ("", "Z", "X"), seconds)

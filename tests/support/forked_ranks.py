@@ -21,7 +21,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from support.ranks import forked
+from support.ranks import close_patiently, forked
 
 
 def run_on_ranks(
@@ -201,6 +201,7 @@ def _fork_under_torchrun(
 
 def _interpret(*command: str) -> None:
     """Run a script or a module as the interpreter does that is started with these words."""
+    close_patiently()
     if command[0] == "-m":
         sys.argv = list(command[1:])
         sys.path.insert(0, str(Path.cwd()))

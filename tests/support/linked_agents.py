@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from rankscope.agent import host_link
 from rankscope.agent.host_link import HostLink
 from rankscope.agent.root_link import RootLink
 
@@ -30,8 +31,14 @@ def run_root(place: Path, address: str | None, master: str) -> None:
     root.close()
 
 
-def run_host(place: Path, num_steps: int, most_bytes: int, linger_seconds: float) -> None:
-    """Send so many frames, then close the link and print what is known."""
+def run_host(
+    place: Path, num_steps: int, most_bytes: int, linger_seconds: float, search_seconds: float
+) -> None:
+    """Send so many frames, then close the link and print what is known.
+
+    After ``search_seconds`` without an answer, another way is searched.
+    """
+    host_link.SEARCH_SECONDS = search_seconds
     while not (place / "invitation").exists():
         time.sleep(0.01)
     link = HostLink(1, most_bytes=most_bytes)
@@ -51,4 +58,4 @@ if __name__ == "__main__":
     if role == "root":
         run_root(Path(folder), rest[0] or None, rest[1])
     else:
-        run_host(Path(folder), int(rest[0]), int(rest[1]), float(rest[2]))
+        run_host(Path(folder), int(rest[0]), int(rest[1]), float(rest[2]), float(rest[3]))

@@ -64,7 +64,7 @@ class Loop:
 
     def close(self) -> None:
         if self.scope is not None:
-            self.scope.close()
+            self.scope.close(timeout=60.0)  # an agent may wait long for a busy processor
 
     def step(self, step: int, *, optimize: bool = True, rank: int | None = None) -> None:
         self.forward(step, rank=rank).backward()

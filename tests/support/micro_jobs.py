@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 
 from rankscope.bus.step import GatheredStep
-from rankscope.stats.spread import weighted_mean_and_sem
+from support.losses import mean_and_sem
 from support.streams import gathered
 
 SIZE = 60
@@ -21,7 +21,7 @@ def micro_step(t, losses, *, gradients=None, weights=None, samples=None, **colum
     """Return a step with these losses of micro-batches ``[W, M]``, and gradients ``[W, M, P]``."""
     losses = lists(losses)
     weights = lists(np.full(len(worker), 50.0) if weights is None else weights for worker in losses)
-    pairs = [weighted_mean_and_sem(v, w) for v, w in zip(losses, weights, strict=True)]
+    pairs = [mean_and_sem(v, w) for v, w in zip(losses, weights, strict=True)]
     columns = {"loss": [m for m, _ in pairs], "loss_sem": [s for _, s in pairs], **columns}
     norms = ()
     if gradients is not None:

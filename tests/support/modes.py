@@ -54,16 +54,13 @@ MODES = [
     Mode("no_sync", {}, accumulate=3),
     Mode("no_sync with bucket views", {"gradient_as_bucket_view": True}, accumulate=3),
     Mode("static graph", {"static_graph": True}),
-    Mode("static graph with unused", {"static_graph": True}, branch="never"),
     Mode("unused parameters", {"find_unused_parameters": True}, branch="never"),
     Mode("used on one rank", {"find_unused_parameters": True}, branch="rank 0"),
 ]
 
 NEW_MODES = [
     Mode("batched copies", {"batched_grad_copy": True}),
-    Mode("batched copies, micro-batches", {"batched_grad_copy": True}, accumulate=3),
     Mode("late buckets", {"lazy_bucket_allocation": True}),
-    Mode("late bucket views", {"lazy_bucket_allocation": True, "gradient_as_bucket_view": True}),
 ]
 """What only some releases of torch have."""
 
@@ -73,14 +70,10 @@ MORE_MODES = [
     Mode("zeroed in place and clipped", {}, zero_in_place=True, clip=True),
     Mode("reentrant checkpoints", {}, checkpoint="reentrant"),
     Mode("shared reentrant checkpoints", {"static_graph": True}, checkpoint="shared reentrant"),
-    Mode("non-reentrant checkpoints", {}, checkpoint="shared non-reentrant"),
     Mode("checkpoint wrappers", {}, checkpoint="wrapper"),
     Mode("one reentrant checkpoint", {}, checkpoint="everything reentrant"),
     Mode("one in a static graph", {"static_graph": True}, checkpoint="everything reentrant"),
-    Mode("accumulated checkpoints", {}, checkpoint="reentrant", accumulate=2),
-    Mode("all-reduce hook", {}, hook="all-reduce"),
     Mode("rounding hook", {}, hook="rounding"),
-    Mode("rounding hook after watch", {}, hook="rounding", hook_after_watch=True),
     Mode("PowerSGD", {"gradient_as_bucket_view": True}, hook="PowerSGD"),
     Mode("PowerSGD after watch", {}, hook="PowerSGD", hook_after_watch=True, accumulate=2),
     Mode("gradient scaler", {}, scaler=True),

@@ -11,8 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rankscope.evidence import NAMES
+
 # Imported once instead of in every rank, which would take a large part of the time of all tests:
-# what DDP's constructor, PyArrow's first array, every test file and "aot_eager" import.
+# what DDP's constructor, PyArrow's first array, every test file, "aot_eager" and watch() import.
+# Not every kind of evidence has all parts: a name that is none of a module is passed over.
 _PRELOAD = [
     "torch._dynamo",
     "torch.distributed",
@@ -23,6 +26,7 @@ _PRELOAD = [
     "torch._inductor.pattern_matcher",
     "rankscope.session.start",
     "rankscope.agent.process",
+    *(f"rankscope.evidence.{kind}.{part}" for kind in NAMES for part in ("probe", "root", "judge")),
 ]
 
 
@@ -113,10 +117,18 @@ def _prepare(prepare: Any, calls: Any) -> None:
         process.join()
 
 
+def close_patiently() -> None:
+    """Let scopes wait longer for their agents as they close: other tests keep processors busy."""
+    from rankscope.session.scope import Scope
+
+    Scope.close.__defaults__ = (40.0,)
+
+
 def _main(work: Any, rank: int, num_ranks: int, store: str, pipe: Any, args: Any) -> None:
     import torch
     import torch.distributed as dist
 
+    close_patiently()
     torch.set_num_threads(1)
     gc.freeze()  # a full collection would copy all that the ranks share
     error, result = "", None

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from rankscope.bus.rules import describe
 from rankscope.bus.step import StepReport
 from rankscope.evidence.reduction.audit import ReductionAudit
 from rankscope.stats.direction import gram, leave_one_out
 from rankscope.stats.rounding import round_to_bfloat16
-from support.stepping import evidence_of
+from support.stepping import describe, evidence_of
 from support.streams import gathered as unobserved
 
 SIZES = {"embed": 600, "blocks.0": 300, "blocks.1": 300, "norm": 32}
@@ -81,7 +80,7 @@ def watch(num_steps, make, num_workers=4, reduced_in=None, detector=None, seed=0
     for t in range(num_steps):
         local, results_W = make(t, rng)
         for evidence in evidence_of(detector, audited(t, local, results_W, rng)):
-            describe(evidence.key, evidence.severity, evidence.fields)
+            describe(evidence)
             told.setdefault(evidence.key, []).append((t, evidence))
     for evidence in detector.close():
         told.setdefault(evidence.key, []).append((num_steps, evidence))

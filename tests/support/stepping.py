@@ -5,7 +5,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from rankscope.bus.recent_batches import RecentBatches
-from rankscope.bus.rules import RULES, describe
+from rankscope.bus.rules import finding_of
 from rankscope.bus.step import StepReport
 from rankscope.bus.steps import StepBatch
 from support.streams import gathered
@@ -42,7 +42,12 @@ def run(detector, num_steps, start=0, **columns):
     ]
 
 
+def describe(evidence):
+    """Return explanation and next check."""
+    finding = finding_of(evidence, evidence.last_step)
+    return finding.explanation, finding.next_check
+
+
 def words(evidence):
     """Return explanation and next check as one text."""
-    rule = evidence.key if evidence.key in RULES else evidence.cause
-    return " ".join(describe(rule, evidence.severity, evidence.fields))
+    return " ".join(describe(evidence))

@@ -34,7 +34,7 @@ def train(run_dir: Path, steps: int) -> dict[str, object]:
         scope.loss(loss.detach(), weight=8)
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.02)
+        time.sleep(0.04)
         if step == steps // 3:
             run_dir.with_suffix(".mark").touch()
     scope.close()

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,7 +60,18 @@ def read(handover, sections=None):
     """Return what the agent reads in a message."""
     message = StepMessage.unpack(b"".join(pack_step(0, 0.0, 0, handover.read().arrays)))
     counts = () if sections is None else sections.counts
-    return measured_of(message.numbers, message.sketches, message.sizes, counts)
+    numbers_1N, sketches_1N = message.numbers[None], message.sketches[None]
+    found = measured_of(numbers_1N, sketches_1N, message.sizes, counts)
+    return SimpleNamespace(
+        values={name: value for name, [value] in found.values.items()},
+        group_norms_G=found.group_norms_wG[0],
+        sketch_K=found.sketches_wK[0],
+        group_sketches_GK=found.group_sketches_wGK[0],
+        audit=found.audit_w[0] if found.audit_w else None,
+        reduced_product=found.products_w[0],
+        micro_norms=found.micro_norms_wM[0],
+        changes_G=found.changes_wG[0],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -106,13 +118,11 @@ def test_norms_largest_and_sketches():
         norm(gradient["layers.0.up"], gradient["layers.0.down"]),
         norm(gradient["head.bias"]),
     ]
-    np.testing.assert_allclose(handed.gradient.group_norms_G, expected_G, rtol=1e-6)
-    np.testing.assert_allclose(handed.gradient.sketch_K, totals.sketches.sum(0), **CLOSE)
-    np.testing.assert_allclose(
-        handed.gradient.group_sketches_GK, fold(totals.sketches, NARROW), **CLOSE
-    )
-    assert handed.gradient.sketch_K.dtype == handed.gradient.group_sketches_GK.dtype == np.float32
-    assert handed.gradient.audit is None
+    np.testing.assert_allclose(handed.group_norms_G, expected_G, rtol=1e-6)
+    np.testing.assert_allclose(handed.sketch_K, totals.sketches.sum(0), **CLOSE)
+    np.testing.assert_allclose(handed.group_sketches_GK, fold(totals.sketches, NARROW), **CLOSE)
+    assert handed.sketch_K.dtype == handed.group_sketches_GK.dtype == np.float32
+    assert handed.audit is None
 
 
 @pytest.mark.parametrize(
@@ -122,8 +132,8 @@ def test_norms_largest_and_sketches():
 def test_only_what_was_asked_for_travels(meter, sketch, group):
     gradient = make_gradient()
     handed = hand_over(LocalGradient(measure(gradient, meter)), sketch=sketch, group=group)
-    assert handed.gradient.sketch_K.shape == (sketch,)
-    assert handed.gradient.group_sketches_GK.shape == (len(GROUPS), group)
+    assert handed.sketch_K.shape == (sketch,)
+    assert handed.group_sketches_GK.shape == (len(GROUPS), group)
     assert handed.values["grad_norm"] == pytest.approx(norm(*gradient.values()), rel=1e-6)
 
 
@@ -131,7 +141,7 @@ def test_a_narrower_sketch_is_made_of_the_wide_one():
     totals = measure(make_gradient())
     handed = hand_over(LocalGradient(totals, totals.clone()), sketch=NARROW, group=0)
     narrow_K = fold(totals.sketches.sum(0)[None], NARROW)[0].numpy()
-    np.testing.assert_allclose(handed.gradient.sketch_K, narrow_K, **CLOSE)
+    np.testing.assert_allclose(handed.sketch_K, narrow_K, **CLOSE)
 
 
 @pytest.mark.parametrize("read", [ReadReduced.NORM, ReadReduced.SKETCH])
@@ -142,7 +152,7 @@ def test_the_norm_of_the_reduced_gradient(read):
     assert handed.values["reduced_norm"] == pytest.approx(norm(*reduced.values()), rel=1e-6)
     assert handed.values["grad_norm"] == pytest.approx(norm(*local.values()), rel=1e-6)
     expected = measure(local).sketches.sum(0)
-    np.testing.assert_allclose(handed.gradient.sketch_K, expected, **CLOSE)
+    np.testing.assert_allclose(handed.sketch_K, expected, **CLOSE)
 
 
 @pytest.mark.parametrize("narrow", [NARROW, WIDTH])
@@ -152,16 +162,12 @@ def test_sections_are_handed_over_one_by_one_for_the_audit(narrow):
     plain = hand_over(LocalGradient(measure(local), measure(reduced)))
     local_totals, reduced_totals = (measure(g, sections=SECTIONS) for g in (local, reduced))
     handed = hand_over(LocalGradient(local_totals, reduced_totals), sections=SECTIONS, audit=narrow)
-    np.testing.assert_allclose(handed.gradient.sketch_K, plain.gradient.sketch_K, **CLOSE)
-    np.testing.assert_allclose(
-        handed.gradient.group_sketches_GK, plain.gradient.group_sketches_GK, **CLOSE
-    )
-    np.testing.assert_allclose(
-        handed.gradient.group_norms_G, plain.gradient.group_norms_G, rtol=1e-7
-    )
+    np.testing.assert_allclose(handed.sketch_K, plain.sketch_K, **CLOSE)
+    np.testing.assert_allclose(handed.group_sketches_GK, plain.group_sketches_GK, **CLOSE)
+    np.testing.assert_allclose(handed.group_norms_G, plain.group_norms_G, rtol=1e-7)
     for name, value in plain.values.items():
         assert handed.values[name] == pytest.approx(value, rel=1e-7)
-    audit = handed.gradient.audit
+    audit = handed.audit
     assert audit.local_SK.shape == audit.reduced_SK.shape == (len(SECTIONS), narrow)
     for rows, totals in ((audit.local_SK, local_totals), (audit.reduced_SK, reduced_totals)):
         expected = fold(totals.sketches, narrow) if narrow < WIDTH else totals.sketches
@@ -185,7 +191,7 @@ def test_the_sketch_of_a_group_that_is_one_section_travels_once():
         WIDTH + len(GROUPS) * (NARROW + 2 * (NARROW - 2)),
         WIDTH + len(GROUPS) * 2 * NARROW,
     ]
-    handed = [read(handover).gradient for handover in (apart, whole)]
+    handed = [read(handover) for handover in (apart, whole)]
     np.testing.assert_array_equal(*(gradient.group_sketches_GK for gradient in handed))
 
 
@@ -194,7 +200,7 @@ def test_a_reduced_gradient_that_could_not_be_read_is_unknown_to_the_audit():
         LocalGradient(measure(make_gradient(), sections=SECTIONS)), sections=SECTIONS, audit=NARROW
     )
     assert math.isnan(handed.values["reduced_norm"])
-    audit = handed.gradient.audit
+    audit = handed.audit
     assert audit.reduced_SK.shape == (len(SECTIONS), NARROW)
     assert np.isnan(audit.reduced_SK).all()
     assert np.isnan(audit.reduced_squares_S).all()
@@ -220,7 +226,7 @@ def test_what_happened_between_micro_batches():
     product = torch.tensor(7.0, dtype=torch.float64)
     handed = hand_over(LocalGradient(totals, reduced_product=product, accumulator_changes=kept))
     assert handed.changes_G.tolist() == changes_G.tolist()
-    assert handed.gradient.reduced_product == 7
+    assert handed.reduced_product == 7
     assert handed.values["accumulator_change"] == 0.5
     assert handed.values["accumulator_scale"] == 2
     assert handed.values["accumulator_micro"] == 2
@@ -235,10 +241,10 @@ def test_a_gradient_that_is_not_finite_is_handed_over_as_it_is(poison):
     assert handed.values["grad_nonfinite"] == 2
     assert not math.isfinite(handed.values["grad_norm"])
     assert not math.isfinite(handed.values["grad_max"])
-    finite = np.isfinite(handed.gradient.group_norms_G)
+    finite = np.isfinite(handed.group_norms_G)
     assert finite.tolist() == [True, False, True]
-    assert np.isfinite(handed.gradient.group_sketches_GK).all(axis=1).tolist() == finite.tolist()
-    assert not np.isfinite(handed.gradient.sketch_K).all()
+    assert np.isfinite(handed.group_sketches_GK).all(axis=1).tolist() == finite.tolist()
+    assert not np.isfinite(handed.sketch_K).all()
 
 
 def test_what_is_measured_later_does_not_reach_a_handover_on_its_way():
@@ -251,10 +257,8 @@ def test_what_is_measured_later_does_not_reach_a_handover_on_its_way():
     sketcher.measure("head.bias", torch.full((5,), math.nan), totals)
     handed = read(on_its_way)
     assert handed.values["grad_norm"] == expected.values["grad_norm"]
-    np.testing.assert_array_equal(handed.gradient.sketch_K, expected.gradient.sketch_K)
-    np.testing.assert_array_equal(
-        handed.gradient.group_sketches_GK, expected.gradient.group_sketches_GK
-    )
+    np.testing.assert_array_equal(handed.sketch_K, expected.sketch_K)
+    np.testing.assert_array_equal(handed.group_sketches_GK, expected.group_sketches_GK)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -262,7 +266,7 @@ def test_the_precision_of_the_gradient_does_not_change_what_arrives(dtype):
     gradient = {name: part.to(dtype) for name, part in make_gradient().items()}
     handed = hand_over(LocalGradient(measure(gradient)))
     assert handed.values["grad_norm"] == pytest.approx(norm(*gradient.values()), rel=1e-6)
-    assert handed.gradient.sketch_K.dtype == np.float32
+    assert handed.sketch_K.dtype == np.float32
 
 
 def test_a_kernel_that_fails_is_replaced_by_plain_torch_and_told_of_once(monkeypatch, caplog):

@@ -2,24 +2,27 @@
 
 A gradient scaler's factor is taken out again, one over the number of micro-batches as well, and any
 constant before a mean; a sum that is divided by a number is a mean, if the result is multiplied by
-this number again. Other constants stay: they may make a mean of a sum. For a sum over label tokens
-the scope gets their number, and the sum's divisor.
+this number again. Other factors stay: they may make a mean of a sum. For a sum over label tokens
+the scope gets their number, and the sum's divisor; for a mean over label tokens their number.
 """
 
 import logging
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from rankscope.bus.weighting import LEAST_SCALER
 from rankscope.integrations.hooks import BackwardCalls, reaches
-from rankscope.wrappers.guard import ForeignHook
+from rankscope.wrappers.call_hooks import ModuleHook
 from rankscope.wrappers.labels import is_spread
 from rankscope.wrappers.loss_form import (
     PASSING,
+    averaged_tokens,
     divisor_of,
     is_hooked,
     is_mean,
@@ -29,12 +32,38 @@ from rankscope.wrappers.loss_form import (
 from rankscope.wrappers.passes import tensors_in
 from rankscope.wrappers.surroundings import outside
 
-if TYPE_CHECKING:
-    from rankscope.session.scope import Scope
-
 _log = logging.getLogger("rankscope")
 
+_PIPELINING = "torch.distributed.pipelining"
 _NUMBERS = (torch.int64, torch.float64)  # in which autograd keeps Python's numbers
+
+
+class TakesLosses(Protocol):
+    """What gets the losses: a scope."""
+
+    @property
+    def training(self) -> bool:
+        """Whether the present forward pass counts."""
+
+    @property
+    def repeating(self) -> bool:
+        """Whether the present forward pass is the scope's own."""
+
+    @property
+    def present_step(self) -> int:
+        """The number of the step that is under way."""
+
+    def loss(
+        self,
+        value: Tensor | float,
+        weight: Tensor | float | None = None,
+        *,
+        factor: Tensor | float | None = None,
+        constant: Tensor | float | None = None,
+        summed: tuple[Tensor | float, Tensor | float] | None = None,
+        spare: bool = False,
+    ) -> None:
+        """Take a loss: see :meth:`rankscope.Scope.loss`."""
 
 
 class BackwardLoss:
@@ -50,40 +79,46 @@ class BackwardLoss:
         models: The parts of its model, the first one's forward pass begins a micro-batch.
     """
 
-    def __init__(self, scope: "Scope", models: Sequence[nn.Module]) -> None:
+    def __init__(self, scope: TakesLosses, models: Sequence[nn.Module]) -> None:
         self._scope = scope
         self._model = models[0]
         self._outputs: dict[Any, Tensor | None] = {}
         self._parameters = frozenset(id(p) for model in models for p in model.parameters())
+        self._step = -1
         self._works = True
-        self._hooks: list[Any] = []
+        self._hook: ModuleHook | None = None
         self._calls: BackwardCalls | None = None
 
     def install(self) -> None:
         """See every call of ``backward`` from now on."""
         self._calls = BackwardCalls(torch.autograd, self._see)
-        before = ForeignHook(self._before_forward)
-        after = ForeignHook(self._after_forward)
-        self._hooks = [
-            self._model.register_forward_pre_hook(before),
-            self._model.register_forward_hook(after),
-        ]
+        self._hook = ModuleHook(self._model, self._before_forward, self._after_forward)
 
     def remove(self) -> None:
         """Stop, and leave torch as it was."""
         self._works = False
         self._outputs.clear()
-        for hook in self._hooks:
-            hook.remove()
+        if self._hook is not None:
+            self._hook.remove()
         if self._calls is not None:
             self._calls.remove()
 
-    def _before_forward(self, model: Any, args: Any) -> None:
-        if self._scope.training and not self._scope.repeating:  # the scope's own hook ran before
-            self._outputs.clear()
+    def _before_forward(self, model: Any, args: Any, kwargs: Any) -> None:
+        self._safely(self._begin_pass)
 
-    def _after_forward(self, model: Any, args: Any, output: Any) -> None:
-        if not (self._works and self._scope.training) or self._scope.repeating:
+    def _begin_pass(self) -> None:
+        if not self._scope.training or self._scope.repeating:  # the scope's own hook ran before
+            return
+        step = self._scope.present_step
+        if step != self._step or _PIPELINING not in sys.modules:
+            self._outputs.clear()  # a pipeline's schedule has several micro-batches under way
+        self._step = step
+
+    def _after_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
+        self._safely(self._note_outputs, output)
+
+    def _note_outputs(self, output: Any) -> None:
+        if not self._scope.training or self._scope.repeating:
             return
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
@@ -91,13 +126,19 @@ class BackwardLoss:
 
     def _see(self, caller: FrameType) -> None:
         """Read the roots of a backward pass that is about to begin."""
-        if not self._works or self._scope.repeating:
+        if not self._scope.repeating:
+            self._safely(outside, self._read_roots, caller)
+
+    def _read_roots(self, caller: FrameType) -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # a loss may be of the training's own class
+            self._take(caller.f_locals["tensors"])
+
+    def _safely(self, work: Callable[..., None], *args: Any) -> None:
+        """Call a function; if it fails, see no more losses."""
+        if not self._works:
             return
         try:
-            with (
-                torch._C.DisableTorchFunctionSubclass()
-            ):  # a loss may be of the training's own class
-                outside(self._take, caller.f_locals["tensors"])
+            work(*args)
         except Exception as error:
             self.remove()
             _log.warning(
@@ -121,6 +162,7 @@ class BackwardLoss:
         found = unscaled(losses[0], self._outputs)
         self._scope.loss(
             found.loss,
+            found.tokens,
             factor=found.factor,
             constant=found.constant,
             summed=found.summed,
@@ -138,16 +180,19 @@ class Unscaled(NamedTuple):
     Attributes:
         loss: The loss, a scalar.
         factor: The factor on it; None without one, or when ``loss`` does not have it.
-        constant: The part of ``factor`` that may belong to the loss; None behind a mean, NaN where
-            only the backward pass shows it.
+        constant: The part of ``factor`` that may belong to the loss: all but a gradient scaler's.
+            None behind a mean, NaN where only the backward pass shows it.
         summed: Number of label tokens in the sum, and its divisor; None where the loss is no sum
             over label tokens.
+        tokens: Number of label tokens in the mean; None where the loss is no mean over label
+            tokens.
     """
 
     loss: Tensor
     factor: Tensor | float | None = None
-    constant: float | None = None
-    summed: tuple[Tensor, Tensor | float] | None = None
+    constant: Tensor | float | None = None
+    summed: tuple[Tensor | float, Tensor | float] | None = None
+    tokens: Tensor | float | None = None
 
 
 def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
@@ -179,15 +224,28 @@ def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
         node = before
     whole = math.prod(scaler, start=constant) if scaler or constant != 1 else None
     if is_mean_node(node):
-        return Unscaled(root, whole)
-    return Unscaled(root, whole, constant, _summed(node))
+        return Unscaled(root, whole, tokens=averaged_tokens(node))
+    own = math.prod(map(_without_scaler, scaler), start=constant)
+    return Unscaled(root, whole, own, _summed(node))
 
 
-def _summed(node: Any) -> tuple[Tensor, Tensor | float] | None:
+def _without_scaler(factor: Tensor) -> Tensor:
+    """Return a factor of a tensor's, 1 in place of a gradient scaler's: powers of two, or large."""
+    factor = factor.detach()
+    is_power = (torch.frexp(factor.double()).mantissa == 0.5) & (factor >= 1)
+    return torch.where(is_power | (factor >= LEAST_SCALER), 1.0, factor)
+
+
+def _summed(node: Any) -> tuple[Tensor | float, Tensor | float] | None:
     """Return the number of label tokens that a loss sums over, and the sum's divisor, or None."""
     divisor = divisor_of(node)
-    count = summed_tokens(node if divisor is None else node.next_functions[0][0])
-    return None if count is None else (count, 1.0 if divisor is None else divisor.detach())
+    whole = 1.0 if divisor is None else divisor.detach()
+    node = node if divisor is None else node.next_functions[0][0]
+    while (step := None if node is None else _constant(node)) and not isinstance(step[0], Tensor):
+        factor, node = step
+        whole = whole / factor if factor else math.nan
+    count = None if node is None else summed_tokens(node)
+    return None if count is None else (count, whole)
 
 
 def _constant(node: Any) -> tuple[Tensor | float, Any] | None:

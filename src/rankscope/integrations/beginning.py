@@ -1,6 +1,5 @@
 """Begins to watch a model that a script is about to train, on all ranks or on none."""
 
-import gc
 import logging
 import sys
 from collections.abc import Collection, Iterable, Sequence
@@ -18,15 +17,19 @@ from rankscope.errors import RunError, UnsupportedError
 from rankscope.integrations.backward_loss import BackwardLoss
 from rankscope.integrations.rollouts import follow_calling_trainer
 from rankscope.integrations.run_script import ScriptJob
+from rankscope.integrations.worker_group import find_worker_group
 from rankscope.session.scope import Scope
 from rankscope.session.start import log_to_stderr, watch
 from rankscope.wrappers.find import find_parts, find_wrapper, in_training_mode, is_compiled
-from rankscope.wrappers.kinds import DDP
-from rankscope.wrappers.rendezvous import agree, default_store
+from rankscope.wrappers.kinds import DDP, LOOP
+from rankscope.wrappers.living import live_objects
+from rankscope.wrappers.rendezvous import BEGIN_SECONDS, agree, default_store
 
 _log = logging.getLogger("rankscope")
 
 _WATCHED_ALREADY = "the script watches its training itself"
+_PATIENCE_ALONE = 30.0
+"""Seconds to wait for all ranks of a model without a wrapper: some may train none."""
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 _INNER = ("optimizer", "_optimizer")  # the wrapped one, of Accelerate and Lightning
 _LOOKED_AT = 64  # elements of a parameter
@@ -65,8 +68,10 @@ def begin(model: nn.Module, job: ScriptJob, called: Sequence[Optimizer] = ()) ->
     """
     log_to_stderr()
     wrapped = find_wrapper(model)
+    alone = wrapped.kind is LOOP
     context = CallerContext(model, called)
-    problem = _agree(wrapped.group, _WATCHED_ALREADY if context.is_watched else "")
+    patience = _PATIENCE_ALONE if alone else BEGIN_SECONDS
+    problem = _agree(wrapped.group, _WATCHED_ALREADY if context.is_watched else "", patience)
     if problem == _WATCHED_ALREADY:
         _log.info("rankscope run leaves this training alone: %s", problem)
         return None
@@ -80,6 +85,7 @@ def begin(model: nn.Module, job: ScriptJob, called: Sequence[Optimizer] = ()) ->
             optimizers or None,
             run_dir=job.run_dir,
             config={"script": job.script},
+            process_group=find_worker_group(model) if alone else None,
             **job.options,
         )
     losses = BackwardLoss(scope, models)
@@ -92,7 +98,7 @@ def begin(model: nn.Module, job: ScriptJob, called: Sequence[Optimizer] = ()) ->
     return Watching(scope, losses)
 
 
-def _agree(group: dist.ProcessGroup, problem: str) -> str:
+def _agree(group: dist.ProcessGroup, problem: str, patience: float) -> str:
     ranks = dist.get_process_group_ranks(group)
     c10d: Any = dist.distributed_c10d
     store = c10d.PrefixStore(f"rankscope-run/{ranks[0]}/{len(ranks)}", default_store())
@@ -100,24 +106,7 @@ def _agree(group: dist.ProcessGroup, problem: str) -> str:
         "after {seconds:.0f} s, {ready} of {num_ranks} ranks had begun to train under rankscope "
         "run; start all ranks with it"
     )
-    return agree(store, len(ranks), problem, late=late)
-
-
-def live_objects(*kinds: type) -> dict[type, list[Any]]:
-    """Return all living objects of some classes and their subclasses, by class.
-
-    Only the types of objects are read: some objects act at any access.
-    """
-    found: dict[type, list[Any]] = {kind: [] for kind in kinds}
-    kind_of: dict[type, type | None] = {}
-    for thing in gc.get_objects():
-        exact = type(thing)
-        if exact not in kind_of:
-            kind_of[exact] = next((kind for kind in kinds if kind in exact.__mro__), None)
-        kind = kind_of[exact]
-        if kind is not None:
-            found[kind].append(thing)
-    return found
+    return agree(store, len(ranks), problem, patience, late=late)
 
 
 class CallerContext:
@@ -234,14 +223,16 @@ def _each_once(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 def bare_models(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
     """Return the living modules that hold all parameters of optimizers, if none is wrapped.
 
-    Compiled ones stand for what they compile.
+    Nor do wrappers of just these modules count: they were not called before the optimizers were.
+    Compiled modules stand for what they compile.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     wanted = {id(parameter) for group in groups for parameter in group["params"]}
     modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
-    if any(isinstance(module, _WRAPPERS) for module in modules):
-        return []
     found = [m for m in modules if wanted <= {id(parameter) for parameter in m.parameters()}]
+    if any(isinstance(module, _WRAPPERS) and module not in found for module in modules):
+        return []
+    found = [module for module in found if not isinstance(module, _WRAPPERS)]
     inside = {id(part) for module in found if is_compiled(module) for part in module.children()}
     return [module for module in found if id(module) not in inside]
 

@@ -6,9 +6,8 @@ training through one of them, these classes carry a hook; then it is taken out a
 
 A model without wrapper has no such class. In a job of several ranks, the first call of an optimizer
 shows which parameters are trained; the first module that is called after it and holds them all is
-watched from then on, so from the second step. Where none is called before the optimizer is called
-again, as the training calls methods of the model, the smallest one is watched from the third step
-on.
+the model, or the smallest one where the training calls methods of it. It is watched from the end of
+that step on, the second one: no rank waits for another there, as stages of a pipeline do in a step.
 
 This module imports nothing heavy: it is loaded with torch in every process of the job, data loader
 workers among them. None of its frames is on the stack when the script's own code runs, so no
@@ -83,9 +82,10 @@ class Catch:
         self._job = job
         self._hooks: list[CallHook] = []
         self._done = self._trained = False
-        self._optimizers: list[Any] = []  # that were called, references to them
+        self._calls: Any = weakref.WeakKeyDictionary()  # of each optimizer, in their first order
         self._waiting: list[Any] = []  # for a backward pass that reaches a parameter
         self._bare: list[Any] = []  # modules without wrapper that hold all trained parameters
+        self._called: Any = None  # the first of them that a training step called
         self._after_step: Any = None
         self._ending = Ending()
         wanted: dict[str, Callable[[ModuleType], None]] = dict.fromkeys(_WRAPPERS, self._hook)
@@ -114,26 +114,27 @@ class Catch:
     def _after_optimizer(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         """Look for models without wrapper that optimizers train; for none if there are wrappers.
 
-        The hook stays until a forward pass: torch goes through its hooks while this one runs.
+        The hook stays, without effect: torch goes through its hooks while this one runs.
         """
         try:
             if self._done or not _has_several_ranks():
                 return
-            again = any(each() is optimizer for each in self._optimizers)
-            if again and not self._bare:
-                return
-            if not again:
-                self._optimizers.append(weakref.ref(optimizer))
-            called = [each for one in self._optimizers if (each := one()) is not None]
-            from rankscope.integrations.beginning import bare_models, with_living
+            calls = self._calls[optimizer] = self._calls.get(optimizer, 0) + 1
+            if calls == 1:
+                from rankscope.integrations.beginning import bare_models, with_living
 
-            if not again:
+                called = list(self._calls)
                 self._look_for_bare(bare_models(with_living(called)) or bare_models(called))
+                return
+            ends_step = list(self._calls)[-1] is optimizer or calls > 2  # of several optimizers
+            if not self._bare or not ends_step:
+                return
+            size = {id(model): sum(1 for _ in model.modules()) for model in self._bare}
+            model = self._called or min(self._bare, key=lambda model: size[id(model)])
         except Exception:
             _log.debug("models without wrapper cannot be found", exc_info=True)
             return
-        if again:  # and no forward pass since
-            self._watch(min(self._bare, key=lambda model: sum(1 for _ in model.modules())))
+        self._watch(model)
 
     def _look_for_bare(self, models: list[Any]) -> None:
         """Await a call of a model without wrapper; keep the ones of before if there is none."""
@@ -168,6 +169,9 @@ class Catch:
         except Exception as error:
             self._fail(error)
             return
+        if any(each is model for each in self._bare):
+            self._called = self._called or model
+            return
         self._forget_optimizers()
         self._watch(model)
 
@@ -175,7 +179,7 @@ class Catch:
         """Watch a model from now on."""
         try:
             self._done = True
-            self._bare = []
+            self._bare, self._called = [], None
             self._imports.remove()
             self._stop_waiting()
             for hook in self._hooks:
@@ -214,8 +218,7 @@ class Catch:
     def _begin(self, model: Any) -> None:
         from rankscope.integrations.beginning import begin
 
-        called = [each for one in self._optimizers if (each := one()) is not None]
-        watching = begin(model, self._job, called)
+        watching = begin(model, self._job, list(self._calls))
         self._job.mark_reported()
         if watching is not None:
             self._ending.attach(watching)

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import rankscope
 from rankscope.errors import UsageError
-from rankscope.evidence.loss.meter import shifts_labels
 from rankscope.integrations.label_tokens import LabelTokens, Weigh
 from rankscope.private import Patch
 from rankscope.wrappers.deepspeed import is_deepspeed
-from rankscope.wrappers.labels import count_label_tokens
+from rankscope.wrappers.labels import count_label_tokens, shifts_labels
 from rankscope.wrappers.surroundings import outside
 
 if TYPE_CHECKING:

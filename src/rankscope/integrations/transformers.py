@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rankscope.errors import MissingExtraError, UnsupportedError
-from rankscope.evidence.loss.meter import shifts_labels
 from rankscope.integrations.rollouts import TrainerRollouts
 from rankscope.private import Patch, callers
 from rankscope.session import start
-from rankscope.wrappers.labels import count_label_tokens
+from rankscope.wrappers.labels import count_label_tokens, shifts_labels
 from rankscope.wrappers.loss_form import LossForm, read_form
 from rankscope.wrappers.surroundings import outside
 

@@ -39,7 +39,15 @@ _EVENTS = (
     *("before_pass", "on_module_inputs", "on_module_output", "on_turn", "forbid", "listen"),
     "begin_step",
     *("on_inputs", "before_forward", "enter_module", "after_forward", "on_output"),
-    *("on_evaluation", "see_reduced", "before_update", "after_update", "see_saved", "collect"),
+    *(
+        "on_evaluation",
+        "see_reduced",
+        "after_schedule",
+        "before_update",
+        "after_update",
+        "see_saved",
+        "collect",
+    ),
     *("on_message", "abort", "close"),
 )
 """The events of probes, see :class:`rankscope.bus.probe.Probe`."""
@@ -111,7 +119,9 @@ class StepCollector:
         observer = ObserverGroup(observers[0] if observers else None, reduced)
         self._tap = instruments.make_tap(guard, observer, self._shadow, self._begin_unawaited)
         self._passes = ForwardPasses(self._notice_backward, guard)
-        self._schedule = ScheduleCalls(self._module, guard, lambda: self._passes.current + 1)
+        self._schedule = ScheduleCalls(
+            self._module, guard, lambda: self._passes.current + 1, self._calls["after_schedule"]
+        )
         self._layout = instruments.layout
         self._last_time = time.perf_counter()
 

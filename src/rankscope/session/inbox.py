@@ -11,6 +11,7 @@ from rankscope.agent.message import untag
 from rankscope.agent.processes import permit_inspection
 from rankscope.agent.reports import unpack_report
 from rankscope.bus.finding import Finding
+from rankscope.bus.lines import TRACE
 from rankscope.bus.step import StepReport
 from rankscope.session.announcement import announce
 from rankscope.session.collector import StepCollector
@@ -41,6 +42,7 @@ class Inbox:
     Attributes:
         findings: All findings by id, each in its latest state.
         done: Whether the agent has sent its last frame.
+        recorded: Whether it could write all of the run, as that frame says.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Inbox:
         self._news: list[Finding] = []  # for the sinks of this process
         self._fed = -1
         self.findings: dict[str, Finding] = {}
-        self.done = False
+        self.done = self.recorded = False
         self._handlers: dict[int, Callable[[Frame], None]] = {
             FrameKind.WELCOME: self._handle_welcome,
             FrameKind.INTERVAL: self._handle_interval,
@@ -214,8 +216,8 @@ class Inbox:
                 self._sinks.step(report, news)
 
     def _handle_line(self, frame: Frame) -> None:
-        level, line = json.loads(frame.payload)
-        _log.log(level, "%s", line)
+        level, line, trace = json.loads(frame.payload)
+        _log.log(level, "%s", line, extra={TRACE: trace})
 
     def _handle_announcement(self, frame: Frame) -> None:
         announce(*json.loads(frame.payload))
@@ -225,6 +227,7 @@ class Inbox:
 
     def _handle_done(self, frame: Frame) -> None:
         self.done = True
+        self.recorded = frame.step == 1
         if frame.payload:
             raise AgentEndedError(frame.payload.decode())
 

@@ -45,8 +45,8 @@ _log = logging.getLogger("rankscope")
 
 _AGENT_ENDS_SECONDS = 0.2  # from the end of its sockets to that of its process
 _RECORD_ENDS_SECONDS = 1.0  # that a training waits for the end of a lost run to be recorded
-_STARTING_SECONDS = 5.0  # that the agent of a new run may take to start
-_PREVIOUS_SECONDS = 10.0  # that the agent of the run before may take to write its data
+_STARTING_SECONDS = 30.0  # that the agent of a new run may take to start
+_PREVIOUS_SECONDS = 30.0  # that the agent of the run before may take to write its data
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -219,11 +219,12 @@ def _answer(
     for hello in hellos:
         if "problem" in hello:
             return {"problem": hello["problem"], "kind": hello["kind"]}, _RootRun()
+    place = info.pop("run_dir")
     try:
         _check_agreement(hellos)
-        root_run, first_step = _begin(info.pop("run_dir"), hellos, info, request)
+        root_run, first_step = _begin(place, hellos, info, request)
     except Exception as error:
-        problem = _problem_of(error, f"rank 0 cannot begin the run in {info.get('run_dir')}")
+        problem = _problem_of(error, f"rank 0 cannot begin the run in {place}")
         return {"problem": str(problem), "kind": type(problem).__name__}, _RootRun(problem=problem)
     return {
         "first_step": first_step,

@@ -1,6 +1,6 @@
 """The rarer options of ``rankscope.watch``, each declared once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from enum import StrEnum
@@ -104,8 +104,11 @@ class WatchOptions:
             raise UsageError(f"every must be at least 1 step, got {self.every}")
         if self.reduced is not None:
             choice(ReadReduced, "reduced", self.reduced)
-        if any(isinstance(step, bool) or int(step) != step or step < 0 for step in self.verify_at):
-            raise UsageError(f"verify_at expected numbers of steps, got {self.verify_at!r}")
+        steps = self.verify_at if isinstance(self.verify_at, Collection) else (True,)
+        if any(isinstance(step, bool) or int(step) != step or step < 0 for step in steps):
+            raise UsageError(
+                f"verify_at expected numbers of steps, such as (20, 40), got {self.verify_at!r}"
+            )
         if isinstance(self.parity, bool) or int(self.parity) != self.parity or self.parity < 0:
             raise UsageError(f"parity expected a number of steps, got {self.parity!r}")
         if self.agent not in (None, "", "process", "thread"):

@@ -33,7 +33,7 @@ from rankscope.bus.probe import Channel, Content
 from rankscope.bus.step import StepReport
 from rankscope.errors import RankscopeError
 from rankscope.gradients.device_clock import clock_of
-from rankscope.session.announcement import announce, where_recorded
+from rankscope.session.announcement import announce, last_line, place_of
 from rankscope.session.collector import StepCollector
 from rankscope.session.inbox import Inbox, OnFinding
 from rankscope.session.instruments import Instruments
@@ -42,8 +42,9 @@ from rankscope.session.mesh_meeting import JoinedMesh
 from rankscope.session.opening import RunHandle
 from rankscope.session.outbox import Outbox
 from rankscope.sinks import Sinks
+from rankscope.wrappers.call_hooks import ForeignHook, ModuleHook
 from rankscope.wrappers.find import has_closure, is_compiled, is_training, log_if_rewrapped
-from rankscope.wrappers.guard import ForeignHook, Guard
+from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.optimizers import all_of
 from rankscope.wrappers.passes import in_backward
 from rankscope.wrappers.surroundings import traced
@@ -104,22 +105,19 @@ class Scope:
         self._link = handle.connect(self._collector.reduced_copies, self._mark)
         self._outbox = Outbox(self._link, handle.rank, self._collector.see_message)
         self._inbox = Inbox(self._link, handle, self._collector, on_finding, sinks)
-        self._hooks: list[Any] = [
-            model.register_forward_pre_hook(ForeignHook(self._before_forward), with_kwargs=True),
-            model.register_forward_hook(ForeignHook(self._after_forward), with_kwargs=True),
-        ]
+        self._hooks: list[Any] = [ModuleHook(model, self._before_forward, self._after_forward)]
         self._model = model
-        inner = instruments.module
-        self._hooks_inside = inner is not model and not (is_compiled(model) or is_compiled(inner))
+        self._inner = inner = instruments.module
+        self._hooks_inside = self._may_hook_inside(model)
         if self._hooks_inside:
-            hook = partial(ForeignHook, compiled=False)
-            before = hook(self._before_inner_forward)
-            after = hook(self._after_inner_forward)
-            self._hooks.append(inner.register_forward_pre_hook(before, with_kwargs=True))
-            self._hooks.append(inner.register_forward_hook(after, with_kwargs=True))
+            self._hooks.append(
+                ModuleHook(inner, self._before_inner_forward, self._after_inner_forward)
+            )
         for each in all_of(optimizer):
-            self._hooks.append(each.register_step_pre_hook(self._before_optimizer_step))
-            self._hooks.append(each.register_step_post_hook(self._after_optimizer_step))
+            before = ForeignHook(self._before_optimizer_step, compiled=True)
+            after = ForeignHook(self._after_optimizer_step, compiled=True)
+            self._hooks.append(each.register_step_pre_hook(before))
+            self._hooks.append(each.register_step_post_hook(after))
             with contextlib.suppress(AttributeError):  # torchtitan's container has no such hooks
                 self._hooks.append(each.register_state_dict_pre_hook(self._before_state_dict))
         self._hooks += map(_Hook, self._collector.listen(self._before_engine_step))
@@ -156,6 +154,11 @@ class Scope:
         return self._training
 
     @property
+    def present_step(self) -> int:
+        """The number of the step that this worker is in."""
+        return self._collector.step
+
+    @property
     def repeating(self) -> bool:
         """Whether the present forward pass is none of the training's own."""
         return self._collector.repeating
@@ -171,8 +174,8 @@ class Scope:
         weight: Tensor | float | None = None,
         *,
         factor: Tensor | float | None = None,
-        constant: float | None = None,
-        summed: tuple[Tensor, Tensor | float] | None = None,
+        constant: Tensor | float | None = None,
+        summed: tuple[Tensor | float, Tensor | float] | None = None,
         spare: bool = False,
     ) -> None:
         """Give the local loss of a micro-batch, when the model's output has no ``.loss``.
@@ -180,7 +183,8 @@ class Scope:
         Args:
             value: The loss per label token before any averaging over workers: a scalar, or one
                 per sample ``[B]`` (from which the dispersion by sampling alone follows).
-            weight: Number of label tokens behind it, of the same shape.
+            weight: Number of label tokens behind it, of the same shape; None: that of which a
+                scalar ``value`` is the mean, if autograd shows it before the backward pass.
             factor: What ``value`` is over the loss per label token, where the training has scaled
                 it already: ``W·n/N`` for a sum over n tokens that was divided by the N tokens of
                 all W workers and multiplied by W.
@@ -188,7 +192,8 @@ class Scope:
                 is only taken out if it is one over the number of micro-batches. None: ``factor``
                 is certain.
             summed: Number of label tokens that ``value`` sums over, and what the sum was divided
-                by: the mean over tokens is recorded if that counts those of all workers.
+                by: the mean over tokens is recorded if that counts those of all workers, or of
+                this one.
             spare: Whether this loss only counts when the backward pass does not go through the
                 ``.loss`` of the model's output.
         """
@@ -299,7 +304,8 @@ class Scope:
             if self._handle.agent is not None and self._inbox.done:
                 self._handle.agent.wait(_AGENT_SECONDS)
         if self._announces_end and self._handle.run_dir is not None:
-            announce(logging.INFO, where_recorded(self._handle.run_dir, self._handle.store))
+            place = place_of(self._handle.run_dir, self._handle.store)
+            announce(logging.INFO, last_line(place, self._inbox.done, self._inbox.recorded))
         self._inbox.notify(None)
 
     def _finish(self, timeout: float, *, interrupted: bool) -> None:
@@ -323,8 +329,8 @@ class Scope:
             level = logging.WARNING if warns else logging.INFO
             _log.log(
                 level,
-                "the monitor's agent still waits for other ranks or hosts; the training goes on, "
-                "and the agent closes the record by itself",
+                "the monitor's agent still works or waits for other ranks or hosts; the training "
+                "goes on, and the agent closes the record by itself",
             )
 
     def _send_bye(self, *, complete: bool, why: str) -> None:
@@ -353,6 +359,7 @@ class Scope:
         if self._collector.repeating:
             return
         self._inside = True
+        self._hooks_inside = self._may_hook_inside(model)
         self._training = self._collector.trains(model)
         if self._training:
             if PACE.lead is not None:
@@ -361,6 +368,11 @@ class Scope:
             self._beat("forward")
             if not self._off:
                 self._inbox.notify(self._collector.step)
+
+    def _may_hook_inside(self, model: Any) -> bool:
+        """Return whether the model that is called holds another one, of which we see the calls."""
+        inner = self._inner
+        return inner is not self._model and not (is_compiled(model) or is_compiled(inner))
 
     def _begin_forward(self, model: Any, args: Any, kwargs: Any) -> None:
         self._inbox.read()
@@ -380,6 +392,8 @@ class Scope:
         """Run a canary that is due; detect a forward pass that bypasses the wrapper."""
         if self._collector.repeating:
             return
+        if self._inside and not self._hooks_inside:
+            return
         if self._inside:
             self._bypassing = False
             self._guard(self._collector.enter_module)
@@ -398,7 +412,8 @@ class Scope:
     def _after_inner_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self._collector.repeating:
             return
-        self._guard(self._collector.keep_output, output)
+        if self._bypassing or self._hooks_inside:
+            self._guard(self._collector.keep_output, output)
         if self._bypassing:
             self._bypassing = False
             self._guard(self._collector.see_output, output, kwargs)

@@ -20,7 +20,7 @@ from rankscope.wrappers.fsdp2_mesh import MeshPlace, stage_line
 from rankscope.wrappers.fsdp2_model import ManagedParameter, is_fsdp2, managed_parameters
 from rankscope.wrappers.kinds import FSDP2
 from rankscope.wrappers.rendezvous import LateError, Rendezvous
-from rankscope.wrappers.shared_weights import Held, Tie, find_ties, held_by
+from rankscope.wrappers.shared_weights import StageParameter, Tie, find_ties, held_by
 
 _log = logging.getLogger("rankscope")
 
@@ -132,7 +132,10 @@ def _found(held: Sequence[Sequence[Any]]) -> dict[str, Any]:
     places = [place for place, stages in enumerate(held) for _ in stages]
     newest = set(accumulate(map(len, held), initial=-1))
     rows = [
-        [Held(name, tuple(shape), digest, before) for name, shape, digest, before in stage]
+        [
+            StageParameter(name, tuple(shape), digest, before)
+            for name, shape, digest, before in stage
+        ]
         for stages in held
         for stage in stages
     ]

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from rankscope.agent.launch import IN_THREAD
+from rankscope.bus.lines import make_printable
 from rankscope.bus.plan import Plan, Tier
-from rankscope.bus.words import printable
 from rankscope.errors import UsageError
 from rankscope.evidence.canary.check import check_canary
 from rankscope.evidence.environment.facts import compilation, environment_facts, vocabulary_digest
@@ -216,8 +216,10 @@ def log_to_stderr() -> None:
     """Let the logger ``rankscope`` write to the error stream, not through the root logger.
 
     The root logger may write to the script's output. A logger that was configured by its name (a
-    handler of its own, or ``propagate`` switched off) is left as it is.
+    handler of its own, or ``propagate`` switched off) is left as it is, but for control characters
+    in its lines.
     """
+    _log.addFilter(make_printable)
     if not _log.handlers and _log.propagate:
         _log.addHandler(_OnStderr())
         _log.propagate = False
@@ -234,8 +236,7 @@ class _OnStderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
         with contextlib.suppress(Exception):  # the stream is closed
-            lines = map(printable, self.format(record).split("\n"))
-            sys.stderr.write("\n".join([*lines, ""]))  # in one piece, beside other ranks' lines
+            sys.stderr.write(f"{self.format(record)}\n")  # in one piece, beside other ranks' lines
             sys.stderr.flush()
 
 

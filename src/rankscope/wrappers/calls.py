@@ -45,6 +45,7 @@ class Relay:
         self._name = name
         self._untraced = untraced
         self._patch: Patch | None = None
+        self._entering = 0  # subscriptions that are about to begin
         self._before: list[weakref.WeakMethod[Listener]] = []
         self._after: list[weakref.WeakMethod[Listener]] = []
 
@@ -68,6 +69,7 @@ class Relay:
             A function that ends the subscription; a second call does nothing. The subscription
             also ends with the object.
         """
+        self._entering += 1  # a garbage collection may end the last subscription at any moment
         patch = self._patch
         if patch is None or not patch.in_place:
             self._before = []
@@ -81,12 +83,13 @@ class Relay:
         ]
         for listeners, reference in added:
             listeners.append(reference)
+        self._entering -= 1
 
         def stop() -> None:
             for listeners, reference in added:
                 if reference in listeners:
                     listeners.remove(reference)
-            if not any(lists):
+            if not any(lists) and not self._entering:
                 patch.remove()
 
         if not isinstance(self._owner, type | ModuleType):

@@ -1,14 +1,10 @@
-"""Keeps monitor failures out of the training: a guard around work, and hooks that stay behind."""
+"""Keeps monitor failures out of the training: a guard around its work on the training thread."""
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from rankscope.gradients.device_clock import DeviceClock, DeviceOverhead
-from rankscope.private import find
 from rankscope.wrappers.surroundings import outside
 
 
@@ -79,41 +75,3 @@ class Guard:
     ) -> DeviceOverhead | None:
         """Return a step's overhead on an accelerator, see :meth:`DeviceClock.take`."""
         return None if self._clock is None else self._clock.take(step, on_host, observed=observed)
-
-
-_callback: Callable[[], object] = find("torch._C._dynamo.eval_frame.get_eval_frame_callback") or (
-    lambda: True
-)
-"""Returns the callback that traces all calls now; None if nothing traces."""
-
-
-class ForeignHook:
-    """A hook on the training's module that stays behind when the module is compiled or copied.
-
-    ``torch.compile`` runs it as it is, without tracing it. A copy of the module, in memory or in a
-    file, gets a hook that does nothing, and needs no monitor to be loaded.
-
-    Args:
-        hook: The function to call.
-        compiled: Whether to call it in a compiled module as well. It breaks the module's graph
-            there, which ``fullgraph=True`` does not allow.
-    """
-
-    def __init__(self, hook: Callable[..., None], *, compiled: bool = True) -> None:
-        self._hook = hook
-        self._untraced = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
-        self._compiled = compiled
-
-    def __call__(self, *args: Any) -> None:
-        """Call the hook; it returns nothing, so inputs and outputs stay as they are."""
-        if torch.compiler.is_compiling():
-            if self._compiled:
-                self._untraced(*args)
-        elif _callback() is None:
-            self._hook(*args)
-        else:
-            self._untraced(*args)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Copied and stored as a method of the standard library that takes anything, returns None.
-        return getattr, (contextlib.nullcontext(), "__exit__")

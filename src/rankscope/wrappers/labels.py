@@ -1,5 +1,6 @@
 """The label tokens among a model's inputs."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,6 +9,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from rankscope.gradients.kernels.inputs import count_labels
+
+_log = logging.getLogger("rankscope")
 
 IGNORED_LABEL = -100
 
@@ -50,3 +53,42 @@ def own(tensor: Tensor) -> Tensor:
     """Return a tensor, all of which this rank holds, as an ordinary one without a graph."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shifts_labels(module: torch.nn.Module) -> bool:
+    """Return whether a model predicts the next token, and shifts its labels by one itself.
+
+    True for transformers' models, by their names and, where one name stands for two kinds, by
+    whether they have an encoder. A wrapper of PEFT or ``torch.compile`` counts only where the model
+    inside has none of these names.
+    """
+    known = (_shifts(layer) for layer in reversed(_layers(module)))
+    return next((shifts for shifts in known if shifts is not None), False)
+
+
+def _shifts(module: torch.nn.Module) -> bool | None:
+    name = type(module).__name__
+    if "ForConditionalGeneration" in name:
+        encodes = getattr(getattr(module, "config", None), "is_encoder_decoder", None)
+        return encodes is False and getattr(module, "loss_type", None) == "ForConditionalGeneration"
+    return True if "CausalLM" in name or name.endswith("LMHeadModel") else None
+
+
+def _layers(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return a model and the models inside it, from the outside to the inside."""
+    layers = [module]
+    while (inner := _inside(layers[-1])) is not None and inner not in layers:
+        layers.append(inner)
+    return layers
+
+
+def _inside(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return the model in a compiled one or in an adapter's, None where there is none."""
+    inner = getattr(module, "_orig_mod", None)
+    get_base_model = getattr(module, "get_base_model", None)
+    if inner is None and callable(get_base_model):
+        try:
+            inner = get_base_model()
+        except Exception:
+            _log.debug("the model in %s is unknown", type(module).__name__, exc_info=True)
+    return inner if isinstance(inner, torch.nn.Module) else None

@@ -7,7 +7,7 @@ hooks of the training's is read in a hook that runs before these.
 
 The step ends with the optimizer's call, and ``.grad`` is taken for the reduced gradient then. The
 comparison of workers shows whether it is a mean, a sum or something else, or still each worker's
-own since the optimizer reduces: see :mod:`rankscope.evidence.gradient.user_reduction`.
+own since the optimizer reduces.
 """
 
 from collections.abc import Callable

@@ -2,8 +2,9 @@
 
 A trainer returns a number. It may be a mean over the worker's own label tokens, or their sum
 divided by the number of all workers' tokens and multiplied by W. The number does not show which,
-but its graph does: autograd saves the last divisions and multiplications. Only those of scalars
-are read: a saved tensor before them may be computed anew, or fetched from elsewhere, when read.
+but its graph does: autograd saves the last divisions and multiplications, the number of label
+tokens in a cross entropy, and the mask of a masked sum. What a hook of the training's has packed is
+not read: it may be computed anew, or fetched from elsewhere, when read.
 """
 
 import math
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -23,6 +25,7 @@ _PACKED = {
     "_saved_weight": "_raw_saved_weight",
     "_saved_total_weight": "_raw_saved_total_weight",
 }
+_SELECTING = ("IndexBackward", "MaskedSelectBackward")
 """Name of the packed tensor in autograd, by the name of the saved tensor."""
 PASSING = ("ToCopyBackward", "CloneBackward", "ViewBackward", "AliasBackward", "SqueezeBackward")
 """Operators that do not change a number."""
@@ -86,10 +89,15 @@ def read_form(
 
 def is_mean(loss: Tensor) -> bool:
     """Return whether a loss is a mean of its own terms, as far as autograd shows it."""
+    return is_mean_node(origin_of(loss))
+
+
+def origin_of(loss: Tensor) -> Any:
+    """Return the operator that computed a number, before those that do not change it."""
     node: Any = loss.grad_fn
     while node is not None and type(node).__name__.startswith(PASSING):
         node = node.next_functions[0][0]
-    return is_mean_node(node)
+    return node
 
 
 def is_mean_node(node: Any) -> bool:
@@ -98,18 +106,64 @@ def is_mean_node(node: Any) -> bool:
     return kind.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == _MEAN
 
 
-def summed_tokens(node: Any) -> Tensor | None:
-    """Return the number of label tokens over which cross entropy has summed a loss, or None.
+def summed_tokens(node: Any) -> Tensor | float | None:
+    """Return the number of label tokens that an operator has summed into a loss, or None.
+
+    They are those of a cross entropy, a selection, or a product with a mask of zeros and ones:
+    NaN where that holds other numbers.
+    """
+    if getattr(node, "_saved_reduction", None) == _SUM:
+        return _cross_entropy_tokens(node)
+    if not type(node).__name__.startswith("SumBackward0"):
+        return None
+    before = node.next_functions[0][0]
+    if type(before).__name__.startswith(_SELECTING):
+        return float(math.prod(node._saved_self_sym_sizes))
+    return _masked_tokens(before, node._saved_self_sym_sizes)
+
+
+def averaged_tokens(node: Any) -> Tensor | float | None:
+    """Return the number of label tokens whose mean an operator has taken as a loss, or None.
+
+    They are those of a cross entropy or of a selection.
+    """
+    if getattr(node, "_saved_reduction", None) == _MEAN:
+        return _cross_entropy_tokens(node)
+    if not type(node).__name__.startswith("MeanBackward0"):
+        return None
+    before = node.next_functions[0][0]
+    chosen = type(before).__name__.startswith(_SELECTING)
+    return float(node._saved_self_sym_numel) if chosen else None
+
+
+def _cross_entropy_tokens(node: Any) -> Tensor | None:
+    """Return the number of labels that a cross entropy did not ignore.
 
     With weights of classes it keeps their sum, which is no count.
     """
-    if getattr(node, "_saved_reduction", None) != _SUM or is_hooked(node, "_saved_weight"):
+    if is_hooked(node, "_saved_weight"):
         return None
     try:
         weighted = getattr(node, "_saved_weight", None) is not None
     except RuntimeError:  # changed in place since
         return None
     return None if weighted else _number(node, "_saved_total_weight")
+
+
+def _masked_tokens(node: Any, shape: tuple[int, ...]) -> Tensor | None:
+    """Return the number of ones in the mask of a product of this shape; NaN if it is no mask."""
+    if not type(node).__name__.startswith("MulBackward"):
+        return None
+    before = [function for function, _ in node.next_functions]
+    if before.count(None) != 1:
+        return None
+    mask = _saved(node, "_saved_self" if before[0] is None else "_saved_other")
+    if mask is None or tuple(mask.shape) != tuple(shape):
+        return None
+    with torch.no_grad():
+        is_mask = mask.dtype == torch.bool or ((mask == 0) | (mask == 1)).all()
+        total = mask.sum(dtype=torch.float64)
+        return total if is_mask is True else torch.where(is_mask, total, math.nan)
 
 
 def divisor_of(node: Any) -> Tensor | None:
@@ -141,13 +195,19 @@ def _returns_scalar(node: Any, place: int) -> bool:
 
 def _number(node: Any, name: str) -> Tensor | None:
     """Return a number that autograd has saved for an operator; None unless it is a single one."""
+    saved = _saved(node, name)
+    return saved if saved is not None and saved.numel() == 1 else None
+
+
+def _saved(node: Any, name: str) -> Tensor | None:
+    """Return a tensor that autograd has saved for an operator, None if it may not be read."""
     try:
         saved = None if is_hooked(node, name) else getattr(node, name, None)
     except RuntimeError:  # freed, or changed in place since
         return None
     if not isinstance(saved, Tensor) or isinstance(saved, DTensor):  # which may communicate
         return None
-    return saved if saved.numel() == 1 else None
+    return saved
 
 
 def is_hooked(node: Any, name: str) -> bool:

@@ -5,12 +5,6 @@ from typing import Any
 
 import torch
 
-_NO_SETTINGS = frozenset(
-    {"params", "param_names", "lr", "initial_lr", "max_lr", "min_lr", "base_lr"}
-)
-_PARAMETERS = frozenset({"params", "param_names"})
-_FIXED = (bool, int, float, str, type(None))
-
 
 class JointOptimizer:
     """Several optimizers of one model as one; their settings are reported in this order."""

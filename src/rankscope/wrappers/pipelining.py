@@ -6,7 +6,7 @@ with what earlier calls have left there.
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,11 +25,17 @@ class ScheduleCalls:
         module: The stage's module, inside its wrapper.
         guarded: Keeps the monitor's exceptions out of the schedule.
         count_passes: Returns the number of forward passes of the step so far.
+        after_call: Functions to call after each call.
     """
 
     def __init__(
-        self, module: nn.Module, guarded: Guarded, count_passes: Callable[[], int]
+        self,
+        module: nn.Module,
+        guarded: Guarded,
+        count_passes: Callable[[], int],
+        after_call: Sequence[Callable[[], object]] = (),
     ) -> None:
+        self._after_call = after_call
         self._module = module
         self._guarded = guarded
         self._count_passes = count_passes
@@ -66,6 +72,8 @@ class ScheduleCalls:
         module = stage.submod
         if self._module in (module, getattr(module, "module", None)):
             self._calls.append((self._count_passes(), float(grad_scale_factor)))
+            for call in self._after_call:
+                call()
 
 
 def _relay() -> Relay | None:

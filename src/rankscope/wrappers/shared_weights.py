@@ -26,7 +26,7 @@ from rankscope.wrappers.fsdp2_model import ManagedParameter
 _log = logging.getLogger("rankscope")
 
 
-class Held(NamedTuple):
+class StageParameter(NamedTuple):
     """A parameter of one stage that is not constant.
 
     Attributes:
@@ -60,7 +60,9 @@ class Tie:
         return " = ".join(dict.fromkeys(self.names[at] for at in sorted(self.names)))
 
 
-def find_ties(held_T: Sequence[Sequence[Held]], ranks_T: Sequence[int] | None = None) -> list[Tie]:
+def find_ties(
+    held_T: Sequence[Sequence[StageParameter]], ranks_T: Sequence[int] | None = None
+) -> list[Tie]:
     """Return the weights that stages of several ranks hold.
 
     Tensors that have a twin on their own rank are left out, and so are those of stages most of
@@ -71,8 +73,9 @@ def find_ties(held_T: Sequence[Sequence[Held]], ranks_T: Sequence[int] | None = 
         ranks_T: The rank of each stage, by its place along their axis; one for each if left out.
 
     Example:
-        >>> first = [Held("embedding", (9, 4), 1, 0), Held("block.0", (4, 4), 2, 36)]
-        >>> last = [Held("block.0", (4, 4), 3, 0), Held("head", (9, 4), 1, 16)]
+        >>> block = StageParameter("block.0", (4, 4), 2, 36)
+        >>> first = [StageParameter("embedding", (9, 4), 1, 0), block]
+        >>> last = [block._replace(digest=3, before=0), StageParameter("head", (9, 4), 1, 16)]
         >>> [(tie.label, tie.certain) for tie in find_ties([first, last])]
         [('embedding = head', True)]
         >>> find_ties([last, last])  # one seed in two equal stages
@@ -81,7 +84,7 @@ def find_ties(held_T: Sequence[Sequence[Held]], ranks_T: Sequence[int] | None = 
     ranks_T = range(len(held_T)) if ranks_T is None else ranks_T
     stages = list(zip(ranks_T, held_T, strict=True))
     counts = Counter((rank, one.digest) for rank, held in stages for one in held)
-    found: defaultdict[tuple[object, ...], dict[int, Held]] = defaultdict(dict)
+    found: defaultdict[tuple[object, ...], dict[int, StageParameter]] = defaultdict(dict)
     for number, (rank, held) in enumerate(stages):
         for one in held:
             if counts[rank, one.digest] == 1:
@@ -99,7 +102,7 @@ def find_ties(held_T: Sequence[Sequence[Held]], ranks_T: Sequence[int] | None = 
     return [tie for tie in ties if tie.certain or not tie.names.keys() <= seeded]
 
 
-def _may_coincide(one: Held, other: Held) -> bool:
+def _may_coincide(one: StageParameter, other: StageParameter) -> bool:
     """Return whether one seed, or one definition of a layer, explains equal content."""
     role = re.sub(r"\d+", "#", one.name)
     same_layer = "#" in role and role == re.sub(r"\d+", "#", other.name)
@@ -107,13 +110,13 @@ def _may_coincide(one: Held, other: Held) -> bool:
 
 
 @torch.no_grad()
-def held_by(parameters: Sequence[ManagedParameter]) -> list[Held]:
+def held_by(parameters: Sequence[ManagedParameter]) -> list[StageParameter]:
     """Return the parameters that are not constant, as this rank holds them; waits for the device.
 
     Args:
         parameters: All parameters of the stage, in the order of the model.
     """
-    found: list[Held] = []
+    found: list[StageParameter] = []
     before = 0
     for parameter in parameters:
         tensor = parameter.tensor.detach()
@@ -125,7 +128,7 @@ def held_by(parameters: Sequence[ManagedParameter]) -> list[Held]:
         except Exception as error:  # a tensor of an unusual kind
             _log.debug("%s is not compared with other stages: %s", parameter.name, error)
             continue
-        found.append(Held(parameter.name, tuple(tensor.shape), digest, before))
+        found.append(StageParameter(parameter.name, tuple(tensor.shape), digest, before))
         before += tensor.numel()
     return found
 

@@ -1,0 +1,65 @@
+"""Objects are found while other threads go on."""
+
+import gc
+import sys
+import threading
+
+import pytest
+
+from rankscope.wrappers.living import live_objects
+
+
+class Marked:
+    pass
+
+
+class More(Marked):
+    pass
+
+
+class Other(More):
+    pass
+
+
+def test_objects_are_found_by_class_and_by_the_first_class_that_is_asked_for():
+    marked, more, other = Marked(), More(), Other()
+    assert set(map(id, live_objects(Marked)[Marked])) == {id(marked), id(more), id(other)}
+    found = live_objects(Other, Marked)
+    assert found[Other] == [other]
+    assert set(map(id, found[Marked])) == {id(marked), id(more)}
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_collection_of_garbage_stays_as_it_was(collects):
+    was = gc.isenabled()
+    (gc.enable if collects else gc.disable)()
+    try:
+        live_objects(Marked)
+        assert gc.isenabled() is collects
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+def test_tuples_that_another_thread_builds_are_left_alone():
+    marked, stop, errors, built = Marked(), threading.Event(), [], []
+
+    def build():
+        while not stop.is_set():
+            try:
+                built.append(len(tuple(number for number in range(2000))))
+            except SystemError as error:
+                errors.append(error)
+
+    thread = threading.Thread(target=build)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        for _ in range(100):
+            assert live_objects(Marked)[Marked] == [marked]
+    finally:
+        stop.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert errors == []
+    assert built
