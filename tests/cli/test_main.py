@@ -152,15 +152,20 @@ def test_as_a_module() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["studi"], "No such command 'studi'"),
+        (["studi"], "No such command 'studi'; did you mean 'study'? See rankscope --help"),
         (["study", "--stepz", "3"], "No such option: --stepz"),
-        (["study", "--steps", "many"], "Invalid value for '--steps'"),
-        (["study", "--limit", "1.5"], "Invalid value for '--limit'"),
-        (["study", "--learning-rate", "fast"], "Invalid value for '--learning-rate'"),
+        (["study", "--steps", "many"], "--steps expected a whole number, got 'many'; see"),
+        (["study", "--limit", "1.5"], "--limit expected a whole number, got '1.5'; see"),
+        (["study", "--learning-rate", "fast"], "--learning-rate expected a number, got 'fast'"),
+        (["serve", "x", "--port", "99999"], "--port expected a number of at most 65535, got"),
+        (["run"], "rankscope run expected a script and its arguments, got nothing; see"),
         (["study", "--reading", "both-of-them"], "Invalid value for '--reading'"),
-        (["study", "--precision", "fp8"], "Invalid value for '--precision'"),
+        (["study", "--precision", "fp8"], "Invalid value for '--precision': 'fp8' is not one of"),
         (["report"], "Missing argument"),
-        (["report", "x", "--fail-on", "never"], "Invalid value for '--fail-on'"),
+        (
+            ["report", "x", "--fail-on", "never"],
+            "Invalid value for '--fail-on': 'never' is not one of",
+        ),
     ],
 )
 def test_a_command_line_that_cannot_be_read(

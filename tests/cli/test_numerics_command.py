@@ -35,9 +35,11 @@ Monkey = pytest.MonkeyPatch
 Capture = pytest.CaptureFixture[str]
 
 
-def call(monkeypatch: Monkey, capsys: Capture, *words: str) -> tuple[int, str, str]:
+def call(
+    monkeypatch: Monkey, capsys: Capture, *words: str, columns: str = "120"
+) -> tuple[int, str, str]:
     """Run the command in this process; its exit code, output and errors."""
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setattr(sys, "argv", ["rankscope", *words])
     with pytest.raises(SystemExit) as ended:
         main.run()
@@ -73,6 +75,13 @@ def test_tables_and_sentences(monkeypatch: Monkey, capsys: Capture) -> None:
         assert f"\n  {start}" in out
     assert out.index("Why two runs differ") < out.index("Does it matter") < out.index("What to do")
     assert max(map(len, out.splitlines())) <= 120
+
+
+def test_tables_fit_a_usual_terminal(monkeypatch: Monkey, capsys: Capture) -> None:
+    code, out, _ = call(monkeypatch, capsys, *QUICK, columns="80")
+    assert code == 0
+    assert "…" not in out
+    assert max(map(len, out.splitlines())) <= 80
 
 
 def test_json_is_what_the_tables_show(monkeypatch: Monkey, capsys: Capture) -> None:

@@ -133,6 +133,8 @@ def test_the_verdict_of_the_run_is_shown(tmp_path, digests, losses, code, words)
     path = save_bundle(tmp_path, with_results(digests, losses))
     result = call(str(path))
     assert result.exit_code == code
+    assert "Equal letters: equal bits of loss and gradient." in text(result)
+    assert f"Run it again: rankscope replay {path} --model MODULE:FUNCTION" in text(result)
     assert words in text(result)
     told = json.loads(call(str(path), "--json").output)
     assert told["results"]["digests_W"] == digests

@@ -284,6 +284,18 @@ def test_terminals_of_any_width(copied: Path, study: Path, width: int):
     assert "data.duplicate_batches" in words
 
 
+def test_a_study_gives_the_same_advice_once(study: Path):
+    console, file = shown(80)
+    render_study(study, console)
+    words = " ".join(file.getvalue().split())
+    assert words.count("Give every worker its own shard") == 1
+    assert "What to do: as for " in words
+    assert "ratio to sampling" not in words  # whose column is for wide terminals
+    console, file = shown(112)
+    render_study(study, console)
+    assert "The ratio to sampling is one of root mean squares" in " ".join(file.getvalue().split())
+
+
 def test_colour_on_a_terminal_only(copied: Path):
     run = Run.open(copied)
     for colour in (True, False):

@@ -155,7 +155,7 @@ def test_unknown_model(refused: Refused, model: str) -> None:
     [
         ({"settings": "s1-4"}, "--settings expected some of s1-1, s1-2, s1-3, got 's1-4'"),
         ({"settings": ","}, "--settings expected some of"),
-        ({"workers": 0}, "--workers must be at least 1, got 0"),
+        ({"workers": 1}, "--workers must be at least 2, got 1"),
         ({"steps": -1}, "--steps must be at least 1, got -1"),
         ({"batch_size": 0}, "--batch-size must be at least 1"),
         ({"accumulation": 0}, "--accumulation must be at least 1"),

@@ -153,7 +153,7 @@ def test_a_long_gap_stays_blank():
 
 
 def test_lines_stay_within_the_budget_of_points():
-    values_TW = np.random.default_rng(3).normal(size=(4_000, 48))
+    values_TW = np.random.default_rng(3).normal(size=(1_500, 48))
     rows = bins.lines(overview(values_TW), range(48))
     assert len(rows) <= MAX_POINTS + 4 * 48
     assert {row["rank"] for row in rows} == set(range(48))

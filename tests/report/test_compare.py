@@ -30,6 +30,8 @@ def test_both_runs_are_in_every_figure_and_can_be_told_apart_in_grey(healthy_run
         assert "stroke-dasharray" in svg
         assert ">A<" in svg
         assert ">B<" in svg
+        letters = [layer["mark"] for layer in spec["layer"] if layer["mark"]["type"] == "text"]
+        assert [mark["clip"] for mark in letters] == [False, False]  # curves are cut when zoomed
 
 
 def test_sides_numbers_and_notes(healthy_run: Run, other: Run, copied_run: Run):

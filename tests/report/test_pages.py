@@ -134,7 +134,7 @@ def test_equal_runs_give_equal_pages(healthy_run: Run, tmp_path: Path):
     assert write_report(healthy_run, tmp_path / "b.html").read_bytes() == first
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2])
 def test_few_workers(tmp_path: Path, num_workers: int):
     page = read(write_report(record_run(tmp_path, num_workers=num_workers, num_steps=4)))
 

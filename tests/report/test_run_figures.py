@@ -10,7 +10,7 @@ import vl_convert
 from rankscope.agent.summarize import summarize
 from rankscope.bus.columns import Table
 from rankscope.record import Run, RunWriter
-from rankscope.report import bins, write_report
+from rankscope.report import bins, figures, write_report
 from rankscope.report.document import VEGALITE
 from rankscope.report.page import run_view
 from rankscope.report.parts import Tables
@@ -143,6 +143,25 @@ def test_residual_interval_and_times_are_those_recorded(page: Page, rich_run: Ru
     drawn = [[row["value"] for row in rows] for rows in tables if len(rows) == 40]
     assert any(np.allclose(values, 1e3 * slowest_T, rtol=1e-4) for values in drawn)
     assert any(np.allclose(values, 4.0) for values in drawn)
+
+
+def test_no_step_is_written_twice_below_an_axis():
+    tables = Tables()
+    rows = [{"step": step, "value": 1e-7} for step in (0, 1)]
+    spec = {**figures.residual(tables, rows), "width": 240, "datasets": tables.rows}
+    svg = vl_convert.vegalite_to_svg(spec, vl_version=VEGALITE)
+    assert (svg.count(">0<"), svg.count(">1<")) == (1, 1)
+
+
+def test_the_band_says_over_how_many_steps_it_reaches(rich_run: Run, tmp_path: Path):
+    def caption(run: Run) -> str:
+        words = Page(write_report(run, tmp_path / "band.html").read_text(encoding="utf-8")).words
+        return words.partition("to the highest worker ")[2].partition(".")[0]
+
+    assert caption(record_run(tmp_path / "short", num_workers=2, num_steps=20)) == "in each step"
+    assert caption(record_run(tmp_path / "long", num_workers=2, num_steps=600)).startswith(
+        "within "
+    )
 
 
 def test_a_run_of_many_workers_has_maps_of_bounded_size(tmp_path: Path):

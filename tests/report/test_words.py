@@ -153,7 +153,7 @@ def test_facts_leave_out_what_is_not_known():
         "Status": "running",
         "Model": "tiny",
         "Seed": "0",
-        "Overhead": "4 ms in the median step",
+        "Watching took": "4 ms in the median step, on its slowest worker",
     }
 
 

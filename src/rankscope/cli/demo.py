@@ -57,6 +57,11 @@ def _prepare(output: Path, *, overwrite: bool) -> None:
         raise UsageError(
             f"{output} already holds a demo: add --overwrite, or choose another --output"
         )
+    if (output / "run.json").exists() or (output / "study.json").exists():
+        raise UsageError(
+            f"{output} holds a run or a study, whose report.html would be replaced: choose another "
+            "--output"
+        )
     for name in there:
         shutil.rmtree(output / name)
 

@@ -48,6 +48,15 @@ LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
 RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 """Variables in which other launchers put the rank of a process."""
 
+_EXPECTED = {
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "greater_than_equal": "a number of at least {ge:g}",
+    "less_than_equal": "a number of at most {le:g}",
+}
+"""What an option wanted, by the kind of its parser's complaint."""
+
 _CommandLineError: Any = typer.BadParameter.__mro__[1]
 """The error of a command line that cannot be read, from the copy of click that typer uses."""
 
@@ -125,13 +134,31 @@ def _run() -> int:
         if _rank_0_shows_it(command, os.environ):
             time.sleep(PATIENCE)  # a launcher that sees one rank fail ends the others
         else:
-            _print_error(f"{error.format_message().rstrip('.')}; see {command} --help")
+            words = _bad_usage(error)
+            _print_error(f"{words}{' See' if words.endswith('?') else '; see'} {command} --help")
         return BAD_INPUT
     except (KeyboardInterrupt, typer.Abort, typer.Exit):
         raise
     except Exception as error:
         _print_error(_defect(error))
         return DEFECT
+
+
+def _bad_usage(error: Any) -> str:
+    """Return what was expected and what came, in words of ours where typer quotes its parser."""
+    if isinstance(error.__cause__, RankscopeError):
+        return str(error.__cause__)
+    words: str = error.format_message().rstrip(".").replace(". Did you", "; did you")
+    parsed = getattr(error.__cause__, "errors", None)
+    if parsed is None:
+        return words
+    first = parsed()[0]
+    words = words.replace("Value error, ", "")
+    wanted = _EXPECTED.get(first["type"])
+    if wanted is None:
+        return words
+    option = words.partition(":")[0].removeprefix("Invalid value for ").strip("'")
+    return f"{option} expected {wanted.format(**first.get('ctx', {}))}, got {first['input']!r}"
 
 
 def _defect(error: Exception) -> str:

@@ -238,7 +238,7 @@ def render_sums(sums: Values, more: Sequence[str], console: Console) -> None:
     workers = USUAL_WORKERS if USUAL_WORKERS in numbers else numbers[-1]
     first = sums["cells"][0]["inputs"]
     _titled(console, "Two orders of a ring differ by", _by_world(sums, "difference_relative"))
-    _titled(console, "Error, and in brackets what rounding predicts", _by_world(sums, None))
+    _titled(console, "Error, and below it what rounding predicts", _by_world(sums, None))
     _titled(console, f"{workers} workers in {first}", _by_scheme(sums, workers, first))
     _titled(console, f"Error by layer, {numbers[-1]} workers in a ring", _by_layer(sums))
     console.print()
@@ -289,9 +289,9 @@ def _by_scheme(sums: Values, workers: int, inputs: str) -> Grid:
     heads = (
         "orders",
         "different\nresults",
-        "elements\nthat differ",
-        "ULP apart,\nhalf below",
-        "ULP apart,\n99 % below",
+        "elements\ndiffer",
+        "half\nbelow,\nULP",
+        "99 %\nbelow,\nULP",
         "error",
         "at worst",
     )
@@ -327,7 +327,7 @@ def _by_layer(sums: Values) -> Grid:
 
 
 def _error(row: Values) -> str:
-    return f"{_relative(row['error_relative'])} ({_relative(row['predicted_relative'])})"
+    return f"{_relative(row['error_relative'])}\n({_relative(row['predicted_relative'])})"
 
 
 def _relative(value: float | None) -> str:

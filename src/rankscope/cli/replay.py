@@ -1,5 +1,6 @@
 """``rankscope replay``: the batches of a finding, run again on every rank."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,6 +20,7 @@ from rankscope.cli.output import (
     table,
     terminal,
 )
+from rankscope.cli.verdict import labelled
 from rankscope.errors import UsageError
 from rankscope.evidence.canary.bundle import (
     ReplayBundle,
@@ -147,6 +149,9 @@ def _show_saved(path: Path, bundle: ReplayBundle, *, as_json: bool) -> CanaryVer
     else:
         _show_verdict(console, bundle.verdict, bundle.results)
         _table(console, "The canary inside the run", bundle.results)
+        console.print()
+        again = f"rankscope replay {shlex.quote(str(path))} --model MODULE:FUNCTION"
+        console.print(labelled("  Run it again", again), soft_wrap=True)  # to be pasted
     console.print()
     return bundle.verdict
 
@@ -244,6 +249,7 @@ def _table(console: Console, title: str, results: CanaryResults) -> None:
             "no result" if missing else "yes" if digest == results.again_W[rank] else "no",
         )
     show(console, grid)
+    show(console, plain("Equal letters: equal bits of loss and gradient.", "dim"))
 
 
 def _samples(console: Console, bundle: ReplayBundle, replayed: "Replayed") -> None:

@@ -127,7 +127,7 @@ def write_files(
         except MissingExtraError as error:
             if explicit:
                 raise
-            terminal(stderr=True).print(Text(str(error)), soft_wrap=True)
+            terminal(stderr=True).print(plain(str(error)), soft_wrap=True)
     return written
 
 

@@ -21,6 +21,7 @@ from rankscope.cli.output import LONGEST, heading, plain, points, readable_lines
 from rankscope.record import Run
 from rankscope.report.study_words import (
     MEANS,
+    RATIO,
     Entry,
     Study,
     alike,
@@ -107,12 +108,15 @@ def render_study(study_dir: Path, console: Console) -> None:
     show(console, verdict_lines(severity, headline, study.name))
     show(console, plain(study.caption, "dim"))
     console.print()
-    show(console, _study_table(study, console.width))
-    show(console, plain(f"{study.settings} {MEANS}".strip(), "dim"))
+    columns = _columns(study, console.width)
+    show(console, _study_table(study, columns))
+    ratio = RATIO if "× sampling" in columns else ""
+    show(console, plain(f"{study.settings} {MEANS} {ratio}".strip(), "dim"))
+    given: dict[str, str] = {}
     for entries in alike(study.entries):
         if entries[0].severity != "healthy":
             console.print()
-            show(console, _entry(entries))
+            show(console, _entry(entries, given))
     heading(console, why_heading(study.entries))
     for title, words in why_they_differ(study.entries):
         show(console, labelled(title, words))
@@ -164,9 +168,13 @@ def numbers_grid(tiles: Sequence[Mapping[str, str]], *, narrow: bool) -> Rendera
     return grid
 
 
-def _study_table(study: Study, width: int) -> RenderableType:
+def _columns(study: Study, width: int) -> list[str]:
+    names = cells_of(study.entries[0])
+    return [name for name in names if min(width, LONGEST) >= _LEAST_WIDTHS.get(name, 0)]
+
+
+def _study_table(study: Study, columns: Sequence[str]) -> RenderableType:
     rows = [cells_of(entry) for entry in study.entries]
-    columns = [name for name in rows[0] if min(width, LONGEST) >= _LEAST_WIDTHS.get(name, 0)]
     grid = table(*columns, right=columns[2:])
     for entry, cells in zip(study.entries, rows, strict=True):
         colours = {"Verdict": LOOK[entry.severity][1]}
@@ -174,17 +182,21 @@ def _study_table(study: Study, width: int) -> RenderableType:
     return grid
 
 
-def _entry(entries: Sequence[Entry]) -> Text:
+def _entry(entries: Sequence[Entry], given: dict[str, str]) -> Text:
+    """Return an assessment; advice that is ``given`` already is not repeated."""
     entry = entries[0]
+    names = "; ".join(member.name for member in entries)
+    advice = entry.text("recommendation")
+    first = given.setdefault(advice, names)
     sign, colour = LOOK[entry.severity]
     return Text.assemble(
         (f"{sign} ", colour),
-        plain("; ".join(member.name for member in entries), "bold"),
+        plain(names, "bold"),
         "  ",
         plain(entry.text("headline")),
         "\n",
         ("What to do: ", "bold"),
-        plain(entry.text("recommendation")),
+        plain(advice if first == names else f"as for {first}."),
     )
 
 

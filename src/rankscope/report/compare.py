@@ -209,9 +209,11 @@ def _lines(
         "color": colours("run", list(curves)),
     }
     ends = [{**rows[-1], "run": letter} for letter, rows in curves.items() if rows]
-    named = {**place, "text": channel("run:N")}
+    # At the right edge, beyond what a zoomed curve is cut to.
+    named = {**place, "x": {"value": "width"}, "text": channel("run:N")}
+    look = {"align": "left", "fontWeight": 700, "clip": False}
     letters = [
-        layer("text", tables.add(ends[first::2]), named, align="left", dx=dx, fontWeight=700)
+        layer("text", tables.add(ends[first::2]), named, dx=dx, **look)
         for first, dx in enumerate((5, 16))  # two that end together are both read
     ]
     line = {**place, "strokeDash": dashes("run", {side.letter: side.dashes for side in sides})}
@@ -226,8 +228,7 @@ def _lines(
         *letters,
         dots,
     ]
-    figure = layered(layers, height, [pointed("near", dots, ["step", "run"]), zoomable(dots)])
-    return {**figure, "padding": {"left": 2, "right": 28, "top": 6, "bottom": 2}}  # for letters
+    return layered(layers, height, [pointed("near", dots, ["step", "run"]), zoomable(dots)])
 
 
 def _lettered(curves: Mapping[str, Sequence[Row]]) -> list[Row]:

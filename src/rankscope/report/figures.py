@@ -110,7 +110,7 @@ def sample_coverage(tables: Tables, rows: Sequence[Row]) -> Spec:
         layer("area", source, {"x": x, "y": y}, style="wash"),
         layer("line", source, {"x": x, "y": channel("drawn:Q")}, style="expected"),
         layer("line", source, {"x": x, "y": y}, style="measured"),
-        _end_label(tables, rows, "drawn", "drawn", "soft-label", dx=-14, dy=-4),
+        _end_label(tables, rows, "drawn", "drawn", "soft-label", dx=-30, dy=6),
         *([different] if repeats else []),
     ]
     return _with_crosshair(layers, tips, source, 250)
@@ -140,6 +140,7 @@ def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -
         "y": log_axis("value", log_domain(column([*step, *monitor], "value")), form=",~g"),
     }
     layers: list[Spec] = []
+    names: list[Spec] = []
     for rows, style, words, label in (
         (step, "mean", "step", "ink-label"),
         (monitor, "measured", "monitor", "measured-label"),
@@ -150,8 +151,10 @@ def time_per_step(tables: Tables, step: Sequence[Row], monitor: Sequence[Row]) -
         layers.append(layer("line", source, encoding, style=style, strokeWidth=1.6))
         layers.append(layer("point", source, {**encoding, "tooltip": tips}, opacity=0, size=60))
         if known:
-            name = {"style": label, "text": words, "align": "right", "dy": -10}
-            layers.append(layer("text", tables.add(known[-1:]), encoding, **name))
+            name = {"text": words, "align": "right", "dy": -10}
+            last = tables.add(known[-1:])
+            names += [layer("text", last, encoding, style=s, **name) for s in ("halo", label)]
+    layers += names  # in front of both curves
     return layered(layers, COST_HEIGHT)
 
 

@@ -35,7 +35,7 @@ ARROW = 12
 
 MIN_CELL = 30
 """Pixels of a heatmap's cell that can hold its value in print."""
-FINDING_ROW = 28
+FINDING_ROW = 34
 """Pixels of a row; the page's list of names beside the timeline has lines of that height."""
 MAX_FINDINGS = 40
 SHAPES = {"note": "circle", "warning": "triangle-up", "error": "diamond"}
@@ -146,19 +146,23 @@ def _rank_scale(num_workers: int, *, reverse: bool = False) -> Spec:
 
 def _colour(title: str, far: float) -> Spec:
     scale = {"domain": [-far, far], "domainMid": 0, "clamp": True, "interpolate": "rgb"}
-    legend = {
+    return channel("deviation:Q", scale=scale, legend=_bar(title, far))
+
+
+def _bar(title: str, far: float) -> Spec:
+    """Return the legend of colours from ``-far`` to ``far``, above the figure."""
+    return {
         "title": title,
         "orient": "top",
         "direction": "horizontal",
         "titleOrient": "left",
         "titleLimit": 260,
-        "gradientLength": 120,
+        "gradientLength": 80,
         "gradientThickness": 8,
         "values": [-far, 0, far],
         "labelExpr": "(datum.value > 0 ? '+' : '') + datum.label",
         "offset": 6,
     }
-    return channel("deviation:Q", scale=scale, legend=legend)
 
 
 def _tips(title: str, place: Spec) -> list[Spec]:
@@ -188,7 +192,7 @@ def heatmap(
     place = _matrix(num_workers, size)
     cells = _cells(num_workers, framed=bool(labels))
     diagonal, pairs = ([*cells, {"filter": f"datum.i {sign} datum.j"}] for sign in ("===", "!=="))
-    bar = {"title": "cosine", "gradientLength": min(size, 180), "values": [-1, 0, 1]}
+    bar = {**_bar("cosine", 1), "labelExpr": "datum.label"}
     scale = {"domain": [-1, 1], "domainMid": 0, "interpolate": "rgb"}
     colour = channel("cosine:Q", scale=scale, legend=bar if legend else None)
     tips = [
@@ -204,7 +208,9 @@ def heatmap(
     if size / num_workers >= MIN_CELL:
         known = {"filter": "isValid(datum.cosine)"}
         values = {**place, **_cell_values()}
-        layers.append(layer("text", source, values, *pairs, known, fontSize=10.5))
+        layers.append(
+            layer("text", source, values, *pairs, known, style="ink-label", fontSize=10.5)
+        )
     if not labels:
         return sized(layered(layers, size), size)
     spec = sized(layered(layers, size, [{"name": "frame", "value": 0}]), size)
@@ -243,7 +249,7 @@ def _cell_values() -> dict[str, Spec]:
     strong = {"test": "abs(datum.cosine) > 0.55", "value": "#ffffff"}
     return {
         "text": channel("cosine:Q", format=".2f"),
-        "color": {"condition": strong, "value": "#6b7684"},
+        "color": {"condition": strong},
     }
 
 

@@ -13,6 +13,7 @@ from rankscope.bus.words import printable
 from rankscope.record import Run
 from rankscope.report.study_words import (
     MEANS,
+    RATIO,
     Entry,
     Study,
     alike,
@@ -75,7 +76,7 @@ def study_markdown(study: Study, pictures: Sequence[str] = ()) -> str:
         _heading(severity, headline),
         f"**{escaped(study.name)}** · {escaped(study.caption)}",
         _table(list(cells[0]), [[escaped(cell) for cell in row.values()] for row in cells]),
-        escaped(f"{study.settings} {MEANS}".strip()),
+        escaped(f"{study.settings} {MEANS} {RATIO}".strip()),
         "### Configuration assessment",
         *(_entry(entries) for entries in alike(study.entries)),
         f"### {why_heading(study.entries)}",

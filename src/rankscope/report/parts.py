@@ -121,7 +121,14 @@ def step_axis(
     title: str | None = "step", ticks: int = 6, field: str = "step", **scale: Any
 ) -> Spec:
     """Return the horizontal axis of every curve: whole steps; ``scale`` adds to its scale."""
-    axis = {"title": title, "format": ",d", "tickMinStep": 1, "tickCount": ticks}
+    whole = "datum.value % 1 ? '' : datum.label"  # tickMinStep fails where the axis is short
+    axis = {
+        "title": title,
+        "format": ",d",
+        "tickMinStep": 1,
+        "tickCount": ticks,
+        "labelExpr": whole,
+    }
     return channel(f"{field}:Q", axis=axis, scale={"nice": False, "zero": False, **scale})
 
 

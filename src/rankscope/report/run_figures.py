@@ -98,7 +98,7 @@ def run_figures(
     """
     return (
         _timeline_figure(source, findings, notes)
-        | _loss_figure(source)
+        | _loss_figure(source, notes)
         | _metric_figures(source, assessment, notes)
         | _map_figures(source, notes)
         | _worker_figures(source, notes)
@@ -122,10 +122,12 @@ def _timeline_figure(
     return {"timeline": chart}
 
 
-def _loss_figure(source: FigureSource) -> dict[str, Spec]:
+def _loss_figure(source: FigureSource, notes: dict[str, str]) -> dict[str, Spec]:
     if not source.has("loss"):
         return {}
     view = bins.known_bins(source.overviews["loss"])
+    widest = int((view.last_B - view.first_B).max()) + 1
+    notes["band"] = f"within {widest:,} steps" if widest > 1 else "in each step"
     points = _curve(source, "loss_mean")
     ranges = bins.range_at(view, [point["step"] for point in points])
     mean = [

@@ -34,6 +34,7 @@ from rankscope.report.run_figures import MAX_HEATMAP_WORKERS
 from rankscope.report.series import Row
 from rankscope.report.study_words import (
     MEANS,
+    RATIO,
     SETTING_WORDS,
     Entry,
     Study,
@@ -216,7 +217,7 @@ def averaged_loss_sheet(tables: Tables, runs: Sequence[StudyRun]) -> Spec:
 def heatmap_sheet(tables: Tables, runs: Sequence[StudyRun]) -> Spec:
     """Return the mean cosines of all pairs of workers, one heatmap per run."""
     panels = [
-        (run, heatmap(tables, run.num_workers, [], run.cosines, size=300))
+        (run, heatmap(tables, run.num_workers, [], run.cosines, size=310))
         for run in runs
         if run.cosines
     ]
@@ -289,7 +290,7 @@ def write_study_page(study_dir: Path, path: Path | None = None) -> Path:
         "figure_names": list(specs),
         "rows": _grouped(study.entries),
         "metrics": [(name, *TITLES[name]) for name in METRICS],
-        "means": MEANS,
+        "means": f"{MEANS} {RATIO}",
         "setting_words": SETTING_WORDS,
         "reading_words": READING_WORDS,
         "colours": _colours(study.entries),

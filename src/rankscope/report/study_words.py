@@ -19,11 +19,10 @@ SETTING_WORDS = {
     "s1-2": "rank 0 has its own seed",
     "s1-3": "every rank has its own seed",
 }
-MEANS = (
-    "Loss std, norm std and cosine are means over the steps of a run; the ratio to sampling is one "
-    "of root mean squares over them."
-)
+MEANS = "Loss std, norm std and cosine are means over the steps of a run."
 """What the numbers of the table are."""
+RATIO = "The ratio to sampling is one of root mean squares over the steps."
+"""What the column of that name holds, where it is shown."""
 
 
 @dataclass(frozen=True, slots=True)

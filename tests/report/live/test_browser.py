@@ -25,6 +25,12 @@ OVERHANG = """() => [...document.querySelectorAll("[data-figure]")].filter((plac
 }).map((place) => place.dataset.figure)"""
 """The figures that are wider than their place."""
 
+CUT_OFF = """() => [...document.querySelectorAll("figure.panel, .timeline a, .tools")].filter(
+  ({ scrollWidth, clientWidth, scrollHeight, clientHeight }) =>
+    scrollWidth > clientWidth + 1 || scrollHeight > clientHeight + 1
+).map((place) => place.className + " " + place.textContent.trim().slice(0, 40))"""
+"""What is cut off in its place."""
+
 
 class Site:
     """The served directory: a healthy run, a faulty one, one with a bad name, one under way."""
@@ -235,6 +241,10 @@ def test_a_phone_shows_all_without_scrolling_sideways(page: Page, site: Site, pa
         box = place.bounding_box()
         assert box is not None
         assert 0 <= box["x"] < box["x"] + box["width"] <= 400
+    for name in ("heatmap", "timeline"):
+        if page.locator(f'[data-figure="{name}"]').count():
+            figure(page, name)
+    assert page.evaluate(CUT_OFF) == []
 
 
 def test_a_finding_on_the_timeline_leads_to_its_article(page: Page, site: Site):
@@ -270,6 +280,11 @@ def test_runs_are_filtered_sorted_and_shown_with_their_settings(page: Page, site
     first = names(page)
     page.get_by_role("button", name="Run", exact=True).click()
     assert names(page) == sorted(first)
+    page.locator("#filter").fill("no run is called so")
+    expect(page.locator("#shown")).to_contain_text("Nothing matches")
+    expect(page.get_by_role("region", name="Runs")).to_be_hidden()  # no table without rows
+    page.locator("#filter").fill("")
+    expect(page.get_by_role("region", name="Runs")).to_be_visible()
     page.get_by_role("button", name="Run", exact=True).click()
     downwards = sorted(first, reverse=True)
     assert names(page) == downwards

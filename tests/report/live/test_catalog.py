@@ -205,3 +205,12 @@ def test_a_part_that_leads_out_of_the_directory_is_refused(tmp_path: Path, part:
     inside.mkdir() if "." not in part else inside.write_text("{}")
     (run / part).symlink_to(inside)
     assert stamp(ListedPlace("run", run, "run"), served) is not None
+
+
+def test_settings_of_a_path_that_nobody_can_read_make_no_columns():
+    deep: Any = 1
+    for _ in range(900):
+        deep = {"a": deep}
+    found: dict[str, Any] = {}
+    catalog._flatten({"optimizer": {"lr": 0.1}, "deep": deep, "x" * 81: 1}, "", found)
+    assert found == {"optimizer.lr": 0.1}

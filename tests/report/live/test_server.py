@@ -367,8 +367,11 @@ def test_other_addresses_than_loopback_get_a_token(tmp_path: Path):
 def test_an_address_that_is_taken_or_a_directory_that_is_not_there(tmp_path: Path):
     with serving(tmp_path) as server, pytest.raises(UsageError, match="name another port"):
         live_server(tmp_path, port=server.port)
-    with pytest.raises(UsageError, match="there is no directory"):
+    with pytest.raises(UsageError, match="is not there: name the directory of a run"):
         live_server(tmp_path / "nothing", port=0)
+    (tmp_path / "train.py").touch()
+    with pytest.raises(UsageError, match=r"train\.py is a file: name the directory of a run"):
+        live_server(tmp_path / "train.py", port=0)
     with pytest.raises(UsageError, match="cannot listen on"):
         live_server(tmp_path, host="nobody.invalid.", port=0)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rankscope.bus.words import printable
 from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.report.compare import MOST_RUNS
@@ -351,7 +352,8 @@ def _in_words() -> Iterator[None]:
     except RunError:
         raise
     except Exception as error:
-        print(traceback.format_exc(), file=sys.stderr)
+        lines = traceback.format_exc().split("\n")
+        print("\n".join(map(printable, lines)), file=sys.stderr)
         raise RunError(
             f"this run cannot be shown at the moment ({type(error).__name__}); what went wrong is "
             "in the terminal of rankscope serve"

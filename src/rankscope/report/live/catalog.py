@@ -53,6 +53,7 @@ MOST_SETTINGS = 40
 """Settings that the list of runs offers as columns."""
 _MOST_READ = 400
 _LONGEST = 40
+_LONGEST_NAME = 80  # of a setting, with those around it
 
 UNREADABLE = "unreadable"
 ORDER = ("error", "warning", UNREADABLE, "note", "early", "healthy")
@@ -380,7 +381,12 @@ def _settings(run: Run) -> dict[str, str]:
 
 
 def _flatten(value: Any, name: str, found: dict[str, Any]) -> None:
-    """Collect the numbers, words and switches in a configuration by their paths."""
+    """Collect the numbers, words and switches in a configuration by their paths.
+
+    Settings of people have short paths; the others would make columns that nobody can read.
+    """
+    if len(name) > _LONGEST_NAME:
+        return
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _flatten(inner, f"{name}.{key}" if name else str(key), found)

@@ -119,9 +119,8 @@ class LiveServer(uvicorn.Server):
         request_seconds: float = REQUEST_SECONDS,
     ) -> None:
         if not is_directory(directory):
-            raise UsageError(
-                f"there is no directory {directory}: name a run or one that holds runs"
-            )
+            why = "is a file" if directory.is_file() else "is not there"
+            raise UsageError(f"{directory} {why}: name the directory of a run, or one of runs")
         _check(token)
         own = is_loopback(host)
         self.token = token or (None if own else secrets.token_urlsafe(16))

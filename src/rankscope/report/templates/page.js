@@ -116,7 +116,7 @@
     stage.className = "stage next";
     place.append(stage); // beside the drawing it replaces, out of sight: no flicker
     const plain = Object.fromEntries(names.map((n) => [n, rows(store.datasets[n])]));
-    const [shown, datasets] = smooth(spec, plain);
+    const [shown, datasets] = smooth(fitting(spec, place), plain);
     const result = await vegaEmbed(stage, { ...shown, description: place.dataset.label, datasets }, {
       mode: "vega-lite",
       config: store.configs[mode()],
@@ -131,6 +131,15 @@
     views.set(name, result);
     connect(name, result.view, spec);
     place.dataset.drawn = Number(place.dataset.drawn || 0) + 1;
+  }
+
+  const AXIS = 44; // pixels beside a square that its axis takes
+
+  /* Return a figure of fixed width, such as a matrix, made smaller where the window is narrow. */
+  function fitting(spec, place) {
+    const room = place.clientWidth - AXIS;
+    if (!(spec.width > room && room > 0)) return spec;
+    return { ...spec, width: room, height: Math.round((spec.height * room) / spec.width) };
   }
 
   function drop(name) {
@@ -197,7 +206,8 @@
 
   function drawShown() {
     for (const place of document.querySelectorAll("[data-figure]")) {
-      const height = store.specs[place.dataset.figure]?.height;
+      const spec = store.specs[place.dataset.figure];
+      const height = spec && fitting(spec, place).height;
       if (height > 0) place.style.minHeight = `${height + 36}px`; // what is below stays where it is
       observer.observe(place);
       if (near.has(place)) enqueue(place);

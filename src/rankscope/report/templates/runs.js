@@ -77,6 +77,7 @@
       row.hidden = !words.every((word) => text.includes(word));
       count += !row.hidden;
     }
+    own.parentElement.hidden = words.length > 0 && count === 0;
     const names = rows.slice(0, 3).map((row) => value(row, "Run")).join(", ");
     const none = `Nothing matches. Here are ${rows.length} runs, such as ${names}.`;
     document.getElementById("shown").textContent = !words.length ? "" : count ? `${count} shown` : none;
