@@ -29,7 +29,7 @@ from chaos_scene import (
     take_children,
     take_mounts,
 )
-from chaos_training import STEPS
+from chaos_training import PATIENCE, STEPS
 from tables import fill_table
 
 HERE = Path(__file__).resolve().parent
@@ -230,7 +230,7 @@ def harm(kind: Kind, outcome: Outcome, plain: Outcome, seconds: float) -> Iterat
             yield "other bits"
     if kind.hits is MONITOR and not all(outcome.bits):
         yield "it did not come to its end"
-    if seconds > kind.seconds:
+    if seconds > kind.seconds * PATIENCE:
         yield f"it took {seconds:.1f} s longer"
     raised, raised_plain = (any(t in o.said for t in _TRACEBACKS) for o in (outcome, plain))
     if raised and not raised_plain and not kind.raises:

@@ -21,15 +21,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from chaos_training import NUM_RANKS, STEPS, Board, Loop, Work, be_rank
+from chaos_training import NUM_RANKS, PATIENCE, STEPS, Board, Loop, Work, be_rank
 
 from rankscope import Run
 from rankscope.bus.columns import Table
 
-HANGS_SECONDS = 30.0
+HANGS_SECONDS = 30.0 * PATIENCE
 """A training that takes so long hangs."""
 
-LEFT_SECONDS = 10.0
+LEFT_SECONDS = 10.0 * PATIENCE
 """How long what a training has started may outlive it."""
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -59,7 +59,7 @@ class Script:
         plan: What is declared of it, as JSON; empty for nothing.
         packages: A folder of packages of its own, in the environment; empty for none.
         true: Cause of a finding that is right: the script has that fault; empty for none.
-        unseen: Steps before rankscope run knows the model: one, where it has no wrapper.
+        unseen: Steps before rankscope run knows the model: two, where it has no wrapper.
     """
 
     name: str
@@ -170,10 +170,10 @@ ALL = (
     _own("nanogpt_loop.py", package="torch"),
     _own("offload_loop.py", package="torch"),
     _own("muon_loop.py", package="torch"),
-    replace(_own("own_loop.py", package="torch"), unseen=1),
+    replace(_own("own_loop.py", package="torch"), unseen=2),
     *(_own("gan_loop.py", kind, package="torch") for kind in ("turns", "inside", "parts")),
-    replace(_own("gan_loop.py", "method", package="torch"), unseen=3),
-    replace(_own("sharded_optimizers.py", package="torch"), unseen=1),
+    replace(_own("gan_loop.py", "method", package="torch"), unseen=4),
+    replace(_own("sharded_optimizers.py", package="torch"), unseen=2),
     _titan("torchtitan train"),
     _titan("torchtitan train, 2 micro-batches", **{"training.global_batch_size": 8}),
     replace(

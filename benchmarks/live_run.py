@@ -233,14 +233,16 @@ def _group_blocks(num_workers: int, num_steps: int) -> Iterator[pa.Table]:
         steps_T = np.arange(first, min(first + 4 * OBSERVED, num_steps), OBSERVED)
         count = len(steps_T) * size
         names = np.tile(np.array(GROUPS, object), num_workers * len(steps_T))
-        columns = [
-            np.repeat(steps_T, size),
-            np.tile(np.repeat(np.arange(num_workers), len(GROUPS)), len(steps_T)),
-            pa.array(names, pa.string()),
-            0.5 + noise[:count],
-            0.5 - noise[:count],
-            np.full(count, 2.0**-24),
-        ]
+        values = {
+            "step": np.repeat(steps_T, size),
+            "rank": np.tile(np.repeat(np.arange(num_workers), len(GROUPS)), len(steps_T)),
+            "group": pa.array(names, pa.string()),
+            "grad_norm": 0.5 + noise[:count],
+            "cosine_rest": 0.5 - noise[:count],
+            "reduction_residual": np.full(count, 2.0**-24),
+            "accumulator_change": np.zeros(count),
+        }
+        columns = [values[column.name] for column in columns_of(Table.GROUPS)]
         yield pa.table(columns, schema=arrow_schema(Table.GROUPS))
 
 

@@ -38,8 +38,9 @@ from rankscope.session.instruments import choose_instruments
 from rankscope.session.local_step import LocalStep
 from rankscope.session.options import WatchOptions
 from rankscope.wrappers import ddp, passes, transfer
+from rankscope.wrappers.call_hooks import ModuleHook
 from rankscope.wrappers.find import find_wrapper
-from rankscope.wrappers.guard import ForeignHook, Guard
+from rankscope.wrappers.guard import Guard
 
 STEPS = 150
 WARM_UP = 40  # by then, the first looks at all state are over
@@ -139,8 +140,7 @@ class Watched:
         def after(model: Any, args: Any, kwargs: Any, output: Any) -> None:
             guard(collector.end_forward, model, args, kwargs, output)
 
-        self.model.register_forward_pre_hook(ForeignHook(before), with_kwargs=True)
-        self.model.register_forward_hook(ForeignHook(after), with_kwargs=True)
+        self.hook = ModuleHook(self.model, before, after)
         self.optimizer.register_step_pre_hook(lambda *_: guard(collector.begin_optimizer_step))
         self.optimizer.register_step_post_hook(
             lambda *_: guard(collector.count_optimizer_step, self.optimizer)

@@ -11,6 +11,8 @@ import pytest
 from support.benchmarks import load_benchmark
 
 ROOT = Path(__file__).parents[1]
+BUSY = {"RANKSCOPE_CHAOS_PATIENCE": "12"}
+"""Other tests run beside it: its bounds of time are those of a quiet machine."""
 
 
 @pytest.fixture(scope="module")
@@ -20,14 +22,15 @@ def chaos():
 
 @pytest.mark.ranks
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_the_quick_half_keeps_its_promises():
     ended = subprocess.run(
         [sys.executable, "benchmarks/chaos.py", "--quick"],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **BUSY},
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=800,
         check=False,
     )
     said = ended.stdout + ended.stderr

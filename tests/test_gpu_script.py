@@ -14,6 +14,8 @@ ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "benchmarks" / "gpu.py"
 PAGE = ROOT / "docs" / "performance.md"
 page = load_benchmark("gpu_page")
+TRIED = {name: part for name, part in page.PARTS.items() if name != "study"}
+"""All parts but the study's, which is one call of what has tests of its own."""
 
 
 def run(*arguments, **environment):
@@ -34,11 +36,11 @@ def written():
 @pytest.mark.ranks
 def test_a_dry_run_goes_through_every_row_and_writes_nothing():
     before = written()
-    code, said = run("--dry-run")
+    code, said = run("--dry-run", "--parts", ",".join(TRIED))
     lines = [line for line in said.splitlines() if line.startswith("[")]
     assert "failed" not in said
     assert code == 0
-    for name, part in page.PARTS.items():
+    for name, part in TRIED.items():
         of_it = [line.removeprefix(f"[{name}] ") for line in lines if line.startswith(f"[{name}]")]
         for what in part.rows:
             assert any(line.startswith(f"{what}: ") for line in of_it), f"{name}: {what}"

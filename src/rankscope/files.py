@@ -25,7 +25,10 @@ DAMAGES = (
 """Errors of reading a damaged NumPy archive, or its JSON."""
 
 MAX_TEXT_BYTES = 2**26
-"""Largest JSON file of a run that is read: ten times the ``run.json`` of 10,240 ranks."""
+"""Largest JSON file of a run that is read: ten times the ``run.json`` of 10,240 ranks.
+
+``findings.jsonl`` has a line for each change of a finding: at 2 kB, 30,000 of them.
+"""
 
 _PIECE = 2**20
 
@@ -98,20 +101,25 @@ def open_file(path: Path) -> IO[bytes]:
     return os.fdopen(number, "rb")
 
 
+class TooLongError(OSError):
+    """A file is longer than any of its kind."""
+
+
 def read_file(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
     """Return the content of a regular file, as :func:`open_file` opens it.
 
     A file of a few kilobytes on disk may be gigabytes long; so nothing beyond ``most`` is read.
 
     Raises:
-        OSError: It cannot be read, or is longer than ``most`` bytes.
+        OSError: It cannot be read.
+        TooLongError: It is longer than ``most`` bytes.
     """
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size <= most:
             content = file.read(most + 1)
             if len(content) <= most:
                 return content
-    raise OSError(errno.EFBIG, f"it is longer than {most // 2**20} MiB, which no such file is")
+    raise TooLongError(errno.EFBIG, f"it is longer than {most // 2**20} MiB, which no such file is")
 
 
 def parse(content: bytes | str) -> Any:
@@ -124,6 +132,8 @@ def parse(content: bytes | str) -> Any:
 
 def unreadable(path: Path, error: OSError) -> RunError:
     """Return the error to raise when the system does not let a file or directory be read."""
+    if isinstance(error, TooLongError):
+        return RunError(f"{path} is not read: {error.strerror}; the run is damaged")
     return RunError(
         f"cannot read {path} ({error.strerror or error}): check the path and its permissions, "
         "and try again"

@@ -57,16 +57,6 @@ def unseeded():
     return nn.Linear(4, 4)
 
 
-def other_layers():
-    return nn.Linear(4, 4 + (rank() == 0))
-
-
-def other_buffer():
-    built = model()
-    built[1].running_mean += rank() == 1
-    return built
-
-
 def fsdp1(*, spoiled=False):
     """A model of which each rank holds parts, and a trained optimizer's state of it.
 
@@ -102,10 +92,6 @@ def fsdp1_all():
     return FullyShardedDataParallel(repeats(), device_id=torch.device("cpu"), use_orig_params=True)
 
 
-def same_dropout():
-    return model(dropout=0.5)
-
-
 def optimizer(module):
     return torch.optim.SGD(module.parameters(), lr=0.1 * (3 if rank() == 1 else 1))
 
@@ -119,19 +105,6 @@ def raises():
 def hangs():
     if rank() == 1:
         time.sleep(600)
-    return model()
-
-
-def hangs_on_first():
-    if rank() == 0:
-        time.sleep(600)
-    return model()
-
-
-def waits_for_a_rank_that_raised():
-    if rank() == 1:
-        raise ValueError("I do not take part")
-    dist.barrier()
     return model()
 
 
@@ -168,18 +141,6 @@ def unsharded():
     return DataLoader(data, batch_size=4, sampler=sampler)
 
 
-def own_seed():
-    """Every rank shuffles in its own way, without sharding."""
-    data = Numbers()
-    sampler = RandomSampler(data, generator=torch.Generator().manual_seed(rank()))
-    return DataLoader(data, batch_size=4, sampler=sampler)
-
-
-def seed_by_rank():
-    data = Numbers()
-    return DataLoader(data, batch_size=4, sampler=DistributedSampler(data, seed=rank()))
-
-
 def uneven():
     return sharded_list(lengths=[6, 9])
 
@@ -188,17 +149,6 @@ def sharded_list(lengths):
     return [
         {"input_ids": torch.full((2, 3), 1000 * rank() + step)} for step in range(lengths[rank()])
     ]
-
-
-def one_filler_token():
-    """Packing leaves the last rank one label token per batch."""
-    batches = sharded_list([5] * dist.get_world_size())
-    for batch in batches:
-        batch["labels"] = batch["input_ids"].clone()
-        if rank() == dist.get_world_size() - 1:
-            batch["labels"][:, :] = -100
-            batch["labels"][0, 0] = 1
-    return batches
 
 
 def objects():

@@ -55,8 +55,10 @@ def expect_unbiased(errors_SP: np.ndarray, width: float) -> None:
     assert abs(means_S.mean()) <= 3.5 * means_S.std(ddof=1) / math.sqrt(len(means_S))
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("narrow", [None, 251])
+@pytest.mark.parametrize(
+    ("structure", "narrow"),
+    [*((structure, None) for structure in STRUCTURES), (STRUCTURES[0], 251)],
+)
 def test_cosines_are_unbiased_with_the_stated_error(structure, narrow):
     errors = []
     for seed in SEEDS:
@@ -98,7 +100,7 @@ def test_the_error_falls_with_the_square_root_of_the_width():
     gradients = [normal(generator) for _ in range(3)]
     rms = {}
     for width in (61, 251, 967):
-        errors = [pairwise(gradients, [sketch(g, width, s) for g in gradients]) for s in range(60)]
+        errors = [pairwise(gradients, [sketch(g, width, s) for g in gradients]) for s in range(40)]
         rms[width] = np.sqrt(np.mean(np.square(errors))) * math.sqrt(width)
     assert all(value == pytest.approx(1, rel=0.2) for value in rms.values())
 

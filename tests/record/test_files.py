@@ -1,5 +1,6 @@
 """Files that grow as a whole."""
 
+import json
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from rankscope import files
 from rankscope.errors import RunError
+from rankscope.record import Run
 
 
 @pytest.mark.parametrize("piece", [4, files._PIECE])
@@ -56,3 +58,17 @@ def test_nothing_is_read_of_a_file_that_is_too_long(tmp_path: Path):
     os.truncate(path, 2**40)
     with pytest.raises(OSError, match="it is longer than 64 MiB, which no such file is"):
         files.read_file(path)
+
+
+@pytest.mark.parametrize("name", ["run.json", "findings.jsonl"])
+def test_a_run_with_a_sparse_file_is_refused_in_one_sentence(tmp_path: Path, name: str):
+    with (tmp_path / "run.json").open("w") as file:
+        json.dump({"schema_version": 1, "num_workers": 2}, file)
+    with (tmp_path / name).open("ab") as file:
+        file.truncate(2**30)
+    with pytest.raises(RunError) as raised:
+        Run.open(tmp_path).findings()
+    assert str(raised.value) == (
+        f"{tmp_path / name} is not read: it is longer than 64 MiB, which no such file is; the run "
+        "is damaged"
+    )

@@ -67,7 +67,7 @@ def test_a_reader_beside_the_writer_sees_all_flushed_steps_once(tmp_path, read_s
         process.stdout.readline()
         thread = threading.Thread(target=follow)
         thread.start()
-        while flushed < 80:
+        while flushed < 45:
             assert process.poll() is None
             at_least = flushed
             steps = read_steps(path)
@@ -93,7 +93,7 @@ def kill_at_random(path: Path, seed: int) -> int:
     return flushed
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_killed_writer_leaves_whole_tables(tmp_path, seed):
     path = tmp_path / "run"
     flushed = kill_at_random(path, seed)
@@ -110,7 +110,7 @@ def test_a_killed_writer_leaves_whole_tables(tmp_path, seed):
     assert sorted(read_steps_with_pandas(path)) == list(range(len(steps)))
 
 
-@pytest.mark.parametrize("seed", range(6, 10))
+@pytest.mark.parametrize("seed", range(6, 8))
 def test_a_killed_writer_leaves_a_run_that_opens(tmp_path, seed):
     flushed = kill_at_random(tmp_path / "run", seed)
     run = Run.open(tmp_path / "run")

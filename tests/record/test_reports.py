@@ -108,7 +108,7 @@ def record(path, reports, *, flush_every=None):
     return Run.open(path)
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 8])
+@pytest.mark.parametrize("width", [1, 2, 8])
 def test_reports_come_back_as_detectors_saw_them(tmp_path, width):
     live = [summarize(live_step(step, width)) for step in range(60)]
     run = record(tmp_path / "run", live, flush_every=7)
@@ -143,8 +143,8 @@ def test_cosines_are_rounded_before_a_detector_sees_them():
 
 def test_many_steps_in_several_blocks_and_parts(tmp_path, monkeypatch):
     monkeypatch.setattr("rankscope.record.writer.PART_BYTES", 20_000)
-    live = [summarize(live_step(step, 7)) for step in range(1500)]
-    run = record(tmp_path / "run", live, flush_every=200)
+    live = [summarize(live_step(step, 7)) for step in range(500)]
+    run = record(tmp_path / "run", live, flush_every=70)
     assert len(list((run.path / "workers").iterdir())) > 2
     for read, report in zip(run.iter_reports(), live, strict=True):
         assert_same(read, as_recorded(report))

@@ -9,7 +9,14 @@ import pytest
 
 from rankscope.record import RunWriter
 from rankscope.record import states as files
-from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_state, unpack_state
+from rankscope.record.states import (
+    START_FILE,
+    STATE_FILE,
+    pack_state,
+    read_number,
+    read_state,
+    unpack_state,
+)
 from rankscope.stats.state import StateError
 from record.step_reports import files_of
 
@@ -75,6 +82,8 @@ def test_a_state_larger_than_any_is_not_read(tmp_path):
     assert len(bomb.getvalue()) < 2**20
     with pytest.raises(StateError, match="it holds more than 256 MiB, as no state does"):
         unpack_state(bomb.getvalue())
+    (tmp_path / "bomb").write_bytes(bomb.getvalue())
+    assert read_number(tmp_path / "bomb", "step") is None
     (tmp_path / STATE_FILE).touch()
     os.truncate(tmp_path / STATE_FILE, 2**30)
     with pytest.raises(StateError, match="it is longer than 256 MiB"):

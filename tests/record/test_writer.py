@@ -192,17 +192,17 @@ def test_parts_roll_over_and_finished_ones_stay(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "PART_BYTES", 2_000)
     run = RunWriter(tmp_path / "run", {})
     inodes: dict[str, set[int]] = {}
-    for step in range(60):
+    for step in range(36):
         run.add(make_report(step))
         run.flush()
         *finished, _growing = sorted((run.path / "workers").iterdir())
         for file in finished:
             inodes.setdefault(file.name, set()).add(file.stat().st_ino)
         assert polars_rows(run.path, "workers") == expected_workers(step + 1)
-    assert 5 < len(inodes) < 60
+    assert 5 < len(inodes) < 36
     assert all(len(seen) == 1 for seen in inodes.values())
     assert [*inodes] == [f"part-{part:06d}.parquet" for part in range(len(inodes))]
-    assert polars_rows(run.path, "steps") == expected_steps(60)
+    assert polars_rows(run.path, "steps") == expected_steps(36)
 
 
 def test_a_part_that_somebody_removes_is_gone_and_the_next_one_goes_on(tmp_path):

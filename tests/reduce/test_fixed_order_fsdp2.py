@@ -57,8 +57,7 @@ FSDP2 = {
 }
 if SINCE_TORCH_2_13:
     FSDP2["another group"] = replace(mode_named("1-D"), finish=_separate_group)
-AT_FOUR_AND_EIGHT = ["fp32", "bf16", "fp16"]
-BEFORE = {2: 2, 3: 2, 4: 2, 8: 4}
+BEFORE = {3: 2, 8: 4}
 """What FSDP2 divides gradients in fp16 by before their sum, by W; by the rest afterwards."""
 TWO_REPLICAS = {
     "HSDP": mode_named("HSDP"),
@@ -92,19 +91,19 @@ def reduce_fsdp2_in_all_modes(rank: int, names: list[str]) -> dict[str, dict[str
     return {name: reduce_fsdp2(rank, modes[name]) for name in names}
 
 
-@pytest.fixture(scope="module", params=[2, 3])
-def sharded(request):
-    return run_ranks(reduce_fsdp2_in_all_modes, request.param, list(FSDP2))
+@pytest.fixture(scope="module")
+def sharded():
+    return run_ranks(reduce_fsdp2_in_all_modes, 3, list(FSDP2))
 
 
 @pytest.fixture(scope="module")
 def sharded_in_eight():
-    return run_ranks(reduce_fsdp2_in_all_modes, 8, AT_FOUR_AND_EIGHT)
+    return run_ranks(reduce_fsdp2_in_all_modes, 8, ["fp16"])
 
 
 @pytest.fixture(scope="module")
 def in_four():
-    return run_ranks(reduce_fsdp2_in_all_modes, 4, [*TWO_REPLICAS, *AT_FOUR_AND_EIGHT])
+    return run_ranks(reduce_fsdp2_in_all_modes, 4, list(TWO_REPLICAS))
 
 
 def expected_mean(name: str, local_WP: np.ndarray) -> np.ndarray:
@@ -131,10 +130,8 @@ class TestFSDP2:
     def test_the_mean_is_the_sum_in_rank_order_divided_as_fsdp2_does(self, sharded, name):
         check_means(sharded, name)
 
-    @pytest.mark.parametrize("name", AT_FOUR_AND_EIGHT)
-    def test_so_it_is_with_four_and_eight_workers(self, in_four, sharded_in_eight, name):
-        check_means(in_four, name)
-        check_means(sharded_in_eight, name)
+    def test_so_it_is_with_eight_workers(self, sharded_in_eight):
+        check_means(sharded_in_eight, "fp16")
 
     def test_two_replicas_are_two_sums_in_order_whose_mean_has_one_order(self, in_four):
         for rank in in_four:

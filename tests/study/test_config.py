@@ -55,7 +55,7 @@ def test_every_seed_of_a_worker_fits_all_generators(seed: int) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"workers": 0}, "--workers must be at least 1, got 0"),
+        ({"workers": 1}, "--workers must be at least 2, got 1"),
         ({"steps": -3}, "--steps must be at least 1, got -3"),
         ({"batch_size": 0}, "--batch-size must be at least 1, got 0"),
         ({"accumulation": 0}, "--accumulation must be at least 1, got 0"),

@@ -23,6 +23,7 @@ from support.study_command import (
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
 
+AGAIN = ["sharded-s1-2", "replicated-s1-2"]
 ALL = [f"{reading}-s1-{i}" for reading in ("sharded", "replicated") for i in (1, 2, 3)]
 SHARDED = ALL[:3]
 LAUNCHER = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
@@ -48,7 +49,7 @@ def first(study: StudyCommand, folder: Path) -> Done:
 @pytest.fixture(scope="module")
 def again(study: StudyCommand, folder: Path, first: Done) -> Done:
     assert first.code == 0, first.err
-    options = {"accumulation": 2, "save_all": True}
+    options = {"accumulation": 2, "save_all": True, "settings": "s1-2"}
     return Done(folder / "again", study.call(folder / "again", **options))
 
 
@@ -167,7 +168,7 @@ def test_samples_are_named_by_their_index_in_the_file(first: Done) -> None:
     assert set(drawn) <= set(range(216))
 
 
-@pytest.mark.parametrize("name", SHARDED)
+@pytest.mark.parametrize("name", [ALL[1]])
 def test_saved_models_load_and_have_a_card(first: Done, name: str) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -204,7 +205,7 @@ def test_fine_tuning_changed_the_saved_models(first: Done) -> None:
 
 def test_the_sharded_models_are_saved_or_all(first: Done, again: Done) -> None:
     assert names(first.path / "models") == sorted(SHARDED)
-    assert names(again.path / "models") == sorted(ALL)
+    assert names(again.path / "models") == sorted(AGAIN)
 
 
 def test_the_markdown_table_has_a_row_per_training(first: Done) -> None:
@@ -219,7 +220,7 @@ def test_the_markdown_table_has_a_row_per_training(first: Done) -> None:
 # The same seed ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", AGAIN)
 def test_the_same_seed_gives_the_same_bits(first: Done, again: Done, name: str) -> None:
     ours, theirs = (tables(done.path / "runs" / name) for done in (first, again))
     assert ours[Table.WORKERS].num_rows == 6
@@ -227,9 +228,9 @@ def test_the_same_seed_gives_the_same_bits(first: Done, again: Done, name: str) 
         assert ours[table].equals(theirs[table]), table
 
 
-@pytest.mark.parametrize("name", SHARDED)
-def test_the_same_seed_gives_the_same_model(first: Done, again: Done, name: str) -> None:
-    ours, theirs = (done.path / "models" / name / "model.safetensors" for done in (first, again))
+def test_the_same_seed_gives_the_same_model(first: Done, again: Done) -> None:
+    file = f"models/{AGAIN[0]}/model.safetensors"
+    ours, theirs = (done.path / file for done in (first, again))
     assert ours.read_bytes() == theirs.read_bytes()
 
 

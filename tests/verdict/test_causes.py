@@ -28,6 +28,16 @@ def test_consequences_come_last():
     assert explanations([drift, outlier, root])[root.id] is None
 
 
+def test_of_two_that_explain_each_other_the_one_that_names_the_id_is_the_cause():
+    reduced = finding("numerics.reduction_error", id="reduction-one-worker")
+    layout = finding("state.parameters_differ", id="state-layout")
+    roles = finding("state.parameters_differ", id="roles-differ")
+    found = [reduced, layout, roles]
+    assert ranked(found)[0] is roles
+    assert explanations(found)["roles-differ"] is None
+    assert explanations(found)["reduction-one-worker"] is roles
+
+
 def test_a_cause_that_comes_much_later_explains_nothing():
     drift = finding("state.parameters_differ", first=0)
     late = finding("sync.not_reduced", first=LATENESS + 1)

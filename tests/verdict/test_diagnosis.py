@@ -65,8 +65,13 @@ PADDED = {  # step and number of the samples that fill the first epoch up
 }
 
 
-@pytest.mark.parametrize("named", [True, False], ids=["ids", "content"])
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize(
+    ("name", "named"),
+    [
+        *((name, True) for name in HEALTHY),
+        *((name, False) for name in ("padding at the border", "accumulation over borders")),
+    ],
+)
 def test_healthy_jobs_have_no_finding(name, named):
     make_stream, num_steps = HEALTHY[name]
     found, events = diagnose(make_stream(), num_steps, named=named)
@@ -85,15 +90,14 @@ def test_the_same_order_in_each_epoch_is_no_overlap(shuffle):
     assert {DUPLICATES, OVERLAP}.isdisjoint(diagnose(stream, 200)[0])
 
 
-@pytest.mark.parametrize("skipped", [3, 11, 17, 25])
+@pytest.mark.parametrize("skipped", [3, 25])
 def test_a_healthy_job_resumed_inside_an_epoch_has_a_note_at_most(skipped):
     stream = itertools.islice(sharded(1001, 8, 4), skipped, None)
     found, _ = diagnose(stream, 200)
     assert all(finding.severity is Severity.NOTE for finding in found.values())
 
 
-@pytest.mark.parametrize("num_workers", [1, 2, 3, 8, 32])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("num_workers", "batch"), [(1, 3), (2, 1), (3, 3), (8, 1), (32, 3)])
 def test_healthy_jobs_of_any_size_have_no_finding(num_workers, batch):
     stream = sharded(517, num_workers, batch)
     found, _ = diagnose(stream, 400, num_workers=num_workers)
@@ -185,7 +189,7 @@ def test_few_workers_with_different_seeds(num_workers):
     assert found[OVERLAP].ranks == tuple(range(num_workers))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("num_workers", [2, 8])
 def test_sampling_with_replacement_is_a_note_at_most_in_the_end(num_workers, seed):
     stream = with_replacement(2000, num_workers, 4, seed)
@@ -200,10 +204,10 @@ def test_sampling_with_replacement_is_a_note_at_most_in_the_end(num_workers, see
 @pytest.mark.slow
 def test_sampling_with_replacement_is_hardly_ever_called_an_error():
     calls = 0
-    for seed in range(120):
+    for seed in range(60):
         found, _ = diagnose(with_replacement(60, 2, 2, seed), 60, num_workers=2)
         calls += OVERLAP in found and found[OVERLAP].severity is Severity.ERROR
-    assert calls <= 2  # the bound is 2 in 1,000
+    assert calls <= 1  # the bound is 2 in 1,000
 
 
 def test_content_that_occurs_twice_in_the_data_is_a_note_at_most():

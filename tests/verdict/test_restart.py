@@ -86,8 +86,9 @@ def spoken(findings):
     return plain(f for f in findings if f.cause != "time.straggler")
 
 
-@pytest.mark.parametrize("copied", [False, True])
-@pytest.mark.parametrize("cut", [0, 1, 10, 13, 40])
+@pytest.mark.parametrize(
+    ("copied", "cut"), [(False, 0), (True, 1), (False, 10), (False, 13), (True, 40)]
+)
 def test_a_restored_diagnosis_says_what_one_without_a_break_says(copied, cut):
     reports = stream(80, copied=copied)
     whole, first, second = (Diagnosis(RunFacts(W, HOSTS)) for _ in range(3))

@@ -8,8 +8,9 @@ from string import Formatter
 import pytest
 
 from rankscope import evidence
+from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Severity
-from rankscope.bus.rules import RULES, describe
+from rankscope.bus.rules import RULES, finding_of
 from rankscope.bus.words import count, name_ranks
 
 
@@ -66,6 +67,20 @@ def test_every_cause_that_a_detector_names_has_a_rule():
     assert named - NO_CAUSES - ALWAYS_WITH_A_KEY <= set(RULES)
 
 
+FIELDS = dict.fromkeys(("axis", "ranks", "kept", "offered", "each"), "x")
+
+
 def test_a_field_that_is_missing_is_an_error():
+    evidence = FaultEvidence("env.mismatch", Severity.WARNING, (0,), 1, 2, 1)
     with pytest.raises(KeyError):
-        describe("data.duplicate_batches", Severity.ERROR, {})
+        finding_of(evidence, 2)
+
+
+@pytest.mark.parametrize(
+    ("begun_at", "back"), [(0, "go back to a checkpoint before step 1"), (1, "start again with")]
+)
+def test_a_fault_is_undone_by_a_checkpoint_only_if_there_may_be_one(begun_at, back):
+    evidence = FaultEvidence("loss.labels_lost", Severity.WARNING, (), 1, 2, 1, FIELDS)
+    finding = finding_of(evidence, 2, name="here", begun_at=begun_at)
+    assert (finding.id, finding.cause) == ("here", "loss.labels_lost")
+    assert back in finding.next_check.lower()

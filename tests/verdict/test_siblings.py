@@ -1,5 +1,7 @@
 """The runs of one job share a verdict; those of another job beside them do not count."""
 
+import dataclasses
+
 import pytest
 from typer.testing import CliRunner
 
@@ -8,7 +10,7 @@ from rankscope.record import Run, RunWriter
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.coverage import MeasuredParts
 from rankscope.verdict.news import Announcer
-from rankscope.verdict.siblings import coordinate_of, siblings_of, worst_of
+from rankscope.verdict.siblings import coordinate_of, siblings_of
 from record.run_files import make_finding
 from record.step_reports import make_report
 
@@ -62,9 +64,13 @@ def test_lines_have_the_place_in_the_job_and_the_worst_of_its_runs(folder):
     lines = []
     run = Run.open(folder / "sft")
     announcer = Announcer(lambda line, is_fault: lines.append(line), coordinate_of(run.info))
-    worst, whole = worst_of(siblings_of(run)), MeasuredParts(30, 30, 30, 30)
-    announcer.conclude((), num_steps=30, num_workers=2, options=None, coverage=whole, worst=worst)
-    announcer.conclude((), num_steps=30, num_workers=2, options=None, coverage=whole)
+    siblings, whole = siblings_of(run), MeasuredParts(30, 30, 30, 30)
+    facts = {"num_steps": 30, "num_workers": 2, "options": None, "coverage": whole}
+    announcer.conclude((), **facts, siblings=siblings)
+    announcer.conclude((), **facts)
+    late = [dataclasses.replace(siblings[0], status="running", findings=())]
+    announcer.conclude((), **facts, siblings=late)
     start = "ranks 0 and 1: 30 steps of 2 workers: "
     assert lines[0].startswith(f"{start}Among ranks 2 and 3 of this job: ")
     assert lines[1].startswith(f"{start}no fault found")
+    assert lines[2] == f"{lines[1]} 1 other run of this job: not yet judged."

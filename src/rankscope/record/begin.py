@@ -14,7 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.files import claim, create_directory, is_file, replace, staged, to_plain
+from rankscope.files import (
+    claim,
+    create_directory,
+    is_file,
+    parse,
+    read_file,
+    replace,
+    staged,
+    to_plain,
+)
 from rankscope.record.states import START_FILE
 from rankscope.version import __version__
 
@@ -87,7 +96,7 @@ def end_lost_run(path: Path, agent_pid: int | None, how: str) -> None:
         OSError: It cannot be read.
         ValueError: It is no JSON.
     """
-    info = json.loads((path / INFO_FILE).read_bytes())
+    info = parse(read_file(path / INFO_FILE))
     agent = info.get("agent") or {"pid": agent_pid}
     if info.get("status") == "running" and agent.get("pid") == agent_pid:
         info |= {"status": "incomplete", "finished": now(), "agent": {**agent, "ended": how}}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any, Self
 
@@ -318,17 +319,17 @@ class Run:
             return self._findings
         file = self.path / "findings.jsonl"
         try:
-            lines = read_file(file).split(b"\n")
+            content = read_file(file)
         except FileNotFoundError:
             return ()
         except OSError as error:
             raise unreadable(file, error) from error
         latest: dict[str, Finding] = {}
-        for number, line in enumerate(lines, start=1):
+        for number, line in enumerate(BytesIO(content), start=1):
             try:
                 finding = Finding.from_json(parse(line))
             except (ValueError, KeyError, TypeError, OverflowError) as error:
-                if number == len(lines):  # empty after a last newline, or torn
+                if not line.endswith(b"\n"):  # the last one, torn
                     break
                 raise RunError(
                     f"{file}, line {number} is not a finding: repair the line or remove it"

@@ -49,8 +49,7 @@ def unpack_state(content: bytes) -> State:
     """
     try:
         with np.load(BytesIO(content), allow_pickle=False) as archive:
-            if sum(entry.file_size for entry in archive.zip.infolist()) > MAX_BYTES:
-                raise StateError(f"it holds more than {MAX_BYTES // 2**20} MiB, as no state does")
+            _check_size(archive)
             header = parse(archive["tree"].tobytes())
             if (header["format"], header["schema"]) != (STATE_FORMAT, schema_hash()):
                 raise StateError("it is of another release of rankscope")
@@ -84,10 +83,16 @@ def read_number(file: Path, name: str) -> int | None:
     """
     try:
         with np.load(BytesIO(read_file(file, MAX_BYTES)), allow_pickle=False) as archive:
+            _check_size(archive)
             value = parse(archive["tree"].tobytes())["state"][name]
-    except DAMAGES:
+    except (StateError, *DAMAGES):
         return None
     return value if isinstance(value, int) else None
+
+
+def _check_size(archive: Any) -> None:
+    if sum(entry.file_size for entry in archive.zip.infolist()) > MAX_BYTES:
+        raise StateError(f"it holds more than {MAX_BYTES // 2**20} MiB, as no state does")
 
 
 def take_out(value: Any, arrays: list[NDArray[Any]]) -> Any:

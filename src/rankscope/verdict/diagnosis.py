@@ -17,7 +17,7 @@ from rankscope.bus.finding import Finding
 from rankscope.bus.finding_events import FindingEvents
 from rankscope.bus.plan import Plan
 from rankscope.bus.recent_batches import RecentBatches
-from rankscope.bus.rules import RULES, describe, go_back
+from rankscope.bus.rules import finding_of
 from rankscope.bus.run import RunFacts
 from rankscope.bus.step import StepReport, as_recorded
 from rankscope.bus.steps import StepBatch, batches_of
@@ -154,27 +154,9 @@ class Diagnosis:
 
     def _update(self, evidence: FaultEvidence) -> Finding | None:
         """Update the finding; return it if it is to be recorded."""
-        finding = self._latest[evidence.key or evidence.cause] = self._finding(evidence)
+        finding = finding_of(evidence, self._step, begun_at=self._begun_at)
+        self._latest[finding.id] = finding
         return None if self._events.of(finding, evidence.count) is None else finding
-
-    def _finding(self, evidence: FaultEvidence) -> Finding:
-        rule = evidence.key if evidence.key in RULES else evidence.cause
-        back = go_back(evidence.first_step, self._begun_at)
-        explanation, next_check = describe(rule, evidence.severity, evidence.fields, back)
-        return Finding(
-            id=evidence.key or evidence.cause,
-            cause=evidence.cause,
-            severity=evidence.severity,
-            ranks=evidence.ranks,
-            first_step=evidence.first_step,
-            last_step=evidence.last_step,
-            explanation=explanation,
-            next_check=next_check,
-            evidence=evidence.numbers,
-            groups=evidence.groups,
-            status=evidence.status,
-            step=self._step,
-        )
 
 
 def judges_of(run: RunFacts) -> tuple[Detector, ...]:

@@ -8,7 +8,7 @@ from rankscope.bus.words import count, name_ranks
 from rankscope.verdict.checks import checks_of, missing_steps
 from rankscope.verdict.coverage import MeasuredParts
 from rankscope.verdict.rules import explanations, first_sentence, ranked, settles
-from rankscope.verdict.siblings import Sibling
+from rankscope.verdict.siblings import Sibling, worst_of
 
 MOST_LINES = 20
 """Lines about single findings in one run: a log that scrolls is not read."""
@@ -64,11 +64,12 @@ class Announcer:
         num_workers: int,
         options: object,
         coverage: MeasuredParts,
-        worst: Sibling | None = None,
+        siblings: Sequence[Sibling] = (),
     ) -> None:
         """Announce the verdict, from all findings of the run in their last state.
 
-        Where this run has no fault, but another of its job has, that one's is announced.
+        Where this run has no fault, but another of its job has, that one's is announced. Others
+        that are not judged to their end yet are counted.
         """
         if not num_steps:
             return
@@ -76,7 +77,12 @@ class Announcer:
         seen = f"{count(num_steps, 'step')} of {count(num_workers, 'worker')}"
         clean = all(finding.severity <= Severity.NOTE for finding in known)
         own = verdict_line(known, coverage, missing)
-        self._write(f"{seen}: {worst.sentence if worst is not None and clean else own}", False)
+        worst = worst_of(siblings)
+        verdict = worst.sentence if worst is not None and clean else own
+        unfinished = sum(each.status == "running" for each in siblings)
+        if unfinished:
+            verdict += f" {count(unfinished, 'other run')} of this job: not yet judged."
+        self._write(f"{seen}: {verdict}", False)
 
 
 def line_of(finding: Finding, event: FindingEvent) -> str:

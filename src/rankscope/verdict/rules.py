@@ -92,6 +92,9 @@ def ranked(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _explains(cause: Finding, effect: Finding) -> bool:
+    """Return whether one finding explains another: where each would, the one that names the id."""
+    if cause.id in _explained(effect) and effect.id not in _explained(cause):
+        return False
     lasting = cause.first_step <= effect.first_step + LATENESS
     rule = RULES.get(cause.id) or RULES.get(cause.cause)
     own = rule is not None and {effect.id, effect.cause} & set(rule.explains_own)

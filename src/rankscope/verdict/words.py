@@ -329,7 +329,9 @@ def facts(
         ("Steps", f"{num_steps:,}"),
         ("Status", status),
         *((label, _shown(info.get(key))) for label, key in _FACTS),
-        ("Overhead", _overhead(timing)),
+        *((label, _time(info.get(key))) for label, key in _TIMES),
+        ("Backend", _shown(info.get("backend"))),
+        ("Watching took", _overhead(timing)),
         ("Versions", ", ".join(f"{name} {version}" for name, version in listed.items())),
     ]
     return [(label, words) for label, words in rows if words and words != UNKNOWN]
@@ -345,16 +347,23 @@ _FACTS = (
     ("Learning rate", "lr"),
     ("Precision", "precision"),
     ("Seed", "seed"),
-    ("Started", "started"),
-    ("Finished", "finished"),
-    ("Backend", "backend"),
 )
+_TIMES = (("Started", "started"), ("Finished", "finished"))
 
 
 def _overhead(timing: Mapping[str, float]) -> str:
     """Return the median cost of a step; its share of the time is among the statements."""
     overhead = timing.get("overhead")
-    return UNKNOWN if overhead is None else f"{1e3 * overhead:.2g} ms in the median step"
+    return (
+        UNKNOWN
+        if overhead is None
+        else f"{1e3 * overhead:.2g} ms in the median step, on its slowest worker"
+    )
+
+
+def _time(value: Any) -> str:
+    """Return a time as ``run.json`` has it without what only programs need."""
+    return _shown(value).replace("T", " ", 1).replace("+00:00", " UTC")
 
 
 def _shown(value: Any) -> str:

@@ -36,7 +36,7 @@ def count_labels(labels: Tensor, ignored: int, *, first: int) -> int | None:
 def digest_samples(
     batch: Tensor, mask: Tensor | None, weights: int, places: int, mix: int
 ) -> "array[int] | None":
-    """Return a digest of each sample, see :mod:`rankscope.evidence.samples.meter`.
+    """Return a digest of each sample: a sum of its words, each times a weight by its place.
 
     Args:
         batch: ``[B, n]``.

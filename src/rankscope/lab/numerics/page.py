@@ -135,10 +135,9 @@ def _sum_specs(tables: Tables, sums: Values) -> dict[str, Spec]:
 
 def _growth_specs(tables: Tables, growth: Values) -> dict[str, Spec]:
     """Return the figures that have something to show: identical trainings have nothing."""
-    sizes = (("distance", 300, 1.14), ("evaluation", 240, 1.34))
     specs = {
-        f"growth-{name}": figures.curves(tables, growth, name, height=height, room=room)
-        for name, height, room in sizes
+        f"growth-{name}": figures.curves(tables, growth, name, height=height, room=1)
+        for name, height in (("distance", 300), ("evaluation", 240))
         if figures.growth_rows(growth, name)
     }
     if figures.growth_rows(growth, "distance"):

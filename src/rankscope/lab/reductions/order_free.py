@@ -31,7 +31,7 @@ from rankscope.lab.reductions.bucket_means import (
     try_all_to_all,
 )
 from rankscope.lab.reductions.reduction import Arena, DigitExchange, DigitSums, Exchange
-from rankscope.wrappers.guard import ForeignHook
+from rankscope.wrappers.call_hooks import ModuleHook
 from rankscope.wrappers.micro_batch_stream import MicroBatchStream, register_stream
 from rankscope.wrappers.passes import BackwardEnd, in_backward, tensors_in
 
@@ -108,18 +108,17 @@ class OrderFree(BucketReduction):
                 partial(self._take, gradient)
             )
             parameter.requires_grad_(trained)
-        model.register_forward_pre_hook(ForeignHook(self._before_forward))
-        model.register_forward_hook(ForeignHook(self._after_forward))
+        ModuleHook(model, self._before_forward, self._after_forward)
         model.register_comm_hook(self, reduce_bucket)
         register_stream(model, self._micro_batches)
 
     # The gradient of one micro-batch -----------------------------------------------------------
 
-    def _before_forward(self, model: nn.Module, args: Any) -> None:
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.is_grad_enabled():
             self._backward.begin()
 
-    def _after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _after_forward(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         """Notice a backward pass as soon as it begins, before passes of checkpoints inside it."""
         for tensor in tensors_in(output):
             if tensor.grad_fn is not None:

@@ -102,10 +102,12 @@ class StudyConfig:
     save_all: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("workers", "steps", "batch_size", "accumulation"):
-            if getattr(self, name) < 1:
+        least = {"workers": 2, "steps": 1, "batch_size": 1, "accumulation": 1}
+        for name, number in least.items():
+            if getattr(self, name) < number:
                 raise UsageError(
-                    f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}"
+                    f"--{name.replace('_', '-')} must be at least {number}, got "
+                    f"{getattr(self, name)}"
                 )
         if self.max_length < 2:
             raise UsageError(f"--max-length must be at least 2 tokens, got {self.max_length}")
