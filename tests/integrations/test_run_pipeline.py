@@ -1,5 +1,7 @@
 """``rankscope run`` with a pipeline that is written by hand, on real ranks."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,9 @@ from integrations.run_commands import RUN, SCRIPTS
 from rankscope import Run
 from rankscope.bus.columns import Table
 from rankscope.bus.finding import Severity
+from rankscope.session import stage_meeting
 from rankscope.verdict.assessment import assess
+from rankscope.wrappers.kinds import FSDP2
 from support.forked_ranks import run_on_ranks, torchrun
 
 
@@ -52,3 +56,16 @@ def test_a_pipeline_that_clips_by_the_norm_of_one_stage_is_found(tmp_path, words
     assert [f.id for f in found["run"]] == expected
     notes = " ".join(f.explanation for f in run.findings())
     assert "as clipping does" in notes
+
+
+def test_stages_that_begin_apart_hold_no_meeting(monkeypatch):
+    stage = stage_meeting.WatchedStage(torch.nn.Linear(1, 1))
+    wrapped = SimpleNamespace(kind=FSDP2, wrapper=stage.model)
+    asked = []
+    monkeypatch.setattr(stage_meeting, "_stage_line", asked.append)
+    place = {"host": "here", "address": "", "secret": ""}
+    with stage_meeting.stages_begin_apart():
+        assert stage_meeting.meet_stages(wrapped, None, stage, **place) is None
+    assert asked == []
+    stage_meeting.meet_stages(wrapped, None, stage, **place)
+    assert asked == [stage.model]

@@ -19,6 +19,7 @@ from rankscope.integrations.rollouts import follow_calling_trainer
 from rankscope.integrations.run_script import ScriptJob
 from rankscope.integrations.worker_group import find_worker_group
 from rankscope.session.scope import Scope
+from rankscope.session.stage_meeting import stages_begin_apart
 from rankscope.session.start import log_to_stderr, watch
 from rankscope.wrappers.find import find_parts, find_wrapper, in_training_mode, is_compiled
 from rankscope.wrappers.kinds import DDP, LOOP
@@ -79,7 +80,7 @@ def begin(model: nn.Module, job: ScriptJob, called: Sequence[Optimizer] = ()) ->
         raise RunError(problem)
     models = [model, *(context.other_parts(wrapped.group) if wrapped.kind is DDP else ())]
     optimizers = context.optimizers(models)
-    with torch.autocast(wrapped.device.type, enabled=False):
+    with torch.autocast(wrapped.device.type, enabled=False), stages_begin_apart():
         scope = watch(
             models if len(models) > 1 else model,
             optimizers or None,

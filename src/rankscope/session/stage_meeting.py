@@ -4,10 +4,12 @@ They find out which weights they share. The root of the first rank's run compare
 on, as replicas along a mesh's axis are compared.
 """
 
+import contextlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
 from itertools import accumulate
 from typing import Any
 
@@ -47,6 +49,20 @@ class WatchedStage:
 
 
 _STAGES: list[WatchedStage] = []
+_BEGIN_APART: ContextVar[bool] = ContextVar("stages begin apart", default=False)
+
+
+@contextlib.contextmanager
+def stages_begin_apart() -> Iterator[None]:
+    """Hold no meeting of stages meanwhile.
+
+    For a run that begins in a stage's first forward pass: the next stage waits for its output.
+    """
+    token = _BEGIN_APART.set(True)
+    try:
+        yield
+    finally:
+        _BEGIN_APART.reset(token)
 
 
 def meet_stages(
@@ -71,8 +87,11 @@ def meet_stages(
         secret: See there.
 
     Returns:
-        The meeting; None without stages, if this rank shares no weight, or if some do not come.
+        The meeting; None without stages, where they begin apart, if this rank shares no weight, or
+        if some do not come.
     """
+    if _BEGIN_APART.get():
+        return None
     try:
         found = _stage_line(wrapped.wrapper) if wrapped.kind is FSDP2 else None
         if found is None:
