@@ -203,3 +203,14 @@ def test_how_large_the_difference_is_against_rounding(losses, words):
     assert words in describe_size(found, (ODD,))
     projected = describe_size(replace(found, projected=True), (ODD,))
     assert "projection of the outputs" in projected or "no more than" in projected
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        ([2, 3], "they differ by 20 %, where rounding explains 0.01 %"),
+        ([2, 2 + 1e-7], "differ by a relative 2e-08, no more than another order of sums makes"),
+    ],
+)
+def test_how_far_workers_without_a_majority_are_apart(losses, words):
+    assert words in describe_size(results([5, 6], losses=losses), (0, 1))

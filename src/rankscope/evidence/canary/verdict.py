@@ -305,13 +305,13 @@ def describe_size(results: CanaryResults, ranks: Sequence[int]) -> str:
         largest = max(largest, size)
         if size > ROUNDING and not (parts and name == names[1]):
             parts.append(f"{name} is {words}")
-    if len(set(ranks)) == len(results.losses_W):
-        return f"they differ by {_percent(largest)}, {_AGAINST.format(_percent(ROUNDING))}"
     if not parts:
         return (
             f"loss and gradient differ by a relative {largest:.1g}, no more than another order of "
             "sums makes"
         )
+    if len(set(ranks)) == len(results.losses_W):
+        return f"they differ by {_percent(largest)}, {_AGAINST.format(_percent(ROUNDING))}"
     return f"{parts[0]}, {_AGAINST.format(_percent(ROUNDING))}"
 
 
