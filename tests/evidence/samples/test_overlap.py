@@ -10,7 +10,7 @@ from rankscope.evidence.samples.epochs import KEY
 from rankscope.evidence.samples.overlap import OverlappingShards
 from rankscope.record.states import pack_state, unpack_state
 from support.stepping import describe, evidence_of
-from support.streams import replicated, reports, sharded, with_replacement
+from support.streams import replicated, reports, shard, sharded, with_replacement
 
 W = 8
 
@@ -171,3 +171,18 @@ def test_the_next_epoch_of_data_that_hold_some_content_twice_is_not_counted():
 def observed(stream, num_steps, num_workers):
     detector = OverlappingShards(num_workers)
     return [one for report in reports(stream, num_steps) for one in evidence_of(detector, report)]
+
+
+def drawn_by(rank, batch_size):
+    """Yield the batches of one of four workers; its epochs end when its own shard does."""
+    for epoch in range(100):
+        own = shard(960, 4, rank, 0, epoch)
+        yield from (own[at : at + batch_size] for at in range(0, len(own), batch_size))
+
+
+@pytest.mark.parametrize("size", [3, 5])
+def test_a_worker_whose_epochs_end_at_other_steps_overlaps_with_nobody(size):
+    stream = (
+        list(batches) for batches in zip(*map(drawn_by, range(4), [4, size, 4, 4]), strict=False)
+    )
+    assert observed(stream, 300, 4) == []

@@ -30,6 +30,7 @@ _BY_CONTENT = (
     "content of several samples, or one sample in several pieces, counts for no overlap."
 )
 _STEPS_OF_OVERLAP = 3
+_DRIFT = 0.02  # share of its draws
 _DRAWS_AGAIN = 16
 _OWN_SHARE = 0.25  # of the share that a healthy epoch's beginning expects
 _SHARES = (0.98, 0.9)  # of overlaps that concern one worker
@@ -51,6 +52,9 @@ class OverlappingShards(Detector):
     tests may be read after every step, and together are wrong with at most the probability that
     is stated. It holds as long as repeats come one by one. Whole shards that are drawn with
     replacement come in hundreds: such a job needs ``repeats``.
+
+    A worker that draws fewer samples than most, or more, ends its epochs at other steps than they:
+    overlaps of such workers alone are none.
 
     Workers with identical batches count as one worker here: :class:`DuplicateBatches` reports
     them. Beyond ``capacity`` different samples, only a random share of them is followed: the same
@@ -84,6 +88,7 @@ class OverlappingShards(Detector):
         self._ledger = ThinningLedger(capacity)
         self._padding = Padding(num_workers)
         self._global_batch = 0
+        self._lengths_W = np.zeros(num_workers, np.int64)  # samples drawn so far
         self._new_since = 0
         self._overlaps = self._proven = False
         self._counted = _Account(num_workers)
@@ -117,6 +122,7 @@ class OverlappingShards(Detector):
 
     def _observe(self, step: Step, drawn_W: Sequence[Ints], now: Followed) -> list[FaultEvidence]:
         self._named = self._named and step.all_true("samples_named")
+        self._lengths_W += list(map(len, step.gathered.samples))
         if not self._ledger.complete:
             return []
         number = step.gathered.step
@@ -160,7 +166,13 @@ class OverlappingShards(Detector):
         self._pending = step_alone
         enough = self._new_since > self._global_batch and self._counted.steps >= _STEPS_OF_OVERLAP
         self._proven = self._proven or enough
-        return (self._evidence(),) if self._proven and more else ()
+        return (self._evidence(),) if self._proven and more and not self._out_of_step() else ()
+
+    def _out_of_step(self) -> bool:
+        """Return whether all workers that overlap have drawn fewer samples than most, or more."""
+        most = np.median(self._lengths_W)
+        apart_W = np.abs(self._lengths_W - most) > _DRIFT * most
+        return all(apart_W[rank] for rank in self._counted.ranks())
 
     def _begins_epoch(self) -> bool:
         """Return whether most of the last steps' draws came again, own ones among them."""
