@@ -64,7 +64,8 @@ def by(norm):
 
 def called(norm=whole, order=2.0):
     """Return the columns of a call of torch with that norm."""
-    return {"clip_limit": LIMIT, "clip_order": order, "clip_factor": lambda p: by(norm)(p)[0]}
+    factor = {"clip_factor": lambda p: by(norm)(p)[0], "clip_whole": True}
+    return {"clip_limit": LIMIT, "clip_order": order, **factor}
 
 
 def mean(parts_W):

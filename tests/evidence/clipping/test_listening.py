@@ -55,6 +55,7 @@ def test_one_call_for_all_parameters(model, probe):
     assert values["clip_order"] == 2
     assert values["clip_left_out"] == 0
     assert values["clip_factor"] == pytest.approx(LIMIT / float(norm), rel=1e-5)
+    assert values["clip_whole"]
     probe.close()
     clip_grad_norm_(twin.parameters(), LIMIT)  # the same bits without a listener
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
@@ -90,9 +91,10 @@ def test_clipping_in_groups_has_no_limit_of_all(model, probe):
 def test_what_else_is_clipped_leaves_the_limit_alone(model, probe):
     other = nn.Parameter(torch.ones(2))
     other.grad = torch.ones(2)
-    clip_grad_norm_([*model.parameters(), other], LIMIT)
+    norm = clip_grad_norm_([*model.parameters(), other], LIMIT)
     values = recorded(probe)
-    assert (values["clip_limit"], "clip_factor" in values) == (LIMIT, False)
+    assert (values["clip_limit"], values["clip_whole"]) == (LIMIT, False)
+    assert values["clip_factor"] == pytest.approx(LIMIT / float(norm), rel=1e-5)
 
 
 def test_only_what_is_clipped_between_reduction_and_update_counts(model, probe):

@@ -290,13 +290,14 @@ def test_a_wrong_factor_is_named(value, micro, words):
     assert words in describe(evidence)[0]
 
 
-def sums(detector, **columns):
+def sums(detector, times=1, tokens=None, **columns):
     """Return all evidence on losses that are sums over tokens; ``columns`` of all workers."""
     found = []
-    for step, tokens in enumerate(lengths(20)):
-        seen = observation(step, tokens, tokens)
+    for step, drawn in enumerate(lengths(20)):
+        tokens_W = drawn if tokens is None else np.full_like(drawn, tokens)
+        seen = observation(step, tokens_W, times * tokens_W)
         for name, value in columns.items():
-            seen.gathered.workers[name][:] = value if name != "applied_scale" else value(tokens)
+            seen.gathered.workers[name][:] = value(tokens_W) if callable(value) else value
         found += evidence_of(detector, seen)
     return found
 
@@ -306,6 +307,20 @@ def test_sums_over_tokens_are_a_note_and_a_warning_where_gradients_are_clipped()
     [*_, last] = sums(LossScale(W), clip_limit=1.0)
     assert last.severity is Severity.WARNING
     assert "the number of its label tokens" in describe(last)[0]
+
+
+@pytest.mark.parametrize("tokens", [None, 4096])
+def test_sums_that_are_added_up_over_the_workers_are_named_beside_clipping(tokens):
+    clip = {"clip_limit": 1.0, "clip_factor": 1e-3, "applied_scale": 1e-3}
+    [*_, last] = sums(LossScale(W), times=W, tokens=tokens, **clip)
+    assert last.severity is Severity.WARNING
+    assert "the number of all workers' label tokens" in describe(last)[0]
+
+
+def test_a_gradient_scaler_that_is_the_number_of_tokens_by_chance_is_silent():
+    unscaled = {"clip_limit": 1.0, "clip_factor": 1e-3, "applied_scale": 1e-3 / 65536}
+    assert sums(LossScale(W), tokens=65536, **unscaled) == []
+    assert sums(LossScale(W), tokens=65536) == []  # it is not known what became of it
 
 
 def test_sums_over_tokens_that_are_divided_after_the_reduction_are_silent():
@@ -352,7 +367,7 @@ def test_advice_knows_whether_the_tokens_are_divided_out_already(divided, words)
         (1.0, np.nan, 0.2, ""),  # and clipped
         (1.0, np.nan, 0.5, "multiplied by 3 in all before backward"),  # clipped, not divided
         (1 / 3, 1 / 3, 1 / 3, "multiplied by 0.3333 in all before backward and by the pipeline"),
-        (1.0, 1.0, 1.0, "multiplied by 3 in all before backward and by the pipeline schedule"),
+        (1.0, 1.0, 1.0, "multiplied by 3 in all before backward: the number of micro-batches"),
         (1.0, 1 / 3, np.nan, ""),  # what is applied is not read on some meshes
     ],
 )

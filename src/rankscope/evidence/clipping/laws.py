@@ -307,7 +307,7 @@ class _Clipped:
         limit: The norm that is meant; NaN if unknown.
         called: Whether a call of torch has it.
         certain: Whether the limit is one of the L2 norm.
-        factor: Factor of that call; NaN if unknown.
+        factor: Factor of that call; NaN if unknown, or if its norm counts other gradients, too.
         after: Norm after clipping.
         bound: Relative error of such a norm.
         acts: Whether the gradient was made shorter, as far as that is known.
@@ -322,7 +322,8 @@ class _Clipped:
         self.called = limit == limit
         self.limit = limit if self.called else planned or math.nan
         self.other_order = self.called and order == order and order != 2
-        self.factor = _common(workers["clip_factor"])
+        whole = bool(workers["clip_whole"].all())
+        self.factor = _common(workers["clip_factor"]) if whole else math.nan
         scale = common_scale(step.gathered)
         scale = 1.0 if math.isnan(scale) else scale  # undone in all norms
         applied = float(np.median(workers["applied_scale"][known_W]))

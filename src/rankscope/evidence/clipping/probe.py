@@ -146,8 +146,8 @@ class ClippingProbe(Probe):
             num_clipped = sum(len(call.listed.with_gradient) for call in calls)
             values["clip_left_out"] = num_clipped - num_normed
         with_gradient = first.listed.with_gradient.union(*(c.listed.with_gradient for c in others))
-        alone = self._whole and with_gradient <= self._measured
-        return PendingClipping(values, first.limit, first.given if alone else None)
+        values["clip_whole"] = float(self._whole and with_gradient <= self._measured)
+        return PendingClipping(values, first.limit, first.given)
 
     def abort(self) -> None:
         """Forget a step that was never finished."""

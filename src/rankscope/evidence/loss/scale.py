@@ -35,6 +35,7 @@ _DIVIDED = (
 )
 
 _TOKENS = "the number of its label tokens"
+_ALL_TOKENS = "the number of all workers' label tokens"
 _BEFORE = " before backward"
 _IN_SCHEDULE = " before backward and by the pipeline schedule after it"
 _SCHEDULES = (
@@ -58,15 +59,16 @@ class LossScale(Detector):
     are 1, whether workers or tokens count alike. W, M, 1/W or 1/M (M micro-batches), or a product
     of two, in 8 steps in a row means that a factor is missing or there twice. So does one over a
     divisor of W, where losses are divided by all workers' tokens, as all counts prove; and the
-    number of the worker's label tokens: the training minimises their sum. That is a note, since it
-    may be meant, and a warning where gradients are clipped. A factor that is undone after the
+    number of label tokens, the worker's or all: the training minimises their sum. That is a note,
+    since it may be meant, and a warning where gradients are clipped. A factor that is undone after the
     reduction does not count.
 
     An update with fewer micro-batches than others, whose losses are divided by the number that the
     others have, counts less than these. That is a note, and a warning where it happens often.
 
     A gradient scaler multiplies, too, by a number that changes while it runs and hides any other
-    factor. Three powers of two, or one from 1,024 on, count as one. And losses that are sums over
+    factor. Three powers of two, or one from 1,024 on, count as one, unless it is the number of
+    label tokens and is known to stay in the gradient. And losses that are sums over
     tokens, divided by the number on all workers, need the factor W.
 
     What counts is the factor that the optimizer gets. The division by a pipeline schedule after the
@@ -97,7 +99,7 @@ class LossScale(Detector):
         self._factor = ""
         self._value = math.nan
         self._applied = 1.0  # after the reduction, by the latest step that shows it
-        self._in_schedule = False
+        self._schedule = math.nan  # factor of a pipeline schedule after the backward passes
         self._differing = _DifferingWorkers()
         self._short = _ShortWindows()
 
@@ -123,20 +125,22 @@ class LossScale(Detector):
             yield from self._differing.observe(gathered.step, scales_W)
             return
         micro = max(sizes, default=1)
-        self._notice_scaler(scale, micro)
-        if math.isnan(scale):
-            return
-        if not self._scaler and not self._sums.found:
-            yield from self._short.observe(gathered.step, scale, micro, self._num_workers)
         clipped_W = workers["clip_factor"]
         applied_W = workers["applied_scale"] / np.where(np.isfinite(clipped_W), clipped_W, 1.0)
         if are_alike(applied_W):
             self._applied = float(applied_W[0])
         unseen = not np.isfinite(clipped_W).all()
         undone = _is_undone(scale, self._applied, may_be_clipped=unseen)
+        is_sum = self._tokens(gathered) and are_alike(applied_W) and not undone
+        if not is_sum:
+            self._notice_scaler(scale, micro)
+        if math.isnan(scale):
+            return
+        if not self._scaler and not self._sums.found:
+            yield from self._short.observe(gathered.step, scale, micro, self._num_workers)
         if step.alike("schedule_scale"):
-            self._in_schedule = True
-            scale *= float(workers["schedule_scale"][0])
+            self._schedule = float(workers["schedule_scale"][0])
+            scale *= self._schedule
         yield from self._observe_mean(gathered, 1.0 if undone else scale, micro)
 
     def _notice_calls(self, step: Step) -> None:
@@ -170,7 +174,7 @@ class LossScale(Detector):
         self._factor = factor
         self._value = scale
         clips = not np.isnan(gathered.workers["clip_limit"]).all()
-        meant = factor == _TOKENS and not clips
+        meant = factor in (_TOKENS, _ALL_TOKENS) and not clips
         return (self._evidence(micro, Severity.NOTE if meant else Severity.WARNING),)
 
     def _name(self, gathered: GatheredStep, scale: float, micro: int) -> str:
@@ -200,9 +204,16 @@ class LossScale(Detector):
             for name, factor in factors.items()
             if factor != 1 and math.isclose(scale, factor, rel_tol=_CLOSE)
         ]
-        if not names and np.allclose(workers["grad_scale"], workers["loss_weight"], rtol=_CLOSE):
-            return _TOKENS
-        return " or ".join(names)
+        return " or ".join(names) or self._tokens(gathered)
+
+    def _tokens(self, gathered: GatheredStep) -> str:
+        """Return which number of label tokens the multipliers are; empty if they are none."""
+        scales_W = gathered.workers["grad_scale"]
+        tokens_W = gathered.workers["loss_weight"]
+        for name, times in ((_TOKENS, 1), (_ALL_TOKENS, self._num_workers)):
+            if tokens_W.max() > 1 and np.allclose(scales_W, times * tokens_W, rtol=_CLOSE):
+                return name
+        return ""
 
     def _evidence(self, micro: int, severity: Severity) -> FaultEvidence:
         return self._span.evidence(
@@ -212,9 +223,9 @@ class LossScale(Detector):
             {
                 "value": f"{self._value:.4g}",
                 "factor": self._factor,
-                "divided": (_SCHEDULES if self._in_schedule else "")
+                "divided": ("" if math.isnan(self._schedule) else _SCHEDULES)
                 + (_DIVIDED if self._divided else _UNKNOWN),
-                "where": _IN_SCHEDULE if self._in_schedule else _BEFORE,
+                "where": _IN_SCHEDULE if abs(self._schedule - 1) > _CLOSE else _BEFORE,
                 "workers": self._num_workers,
                 "micro": count(micro, "micro-batch", "micro-batches"),
             },
