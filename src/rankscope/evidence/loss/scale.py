@@ -60,8 +60,8 @@ class LossScale(Detector):
     of two, in 8 steps in a row means that a factor is missing or there twice. So does one over a
     divisor of W, where losses are divided by all workers' tokens, as all counts prove; and the
     number of label tokens, the worker's or all: the training minimises their sum. That is a note,
-    since it may be meant, and a warning where gradients are clipped. A factor that is undone after the
-    reduction does not count.
+    since it may be meant, and a warning where gradients are clipped. A factor that is undone after
+    the reduction does not count.
 
     An update with fewer micro-batches than others, whose losses are divided by the number that the
     others have, counts less than these. That is a note, and a warning where it happens often.
