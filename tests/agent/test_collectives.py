@@ -188,7 +188,15 @@ def test_how_to_switch_the_recorder_on_is_said_where_it_is_off():
     assert hang_finding(BACKWARD, off).explanation.endswith(
         " With TORCH_FR_BUFFER_SIZE=2000 set at the start, the collective is named here."
     )
-    assert "TORCH_FR" not in hang_finding(BACKWARD, stacks(dump(*DONE))).explanation
+    silent = {0: off[0] | {"collectives": None}}
+    for on in (stacks(dump(*DONE)), silent):
+        assert "TORCH_FR" not in hang_finding(BACKWARD, on).explanation
+
+
+def test_a_rank_that_does_not_answer_is_not_accused():
+    known = stacks(WAITING, WAITING)
+    known[2] = Stack(thread="", frames=[], missing="", collectives=None)
+    assert judge_collectives(BACKWARD, known) == BACKWARD
 
 
 # Between two processes ------------------------------------------------------------------------

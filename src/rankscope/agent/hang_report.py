@@ -74,13 +74,14 @@ class Stack(TypedDict):
         thread: Name of the thread.
         frames: Functions with file and line, the innermost first.
         missing: Why there is none, in a sentence; empty if there is one.
-        collectives: What torch's Flight Recorder holds in that process, where it is on.
+        collectives: What torch's Flight Recorder holds in that process, where it is on; None if
+            the process did not answer.
     """
 
     thread: str
     frames: list[str]
     missing: str
-    collectives: NotRequired[Collectives]
+    collectives: NotRequired[Collectives | None]
 
 
 class Standing(NamedTuple):
@@ -250,9 +251,8 @@ def judge_stacks(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
 
 def collective_of(stacks: Mapping[int, Stack]) -> HangingCollective | None:
     """Return the collective in which the ranks of these stacks hang, where it is known."""
-    return hanging_collective(
-        {rank: stack["collectives"] for rank, stack in stacks.items() if "collectives" in stack}
-    )
+    known = {rank: stack.get("collectives") for rank, stack in stacks.items()}
+    return hanging_collective({rank: one for rank, one in known.items() if one is not None})
 
 
 def judge_collectives(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:

@@ -83,8 +83,7 @@ class StackTaker:
             known = {pid: reader.read(until) for pid, reader in self._collectives.items()}
             stacks = stacks_of(self._threads, self._seconds)
             for pid, collectives in known.items():
-                if collectives is not None:
-                    stacks[pid]["collectives"] = collectives
+                stacks[pid]["collectives"] = collectives
             self._stacks = stacks
         except Exception as error:
             self._fail(str(error))
