@@ -38,7 +38,7 @@ CPU_REFERENCE = "fp32 torch.dot, CPU, one thread"
 CUDA_REFERENCE = "copy, bytes read + written, CUDA"
 
 
-def run_kernels(pairs: int = PAIRS) -> list[Row]:
+def run_kernels(pairs: int = PAIRS, num_bytes: int = BYTES) -> list[Row]:
     """Return a row for each kernel and dtype: what, median, low, high, pairs.
 
     A row that cannot be measured here has no ``median``.
@@ -50,7 +50,7 @@ def run_kernels(pairs: int = PAIRS) -> list[Row]:
             *((kernel.name, partial(_sketching, kernel)) for kernel in _cpu_kernels()),
             (OPERATIONS, _operations_alone),
         ]
-        rows = [row for name, make in works for row in _cpu_rows(name, make, pairs)]
+        rows = [row for name, make in works for row in _cpu_rows(name, make, pairs, num_bytes)]
     finally:
         torch.set_num_threads(threads)
     return [*rows, *_cuda_rows(pairs)]
@@ -88,10 +88,10 @@ def _cpu_kernels() -> list[Kernel]:
     return [plain] if best.name == plain.name else [best, plain]
 
 
-def _cpu_rows(name: str, make: Callable[[Tensor], Work], pairs: int) -> list[Row]:
+def _cpu_rows(name: str, make: Callable[[Tensor], Work], pairs: int, num_bytes: int) -> list[Row]:
     rows = []
     for dtype in DTYPES:
-        buffers = [torch.randn(BYTES // dtype.itemsize).to(dtype) for _ in range(BUFFERS)]
+        buffers = [torch.randn(num_bytes // dtype.itemsize).to(dtype) for _ in range(BUFFERS)]
         views = [buffer.view(torch.float32) for buffer in buffers]
         ratios = _ratios(
             [make(buffer) for buffer in buffers],
@@ -183,8 +183,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--bytes", type=int, default=BYTES, help="of a gradient on the host")
     options = parser.parse_args()
-    Console().print(render(run_kernels(options.pairs)), markup=False)
+    Console().print(render(run_kernels(options.pairs, options.bytes)), markup=False)
 
 
 if __name__ == "__main__":

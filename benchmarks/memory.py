@@ -37,7 +37,9 @@ _SOURCE = Path(__file__).with_name("heap.c")
 _BUCKET_BYTES = 25 * 2**20  # what DDP fills a bucket to, as far as parameters are not larger
 
 
-def run_cases() -> list[dict[str, Any]]:
+def run_cases(
+    cases: int = len(CASES), steps: int = STEPS, tokens: int = TOKENS
+) -> list[dict[str, Any]]:
     """Return a row of the table for each case, in the tier ``sketch``; none without a compiler."""
     compiler = shutil.which("cc")
     if compiler is None:
@@ -51,12 +53,15 @@ def run_cases() -> list[dict[str, Any]]:
             "LD_PRELOAD": library, "PYTHONMALLOC": "malloc", "ARROW_DEFAULT_MEMORY_POOL": "system"
         }  # fmt: skip
         with mock.patch.dict(os.environ, counted):
-            return [run_case(kind, blocks) for kind, blocks in CASES]
+            return [run_case(*case, steps=steps, tokens=tokens) for case in CASES[:cases]]
 
 
-def run_case(kind: str, blocks: int, ranks: int = 2) -> dict[str, Any]:
+def run_case(
+    kind: str, blocks: int, ranks: int = 2, *, steps: int = STEPS, tokens: int = TOKENS
+) -> dict[str, Any]:
     """Measure one way of going data parallel, watched and not."""
-    seen: dict[str, dict[str, list[int]]] = run_ranks(measure_in_turns, ranks, kind, blocks)
+    work = (measure_in_turns, ranks, kind, blocks, steps, tokens)
+    seen: dict[str, dict[str, list[int]]] = run_ranks(*work)
     plain, watched = seen["plain"], seen["sketch"]
     return {
         "what": f"{kind}, sketch, {num_parameters(blocks) / 1e6:.1f} M parameters",
@@ -69,7 +74,9 @@ def run_case(kind: str, blocks: int, ranks: int = 2) -> dict[str, Any]:
     }
 
 
-def measure_in_turns(kind: str, blocks: int) -> dict[str, dict[str, list[int]]]:
+def measure_in_turns(
+    kind: str, blocks: int, steps: int, tokens: int
+) -> dict[str, dict[str, list[int]]]:
     """Return the bytes that this process holds at the peak of each step, and after it."""
     heap = ctypes.CDLL(None)
     heap.heap_peak.restype = heap.heap_held.restype = ctypes.c_long
@@ -78,11 +85,11 @@ def measure_in_turns(kind: str, blocks: int) -> dict[str, dict[str, list[int]]]:
     for variant in TURNS:
         gc.collect()
         with ExitStack() as stack:
-            step = _make(kind, variant, TOKENS, stack, blocks)
+            step = _make(kind, variant, tokens, stack, blocks)
             for _ in range(WARM_UP):
                 step()
             gc.collect()
-            for _ in range(STEPS):
+            for _ in range(steps):
                 heap.heap_peak()
                 step()
                 seen[variant]["peak"].append(heap.heap_peak())
@@ -119,7 +126,7 @@ def _watch_something_small(kind: str) -> None:
             step()
 
 
-def render(rows: list[dict[str, Any]]) -> str:
+def render(rows: list[dict[str, Any]], steps: int = STEPS, tokens: int = TOKENS) -> str:
     """Return the table and what it says, in Markdown."""
     lines = [
         "| watched − unwatched | peak of a step | held between steps | sketches | a bucket "
@@ -136,7 +143,7 @@ def render(rows: list[dict[str, Any]]) -> str:
     lines += [
         "",
         "`python benchmarks/bench.py --parts memory`: all that malloc has given to rank 0, by all "
-        f"threads and libraries; medians over {2 * STEPS} steps of {TOKENS} tokens each, after "
+        f"threads and libraries; medians over {2 * steps} steps of {tokens} tokens each, after "
         f"{WARM_UP} others, unwatched before and after watched. In brackets the least and the most "
         "of the unwatched steps. A bucket is what is reduced at once.",
     ]
@@ -149,10 +156,14 @@ def _mb(count: float) -> str:
 
 def main() -> None:
     """Measure and print."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
-    rows = run_cases()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", type=int, default=len(CASES), help="only the first ones")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    options = parser.parse_args()
+    rows = run_cases(options.cases, options.steps, options.tokens)
     print(json.dumps(rows, indent=2))
-    print(render(rows))
+    print(render(rows, options.steps, options.tokens))
 
 
 if __name__ == "__main__":

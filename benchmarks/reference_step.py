@@ -32,7 +32,7 @@ MICRO_BATCHES = (1, 4)
 _HEAP = Path(__file__).with_name("heap.c")
 
 
-def run_cases() -> list[dict[str, Any]]:
+def run_cases(rounds: int = ROUNDS, tokens: int = TOKENS) -> list[dict[str, Any]]:
     """Return a row for each number of micro-batches."""
     with tempfile.TemporaryDirectory() as folder:
         counted = {"PYTHONMALLOC": "malloc", "ARROW_DEFAULT_MEMORY_POOL": "system"}
@@ -43,10 +43,13 @@ def run_cases() -> list[dict[str, Any]]:
             subprocess.run(command, check=True)
             counted["LD_PRELOAD"] = library
         with mock.patch.dict(os.environ, counted if compiler else {}):
-            return [run_ranks(measure, 2, micro, bool(compiler)) for micro in MICRO_BATCHES]
+            return [
+                run_ranks(measure, 2, micro, bool(compiler), rounds, tokens)
+                for micro in MICRO_BATCHES
+            ]
 
 
-def measure(num_micro: int, counts: bool) -> dict[str, Any]:
+def measure(num_micro: int, counts: bool, rounds: int, tokens: int) -> dict[str, Any]:
     """Return the seconds and the peak of steps with and without a reference step."""
     heap = ctypes.CDLL(None)
     if counts:
@@ -58,7 +61,7 @@ def measure(num_micro: int, counts: bool) -> dict[str, Any]:
         scope = rankscope.watch(
             ddp, optimizer, run_dir=Path(folder) / "run", canary=False, announce=False
         )
-        for number in range(2 * (WARM_UP + ROUNDS)):
+        for number in range(2 * (WARM_UP + rounds)):
             verified = number % 2 == 1
             if verified:
                 scope.verify()
@@ -69,7 +72,7 @@ def measure(num_micro: int, counts: bool) -> dict[str, Any]:
             for micro in range(num_micro):
                 last = micro == num_micro - 1
                 with nullcontext() if last else ddp.no_sync():
-                    (ddp(**make_batch(TOKENS))["loss"] / num_micro).backward()
+                    (ddp(**make_batch(tokens))["loss"] / num_micro).backward()
             optimizer.step()
             optimizer.zero_grad()
             seconds = time.perf_counter() - start
@@ -91,11 +94,11 @@ def measure(num_micro: int, counts: bool) -> dict[str, Any]:
     }
 
 
-def render(rows: list[dict[str, Any]]) -> str:
+def render(rows: list[dict[str, Any]], tokens: int = TOKENS) -> str:
     """Return the rows as a Markdown table."""
     lines = [
         f"{num_parameters() / 1e6:.1f} M parameters ({4 * num_parameters() / 1e6:.0f} MB in "
-        f"float32), AdamW, DDP on two ranks, {TOKENS} tokens a micro-batch:",
+        f"float32), AdamW, DDP on two ranks, {tokens} tokens a micro-batch:",
         "",
         "| micro-batches | other steps | a reference step takes | memory at its peak |",
         "|---|---|---|---|",
@@ -110,8 +113,12 @@ def render(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Print the table."""
-    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
-    Console(soft_wrap=True).print(render(run_cases()), highlight=False)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    options = parser.parse_args()
+    rows = run_cases(options.rounds, options.tokens)
+    Console(soft_wrap=True).print(render(rows, options.tokens), highlight=False)
 
 
 if __name__ == "__main__":

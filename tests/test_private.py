@@ -118,6 +118,8 @@ def exists(owner: str, name: str) -> bool:
     if holder is not None and hasattr(holder, name):
         return True
     module = inspect.getmodule(holder) if inspect.isclass(holder) else holder
+    if getattr(module, "__spec__", ...) is None:  # compiled: it has no source
+        return False
     source = source_of(owner) if module is None else inspect.getsource(module)
     return re.search(rf"\b{name}\b", source) is not None  # of objects, which are not made here
 

@@ -264,6 +264,22 @@ USES = (
         "no canaries",
         need="canary",
     ),
+    # Collectives in a hang
+    Use(
+        "torch._C._distributed_c10d",
+        "_dump_fr_trace_json",
+        "session.flight",
+        "the collectives that torch's Flight Recorder holds",
+        "hangs are reported without the collective",
+    ),
+    Use(
+        "torch._C._distributed_c10d",
+        "_dump_nccl_trace_json",
+        "session.flight",
+        "likewise of NCCL",
+        "hangs are reported without the collective, unless the backend is gloo",
+        releases="those that are built with NCCL",
+    ),
     # What surrounds the training's call
     Use(
         "torch._C._autograd",

@@ -2,11 +2,14 @@
 
 import json
 import logging
+import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from rankscope.bus import governor
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.finding_events import FindingEvent
 from rankscope.session.announcement import announce, last_line, place_of
@@ -166,3 +169,22 @@ def test_a_finding_that_only_counts_on_is_told_once(tmp_path):
     assert len(first) == len(set(first))
     events = events_of(tmp_path / "run")
     assert sum(event["cause"] == "data.duplicate_batches" for event in events) > 1
+
+
+def training_in_short_steps(rank, run_dir):
+    """Train in steps that all count as short, with a budget that none of them can keep."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(governor, "_SHORT_SECONDS", math.inf)
+    patch.setattr("rankscope.agent.root.Governor", partial(governor.Governor, always=0))
+    lines = []
+    patch.setattr("rankscope.session.inbox.announce", lambda level, line: lines.append(line))
+    loop = Loop(rank, run_dir, overhead_budget=1e-6, announce=True)
+    for step in range(12):
+        loop.step(step)
+    loop.close()
+    return [line for line in lines if "even where no gradient is read" in line]
+
+
+def test_a_budget_that_short_steps_cannot_keep_is_said_once(tmp_path):
+    [lines] = run_ranks(training_in_short_steps, 1, str(tmp_path / "run"))
+    assert len(lines) == 1

@@ -262,3 +262,31 @@ def test_nothing_is_known_before_the_first_steps():
     assert summary["interval"] == 5
     assert summary["overhead"] is None
     assert summary["changes"] == []
+
+
+def short_steps(plain, fixed, budget=0.01, always=0):
+    """Return the lines of 400 steps that read the gradient for half a millisecond each."""
+    governor = Governor(budget, 1, always)
+    lines = []
+    for step in range(400):
+        overhead = np.array([fixed, fixed / 2]) + 0.0005
+        governor.observe(step, True, overhead, plain + overhead, None, np.full(2, 0.0005))
+        lines.append((step, governor.short_steps(step)))
+    return [(step, line) for step, line in lines if line]
+
+
+def test_short_steps_that_pay_more_than_the_budget_in_any_case_are_said_once():
+    [(step, line)] = short_steps(0.012, 0.0015, always=300)
+    assert step == 300 - LAG
+    assert line == (
+        "a step takes 12 ms, and watching it takes 1.5 ms (12.5%) even where no gradient is read: "
+        'the budget of 1.00% cannot be kept. tier="scalars" takes less, and every=10 reads the '
+        "gradient less often"
+    )
+
+
+@pytest.mark.parametrize(
+    ("plain", "fixed", "budget"), [(0.05, 0.0015, 0.01), (0.012, 1e-4, 0.01), (0.012, 1.0, None)]
+)
+def test_other_steps_are_not_said_to_be_short(plain, fixed, budget):
+    assert short_steps(plain, fixed, budget) == []

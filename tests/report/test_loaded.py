@@ -77,7 +77,7 @@ def test_what_watching_costs_is_said_in_every_step_and_for_each_read(tmp_path):
     [cost] = [line for line in said.statements if line.startswith("Watching took")]
     assert "gradients were measured every 2 steps at the widest" in cost
     assert "4 ms in every step whatever its length, and 3 ms to read the gradient" in cost
-    assert cost.endswith("A step of 1 second would pay 0.70%.")
+    assert cost.endswith("both are 7.00% of a step of 100 ms, and 0.70% of one of 1 second.")
     info = json.loads((run.path / "run.json").read_text())
     overhead = {"within_budget": False, "budget": 0.01}
     (run.path / "run.json").write_text(json.dumps({**info, "overhead": overhead}))

@@ -41,6 +41,11 @@ def costs(fixed: str, read: str, share: str) -> bool:
     return divides(str(value(fixed) + value(read)), "10", share)
 
 
+def tenfold(large: str, small: str) -> bool:
+    """Return whether one share is ten times the other, to the digits that this has."""
+    return divides(large, "10", small)
+
+
 def spreads(text: str, low: str, high: str) -> bool:
     """Return whether a ratio lies between its interval's ends."""
     return in_order(low, text, high)
@@ -65,7 +70,12 @@ RULES: tuple[Rule, ...] = (
     (rf"the work of {NUMBER} workers?, not (?:of )?{NUMBER}", in_order, (1, 2)),
     (rf"{NUMBER} times as much .*\(up to {NUMBER} times in one step\)", in_order, (1, 2)),
     (rf"off by {NUMBER} of its norm, where rounding gives {NUMBER} at most", in_order, (2, 1)),
-    (rf"{NUMBER} ms in every step .* {NUMBER} ms to read .* pay {NUMBER}%", costs, (1, 2, 3)),
+    (
+        rf"{NUMBER} ms in every step .* {NUMBER} ms to read .* {NUMBER}% of one of 1 ",
+        costs,
+        (1, 2, 3),
+    ),
+    (rf"both are {NUMBER}% of a step of 100 ms, and {NUMBER}% of one", tenfold, (1, 2)),
 )
 """What a sentence looks like, what must hold between its numbers, and which of them it takes."""
 

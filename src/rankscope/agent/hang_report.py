@@ -6,7 +6,10 @@ All of it is plain data: with several hosts, states and stacks come over the net
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple, Self, TypedDict
+from typing import Any, NamedTuple, NotRequired, Self, TypedDict
+
+from rankscope.agent.collectives import HangingCollective, hanging_collective
+from rankscope.agent.flight_recorder import Collectives
 
 _ENGINE = "_engine_run_backward "  # the Python frame that calls autograd's engine
 _WRAPPERS = ("(torch/nn/parallel/distributed.py", "(torch/distributed/fsdp/")
@@ -38,6 +41,8 @@ class Fate(StrEnum):
     """Its process is alive, and it is behind the others."""
     AHEAD = "ahead"
     """It skipped a collective in which most others wait."""
+    OTHER = "other"
+    """It is in another collective than most others."""
     SILENT = "silent"
     """It is behind, and its host is out of reach."""
 
@@ -69,11 +74,14 @@ class Stack(TypedDict):
         thread: Name of the thread.
         frames: Functions with file and line, the innermost first.
         missing: Why there is none, in a sentence; empty if there is one.
+        collectives: What torch's Flight Recorder holds in that process, where it is on; None if
+            the process did not answer.
     """
 
     thread: str
     frames: list[str]
     missing: str
+    collectives: NotRequired[Collectives | None]
 
 
 class Standing(NamedTuple):
@@ -170,6 +178,7 @@ def words_of(one: Standing, *, over: bool = False) -> str:
         Fate.MISSING: "had said nothing" if over else "never said anything",
         Fate.STUCK: f"{is_} alive and behind",
         Fate.AHEAD: f"{is_} alive and ahead, without the collective in which most others wait",
+        Fate.OTHER: f"{is_} alive, in a collective that does not match those of others",
         Fate.SILENT: f"{is_} behind and out of reach",
     }[one.fate]
     return words if one.place is None else f"{words}, {one.place}"
@@ -238,6 +247,32 @@ def judge_stacks(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
         waiting = tuple(rank for rank in report.waiting if rank not in busy)
         return replace(report, suspects=suspects, waiting=waiting, phase=phase)
     return replace(report, phase=phase) if phases.keys() >= set(report.waiting) else report
+
+
+def collective_of(stacks: Mapping[int, Stack]) -> HangingCollective | None:
+    """Return the collective in which the ranks of these stacks hang, where it is known."""
+    known = {rank: stack.get("collectives") for rank, stack in stacks.items()}
+    return hanging_collective({rank: one for rank, one in known.items() if one is not None})
+
+
+def judge_collectives(report: HangReport, stacks: Mapping[int, Stack]) -> HangReport:
+    """Refine a report with what Flight Recorder holds.
+
+    Collectives that do not match are never planned, so they end a pause. A rank that has not
+    entered the collective of the others is suspect unless it is a pause: it may save alone. Ranks
+    that have ended, were stopped or left explain a hang better, and stay.
+    """
+    found = collective_of(stacks)
+    plain = (Fate.STUCK, Fate.AHEAD)
+    if report.recovered or found is None or len(report.with_fate(*plain)) < len(report.suspects):
+        return report
+    blamed = found.blamed
+    if not blamed or (report.is_pause and not found.differs) or set(blamed) & set(report.ranks):
+        return report
+    fate = Fate.OTHER if found.differs else Fate.AHEAD if report.suspects else Fate.STUCK
+    suspects = tuple(Standing(rank, fate, CodePlace(report.step)) for rank in blamed)
+    waiting = sorted({*report.ranks, *report.waiting} - set(blamed))
+    return replace(report, suspects=suspects, waiting=tuple(waiting))
 
 
 def _ahead(report: HangReport, known: Mapping[int, Stack]) -> tuple[Standing, ...]:

@@ -16,6 +16,8 @@ from rankscope.agent.hang_report import (
     ProcessState,
     Stack,
     Standing,
+    collective_of,
+    judge_collectives,
     judge_hang,
     judge_stacks,
     words_of,
@@ -31,6 +33,7 @@ _LONGEST_GAP = 10.0  # seconds between two looks; after more, the agent itself w
 _NAMED = 4  # suspects that are described one by one
 _SHOWN_STACKS = 16
 _SHOWN_CALLERS = 3
+_RECORDER_OFF = " With TORCH_FR_BUFFER_SIZE=2000 set at the start, the collective is named here."
 
 
 class HangWatch:
@@ -113,7 +116,7 @@ class HangWatch:
     def learn(self, stacks: Mapping[int, Stack]) -> HangReport | None:
         """Refine the report of the present hang with stacks by rank; None without a hang."""
         if self._report is not None:
-            self._report = judge_stacks(self._report, stacks)
+            self._report = judge_collectives(judge_stacks(self._report, stacks), stacks)
         return self._report
 
     def _follow(
@@ -185,6 +188,7 @@ def hang_finding(
         "Course": _duration_words(report),
         "what": _suspect_words(report),
         "stacks": _stack_words(shown, over=report.recovered),
+        "collective": _collective_words(stacks or {}, over=report.recovered),
     }
     evidence = FaultEvidence(
         "time.hang",
@@ -194,7 +198,7 @@ def hang_finding(
         report.step,
         1,
         fields,
-        _evidence(report, shown),
+        {**_evidence(report, shown), **_collective_evidence(stacks or {})},
         status="closed" if report.recovered else "open",
     )
     step = report.step - 1 if newest is None else newest
@@ -245,6 +249,27 @@ def _stack_words(stacks: Mapping[int, Stack], *, over: bool) -> str:
             return f" Rank {rank} {'was' if over else 'is'} in {first}{by}."
     reasons: Iterable[str] = dict.fromkeys(stack["missing"] for stack in stacks.values())
     return "".join(f" No Python stack: {reason}." for reason in list(reasons)[:1])
+
+
+def _collective_words(stacks: Mapping[int, Stack], *, over: bool) -> str:
+    """Describe the collective that does not end, or how to have it recorded."""
+    if not any("collectives" in stack for stack in stacks.values()):
+        return "" if over or not stacks else _RECORDER_OFF
+    found = collective_of(stacks)
+    return "" if found is None else f" By torch's Flight Recorder, {found}."
+
+
+def _collective_evidence(stacks: Mapping[int, Stack]) -> dict[str, object]:
+    found = collective_of(stacks)
+    if found is None:
+        return {}
+    calls = list(found.calls.items())[:_SHOWN_STACKS]
+    return {
+        "collective": f"number {found.number} of {found.group}",
+        "calls": {" ".join(call): list(ranks) for call, ranks in calls},
+        "ranks_not_in_it": list(found.absent),
+        "collectives_differ": found.differs,
+    }
 
 
 def _evidence(report: HangReport, stacks: Mapping[int, Stack]) -> dict[str, object]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rankscope.agent.flight_recorder import Reader
 from rankscope.agent.hang_report import CodePlace, ProcessState, Stack
 from rankscope.agent.processes import ProcessWatch
 from rankscope.agent.progress import open_mark, read_mark
@@ -22,6 +23,7 @@ class _Rank:
     watch: ProcessWatch
     mark: int | None
     thread: int
+    collectives: Reader | None
 
 
 class LocalRanks:
@@ -39,7 +41,11 @@ class LocalRanks:
             return
         self._forget(rank)
         mark = open_mark(watch.pid, int(hello["progress"])) if "progress" in hello else None
-        self._ranks[rank] = _Rank(watch, mark, int(hello.get("thread", 0)))
+        reader = None
+        if "collectives" in hello:
+            with contextlib.suppress(OSError):
+                reader = Reader(watch.pid, hello["collectives"])
+        self._ranks[rank] = _Rank(watch, mark, int(hello.get("thread", 0)), reader)
 
     def lives(self, rank: int) -> bool | None:
         """Return whether a rank's process runs; None if unknown."""
@@ -92,14 +98,13 @@ class LocalRanks:
                 return
 
     def take_stacks(self) -> None:
-        """Start taking the Python stacks of all live ranks."""
+        """Start taking the Python stacks and collectives of all live ranks."""
         if self._taker is None:
+            ranks = dict(self._ranks).values()
+            alive = [one for one in ranks if one.watch.state() is not ProcessState.ENDED]
             self._taker = StackTaker(
-                {
-                    known.watch.pid: known.thread
-                    for known in dict(self._ranks).values()
-                    if known.watch.state() is not ProcessState.ENDED
-                }
+                {known.watch.pid: known.thread for known in alive},
+                {known.watch.pid: known.collectives for known in alive if known.collectives},
             )
 
     def stacks(self) -> dict[int, Stack] | None:
@@ -122,3 +127,5 @@ class LocalRanks:
             known.watch.close()
             if known.mark is not None:
                 os.close(known.mark)
+            if known.collectives is not None:
+                known.collectives.close()

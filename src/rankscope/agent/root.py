@@ -269,10 +269,13 @@ class Root:
             gathered.workers["overhead_seconds"],
             gathered.workers["step_seconds"],
             self.newest,
+            gathered.workers["read_seconds"],
         )
         if decision is not None:
             _log.info("%s", decision)
             self._send(ALL_RANKS, self._interval_frame())
+        if self._announcer is not None and (line := self._governor.short_steps(self.newest)):
+            self._announce(line, False)
         self._notify(findings)
         known = self._diagnosis.findings
         for name, director in self._directors.items():

@@ -10,10 +10,13 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from rankscope.agent.flight_recorder import Reader
 from rankscope.agent.hang_report import Stack
 from rankscope.errors import install_command
 
@@ -44,11 +47,23 @@ def stacks_of(threads: Mapping[int, int], seconds: float = 5.0) -> dict[int, Sta
 
 
 class StackTaker:
-    """Runs :func:`stacks_of` in a thread of its own."""
+    """Runs :func:`stacks_of` in a thread of its own; arguments are as there.
 
-    def __init__(self, threads: Mapping[int, int], seconds: float = 5.0) -> None:
+    Args:
+        threads: The training threads by process.
+        collectives: Where collectives of processes are read.
+        seconds: How long one stack may take, and all collectives together.
+    """
+
+    def __init__(
+        self,
+        threads: Mapping[int, int],
+        collectives: Mapping[int, Reader] = MappingProxyType({}),
+        seconds: float = 5.0,
+    ) -> None:
         self._stacks: dict[int, Stack] | None = None
         self._threads = dict(threads)
+        self._collectives = dict(collectives)
         self._seconds = seconds
         worker = threading.Thread(target=self._take, name="rankscope-stacks", daemon=True)
         try:
@@ -62,7 +77,14 @@ class StackTaker:
 
     def _take(self) -> None:
         try:
-            self._stacks = stacks_of(self._threads, self._seconds)
+            for reader in self._collectives.values():
+                reader.request()
+            until = time.monotonic() + self._seconds
+            known = {pid: reader.read(until) for pid, reader in self._collectives.items()}
+            stacks = stacks_of(self._threads, self._seconds)
+            for pid, collectives in known.items():
+                stacks[pid]["collectives"] = collectives
+            self._stacks = stacks
         except Exception as error:
             self._fail(str(error))
 

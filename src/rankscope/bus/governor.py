@@ -45,6 +45,7 @@ _SLOW = 32  # samples that a decision to widen, or to narrow, rests on
 _FEWEST = 4
 _PATIENCE = PACE.governor_patience
 _MOST_PATIENCE = 128  # observed steps between a decision and narrowing
+_SHORT_SECONDS = 0.02  # of a step that pays more than a budget of 1 % in any case
 _ROOM = 0.8  # share of the budget: largest expected overhead of a narrower interval
 
 
@@ -144,6 +145,8 @@ class Governor:
         self._observed: deque[float] = deque(maxlen=_SLOW)
         self._unobserved: deque[float] = deque(maxlen=_SLOW)
         self._plain: deque[float] = deque(maxlen=_SLOW)
+        self._fixed: deque[float] = deque(maxlen=_SLOW)
+        self._looks_at_fixed = budget is not None
         self._num_seen = {True: 0, False: 0}
         self._since_decision = 0
         self._patience = _PATIENCE
@@ -171,6 +174,7 @@ class Governor:
         overhead_seconds_W: Floats,
         step_seconds_W: Floats,
         newest: int | None = None,
+        read_seconds_W: Floats | None = None,
     ) -> Decision | None:
         """Process a step; all steps come, in order.
 
@@ -181,6 +185,7 @@ class Governor:
                 their maximum. Values that are not finite are left out.
             step_seconds_W: Wall time of the step on each worker, or their maximum.
             newest: The newest step that any worker is known to have ended; None if it is this one.
+            read_seconds_W: The part of the monitor's time in which gradients were read.
 
         Returns:
             The decision that this step led to, if any.
@@ -193,10 +198,39 @@ class Governor:
         (self._observed if observed else self._unobserved).append(overhead)
         if seconds is not None and seconds > overhead:
             self._plain.append(seconds - overhead)
+        fixed = None if read_seconds_W is None else _largest(overhead_seconds_W - read_seconds_W)
+        if fixed is not None:
+            self._fixed.append(fixed)
         self._since_decision += observed
         newest = step if newest is None else max(step, newest)
         ready = observed and newest + LAG >= self._always
         return self._decide(step, newest) if ready else None
+
+    def short_steps(self, newest: int) -> str:
+        """Return, once, what short steps pay though no gradient is read; mostly empty.
+
+        Args:
+            newest: The newest step that any worker is known to have ended: the budget counts from
+                a certain step on.
+        """
+        cost = self._cost(_SLOW)
+        begins = newest + LAG >= self._always
+        if not (self._looks_at_fixed and begins and cost and len(self._fixed) >= _FEWEST):
+            return ""
+        self._looks_at_fixed = False
+        fixed = _typical(self._fixed, _SLOW)
+        if (
+            self._budget is None
+            or cost.plain >= _SHORT_SECONDS
+            or fixed <= self._budget * cost.plain
+        ):
+            return ""
+        return (
+            f"a step takes {1e3 * cost.plain:.2g} ms, and watching it takes {1e3 * fixed:.2g} ms "
+            f"({fixed / cost.plain:.1%}) even where no gradient is read: the budget of "
+            f'{self._budget:.2%} cannot be kept. tier="scalars" takes less, and every=10 reads '
+            "the gradient less often"
+        )
 
     def summary(self) -> dict[str, Any]:
         """Return the decisions and their reasons as JSON for the record; None is unknown."""

@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from rankscope import errors
 from rankscope.agent import launch
+from rankscope.agent.flight_recorder import Numbers
 from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.launch import Started
 from rankscope.agent.link import Link
@@ -83,11 +84,15 @@ class RunHandle:
     problem: str = ""
     store: str = ""
 
-    def connect(self, reduced_copies: int, mark: ProgressMark | None) -> Link:
+    def connect(
+        self, reduced_copies: int, mark: ProgressMark | None, collectives: Numbers | None
+    ) -> Link:
         """Return the link to the agent."""
         hello = {**self.hello, "thread": threading.get_native_id()}
         if mark is not None:
             hello["progress"] = mark.fileno()
+        if collectives is not None:
+            hello["collectives"] = collectives
         for role in hello.keys() & {"root", "forward"}:
             layout = {**hello[role]["layout"], "reduced_copies": reduced_copies}
             hello[role] = {**hello[role], "layout": layout}

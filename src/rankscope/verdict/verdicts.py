@@ -454,13 +454,14 @@ def _describe_cost(values: Values) -> str:
     whole = sum(map(float, shown)) / 1e3
     text += (
         f": {shown[0]} ms in every step whatever its length, and {shown[1]} ms to "
-        f"read the gradient where it is measured. A step of 1 second would pay {whole:.2%}."
+        f"read the gradient where it is measured; both are {whole / 0.1:.2%} of a step of 100 ms, "
+        f"and {whole:.2%} of one of 1 second."
     )
     budget = values["overhead_budget"]
     if budget is not None:
         text += (
             f" The budget of {budget:.2%} was not kept: measuring less often saves the read only. "
-            "Set overhead_budget to what these short steps may pay."
+            'tier="scalars" takes less; or set overhead_budget to what these short steps may pay.'
         )
     return text
 

@@ -1,0 +1,300 @@
+"""Which collective a training hangs in, by torch's Flight Recorder: made dumps, and real ranks."""
+
+import json
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import rankscope
+from rankscope.agent.collectives import hanging_collective
+from rankscope.agent.flight_recorder import Reader, Teller, read_dumps
+from rankscope.agent.hang_report import (
+    CodePlace,
+    Fate,
+    HangReport,
+    Stack,
+    Standing,
+    judge_collectives,
+)
+from rankscope.agent.hangs import hang_finding
+from rankscope.bus.finding import Severity
+from rankscope.session.flight import new_teller
+from support.accidents import wait_until
+from support.ranks import RankError, run_ranks
+
+
+def call(number, operation="all_reduce", shape=(4,), *, ended=True, group="0", p2p=False):
+    """Return an entry with the fields of torch 2.13's version 2.10, as NCCL and gloo write it."""
+    tensor = {
+        f"{side}_{what}": value
+        for side in ("input", "output")
+        for what, value in (("sizes", [list(shape)]), ("dtypes", ["Float"]))
+    }
+    return {
+        "collective_seq_id": 0 if p2p else number,
+        "p2p_seq_id": number if p2p else 0,
+        "is_p2p": p2p,
+        "op_id": number,
+        "pg_id": int(group),
+        "process_group": [group, "default_pg" if group == "0" else "undefined"],
+        "profiling_name": f"nccl:{operation}",
+        "record_id": number - 1,
+        "retired": ended,
+        "state": "completed" if ended else "started",
+        "thread_id": "140001963301760",
+        "thread_name": "python",
+        "time_created_ns": 1795886488352565532,
+        "timeout_ms": 600000,
+        **tensor,
+    }
+
+
+def dump(*entries, groups=None):
+    config = {
+        name: {"name": name, "desc": "", "ranks": str(r)} for name, r in (groups or {}).items()
+    }
+    return json.dumps({"version": "2.10", "pg_config": config, "entries": entries}).encode()
+
+
+def known(*dumps):
+    return {rank: read_dumps(rank, [each]) for rank, each in enumerate(dumps)}
+
+
+DONE = [call(7), call(8)]
+WAITING = dump(*DONE, call(9, shape=(7, 2), ended=False))
+
+
+def test_a_rank_that_has_not_entered_is_named():
+    found = hanging_collective(known(WAITING, dump(*DONE), WAITING))
+    assert (found.absent, found.differs, found.blamed) == ((1,), False, (1,))
+    assert str(found) == (
+        "all_reduce 9 of default_pg, 7×2 Float, does not end: rank 1 has not entered it"
+    )
+
+
+def test_a_rank_that_was_in_no_collective_of_the_whole_job_has_not_entered():
+    nothing = read_dumps(1, [dump()])
+    found = hanging_collective({0: read_dumps(0, [WAITING]), 1: nothing})
+    assert found.absent == (1,)
+
+
+def test_another_shape_is_named():
+    found = hanging_collective(known(WAITING, WAITING, dump(*DONE, call(9, ended=False))))
+    assert (found.differs, found.blamed) == (True, (2,))
+    assert str(found) == (
+        "collective 9 of default_pg is not the same on all ranks: ranks 0 and 1 in all_reduce "
+        "7×2 Float; rank 2 in all_reduce 4 Float"
+    )
+
+
+def test_another_operation_is_named_though_it_has_ended_there():
+    """NCCL may end a collective that does not match, and hang in a later one."""
+    other = dump(*DONE, call(9, "broadcast", (7, 2)), call(10, ended=False))
+    found = hanging_collective(known(WAITING, other))
+    assert (found.number, found.differs, found.blamed) == (9, True, (0, 1))
+
+
+@pytest.mark.parametrize("operation", ["all_to_all", "gather", "all_gather"])
+def test_operations_of_uneven_shapes_may_differ(operation):
+    dumps = [dump(call(1, operation, (size,), ended=False)) for size in (3, 4)]
+    found = hanging_collective(known(*dumps))
+    assert not found.differs
+    assert str(found).endswith("does not end, and all its ranks have entered it")
+
+
+def test_without_a_collective_under_way_there_is_none():
+    sends = dump(*DONE, call(1, "send 0->1", ended=False, p2p=True))
+    assert hanging_collective(known(dump(*DONE), dump(*DONE, call(9)))) is None
+    assert hanging_collective(known(sends, sends)) is None
+    assert hanging_collective({}) is None
+
+
+def test_of_groups_that_wait_for_each_other_the_first_cause_is_named():
+    """Rank 1 waits for rank 2 in group 2; so it is absent from group 1, where rank 0 waits."""
+    groups = {"1": [0, 1], "2": [1, 2]}
+    dumps = [
+        dump(call(5, group="1", ended=False), groups={"1": [0, 1]}),
+        dump(call(4, group="1"), call(3, group="2", ended=False), groups=groups),
+        dump(call(2, group="2"), groups={"2": [1, 2]}),
+    ]
+    found = hanging_collective(known(*dumps))
+    assert (found.group, found.number, found.absent) == ("group 2", 3, (2,))
+
+
+def test_workers_are_members_by_their_global_ranks():
+    """With tensor parallelism, worker 1 of this run may be global rank 2."""
+    waiting = dump(call(5, group="1", ended=False), groups={"1": [0, 2]})
+    nothing = dump(groups={"1": [0, 2]})
+    one = {0: read_dumps(0, [waiting]), 1: read_dumps(2, [nothing]), 2: read_dumps(1, [nothing])}
+    assert hanging_collective(one).absent == (1,)
+
+
+def test_coalesced_calls_are_one():
+    together = [call(3, "_reduce_scatter_base", (size,), ended=False) for size in (8, 16)]
+    found = hanging_collective(known(dump(*together), dump(*together)))
+    assert str(found).startswith("_reduce_scatter_base 3 of default_pg, 8, 16 Float, does")
+
+
+# In a report ----------------------------------------------------------------------------------
+
+
+def stacks(*dumps):
+    return {
+        rank: Stack(thread="", frames=["f (a.py:1)"], missing="", collectives=one)
+        for rank, one in known(*dumps).items()
+    }
+
+
+MISMATCH = stacks(WAITING, WAITING, dump(*DONE, call(9, ended=False)))
+PAUSE = HangReport(7, 125.0, waiting=(0, 1, 2))
+BACKWARD = HangReport(7, 125.0, waiting=(0, 1, 2), phase="backward")
+BEHIND = HangReport(7, 125.0, (Standing(0, Fate.STUCK, CodePlace(7)),), (1, 2))
+
+
+def test_collectives_that_do_not_match_are_no_pause():
+    report = judge_collectives(PAUSE, MISMATCH)
+    assert {one.rank: one.fate for one in report.suspects} == {2: Fate.OTHER}
+    finding = hang_finding(report, MISMATCH)
+    assert (finding.severity, finding.ranks) == (Severity.WARNING, (2,))
+    assert "rank 2 is alive, in a collective that does not match" in finding.explanation
+    assert finding.evidence["collective"] == "number 9 of default_pg"
+    assert finding.evidence["calls"] == {"all_reduce 7×2 Float": [0, 1], "all_reduce 4 Float": [2]}
+
+
+def test_a_rank_that_may_save_alone_is_not_accused():
+    assert judge_collectives(PAUSE, stacks(WAITING, dump(*DONE), WAITING)) == PAUSE
+
+
+@pytest.mark.parametrize(("before", "fate"), [(BACKWARD, Fate.STUCK), (BEHIND, Fate.AHEAD)])
+def test_the_rank_outside_of_the_collective_is_suspect(before, fate):
+    report = judge_collectives(before, stacks(WAITING, dump(*DONE), WAITING))
+    assert {one.rank: one.fate for one in report.suspects} == {1: fate}
+    assert report.waiting == (0, 2)
+
+
+def test_a_rank_that_has_ended_stays_the_reason():
+    ended = HangReport(7, 125.0, (Standing(0, Fate.ENDED, CodePlace(7)),), (1, 2))
+    assert judge_collectives(ended, MISMATCH) == ended
+
+
+def test_how_to_switch_the_recorder_on_is_said_where_it_is_off():
+    off = {0: Stack(thread="", frames=["f (a.py:1)"], missing="")}
+    assert hang_finding(BACKWARD, off).explanation.endswith(
+        " With TORCH_FR_BUFFER_SIZE=2000 set at the start, the collective is named here."
+    )
+    silent = {0: off[0] | {"collectives": None}}
+    for on in (stacks(dump(*DONE)), silent):
+        assert "TORCH_FR" not in hang_finding(BACKWARD, on).explanation
+
+
+def test_a_rank_that_does_not_answer_is_not_accused():
+    known = stacks(WAITING, WAITING)
+    known[2] = Stack(thread="", frames=[], missing="", collectives=None)
+    assert judge_collectives(BACKWARD, known) == BACKWARD
+
+
+# Between two processes ------------------------------------------------------------------------
+
+
+def ask(reader, seconds):
+    reader.request()
+    return reader.read(time.monotonic() + seconds)
+
+
+def test_entries_are_read_again_and_again_until_the_end():
+    dumps = [[WAITING], [dump(*DONE)], ["no JSON"]]
+    teller = Teller(3, lambda: dumps.pop(0))
+    reader = Reader(os.getpid(), teller.numbers)
+    first, second, third = (ask(reader, 30.0) for _ in range(3))
+    assert first == json.loads(json.dumps(read_dumps(3, [WAITING])))
+    assert [entry[0] for entry in second["groups"]["0"]["entries"]] == [7, 8]
+    assert third is None
+    teller.close()
+    wait_until(lambda: not Path(f"/proc/self/fd/{teller.numbers.answer}").exists())
+    assert ask(reader, 0.0) is None
+    reader.close()
+
+
+def test_what_a_script_opens_in_place_of_the_descriptors_is_left_alone():
+    teller = Teller(0, lambda: [WAITING])
+    for number in teller.numbers:
+        os.close(number)
+    opened = [os.open(os.devnull, os.O_RDWR) for _ in teller.numbers]
+    assert set(opened) == set(teller.numbers)
+    teller.close()
+    for number in opened:
+        os.close(number)  # they are still ours
+
+
+def test_what_is_no_teller_is_not_read(tmp_path):
+    with (tmp_path / "file").open("w") as file, pytest.raises(OSError, match="another file"):
+        Reader(os.getpid(), [file.fileno(), file.fileno()])
+
+
+def test_a_release_without_the_recorder_goes_without(monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
+    monkeypatch.setattr("rankscope.session.flight._MODULE", "torch.no_such_module")
+    assert new_teller() is None
+
+
+# Real ranks -----------------------------------------------------------------------------------
+
+
+def record_collectives():
+    os.environ["TORCH_FR_BUFFER_SIZE"] = "2000"
+
+
+def end_after(file):
+    wait_until(file.exists, 120.0)
+    os._exit(0)
+
+
+def train_with_two_hangs(rank, folder):
+    """Rank 1 comes late in step 4; in step 6 it broadcasts in place of the others' all-reduce."""
+    threading.Thread(target=end_after, args=(folder / "both seen",), daemon=True).start()
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    options = {"hang_seconds": 1.0, "canary": False, "overhead_budget": None}
+    with rankscope.watch(model, run_dir=folder / "run", **options):
+        for step in range(7):
+            loss = model(torch.ones(2, 4)).sum()
+            if (rank, step) == (1, 4):
+                wait_until((folder / "one seen").exists, 120.0)
+            loss.backward()
+            if (rank, step) == (1, 6):
+                dist.broadcast(loss.detach(), 0)
+            else:
+                dist.all_reduce(loss.detach())
+    raise AssertionError("the hang has ended")
+
+
+def hangs_in(file):
+    lines = file.read_text().splitlines() if file.exists() else []
+    events = [json.loads(line) for line in lines if "time.hang" in line]
+    return {e["first_step"]: e["explanation"] for e in events if "Recorder" in e["explanation"]}
+
+
+def see_both(folder, seen):
+    """Read the record while the training hangs, and let it go on."""
+    for step, name in ((4, "one seen"), (6, "both seen")):
+        wait_until(lambda step=step: step in hangs_in(folder / "run" / "findings.jsonl"), 120.0)
+        seen.update(hangs_in(folder / "run" / "findings.jsonl"))
+        (folder / name).touch()
+
+
+@pytest.mark.ranks
+def test_hangs_of_real_ranks_name_the_collective(tmp_path):
+    seen = {}
+    watcher = threading.Thread(target=see_both, args=(tmp_path, seen), daemon=True)
+    watcher.start()
+    with pytest.raises(RankError, match="died"):
+        run_ranks(train_with_two_hangs, 3, tmp_path, prepare=record_collectives)
+    watcher.join(1.0)
+    assert "of default_pg, 20 Float, does not end: rank 1 has not entered it" in seen[4]
+    assert "rank 1 is alive, in a collective that does not match those of others" in seen[6]
+    assert "ranks 0 and 2 in all_reduce scalar Float; rank 1 in broadcast scalar Float" in seen[6]
