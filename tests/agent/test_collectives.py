@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.agent.collectives import hanging_collective
-from rankscope.agent.flight_recorder import Reader, Teller, read_dumps
+from rankscope.agent.flight_recorder import Reader, RecorderThread, read_dumps
 from rankscope.agent.hang_report import (
     CodePlace,
     Fate,
@@ -24,7 +24,7 @@ from rankscope.agent.hang_report import (
 )
 from rankscope.agent.hangs import hang_finding
 from rankscope.bus.finding import Severity
-from rankscope.session.flight import new_teller
+from rankscope.session.flight import start_recorder_thread
 from support.accidents import wait_until
 from support.ranks import RankError, run_ranks
 
@@ -209,30 +209,30 @@ def ask(reader, seconds):
 
 def test_entries_are_read_again_and_again_until_the_end():
     dumps = [[WAITING], [dump(*DONE)], ["no JSON"]]
-    teller = Teller(3, lambda: dumps.pop(0))
-    reader = Reader(os.getpid(), teller.numbers)
+    thread = RecorderThread(3, lambda: dumps.pop(0))
+    reader = Reader(os.getpid(), thread.numbers)
     first, second, third = (ask(reader, 30.0) for _ in range(3))
     assert first == json.loads(json.dumps(read_dumps(3, [WAITING])))
     assert [entry[0] for entry in second["groups"]["0"]["entries"]] == [7, 8]
     assert third is None
-    teller.close()
-    wait_until(lambda: not Path(f"/proc/self/fd/{teller.numbers.answer}").exists())
+    thread.close()
+    wait_until(lambda: not Path(f"/proc/self/fd/{thread.numbers.answer}").exists())
     assert ask(reader, 0.0) is None
     reader.close()
 
 
 def test_what_a_script_opens_in_place_of_the_descriptors_is_left_alone():
-    teller = Teller(0, lambda: [WAITING])
-    for number in teller.numbers:
+    thread = RecorderThread(0, lambda: [WAITING])
+    for number in thread.numbers:
         os.close(number)
-    opened = [os.open(os.devnull, os.O_RDWR) for _ in teller.numbers]
-    assert set(opened) == set(teller.numbers)
-    teller.close()
+    opened = [os.open(os.devnull, os.O_RDWR) for _ in thread.numbers]
+    assert set(opened) == set(thread.numbers)
+    thread.close()
     for number in opened:
         os.close(number)  # they are still ours
 
 
-def test_what_is_no_teller_is_not_read(tmp_path):
+def test_what_is_no_recorder_thread_is_not_read(tmp_path):
     with (tmp_path / "file").open("w") as file, pytest.raises(OSError, match="another file"):
         Reader(os.getpid(), [file.fileno(), file.fileno()])
 
@@ -240,7 +240,7 @@ def test_what_is_no_teller_is_not_read(tmp_path):
 def test_a_release_without_the_recorder_goes_without(monkeypatch):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
     monkeypatch.setattr("rankscope.session.flight._MODULE", "torch.no_such_module")
-    assert new_teller() is None
+    assert start_recorder_thread() is None
 
 
 # Real ranks -----------------------------------------------------------------------------------

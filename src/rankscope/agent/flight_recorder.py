@@ -56,13 +56,13 @@ class Collectives(TypedDict):
 
 
 class Numbers(NamedTuple):
-    """The descriptors of a :class:`Teller`, for the hello frame."""
+    """The descriptors of a :class:`RecorderThread`, for the hello frame."""
 
     request: int
     answer: int
 
 
-class Teller:
+class RecorderThread:
     """The training's end.
 
     Args:

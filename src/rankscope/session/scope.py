@@ -35,7 +35,7 @@ from rankscope.errors import RankscopeError
 from rankscope.gradients.device_clock import clock_of
 from rankscope.session.announcement import announce, last_line, place_of
 from rankscope.session.collector import StepCollector
-from rankscope.session.flight import new_teller
+from rankscope.session.flight import start_recorder_thread
 from rankscope.session.inbox import Inbox, OnFinding
 from rankscope.session.instruments import Instruments
 from rankscope.session.local_step import LocalStep
@@ -103,8 +103,8 @@ class Scope:
             instruments, optimizer, self._guard, self._send, handle.first_step, channel
         )
         self._mark = _new_mark()
-        self._teller = new_teller()
-        numbers = None if self._teller is None else self._teller.numbers
+        self._recorder_thread = start_recorder_thread()
+        numbers = None if self._recorder_thread is None else self._recorder_thread.numbers
         self._link = handle.connect(self._collector.reduced_copies, self._mark, numbers)
         self._outbox = Outbox(self._link, handle.rank, self._collector.see_message)
         self._inbox = Inbox(self._link, handle, self._collector, on_finding, sinks)
@@ -303,8 +303,8 @@ class Scope:
             self._link.close()
             if self._mark is not None:
                 self._mark.close()
-            if self._teller is not None:
-                self._teller.close()
+            if self._recorder_thread is not None:
+                self._recorder_thread.close()
             self._inbox.close_sinks()
             if self._handle.agent is not None and self._inbox.done:
                 self._handle.agent.wait(_AGENT_SECONDS)
