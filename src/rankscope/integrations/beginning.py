@@ -2,13 +2,14 @@
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -21,7 +22,7 @@ from rankscope.integrations.worker_group import find_worker_group
 from rankscope.session.scope import Scope
 from rankscope.session.start import log_to_stderr, watch
 from rankscope.wrappers.find import find_parts, find_wrapper, in_training_mode, is_compiled
-from rankscope.wrappers.kinds import DDP, LOOP
+from rankscope.wrappers.kinds import DDP, FSDP2, LOOP
 from rankscope.wrappers.living import live_objects
 from rankscope.wrappers.rendezvous import BEGIN_SECONDS, agree, default_store
 
@@ -32,6 +33,7 @@ _PATIENCE_ALONE = 30.0
 """Seconds to wait for all ranks of a model without a wrapper: some may train none."""
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 _INNER = ("optimizer", "_optimizer")  # the wrapped one, of Accelerate and Lightning
+_APART = 0.2  # distance of copies after an update, relative to their norm, at most
 _LOOKED_AT = 64  # elements of a parameter
 _CONTAINED = ("optimizers", "_optimizers")  # several, of torchtitan and its like
 
@@ -79,6 +81,8 @@ def begin(model: nn.Module, job: ScriptJob, called: Sequence[Optimizer] = ()) ->
         raise RunError(problem)
     models = [model, *(context.other_parts(wrapped.group) if wrapped.kind is DDP else ())]
     optimizers = context.optimizers(models)
+    if not optimizers and wrapped.kind in (DDP, FSDP2, LOOP):
+        optimizers = context.optimizers_by_shape(models)
     with torch.autocast(wrapped.device.type, enabled=False):
         scope = watch(
             models if len(models) > 1 else model,
@@ -143,6 +147,21 @@ class CallerContext:
                 ranked.append((-elements, min(own), type(optimizer).__name__, optimizer))
         ranked.sort(key=lambda entry: entry[:3])
         return [entry[-1] for entry in ranked]
+
+    def optimizers_by_shape(self, models: Sequence[nn.Module]) -> list[Optimizer]:
+        """Return the optimizer of tensors that have the shapes of models' parameters, and are none.
+
+        Nor are they those of any other module. Nothing where there are several such optimizers.
+        """
+        wanted = Counter(p.shape for model in models for p in model.parameters())
+        modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
+        known = {id(p) for module in modules for p in module._parameters.values()}
+        found = []
+        for optimizer in _without_wrappers(self._optimizers):
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            if known.isdisjoint(map(id, held)) and Counter(p.shape for p in held) <= wanted:
+                found.append(optimizer)
+        return found if len(found) == 1 else []
 
     def other_parts(self, group: dist.ProcessGroup) -> list[nn.Module]:
         """Return the other parts of the training that can be watched with the model as one run.
@@ -223,18 +242,41 @@ def _each_once(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 def bare_models(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
     """Return the living modules that hold all parameters of optimizers, if none is wrapped.
 
-    Nor do wrappers of just these modules count: they were not called before the optimizers were.
-    Compiled modules stand for what they compile.
+    Or of which these are copies, where no module holds any of them. Nor do wrappers of just these
+    modules count: they were not called before the optimizers were. Compiled modules stand for what
+    they compile.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    wanted = {id(parameter) for group in groups for parameter in group["params"]}
+    wanted = {id(parameter): parameter for group in groups for parameter in group["params"]}
     modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
-    found = [m for m in modules if wanted <= {id(parameter) for parameter in m.parameters()}]
+    found = [m for m in modules if wanted.keys() <= {id(p) for p in m.parameters()}]
+    if wanted.keys().isdisjoint(id(p) for m in modules for p in m._parameters.values()):
+        found = [module for module in modules if _is_copied(module, list(wanted.values()))]
     if any(isinstance(module, _WRAPPERS) and module not in found for module in modules):
         return []
     found = [module for module in found if not isinstance(module, _WRAPPERS)]
     inside = {id(part) for module in found if is_compiled(module) for part in module.children()}
     return [module for module in found if id(module) not in inside]
+
+
+@torch.no_grad()
+def _is_copied(module: nn.Module, copies: list[Tensor]) -> bool:
+    """Return whether tensors are copies of a module's parameters, a small update later.
+
+    They have the shapes of those that require a gradient, which all have one, and their values.
+    """
+    own = [p for p in module.parameters() if p.requires_grad]
+    if not copies or len(own) != len(copies) or any(p.grad is None for p in own):
+        return False
+    pairs = list(zip(sorted(own, key=_shape), sorted(copies, key=_shape), strict=True))
+    if any(p.shape != copy.shape or p.device != copy.device for p, copy in pairs):
+        return False
+    apart = sum(float((p.double() - copy.double()).square().sum()) for p, copy in pairs)
+    return apart < _APART**2 * sum(float(copy.double().square().sum()) for _, copy in pairs)
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
 
 
 def _log_unwatched(context: CallerContext, watched: Sequence[nn.Module], *, found: bool) -> None:
