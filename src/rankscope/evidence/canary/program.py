@@ -287,7 +287,7 @@ def _code_of(function: Any) -> CodeType | None:
 
 
 def describe_module(module: nn.Module) -> str:
-    """Return mode, class, code and plain attributes of a module, and its hooks, as JSON."""
+    """Return mode, class, code, plain attributes, frozen parameters and hooks of a module, as JSON."""
     own = vars(module)
     kind = type(module)
     facts = {
@@ -296,6 +296,7 @@ def describe_module(module: nn.Module) -> str:
         "code": code_digest(kind),
         "compiled": "yes" if own.get("_compiled_call_impl") is not None else "no",
         "hooks": ", ".join(map(_name_of, _hooks(module))),
+        "frozen": ", ".join(n for n, p in own["_parameters"].items() if _is_frozen(p)) or "nothing",
     }
     for name, value in own.items():
         if name.startswith("_") or name == "training":
@@ -309,6 +310,10 @@ def describe_module(module: nn.Module) -> str:
             plain = {f".{name}.{n}": repr(v)[:_LONGEST] for n, v in items if _is_plain(v)}
             facts |= plain if len(plain) <= _MOST_FUNCTIONS else {}
     return json.dumps(facts)
+
+
+def _is_frozen(parameter: Tensor | None) -> bool:
+    return parameter is not None and not parameter.requires_grad
 
 
 def _is_plain(value: Any) -> bool:
