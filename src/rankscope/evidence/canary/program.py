@@ -85,6 +85,7 @@ class ProgramRecorder:
                 "threads": str(torch.get_num_threads()),
             },
             "state": [canonical_name(name) for name, _ in _state_of(module)],
+            "frozen": [canonical_name(n) for n, p in module.named_parameters() if _is_frozen(p)],
         }
         for _, tensor in _state_of(module):
             self._digests.append(digest_tensor(tensor))
@@ -287,7 +288,7 @@ def _code_of(function: Any) -> CodeType | None:
 
 
 def describe_module(module: nn.Module) -> str:
-    """Return mode, class, code, plain attributes, frozen parameters and hooks of a module, as JSON."""
+    """Return mode, class, code, attributes, hooks and frozen parameters of a module, as JSON."""
     own = vars(module)
     kind = type(module)
     facts = {

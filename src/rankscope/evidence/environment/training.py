@@ -259,8 +259,8 @@ def splits_of(loader: Any) -> list[tuple[str, int]]:
 
     That is a sampler or data set with ``num_replicas`` and ``rank`` (``DistributedSampler``) or
     ``num_processes`` and ``process_index`` (accelerate's), one that ``split_dataset_by_node`` of
-    ``datasets`` has made, and accelerate's loader that deals out what rank 0 reads. Without a loader,
-    it is the living one whose data are split into the most parts.
+    ``datasets`` has made, and accelerate's loader that deals out what rank 0 reads. Without a
+    loader, it is the living one whose data are split into the most parts.
     """
     if loader is None:
         living = map(splits_of, live_objects(DataLoader)[DataLoader])
