@@ -396,6 +396,8 @@ def test_an_optimizer_of_other_tensors_is_found_by_their_shapes():
     foreign = torch.optim.SGD(module.parameters(), lr=1)
     larger = torch.optim.SGD([nn.Parameter(torch.zeros(3, 3))], lr=1)
     assert CallerContext(model).optimizers_by_shape([model]) == [optimizer]
-    second = torch.optim.SGD(others[:1], lr=1)
+    part = torch.optim.SGD(others[:1], lr=1)
+    assert CallerContext(model).optimizers_by_shape([model]) == [optimizer]
+    second = torch.optim.SGD(others, lr=1)
     assert CallerContext(model).optimizers_by_shape([model]) == [], "which one it is, is unknown"
-    del foreign, larger, second
+    del foreign, larger, part, second

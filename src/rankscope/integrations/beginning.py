@@ -149,17 +149,18 @@ class CallerContext:
         return [entry[-1] for entry in ranked]
 
     def optimizers_by_shape(self, models: Sequence[nn.Module]) -> list[Optimizer]:
-        """Return the optimizer of tensors that have the shapes of models' parameters, and are none.
+        """Return the optimizer of tensors that have the shapes of all trained parameters of models.
 
-        Nor are they those of any other module. Nothing where there are several such optimizers.
+        They are parameters of no module. Nothing where there are several such optimizers.
         """
-        wanted = Counter(p.shape for model in models for p in model.parameters())
+        trained = (p for model in models for p in model.parameters() if p.requires_grad)
+        wanted = Counter(p.shape for p in trained)
         modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
         known = {id(p) for module in modules for p in module._parameters.values()}
         found = []
         for optimizer in _without_wrappers(self._optimizers):
             held = [p for group in optimizer.param_groups for p in group["params"]]
-            if known.isdisjoint(map(id, held)) and Counter(p.shape for p in held) <= wanted:
+            if known.isdisjoint(map(id, held)) and Counter(p.shape for p in held) == wanted:
                 found.append(optimizer)
         return found if len(found) == 1 else []
 
