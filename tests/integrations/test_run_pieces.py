@@ -373,3 +373,31 @@ def test_models_without_wrapper_are_told_by_the_parameters_of_an_optimizer():
     wrapped = DataParallel(nn.Linear(1, 1))
     assert bare_models([every]) == []
     del wrapped
+
+
+def test_copies_of_a_model_that_an_optimizer_updates_show_the_model():
+    model, other = nn.Linear(3, 2).bfloat16(), nn.Linear(3, 2).bfloat16()
+    around = nn.Sequential(model)
+    copies = [nn.Parameter(p.detach().float() + 1e-3) for p in reversed([*model.parameters()])]
+    optimizer = torch.optim.SGD(copies, lr=1)
+    assert bare_models([optimizer]) == [], "no parameter has a gradient"
+    for each in (model, other):
+        each(torch.ones(3, dtype=torch.bfloat16)).sum().backward()
+    assert {id(found) for found in bare_models([optimizer])} == {id(around), id(model)}
+    copies[0].data.fill_(9)
+    assert bare_models([optimizer]) == [], "of their shapes alone"
+
+
+def test_an_optimizer_of_other_tensors_is_found_by_their_shapes():
+    model = nn.Linear(3, 2)
+    others = [nn.Parameter(torch.zeros_like(p)) for p in model.parameters()]
+    optimizer = torch.optim.SGD(others, lr=1)
+    module = nn.Linear(3, 2)
+    foreign = torch.optim.SGD(module.parameters(), lr=1)
+    larger = torch.optim.SGD([nn.Parameter(torch.zeros(3, 3))], lr=1)
+    assert CallerContext(model).optimizers_by_shape([model]) == [optimizer]
+    part = torch.optim.SGD(others[:1], lr=1)
+    assert CallerContext(model).optimizers_by_shape([model]) == [optimizer]
+    second = torch.optim.SGD(others, lr=1)
+    assert CallerContext(model).optimizers_by_shape([model]) == [], "which one it is, is unknown"
+    del foreign, larger, part, second

@@ -39,6 +39,7 @@ class Case:
 
     left_out: tuple[str, ...] = ()
     held: tuple[str, ...] = ("",)
+    steps = STEPS
     plan: dict[str, Any] = {}  # noqa: RUF012
 
     def __init__(self, rank: int) -> None:
@@ -61,7 +62,7 @@ class Case:
     def train(self, run_dir: str) -> None:
         options = {"canary": False, "announce": False, "plan": self.plan}
         with rankscope.watch(self.ddp, self.optimizer, run_dir=run_dir, **options):  # type: ignore[arg-type]
-            for step in range(STEPS):
+            for step in range(self.steps):
                 self.before_step(step)
                 self.ddp(torch.randn(4, 6)).backward()
                 self.optimizer.step()
@@ -129,6 +130,29 @@ class FrozenOnOneRank(Case):
             self.net.last.bias.requires_grad_(False)
 
 
+class OthersHeld(Case):
+    """The optimizer holds what the last layer's parameters were made of, and nothing moves them."""
+
+    held = ("first", "expert", "idle")
+    steps = 34
+
+    def before_step(self, step: int) -> None:
+        if step == 0:
+            self.others = [nn.Parameter(p.detach().clone()) for p in named(self.net, "last")]
+            self.optimizer.add_param_group({"params": self.others})
+
+
+class CopiesUpdated(OthersHeld):
+    """They are copies, from which the model gets each update, one step later."""
+
+    def before_step(self, step: int) -> None:
+        super().before_step(step)
+        with torch.no_grad():
+            for p, copy in zip(named(self.net, "last"), self.others, strict=True):
+                p.copy_(copy)
+                copy.grad = torch.ones_like(p)
+
+
 class LeftOut(Case):
     left_out = ("last.bias",)
 
@@ -138,7 +162,14 @@ class LeftOutAgainstThePlan(LeftOut):
 
 
 CASES = {case.__name__: case for case in (Case, *Case.__subclasses__())} | {
-    case.__name__: case for case in (ForgottenAtFirst, AnotherOptimizer, LeftOutAgainstThePlan)
+    case.__name__: case
+    for case in (
+        ForgottenAtFirst,
+        AnotherOptimizer,
+        OthersHeld,
+        CopiesUpdated,
+        LeftOutAgainstThePlan,
+    )
 }
 
 
@@ -167,7 +198,14 @@ def told(run: Run) -> dict[str, Finding]:
     return findings
 
 
-HEALTHY = ("Case", "AnotherOptimizer", "FrozenByDesign", "ExpertWithoutTokens", "WarmUp")
+HEALTHY = (
+    "Case",
+    "AnotherOptimizer",
+    "FrozenByDesign",
+    "ExpertWithoutTokens",
+    "WarmUp",
+    "CopiesUpdated",
+)
 
 
 @pytest.mark.parametrize("name", HEALTHY)
@@ -185,6 +223,12 @@ def test_parameters_that_no_optimizer_holds_are_named(runs):
     assert sorted(found.evidence["names"]) == ["last.bias", "last.weight"]
     assert "last.weight" in found.explanation
     assert found.first_step == 2
+
+
+def test_other_tensors_in_the_place_of_parameters_are_an_error(runs):
+    found = told(runs["OthersHeld"])["state.other_tensors_held"]
+    assert found.severity is Severity.ERROR
+    assert found.evidence["names"] == ["last.weight", "last.bias"]
 
 
 def test_once_the_optimizer_holds_them_it_is_over(runs):

@@ -128,3 +128,18 @@ def test_an_optimizer_whose_parameters_never_have_a_gradient_takes_no_turn(param
     turns = Turns(parameters)
     known = [turns.update(0, 0) for _ in range(12)]
     assert known[-1] == (True, frozenset())
+
+
+def test_copies_of_the_parameters_are_updated_by_the_gradients_of_these(parameters):
+    copies = [torch.nn.Parameter(torch.ones(3)) for _ in parameters]
+    named = dict(zip("ab", parameters, strict=True))
+    seen = Accumulation(torch.optim.SGD(copies, lr=0.1), named)
+    parameters[0].grad = torch.ones(3)
+    seen.see_updated(1)
+    assert seen.adds_to_applied()
+    parameters[0].grad = None
+    assert not seen.adds_to_applied()
+    others = Accumulation(torch.optim.SGD(copies[:1], lr=0.1), named)
+    parameters[0].grad = torch.ones(3)
+    others.see_updated(1)
+    assert not others.adds_to_applied(), "they are not all copied"

@@ -2,13 +2,14 @@
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
@@ -22,7 +23,7 @@ from rankscope.session.scope import Scope
 from rankscope.session.stage_meeting import stages_begin_apart
 from rankscope.session.start import log_to_stderr, watch
 from rankscope.wrappers.find import find_parts, find_wrapper, in_training_mode, is_compiled
-from rankscope.wrappers.kinds import DDP, LOOP
+from rankscope.wrappers.kinds import DDP, FSDP2, LOOP
 from rankscope.wrappers.living import live_objects
 from rankscope.wrappers.rendezvous import BEGIN_SECONDS, agree, default_store
 
@@ -33,6 +34,7 @@ _PATIENCE_ALONE = 30.0
 """Seconds to wait for all ranks of a model without a wrapper: some may train none."""
 _WRAPPERS = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
 _INNER = ("optimizer", "_optimizer")  # the wrapped one, of Accelerate and Lightning
+_APART = 0.2  # distance of copies after an update, relative to their norm, at most
 _LOOKED_AT = 64  # elements of a parameter
 _CONTAINED = ("optimizers", "_optimizers")  # several, of torchtitan and its like
 
@@ -80,6 +82,8 @@ def begin(model: nn.Module, job: ScriptJob, called: Sequence[Optimizer] = ()) ->
         raise RunError(problem)
     models = [model, *(context.other_parts(wrapped.group) if wrapped.kind is DDP else ())]
     optimizers = context.optimizers(models)
+    if not optimizers and wrapped.kind in (DDP, FSDP2, LOOP):
+        optimizers = context.optimizers_by_shape(models)
     with torch.autocast(wrapped.device.type, enabled=False), stages_begin_apart():
         scope = watch(
             models if len(models) > 1 else model,
@@ -145,6 +149,22 @@ class CallerContext:
         ranked.sort(key=lambda entry: entry[:3])
         return [entry[-1] for entry in ranked]
 
+    def optimizers_by_shape(self, models: Sequence[nn.Module]) -> list[Optimizer]:
+        """Return the optimizer of tensors that have the shapes of all trained parameters of models.
+
+        They are parameters of no module. Nothing where there are several such optimizers.
+        """
+        trained = (p for model in models for p in model.parameters() if p.requires_grad)
+        wanted = Counter(p.shape for p in trained)
+        modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
+        known = {id(p) for module in modules for p in module._parameters.values()}
+        found = []
+        for optimizer in _without_wrappers(self._optimizers):
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            if known.isdisjoint(map(id, held)) and Counter(p.shape for p in held) == wanted:
+                found.append(optimizer)
+        return found if len(found) == 1 else []
+
     def other_parts(self, group: dist.ProcessGroup) -> list[nn.Module]:
         """Return the other parts of the training that can be watched with the model as one run.
 
@@ -191,8 +211,13 @@ def _content(model: nn.Module) -> tuple[Any, ...]:
     """Return what tells a model from others, the same on all ranks as DDP has made them equal."""
     kind = type(getattr(model, "module", model)).__name__
     parameters = list(model.parameters())
-    first = parameters[0].detach().reshape(-1)[:_LOOKED_AT].to("cpu", torch.float64)
-    return kind, sum(each.numel() for each in parameters), len(parameters), first.tolist()
+    first = _first_of(parameters[0]).tolist()
+    return kind, sum(each.numel() for each in parameters), len(parameters), first
+
+
+def _first_of(tensor: Tensor) -> Tensor:
+    """Return the first elements of a tensor."""
+    return tensor.detach().reshape(-1)[:_LOOKED_AT].to("cpu", torch.float64)
 
 
 def _without_wrappers(optimizers: Sequence[Optimizer]) -> Iterable[Optimizer]:
@@ -224,18 +249,42 @@ def _each_once(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
 def bare_models(optimizers: Iterable[Optimizer]) -> list[nn.Module]:
     """Return the living modules that hold all parameters of optimizers, if none is wrapped.
 
-    Nor do wrappers of just these modules count: they were not called before the optimizers were.
-    Compiled modules stand for what they compile.
+    Or of which these are copies, where no module holds any of them. Nor do wrappers of just these
+    modules count: they were not called before the optimizers were. Compiled modules stand for what
+    they compile.
     """
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    wanted = {id(parameter) for group in groups for parameter in group["params"]}
+    wanted = {id(parameter): parameter for group in groups for parameter in group["params"]}
     modules: list[nn.Module] = live_objects(nn.Module)[nn.Module]
-    found = [m for m in modules if wanted <= {id(parameter) for parameter in m.parameters()}]
+    found = [m for m in modules if wanted.keys() <= {id(p) for p in m.parameters()}]
+    if wanted.keys().isdisjoint(id(p) for m in modules for p in m._parameters.values()):
+        found = [module for module in modules if _is_copied(module, list(wanted.values()))]
     if any(isinstance(module, _WRAPPERS) and module not in found for module in modules):
         return []
     found = [module for module in found if not isinstance(module, _WRAPPERS)]
     inside = {id(part) for module in found if is_compiled(module) for part in module.children()}
     return [module for module in found if id(module) not in inside]
+
+
+def _is_copied(module: nn.Module, copies: list[Tensor]) -> bool:
+    """Return whether tensors are copies of a module's parameters, a small update later.
+
+    They have the shapes of those that require a gradient, which all have one, and the values of
+    their first elements.
+    """
+    own = [p for p in module.parameters() if p.requires_grad]
+    if not copies or len(own) != len(copies) or any(p.grad is None for p in own):
+        return False
+    pairs = list(zip(sorted(own, key=_shape), sorted(copies, key=_shape), strict=True))
+    if any(p.shape != copy.shape or p.device != copy.device for p, copy in pairs):
+        return False
+    own_K = torch.cat([_first_of(each) for each, _ in pairs])
+    copied_K = torch.cat([_first_of(copy) for _, copy in pairs])
+    return float((own_K - copied_K).norm()) < _APART * float(copied_K.norm())
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)
 
 
 def _log_unwatched(context: CallerContext, watched: Sequence[nn.Module], *, found: bool) -> None:

@@ -4,7 +4,8 @@ Some trainings reduce in the backward pass of each micro-batch: torchtitan, and 
 ``no_sync``. Their step ends with the optimizer's call, as any other.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -39,6 +40,8 @@ class Accumulation:
     and a backward pass of one may add to gradients of another, which are thrown away later. So the
     parameters whose gradients are old are left out of a step where another optimizer's are new.
 
+    An optimizer of copies, one for each parameter, gets the gradients of the parameters.
+
     Args:
         optimizer: The optimizer, or several as one.
         parameters: The parameters that are measured, by name.
@@ -47,8 +50,7 @@ class Accumulation:
     def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor] | None = None) -> None:
         several = all_of(optimizer)
         parts = several if len(several) <= _MOST_PARTS else (optimizer,)
-        names = {id(parameter): name for name, parameter in (parameters or {}).items()}
-        self._parts = [_Part(each, names) for each in parts]
+        self._parts = [_Part(each, parameters or {}) for each in parts]
         self._old: list[_Part] = []
         self._num_updates = 0
         self._left: tuple[_Part, _State] | None = None
@@ -132,13 +134,16 @@ class _Part:
         is_used: Whether its parameters ever had a gradient.
     """
 
-    def __init__(self, optimizer: Any, names: Mapping[int, str]) -> None:
+    def __init__(self, optimizer: Any, parameters: Mapping[str, Tensor]) -> None:
         self.optimizer = optimizer
         self.applied: _State | None = None
         self.is_used = False
         self._parameter: Tensor | None = None
-        own = map(id, self._parameters())
-        self.names = frozenset(names[one] for one in own if one in names)
+        self._copied: Sequence[Tensor] = ()
+        own = {id(parameter) for parameter in self._parameters()}
+        self.names = frozenset(name for name, p in parameters.items() if id(p) in own)
+        if not self.names and _shapes(self._parameters()) == _shapes(parameters.values()):
+            self._copied = tuple(parameters.values())
 
     def see_applied(self) -> None:
         """Note the state of a gradient that was applied: the one that a pass reaches late."""
@@ -180,9 +185,14 @@ class _Part:
         return any(parameter is self._parameter for parameter in several)
 
     def _parameters(self) -> Iterator[Tensor]:
+        yield from self._copied
         for group in getattr(self.optimizer, "param_groups", None) or ():  # some have none
             if isinstance(group, Mapping):
                 yield from group.get("params", ())
+
+
+def _shapes(tensors: Iterable[Tensor]) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(tensor.shape) for tensor in tensors)
 
 
 def _part_of(gradient: Tensor) -> Tensor:

@@ -81,6 +81,10 @@ def buffer(model):
     model.scale[0] = 2.0
 
 
+def frozen(model):
+    model.head.bias.requires_grad_(False)
+
+
 def hook(model):
     model.head.register_forward_hook(lambda head, args, output: output * 1.01)
 
@@ -119,6 +123,7 @@ def healthy():
         (branch, {"module", "operation"}, "threshold of the whole model (1000000000.0 on rank 2"),
         (parameter, {"held"}, "head.bias"),
         (buffer, {"held"}, "scale"),
+        (frozen, {"module"}, "what is frozen of head (bias on rank 2, nothing on the others)"),
         (hook, {"hook"}, "hooks of head (hook.<locals>.<lambda> on rank 2, none on the others)"),
         (gradient, set(), ""),
     ],

@@ -85,6 +85,15 @@ def test_a_loader_shows_its_splits_and_its_length():
     assert (splits_of(sampled), length_of(sampled)) == ([("DistributedSampler", 4)], None)
 
 
+def test_without_a_loader_the_living_one_of_the_most_parts_shows_its_splits():
+    once = DataLoader(range(8), sampler=DistributedSampler(range(8), 3000, 1))
+    assert splits_of(None) == [("DistributedSampler", 3000)]
+    inner = Stream([1], num_processes=3000, process_index=1)
+    twice = DataLoader(Stream(inner, num_replicas=2, rank=1))
+    assert splits_of(None) == [("Stream", 2), ("Stream", 3000)]
+    del once, twice
+
+
 @pytest.mark.parametrize(("parts", "found"), [((4, 4), 1), ((2, 2), 0), ((4,), 0), ((), 0)])
 def test_more_parts_than_processes_are_reported_once(parts, found):
     detector = SplitTwice([("a", number) for number in parts], 4)

@@ -11,6 +11,7 @@ from rankscope.evidence.state.roles import (
     Roles,
     UnchangedParameters,
     is_role_step,
+    replaced_differences,
     role_differences,
     role_word,
     tie_of,
@@ -169,3 +170,15 @@ def test_what_moved_before_a_parameter_was_first_seen_proves_nothing():
         digests = [3, 7, 100 + step, 1, 200 + step]
         found = unchanged.see(step, kinds, names, np.array(digests).tolist())
         assert not found
+
+
+def test_a_replaced_parameter_counts_once_all_workers_have_seen_it_rest():
+    def roles(*replaced_W):
+        return [Roles(NAMES, (1,) * 4, {}, of).to_json(named=True) for of in replaced_W]
+
+    before = roles({"block.weight": 1, "block.bias": 2}, {"block.weight": 3, "block.bias": 2})
+    now = roles({"block.weight": 1, "block.bias": 2}, {"block.weight": 3, "block.bias": 4})
+    assert replaced_differences((), now) == ()
+    [found] = replaced_differences(before, now)
+    assert (found.kind, found.name) == (StateKind.RESTING, "block.weight")
+    assert np.all(found.digests_W & Role.REPLACED)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from rankscope.evidence.state.parameter_roles import read_roles
+from rankscope.evidence.state.parameter_roles import read_roles, replaced_parameters
 from rankscope.evidence.state.roles import Role, role_word
 
 
@@ -24,3 +24,21 @@ def test_the_role_of_each_parameter_is_seen():
         "frozen.weight": Role.OWNED | Role.LEFT_OUT,
     }
     assert found.left_out == {"forgotten.weight (2, 2)": layers["forgotten"].weight}
+
+
+def test_only_tensors_that_never_get_a_gradient_replace_parameters():
+    model = nn.ModuleDict({name: nn.Linear(3, 2) for name in ("own", "lost", "unused")})
+    for name in ("own", "lost"):
+        model[name](torch.ones(3)).sum().backward()
+    others = [nn.Parameter(p.detach().clone()) for p in model["lost"].parameters()]
+    optimizer = torch.optim.SGD([*model["own"].parameters(), *others], lr=0.1, momentum=0.9)
+    assert list(replaced_parameters(model, optimizer)) == ["lost.weight", "lost.bias"]
+    others[0].grad = torch.ones(2, 3)
+    assert list(replaced_parameters(model, optimizer)) == ["lost.bias"]
+    optimizer.step()
+    others[0].grad = None
+    assert list(replaced_parameters(model, optimizer)) == ["lost.bias"], "it was updated before"
+    optimizer.add_param_group({"params": [model["lost"].bias]})
+    assert replaced_parameters(model, optimizer) == {}
+    without = torch.optim.SGD(model["own"].parameters(), lr=0.1)
+    assert replaced_parameters(model, without) == {}, "left out, and nothing in their place"

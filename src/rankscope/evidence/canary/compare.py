@@ -123,7 +123,8 @@ def _module_differences(
 def _fact(fact: str) -> str:
     if fact.startswith("."):
         return fact[1:]
-    return {"compiled": "compilation", "code": "the code of forward"}.get(fact, f"the {fact}")
+    words = {"compiled": "compilation", "code": "the code of forward", "frozen": "what is frozen"}
+    return words.get(fact, f"the {fact}")
 
 
 def _values(fact: str, values_W: Sequence[str]) -> str:

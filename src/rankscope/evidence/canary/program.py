@@ -85,6 +85,7 @@ class ProgramRecorder:
                 "threads": str(torch.get_num_threads()),
             },
             "state": [canonical_name(name) for name, _ in _state_of(module)],
+            "frozen": [canonical_name(n) for n, p in module.named_parameters() if _is_frozen(p)],
         }
         for _, tensor in _state_of(module):
             self._digests.append(digest_tensor(tensor))
@@ -287,7 +288,7 @@ def _code_of(function: Any) -> CodeType | None:
 
 
 def describe_module(module: nn.Module) -> str:
-    """Return mode, class, code and plain attributes of a module, and its hooks, as JSON."""
+    """Return mode, class, code, attributes, hooks and frozen parameters of a module, as JSON."""
     own = vars(module)
     kind = type(module)
     facts = {
@@ -296,6 +297,7 @@ def describe_module(module: nn.Module) -> str:
         "code": code_digest(kind),
         "compiled": "yes" if own.get("_compiled_call_impl") is not None else "no",
         "hooks": ", ".join(map(_name_of, _hooks(module))),
+        "frozen": ", ".join(n for n, p in own["_parameters"].items() if _is_frozen(p)) or "nothing",
     }
     for name, value in own.items():
         if name.startswith("_") or name == "training":
@@ -309,6 +311,10 @@ def describe_module(module: nn.Module) -> str:
             plain = {f".{name}.{n}": repr(v)[:_LONGEST] for n, v in items if _is_plain(v)}
             facts |= plain if len(plain) <= _MOST_FUNCTIONS else {}
     return json.dumps(facts)
+
+
+def _is_frozen(parameter: Tensor | None) -> bool:
+    return parameter is not None and not parameter.requires_grad
 
 
 def _is_plain(value: Any) -> bool:

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from rankscope.evidence.environment.facts import quietly
 from rankscope.gradients.digest import known_shape
 from rankscope.gradients.fingerprint import digest_of
 from rankscope.gradients.names import canonical_name
+from rankscope.wrappers.living import live_objects
 from rankscope.wrappers.optimizers import all_of
 
 Facts = dict[str, Any]
@@ -258,8 +259,12 @@ def splits_of(loader: Any) -> list[tuple[str, int]]:
 
     That is a sampler or data set with ``num_replicas`` and ``rank`` (``DistributedSampler``) or
     ``num_processes`` and ``process_index`` (accelerate's), one that ``split_dataset_by_node`` of
-    ``datasets`` has made, and accelerate's loader that deals out what rank 0 reads.
+    ``datasets`` has made, and accelerate's loader that deals out what rank 0 reads. Without a
+    loader, it is the living one whose data are split into the most parts.
     """
+    if loader is None:
+        living = map(splits_of, live_objects(DataLoader)[DataLoader])
+        return max(living, key=lambda found: math.prod(parts for _, parts in found), default=[])
     found: dict[int, tuple[str, int]] = {}
     for part in _inside(loader):
         number = _parts_made_by(part)

@@ -24,6 +24,7 @@ from rankscope.evidence.state.roles import (
     changed_gradients,
     moved_in_passes,
     owned_names,
+    replaced_differences,
     role_differences,
     unchanged_differences,
 )
@@ -45,6 +46,7 @@ class ComparedState(Combiner):
         self._unchanged = UnchangedParameters()
         self._recorded: set[tuple[StateKind, str, bool]] = set()
         self._owned: frozenset[str] | None = None  # names of parameters that some optimizer holds
+        self._roles_W: Sequence[Mapping[str, Any]] = ()  # as they were read last
 
     def learn(self, rank: int, message: Message) -> None:
         """Learn names from a message that has just arrived."""
@@ -113,7 +115,9 @@ class ComparedState(Combiner):
         if len(roles_W) < len(names_W):
             return (*changed, *moved)
         self._owned = owned_names(roles_W)
-        return (*changed, *moved, *role_differences(roles_W))
+        replaced = replaced_differences(self._roles_W, roles_W)
+        self._roles_W = roles_W
+        return (*changed, *moved, *role_differences(roles_W), *replaced)
 
 
 def make_combiner(layout: Layout) -> ComparedState:

@@ -21,6 +21,7 @@ ALONE = "state.not_updated"
 HELD = "not-updated-though-held"
 NOTHING = "nothing-updated"
 TWICE = "state.updated_twice"
+REPLACED = "state.other_tensors_held"
 
 _ROLE_WORDS = (
     (Role.TRAINED, "trained", "frozen"),
@@ -40,7 +41,8 @@ class NotUpdated(Detector):
 
     A warning where the optimizer that ``watch`` knows does not hold them; a note where it does: a
     learning rate of 0, or an update that rounding loses, explains it. A warning where no parameter
-    changes at all, and for parameters that the optimizer holds more than once.
+    changes at all, and for parameters that the optimizer holds more than once. An error where it
+    holds other tensors of their shapes instead, which never have a gradient.
     """
 
     def __init__(self) -> None:
@@ -85,12 +87,17 @@ class NotUpdated(Detector):
         span = self._spans[key]
         over = "" if span.open else " They change again."
         fields = {"names": shortened(names, _NAMED), "over": over}
-        cause = key if key == TWICE else ALONE
-        severity = Severity.NOTE if key == HELD else Severity.WARNING
+        cause = key if key in (TWICE, REPLACED) else ALONE
+        severity = _SEVERITIES.get(key, Severity.WARNING)
         return span.evidence(cause, severity, (), fields, named(names), key=key)
 
 
+_SEVERITIES = {HELD: Severity.NOTE, REPLACED: Severity.ERROR}
+
+
 def _key_of(word: int) -> str:
+    if word & Role.REPLACED:
+        return REPLACED
     if word & Role.ALL_REST:
         return NOTHING
     return HELD if word & Role.OWNED else ALONE

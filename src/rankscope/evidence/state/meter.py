@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from rankscope.bus.pace import PACE
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.state.leaves import optimizer_state, signature, state_leaves
-from rankscope.evidence.state.parameter_roles import read_roles
+from rankscope.evidence.state.parameter_roles import read_roles, replaced_parameters
 from rankscope.evidence.state.plan import DigestSchedule, Lasting, Slice, is_sharded, survey
 from rankscope.evidence.state.readings import CachedReading, PendingDigests, PendingReading, prepare
 from rankscope.evidence.state.roles import is_role_step
@@ -113,6 +113,7 @@ class StateMeter:
         self._first_step: int | None = None
         self._roles_due = False
         self._roles: PendingRoles | None = None
+        self._replaced: dict[str, Tensor] | None = None
         prepare(torch.device("cpu") if device is None else device)
 
     @property
@@ -208,6 +209,8 @@ class StateMeter:
 
     def see_applied(self) -> None:
         """Read gradients when ``optimizer.step`` is about to run; its first call counts."""
+        if self._roles_due:
+            self._see_replaced()
         if self._slot is NOTHING or self._optimizer is None:
             return
         if StateKind.APPLIED not in self._seen.gradients:
@@ -304,7 +307,17 @@ class StateMeter:
         self._slot = NOTHING
         self._seen = _nothing()
         self._roles_due = False
-        self._roles = None
+        self._roles = self._replaced = None
+
+    def _see_replaced(self) -> None:
+        """Look for parameters that the optimizer does not hold, at all of its calls in a step."""
+        try:
+            found = replaced_parameters(self._module, self._optimizer, self._lasting)
+        except Exception as error:  # a model or an optimizer that cannot be listed
+            self._warn_once(error)
+            return
+        before = found if self._replaced is None else self._replaced
+        self._replaced = {name: tensor for name, tensor in before.items() if name in found}
 
     def _read_roles(self) -> None:
         """Read the role of each parameter, and the values of those not reduced."""
@@ -314,13 +327,16 @@ class StateMeter:
             self._warn_once(error)
             return
         reading = PendingDigests()
-        for tensor in found.left_out.values():
+        replaced = self._replaced or {}
+        for tensor in (*found.left_out.values(), *replaced.values()):
             try:
                 reading.add(tensor, 0, None)
             except Exception as error:  # a tensor of an unusual kind
                 self._warn_once(error)
                 reading.add_unreadable(_UNREADABLE)
-        self._roles = PendingRoles(found.roles, tuple(found.left_out), self._begin(reading))
+        self._roles = PendingRoles(
+            found.roles, tuple(found.left_out), tuple(replaced), self._begin(reading)
+        )
 
     def _make_plan(self) -> None:
         marks = signature(self._module, self._optimizer)

@@ -46,6 +46,8 @@ class Role(IntFlag):
     """The wrapper does not reduce its gradient, by request."""
     ALL_REST = 16
     """No parameter has changed since this one did, though the optimizer was called."""
+    REPLACED = 32
+    """In its place, the optimizer holds another tensor that never has a gradient."""
 
 
 _OF_OWNERS = int(Role.OWNED | Role.TWICE)
@@ -74,11 +76,13 @@ class Roles:
         names: Canonical names of the parameters ``[N]``.
         words: Their roles ``[N]``, see :func:`role_word`.
         left_out: Digests of the parameters that are trained and not reduced, by name and shape.
+        replaced: Digests of those in whose place the optimizer holds other tensors, by name.
     """
 
     names: tuple[str, ...]
     words: tuple[int, ...]
     left_out: Mapping[str, int] = field(default_factory=dict)
+    replaced: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self, *, named: bool) -> dict[str, Any]:
         """Return it for a message: most parameters of a model have one role.
@@ -96,6 +100,7 @@ class Roles:
             "count": len(self.words),
         }
         content |= {"most": most, "others": list(others.items()), "left_out": dict(self.left_out)}
+        content["replaced"] = dict(self.replaced)
         return content | ({"names": list(self.names)} if named else {})
 
 
@@ -150,6 +155,26 @@ def owned_names(roles_W: Sequence[Mapping[str, Any]]) -> frozenset[str] | None:
     words_WN = np.array([_words(one) for one in roles_W if one["of"] == first["of"]])
     held = np.flatnonzero((words_WN & Role.OWNED).any(axis=0)).tolist()
     return frozenset(first["names"][number] for number in held)
+
+
+def replaced_differences(
+    before_W: Sequence[Mapping[str, Any]], roles_W: Sequence[Mapping[str, Any]]
+) -> tuple[StateDifference, ...]:
+    """Return the parameters that keep their bits while the optimizer holds others in their place.
+
+    Args:
+        before_W: Each worker's :meth:`Roles.to_json` of an earlier step; empty without one.
+        roles_W: Those of this step.
+    """
+    both_W = list(zip(before_W, roles_W, strict=bool(before_W)))
+    names = roles_W[0]["replaced"] if before_W else ()
+    found = [
+        (name, Role.TRAINED | Role.REPLACED, True)
+        for name in names
+        if all(name in a["replaced"] and a["replaced"][name] == b["replaced"].get(name)
+               for a, b in both_W)
+    ]  # fmt: skip
+    return unchanged_differences(found, len(roles_W))
 
 
 def _words(roles: Mapping[str, Any]) -> Ints:

@@ -194,17 +194,19 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class PendingRoles:
-    """The roles of a worker's parameters, and digests of those not reduced, on their way."""
+    """The roles of a worker's parameters, and digests of some of these, on their way."""
 
     roles: Roles
-    names: tuple[str, ...]  # and shapes, of the parameters that are not reduced
-    left_out: PendingReading
+    left_out: tuple[str, ...]  # names and shapes of the parameters that are not reduced
+    replaced: tuple[str, ...]  # names of those in whose place the optimizer holds others
+    reading: PendingReading
 
     def read(self) -> Roles:
-        """Wait for the device; return the roles with the digests of what is not reduced."""
-        digests, _ = self.left_out.read()
-        named = zip(self.names, (digest >> 1 for digest in digests), strict=True)
-        return replace(self.roles, left_out=dict(named))
+        """Wait for the device; return the roles with the digests."""
+        digests = [digest >> 1 for digest in self.reading.read()[0]]
+        left_out = dict(zip(self.left_out, digests, strict=False))
+        replaced = dict(zip(self.replaced, digests[len(left_out) :], strict=True))
+        return replace(self.roles, left_out=left_out, replaced=replaced)
 
 
 class PendingState:
@@ -258,7 +260,7 @@ class PendingState:
         readings = [*seen.gradients.values(), *seen.local.values()]
         others = (seen.state, seen.broadcast, seen.buffers)
         readings += [one for one in others if one is not None]
-        readings += [] if self._roles is None else [self._roles.left_out]
+        readings += [] if self._roles is None else [self._roles.reading]
         return all(reading.ready for reading in readings)
 
     def read(self) -> tuple[StateDigests, dict[str, float | int]]:
