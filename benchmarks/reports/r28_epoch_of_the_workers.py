@@ -1,3 +1,4 @@
+# ruff: noqa: D102
 """R28, starVLA#470: loader processes that live on never hear of the next epoch."""
 
 import multiprocessing

@@ -1,4 +1,4 @@
-# ruff: noqa: D101, D102
+# ruff: noqa: D102
 """R29, TransformerEngine#3207: a group that ends in an empty shard is not updated on that rank."""
 
 from typing import Any
@@ -13,6 +13,10 @@ ROOM = 64  # tensors of one launch
 
 chosen = options()
 rank, world = begin()
+
+
+def local(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 class Batched(torch.optim.Optimizer):
@@ -37,10 +41,7 @@ class Batched(torch.optim.Optimizer):
         for group in self.param_groups:
             waiting: list[tuple[Tensor, Tensor, Any]] = []
             held = [p for p in group["params"] if p.grad is not None]
-            parts = [
-                (p, p.to_local(), p.grad.to_local()) if isinstance(p, DTensor) else (p, p, p.grad)
-                for p in held
-            ]
+            parts = [(p, local(p), local(p.grad)) for p in held]
             if chosen.right:
                 parts = [part for part in parts if part[1].numel()]
             for at, (p, weight, gradient) in enumerate(parts):

@@ -16,7 +16,7 @@ for step in range(chosen.steps):
     with torch.autocast("cpu", dtype=torch.float16):
         logits = wrapped(tokens)
     loss = next_token_loss(logits.float(), tokens)
-    scaler.scale(loss).backward()
+    scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
     if chosen.right:
         scaler.unscale_(optimizer)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

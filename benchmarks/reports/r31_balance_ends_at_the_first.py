@@ -68,6 +68,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 @torch.no_grad()
 def balance(*of_step: Any) -> None:
+    layer: Any
     for layer in model.layers:
         if layer.coefficient is None:
             if chosen.right:

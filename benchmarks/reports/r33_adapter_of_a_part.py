@@ -1,5 +1,5 @@
 # ruff: noqa: D102
-"""R33, mcore-bridge#173: an adapter's replicated factor learns from its rank's part of the sequence.
+"""R33, mcore-bridge#173: an adapter's replicated factor learns from its rank's part of a text.
 
 Four ranks: two of tensor and sequence parallelism, two of data parallelism.
 """
@@ -81,7 +81,8 @@ class Layer(nn.Module):
         wide = F.gelu(wide)
         low = _Scatter.apply(wide @ self.down_in.T)  # type: ignore[no-untyped-call]
         out: Tensor = _Scatter.apply(wide @ self.down.T)  # type: ignore[no-untyped-call]
-        return part + out + 2 * low @ self.down_out.T
+        both: Tensor = part + out + 2 * low @ self.down_out.T
+        return both
 
 
 class Adapted(nn.Module):

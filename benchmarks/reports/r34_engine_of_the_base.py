@@ -1,5 +1,4 @@
-# ruff: noqa: D102
-"""R34, verl#7014: merged weights are read after they were restored, so that rollouts are the base's."""
+"""R34, verl#7014: merged weights are read after they were restored: rollouts of the base."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -75,7 +74,7 @@ def roll_out(prompts: Tensor) -> Tensor:
 
 
 def log_probabilities(actor: nn.Module, tokens: Tensor) -> Tensor:
-    logits = actor(tokens)[:, PROMPT - 1 : -1].log_softmax(-1)
+    logits: Tensor = actor(tokens)[:, PROMPT - 1 : -1].log_softmax(-1)
     return logits.gather(-1, tokens[:, PROMPT:, None]).squeeze(-1)
 
 

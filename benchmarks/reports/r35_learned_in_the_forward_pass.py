@@ -29,7 +29,8 @@ class Predictive(nn.Module):
             with torch.no_grad():
                 error = hidden[:, 1:] - predicted[:, :-1]
                 count = error.shape[0] * error.shape[1]
-                self.weight += 0.02 * torch.einsum("bto,bti->oi", error, hidden[:, :-1]) / count
+                change = 0.02 * torch.einsum("bto,bti->oi", error, hidden[:, :-1])
+                self.weight.add_(change / count)
                 active = torch.tanh(hidden).flatten(0, 1)
                 self.lateral.mul_(0.995).add_(active.T @ active / len(active), alpha=0.005)
         return out

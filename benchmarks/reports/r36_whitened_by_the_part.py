@@ -68,7 +68,7 @@ for step in range(chosen.steps):
     everywhere = answer.sum()
     dist.all_reduce(everywhere)
     loss = -(ratio * advantage * answer).sum() / everywhere * world
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
