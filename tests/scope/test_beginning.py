@@ -168,6 +168,17 @@ def patience(rank):
     return rendezvous.Rendezvous(dist.group.WORLD).patience_seconds
 
 
+def agree_on(rank):
+    own = rendezvous.Rendezvous(dist.group.WORLD)
+    own.gather(b"")
+    return [own.agree(f"{same}", "", 120.0, same=same or rank) for same in ("alike", "")]
+
+
+def test_ranks_that_would_gather_something_else_do_not_wait_for_each_other():
+    answers = run_ranks(agree_on, 2)
+    assert answers == [["", "gradients, state or shapes to gather differ between the ranks"]] * 2
+
+
 def train_without_agent(rank, folder):
     from rankscope.agent import launch
 

@@ -28,6 +28,7 @@ BEGIN_SECONDS = 120.0
 """How long a rank waits for others that are to begin together with it."""
 
 _GO = "go"
+_NOT_THE_SAME = "gradients, state or shapes to gather differ between the ranks"
 _POLL_SECONDS = 0.01
 
 _FIRST_SLEEP = 0.001
@@ -151,11 +152,23 @@ class Rendezvous:
         return int(self._store.add(self._key(key), 1)) == 1
 
     def agree(
-        self, topic: str, problem: str, patience_seconds: float, num_ranks: int | None = None
+        self,
+        topic: str,
+        problem: str,
+        patience_seconds: float,
+        num_ranks: int | None = None,
+        *,
+        same: object,
     ) -> str:
-        """Return why ranks must not do something together: see :func:`agree`; by default all."""
+        """Return why ranks must not do something together: see :func:`agree`; by default all.
+
+        Nor may they where ``same``, what this rank would gather, differs between them.
+        """
         c10d: Any = dist.distributed_c10d
         store = c10d.PrefixStore(self._key(topic), self._store)
+        digest = hashlib.blake2b(repr(same).encode(), digest_size=8).hexdigest()
+        if store.compare_set("same", "", digest).decode() != digest:
+            problem = problem or _NOT_THE_SAME
         return agree(store, num_ranks or self.num_workers, problem, patience_seconds)
 
     def _key(self, key: str) -> str:

@@ -307,8 +307,8 @@ class ReferenceProbe(Probe):
         problem = self._problem()
         if self._meeting is not None:
             spread = sum(micro.num_spread for micro in self._passes)  # gathered, too
-            topic = f"reference/{step}/{spread}"
-            problem = self._meeting.agree(topic, problem, AGREE_SECONDS)
+            topic = f"reference/{step}"
+            problem = self._meeting.agree(topic, problem, AGREE_SECONDS, same=spread)
         if problem:
             raise CanaryDeclined(problem)
 

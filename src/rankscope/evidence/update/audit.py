@@ -111,10 +111,12 @@ class UpdateAudit:
             return
         self._due.discard(id(optimizer))
         number = self._number_of(optimizer)
+        chosen = [watch.chosen.parameter for watch in self._watches[number]]
+        groups = dict.fromkeys(_ranks_of(each) for each in chosen if is_shared(each))
         watches = [w for w in self._watches[number] if w.chosen.parameter.grad is not None]
         self._watches[number] = watches
         try:
-            self._compute(optimizer, number, watches)
+            self._compute(optimizer, number, watches, groups)
         except Exception as error:
             self.decline(optimizer, _in_words(error))
 
@@ -156,9 +158,13 @@ class UpdateAudit:
         return next(n for n, each in enumerate(self._optimizers) if each is optimizer)
 
     def _compute(
-        self, optimizer: torch.optim.Optimizer, number: int, watches: Sequence[_Watch]
+        self,
+        optimizer: torch.optim.Optimizer,
+        number: int,
+        watches: Sequence[_Watch],
+        groups: Iterable[tuple[int, ...]],
     ) -> None:
-        """Compute the update of the chosen parameters again.
+        """Compute the update of the chosen parameters again; ``groups`` of ranks hold parts.
 
         Raises:
             CanaryDeclined: It cannot be computed.
@@ -170,7 +176,7 @@ class UpdateAudit:
         except CanaryDeclined as reason:
             problem = str(reason)
         states = [dict(optimizer.state.get(w.chosen.parameter, {})) for w in watches]
-        self._agree(number, watches, states, problem)
+        self._agree(number, watches, states, groups, problem)
         smallest = _smallest(watches)
         dependent = False
         for watch, state in zip(watches, states, strict=True):
@@ -210,6 +216,7 @@ class UpdateAudit:
         number: int,
         watches: Sequence[_Watch],
         states: Sequence[Mapping[str, Any]],
+        groups: Iterable[tuple[int, ...]],
         problem: str,
     ) -> None:
         """Agree with the ranks that hold parts of the same parameters to gather these now.
@@ -217,20 +224,19 @@ class UpdateAudit:
         Raises:
             CanaryDeclined: They do not all come, or one of them cannot.
         """
-        shared: dict[tuple[int, ...], list[Any]] = {}
+        shared: dict[tuple[int, ...], list[Any]] = {ranks: [] for ranks in groups}
         for watch, state in zip(watches, states, strict=True):
             parameter: Any = watch.chosen.parameter
             if is_shared(parameter):
-                ranks = _ranks_of(parameter)
                 held = [[n, _form(v)] for n, v in state.items()]
                 what = [watch.chosen.name, _form(parameter), _form(parameter.grad), held]
-                shared.setdefault(ranks, []).append(what)
+                shared[_ranks_of(parameter)].append(what)
         for ranks, what in shared.items():
-            digest = hashlib.blake2b(repr(what).encode(), digest_size=8).hexdigest()
             among = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-            topic = f"update/{self._step}/{number}/{among}/{digest}"
+            topic = f"update/{self._step}/{number}/{among}"
             assert self._meeting is not None  # else it would not have been chosen
-            problem = self._meeting.agree(topic, problem, AGREE_SECONDS, len(ranks)) or problem
+            answer = self._meeting.agree(topic, problem, AGREE_SECONDS, len(ranks), same=what)
+            problem = answer or problem
         if problem:
             raise CanaryDeclined(problem)
 
