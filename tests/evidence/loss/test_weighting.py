@@ -290,6 +290,15 @@ def test_a_wrong_factor_is_named(value, micro, words):
     assert words in describe(evidence)[0]
 
 
+@pytest.mark.parametrize(("value", "micro"), [(4.0, 1), (0.25, 1)])
+def test_a_factor_of_the_jobs_other_axes_is_a_note(value, micro):
+    evidence = watch(LossScale(W, 4), constant(value, micro=micro))["loss.scale"]
+    assert evidence.severity is Severity.NOTE
+    assert "split over other ranks of the job" in describe(evidence)[1]
+    evidence = watch(LossScale(W, 2), constant(value, micro=micro))["loss.scale"]
+    assert evidence.severity is Severity.WARNING
+
+
 def sums(detector, times=1, tokens=None, **columns):
     """Return all evidence on losses that are sums over tokens; ``columns`` of all workers."""
     found = []

@@ -192,3 +192,11 @@ def test_a_first_of_two_passes_that_is_dropped_may_be_meant():
     told = tell(AccumulationAudit(), *dropped)[-1]
     assert told.severity is Severity.NOTE
     assert "What the first pass has contributed is dropped" in words(told)
+
+
+def test_a_sum_over_the_ranks_of_another_axis_is_a_note():
+    factors = (2.02, 1.78, 2.3)
+    found = tell(ChangedLater(other_axes=True), *(changed(n, f) for n, f in enumerate(factors)))
+    assert {one.severity for one in found} == {Severity.NOTE}
+    found = tell(ChangedLater(other_axes=True), *(changed(n, 2.0) for n in range(3)))
+    assert found[-1].severity is Severity.WARNING

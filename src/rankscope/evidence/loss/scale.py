@@ -34,6 +34,12 @@ _DIVIDED = (
     "on top."
 )
 
+_SUM_IS_MEANT = "the sum over tokens is meant, whose gradient grows with their number"
+_PART_IS_MEANT = (
+    "each sequence is split over other ranks of the job (tensor, sequence or context parallelism), "
+    "which divide by the whole"
+)
+
 _TOKENS = "the number of its label tokens"
 _ALL_TOKENS = "the number of all workers' label tokens"
 _BEFORE = " before backward"
@@ -76,17 +82,22 @@ class LossScale(Detector):
     reduction to those of a mean loss at most, or back to them: then a loop has divided them by
     hand, or they are clipped below both.
 
+    Where the job has other ranks beside the workers, n for each of them, a factor of n or 1/n is a
+    note: the workers may hold parts of sequences.
+
     Where the optimizer is unknown, and each micro-batch's backward pass synchronises, a step with
     1/W may be one of W steps, and is not reported.
 
     Args:
         num_workers: W.
+        ranks_each: The job's ranks for each worker, along other axes of its mesh.
     """
 
-    SETTINGS = ("_num_workers",)
+    SETTINGS = ("_num_workers", "_ranks_each")
 
-    def __init__(self, num_workers: int) -> None:
+    def __init__(self, num_workers: int, ranks_each: int = 1) -> None:
         self._num_workers = num_workers
+        self._ranks_each = ranks_each
         self._sums = TokenSums()
         self._scaler = False
         self._powers: set[int] = set()
@@ -174,8 +185,11 @@ class LossScale(Detector):
         self._factor = factor
         self._value = scale
         clips = not np.isnan(gathered.workers["clip_limit"]).all()
-        meant = factor in (_TOKENS, _ALL_TOKENS) and not clips
-        return (self._evidence(micro, Severity.NOTE if meant else Severity.WARNING),)
+        meant = _SUM_IS_MEANT if factor in (_TOKENS, _ALL_TOKENS) and not clips else ""
+        parts = self._ranks_each, 1 / self._ranks_each
+        if any(part != 1 and math.isclose(scale, part, rel_tol=_CLOSE) for part in parts):
+            meant = _PART_IS_MEANT
+        return (self._evidence(micro, meant),)
 
     def _name(self, gathered: GatheredStep, scale: float, micro: int) -> str:
         """Return the name of a wrong factor; empty for a right one."""
@@ -215,14 +229,15 @@ class LossScale(Detector):
                 return name
         return ""
 
-    def _evidence(self, micro: int, severity: Severity) -> FaultEvidence:
+    def _evidence(self, micro: int, meant: str) -> FaultEvidence:
         return self._span.evidence(
             "loss.scale",
-            severity,
+            Severity.NOTE if meant else Severity.WARNING,
             range(self._num_workers),
             {
                 "value": f"{self._value:.4g}",
                 "factor": self._factor,
+                "meant": meant,
                 "divided": ("" if math.isnan(self._schedule) else _SCHEDULES)
                 + (_DIVIDED if self._divided else _UNKNOWN),
                 "where": _IN_SCHEDULE if abs(self._schedule - 1) > _CLOSE else _BEFORE,

@@ -158,10 +158,17 @@ class ChangedLater(Detector):
 
     Clipping by norm and unscaling have one factor for all parameters of a step. Different factors
     are reported: as a note, since clipping by value or by layer does that, and as a warning where
-    the factor is the same in three readings (to 0.1 %), above 1, or 0.
+    the factor is the same in three readings (to 0.1 %), above 1, or 0. Above 1 proves nothing where
+    the job has other ranks beside the workers: gradients may be summed over these.
+
+    Args:
+        other_axes: Whether it has.
     """
 
-    def __init__(self) -> None:
+    SETTINGS = ("_other_axes",)
+
+    def __init__(self, *, other_axes: bool = False) -> None:
+        self._other_axes = other_axes
         self._seen = PersistentFault()
         self._names: dict[str, bool] = {}
         self._factors: list[float] = []
@@ -184,7 +191,8 @@ class ChangedLater(Detector):
         last = self._factors[-1]
         apart = max(self._factors) - min(self._factors)
         steady = len(self._factors) == ERROR_FROM and apart <= _STEADY * abs(last)
-        serious = steady or last > 1 + _SAME_FACTOR or last == 0
+        above = last > 1 + _SAME_FACTOR and not self._other_axes
+        serious = steady or above or last == 0
         names = list(self._names)
         return seen.evidence(
             CHANGED_LATER,

@@ -15,7 +15,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         ReductionChecks(run.num_workers),
         ReductionAudit(run.num_workers, run.reduced_in, hook=run.comm_hook, by_loop=run.by_loop),
         AccumulationAudit(),
-        ChangedLater(),
+        ChangedLater(other_axes=run.world_size > run.num_workers),
     )
 
 
