@@ -244,11 +244,13 @@ def render_summary(run: Run, assessment: Assessment, console: Console) -> None:
     if rest := _rest(heads[shown:], followers):
         sheet.add(plain(rest, "dim"))
     if not found:
-        numbers = tiles(assessment.values)
+        known = tiles(assessment.values)
+        numbers = [each for each in known if any(map(str.isdigit, each["value"]))]
         narrow = console.width < NARROW
         while numbers and not sheet.fits(numbers_grid(numbers, narrow=narrow)):
             numbers.pop()
-        sheet.add(numbers_grid(numbers, narrow=narrow))
+        if numbers:
+            sheet.add(numbers_grid(numbers, narrow=narrow))
     sheet.show()
     show_command(assessment.command, console)
     more = labelled("  More", f"rankscope report {shlex.quote(str(run.path))} --full")

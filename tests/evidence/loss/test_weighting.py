@@ -315,7 +315,9 @@ def test_sums_over_tokens_are_a_note_and_a_warning_where_gradients_are_clipped()
     assert {one.severity for one in sums(LossScale(W))} == {Severity.NOTE}
     [*_, last] = sums(LossScale(W), clip_limit=1.0)
     assert last.severity is Severity.WARNING
-    assert "the number of its label tokens" in describe(last)[0]
+    words, check = describe(last)
+    assert "the number of its label tokens" in words
+    assert "Divide it by the label tokens of all workers" in check
 
 
 @pytest.mark.parametrize("tokens", [None, 4096])

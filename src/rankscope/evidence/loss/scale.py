@@ -40,8 +40,17 @@ _PART_IS_MEANT = (
     "which divide by the whole"
 )
 
+_OF_MEANS = (
+    " DDP and FSDP average over workers by themselves, so do not multiply or divide by their "
+    "number; with accumulation, divide each loss by the number of micro-batches once."
+)
+_OF_SUMS = (
+    " Divide it by the label tokens of all workers before its backward pass, and multiply it by "
+    "the number of workers where the wrapper averages over them."
+)
 _TOKENS = "the number of its label tokens"
 _ALL_TOKENS = "the number of all workers' label tokens"
+_OF_TOKENS = (_TOKENS, _ALL_TOKENS)
 _BEFORE = " before backward"
 _IN_SCHEDULE = " before backward and by the pipeline schedule after it"
 _SCHEDULES = (
@@ -185,7 +194,7 @@ class LossScale(Detector):
         self._factor = factor
         self._value = scale
         clips = not np.isnan(gathered.workers["clip_limit"]).all()
-        meant = _SUM_IS_MEANT if factor in (_TOKENS, _ALL_TOKENS) and not clips else ""
+        meant = _SUM_IS_MEANT if factor in _OF_TOKENS and not clips else ""
         parts = self._ranks_each, 1 / self._ranks_each
         if any(part != 1 and math.isclose(scale, part, rel_tol=_CLOSE) for part in parts):
             meant = _PART_IS_MEANT
@@ -238,6 +247,7 @@ class LossScale(Detector):
                 "value": f"{self._value:.4g}",
                 "factor": self._factor,
                 "meant": meant,
+                "advice": _OF_SUMS if self._factor in _OF_TOKENS else _OF_MEANS,
                 "divided": ("" if math.isnan(self._schedule) else _SCHEDULES)
                 + (_DIVIDED if self._divided else _UNKNOWN),
                 "where": _IN_SCHEDULE if abs(self._schedule - 1) > _CLOSE else _BEFORE,
