@@ -495,6 +495,13 @@ USES = (
         "running statistics of every module may differ; the preflight finds no batch norm",
     ),
     Use(
+        "torch.nn.Module",
+        "_non_persistent_buffers_set",
+        "evidence.environment.training",
+        "which buffers no checkpoint holds",
+        "such a buffer that differs between workers is an error as any other",
+    ),
+    Use(
         "torch.optim.Optimizer",
         "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
         "wrappers.find integrations.torchtitan evidence.update.audit",

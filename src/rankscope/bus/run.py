@@ -45,6 +45,7 @@ class RunFacts:
         with_replacement: Whether all ranks' data loaders are known to draw with replacement.
         data_splits: What splits the data in the loader of the first rank, and into how many parts.
         data_length: How many samples the data set has; None if unknown.
+        unsaved_buffers: Names of buffers that no checkpoint holds.
         world_size: Number of processes of the job; 0 if unknown.
         by_loop: Whether the training's own loop reduces, or its optimizer.
         flagged: Workers that some judges leave out.
@@ -60,6 +61,7 @@ class RunFacts:
     with_replacement: bool = False
     data_splits: Sequence[tuple[str, int]] = ()
     data_length: int | None = None
+    unsaved_buffers: Sequence[str] = ()
     world_size: int = 0
     by_loop: bool = False
     flagged: FlaggedWorkers = field(default_factory=FlaggedWorkers)

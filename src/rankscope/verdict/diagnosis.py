@@ -229,6 +229,14 @@ def _length_of(info: Mapping[str, Any]) -> int | None:
     return plan_of(info).samples or max(known, default=None)
 
 
+def _unsaved_buffers(info: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return names of buffers that no checkpoint holds, from ``run.json``."""
+    training = info.get("training")
+    model = training.get("model") if isinstance(training, Mapping) else None
+    names = model.get("unsaved_buffers") if isinstance(model, Mapping) else None
+    return tuple(map(str, names)) if isinstance(names, list) else ()
+
+
 def is_by_loop(info: Mapping[str, Any]) -> bool:
     """Return whether the training's own loop reduces gradients, from ``run.json``."""
     return bool(_option(info, "parallel") == "loop")
@@ -251,6 +259,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
                 (str(n), int(k)) for n, k in (_by_rank(info, "data_splits") or [()])[0] or ()
             ],
             data_length=_length_of(info),
+            unsaved_buffers=_unsaved_buffers(info),
             world_size=int(info.get("world_size") or 0),
             by_loop=is_by_loop(info),
         )

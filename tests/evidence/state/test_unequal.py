@@ -51,6 +51,22 @@ def test_the_worker_that_is_alone_is_named_with_the_tensor(kind, cause):
     assert "head.weight" in explanation
 
 
+@pytest.mark.parametrize(
+    ("second", "found"),
+    [
+        ([5, 6, 7, 8], [("scratch-buffers", Severity.NOTE)]),
+        ([1, 2, 3, 4], [("state.buffers_differ", Severity.ERROR)]),
+    ],
+    ids=["counts", "a table"],
+)
+def test_buffers_that_no_checkpoint_holds_and_that_change_are_a_note(second, found):
+    detector = UnequalState(W, unsaved=["head.weight"])
+    assert evidence_of(detector, step(7, difference("buffer", [1, 2, 3, 4]))) == []
+    evidence = evidence_of(detector, step(9, difference("buffer", second)))
+    assert [(one.key, one.severity) for one in evidence] == found
+    assert "(head.weight)" in describe(evidence[0])[0]
+
+
 def test_all_are_named_where_no_majority_agrees():
     for digests_W in ([1, 2, 3, 4], [1, 1, 2, 2]):
         [found] = watch(step(0, difference("parameter", digests_W)))

@@ -28,6 +28,7 @@ from rankscope.wrappers.living import live_objects
 from rankscope.wrappers.optimizers import all_of
 
 Facts = dict[str, Any]
+_MOST_NAMED = 256  # buffers
 
 _UNSAID = frozenset({"params", "param_names"})
 _DDP_SETTINGS = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
@@ -68,13 +69,23 @@ def training_facts(
     """
     return {
         "seed": torch.initial_seed(),
-        "model": quietly(lambda: {"class": _class_of(module)}),
+        "model": quietly(lambda: {"class": _class_of(module), **_unsaved_buffers(module)}),
         "parameters": quietly(lambda: _parameters(module)),
         "reduction": quietly(lambda: _reduction(wrapper, group)),
         "optimizer": None if optimizer is None else quietly(lambda: _optimizer(optimizer)),
         "loader": None if loader is None else quietly(lambda: _loader(loader)),
         **quietly(lambda: _unwatched(module, optimizer)),
     }
+
+
+def _unsaved_buffers(module: nn.Module) -> Facts:
+    """Return names of some buffers that no checkpoint holds, registered with persistent=False."""
+    names = [
+        canonical_name(f"{prefix}.{name}" if prefix else name)
+        for prefix, part in module.named_modules()
+        for name in sorted(part._non_persistent_buffers_set)
+    ]
+    return {"unsaved_buffers": names[:_MOST_NAMED]} if names else {}
 
 
 def _parameters(module: nn.Module) -> Facts:

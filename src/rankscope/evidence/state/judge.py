@@ -20,6 +20,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
             local_steps=plan.local_steps or 0,
             replicated=plan.replicated,
             by_loop=run.by_loop,
+            unsaved=run.unsaved_buffers,
         ),
         NotUpdated(),
         MovesInPasses(),

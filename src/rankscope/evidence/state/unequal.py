@@ -46,13 +46,15 @@ _ROLES = "roles-differ"
 _LEFT_OUT = "left-out-drifts"
 _OF_ROLES = (_ROLES, _LEFT_OUT)
 _BY_PLACE = "frozen-by-place"
+_SCRATCH = "scratch-buffers"
 
 
 class UnequalState(Detector):
     """Parameters, buffers, optimizer state and reduced gradients that differ between workers.
 
     - A parameter, buffer or optimizer state whose digests differ. Running statistics that DDP
-      broadcasts before each step are buffers right after that; until then, they may differ.
+      broadcasts before each step are buffers right after that; until then, they may differ. Buffers
+      that no checkpoint holds and that keep changing are a note: each worker may count for itself.
     - A reduced gradient that differs: not reduced, if the reduction left the local bits as they
       were, or if the norms of what should be reduced are those of the local gradients.
     - A gradient that was equal after the reduction and differs when the optimizer is called:
@@ -77,9 +79,12 @@ class UnequalState(Detector):
             step's gradients are reduced. With local steps, gradients and optimizer state are not
             compared, and parameters have to agree after one step in each so many.
         by_loop: Whether the training's own loop reduces, or its optimizer.
+        unsaved: Names of buffers that no checkpoint holds.
     """
 
-    SETTINGS = ("_num_workers", "_local_buffers", "_local_steps", "_replicated", "_by_loop")
+    SETTINGS = (
+        *("_num_workers", "_local_buffers", "_local_steps", "_replicated", "_by_loop", "_unsaved"),
+    )
 
     def __init__(
         self,
@@ -89,8 +94,11 @@ class UnequalState(Detector):
         local_steps: int = 0,
         replicated: bool = False,
         by_loop: bool = False,
+        unsaved: Sequence[str] = (),
     ) -> None:
         self._num_workers = num_workers
+        self._unsaved = frozenset(unsaved)
+        self._unsaved_before: dict[str, list[int]] = {}
         self._by_loop = by_loop
         self._replicated = replicated
         self._local_buffers = local_buffers or local_steps > 0
@@ -117,7 +125,7 @@ class UnequalState(Detector):
         return found
 
     def _evidence(self, key: str, fault: "_Difference") -> FaultEvidence:
-        meant = key in (_DRIFTING, _BY_PLACE) or (
+        meant = key in (_DRIFTING, _BY_PLACE, _SCRATCH) or (
             self._local_buffers and key == "state.buffers_differ"
         )
         meant |= key == _LEFT_OUT and not self._replicated
@@ -162,15 +170,24 @@ class UnequalState(Detector):
         for kind, cause in _CAUSES.items():
             by_key: dict[str, list[StateDifference]] = {}
             for each in gathered.differences:
-                if each.kind is kind:
-                    by_key.setdefault(self._own_key(each), []).append(each)
+                own_key = self._own_key(each) if each.kind is kind else None
+                if own_key is not None:
+                    by_key.setdefault(own_key, []).append(each)
             for own_key, found in by_key.items():
                 ranks = _odd(found, replicas_W)
                 yield _Seen(cause, ranks, _names(found), own_key=own_key)
 
-    def _own_key(self, difference: StateDifference) -> str:
+    def _own_key(self, difference: StateDifference) -> str | None:
+        """Return the key of a difference's own finding, empty without; None until that is known."""
         if difference.kind is StateKind.STATISTICS:
             return _DRIFTING
+        if difference.kind is StateKind.BUFFER and difference.name in self._unsaved:
+            now = difference.digests_W.tolist()
+            before = self._unsaved_before.setdefault(difference.name, now)
+            self._unsaved_before[difference.name] = now
+            if before is now:
+                return None
+            return "" if before == now else _SCRATCH
         by_place = self._by_loop and difference.frozen and difference.follows_places
         return _BY_PLACE if by_place else ""
 
