@@ -22,6 +22,7 @@ _NAME = "rankscope-collectives"
 _REQUEST, _END = b"?", b"."
 _HEADER = struct.Struct("=2q")  # number of the answer, and its bytes
 _LOOK_SECONDS = 0.02
+_CLOSE_SECONDS = 1.0
 _MOST_ENTRIES = 256  # of a process group
 _MOST_BYTES = 64 << 20
 
@@ -85,13 +86,15 @@ class RecorderThread:
         self.numbers = Numbers(request, answer)
         self._requests = requests
         self._identities = {each: os.fstat(each).st_ino for each in (requests, request, answer)}
-        threading.Thread(target=self._work, name="rankscope-collectives", daemon=True).start()
+        self._thread = threading.Thread(target=self._work, name=_NAME, daemon=True)
+        self._thread.start()
 
     def close(self) -> None:
-        """End the thread, which closes the descriptors."""
+        """End the thread, which closes the descriptors, unless a dump still blocks it."""
         with contextlib.suppress(OSError):
             if self._owns(self.numbers.request):
                 os.write(self.numbers.request, _END)
+                self._thread.join(_CLOSE_SECONDS)
 
     def _work(self) -> None:
         with contextlib.suppress(OSError):

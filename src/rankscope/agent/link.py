@@ -80,7 +80,7 @@ class Link:
         self._hello = hello
         self._wake = wake
         self._broken: OSError | None = None  # since the beginning
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # Ctrl-C may leave it held, as a block with it ends
         self._waiting: deque[memoryview] = deque()
         self._frame: bytes | None = None  # a part of it may have been sent
         self._bytes_waiting = 0
@@ -195,7 +195,7 @@ class Link:
 
     def forget(self) -> None:
         """Leave the connection to the parent, in a forked process."""
-        self._lock = threading.Lock()  # another thread may have held it
+        self._lock = threading.RLock()  # another thread may have held it
         self._wake = None
         self.close()
 
