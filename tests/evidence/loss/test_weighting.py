@@ -290,6 +290,15 @@ def test_a_wrong_factor_is_named(value, micro, words):
     assert words in describe(evidence)[0]
 
 
+def test_a_factor_of_the_number_of_stages_is_a_warning():
+    detector, found = LossScale(W, 3), []
+    for step, parts in enumerate(constant(1.0, micro=3)):
+        seen = observation(step, *parts)
+        seen.gathered.workers["schedule_scale"][:] = 1.0
+        found += evidence_of(detector, seen)
+    assert found[-1].severity is Severity.WARNING
+
+
 @pytest.mark.parametrize(("value", "micro"), [(4.0, 1), (0.25, 1)])
 def test_a_factor_of_the_jobs_other_axes_is_a_note(value, micro):
     evidence = watch(LossScale(W, 4), constant(value, micro=micro))["loss.scale"]

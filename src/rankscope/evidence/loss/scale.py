@@ -92,7 +92,7 @@ class LossScale(Detector):
     hand, or they are clipped below both.
 
     Where the job has other ranks beside the workers, n for each of them, a factor of n or 1/n is a
-    note: the workers may hold parts of sequences.
+    note: the workers may hold parts of sequences. Stages of a pipeline do not.
 
     Where the optimizer is unknown, and each micro-batch's backward pass synchronises, a step with
     1/W may be one of W steps, and is not reported.
@@ -195,7 +195,7 @@ class LossScale(Detector):
         self._value = scale
         clips = not np.isnan(gathered.workers["clip_limit"]).all()
         meant = _SUM_IS_MEANT if factor in _OF_TOKENS and not clips else ""
-        parts = self._ranks_each, 1 / self._ranks_each
+        parts = (self._ranks_each, 1 / self._ranks_each) if math.isnan(self._schedule) else ()
         if any(part != 1 and math.isclose(scale, part, rel_tol=_CLOSE) for part in parts):
             meant = _PART_IS_MEANT
         return (self._evidence(micro, meant),)
