@@ -50,6 +50,25 @@ def test_no_step_takes_more_forward_passes_than_some_update_took(parameters):
     assert [seen.goes_on(passes) for passes in (1, 2, 3)] == [True, True, False]
 
 
+@pytest.mark.parametrize(("zeroed", "most"), [(False, 6), (True, 4)])
+def test_steps_whose_gradients_one_update_takes_count_together(parameters, zeroed, most):
+    seen = reduced(parameters)
+    seen.see_updated(4)
+    seen.end_step(4, updated=True)
+    seen.see_reduced()
+    assert not seen.goes_on(4)
+    seen.end_step(4, updated=False)  # the rest of an epoch, and the next one's first
+    if zeroed:
+        parameters[1].grad.zero_()
+    seen.adds_to_applied()
+    seen.see_reduced()
+    seen.see_updated(2)
+    seen.end_step(2, updated=True)
+    seen.see_reduced()
+    assert seen.goes_on(most - 1)
+    assert not seen.goes_on(most)
+
+
 def test_without_a_gradient_or_a_parameter_a_reduction_ends_the_step(parameters):
     seen = Accumulation(torch.optim.SGD(parameters, lr=0.1))
     seen.see_reduced()

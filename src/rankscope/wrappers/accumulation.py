@@ -31,7 +31,8 @@ class Accumulation:
     unchanged until something is added to it, or it is taken away.
 
     At most as many forward passes make a step as came before some call of the optimizer so far. So
-    a worker that leaves the optimizer out has as many steps as the others.
+    a worker that leaves the optimizer out has as many steps as the others. Where a step ended too
+    early, so that the next one added to its gradients and an update took both, both count.
 
     Several calls of a pipeline schedule may make an update. There a step has at least as many
     forward passes as each update so far took, even if gradients are taken away between the calls.
@@ -57,6 +58,7 @@ class Accumulation:
         self._most_passes = 0
         self._fewest_passes = 0  # that an update took
         self._earlier_passes = 0  # of the steps that ended since the last update
+        self._waiting_passes = 0  # of those of them whose gradients still wait for an update
 
     def see_reduced(self) -> None:
         """Note that a reduction is over."""
@@ -79,7 +81,8 @@ class Accumulation:
             num_passes: Their number.
             optimizer: Which one, if there are several.
         """
-        self._most_passes = max(self._most_passes, num_passes)
+        self._most_passes = max(self._most_passes, self._waiting_passes + num_passes)
+        self._waiting_passes = 0
         self._num_updates += 1
         for part in self._parts:
             if part.optimizer is optimizer or part in self._old or len(self._parts) == 1:
@@ -92,9 +95,13 @@ class Accumulation:
             taken = self._earlier_passes
             self._fewest_passes = min(self._fewest_passes or taken, taken)
             self._earlier_passes = 0
+        waits = not updated and self._waits()
+        self._waiting_passes = self._waiting_passes + num_passes if waits else 0
 
     def adds_to_applied(self) -> bool:
         """Return whether a backward pass that begins now adds to gradients that were applied."""
+        if self._waiting_passes and not self._waits():
+            self._waiting_passes = 0
         self._old = [part for part in self._parts if part.is_unchanged(part.applied, whole=True)]
         used = [part for part in self._parts if part.is_used or self._num_updates < _FEW_UPDATES]
         adds = bool(self._old) and len(self._old) == len(used)
@@ -120,6 +127,9 @@ class Accumulation:
             return True
         if num_passes >= (self._most_passes or _MOST_AT_FIRST):
             return False
+        return self._waits()
+
+    def _waits(self) -> bool:
         part, left = self._left or (None, None)
         return part is not None and part.is_unchanged(left)
 
