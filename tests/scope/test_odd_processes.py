@@ -4,6 +4,7 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import threading
 import time
 
@@ -15,6 +16,7 @@ from rankscope import Run
 from rankscope.bus.columns import Table
 from rankscope.bus.finding import Severity
 from rankscope.report import write_report
+from rankscope.session.scope import CLOSE_SECONDS_AFTER_ERROR
 from support.loops import Loop
 from support.models import make_batch
 from support.ranks import run_ranks
@@ -170,3 +172,31 @@ def test_ctrl_c_during_watch_leaves_nothing_behind(tmp_path):
     assert first == (True, [], True, [])
     assert second == (False, [], True, [])
     assert not (tmp_path / "run").exists()
+
+
+# A busy machine -----------------------------------------------------------------------------------
+
+SLOW_PYTHON = """\
+#!{python}
+import os, sys, time
+
+while time.process_time() < {seconds}:  # for longer than a training waits in silence
+    pass
+os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+"""
+
+
+def close_before_the_agent_has_started(rank, folder):
+    sys.executable = f"{folder}/python"
+    loop = Loop(rank, f"{folder}/run", agent="process")
+    for step in range(STEPS):
+        loop.step(step)
+    loop.scope.close(timeout=CLOSE_SECONDS_AFTER_ERROR + 0.5)
+    return loop.warnings, Run.open(f"{folder}/run").status
+
+
+def test_the_end_waits_for_an_agent_that_computes(tmp_path):
+    slow = tmp_path / "python"
+    slow.write_text(SLOW_PYTHON.format(python=sys.executable, seconds=6))
+    slow.chmod(0o755)
+    assert run_ranks(close_before_the_agent_has_started, 1, str(tmp_path)) == [([], "complete")]

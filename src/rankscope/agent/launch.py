@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rankscope.agent.hang_report import ProcessState
-from rankscope.agent.processes import ProcessWatch, ending_of
+from rankscope.agent.processes import ProcessWatch, cpu_seconds_of, ending_of
 
 if TYPE_CHECKING:
     from rankscope.agent.process import Agent
@@ -140,6 +140,12 @@ class Started:
         self.wait(seconds)
         code = self._process.poll()
         return "" if code is None else ending_of(code)
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU time that its process has taken; 0 where that is unknown."""
+        if self._process is None or os.getpid() != self._pid:
+            return 0.0
+        return cpu_seconds_of(self._process.pid)
 
     def wait(self, seconds: float) -> None:
         """Wait up to so long for its end."""

@@ -126,6 +126,14 @@ class ProcessWatch:
             return "", 0
 
 
+def cpu_seconds_of(pid: int) -> float:
+    """Return the CPU time of a process that cannot have ended unnoticed; 0 where it is unknown."""
+    with suppress(OSError, IndexError, ValueError):
+        fields = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
+
+
 def lower_priority() -> None:
     """Let this thread of the agent, and threads that it starts, give way to the training.
 

@@ -58,6 +58,8 @@ CLOSE_SECONDS = 10.0
 CLOSE_SECONDS_AFTER_ERROR = 3.0
 """The same when the training raised: the others may never come."""
 
+_BUSY_SECONDS = 60.0  # that the training waits for a silent agent that computes
+_BUSY_SHARE = 0.02  # of a CPU that such an agent takes at least; one that waits takes less
 _AGENT_SECONDS = 2.0  # that an agent may take to end after its last frame
 
 
@@ -93,6 +95,7 @@ class Scope:
     ) -> None:
         self._handle = handle
         self._announces_end = announce_end
+        self._agent_seconds = 0.0
         self._off = self._closed = self._inside = self._training = self._bypassing = False
         self._pid = os.getpid()
         self._guard = Guard(self._fail, clock_of(instruments.device))
@@ -276,8 +279,8 @@ class Scope:
 
         Args:
             timeout: Seconds to wait for the other workers' last step, and for a run directory that
-                does not answer; longer only while the agent sends keepalives. Sinks in this process
-                have another 5 s.
+                does not answer; longer only while the agent works. Sinks in this process have
+                another 5 s.
         """
         self._close(timeout)
 
@@ -323,10 +326,18 @@ class Scope:
         why = "its training was interrupted" if interrupted else "it closed its scope"
         self._send_bye(complete=not interrupted, why=why)
         until = time.monotonic() + timeout
+        latest = time.monotonic() + _BUSY_SECONDS
+        computes = partial(self._agent_computed, _BUSY_SHARE * timeout)
+        computes()
         self._link.drain(timeout)
-        while not self._inbox.done and time.monotonic() < until:
+        while not self._inbox.done:
+            if time.monotonic() >= until:
+                if timeout <= CLOSE_SECONDS_AFTER_ERROR or until >= latest or not computes():
+                    break
+                until = min(until + timeout, latest)
             if self._inbox.wait(min(until - time.monotonic(), 0.5)):
                 until = time.monotonic() + timeout  # the agent is still busy
+                latest = until + _BUSY_SECONDS
             else:
                 self._link.drain(0.0)  # it may have been stopped only now
         if not self._inbox.done and not interrupted:
@@ -337,6 +348,16 @@ class Scope:
                 "the monitor's agent still works or waits for other ranks or hosts; the training "
                 "goes on, and the agent closes the record by itself",
             )
+
+    def _agent_computed(self, seconds: float) -> bool:
+        """Return whether the agent that this rank has started took so much CPU since the last call.
+
+        On a busy machine it may still start: it gives way to all others.
+        """
+        agent = self._handle.agent
+        before = self._agent_seconds
+        self._agent_seconds = 0.0 if agent is None else agent.cpu_seconds()
+        return self._agent_seconds - before >= seconds
 
     def _send_bye(self, *, complete: bool, why: str) -> None:
         bye = {
