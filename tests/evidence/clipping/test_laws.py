@@ -68,6 +68,13 @@ def called(norm=whole, order=2.0):
     return {"clip_limit": LIMIT, "clip_order": order, **factor}
 
 
+def test_norms_of_means_are_those_of_sums_where_the_reduction_adds_up():
+    factors_of = by(lambda parts_W: W * whole(parts_W))
+    columns = called(lambda parts_W: W * whole(parts_W))
+    assert watch(factors_of, **columns, summed_workers=float(W)) == {}
+    assert "sync.clip_norm" in watch(factors_of, **columns)
+
+
 def mean(parts_W):
     return parts_W.mean()
 

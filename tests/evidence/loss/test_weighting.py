@@ -290,6 +290,16 @@ def test_a_wrong_factor_is_named(value, micro, words):
     assert words in describe(evidence)[0]
 
 
+@pytest.mark.parametrize(("summed", "found"), [(np.nan, 0), (W, 0), (1.0, 13)])
+def test_one_over_the_workers_is_right_where_a_loop_adds_up_their_gradients(summed, found):
+    detector, evidence = LossScale(W, by_loop=True), []
+    for step, parts in enumerate(constant(1 / W)):
+        seen = observation(step, *parts)
+        seen.gathered.workers["summed_workers"][:] = summed
+        evidence += evidence_of(detector, seen)
+    assert len(evidence) == found
+
+
 def test_a_factor_of_the_number_of_stages_is_a_warning():
     detector, found = LossScale(W, 3), []
     for step, parts in enumerate(constant(1.0, micro=3)):

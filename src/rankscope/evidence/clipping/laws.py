@@ -326,9 +326,11 @@ class _Clipped:
         self.factor = _common(workers["clip_factor"]) if whole else math.nan
         scale = common_scale(step.gathered)
         scale = 1.0 if math.isnan(scale) else scale  # undone in all norms
+        summed = float(workers["summed_workers"][0])
+        unit = scale * (summed if summed > 0 else 1.0)  # recorded are norms of means
         applied = float(np.median(workers["applied_scale"][known_W]))
-        before = float(step.report.values.get("grad_norm_reduced", math.nan)) * scale
-        parts_W = workers["reduced_norm"] * scale
+        before = float(step.report.values.get("grad_norm_reduced", math.nan)) * unit
+        parts_W = workers["reduced_norm"] * unit
         self.after = applied * before
         rounding = float(workers["clip_rounding"].max())
         self.bound = 2 * rounding + (_EPSILON / self.limit if self.limit == self.limit else 0.0)

@@ -131,7 +131,11 @@ class ClippingProbe(Probe):
         """Return the step's clipping."""
         calls, orders, num_normed = self._calls, self._orders, self._num_normed
         self._clear()
-        values = {"clip_rounding": self._rounding, "clips_between": float(self._num_between)}
+        values = {
+            "clip_rounding": self._rounding,
+            "clips_between": float(self._num_between),
+            "summed_workers": end.summed_workers,
+        }
         self._num_between = 0
         if not calls:
             return PendingClipping(values)

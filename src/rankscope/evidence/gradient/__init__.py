@@ -14,7 +14,8 @@ COLUMNS = (
         ("grad_max", DType.FLOAT, "", Source.LOCAL, Tail.BOTH, "largest magnitude of an element of the local gradient"),
         ("grad_nonfinite", DType.INT, "elements", Source.LOCAL, Tail.HIGH, "elements of the local gradient that are infinite or NaN"),
         ("grad_carried_over", DType.BOOL, "", Source.LOCAL, Tail.HIGH, "whether the gradient was not zeroed before the step: then it is not measured"),
-        ("reduced_norm", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "L2 norm of the part of the reduced gradient that this worker holds"),
+        ("reduced_norm", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "L2 norm of the part of the reduced gradient that this worker holds, as of the workers' mean"),
+        ("summed_workers", DType.FLOAT, "", Source.LOCAL, Tail.NONE, "how many workers' gradients the reduction adds up: 1 for their mean; null if unknown, as where a loop clips what it reduces"),
     ),
     *declare(
         Table.MICRO,

@@ -32,6 +32,8 @@ class MeasuredGradients(Combiner):
         """Fill in norms and other columns; return the values compared between workers."""
         found = measured_in(messages, self._layout.section_counts)
         is_whole = bool(messages.measured.all())
+        if self._layout.by_loop:
+            columns["summed_workers"][:] = np.nan  # until it is known
         if self._layout.by_loop and is_whole:
             found = _as_reduced(found)
         norms_W: list[Floats] = [np.empty(0)] * len(messages)
@@ -90,6 +92,8 @@ def _as_reduced(found: Found) -> Found:
         return found
     normalised = normalise_user_reduction(parts_W)
     squares_WS = np.stack([part.reduced_squares_S for part in normalised.parts_W])
+    is_plain = normalised.factor in (1, len(parts_W))  # not clipped, for instance
+    summed = normalised.factor if is_plain else np.nan
     return [
         (
             ranks,
@@ -98,6 +102,7 @@ def _as_reduced(found: Found) -> Found:
                 values={
                     **one.values,
                     "reduced_norm": np.sqrt(squares_WS[ranks].sum(axis=1)),
+                    "summed_workers": np.full(len(ranks), summed),
                     "unreduced": normalised.unreduced_W[ranks].astype(np.float64),
                 },
             ),

@@ -15,7 +15,7 @@ def make_judges(run: RunFacts) -> tuple[Detector, ...]:
         NoGradient(run.num_workers),
         PartsWithoutGradient(),
         TokenWeighting(run.num_workers, run.plan.loss_weighting),
-        LossScale(run.num_workers, max(run.world_size // run.num_workers, 1)),
+        LossScale(run.num_workers, max(run.world_size // run.num_workers, 1), by_loop=run.by_loop),
     )
 
 

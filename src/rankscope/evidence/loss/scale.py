@@ -89,7 +89,9 @@ class LossScale(Detector):
     What counts is the factor that the optimizer gets. The division by a pipeline schedule after the
     backward passes is known. Any other factor is undone if the gradients are scaled after the
     reduction to those of a mean loss at most, or back to them: then a loop has divided them by
-    hand, or they are clipped below both.
+    hand, or they are clipped below both. A reduction that adds up the workers' gradients undoes
+    one over W; where a loop reduces, only numbers of tokens are reported until it is known whether
+    it does.
 
     Where the job has other ranks beside the workers, n for each of them, a factor of n or 1/n is a
     note: the workers may hold parts of sequences. Stages of a pipeline do not.
@@ -100,11 +102,12 @@ class LossScale(Detector):
     Args:
         num_workers: W.
         ranks_each: The job's ranks for each worker, along other axes of its mesh.
+        by_loop: Whether the training's own code reduces: to a mean, or a sum.
     """
 
     SETTINGS = ("_num_workers", "_ranks_each")
 
-    def __init__(self, num_workers: int, ranks_each: int = 1) -> None:
+    def __init__(self, num_workers: int, ranks_each: int = 1, *, by_loop: bool = False) -> None:
         self._num_workers = num_workers
         self._ranks_each = ranks_each
         self._sums = TokenSums()
@@ -119,6 +122,7 @@ class LossScale(Detector):
         self._factor = ""
         self._value = math.nan
         self._applied = 1.0  # after the reduction, by the latest step that shows it
+        self._summed = math.nan if by_loop else 1.0  # workers' gradients that are added up
         self._schedule = math.nan  # factor of a pipeline schedule after the backward passes
         self._differing = _DifferingWorkers()
         self._short = _ShortWindows()
@@ -138,6 +142,8 @@ class LossScale(Detector):
         )
         scale = _mean(step, scales_W) if alike and len(sizes) < 2 else math.nan
         self._notice_calls(step)
+        summed = float(workers["summed_workers"][0])
+        self._summed = summed if summed > 0 else self._summed
         self._divided = bool(workers["loss_divided"].all())
         if not known or len(sizes) > 1:
             return
@@ -180,8 +186,13 @@ class LossScale(Detector):
     def _observe_mean(
         self, gathered: GatheredStep, scale: float, micro: int
     ) -> Iterable[FaultEvidence]:
-        silent = self._scaler or self._sums.found or math.isclose(scale, 1, rel_tol=_CLOSE)
-        factor = "" if silent else self._name(gathered, scale, micro)
+        right = any(math.isclose(scale * by, 1, rel_tol=_CLOSE) for by in (1, self._summed))
+        silent = self._scaler or self._sums.found or right
+        factor = ""
+        if not silent and math.isnan(self._summed):
+            factor = self._tokens(gathered)
+        elif not silent:
+            factor = self._name(gathered, scale, micro)
         before, steps = self._streak
         self._streak = factor, (steps + 1 if factor == before else 1)
         if self._streak[1] == 1:

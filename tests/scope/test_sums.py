@@ -1,0 +1,53 @@
+"""Trainings whose reduction adds up the workers' gradients, and whose losses are divided by W."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import rankscope
+from rankscope import Run
+from rankscope.bus.columns import Table
+from rankscope.bus.finding import Severity
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS, WIDTH = 20, 16
+
+
+def train(rank, run_dir, by_loop, max_norm, factor):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, WIDTH))
+    if not by_loop:
+        fully_shard(model)
+        model.set_gradient_divide_factor(1.0)
+        model.set_force_sum_reduction_for_comms(True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scope = rankscope.watch(model, optimizer, run_dir=run_dir, announce=False, canary=False)
+    for step in range(STEPS):
+        torch.manual_seed(2 * step + rank)
+        batch = torch.randn(8, WIDTH)
+        loss = (model(batch) - batch.flip(1)).square().mean()
+        (loss * factor).backward()
+        if by_loop:
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        if max_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    scope.close()
+
+
+@pytest.mark.parametrize(
+    ("by_loop", "max_norm", "summed"),
+    [(True, None, 2.0), (True, 0.01, None), (False, 0.01, 2.0)],
+    ids=["loop", "loop that clips", "FSDP2 that clips"],
+)
+def test_losses_that_are_divided_by_the_workers_are_right(tmp_path, by_loop, max_norm, summed):
+    run_ranks(train, 2, str(tmp_path / "run"), by_loop, max_norm, 0.5)
+    run = Run.open(tmp_path / "run")
+    assert [f.explanation for f in run.findings() if f.severity > Severity.NOTE] == []
+    assert set(run.table(Table.WORKERS)["summed_workers"].to_pylist()) == {summed}
