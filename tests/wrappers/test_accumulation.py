@@ -69,6 +69,25 @@ def test_steps_whose_gradients_one_update_takes_count_together(parameters, zeroe
     assert not seen.goes_on(most)
 
 
+def test_passes_whose_gradients_were_dropped_do_not_count(parameters):
+    seen = reduced(parameters)
+    assert seen.goes_on(1)  # zero_grad may come, after the next forward pass
+    parameters[1].grad.zero_()
+    seen.adds_to_applied(1)
+    seen.see_reduced()
+    seen.see_updated(2)
+    seen.end_step(2, updated=True)
+    seen.see_reduced()
+    assert not seen.goes_on(1)
+
+
+def test_an_optimizer_around_another_has_its_groups_once(parameters):
+    inner = torch.optim.SGD(parameters, lr=0.1)
+    outer = torch.optim.SGD(parameters, lr=0.1)
+    outer.param_groups = inner.param_groups
+    assert JointOptimizer([outer, inner]).param_groups == inner.param_groups
+
+
 def test_without_a_gradient_or_a_parameter_a_reduction_ends_the_step(parameters):
     seen = Accumulation(torch.optim.SGD(parameters, lr=0.1))
     seen.see_reduced()

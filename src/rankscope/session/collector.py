@@ -335,7 +335,7 @@ class StepCollector:
         """Return whether a backward pass that begins now adds to gradients that were applied."""
         if self._accumulation is None:
             return False
-        adds = self._accumulation.adds_to_applied()
+        adds = self._accumulation.adds_to_applied(self._passes.current)
         if self._left_over is None:
             self._tap.leave_out(self._accumulation.old())
         return adds

@@ -59,9 +59,12 @@ class Accumulation:
         self._fewest_passes = 0  # that an update took
         self._earlier_passes = 0  # of the steps that ended since the last update
         self._waiting_passes = 0  # of those of them whose gradients still wait for an update
+        self._dropped_passes = 0  # of the step, whose gradients were reduced and taken away
+        self._reduced = False  # in this step
 
     def see_reduced(self) -> None:
         """Note that a reduction is over."""
+        self._reduced = True
         states = ((part, part.state()) for part in self._parts)
         self._left = next(((part, state) for part, state in states if state is not None), None)
 
@@ -81,7 +84,8 @@ class Accumulation:
             num_passes: Their number.
             optimizer: Which one, if there are several.
         """
-        self._most_passes = max(self._most_passes, self._waiting_passes + num_passes)
+        applied = self._waiting_passes + num_passes - self._dropped_passes
+        self._most_passes = max(self._most_passes, applied)
         self._waiting_passes = 0
         self._num_updates += 1
         for part in self._parts:
@@ -97,11 +101,19 @@ class Accumulation:
             self._earlier_passes = 0
         waits = not updated and self._waits()
         self._waiting_passes = self._waiting_passes + num_passes if waits else 0
+        self._dropped_passes = 0
+        self._reduced = False
 
-    def adds_to_applied(self) -> bool:
-        """Return whether a backward pass that begins now adds to gradients that were applied."""
-        if self._waiting_passes and not self._waits():
+    def adds_to_applied(self, num_passes: int = 0) -> bool:
+        """Return whether a backward pass that begins now adds to gradients that were applied.
+
+        Args:
+            num_passes: Forward passes of the step before its own. Their gradients may have been
+                taken away since this one, as where a loop skips an update.
+        """
+        if not self._waits():
             self._waiting_passes = 0
+            self._dropped_passes = num_passes if self._reduced else 0
         self._old = [part for part in self._parts if part.is_unchanged(part.applied, whole=True)]
         used = [part for part in self._parts if part.is_used or self._num_updates < _FEW_UPDATES]
         adds = bool(self._old) and len(self._old) == len(used)

@@ -5,12 +5,14 @@ sharded ``.grad``: the input of a reduction is this worker's gradient and nothin
 layout and precision.
 """
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from rankscope.errors import UnsupportedError
+from rankscope.bus.words import shortened
 from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers.fsdp2_accumulated import AccumulatedGradients, State, state_of
 from rankscope.wrappers.fsdp2_model import (
@@ -32,6 +34,8 @@ from rankscope.wrappers.tap import (
     ReadReduced,
     guarded,
 )
+
+_log = logging.getLogger("rankscope")
 
 
 class FSDP2Tap(GradientTap):
@@ -91,7 +95,7 @@ class FSDP2Tap(GradientTap):
         self._micro = MicroBatches()
         self._watched_names = frozenset(parameters)
         self._reached: list[Callable[[], None]] = []  # called if the backward pass trains
-        self._measure = False
+        self._measure = self._left_out = False
         self._start_again()
         self._stops = listen(
             backward_begins=self._on_begin,
@@ -223,8 +227,23 @@ class FSDP2Tap(GradientTap):
         group = self._parameters[fsdp_params[0]].group
         self._reduced_now[group] = self._reduced_now.get(group, False) or self._trains(gradients)
         if self._measure:
-            self._gradients.see_summed(gradients.items())
-            self._measure_local(gradients)
+            known = {p: g for p, g in gradients.items() if p.name in self._watched_names}
+            if len(known) < len(gradients):
+                self._leave_out(p.name for p in gradients.keys() - known.keys())
+            self._gradients.see_summed(known.items())
+            self._measure_local(known)
+
+    def _leave_out(self, names: Iterable[str]) -> None:
+        """Log once that these parameters are trained and not measured."""
+        named = sorted(names)
+        if named and not self._left_out and dist.get_rank() == self._groups[0].ranks[0]:
+            _log.warning(
+                "%s and perhaps others train since they were frozen when watch() was called: their "
+                "gradients are not measured. Call watch() after the last parameter is unfrozen, or "
+                "leave it",
+                shortened(named, 2),
+            )
+        self._left_out = True
 
     def _trains(self, gradients: dict[ManagedParameter, Tensor]) -> bool:
         """Return whether a reduction belongs to a step: not to a pass that has added nothing to it.
@@ -238,11 +257,6 @@ class FSDP2Tap(GradientTap):
     def _measure_local(self, gradients: dict[ManagedParameter, Tensor]) -> None:
         for parameter in gradients:
             name = parameter.name
-            if name not in self._watched_names:
-                raise UnsupportedError(
-                    f"parameter {name} has a gradient but was frozen when watch() was called; call "
-                    f"watch() after the last parameter is unfrozen"
-                )
             if name in self._read:
                 self._spoiled |= not self._sketcher.sketches  # norms alone do not add up
             else:

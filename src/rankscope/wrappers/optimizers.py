@@ -15,8 +15,9 @@ class JointOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all."""
-        return [group for each in self.optimizers for group in each.param_groups]
+        """The parameter groups of all, each once: an optimizer around another has the same."""
+        groups = {id(group): group for each in self.optimizers for group in each.param_groups}
+        return list(groups.values())
 
 
 class _JointState(dict[Any, Any]):
