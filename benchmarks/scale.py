@@ -27,9 +27,9 @@ from rankscope.agent.summary import (
     with_directions,
 )
 from rankscope.agent.together import as_columns
-from rankscope.bus.columns import DType, Source, Table
-from rankscope.bus.layout import Layout
+from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.measured import sizes_of
+from rankscope.bus.messages import Layout
 from rankscope.bus.step import MAX_PAIRED_WORKERS, GatheredStep
 from rankscope.evidence import columns_of
 from rankscope.stats.audit import AUDIT_WIDTH

@@ -13,7 +13,7 @@ import pytest
 import rankscope
 from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.message import StepMessage, pack_values
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.measured import sizes_of
 from rankscope.bus.plan import Plan
 from rankscope.bus.rules import RULES

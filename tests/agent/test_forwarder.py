@@ -11,7 +11,7 @@ from rankscope.agent.frames import ALL_RANKS, Frame, FrameKind, FrameReader, pac
 from rankscope.agent.hosts import Invitation
 from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.remote_hosts import RemoteHosts
-from rankscope.bus.layout import Layout
+from rankscope.bus.messages import Layout
 from support.relay import Relay
 
 RANKS = (2, 3)

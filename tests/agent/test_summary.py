@@ -16,8 +16,8 @@ from rankscope.agent.summary import (
     with_directions,
 )
 from rankscope.agent.together import as_columns
-from rankscope.bus.layout import Layout
 from rankscope.bus.measured import sizes_of
+from rankscope.bus.messages import Layout
 from rankscope.stats.consensus import in_turn, narrowing_for
 
 COUNTS = (1, 3, 2)  # sections of three groups

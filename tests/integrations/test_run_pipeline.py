@@ -8,7 +8,7 @@ import torch
 
 from integrations.run_commands import RUN, SCRIPTS
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from rankscope.session import stage_meeting
 from rankscope.verdict.assessment import assess

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rankscope import Run, files
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.session.announcement import last_line
 from support.loops import Loop, root_of
 from support.models import make_batch

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from rankscope.report import write_report
 from support.loops import Loop

@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 
 from rankscope.agent.summarize import summarize
-from rankscope.bus.columns import DType, Source, Table
+from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.evidence import columns_of
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rankscope.agent.summarize import summarize
+from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
-from rankscope.bus.run import RunFacts
 from rankscope.verdict.diagnosis import Diagnosis
 from support.streams import (
     accumulated,

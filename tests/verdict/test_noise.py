@@ -7,7 +7,7 @@ import pytest
 
 from rankscope import Run
 from rankscope.agent.summarize import summarize
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.record import RunWriter, reader
 from rankscope.verdict.noise_scale import expected_cosines, noise_numbers
 from support.micro_jobs import micro_step

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.finding_events import FindingEvent
+from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.bus.rules import RULES
 from rankscope.evidence.canary.bundle import latest_bundle
 from rankscope.verdict.causes import cause_pages, page_of, section_of

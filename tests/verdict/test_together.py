@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rankscope.agent.summarize import summarize
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import RunFacts
 from rankscope.bus.weighting import undo_common_scale
 from rankscope.verdict.diagnosis import Diagnosis
 from support.streams import gathered, sharded

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.agent.message import StepMessage, unpack_columns
-from rankscope.bus.layout import Layout
-from rankscope.bus.messages import Messages
+from rankscope.bus.messages import Layout, Messages
 from rankscope.bus.step import GatheredStep
 from rankscope.evidence import EVIDENCE
 

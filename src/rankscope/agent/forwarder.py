@@ -14,7 +14,7 @@ from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, FrameRea
 from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.message import StepMessage
 from rankscope.agent.summary import host_summary
-from rankscope.bus.layout import Layout
+from rankscope.bus.messages import Layout
 from rankscope.bus.step import MAX_PAIRED_WORKERS
 
 LINGER_SECONDS = 10.0

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.columns import DType, Source, Table
-from rankscope.bus.evidence import Array, arrays_of
+from rankscope.bus.evidence import Array, DType, Source, Table, arrays_of
 from rankscope.bus.probe import Content
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RankscopeError

@@ -19,8 +19,7 @@ from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.processes import lower_priority
 from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer
-from rankscope.bus.lines import make_printable
-from rankscope.bus.words import name_ranks
+from rankscope.bus.words import make_printable, name_ranks
 from rankscope.errors import RankscopeError
 
 if TYPE_CHECKING:

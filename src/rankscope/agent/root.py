@@ -23,11 +23,10 @@ from rankscope.agent.summarize import summarize
 from rankscope.agent.summary import HostsStep, HostSummary, summary_layout, with_directions
 from rankscope.agent.together import as_columns
 from rankscope.agent.workers import Workers
-from rankscope.bus.director import DirectedRun, Director
-from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.finding_events import FindingEvent, FindingEvents
+from rankscope.bus.finding import Finding, FindingEvent, FindingEvents, Severity
 from rankscope.bus.governor import LAG, Governor
-from rankscope.bus.layout import Layout
+from rankscope.bus.messages import Layout
+from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
 from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from rankscope.bus.columns import Source, Table
+from rankscope.bus.evidence import Source, Table
 from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.evidence import EVIDENCE, columns_of
 

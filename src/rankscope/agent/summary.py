@@ -20,9 +20,8 @@ from numpy.typing import NDArray
 
 from rankscope.agent.message import MessageError, StepMessage
 from rankscope.agent.together import PARTS, as_columns, pack_block, unpack_blocks
-from rankscope.bus.layout import Layout
 from rankscope.bus.measured import NUMBERS, SKETCHES, audit_of, by_rank, measured_in
-from rankscope.bus.messages import Messages
+from rankscope.bus.messages import Layout, Messages
 from rankscope.bus.step import GatheredStep
 from rankscope.evidence import schema_hash
 from rankscope.stats.arrays import Floats, Ints

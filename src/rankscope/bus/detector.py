@@ -1,14 +1,114 @@
-"""Detectors, and the evidence that they return to the diagnosis."""
+"""Detectors: what they are made from, the evidence of faults that they return, and their checks."""
 
 from abc import ABC
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rankscope.bus.finding import Severity
+from rankscope.bus.plan import Plan
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.state import Stateful
+
+Ranks = Callable[[], Sequence[int]]
+"""Returns ranks, as of the moment of the call."""
+
+
+def _nobody() -> Sequence[int]:
+    return ()
+
+
+@dataclass(slots=True)
+class FlaggedWorkers:
+    """Workers that the outlier judge has flagged; other judges leave them out.
+
+    Attributes:
+        now: Workers that differ from the others at present.
+        steadily: Those of them that differ in most steps.
+        left_out: Workers that are not compared in the present step.
+    """
+
+    now: Ranks = _nobody
+    steadily: Ranks = _nobody
+    left_out: Ranks = _nobody
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """Facts of a run that judges are made for.
+
+    Attributes:
+        num_workers: W.
+        hosts: Host of each rank; empty when unknown.
+        environments: Environment of each rank; empty when unknown.
+        plan: The user's plan for the run.
+        reduced_in: By group, the type in which its gradient is meant to be reduced; None if
+            unknown.
+        comm_hook: Whether a communication hook of the training's own reduces gradients.
+        sampler_seeds: Seed of each rank's sampler, None where it is not known.
+        with_replacement: Whether all ranks' data loaders are known to draw with replacement.
+        data_splits: What splits the data in the loader of the first rank, and into how many parts.
+        data_length: How many samples the data set has; None if unknown.
+        unsaved_buffers: Names of buffers that no checkpoint holds.
+        world_size: Number of processes of the job; 0 if unknown.
+        by_loop: Whether the training's own loop reduces, or its optimizer.
+        flagged: Workers that some judges leave out.
+    """
+
+    num_workers: int
+    hosts: Sequence[str] = ()
+    environments: Sequence[Mapping[str, Any]] = ()
+    plan: Plan = field(default_factory=Plan)
+    reduced_in: Mapping[str, str] | None = None
+    comm_hook: bool = False
+    sampler_seeds: Sequence[int | None] = ()
+    with_replacement: bool = False
+    data_splits: Sequence[tuple[str, int]] = ()
+    data_length: int | None = None
+    unsaved_buffers: Sequence[str] = ()
+    world_size: int = 0
+    by_loop: bool = False
+    flagged: FlaggedWorkers = field(default_factory=FlaggedWorkers)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether workers are meant to repeat each other's samples."""
+        return self.plan.repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that a run is checked for.
+
+    Attributes:
+        what: The fault that it finds, in words.
+        needs: Steps after which no finding means no fault.
+        impossible: Why this run cannot show the fault; empty if it can.
+        pending: Why it was not checked yet, whatever the number of steps; empty if it was.
+    """
+
+    what: str
+    needs: int
+    impossible: str = ""
+    pending: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRun:
+    """Facts of a run that decide on its checks.
+
+    Attributes:
+        num_workers: W, at least 2.
+        options: The options of ``watch``, as ``run.json`` has them.
+        samples: Whether its samples were identified.
+        canaries: Whether a canary has run; None if unknown.
+    """
+
+    num_workers: int
+    options: Mapping[str, Any]
+    samples: bool = True
+    canaries: bool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +178,109 @@ class Detector(Stateful, ABC):
     def close(self) -> Iterable[FaultEvidence]:
         """End the run; return the evidence that had to wait for its end."""
         return ()
+
+
+HEALED_AFTER = 16
+"""Steps without a trace of it, one after the other, after which a fault has healed."""
+
+
+class PersistentFault(Stateful):
+    """One kind of fault over the run.
+
+    Args:
+        needed: Steps that have to show it on the same worker before it opens, see :meth:`observe`.
+        in_a_row: Whether these steps have to follow each other.
+
+    Attributes:
+        open: Whether it has opened and not healed since.
+        first: The first step that showed it; -1 before.
+        last: The last step that showed it; -1 before.
+        count: Number of steps that showed it.
+        ranks: All workers that showed it at some time, as far as they were named.
+    """
+
+    SETTINGS: ClassVar[tuple[str, ...]] = ("_needed", "_in_a_row")
+
+    def __init__(self, needed: int = 1, *, in_a_row: bool = False) -> None:
+        self._needed = needed
+        self._in_a_row = in_a_row
+        self._shown: dict[int, tuple[int, int]] = {}
+        self._quiet = 0
+        self.open = False
+        self.first = -1
+        self.last = -1
+        self.count = 0
+        self.ranks: set[int] = set()
+
+    def see(
+        self, step: int, ranks: Iterable[int] = (), *, first: int | None = None, before: int = 0
+    ) -> None:
+        """Add a step that shows the fault, and open it without waiting for more.
+
+        Args:
+            step: Its number.
+            ranks: The workers that show it.
+            first: For the first call: the first step that showed it; this one by default.
+            before: For the first call: number of earlier steps that showed it.
+        """
+        if not self.count:
+            self.first = step if first is None else first
+            self.count = before
+        self.last = step
+        self.count += 1
+        self.ranks.update(ranks)
+        self.open = True
+
+    def observe(self, step: int, ranks: Iterable[int]) -> bool:
+        """Add a step that ``ranks`` show the fault in, if any.
+
+        Returns whether enough steps show it, this one among them, or it has just healed.
+        """
+        now = set(ranks)
+        if self._in_a_row and self._shown:
+            self._shown = {rank: self._shown[rank] for rank in now if rank in self._shown}
+        for rank in now:
+            first, count = self._shown.get(rank, (step, 0))
+            self._shown[rank] = first, count + 1
+        certain = {rank for rank in now if self._shown[rank][1] >= self._needed}
+        if certain:
+            first = min(self._shown[rank][0] for rank in certain)
+            before = max(self._shown[rank][1] for rank in certain) - 1
+            self.see(step, certain, first=first, before=before)
+            self._quiet = 0
+            return True
+        self._quiet = 0 if now else self._quiet + 1
+        if self._quiet < HEALED_AFTER:
+            return False
+        self._shown = {}
+        return self.close()
+
+    def close(self) -> bool:
+        """Close the fault; return whether it was open."""
+        was_open = self.open
+        self.open = False
+        return was_open
+
+    def evidence(
+        self,
+        cause: str,
+        severity: Severity,
+        ranks: Iterable[int] = (),
+        fields: Mapping[str, object] | None = None,
+        numbers: Mapping[str, object] | None = None,
+        *,
+        key: str = "",
+    ) -> FaultEvidence:
+        """Return the fault as evidence."""
+        return FaultEvidence(
+            cause=cause,
+            severity=severity,
+            ranks=tuple(sorted(ranks)),
+            first_step=self.first,
+            last_step=self.last,
+            count=self.count,
+            fields=fields or {},
+            numbers=numbers or {},
+            key=key,
+            status="open" if self.open else "closed",
+        )

@@ -1,13 +1,19 @@
-"""How a kind of evidence measures, in the training process.
+"""How a kind of evidence measures in the training process, and decides at the root.
 
 The ``probe.py`` of a kind of evidence has ``make_probe(job) -> Probe | None``. All calls come on
-the training's thread, and none waits for a device.
+the training's thread, and none waits for a device. Its ``root.py`` has
+``make_director(run) -> Director | None``, which gets the messages of its probes, and returns
+requests to them; it has no socket and no clock.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from rankscope.bus.finding import Finding
+from rankscope.bus.step import GatheredStep
 
 Content = bytes | bytearray | memoryview
 """Bytes; ``len`` is their number."""
@@ -200,7 +206,7 @@ class Probe:
         """The user requests a measurement, on all workers in the same step."""
 
     def on_request(self, step: int, content: bytes) -> None:
-        """A request from the root, see :class:`rankscope.bus.director.Request`."""
+        """A request from the root, see :class:`rankscope.bus.probe.Request`."""
 
     def before_pass(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A forward pass of the wrapped model is about to begin."""
@@ -290,3 +296,62 @@ def overriding(probes: Iterable[Probe], name: str) -> list[Any]:
     """Return the bound methods of this name of the probes that override it."""
     own = getattr(Probe, name)
     return [getattr(probe, name) for probe in probes if getattr(type(probe), name) is not own]
+
+
+class Request(NamedTuple):
+    """A request to the probes of one kind, on all workers.
+
+    Attributes:
+        step: The step concerned.
+        content: Bytes for the probe to read.
+    """
+
+    step: int
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class DirectedRun:
+    """The run that directors are made for.
+
+    Attributes:
+        num_workers: W.
+        first_step: Number of the run's first step.
+        run_dir: Its directory.
+        options: Options that all ranks agreed on, see ``options`` of ``run.json``.
+        by_loop: Whether the training's own loop reduces.
+        report: Called with each finding that has changed.
+    """
+
+    num_workers: int
+    first_step: int
+    run_dir: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+    by_loop: bool = False
+    report: Callable[[Finding], None] = lambda finding: None
+
+
+class Director:
+    """Decides for one kind of evidence.
+
+    Attributes:
+        findings: Its findings by id, each in its latest state.
+    """
+
+    findings: Mapping[str, Finding] = {}
+
+    def take(self, rank: int | None, step: int, content: bytes) -> None:
+        """Process a probe's message; ``rank`` is None for a rank of another run."""
+
+    def observe(
+        self, step: GatheredStep, changed: Sequence[Finding], known: Sequence[Finding], newest: int
+    ) -> Iterable[Request]:
+        """Process the next step; return requests to the probes.
+
+        Args:
+            step: The step.
+            changed: Findings that opened or changed with it.
+            known: All findings.
+            newest: The newest step that any worker is known to have ended.
+        """
+        return ()

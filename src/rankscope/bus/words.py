@@ -1,5 +1,7 @@
-"""Ranks, lists and counts as words, and words that a terminal may print."""
+"""Ranks, lists and counts as words, and lines that a terminal may print."""
 
+import logging
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
@@ -80,3 +82,22 @@ def _around(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name
+
+
+TRACE = "trace"
+"""Attribute of a record: the traceback of an error in another process, as words."""
+
+
+def make_printable(record: logging.LogRecord) -> bool:
+    """Replace the control characters of a record; a filter of a logger, which passes all.
+
+    Names and paths that came from a script or a file then move no cursor, ring no bell, and begin
+    no line of their own.
+    """
+    record.msg, record.args = printable(record.getMessage()), ()
+    trace = getattr(record, TRACE, "")
+    if record.exc_info is not None and record.exc_info[1] is not None:
+        trace = "".join(traceback.format_exception(record.exc_info[1]))
+    if trace:  # formatters put it below the message
+        record.exc_text = "\n".join(map(printable, trace.rstrip().split("\n")))
+    return True

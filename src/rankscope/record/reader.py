@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope.bus.columns import DType, Table
+from rankscope.bus.evidence import DType, Table
 from rankscope.bus.finding import MAX_WORKERS, Finding
 from rankscope.bus.step import StepReport
 from rankscope.errors import RunError, UsageError

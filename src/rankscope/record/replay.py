@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from rankscope.bus.columns import DType, Source, Table
+from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.errors import RunError

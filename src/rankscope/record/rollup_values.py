@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.columns import Column, DType, Source, Table
+from rankscope.bus.evidence import Column, DType, Source, Table
 from rankscope.bus.pace import PACE
 from rankscope.evidence import columns_of
 from rankscope.stats.arrays import Floats, Ints

@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope.bus.columns import Column, DType, Table
+from rankscope.bus.evidence import Column, DType, Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.record.rollup_values import (
     LEVELS,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from rankscope.bus.columns import Source, Table
+from rankscope.bus.evidence import Source, Table
 from rankscope.bus.replicas import TensorTrace
 from rankscope.bus.step import (
     MAX_PAIRED_WORKERS,

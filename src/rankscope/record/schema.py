@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rankscope.bus.columns import Column, DType, Source, Table
+from rankscope.bus.evidence import Column, DType, Source, Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence import columns_of, find_column
 from rankscope.record.begin import SCHEMA_VERSION

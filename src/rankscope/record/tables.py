@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rankscope.bus.columns import DType, Table
+from rankscope.bus.evidence import DType, Table
 from rankscope.bus.finding import MAX_WORKERS
 from rankscope.errors import RunError
 from rankscope.evidence import find_column

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rankscope.bus.columns import Column, DType, Table
+from rankscope.bus.evidence import Column, DType, Table
 from rankscope.bus.finding import Finding
 from rankscope.bus.pace import PACE
 from rankscope.bus.replicas import TRACE_WIDTH

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.record import Columns, Overview, Run
 from rankscope.record.rollups import MAX_ROWS

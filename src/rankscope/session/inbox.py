@@ -11,8 +11,8 @@ from rankscope.agent.message import untag
 from rankscope.agent.processes import permit_inspection
 from rankscope.agent.reports import unpack_report
 from rankscope.bus.finding import Finding
-from rankscope.bus.lines import TRACE
 from rankscope.bus.step import StepReport
+from rankscope.bus.words import TRACE
 from rankscope.session.announcement import announce
 from rankscope.session.collector import StepCollector
 from rankscope.session.opening import RunHandle

@@ -14,7 +14,7 @@ from rankscope.bus.groups import (
     cut_sections,
     group_parameters,
 )
-from rankscope.bus.layout import Layout
+from rankscope.bus.messages import Layout
 from rankscope.bus.pace import PACE
 from rankscope.bus.plan import Tier
 from rankscope.bus.probe import Channel, Job

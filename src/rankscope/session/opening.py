@@ -30,9 +30,9 @@ from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.launch import Started
 from rankscope.agent.link import Link
 from rankscope.agent.progress import ProgressMark
-from rankscope.bus.layout import Layout
+from rankscope.bus.environment import without_secrets
+from rankscope.bus.messages import Layout
 from rankscope.bus.pace import EAGER, PACE, VARIABLE
-from rankscope.bus.secrets import without_secrets
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.evidence import schema_hash
 from rankscope.files import RunTakenError, parse, read_file, to_plain

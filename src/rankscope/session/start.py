@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from rankscope.agent.launch import IN_THREAD
-from rankscope.bus.lines import make_printable
 from rankscope.bus.plan import Plan, Tier
+from rankscope.bus.words import make_printable
 from rankscope.errors import UsageError
 from rankscope.evidence.canary.check import check_canary
 from rankscope.evidence.environment.facts import compilation, environment_facts, vocabulary_digest

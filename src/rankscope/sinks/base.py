@@ -22,9 +22,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rankscope.bus.columns import Column, DType, Source, Table, Tail
-from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.finding_events import FindingEvent, FindingEvents
+from rankscope.bus.evidence import Column, DType, Source, Table, Tail
+from rankscope.bus.finding import Finding, FindingEvent, FindingEvents, Severity
 from rankscope.bus.step import MISSING_INT, StepReport
 from rankscope.errors import RankscopeError
 from rankscope.evidence import columns_of

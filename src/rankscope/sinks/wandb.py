@@ -12,8 +12,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.finding_events import FindingEvent
+from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, plain, sentence
 
 _log = logging.getLogger("rankscope")

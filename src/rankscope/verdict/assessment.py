@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import count, name_ranks

@@ -5,7 +5,7 @@ Each judge declares the number of steps it needs, so that silence is never taken
 
 from collections.abc import Mapping, Sequence
 
-from rankscope.bus.checks import Check, CheckedRun
+from rankscope.bus.detector import Check, CheckedRun
 from rankscope.bus.words import count
 from rankscope.evidence import EVIDENCE
 
@@ -13,7 +13,7 @@ from rankscope.evidence import EVIDENCE
 def checks_of(
     num_workers: int, options: object, *, samples: bool = True, canaries: bool | None = None
 ) -> tuple[Check, ...]:
-    """Return the checks of a run, see :class:`rankscope.bus.checks.CheckedRun`."""
+    """Return the checks of a run, see :class:`rankscope.bus.detector.CheckedRun`."""
     if num_workers < 2:
         return ()
     given = options if isinstance(options, Mapping) else {}

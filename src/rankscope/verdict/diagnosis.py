@@ -12,15 +12,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from rankscope.bus.detector import Detector, FaultEvidence
-from rankscope.bus.finding import Finding
-from rankscope.bus.finding_events import FindingEvents
+from rankscope.bus.detector import Detector, FaultEvidence, RunFacts
+from rankscope.bus.finding import Finding, FindingEvents
 from rankscope.bus.plan import Plan
-from rankscope.bus.recent_batches import RecentBatches
 from rankscope.bus.rules import finding_of
-from rankscope.bus.run import RunFacts
 from rankscope.bus.step import StepReport, as_recorded
-from rankscope.bus.steps import StepBatch, batches_of
+from rankscope.bus.steps import RecentBatches, StepBatch, batches_of
 from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
 from rankscope.files import to_plain
@@ -40,7 +37,7 @@ class Diagnosis:
     """Watches a run step by step; equal records give equal findings, live or afterwards.
 
     Each fault has one finding. It is recorded with each of its events, see
-    :class:`~rankscope.bus.finding_events.FindingEvent`.
+    :class:`~rankscope.bus.finding.FindingEvent`.
     """
 
     def __init__(self, run: RunFacts) -> None:

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.finding_events import FindingEvent
+from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.bus.words import count, name_ranks
 from rankscope.verdict.checks import checks_of, missing_steps
 from rankscope.verdict.coverage import MeasuredParts

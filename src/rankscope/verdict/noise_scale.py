@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.record import Columns, Run
 from rankscope.stats.arrays import Floats, Ints

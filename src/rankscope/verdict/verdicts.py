@@ -7,7 +7,7 @@ certainty comes from findings, and from exact equality.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rankscope.bus.checks import Check
+from rankscope.bus.detector import Check
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.budget import bound_in_words

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding
 from rankscope.errors import RunError
 from rankscope.files import unreadable as unreadable_file
