@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.step import MISSING_INT, GatheredStep

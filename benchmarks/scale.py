@@ -15,18 +15,17 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.agent.assembly import Assembly
+from rankscope.agent.assembly import Assembly, summarize
 from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.message import StepMessage, pack_values
-from rankscope.agent.summarize import summarize
 from rankscope.agent.summary import (
     HostsStep,
     HostSummary,
+    as_columns,
     host_summary,
     summary_layout,
     with_directions,
 )
-from rankscope.agent.together import as_columns
 from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.measured import sizes_of
 from rankscope.bus.messages import Layout

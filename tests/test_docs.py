@@ -20,7 +20,7 @@ from rankscope.bus.rules import RULES
 from rankscope.evidence import columns_of
 from rankscope.session.instruments import GROUP_WIDTH
 from rankscope.stats.audit import AUDIT_WIDTH
-from rankscope.verdict.causes import page_of_causes
+from rankscope.verdict.rules import page_of_causes
 from record.run_files import write
 from record.step_reports import make_report
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from rankscope import Run
 from rankscope.agent import link
-from rankscope.agent.sockets import unread_bytes
+from rankscope.agent.frames import unread_bytes
 from rankscope.bus.evidence import Table
 from rankscope.report.live.catalog import ListedPlace, glance, stamp
 from rankscope.verdict.assessment import assess

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.governor import LAG
 from rankscope.bus.probe import (

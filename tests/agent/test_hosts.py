@@ -8,10 +8,16 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from rankscope.agent.addresses import candidate_addresses, tcp_endpoint
-from rankscope.agent.host_link import HostLink
-from rankscope.agent.hosts import HOST, VERSION, HostsError, Invitation
-from rankscope.agent.root_link import RootLink
+from rankscope.agent.hosts import (
+    HOST,
+    VERSION,
+    HostLink,
+    HostsError,
+    Invitation,
+    RootLink,
+    candidate_addresses,
+    tcp_endpoint,
+)
 from support.accidents import wait_until
 from support.relay import Relay
 

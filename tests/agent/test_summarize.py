@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
 from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.evidence import columns_of

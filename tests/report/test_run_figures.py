@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import vl_convert
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
 from rankscope.bus.evidence import Table
 from rankscope.record import Run, RunWriter
 from rankscope.report import bins, figures, write_report

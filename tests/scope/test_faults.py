@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from rankscope import Run, files
 from rankscope.bus.evidence import Table
-from rankscope.session.announcement import last_line
+from rankscope.session.inbox import last_line
 from support.loops import Loop, root_of
 from support.models import make_batch
 from support.ranks import run_ranks

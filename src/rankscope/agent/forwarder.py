@@ -60,7 +60,7 @@ class Forwarder:
     def __init__(
         self, setup: Mapping[str, Any], send: Callable[[int, bytes], None], ranks: LocalRanks
     ) -> None:
-        from rankscope.agent.host_link import HostLink  # ZeroMQ: only with several hosts
+        from rankscope.agent.hosts import HostLink  # ZeroMQ: only with several hosts
 
         self._num_local = int(setup["num_local"])
         layout = Layout.from_json(setup["layout"])

@@ -19,8 +19,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rankscope.agent.frames import Frame, FrameError, FrameKind, FrameReader, pack
-from rankscope.agent.sockets import QUIETLY, TELLS_UNREAD, has_incoming, identity, unread_bytes
+from rankscope.agent.frames import (
+    QUIETLY,
+    TELLS_UNREAD,
+    Frame,
+    FrameError,
+    FrameKind,
+    FrameReader,
+    has_incoming,
+    identity,
+    pack,
+    unread_bytes,
+)
 from rankscope.bus.probe import Content
 from rankscope.errors import RankscopeError
 

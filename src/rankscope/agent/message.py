@@ -1,24 +1,29 @@
-"""A worker's step as one flat message: a header and arrays, one after the other.
+"""A worker's step as one flat message, and the report of a step for the training.
 
-The training process computes no statistics for it; the agent does. Its arrays are those that each
-kind of evidence declares, and two of its own: a number for each LOCAL column (``slots``), and names
-as JSON (``names``). The header has the length of each array, and a hash of all declarations: a
-message of another version is an error, never a wrong number.
+A step is a header and arrays, one after the other. The training process computes no statistics for
+it; the agent does. Its arrays are those that each kind of evidence declares, and two of its own: a
+number for each LOCAL column (``slots``), and names as JSON (``names``). The header has the length
+of each array, and a hash of all declarations: a message of another version is an error, never a
+wrong number.
 """
 
 import math
 import struct
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.evidence import Array, DType, Source, Table, arrays_of
+from rankscope.bus.packing import pack_arrays, unpack_arrays
 from rankscope.bus.probe import Content
-from rankscope.bus.step import MISSING_INT
+from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.errors import RankscopeError
 from rankscope.evidence import EVIDENCE, columns_of, schema_hash
+from rankscope.record.states import put_back, take_out
 from rankscope.stats.arrays import Ints
 
 ARRAYS = (Array("slots", np.int64), *arrays_of(EVIDENCE), Array("names", np.uint8))
@@ -158,3 +163,54 @@ def untag(payload: bytes) -> tuple[str, bytes]:
     if not payload or payload[0] >= len(EVIDENCE):
         raise MessageError(f"expected a kind of evidence, got {payload[:1]!r}")
     return EVIDENCE[payload[0]].name, payload[1:]
+
+
+_LEFT_OUT = {"sketches_WK", "group_sketches_WGK", "consensus", "trace", "differences"}
+_TUPLES = {"samples", "micro_losses", "micro_weights", "micro_norms", "micro_scales", "groups"}
+
+
+def pack_report(report: StepReport) -> bytes:
+    """Return a report's bytes, without sketches, traces and the consensus."""
+    gathered = report.gathered
+    kept = {f.name: getattr(gathered, f.name) for f in fields(gathered) if f.name not in _LEFT_OUT}
+    arrays: list[NDArray[Any]] = []
+    state = {
+        "gathered": kept,
+        "differences": [
+            [str(one.kind), one.name, one.digests_W, one.unchanged_W]
+            for one in gathered.differences
+        ],
+        "values": dict(report.values),
+        "derived": dict(report.derived),
+        "cosines": report.cosines_WW,
+        "group_cosines": report.group_cosine_rest_WG,
+    }
+    return pack_arrays(take_out(state, arrays), arrays)
+
+
+def unpack_report(content: bytes) -> StepReport:
+    """Return the report that :func:`pack_report` has packed.
+
+    Raises:
+        RankscopeError: It is damaged.
+    """
+    try:
+        tree, arrays = unpack_arrays(bytearray(content))  # users may write into them
+        packed: dict[str, Any] = put_back(tree, arrays.__getitem__)
+        kept: dict[str, Any] = {
+            n: tuple(v) if n in _TUPLES else v for n, v in packed["gathered"].items()
+        }
+        gathered = GatheredStep(sketches_WK=None, **kept)
+        differences = tuple(
+            StateDifference(StateKind(kind), name, digests_W, unchanged_W)
+            for kind, name, digests_W, unchanged_W in packed["differences"]
+        )
+        return StepReport(
+            replace(gathered, differences=differences),
+            packed["values"],
+            packed["derived"],
+            packed["cosines"],
+            packed["group_cosines"],
+        )
+    except (LookupError, TypeError, ValueError) as error:
+        raise RankscopeError(f"a step's report cannot be read ({error!r})") from error

@@ -12,10 +12,9 @@ import traceback
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from rankscope.agent.all_hosts import AllHosts
 from rankscope.agent.forwarder import Forwarder
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
-from rankscope.agent.local_ranks import LocalRanks
+from rankscope.agent.local_ranks import AllHosts, LocalRanks
 from rankscope.agent.processes import lower_priority
 from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rankscope.agent.frames import ALL_RANKS, FrameKind, FrameReader, pack
 from rankscope.agent.hang_report import CodePlace, ProcessState, Stack
-from rankscope.agent.root_link import RootLink
+from rankscope.agent.hosts import RootLink
 from rankscope.agent.server import Arrived
 
 SILENT_SECONDS = 10.0
@@ -20,7 +20,7 @@ GIVE_UP_SECONDS_AT_END = 30.0
 
 
 class RemoteHosts:
-    """The other hosts of a job; arguments as in :class:`~rankscope.agent.root_link.RootLink`."""
+    """The other hosts of a job; arguments as in :class:`~rankscope.agent.hosts.RootLink`."""
 
     def __init__(self, address: str | None, master: str | None) -> None:
         self._link = RootLink(address, master=master)

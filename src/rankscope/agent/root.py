@@ -12,17 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rankscope.agent.assembly import Assembly
+from rankscope.agent.assembly import Assembly, Workers, summarize
 from rankscope.agent.forwarder import HostSteps
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
-from rankscope.agent.hang_notes import HangNotes, Hosts
-from rankscope.agent.message import StepMessage, tag, untag
+from rankscope.agent.hangs import HangNotes, Hosts
+from rankscope.agent.message import StepMessage, pack_report, tag, untag
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.reports import pack_report
-from rankscope.agent.summarize import summarize
-from rankscope.agent.summary import HostsStep, HostSummary, summary_layout, with_directions
-from rankscope.agent.together import as_columns
-from rankscope.agent.workers import Workers
+from rankscope.agent.summary import (
+    HostsStep,
+    HostSummary,
+    as_columns,
+    summary_layout,
+    with_directions,
+)
 from rankscope.bus.finding import Finding, FindingEvent, FindingEvents, Severity
 from rankscope.bus.governor import LAG, Governor
 from rankscope.bus.messages import Layout
@@ -31,7 +33,7 @@ from rankscope.bus.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
 from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
 from rankscope.record import Run, RunWriter
-from rankscope.record.lock import WriterLock
+from rankscope.record.begin import WriterLock
 from rankscope.record.states import START_FILE, read_state
 from rankscope.record.stores import Mirror, Store
 from rankscope.sinks import RunInfo, Sinks, plan_sinks

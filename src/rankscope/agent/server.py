@@ -15,8 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rankscope.agent.frames import Frame, FrameError, FrameKind, FrameReader
-from rankscope.agent.sockets import QUIETLY, has_incoming, is_of_another_user
+from rankscope.agent.frames import (
+    QUIETLY,
+    Frame,
+    FrameError,
+    FrameKind,
+    FrameReader,
+    has_incoming,
+    is_of_another_user,
+)
 
 _log = logging.getLogger("rankscope")
 

@@ -118,7 +118,7 @@ class Channel:
         send: Sends bytes to the director of a kind of evidence: name, step, content. Never blocks.
         has_room: Returns whether the agent keeps up.
         meeting: Rendezvous of the run's ranks, see :mod:`rankscope.wrappers.rendezvous`.
-        mesh: The mesh of the run, see :mod:`rankscope.session.mesh_meeting`; None without one.
+        mesh: The mesh of the run, see :mod:`rankscope.session.meetings`; None without one.
         stages: The pipeline stages that share weights with the run's; None without.
         shared_weights: Names of parameters that other pipeline stages hold, too: their gradients
             are summed after the reduction. Another stage's ``watch`` may add some.

@@ -22,7 +22,7 @@ from rankscope.bus.probe import Channel, Evaluated, MessagePart, Probe, StepEnd,
 from rankscope.evidence import EVIDENCE
 from rankscope.gradients.host import begin_copies
 from rankscope.session.instruments import Instruments
-from rankscope.session.local_step import LocalStep
+from rankscope.session.outbox import LocalStep
 from rankscope.wrappers.accumulation import Accumulation
 from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.find import is_compiled, is_training

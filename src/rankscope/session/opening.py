@@ -25,17 +25,18 @@ import torch.distributed as dist
 
 from rankscope import errors
 from rankscope.agent import launch
-from rankscope.agent.flight_recorder import Numbers
+from rankscope.agent.flight_recorder import Numbers, RecorderThread
 from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.launch import Started
 from rankscope.agent.link import Link
-from rankscope.agent.progress import ProgressMark
+from rankscope.agent.processes import ProgressMark
 from rankscope.bus.environment import without_secrets
 from rankscope.bus.messages import Layout
 from rankscope.bus.pace import EAGER, PACE, VARIABLE
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.evidence import schema_hash
 from rankscope.files import RunTakenError, parse, read_file, to_plain
+from rankscope.private import find
 from rankscope.record.begin import begin_run, end_lost_run, is_run
 from rankscope.record.states import pack_state
 from rankscope.record.stores import Store, begin_copy
@@ -444,3 +445,30 @@ def _free_directory(run_dir: Path, store: Store | None = None) -> tuple[Path | N
         )
         _log.warning("%s already holds a run; this one is recorded in %s", *shown)
     return previous, candidate
+
+
+_MODULE = "torch._C._distributed_c10d"
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+
+def start_recorder_thread() -> RecorderThread | None:
+    """Return what gives this rank's collectives to the agent; None where none are recorded."""
+    module = find(_MODULE)
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of any backend, and of NCCL
+    dumps = [dump for name in names if (dump := getattr(module, name, None)) is not None]
+    try:
+        if dumps and (_is_on() or any(map(_holds_something, dumps))):
+            return RecorderThread(dist.get_rank(), lambda: [dump() for dump in dumps])
+    except Exception as error:  # no thread, or another release's form
+        _log.debug("hangs will be reported without the collectives of the ranks: %s", error)
+    return None
+
+
+def _is_on() -> bool:
+    sizes = [os.environ[name] for name in _SIZES if name in os.environ]
+    return bool(sizes) and sizes[0].isdecimal() and int(sizes[0]) > 0
+
+
+def _holds_something(dump: Callable[[], bytes]) -> bool:
+    """Return whether NCCL's recorder is on, as some releases have it without being requested."""
+    return bool(json.loads(dump()).get("entries"))

@@ -26,22 +26,19 @@ from torch import Tensor
 from rankscope.agent.frames import FrameKind
 from rankscope.agent.link import AgentEndedError, Traffic
 from rankscope.agent.message import tag
-from rankscope.agent.progress import ProgressMark
+from rankscope.agent.processes import ProgressMark
 from rankscope.bus.finding import Finding
 from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Content
 from rankscope.bus.step import StepReport
 from rankscope.errors import RankscopeError
 from rankscope.gradients.device_clock import clock_of
-from rankscope.session.announcement import announce, last_line, place_of
 from rankscope.session.collector import StepCollector
-from rankscope.session.flight import start_recorder_thread
-from rankscope.session.inbox import Inbox, OnFinding
+from rankscope.session.inbox import Inbox, OnFinding, announce, last_line, place_of
 from rankscope.session.instruments import Instruments
-from rankscope.session.local_step import LocalStep
-from rankscope.session.mesh_meeting import JoinedMesh
-from rankscope.session.opening import RunHandle
-from rankscope.session.outbox import Outbox
+from rankscope.session.meetings import JoinedMesh
+from rankscope.session.opening import RunHandle, start_recorder_thread
+from rankscope.session.outbox import LocalStep, Outbox
 from rankscope.sinks import Sinks
 from rankscope.wrappers.call_hooks import ForeignHook, ModuleHook
 from rankscope.wrappers.find import has_closure, is_compiled, is_training, log_if_rewrapped

@@ -30,11 +30,10 @@ from rankscope.evidence.environment.training import (
 from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
-from rankscope.session.mesh_meeting import JoinedMesh, join_mesh, meet_mesh
+from rankscope.session.meetings import JoinedMesh, WatchedStage, join_mesh, meet_mesh, meet_stages
 from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
 from rankscope.session.options import WatchKeywords, WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
-from rankscope.session.stage_meeting import WatchedStage, meet_stages
 from rankscope.sinks import RunInfo, SinkOption, Sinks
 from rankscope.wrappers.find import find_parts, find_wrapper, plain_optimizers
 from rankscope.wrappers.kinds import LOOP

@@ -19,10 +19,8 @@ from rankscope.record.states import START_FILE, read_number
 from rankscope.record.tables import step_range
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.spread import finite_mean
-from rankscope.verdict.checks import checks_of
-from rankscope.verdict.coverage import coverage_of
-from rankscope.verdict.dispersion_words import Values
-from rankscope.verdict.noise_scale import dispersion_numbers, noise_numbers
+from rankscope.verdict.coverage import checks_of, coverage_of
+from rankscope.verdict.dispersion import Values, dispersion_numbers, noise_numbers
 from rankscope.verdict.rules import next_check_of, settled_by
 from rankscope.verdict.siblings import Sibling, describe_siblings, siblings_of, worst_of
 from rankscope.verdict.verdicts import RunProgress, Verdict, judge, statements

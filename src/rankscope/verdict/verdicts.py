@@ -11,9 +11,8 @@ from rankscope.bus.detector import Check
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.budget import bound_in_words
-from rankscope.verdict.checks import describe_checks, missing_steps
-from rankscope.verdict.coverage import MeasuredParts
-from rankscope.verdict.dispersion_words import (
+from rankscope.verdict.coverage import MeasuredParts, describe_checks, missing_steps
+from rankscope.verdict.dispersion import (
     Values,
     describe_dispersion,
     describe_gradients,

@@ -14,9 +14,8 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import count, name_ranks
 from rankscope.record import Run
 from rankscope.verdict.assessment import Assessment
-from rankscope.verdict.causes import section_of
-from rankscope.verdict.dispersion_words import dispersion_figures, short
-from rankscope.verdict.rules import explanations, next_check_of, ranked
+from rankscope.verdict.dispersion import dispersion_figures, short
+from rankscope.verdict.rules import explanations, next_check_of, ranked, section_of
 
 UNKNOWN = "–"
 SIGNS = {"healthy": "●", "early": "◌", "note": "○", "warning": "▲", "error": "◆"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rankscope.agent.message import StepMessage
-from rankscope.agent.together import as_columns
+from rankscope.agent.summary import as_columns
 from rankscope.bus.finding import Severity
 from rankscope.bus.messages import Layout
 from rankscope.bus.plan import Plan

@@ -5,7 +5,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import RecentBatches

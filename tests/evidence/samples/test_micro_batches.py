@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.verdict.diagnosis import Diagnosis

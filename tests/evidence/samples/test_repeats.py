@@ -5,7 +5,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.plan import Plan
