@@ -23,23 +23,14 @@ from rankscope.evidence import EVIDENCE, columns_of
 
 @dataclass(slots=True)
 class Worker:
-    """The state of one worker.
+    """The state of one worker."""
 
-    Attributes:
-        left: Why it sends nothing more; None while it may.
-        complete: Whether it has completed its part of the run.
-        ended_at: Unix time at which it left.
-        wants_reports: Whether it has subscribed to reports.
-        end_reason: Why the run ended early, for a worker that has completed its part.
-        without_room: Number of gradients it left out, as its agent did not keep up.
-    """
-
-    left: str | None = None
-    complete: bool = False
-    ended_at: float = 0.0
-    wants_reports: bool = False
-    end_reason: str = ""
-    without_room: int = 0
+    left: str | None = None  # why it sends nothing more; None while it may
+    complete: bool = False  # whether it has completed its part of the run
+    ended_at: float = 0.0  # Unix time at which it left
+    wants_reports: bool = False  # whether it has subscribed to reports
+    end_reason: str = ""  # why the run ended early, for a worker that has completed its part
+    without_room: int = 0  # number of gradients it left out, as its agent did not keep up
 
 
 class Workers(list[Worker]):

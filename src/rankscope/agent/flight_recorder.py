@@ -31,29 +31,18 @@ Entry = tuple[int, str, list[list[int]], list[str], bool]
 
 
 class Group(TypedDict):
-    """The collectives of a process group on one rank.
+    """The collectives of a process group on one rank."""
 
-    Attributes:
-        title: Its description, or else its name.
-        ranks: Its global ranks; empty if the recorder does not know them.
-        entries: Its last collectives, in order.
-    """
-
-    title: str
-    ranks: list[int]
-    entries: list[Entry]
+    title: str  # its description, or else its name
+    ranks: list[int]  # its global ranks; empty if the recorder does not know them
+    entries: list[Entry]  # its last collectives, in order
 
 
 class Collectives(TypedDict):
-    """What one rank's recorder holds.
+    """What one rank's recorder holds."""
 
-    Attributes:
-        rank: The global rank.
-        groups: Process groups by name; a name is the same on all ranks.
-    """
-
-    rank: int
-    groups: dict[str, Group]
+    rank: int  # the global rank
+    groups: dict[str, Group]  # process groups by name; a name is the same on all ranks
 
 
 class Numbers(NamedTuple):
@@ -66,13 +55,7 @@ class Numbers(NamedTuple):
 class RecorderThread:
     """The training's end.
 
-    Args:
-        rank: The global rank.
-        dumps: Returns what the recorders hold, each in torch's JSON form.
-
-    Raises:
-        OSError: The system has no such memory.
-        RuntimeError: No thread can be started.
+    ``dumps`` returns what the recorders hold, each in torch's JSON form.
     """
 
     def __init__(self, rank: int, dumps: Callable[[], Sequence[bytes]]) -> None:
@@ -125,13 +108,7 @@ class RecorderThread:
 def read_dumps(rank: int, dumps: Iterable[bytes]) -> Collectives:
     """Return the last collectives of each process group; sends and receives are left out.
 
-    Args:
-        rank: The global rank of the process.
-        dumps: Its recorders' content, in torch's JSON form.
-
-    Raises:
-        ValueError: A dump is no JSON.
-        LookupError: A field is missing.
+    Each dump is in torch's JSON form.
     """
     groups: dict[str, Group] = {}
     for dump in dumps:
@@ -152,12 +129,7 @@ def read_dumps(rank: int, dumps: Iterable[bytes]) -> Collectives:
 class Reader:
     """The agent's end, of another process of this user.
 
-    Args:
-        pid: The process.
-        numbers: Its own descriptors, from its hello frame.
-
-    Raises:
-        OSError: There are no such descriptors, or of another user.
+    ``numbers`` are that process's own descriptors, from its hello frame.
     """
 
     def __init__(self, pid: int, numbers: Sequence[int]) -> None:
@@ -179,8 +151,7 @@ class Reader:
     def read(self, until: float) -> Collectives | None:
         """Return the requested entries; None if they do not come. Blocks meanwhile.
 
-        Args:
-            until: How long to wait, by ``time.monotonic()``.
+        ``until`` is a time of ``time.monotonic()``.
         """
         try:
             while self._header()[0] == self._before:

@@ -50,11 +50,7 @@ class HostSteps:
 class Forwarder:
     """Forwards frames between the ranks of a host and the root.
 
-    Args:
-        setup: From the hello frame of the rank that started this agent: the host's number, its
-            number of ranks, and the layout of messages.
-        send: Sends a frame to a local rank, or to all of them.
-        ranks: The processes of this host's ranks.
+    ``setup`` comes in the hello frame of the rank that started this agent.
     """
 
     def __init__(

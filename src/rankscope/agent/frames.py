@@ -115,11 +115,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
-        """Add bytes in order of arrival; return the frames that are complete.
-
-        Raises:
-            FrameError: They are no frames.
-        """
+        """Add bytes in order of arrival; return the frames that are complete."""
         self._buffer += data
         frames = []
         at = 0

@@ -26,21 +26,14 @@ Call = tuple[str, str]
 
 @dataclass(frozen=True, slots=True)
 class HangingCollective:
-    """The first collective that has not ended, or that is not the same on all ranks.
+    """The first collective that has not ended, or that is not the same on all ranks."""
 
-    Attributes:
-        group: The process group's title.
-        number: The collective's number in that group.
-        calls: The ranks that have entered each call; one call unless they differ.
-        absent: Ranks of the group that have not entered it.
-        differs: Whether ranks have entered different collectives.
-    """
-
-    group: str
-    number: int
+    group: str  # the process group's title
+    number: int  # the collective's number in that group
+    # the ranks that have entered each call; one call unless they differ
     calls: Mapping[Call, tuple[int, ...]]
-    absent: tuple[int, ...] = ()
-    differs: bool = False
+    absent: tuple[int, ...] = ()  # ranks of the group that have not entered it
+    differs: bool = False  # whether ranks have entered different collectives
 
     @property
     def blamed(self) -> tuple[int, ...]:
@@ -76,9 +69,6 @@ def hanging_collective(known: Mapping[int, Collectives]) -> HangingCollective | 
 
     Groups wait for one another where a rank waits in one and is absent from the next. So a
     mismatch comes first, then a group whose absent ranks wait in no other.
-
-    Args:
-        known: The entries of each rank of the run, those that could be read.
     """
     names = dict.fromkeys(name for one in known.values() for name in one["groups"])
     found = [one for name in names if (one := _of_group(name, known)) is not None]
@@ -177,17 +167,11 @@ class Fate(StrEnum):
 
 
 class CodePlace(NamedTuple):
-    """The progress of a rank; places from the same look are comparable.
+    """The progress of a rank; places from the same look are comparable."""
 
-    Attributes:
-        step: The step under way; 0 in the first.
-        passes: Number of phases of that step that have begun; 0 where only steps are known.
-        phase: ``forward``, ``backward`` or ``step``; empty where only steps are known.
-    """
-
-    step: int
-    passes: int = 0
-    phase: str = ""
+    step: int  # the step under way; 0 in the first
+    passes: int = 0  # number of phases of that step that have begun; 0 where only steps are known
+    phase: str = ""  # ``forward``, ``backward`` or ``step``; empty where only steps are known
 
     def __str__(self) -> str:
         if self.phase == "step":
@@ -197,19 +181,13 @@ class CodePlace(NamedTuple):
 
 
 class Stack(TypedDict):
-    """The Python stack of a process.
+    """The Python stack of a process."""
 
-    Attributes:
-        thread: Name of the thread.
-        frames: Functions with file and line, the innermost first.
-        missing: Why there is none, in a sentence; empty if there is one.
-        collectives: What torch's Flight Recorder holds in that process, where it is on; None if
-            the process did not answer.
-    """
-
-    thread: str
-    frames: list[str]
-    missing: str
+    thread: str  # name of the thread
+    frames: list[str]  # functions with file and line, the innermost first
+    missing: str  # why there is none, in a sentence; empty if there is one
+    # what torch's Flight Recorder holds in that process, where it is on; None if the process did
+    # not answer
     collectives: NotRequired[Collectives | None]
 
 
@@ -223,23 +201,14 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HangReport:
-    """A step that does not end, and the ranks that the others wait for.
+    """A step that does not end, and the ranks that the others wait for."""
 
-    Attributes:
-        step: The step that has not ended everywhere.
-        seconds: Time without progress on any rank.
-        suspects: The ranks that the others wait for.
-        waiting: The other live ranks, in order.
-        phase: The phase of the waiting ranks; empty if unknown or not the same.
-        recovered: Whether the training goes on after all.
-    """
-
-    step: int
-    seconds: float
-    suspects: tuple[Standing, ...] = ()
-    waiting: tuple[int, ...] = ()
-    phase: str = ""
-    recovered: bool = False
+    step: int  # the step that has not ended everywhere
+    seconds: float  # time without progress on any rank
+    suspects: tuple[Standing, ...] = ()  # the ranks that the others wait for
+    waiting: tuple[int, ...] = ()  # the other live ranks, in order
+    phase: str = ""  # the phase of the waiting ranks; empty if unknown or not the same
+    recovered: bool = False  # whether the training goes on after all
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -279,12 +248,7 @@ class HangReport:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return what :meth:`to_json` made.
-
-        Raises:
-            KeyError: A field is missing.
-            ValueError: There is no such fate.
-        """
+        """Return what :meth:`to_json` made."""
         suspects = tuple(
             Standing(rank, Fate(fate), None if place is None else CodePlace(*place))
             for rank, fate, place in values["suspects"]
@@ -293,12 +257,7 @@ class HangReport:
 
 
 def words_of(one: Standing, *, over: bool = False) -> str:
-    """Describe the state of a suspect: ``has ended, in step 7``.
-
-    Args:
-        one: The rank.
-        over: Whether the hang is over.
-    """
+    """Describe the state of a suspect: ``has ended, in step 7``."""
     is_ = "was" if over else "is"
     words = {
         Fate.ENDED: "has ended",
@@ -326,12 +285,8 @@ def judge_hang(
     the suspects are the ranks furthest behind. Equally far ranks are not suspects, nor are all
     ranks at once when the whole job is suspended.
 
-    Args:
-        seconds: Time without progress on any rank.
-        num_workers: W.
-        places: Progress of each rank that has connected.
-        states: Process states; a missing one is unknown.
-        left: Ranks that closed their scope normally.
+    ``places`` has each rank that has connected; a missing state is unknown; ranks that have
+    ``left`` closed their scope normally.
     """
     gone = set(left)
     there = {rank: place for rank, place in sorted(places.items()) if rank not in gone}

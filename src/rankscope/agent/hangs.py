@@ -87,15 +87,8 @@ class HangWatch:
     ) -> HangReport | None:
         """Check whether the training hangs, or goes on again; about once a second.
 
-        Args:
-            now: Seconds by the clock of :meth:`observe`.
-            states: Process states; a missing one is unknown.
-            marks: Known places of ranks inside their steps
-                (:func:`rankscope.agent.processes.read_mark`).
-
-        Returns:
-            A report when a hang begins, when another rank has ended or was stopped meanwhile, and
-            when the hang is over.
+        Returns a report when a hang begins, when another rank has ended or was stopped meanwhile,
+        and when the hang is over.
         """
         self._allow_for_own_pause(now)
         there = [
@@ -177,10 +170,7 @@ def hang_finding(
     cannot recover by itself. Otherwise a warning: a live rank may be busy with something long,
     such as saving a checkpoint alone.
 
-    Args:
-        report: The hang, from :meth:`HangWatch.look` or :meth:`HangWatch.learn`.
-        stacks: Stacks by rank, if they were taken.
-        newest: The newest step in the record; None: the step before the one that hangs.
+    ``newest`` is the newest step in the record; None: the step before the one that hangs.
     """
     if report.is_pause:
         return None

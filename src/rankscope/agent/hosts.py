@@ -133,17 +133,11 @@ class HostsError(RankscopeError):
 
 @dataclass(frozen=True, slots=True)
 class Invitation:
-    """Addresses and keys to reach the root; its secret is for the job's ranks alone.
+    """Addresses and keys to reach the root; its secret is for the job's ranks alone."""
 
-    Attributes:
-        endpoints: Where the root may be reached, the most promising first.
-        server_public: The root's public key.
-        client_secret: The secret key of all other agents.
-    """
-
-    endpoints: tuple[str, ...]
-    server_public: str
-    client_secret: str = field(repr=False)
+    endpoints: tuple[str, ...]  # where the root may be reached, the most promising first
+    server_public: str  # the root's public key
+    client_secret: str = field(repr=False)  # the secret key of all other agents
 
     def encode(self) -> bytes:
         """Return the bytes for the training's store."""
@@ -153,11 +147,7 @@ class Invitation:
 
     @classmethod
     def decode(cls, content: bytes) -> "Invitation":
-        """Return the invitation that :meth:`encode` has packed.
-
-        Raises:
-            HostsError: The bytes are no invitation, or of another version.
-        """
+        """Return the invitation that :meth:`encode` has packed."""
         try:
             version, endpoints, public, secret = json.loads(content)
         except (ValueError, TypeError):
@@ -179,13 +169,8 @@ class _Peer:
 class RootLink:
     """The root's end of the links to other hosts.
 
-    Args:
-        address: Where to listen; all addresses of this host by default.
-        port: A port; 0 for any that is free.
-        master: Name or address of the training's store, from which the advertised addresses follow.
-
-    Raises:
-        HostsError: The address cannot be listened on.
+    It listens on all addresses of this host by default. ``master`` is the name or address of the
+    training's store, from which the advertised addresses follow.
     """
 
     def __init__(
@@ -335,11 +320,7 @@ class HostLink:
         self._received_at = self._searched_at = self._tried_at = self._beat_at = -inf
 
     def open(self, invitation: bytes) -> None:
-        """Start to search for the root by its invitation; frames wait until the root answers.
-
-        Raises:
-            HostsError: It is no invitation, or of another version.
-        """
+        """Start to search for the root by its invitation; frames wait until the root answers."""
         self._invitation = Invitation.decode(invitation)
 
     @property

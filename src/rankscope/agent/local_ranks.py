@@ -41,13 +41,8 @@ NO_PERMISSION = (
 def stacks_of(threads: Mapping[int, int], seconds: float = 5.0) -> dict[int, Stack]:
     """Return the Python stack of the training thread of each process; blocks meanwhile.
 
-    Args:
-        threads: The training thread's number (``threading.get_native_id()``) by process; 0 stands
-            for the main thread.
-        seconds: How long one process may take.
-
-    Returns:
-        A stack for each process; without one, its ``missing`` is the reason.
+    ``threads`` has the training thread's ``threading.get_native_id()`` by process, 0 for the main
+    thread. Without a stack, its ``missing`` is the reason.
     """
     program = _find()
     if program is None:
@@ -59,10 +54,7 @@ def stacks_of(threads: Mapping[int, int], seconds: float = 5.0) -> dict[int, Sta
 class StackTaker:
     """Runs :func:`stacks_of` in a thread of its own; arguments are as there.
 
-    Args:
-        threads: The training threads by process.
-        collectives: Where collectives of processes are read.
-        seconds: How long one stack may take, and all collectives together.
+    ``seconds`` is how long one stack may take, and all collectives together.
     """
 
     def __init__(

@@ -46,11 +46,7 @@ class MessageError(RankscopeError):
 class StepMessage:
     """One worker's measured step; its arrays are attributes, by their declared names.
 
-    Args:
-        step: Step number.
-        time: Unix time in seconds at which the step ended.
-        items: Digest of kinds and names of the items of ``digests_D``.
-        arrays: Arrays by name; absent ones are empty.
+    ``items`` is a digest of kinds and names of the items of ``digests_D``; absent arrays are empty.
     """
 
     def __init__(self, step: int, time: float = 0.0, items: int = 0, **arrays: Any) -> None:
@@ -86,11 +82,7 @@ class StepMessage:
 
     @classmethod
     def unpack(cls, content: bytes) -> "StepMessage":
-        """Read a message; its arrays look into ``content``.
-
-        Raises:
-            MessageError: It is of another version, or truncated.
-        """
+        """Read a message; its arrays look into ``content``."""
         if len(content) < _HEADER.size:
             raise MessageError(f"expected a step, got {len(content)} bytes")
         schema, step, time, items, *lengths = _HEADER.unpack_from(content)
@@ -155,11 +147,7 @@ def tag(name: str, content: Content) -> bytes:
 
 
 def untag(payload: bytes) -> tuple[str, bytes]:
-    """Return the kind of evidence of a payload, and its content.
-
-    Raises:
-        MessageError: There is no such kind.
-    """
+    """Return the kind of evidence of a payload, and its content."""
     if not payload or payload[0] >= len(EVIDENCE):
         raise MessageError(f"expected a kind of evidence, got {payload[:1]!r}")
     return EVIDENCE[payload[0]].name, payload[1:]
@@ -189,11 +177,7 @@ def pack_report(report: StepReport) -> bytes:
 
 
 def unpack_report(content: bytes) -> StepReport:
-    """Return the report that :func:`pack_report` has packed.
-
-    Raises:
-        RankscopeError: It is damaged.
-    """
+    """Return the report that :func:`pack_report` has packed."""
     try:
         tree, arrays = unpack_arrays(bytearray(content))  # users may write into them
         packed: dict[str, Any] = put_back(tree, arrays.__getitem__)

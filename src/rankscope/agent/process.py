@@ -47,11 +47,8 @@ CLOSE_SECONDS = 5.0
 class Agent:
     """Serves the ranks of one host until the run ends.
 
-    Args:
-        listening: The listening socket for local ranks.
-        secret: The secret in every rank's first frame.
-        in_thread: Whether it runs in a thread of a training's process.
-        parent: The process that has started this one, to be the first rank; None in a thread.
+    ``secret`` is in every rank's first frame; ``parent`` is the process that has started this one,
+    to be the first rank, None in a thread.
 
     Attributes:
         root: The root on the host of rank 0, a forwarder elsewhere; None until a rank connects.

@@ -40,10 +40,7 @@ _NICE = 10
 class ProcessWatch:
     """Watches one process, without privileges and without disturbing it.
 
-    Args:
-        pid: Its number. The caller must be sure that it was not reused: its connection is still
-            open, for instance.
-        pidfd: A pidfd of it, if there is one already; closed by :meth:`close`.
+    The caller must be sure that ``pid`` was not reused: its connection is still open, for instance.
     """
 
     def __init__(self, pid: int, pidfd: int | None = None) -> None:
@@ -55,11 +52,7 @@ class ProcessWatch:
 
     @classmethod
     def of_peer(cls, connection: socket.socket) -> Self:
-        """Watch the process that connected the other end of a Unix socket.
-
-        Raises:
-            OSError: The system cannot identify it.
-        """
+        """Watch the process that connected the other end of a Unix socket."""
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER_CREDENTIALS.size)
         pidfd = None
         with suppress(OSError):
@@ -190,11 +183,7 @@ _MOST_PASSES = (1 << _PASSES_BITS) - 1
 
 
 class ProgressMark:
-    """The training's end. Its descriptor's number is in the hello frame.
-
-    Raises:
-        OSError: The system has no such memory.
-    """
+    """The training's end. Its descriptor's number is in the hello frame."""
 
     def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
@@ -213,10 +202,8 @@ class ProgressMark:
     def beat(self, step: int, phase: str) -> None:
         """Write the place of the training, in less than a microsecond.
 
-        Args:
-            step: The current step.
-            phase: ``"forward"`` and ``"backward"`` as these passes begin, ``"step"`` as the
-                backward pass has ended.
+        ``"forward"`` and ``"backward"`` are written as these passes begin, ``"step"`` as the
+        backward pass has ended.
         """
         self._passes = self._passes + 1 if step == self._step else 1
         self._step = step

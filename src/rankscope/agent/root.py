@@ -60,10 +60,7 @@ Send = Callable[[int, bytes], None]
 class Root:
     """Assembles, judges and records the steps of one run.
 
-    Args:
-        setup: From the hello frame of rank 0, see ``rankscope.session.opening``.
-        send: Sends a frame to a rank.
-        hosts: The processes of all ranks.
+    ``setup`` comes in the hello frame of rank 0, see ``rankscope.session.opening``.
     """
 
     def __init__(self, setup: Mapping[str, Any], send: Send, hosts: Hosts) -> None:
@@ -494,11 +491,8 @@ def _findings_frame(
 ) -> bytes:
     """Return the frame of findings.
 
-    Args:
-        findings: The findings.
-        events: The event of each, None without; empty: none has one.
-        news: Whether sinks get them.
-        step: The step at whose beginning ``on_finding`` gets those with an event.
+    Sinks get those that are ``news``; ``on_finding`` gets those with an event, at the beginning of
+    ``step``.
     """
     content = {"events": list(events), "news": news, "findings": [f.to_json() for f in findings]}
     return pack(FrameKind.FINDINGS, json.dumps(content, default=_plain).encode(), step=step)

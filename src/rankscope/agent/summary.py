@@ -89,13 +89,7 @@ def pack_block(messages: Messages) -> dict[str, NDArray[Any]]:
 
 
 def unpack_blocks(step: int, ranks_B: Sequence[NDArray[np.int32]], parts: _Parts) -> Messages:
-    """Return the messages of all blocks of a step, in the order of their ranks.
-
-    Args:
-        step: Step number.
-        ranks_B: The ranks of each block's workers.
-        parts: Each part of all blocks, by name.
-    """
+    """Return the messages of all blocks of a step, in the order of their ranks."""
     read: list[int] = []
     found: list[dict[str, Ragged]] = []
     for lengths, alike in _grouped(parts["lengths_A"], range(len(ranks_B))):
@@ -214,25 +208,15 @@ _HEADER = struct.Struct(f"<qq{len(_ARRAYS)}I")  # schema, step, bytes of each ar
 
 @dataclass(frozen=True, slots=True)
 class HostSummary:
-    """A step of a host's workers, as :func:`host_summary` packed it.
-
-    Attributes:
-        step: Step number.
-        ranks_w: The workers' ranks.
-        content: All of it.
-    """
+    """A step of a host's workers, as :func:`host_summary` packed it."""
 
     step: int
-    ranks_w: NDArray[np.int32]
-    content: bytes
+    ranks_w: NDArray[np.int32]  # the workers' ranks
+    content: bytes  # all of it
 
     @classmethod
     def unpack(cls, content: bytes) -> "HostSummary":
-        """Read step and ranks.
-
-        Raises:
-            MessageError: It is truncated, or of another version.
-        """
+        """Read step and ranks."""
         if len(content) < _HEADER.size:
             raise MessageError(f"a host's step of {len(content)} bytes is cut short")
         schema, step, *sizes = _HEADER.unpack_from(content)
@@ -248,11 +232,7 @@ class HostSummary:
 
 
 class HostsStep:
-    """A step from the summaries of all hosts.
-
-    Args:
-        summaries: The summaries.
-    """
+    """A step from the summaries of all hosts."""
 
     def __init__(self, summaries: Sequence[HostSummary]) -> None:
         self._contents = [one.content for one in summaries]
@@ -310,10 +290,7 @@ def host_summary(messages: Mapping[int, StepMessage], layout: Layout) -> bytes:
 def with_directions(gathered: GatheredStep, hosts: HostsStep, layout: Layout) -> GatheredStep:
     """Add directions and residuals from the summaries of all hosts to a step.
 
-    Args:
-        gathered: The step, from messages without sketches.
-        hosts: The same step, from all hosts.
-        layout: The layout of the workers' own messages.
+    ``layout`` is that of the workers' own messages, with sketches.
     """
     if not gathered.observed:
         return gathered

@@ -21,54 +21,35 @@ def _nobody() -> Sequence[int]:
 
 @dataclass(slots=True)
 class FlaggedWorkers:
-    """Workers that the outlier judge has flagged; other judges leave them out.
+    """Workers that the outlier judge has flagged; other judges leave them out."""
 
-    Attributes:
-        now: Workers that differ from the others at present.
-        steadily: Those of them that differ in most steps.
-        left_out: Workers that are not compared in the present step.
-    """
-
-    now: Ranks = _nobody
-    steadily: Ranks = _nobody
-    left_out: Ranks = _nobody
+    now: Ranks = _nobody  # workers that differ from the others at present
+    steadily: Ranks = _nobody  # those of them that differ in most steps
+    left_out: Ranks = _nobody  # workers that are not compared in the present step
 
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """Facts of a run that judges are made for.
-
-    Attributes:
-        num_workers: W.
-        hosts: Host of each rank; empty when unknown.
-        environments: Environment of each rank; empty when unknown.
-        plan: The user's plan for the run.
-        reduced_in: By group, the type in which its gradient is meant to be reduced; None if
-            unknown.
-        comm_hook: Whether a communication hook of the training's own reduces gradients.
-        sampler_seeds: Seed of each rank's sampler, None where it is not known.
-        with_replacement: Whether all ranks' data loaders are known to draw with replacement.
-        data_splits: What splits the data in the loader of the first rank, and into how many parts.
-        data_length: How many samples the data set has; None if unknown.
-        unsaved_buffers: Names of buffers that no checkpoint holds.
-        world_size: Number of processes of the job; 0 if unknown.
-        by_loop: Whether the training's own loop reduces, or its optimizer.
-        flagged: Workers that some judges leave out.
-    """
+    """Facts of a run that judges are made for."""
 
     num_workers: int
-    hosts: Sequence[str] = ()
-    environments: Sequence[Mapping[str, Any]] = ()
+    hosts: Sequence[str] = ()  # host of each rank; empty when unknown
+    environments: Sequence[Mapping[str, Any]] = ()  # environment of each rank; empty when unknown
     plan: Plan = field(default_factory=Plan)
+    # by group, the type in which its gradient is meant to be reduced; None if unknown
     reduced_in: Mapping[str, str] | None = None
-    comm_hook: bool = False
+    comm_hook: bool = False  # whether a communication hook of the training's own reduces gradients
+    # seed of each rank's sampler, None where it is not known
     sampler_seeds: Sequence[int | None] = ()
+    # whether all ranks' data loaders are known to draw with replacement
     with_replacement: bool = False
+    # what splits the data in the loader of the first rank, and into how many parts
     data_splits: Sequence[tuple[str, int]] = ()
-    data_length: int | None = None
-    unsaved_buffers: Sequence[str] = ()
-    world_size: int = 0
-    by_loop: bool = False
+    data_length: int | None = None  # how many samples the data set has; None if unknown
+    unsaved_buffers: Sequence[str] = ()  # names of buffers that no checkpoint holds
+    world_size: int = 0  # number of processes of the job; 0 if unknown
+    by_loop: bool = False  # whether the training's own loop reduces, or its optimizer
+    # workers that some judges leave out
     flagged: FlaggedWorkers = field(default_factory=FlaggedWorkers)
 
     @property
@@ -79,68 +60,41 @@ class RunFacts:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing that a run is checked for.
+    """One thing that a run is checked for."""
 
-    Attributes:
-        what: The fault that it finds, in words.
-        needs: Steps after which no finding means no fault.
-        impossible: Why this run cannot show the fault; empty if it can.
-        pending: Why it was not checked yet, whatever the number of steps; empty if it was.
-    """
-
-    what: str
-    needs: int
-    impossible: str = ""
-    pending: str = ""
+    what: str  # the fault that it finds, in words
+    needs: int  # steps after which no finding means no fault
+    impossible: str = ""  # why this run cannot show the fault; empty if it can
+    pending: str = ""  # why it was not checked yet, whatever the number of steps; empty if it was
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedRun:
-    """Facts of a run that decide on its checks.
+    """Facts of a run that decide on its checks."""
 
-    Attributes:
-        num_workers: W, at least 2.
-        options: The options of ``watch``, as ``run.json`` has them.
-        samples: Whether its samples were identified.
-        canaries: Whether a canary has run; None if unknown.
-    """
-
-    num_workers: int
-    options: Mapping[str, Any]
-    samples: bool = True
-    canaries: bool | None = None
+    num_workers: int  # W, at least 2
+    options: Mapping[str, Any]  # the options of ``watch``, as ``run.json`` has them
+    samples: bool = True  # whether its samples were identified
+    canaries: bool | None = None  # whether a canary has run; None if unknown
 
 
 @dataclass(frozen=True, slots=True)
 class FaultEvidence:
-    """Evidence of one fault, over the whole run so far.
-
-    Attributes:
-        cause: Name of the cause.
-        severity: Its present severity.
-        ranks: The workers concerned.
-        first_step: The first step that shows it.
-        last_step: The last step that shows it.
-        count: Amount of evidence; each doubling makes an event of the finding.
-        fields: Fields of the rules' templates, besides ``Ranks``, ``ranks``, ``first``, ``last``,
-            ``steps`` and ``over``, which follow from the rest.
-        numbers: Evidence for the record.
-        key: Names the fault inside the run, and so its finding; the cause, if empty.
-        groups: The parameter groups concerned; empty when none in particular.
-        status: ``open``, or ``closed`` once the fault has healed.
-    """
+    """Evidence of one fault, over the whole run so far."""
 
     cause: str
-    severity: Severity
+    severity: Severity  # its present severity
     ranks: tuple[int, ...]
-    first_step: int
-    last_step: int
-    count: int
+    first_step: int  # the first step that shows it
+    last_step: int  # the last step that shows it
+    count: int  # amount of evidence; each doubling makes an event of the finding
+    # fields of the rules' templates, besides ``Ranks``, ``ranks``, ``first``, ``last``, ``steps``
+    # and ``over``, which follow from the rest
     fields: Mapping[str, object] = field(default_factory=dict)
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-    key: str = ""
-    groups: tuple[str, ...] = ()
-    status: str = "open"
+    numbers: Mapping[str, Any] = field(default_factory=dict)  # evidence for the record
+    key: str = ""  # names the fault inside the run, and so its finding; the cause, if empty
+    groups: tuple[str, ...] = ()  # the parameter groups concerned; empty when none in particular
+    status: str = "open"  # ``open``, or ``closed`` once the fault has healed
 
     def __post_init__(self) -> None:
         named = name_ranks(self.ranks)
@@ -187,15 +141,10 @@ HEALED_AFTER = 16
 class PersistentFault(Stateful):
     """One kind of fault over the run.
 
-    Args:
-        needed: Steps that have to show it on the same worker before it opens, see :meth:`observe`.
-        in_a_row: Whether these steps have to follow each other.
+    It opens after ``needed`` steps that show it on the same worker, if ``in_a_row`` one after the
+    other.
 
     Attributes:
-        open: Whether it has opened and not healed since.
-        first: The first step that showed it; -1 before.
-        last: The last step that showed it; -1 before.
-        count: Number of steps that showed it.
         ranks: All workers that showed it at some time, as far as they were named.
     """
 
@@ -206,10 +155,10 @@ class PersistentFault(Stateful):
         self._in_a_row = in_a_row
         self._shown: dict[int, tuple[int, int]] = {}
         self._quiet = 0
-        self.open = False
-        self.first = -1
-        self.last = -1
-        self.count = 0
+        self.open = False  # whether it has opened and not healed since
+        self.first = -1  # the first step that showed it; -1 before
+        self.last = -1  # the last step that showed it; -1 before
+        self.count = 0  # number of steps that showed it
         self.ranks: set[int] = set()
 
     def see(
@@ -217,11 +166,8 @@ class PersistentFault(Stateful):
     ) -> None:
         """Add a step that shows the fault, and open it without waiting for more.
 
-        Args:
-            step: Its number.
-            ranks: The workers that show it.
-            first: For the first call: the first step that showed it; this one by default.
-            before: For the first call: number of earlier steps that showed it.
+        ``first`` and ``before`` are for the first call: the first step that showed the fault, and
+        the number of earlier steps that did.
         """
         if not self.count:
             self.first = step if first is None else first

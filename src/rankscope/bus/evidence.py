@@ -81,44 +81,28 @@ class Compares(StrEnum):
 
 
 class Compared(NamedTuple):
-    """How detectors compare the workers in a column.
+    """How detectors compare the workers in a column."""
 
-    Attributes:
-        label: Its name in findings.
-        relative: Whether a deviation is reported as a part of the median where all values are
-            positive; else always as an absolute difference.
-        observed: Whether only steps whose gradients were measured have it.
-        by: Which search compares them.
-    """
-
-    label: str
+    label: str  # its name in findings
+    # whether a deviation is reported as a part of the median where all values are positive; else
+    # always as an absolute difference
     relative: bool = True
-    observed: bool = True
-    by: Compares = Compares.RESULTS
+    observed: bool = True  # whether only steps whose gradients were measured have it
+    by: Compares = Compares.RESULTS  # which search compares them
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """The declaration of one column.
+    """The declaration of one column."""
 
-    Attributes:
-        name: Column name, stable across releases of one schema version.
-        table: The table that holds it.
-        dtype: Its type. Undefined values are null, never a silent 0 or NaN.
-        unit: Unit of the value; empty for dimensionless ones.
-        meaning: One line in plain words, shown in docs and reports.
-        source: Where the value comes from.
-        tail: Which direction is suspicious.
-        compared: How detectors look for workers that differ in it; None where they do not.
-    """
-
-    name: str
+    name: str  # column name, stable across releases of one schema version
     table: Table
-    dtype: DType
-    unit: str
-    meaning: str
-    source: Source
-    tail: Tail = Tail.NONE
+    dtype: DType  # its type. Undefined values are null, never a silent 0 or NaN
+    unit: str  # unit of the value; empty for dimensionless ones
+    meaning: str  # one line in plain words, shown in docs and reports
+    source: Source  # where the value comes from
+    tail: Tail = Tail.NONE  # which direction is suspicious
+    # how detectors look for workers that differ in it; None where they do not
     compared: Compared | None = None
 
     @property
@@ -190,33 +174,21 @@ KEYS = (
 
 
 class Array(NamedTuple):
-    """A named array of one worker and step, of any length: ids, losses, sketches.
+    """A named array of one worker and step, of any length: ids, losses, sketches."""
 
-    Attributes:
-        name: Name in messages; its last letter names its axis.
-        dtype: Type of its elements.
-        bulk: Whether it is left out while the agent does not keep up.
-    """
-
-    name: str
-    dtype: type[np.generic]
-    bulk: bool = False
+    name: str  # name in messages; its last letter names its axis
+    dtype: type[np.generic]  # type of its elements
+    bulk: bool = False  # whether it is left out while the agent does not keep up
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One kind of evidence.
-
-    Attributes:
-        name: Its name.
-        package: The package that holds its parts.
-        columns: Columns of the record.
-        arrays: Arrays that a worker sends in a step's message, besides LOCAL columns.
-    """
+    """One kind of evidence."""
 
     name: str
     package: str
     columns: tuple[Column, ...] = ()
+    # arrays that a worker sends in a step's message, besides LOCAL columns
     arrays: tuple[Array, ...] = ()
 
     def find(self, module: str, name: str) -> Any:

@@ -153,9 +153,8 @@ class _Reported:
 class FindingEvents:
     """Follows findings from event to event.
 
-    Args:
-        known: Findings that were reported before, in an earlier run that this one continues.
-        severity: Least severity at which a finding opens.
+    Findings open from ``severity`` on; ``known`` are those of an earlier run that this one
+    continues.
 
     Example:
         >>> copies = Finding("copies", "data", Severity.WARNING, (0, 2), 5, 8, "So.", "Look.")

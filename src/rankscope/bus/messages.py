@@ -20,28 +20,17 @@ from rankscope.stats.ragged import Ragged
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How to read the workers' messages.
-
-    Attributes:
-        num_workers: W.
-        groups: Names of the parameter groups.
-        section_counts: How many sections each group has; empty without an audit.
-        sketch_width: Numbers in the sketch of the local gradient; 0 without sketches.
-        group_width: Numbers in the sketch of each group; 0 without.
-        audit_width: Numbers in the sketch of a section; 0 without an audit.
-        reduced_copies: How many workers hold each element of the reduced gradient.
-        num_products: Inner products of the local gradient with the reduced one, 1 or 0.
-        by_loop: Whether the training's own loop reduces: to a mean, a sum, or not at all.
-    """
+    """How to read the workers' messages."""
 
     num_workers: int
-    groups: tuple[str, ...] = ()
-    section_counts: tuple[int, ...] = ()
-    sketch_width: int = 0
-    group_width: int = 0
-    audit_width: int = 0
-    reduced_copies: int = 1
-    num_products: int = 0
+    groups: tuple[str, ...] = ()  # names of the parameter groups
+    section_counts: tuple[int, ...] = ()  # how many sections each group has; empty without an audit
+    sketch_width: int = 0  # numbers in the sketch of the local gradient; 0 without sketches
+    group_width: int = 0  # numbers in the sketch of each group; 0 without
+    audit_width: int = 0  # numbers in the sketch of a section; 0 without an audit
+    reduced_copies: int = 1  # how many workers hold each element of the reduced gradient
+    num_products: int = 0  # inner products of the local gradient with the reduced one, 1 or 0
+    # whether the training's own loop reduces: to a mean, a sum, or not at all
     by_loop: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -58,19 +47,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Messages:
-    """One step of several workers.
-
-    Attributes:
-        step: Step number.
-        times_W: Unix time in seconds at which each worker's step ended.
-        items_W: Digest of kinds and names of each worker's compared state.
-        arrays: All workers' arrays, by the names that evidence declares.
-    """
+    """One step of several workers."""
 
     step: int
-    times_W: Floats
-    items_W: Ints
-    arrays: Mapping[str, Ragged]
+    times_W: Floats  # Unix time in seconds at which each worker's step ended
+    items_W: Ints  # digest of kinds and names of each worker's compared state
+    arrays: Mapping[str, Ragged]  # all workers' arrays, by the names that evidence declares
 
     def __len__(self) -> int:
         return len(self.items_W)
@@ -131,8 +113,7 @@ class HeldValues(Combiner):
 
     A message has them among its names, by kind of state and by name.
 
-    Args:
-        key: Their name there, and the beginning of their names in the record.
+    ``key`` is their name there, and the beginning of their names in the record.
     """
 
     def __init__(self, key: str) -> None:
@@ -171,15 +152,12 @@ class Derived:
 
     Its ``combine.py`` has ``derive(gathered) -> Derived``. Gradient columns are NaN in a step that
     was not observed, sample columns where no worker named its samples.
-
-    Attributes:
-        steps: DERIVED columns of the steps table.
-        workers: DERIVED columns of the workers table ``[W]``.
-        report: Other fields of :class:`rankscope.bus.step.StepReport`.
     """
 
-    steps: Mapping[str, float] = field(default_factory=dict)
+    steps: Mapping[str, float] = field(default_factory=dict)  # DERIVED columns of the steps table
+    # DERIVED columns of the workers table ``[W]``
     workers: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
+    # other fields of ``rankscope.bus.step.StepReport``
     report: Mapping[str, Any] = field(default_factory=dict)
 
 

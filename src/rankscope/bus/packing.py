@@ -65,16 +65,12 @@ def unpack_arrays(packed: bytes | bytearray | memoryview) -> tuple[Any, list[NDA
 
 @dataclass(frozen=True, slots=True)
 class PlainBatch:
-    """The inputs of one forward pass.
+    """The inputs of one forward pass."""
 
-    Attributes:
-        structure: Arguments by position and by name, as plain JSON in which tensors are numbered.
-        arrays: The tensors. Types that numpy lacks are held as integers of the same bits.
-        samples: int64 digest of the content of each sample; empty where none was recognised.
-    """
-
-    structure: Any
+    structure: Any  # arguments by position and by name, as plain JSON in which tensors are numbered
+    # the tensors. Types that numpy lacks are held as integers of the same bits
     arrays: tuple[NDArray[Any], ...]
+    # int64 digest of the content of each sample; empty where none was recognised
     samples: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
     @property

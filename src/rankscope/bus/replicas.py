@@ -78,19 +78,13 @@ class StateKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StateDigests:
-    """One worker's digests of the state compared in one step. D items.
+    """One worker's digests of the state compared in one step. D items."""
 
-    Attributes:
-        kinds: Kind of each item.
-        names: Its name in the model.
-        digests_D: Digest of its bits, int64 ``[D]``.
-        unchanged_D: For reduced gradients: whether the reduction left the bits of the local
-            gradient as they were.
-    """
-
-    kinds: tuple[StateKind, ...] = ()
-    names: tuple[str, ...] = ()
+    kinds: tuple[StateKind, ...] = ()  # kind of each item
+    names: tuple[str, ...] = ()  # its name in the model
+    # digest of its bits, int64 ``[D]``
     digests_D: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    # for reduced gradients: whether the reduction left the bits of the local gradient as they were
     unchanged_D: Bools = field(default_factory=lambda: np.empty(0, bool))
 
     @property
@@ -106,19 +100,13 @@ class StateDigests:
 
 @dataclass(frozen=True, slots=True)
 class StateDifference:
-    """State that differs between workers that should hold the same.
-
-    Attributes:
-        kind: Its kind.
-        name: Its name in the model.
-        digests_W: Digest of its bits on every worker, int64 ``[W]``.
-        unchanged_W: For a reduced gradient: whether the reduction left the local gradient's bits
-            as they were, bool ``[W]``. For a parameter: whether it is frozen.
-    """
+    """State that differs between workers that should hold the same."""
 
     kind: StateKind
-    name: str
-    digests_W: Ints
+    name: str  # its name in the model
+    digests_W: Ints  # digest of its bits on every worker, int64 ``[W]``
+    # for a reduced gradient: whether the reduction left the local gradient's bits as they were,
+    # bool ``[W]``. For a parameter: whether it is frozen
     unchanged_W: Bools
 
     @property
@@ -192,12 +180,8 @@ def differences(
     An optimizer that holds nothing for a parameter (digest 0) differs from none: workers may update
     shares of the parameters, of which each has one owner.
 
-    Args:
-        own: One worker's items; all workers have the same ones.
-        digests_WD: All workers' digests.
-        unchanged_WD: All workers' ``unchanged_D``.
-        replicas_W: Workers with equal numbers should hold the same parameters, optimizer state
-            and gradients; buffers are compared between all.
+    All workers have the items of ``own``. Those with equal numbers in ``replicas_W`` should hold
+    the same parameters, optimizer state and gradients; buffers are compared between all.
     """
     among_all_D = (digests_WD != digests_WD[:1]).any(axis=0)
     if not among_all_D.any():
@@ -246,22 +230,16 @@ TRACE_WIDTH = 61
 
 @dataclass(frozen=True, slots=True)
 class TensorTrace:
-    """Tensors of one worker in one step. N tensors, k numbers a sketch.
+    """Tensors of one worker in one step. N tensors, k numbers a sketch."""
 
-    Attributes:
-        kinds: Kind of each ``[N]``: a parameter after the step, a reduced gradient, …
-        names: Its canonical name in the model ``[N]``.
-        digests_N: Digest of its bits.
-        norms_N: Its L2 norm.
-        sketches_NK: Its linear sketch: that of a difference is the difference of sketches.
-        initial: The model's content before this step, in the first one that is traced.
-    """
-
+    # kind of each ``[N]``: a parameter after the step, a reduced gradient, …
     kinds: tuple[StateKind, ...]
-    names: tuple[str, ...]
-    digests_N: NDArray[np.int64]
-    norms_N: NDArray[np.float64]
+    names: tuple[str, ...]  # its canonical name in the model ``[N]``
+    digests_N: NDArray[np.int64]  # digest of its bits
+    norms_N: NDArray[np.float64]  # its L2 norm
+    # its linear sketch: that of a difference is the difference of sketches
     sketches_NK: NDArray[np.float32]
+    # the model's content before this step, in the first one that is traced
     initial: "TensorTrace | None" = None
 
 

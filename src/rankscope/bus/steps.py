@@ -30,18 +30,12 @@ _GENERATION = 1 << 19
 
 @dataclass(frozen=True, slots=True)
 class Recurrence:
-    """Whether the batches of a step came before.
+    """Whether the batches of a step came before."""
 
-    Attributes:
-        ages_W: How many steps ago each worker had the same batch; 0 where unknown, or not among
-            the last 64.
-        before: The latest step in which all workers had their present batches; -1 without.
-        recent_NW: The digests of the last batches of every worker, this step's the last of them.
-    """
-
+    # how many steps ago each worker had the same batch; 0 where unknown, or not among the last 64
     ages_W: Ints
-    before: int
-    recent_NW: Ints
+    before: int  # the latest step in which all workers had their present batches; -1 without
+    recent_NW: Ints  # the digests of the last batches of every worker, this step's the last of them
 
     def num_distinct(self, worker: int, most: int) -> int:
         """Return how many of a worker's last ``most`` batches are distinct."""
@@ -54,10 +48,6 @@ class RecentBatches(Stateful):
 
     A step without any known batch is passed over. Of the steps, 12 bytes each are remembered in two
     generations: when the younger one is full, the older one is forgotten.
-
-    Args:
-        num_workers: W.
-        generation: Steps of one generation.
     """
 
     SETTINGS = ("_generation",)
@@ -142,13 +132,7 @@ Groups = Sequence[tuple[int, ...]]
 class Columns:
     """The workers' columns in consecutive steps; their summaries are computed once for all.
 
-    Args:
-        reports: The steps, at least one, all with the same number of workers.
-        batches: Remembers the workers' batches.
-
     Attributes:
-        reports: The steps.
-        numbers: Their numbers.
         recurrences: Whether the batches of each step came before.
     """
 
@@ -162,11 +146,7 @@ class Columns:
         self.recurrences = batches.observe(self.column("batch_digest"), self.numbers)
 
     def column(self, name: str) -> NDArray[Any]:
-        """Return a column of the workers table ``[S, W]``.
-
-        Raises:
-            KeyError: It has no such LOCAL column.
-        """
+        """Return a column of the workers table ``[S, W]``."""
         dtype, at = self._places[name]
         column: NDArray[Any] = self._of_type(dtype)[:, at]
         return column
@@ -207,17 +187,11 @@ class Columns:
 
 @dataclass
 class Step:
-    """One step of a batch.
-
-    Attributes:
-        report: The step.
-        columns: The workers' columns in all steps of the batch.
-        index: Its place among them.
-    """
+    """One step of a batch."""
 
     report: StepReport
-    columns: Columns
-    index: int
+    columns: Columns  # the workers' columns in all steps of the batch
+    index: int  # its place among them
 
     @property
     def gathered(self) -> GatheredStep:
@@ -285,13 +259,10 @@ class SharedWork(Stateful):
 
     A step without gradients or without samples tells nothing, and one or two steps may look
     otherwise by chance.
-
-    Attributes:
-        groups: Those workers, group by group.
     """
 
     def __init__(self) -> None:
-        self.groups: Groups = ()
+        self.groups: Groups = ()  # those workers, group by group
         self._doubts = 0
 
     def observe(self, step: Step) -> Groups:
@@ -322,16 +293,7 @@ class SharedWork(Stateful):
 
 
 class StepBatch:
-    """One or more consecutive steps of the same number of workers.
-
-    Args:
-        reports: The steps.
-        batches: Remembers the workers' batches; one that remembers none, if left out.
-
-    Attributes:
-        columns: The workers' columns.
-        numbers: The numbers of the steps.
-    """
+    """One or more consecutive steps of the same number of workers."""
 
     def __init__(self, reports: Sequence[StepReport], batches: RecentBatches | None = None) -> None:
         batches = batches or RecentBatches(reports[0].gathered.num_workers)

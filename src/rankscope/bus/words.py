@@ -8,12 +8,7 @@ from itertools import pairwise
 
 
 def name_ranks(ranks: Iterable[int], *, limit: int = 6) -> str:
-    """Return ranks as words: ``rank 3``, ``ranks 0, 2 and 5–7``; long lists are cut.
-
-    Args:
-        ranks: Ranks in any order.
-        limit: Runs of ranks that are named before the rest is counted.
-    """
+    """Return ranks as words: ``rank 3``, ``ranks 0, 2 and 5–7``; long lists are cut."""
     ordered = sorted(set(ranks))
     breaks = [i for i, (a, b) in enumerate(pairwise(ordered), start=1) if b != a + 1]
     ends = [*breaks, len(ordered)] if ordered else []
@@ -58,10 +53,7 @@ def printable(words: str) -> str:
 def name_modules(names: Sequence[str], all_names: Iterable[str], *, most: int = 3) -> str:
     """Return modules as words; one that is listed with all that it contains stands for these.
 
-    Args:
-        names: The modules' names; the empty one is the whole model's.
-        all_names: The names of all modules.
-        most: Modules that are named before the rest is counted.
+    The empty name is the whole model's.
 
     Example:
         >>> name_modules(["a", "a.x", "b.y"], ["", "a", "a.x", "b", "b.x", "b.y"])

@@ -52,17 +52,9 @@ def begin_run(
 ) -> dict[str, Any]:
     """Claim a directory for a run, and return the content of ``run.json``.
 
-    Args:
-        path: The directory; created with its parents. It may exist if it is empty, but for the
-            leftovers of a failed start.
-        info: The description of the run for ``run.json``: configuration, hosts, versions. Numpy
-            and paths are made plain, non-finite numbers null.
-        start: The packed initial state of the detectors, if the run continues another.
-        share: Who may read the run, see :data:`SHARES`; a directory that exists stays as it is.
-
-    Raises:
-        RunTakenError: Another job has begun a run in it.
-        RunError: The directory is not empty, or cannot be created or written.
+    It is created with its parents, and may exist if it is empty but for the leftovers of a failed
+    start. ``start`` is the packed initial state of the detectors, if the run continues another;
+    ``share`` says who may read the run, see :data:`SHARES`.
     """
     path = Path(path)
     info = {
@@ -90,15 +82,7 @@ def end_lost_run(path: Path, agent_pid: int | None, how: str) -> None:
 
     The agent's unfinished files are removed.
 
-    Args:
-        path: The run's directory.
-        agent_pid: The agent's process, which must have ended.
-        how: How it ended.
-
-    Raises:
-        RunError: It cannot be written.
-        OSError: It cannot be read.
-        ValueError: It is no JSON.
+    ``how`` is how the agent's process ended, which must have ended.
     """
     info = parse(read_file(path / INFO_FILE))
     agent = info.get("agent") or {"pid": agent_pid}

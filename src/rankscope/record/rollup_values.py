@@ -115,25 +115,15 @@ class Bins:
 
 @dataclass(frozen=True, slots=True)
 class WholeBin:
-    """A complete bin of one level, of all quantities.
+    """A complete bin of one level, of all quantities."""
 
-    Attributes:
-        level: Steps in a bin of its level; the run's first bin may have fewer.
-        first: First step of the bin that was added.
-        last: Last such step.
-        count_SW: Finite values, by quantity and worker.
-        sum_SW: Their sum; the terms ``[T, S, W]`` while the T steps of a part join a bin.
-        low_SW: The smallest, NaN without any.
-        high_SW: The largest, NaN without any.
-    """
-
-    level: int
-    first: int
-    last: int
-    count_SW: Ints
-    sum_SW: Floats
-    low_SW: Floats
-    high_SW: Floats
+    level: int  # steps in a bin of its level; the run's first bin may have fewer
+    first: int  # first step of the bin that was added
+    last: int  # last such step
+    count_SW: Ints  # finite values, by quantity and worker
+    sum_SW: Floats  # their sum; the terms ``[T, S, W]`` while the T steps of a part join a bin
+    low_SW: Floats  # the smallest, NaN without any
+    high_SW: Floats  # the largest, NaN without any
 
     def mean(self) -> Floats:
         """Return the mean of the finite values ``[S, W]``, NaN without any."""

@@ -177,16 +177,8 @@ def read_level(
 ) -> dict[str, Bins] | None:
     """Read quantities from the roll-ups of one level.
 
-    Args:
-        run: The run directory.
-        level: Steps of a whole bin.
-        names: The quantities.
-        width: W, the least number of workers in the result.
-        first_step: Leave out bins that begin before it.
-
-    Returns:
-        The bins of each quantity in order; None when there are no such roll-ups, or when they
-        lack one of the quantities.
+    None when there are no such roll-ups, or when they lack one of the quantities. Bins that begin
+    before ``first_step`` are left out; ``width`` is the least number of workers in the result.
     """
     columns = [f"{name}_{end}" for name in names for end in _ENDS]
     known = [s for s in rollup_signals() if s.name in {"step", "last_step", "rank", *columns}]
@@ -229,11 +221,7 @@ def is_sorted(keys: Sequence[Ints]) -> bool:
 
 
 class Cells:
-    """Positions of rows, by step and rank, in a matrix of steps and at least ``width`` workers.
-
-    Attributes:
-        steps_B: The steps that have rows, in increasing order.
-    """
+    """Positions of rows, by step and rank, in a matrix of steps and at least ``width`` workers."""
 
     def __init__(self, steps: Ints, ranks: Ints, width: int) -> None:
         self._width = max(width, int(ranks.max(initial=-1)) + 1)
@@ -245,7 +233,7 @@ class Cells:
             and bool((ranks.reshape(block.shape) == np.arange(self._width)).all())
         )
         if self._is_whole:
-            self.steps_B = block[:, 0].copy()
+            self.steps_B = block[:, 0].copy()  # the steps that have rows, in increasing order
             return
         self._ranks = ranks
         self.steps_B, self._at = np.unique(steps, return_inverse=True)
@@ -277,11 +265,7 @@ def read_overviews(
     the roll-ups, with up to ``MAX_ROWS`` rows. Else from the widest roll-ups that are narrow
     enough, then from narrower ones, and from single steps at the end.
 
-    Args:
-        run: The run directory.
-        names: Columns of the workers table, of numbers.
-        num_workers: W.
-        max_bins: Bins at most; a run of so few steps has a bin for each.
+    A run of up to ``max_bins`` steps has a bin for each.
     """
     found = step_range(run, Table.WORKERS)
     if found is None:

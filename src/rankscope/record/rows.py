@@ -228,9 +228,6 @@ def read_reports(run: Path, first_step: int) -> Iterator[StepReport]:
 
     They equal, bit for bit, the live results of :func:`rankscope.bus.step.as_recorded`. About one
     file of each table is in memory at a time; steps written meanwhile are left out.
-
-    Raises:
-        RunError: A file cannot be read, or a step's rows are damaged.
     """
     last_step = _last_step_of(run)
     if last_step is None:
@@ -349,11 +346,7 @@ def _differences(rows: Columns | None, width: int) -> tuple[StateDifference, ...
 def _groups(
     rows: Columns | None, width: int
 ) -> tuple[tuple[str, ...], Floats | None, Floats | None, Floats | None, Floats | None]:
-    """Return the groups' names ``[G]``, and four columns by worker and group.
-
-    Returns:
-        After the names: norms, cosines, residuals and changes of the accumulated gradient.
-    """
+    """Return the groups' names ``[G]``, and four columns by worker and group."""
     if rows is None:
         return (), None, None, None, None
     norms_WG, *others = (rows[name].reshape(width, -1) for name in _GROUP_COLUMNS)
@@ -381,9 +374,6 @@ def _blocks_of(run: Path, table: Table, first_step: int) -> Iterator[Columns]:
     """Yield a table as numpy columns, a few thousand rows at a time, in the order of its files.
 
     Row groups that end before ``first_step`` are left out.
-
-    Raises:
-        RunError: A file cannot be read.
     """
     schema = arrow_schema(table)
     for file in parts_in(run / table):
@@ -393,11 +383,7 @@ def _blocks_of(run: Path, table: Table, first_step: int) -> Iterator[Columns]:
 
 
 def _last_step_of(run: Path) -> int | None:
-    """Return the last step whose rows are all on disk, None without any.
-
-    Raises:
-        RunError: The last file of the steps cannot be read.
-    """
+    """Return the last step whose rows are all on disk, None without any."""
     schema = pa.schema([arrow_schema(Table.STEPS).field("step")])
     for file in reversed(parts_in(run / Table.STEPS)):
         steps = read_part(file, schema)["step"]

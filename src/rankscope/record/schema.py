@@ -61,11 +61,7 @@ def schema_of(columns: Sequence[Column]) -> pa.Schema:
 
 
 def schema_with(table: Table, names: Sequence[str]) -> pa.Schema:
-    """Return the Arrow schema of some columns of a table, in the table's order.
-
-    Raises:
-        KeyError: There is no such column.
-    """
+    """Return the Arrow schema of some columns of a table, in the table's order."""
     full = arrow_schema(table)
     for name in names:
         find_column(table, name)

@@ -59,13 +59,7 @@ _MOST_PASSES = 8192
 class StepCollector:
     """Collects one worker's steps, one after the other; all calls come on the training thread.
 
-    Args:
-        instruments: The instruments of the model.
-        optimizer: The optimizer, if known.
-        guard: Keeps exceptions out of the training, and measures the monitor's time.
-        send: Called with each closed step.
-        first_step: Number of the first step.
-        channel: The probes' channel to the root; None without.
+    ``send`` is called with each closed step; ``channel`` is the probes' way to the root.
     """
 
     def __init__(
@@ -343,8 +337,7 @@ class StepCollector:
     def _begin_unawaited(self, noticed: bool) -> None:
         """Handle a backward pass that trains, and for which no forward pass may wait.
 
-        Args:
-            noticed: Whether it has reached an output of the model before.
+        It is ``noticed`` if it has reached an output of the model before.
         """
         self.begin_backward()
         adds = self._find_old()
@@ -431,10 +424,8 @@ class StepCollector:
         Ctrl-C may be raised in the monitor's own work. The data of that step is then incomplete
         and not sent; if the training goes on all the same, other workers still count the step.
 
-        Args:
-            interrupted: Whether an exception ended the training. Then this worker's state can only
-                be compared after its optimizer step.
-            last: Whether it is the last step.
+        After an exception (``interrupted``), this worker's state can only be compared after its
+        optimizer step.
         """
         if self._tap.complete and not last and self._waits_for_more():
             return

@@ -44,10 +44,8 @@ def place_of(run_dir: Path, store: str = "") -> str:
 def last_line(place: str, judged: bool, recorded: bool) -> str:
     """Return the last line of a run: its place, and the command that shows it.
 
-    Args:
-        place: Where it was to be recorded.
-        judged: Whether its last steps were judged before the training ended.
-        recorded: Whether all of it could be written.
+    ``judged``: its last steps were, before the training ended; ``recorded``: all of it could be
+    written.
     """
     shows = f"rankscope report {shlex.quote(place)}"
     if not judged:
@@ -67,20 +65,7 @@ REPORT_SECONDS = 10.0
 
 
 class Inbox:
-    """Handles the agent's frames in the training's own thread, without waiting for them.
-
-    Args:
-        link: The link to the agent.
-        handle: The run.
-        collector: Gets intervals and requests.
-        on_finding: Called with each finding that opens, gets worse or closes.
-        sinks: Sinks that live in this process; None without.
-
-    Attributes:
-        findings: All findings by id, each in its latest state.
-        done: Whether the agent has sent its last frame.
-        recorded: Whether it could write all of the run, as that frame says.
-    """
+    """Handles the agent's frames in the training's own thread, without waiting for them."""
 
     def __init__(
         self,
@@ -103,8 +88,9 @@ class Inbox:
         self._due: list[tuple[int, Finding]] = []  # with the step from which on_finding gets each
         self._news: list[Finding] = []  # for the sinks of this process
         self._fed = -1
-        self.findings: dict[str, Finding] = {}
-        self.done = self.recorded = False
+        self.findings: dict[str, Finding] = {}  # all findings by id, each in its latest state
+        self.done = False  # whether the agent has sent its last frame
+        self.recorded = False  # whether it could write all of the run, as that frame says
         self._handlers: dict[int, Callable[[Frame], None]] = {
             FrameKind.WELCOME: self._handle_welcome,
             FrameKind.INTERVAL: self._handle_interval,
@@ -129,42 +115,26 @@ class Inbox:
         return self._latest
 
     def read(self) -> None:
-        """Handle the frames that have arrived.
-
-        Raises:
-            LinkError: The agent has ended, or has switched this worker off.
-        """
+        """Handle the frames that have arrived."""
         if self._awaits_invitation:
             self._look_for_invitation()
         self._handle_all(self._link.poll())
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to so many seconds for frames, and handle them; return whether any came.
-
-        Raises:
-            LinkError: The agent has ended, or has switched this worker off.
-        """
+        """Wait up to so many seconds for frames, and handle them; return whether any came."""
         frames = self._link.wait(seconds)
         self._handle_all(frames)
         return bool(frames)
 
     def subscribe(self) -> None:
-        """Request the report of each step from now on, and handle the frames that have arrived.
-
-        Raises:
-            LinkError: The agent has ended, or has switched this worker off.
-        """
+        """Request the report of each step from now on, and handle the frames that have arrived."""
         if not self._subscribed:
             self._subscribed = True
             self._link.send(FrameKind.SUBSCRIBE, rank=self._handle.rank)
         self.read()
 
     def await_report(self, step: int) -> None:
-        """Wait until the root has judged a step; after one timeout, never again.
-
-        Raises:
-            LinkError: The agent has ended, or has switched this worker off.
-        """
+        """Wait until the root has judged a step; after one timeout, never again."""
         self.subscribe()
         until = time.monotonic() + self._patience
         while not self.done and (self.latest is None or self.latest.step < step):

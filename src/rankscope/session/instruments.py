@@ -38,38 +38,29 @@ STATE_SPACING = PACE.state_spacing
 
 @dataclass(frozen=True, slots=True)
 class Instruments:
-    """The instruments of one model.
+    """The instruments of one model."""
 
-    Attributes:
-        make_tap: Makes the tap from a guard, an observer, a function to call after a step that
-            this rank only shadows, and one to call in a backward pass that no forward pass awaits.
-        make_job: Makes the probes' job from the optimizer, the first step, the guard of the
-            monitor's work, and the channel to the root.
-        module: The model inside the wrapper.
-        reduced: How the reduced gradient is read.
-        layout: The layout of a step's message.
-        every: Gradients are measured in steps that are multiples of this.
-        groups: Names of the parameter groups, and the group of each parameter.
-        device: The device of the gradients.
-        reduced_in: Where the reduction is audited, for each group the type in which its gradient
-            is meant to be reduced; else None.
-        local_steps: Steps from one average of the workers' parameters to the next; 0 where every
-            step's gradients are reduced.
-        take_read_seconds: Returns the seconds spent reading gradients since its last call.
-    """
-
+    # makes the tap from a guard, an observer, a function to call after a step that this rank only
+    # shadows, and one to call in a backward pass that no forward pass awaits
     make_tap: Callable[
         [Guarded, GradientObserver, Callable[[], None], Callable[[bool], None]], GradientTap
     ]
+    # makes the probes' job from the optimizer, the first step, the guard of the monitor's work, and
+    # the channel to the root
     make_job: Callable[[torch.optim.Optimizer | None, int, Guard, Channel], Job]
-    module: torch.nn.Module
-    reduced: ReadReduced
+    module: torch.nn.Module  # the model inside the wrapper
+    reduced: ReadReduced  # how the reduced gradient is read
     layout: Layout
-    every: int
-    groups: Groups
-    device: torch.device
+    every: int  # gradients are measured in steps that are multiples of this
+    groups: Groups  # names of the parameter groups, and the group of each parameter
+    device: torch.device  # the device of the gradients
+    # returns the seconds spent reading gradients since its last call
     take_read_seconds: Callable[[], float]
+    # where the reduction is audited, for each group the type in which its gradient is meant to be
+    # reduced; else None
     reduced_in: Mapping[str, str] | None = None
+    # steps from one average of the workers' parameters to the next; 0 where every step's gradients
+    # are reduced
     local_steps: int = 0
 
 
@@ -83,12 +74,7 @@ def choose_instruments(
     canary: bool = False,
     given_dir: str = "",
 ) -> Instruments:
-    """Return the instruments of a model.
-
-    Raises:
-        UsageError: An option cannot work.
-        UnsupportedError: The tier does not fit the way the model is wrapped.
-    """
+    """Return the instruments of a model."""
     if not wrapped.parameters:
         raise UsageError("watch() expected a model with parameters that require a gradient")
     reduced = _reads(wrapped, options, tier)

@@ -42,29 +42,19 @@ PATIENCE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class MeshMeeting:
-    """The facts that the ranks of a mesh exchange as they begin.
+    """The facts that the ranks of a mesh exchange as they begin."""
 
-    Attributes:
-        place: This rank's place in it.
-        ranks: The rendezvous of all ranks of the mesh.
-        own: The first rank of this run.
-        answer: From the mesh's first rank: its run, the agent's address on each host, its secret.
-    """
-
-    place: MeshPlace
-    ranks: Rendezvous
-    own: int
+    place: MeshPlace  # this rank's place in it
+    ranks: Rendezvous  # the rendezvous of all ranks of the mesh
+    own: int  # the first rank of this run
+    # from the mesh's first rank: its run, the agent's address on each host, its secret
     answer: Mapping[str, Any]
 
 
 class JoinedMesh:
     """One rank's connection to the root that compares the mesh's replicated state.
 
-    Args:
-        place: This rank's place in the mesh.
-        ranks: The rendezvous of all ranks of the mesh.
-        guest: The link of a rank of another run; None: the run's own link is used.
-        reaches: Whether there is a connection.
+    ``guest`` is the link of a rank of another run; None: the run's own link is used.
     """
 
     def __init__(
@@ -138,11 +128,7 @@ def join_mesh(meeting: MeshMeeting, *, host: str, compares: bool) -> JoinedMesh:
 
 
 def _meet(meeting: Rendezvous, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the address of the agents of the mesh's first run on each host, and its secret.
-
-    Raises:
-        LateError: Some rank does not come.
-    """
+    """Return the address of the agents of the mesh's first run on each host, and its secret."""
     gathered = meeting.gather(json.dumps(facts).encode())
     if gathered is not None:
         answer = hosts_of([json.loads(one) for one in gathered], facts)
@@ -161,16 +147,12 @@ def hosts_of(each: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> dic
 class WatchedStage:
     """A stage that this process watches.
 
-    Args:
-        model: The stage.
-
     Attributes:
-        model: The stage.
         shared: Names of its parameters that other stages hold as well; may grow.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model
+        self.model = model  # the stage
         self.shared: set[str] = set()
 
     def remove(self) -> None:
@@ -209,17 +191,9 @@ def meet_stages(
 
     A rank may hold several stages, each watched by itself: those that it watches already take part.
 
-    Args:
-        wrapped: A stage.
-        group: The ranks that hold it.
-        stage: The same; its ``remove`` is to be called once it is watched no longer.
-        host: See :func:`rankscope.session.meetings.meet_mesh`.
-        address: See there.
-        secret: See there.
-
-    Returns:
-        The meeting; None without stages, where they begin apart, if this rank shares no weight, or
-        if some do not come.
+    ``stage.remove`` is to be called once it is watched no longer; the rest is as in
+    :func:`meet_mesh`. None without stages, where they begin apart, if this rank shares no weight,
+    or if some do not come.
     """
     if _BEGIN_APART.get():
         return None
@@ -239,11 +213,7 @@ def meet_stages(
 
 
 def _meet_along(axis: str, line: tuple[int, ...], facts: dict[str, Any]) -> MeshMeeting | None:
-    """Do what :func:`meet_stages` does, along an axis.
-
-    Raises:
-        LateError: Some ranks do not come.
-    """
+    """Do what :func:`meet_stages` does, along an axis."""
     assert dist.group.WORLD is not None
     watched = [each for each in _STAGES if _stage_line(each.model) == (axis, line)]
     stages = [managed_parameters(each.model) for each in watched]

@@ -53,37 +53,23 @@ _PREVIOUS_SECONDS = 30.0  # that the agent of the run before may take to write i
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunHandle:
-    """A run that has begun, as one rank sees it.
+    """A run that has begun, as one rank sees it."""
 
-    Attributes:
-        rank: This worker's rank in the data-parallel group.
-        num_workers: W.
-        first_step: Number of the first step.
-        run_dir: The run's directory; None on all ranks but 0.
-        store: The run's address in an object store; empty without.
-        address: The agent's address.
-        hello: The content of this rank's first frame.
-        meeting: The rendezvous of all ranks.
-        awaits_invitation: Whether this rank has to send the root's invitation to its agent.
-        agent: The agent, on the rank that has started it.
-        info: The content of ``run.json``, on rank 0.
-        local_sinks: Sinks that live in the training's process, on rank 0.
-        problem: Why nothing is watched, where some rank did not come; else empty.
-    """
-
-    rank: int
+    rank: int  # this worker's rank in the data-parallel group
     num_workers: int
     first_step: int
-    run_dir: Path | None
-    address: str
-    hello: Mapping[str, Any]
-    meeting: Rendezvous
-    awaits_invitation: bool
-    agent: Started | None
+    run_dir: Path | None  # the run's directory; None on all ranks but 0
+    address: str  # the agent's address
+    hello: Mapping[str, Any]  # the content of this rank's first frame
+    meeting: Rendezvous  # the rendezvous of all ranks
+    awaits_invitation: bool  # whether this rank has to send the root's invitation to its agent
+    agent: Started | None  # the agent, on the rank that has started it
+    # the content of ``run.json``, on rank 0
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # sinks that live in the training's process, on rank 0
     local_sinks: tuple[PlannedSink, ...] = ()
-    problem: str = ""
-    store: str = ""
+    problem: str = ""  # why nothing is watched, where some rank did not come; else empty
+    store: str = ""  # the run's address in an object store; empty without
 
     def connect(
         self, reduced_copies: int, mark: ProgressMark | None, collectives: Numbers | None
@@ -115,28 +101,18 @@ class RunHandle:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRequest:
-    """The settings of a run to begin.
+    """The settings of a run to begin."""
 
-    Attributes:
-        options: Options that must be equal on all ranks, as plain values.
-        describe: Returns this rank's ``facts``, ``config``, ``training``, ``sinks``, and
-            ``run_dir``, the directory that rank 0 writes.
-        layout: The layout of messages.
-        flush_seconds: Longest time that measured values stay in the agent's memory.
-        hang_seconds: How long a step may take; None for any time.
-        in_thread: Whether agents live in threads of the training's processes.
-        announce: Whether findings and the verdict are printed.
-        share: Who may read the run, see :data:`rankscope.record.begin.SHARES`.
-    """
-
-    options: dict[str, Any]
+    options: dict[str, Any]  # options that must be equal on all ranks, as plain values
+    # returns this rank's ``facts``, ``config``, ``training``, ``sinks``, and ``run_dir``, the
+    # directory that rank 0 writes
     describe: Callable[[], dict[str, Any]]
     layout: Layout
-    flush_seconds: float
-    hang_seconds: float | None
-    in_thread: bool
-    announce: bool = True
-    share: str = "me"
+    flush_seconds: float  # longest time that measured values stay in the agent's memory
+    hang_seconds: float | None  # how long a step may take; None for any time
+    in_thread: bool  # whether agents live in threads of the training's processes
+    announce: bool = True  # whether findings and the verdict are printed
+    share: str = "me"  # who may read the run, see ``rankscope.record.begin.SHARES``
 
 
 def _end_lost_run(run_dir: Path, pid: int | None, how: str) -> None:
@@ -152,9 +128,6 @@ def open_run(group: dist.ProcessGroup, request: RunRequest) -> RunHandle:
     Where some rank does not come, nothing is watched, and the training goes on.
 
     All ranks of the group call it at the same point of the program.
-
-    Raises:
-        RankscopeError: Some rank cannot begin; of the same kind on all of them.
     """
     meeting = Rendezvous(group)
     try:

@@ -20,19 +20,13 @@ from rankscope.bus.probe import Content, MessagePart, Pending
 
 @dataclass(slots=True)
 class LocalStep:
-    """The data of one step from all probes; its numbers may still be on the device.
-
-    Attributes:
-        step: Step number.
-        parts: The part of each kind of evidence.
-        bulk: The measured gradient, left out where there is no room; None without.
-        time: Unix time at which the step ended.
-    """
+    """The data of one step from all probes; its numbers may still be on the device."""
 
     step: int
-    parts: Sequence[Pending]
+    parts: Sequence[Pending]  # the part of each kind of evidence
+    # the measured gradient, left out where there is no room; None without
     bulk: Pending | None = None
-    time: float = field(default_factory=time.time)
+    time: float = field(default_factory=time.time)  # Unix time at which the step ended
 
     @property
     def ready(self) -> bool:
@@ -72,13 +66,7 @@ MOST_PENDING = 8
 class Outbox:
     """Packs steps in order, and sends them.
 
-    Args:
-        link: The link to the agent.
-        rank: This worker's rank.
-        see: Called with each step and its values before it is sent.
-
-    Attributes:
-        num_without_room: Number of gradients left out, as the agent did not keep up.
+    ``see`` is called with each step and its values before it is sent.
     """
 
     def __init__(
@@ -91,24 +79,16 @@ class Outbox:
         self._rank = rank
         self._see = see
         self._pending: deque[LocalStep] = deque()
-        self.num_without_room = 0
+        self.num_without_room = 0  # number of gradients left out, as the agent did not keep up
 
     def send(self, step: LocalStep) -> None:
-        """Queue the next step; send all that are ready.
-
-        Raises:
-            LinkError: The agent has ended, or no longer reads.
-        """
+        """Queue the next step; send all that are ready."""
         self._pending.append(step)
         while self._pending and (self._pending[0].ready or len(self._pending) > MOST_PENDING):
             self._hand_over(self._pending.popleft())
 
     def flush(self) -> None:
-        """Send all steps; waits for the device.
-
-        Raises:
-            LinkError: The agent has ended, or no longer reads.
-        """
+        """Send all steps; waits for the device."""
         while self._pending:
             self._hand_over(self._pending.popleft())
 

@@ -240,11 +240,7 @@ class _OnStderr(logging.Handler):
 
 
 def _in_thread(agent: str | None) -> bool:
-    """Return whether the agent runs in a thread of this process.
-
-    Raises:
-        UsageError: There is no such place.
-    """
+    """Return whether the agent runs in a thread of this process."""
     given = agent or os.environ.get(IN_THREAD) or "process"
     if given not in ("process", "thread"):
         raise UsageError(f"agent must be 'process' or 'thread', got {given!r}")

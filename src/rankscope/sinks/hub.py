@@ -31,15 +31,7 @@ MAX_FINDINGS = 1024
 
 
 class Feeder:
-    """Feeds one sink from a bounded queue, in a daemon thread.
-
-    Args:
-        name: The sink's name in messages.
-        sink: The sink.
-        run: The run, for ``open``.
-        max_steps: Steps that may wait.
-        max_findings: Events of findings that may wait.
-    """
+    """Feeds one sink from a bounded queue, in a daemon thread."""
 
     def __init__(
         self,

@@ -74,9 +74,6 @@ def assess(run: Run) -> Assessment:
 
     Dispersion is compared in words with that of sampling alone. Only findings, exact equality of
     all workers, a record that ends early, and too few measurements set a severity.
-
-    Raises:
-        RunError: A file of the run cannot be read.
     """
     values = measure(run)
     findings = run.findings()
@@ -124,11 +121,7 @@ def replay_command(run: Run, finding: Finding) -> str:
 
 
 def progress_of(run: Run) -> RunProgress:
-    """Return the progress of a recorded run.
-
-    Raises:
-        RunError: The files of its steps cannot be listed.
-    """
+    """Return the progress of a recorded run."""
     steps = step_range(run.path, Table.STEPS)
     return RunProgress(run.status, -1 if steps is None else steps[1], _earlier_steps(run))
 
@@ -143,11 +136,7 @@ def _earlier_steps(run: Run) -> int | None:
 
 
 def measure(run: Run) -> Values:
-    """Compute the numbers of an assessment by name, from the recorded tables.
-
-    Raises:
-        RunError: A file of the run cannot be read.
-    """
+    """Compute the numbers of an assessment by name, from the recorded tables."""
     names = ("loss_mean", "samples_drawn", "samples_distinct", *_MEANS)
     columns = run.steps(*names)
     drawn, distinct = (_known(columns[name]) for name in names[1:3])

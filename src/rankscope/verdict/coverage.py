@@ -62,26 +62,18 @@ _NAMES = 3
 
 @dataclass(frozen=True, slots=True)
 class MeasuredParts:
-    """What was measured in the steps of a run.
+    """What was measured in the steps of a run."""
 
-    Attributes:
-        steps: Recorded steps.
-        losses: Steps with a loss.
-        due: Steps whose gradients were to be measured: those that ``every`` and the budget leave
-            out are not among them.
-        gradients: Steps among them with the gradients of all workers.
-        watched: Tensors of the watched model, where the optimizer is known to have more; else 0.
-        updated: Tensors of the optimizer, likewise.
-        unwatched: Names of some of those that are not watched.
-    """
-
-    steps: int
-    losses: int
+    steps: int  # recorded steps
+    losses: int  # steps with a loss
+    # steps whose gradients were to be measured: those that ``every`` and the budget leave out are
+    # not among them
     due: int
-    gradients: int
+    gradients: int  # steps among them with the gradients of all workers
+    # tensors of the watched model, where the optimizer is known to have more; else 0
     watched: int = 0
-    updated: int = 0
-    unwatched: tuple[str, ...] = ()
+    updated: int = 0  # tensors of the optimizer, likewise
+    unwatched: tuple[str, ...] = ()  # names of some of those that are not watched
 
     @property
     def enough(self) -> bool:
@@ -130,11 +122,7 @@ class MeasuredParts:
 
 
 class CoverageCount:
-    """Counts what is measured of a run, step by step.
-
-    Args:
-        training: What ``run.json`` has of the training.
-    """
+    """Counts what is measured of a run, step by step."""
 
     def __init__(self, training: Any) -> None:
         self._tensors = _tensors(training)
@@ -156,11 +144,7 @@ class CoverageCount:
 
 
 def coverage_of(run: Run, columns: Columns | None = None) -> MeasuredParts:
-    """Return what was measured in a run, from :data:`COLUMNS` of its steps if they are at hand.
-
-    Raises:
-        RunError: A file of the run cannot be read.
-    """
+    """Return what was measured in a run, from :data:`COLUMNS` of its steps if they are at hand."""
     columns = run.steps(*COLUMNS) if columns is None else columns
     due_T = columns["step"] % np.maximum(columns["interval"], 1) == 0
     return MeasuredParts(

@@ -78,11 +78,7 @@ class Diagnosis:
         }
 
     def restore(self, state: State) -> None:
-        """Continue from the state of another diagnosis, with its findings and spent budget.
-
-        Raises:
-            StateError: The state is of another kind; this diagnosis is then unusable.
-        """
+        """Continue from the state of another diagnosis, with its findings and spent budget."""
         detectors = {type(one).__name__: one for one in self._detectors}
         try:
             if state["num_workers"] != self._num_workers:
@@ -264,11 +260,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
 
 
 def diagnose_run(run: Run) -> tuple[Finding, ...]:
-    """Diagnose a recorded run again, from its tables alone; return the findings of its live end.
-
-    Raises:
-        RunError: A file of the run cannot be read.
-    """
+    """Diagnose a recorded run again, from its tables alone; return the findings of its live end."""
     diagnosis = diagnosis_of(run)
     if "continues" in run.info:
         diagnosis.restore(_state_at_start(run))
@@ -299,14 +291,8 @@ def state_after(
 ) -> State | None:
     """Return the final state of a run, for a restarted job to begin with.
 
-    Args:
-        previous: The directory of the run before; its process may have been killed.
-        num_workers: Workers of the restarted job.
-        hosts: Host of each rank of the restarted job.
-        groups: Its groups of parameters.
-
-    Returns:
-        The state of a diagnosis; None, with a warning, when the detectors have to start anew.
+    The process of the run before may have been killed. None, with a warning, when the detectors
+    have to start anew. ``hosts`` and ``groups`` are those of the restarted job.
     """
     try:
         state = _diagnosis_after(previous, num_workers, groups).state()

@@ -153,36 +153,20 @@ _MICRO = ("step", "rank", "grad_norm", "loss_scale")
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Norms of T steps, before the choice of those that count.
-
-    Attributes:
-        steps_T: Their numbers.
-        squares_T: Mean over workers of the squared norm; NaN unless all are known.
-        reduced_T: Norm of the reduced gradient.
-        samples_T: Samples of the global batch, NaN where unknown.
-        micro_squares_T: Mean over workers of the sum of squared norms of the micro-batches.
-        num_micro_T: M; 1 where workers differ in it.
-        shares_T: Sum of the squared shares of the micro-batches in a worker's gradient.
-        width: W.
-    """
+    """Norms of T steps, before the choice of those that count."""
 
     steps_T: Ints
-    squares_T: Floats
-    reduced_T: Floats
-    samples_T: Floats
-    micro_squares_T: Floats
-    num_micro_T: Ints
-    shares_T: Floats
+    squares_T: Floats  # mean over workers of the squared norm; NaN unless all are known
+    reduced_T: Floats  # norm of the reduced gradient
+    samples_T: Floats  # samples of the global batch, NaN where unknown
+    micro_squares_T: Floats  # mean over workers of the sum of squared norms of the micro-batches
+    num_micro_T: Ints  # M; 1 where workers differ in it
+    shares_T: Floats  # sum of the squared shares of the micro-batches in a worker's gradient
     width: int
 
 
 def dispersion_numbers(observed_stds_T: Floats, expected_stds_T: Floats) -> Numbers:
-    """Return observed over expected loss dispersion of a run, with its 95 % interval.
-
-    Args:
-        observed_stds_T: Loss std over workers, one per step.
-        expected_stds_T: The one that sampling alone would give.
-    """
+    """Return observed over expected loss dispersion of a run, with its 95 % interval."""
     with np.errstate(over="ignore"):
         squares = np.square(observed_stds_T), np.square(expected_stds_T)
     return _numbers("dispersion_ratio", _ratio(*squares, root=True))
@@ -194,9 +178,6 @@ def noise_numbers(run: Run) -> Numbers:
     The noise scale is in samples when all numbers of samples are known, else in units:
     micro-batches when these have norms, else workers. Workers are read from their mean and spread
     in each step, and a long run's micro-batches in an even choice of steps.
-
-    Raises:
-        RunError: A file of the run cannot be read.
     """
     noise, samples_T = _noise_of(_steps_of(run))
     ratio = _ratio(noise.between_T, noise.within_T, root=True)
@@ -222,12 +203,8 @@ def expected_cosines(run: Run) -> tuple[Ints, Floats]:
     from the same distribution share the rest. Their cosine, weighted by norms, is 1 − v/a. It is
     an estimate from one step, and can be negative.
 
-    Returns:
-        Steps ``[T]`` and cosines ``[T]``: the steps whose micro-batches have norms; of a long run
-        an even choice. None without gradient accumulation, or under one worker.
-
-    Raises:
-        RunError: A file of the run cannot be read.
+    Returns steps ``[T]`` and cosines ``[T]``: the steps whose micro-batches have norms; of a long
+    run an even choice.
     """
     steps = _steps_of(run)
     squares = (steps.squares_T, steps.reduced_T, steps.micro_squares_T)
@@ -239,8 +216,7 @@ def expected_cosines(run: Run) -> tuple[Ints, Floats]:
 def _noise_of(steps: _Steps) -> tuple[NoiseOfSteps, Floats]:
     """Return the noise of the observed steps; only those with micro-batches, when most have them.
 
-    Returns:
-        The noise, and how many samples one of its units holds in each step; NaN if unknown.
+    Beside it: how many samples one of its units holds in each step; NaN if unknown.
     """
     alone = np.ones(len(steps.squares_T), np.int64)
     squares = (steps.squares_T, steps.reduced_T, steps.micro_squares_T)

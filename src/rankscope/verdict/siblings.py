@@ -15,19 +15,12 @@ from rankscope.verdict.rules import first_sentence, ranked
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """Another run of the same job.
-
-    Attributes:
-        path: Its directory.
-        ranks: Its workers' ranks in the job, in words.
-        status: See :attr:`rankscope.record.Run.status`.
-        findings: Its findings, the worst first.
-    """
+    """Another run of the same job."""
 
     path: Path
-    ranks: str
-    status: str
-    findings: tuple[Finding, ...]
+    ranks: str  # its workers' ranks in the job, in words
+    status: str  # see ``rankscope.record.Run.status``
+    findings: tuple[Finding, ...]  # its findings, the worst first
 
     @property
     def worst(self) -> Finding | None:
@@ -43,11 +36,7 @@ class Sibling:
 
 
 def coordinate_of(info: Any) -> str:
-    """Return a run's place among those of its job, in words; empty if the job has no other.
-
-    Args:
-        info: The content of ``run.json``.
-    """
+    """Return a run's place among those of its job, in words; empty if the job has no other."""
     job = info.get("job")
     return name_ranks(job["ranks"]) if job else ""
 

@@ -32,41 +32,25 @@ _FEW_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on a run, in words.
+    """The verdict on a run, in words."""
 
-    Attributes:
-        headline: What is wrong, or that nothing is.
-        recommendation: What to do.
-        severity: The severity, where no finding has one.
-        early: Whether some check needs more steps.
-        about: The finding behind it, if any.
-    """
-
-    headline: str
-    recommendation: str
-    severity: Severity | None = None
-    early: bool = False
-    about: Finding | None = None
+    headline: str  # what is wrong, or that nothing is
+    recommendation: str  # what to do
+    severity: Severity | None = None  # the severity, where no finding has one
+    early: bool = False  # whether some check needs more steps
+    about: Finding | None = None  # the finding behind it, if any
 
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """The progress of a run.
+    """The progress of a run."""
 
-    Attributes:
-        status: ``running``, ``complete``, ``incomplete`` or ``interrupted``.
-        last_step: The last step on record; -1 without any.
-        earlier_steps: Number of steps of the runs that it continues, from the detectors' state;
-            None if unknown.
-        checks: The checks of the run.
-        coverage: What was measured; None if unknown.
-    """
-
-    status: str = "running"
-    last_step: int = -1
+    status: str = "running"  # ``running``, ``complete``, ``incomplete`` or ``interrupted``
+    last_step: int = -1  # the last step on record; -1 without any
+    # number of steps of the runs that it continues, from the detectors' state; None if unknown
     earlier_steps: int | None = 0
-    checks: tuple[Check, ...] = ()
-    coverage: MeasuredParts | None = None
+    checks: tuple[Check, ...] = ()  # the checks of the run
+    coverage: MeasuredParts | None = None  # what was measured; None if unknown
 
     @property
     def ended(self) -> bool:
