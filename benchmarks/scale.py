@@ -165,9 +165,9 @@ def step_of(layout: Layout, contents: Sequence[Sequence[bytes]]) -> GatheredStep
     """Do what the root does with what all hosts have sent."""
     if layout.num_workers <= MAX_PAIRED_WORKERS:
         messages = [StepMessage.unpack(each) for host in contents for each in host]
-        return Assembly[StepMessage](layout, 0).step_of(as_columns(messages), 1)
+        return Assembly(layout, 0).step_of(as_columns(messages), 1)
     summaries = [HostSummary.unpack(content) for (content,) in contents]
-    assembly = Assembly[HostSummary](summary_layout(layout), summaries[0].step)
+    assembly = Assembly(summary_layout(layout), summaries[0].step)
     for one in summaries:
         assembly.add(one.ranks_w, one)
     [sent] = assembly.take(1)

@@ -9,12 +9,13 @@ import time
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.agent.message import StepMessage, unpack_columns
+from rankscope.agent.summary import HostSummary
 from rankscope.bus.evidence import Source, Table
 from rankscope.bus.messages import Layout, Messages
 from rankscope.bus.step import GatheredStep, StepReport
@@ -92,18 +93,11 @@ _log = logging.getLogger("rankscope")
 _AMEND = [amend for each in EVIDENCE if (amend := each.find("combine", "amend")) is not None]
 
 
-class Sent(Protocol):
-    """What a sender delivers of one step."""
-
-    @property
-    def step(self) -> int:
-        """Step number."""
+Sent = StepMessage | HostSummary
+"""What a sender delivers of one step."""
 
 
-_Sent = TypeVar("_Sent", bound=Sent)
-
-
-class Assembly(Generic[_Sent]):
+class Assembly:
     """Collects what the senders deliver until a step is complete."""
 
     def __init__(self, layout: Layout, first_step: int) -> None:
@@ -113,7 +107,7 @@ class Assembly(Generic[_Sent]):
         """Steps of which some worker's message was lost."""
         self.lost_of: Counter[int] = Counter()
         """Number of lost messages by rank."""
-        self._queues: dict[int, deque[_Sent | None]] = {}  # of each sender, by its first rank
+        self._queues: dict[int, deque[Sent | None]] = {}  # of each sender, by its first rank
         self._delivered_W = np.full(layout.num_workers, first_step - 1)
         self._num_unheard = layout.num_workers
         made = (each.find("combine", "make_combiner") for each in EVIDENCE)
@@ -134,7 +128,7 @@ class Assembly(Generic[_Sent]):
         for combiner in self._combiners:
             combiner.learn(rank, message)
 
-    def add(self, ranks: Sequence[int] | NDArray[np.int32], sent: _Sent) -> None:
+    def add(self, ranks: Sequence[int] | NDArray[np.int32], sent: Sent) -> None:
         """Add what the sender of these ranks has delivered; a repeated step is ignored."""
         first = int(ranks[0])
         if first not in self._queues:
@@ -143,9 +137,8 @@ class Assembly(Generic[_Sent]):
         gap = sent.step - int(self._delivered_W[first]) - 1
         if gap < 0:
             return
-        if gap:
-            for rank in ranks:
-                self._note_lost(int(rank), sent.step, gap)
+        for rank in ranks if gap else ():
+            self._note_lost(int(rank), sent.step, gap)
         self._queues[first].extend([None] * gap)  # lost on the way from another host
         self._queues[first].append(sent)
         self._delivered_W[ranks] = sent.step
@@ -163,9 +156,9 @@ class Assembly(Generic[_Sent]):
             )
         self.lost_of[rank] += gap
 
-    def take(self, most: int) -> list[list[_Sent]]:
+    def take(self, most: int) -> list[list[Sent]]:
         """Return the next complete steps, ``most`` at most: what each sender delivered, by rank."""
-        steps: list[list[_Sent]] = []
+        steps: list[list[Sent]] = []
         while len(steps) < most and self.num_whole:
             step = self.next_step
             self.next_step += 1

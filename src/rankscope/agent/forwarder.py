@@ -13,7 +13,7 @@ from typing import Any
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, FrameReader, pack
 from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.message import StepMessage
-from rankscope.agent.summary import host_summary
+from rankscope.agent.summary import HostSteps
 from rankscope.bus.messages import Layout
 from rankscope.bus.step import MAX_PAIRED_WORKERS
 
@@ -28,23 +28,6 @@ TIGHT_BYTES = 16 << 20
 
 _LASTING = {FrameKind.HELLO, FrameKind.SUBSCRIBE, FrameKind.BYE, FrameKind.GONE}
 """Frames that the root must get, also after a broken link."""
-
-
-class HostSteps:
-    """Collects the messages of a host's ranks until a step is complete."""
-
-    def __init__(self, num_local: int, layout: Layout) -> None:
-        self._num_local = num_local
-        self._layout = layout
-        self._steps: dict[int, dict[int, StepMessage]] = {}
-
-    def add(self, rank: int, message: StepMessage) -> bytes | None:
-        """Add a message; return the host's summary of the step that it completes."""
-        step = self._steps.setdefault(message.step, {})
-        step[rank] = message
-        if len(step) < self._num_local:
-            return None
-        return host_summary(self._steps.pop(message.step), self._layout)
 
 
 class Forwarder:
@@ -148,7 +131,6 @@ class Forwarder:
 
     def _give_back(self, frame: Frame) -> None:
         if frame.kind == FrameKind.LOOK:
-            self._ranks.request_states()
             states = {str(rank): str(state) for rank, state in self._ranks.states().items()}
             places = {str(rank): list(place) for rank, place in self._ranks.marks().items()}
             content = json.dumps({"states": states, "places": places}).encode()

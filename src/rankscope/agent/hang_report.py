@@ -6,7 +6,7 @@ All of it is plain data: with several hosts, states and stacks come over the net
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple, NotRequired, Self, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
 from rankscope.agent.flight_recorder import Collectives, Entry, Group
 from rankscope.bus.words import name_ranks
@@ -235,26 +235,6 @@ class HangReport:
         more = [f"and {len(self.suspects) - 8} more"] if len(self.suspects) > 8 else []
         return "; ".join([text, *named, *more])
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as plain JSON values."""
-        return {
-            "step": self.step,
-            "seconds": self.seconds,
-            "suspects": [[one.rank, str(one.fate), one.place] for one in self.suspects],
-            "waiting": list(self.waiting),
-            "phase": self.phase,
-            "recovered": self.recovered,
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return what :meth:`to_json` made."""
-        suspects = tuple(
-            Standing(rank, Fate(fate), None if place is None else CodePlace(*place))
-            for rank, fate, place in values["suspects"]
-        )
-        return cls(**{**values, "suspects": suspects, "waiting": tuple(values["waiting"])})
-
 
 def words_of(one: Standing, *, over: bool = False) -> str:
     """Describe the state of a suspect: ``has ended, in step 7``."""
@@ -401,15 +381,12 @@ def _behind(there: Mapping[int, CodePlace], states: Mapping[int, ProcessState]) 
     depths = {rank: _depth(place) for rank, place in there.items()}
     first = min(depths.values(), default=(0, 0))
     last = max(depths.values(), default=(0, 0))
+    behind = [rank for rank, depth in depths.items() if depth == first != last]
+    running = {rank for rank in behind if states.get(rank) == ProcessState.RUNNING}
     return [
-        Standing(rank, _fate_behind(states.get(rank)), there[rank])
-        for rank, depth in depths.items()
-        if depth == first != last
+        Standing(rank, Fate.STUCK if rank in running else Fate.SILENT, there[rank])
+        for rank in behind
     ]
-
-
-def _fate_behind(state: ProcessState | None) -> Fate:
-    return Fate.STUCK if state == ProcessState.RUNNING else Fate.SILENT
 
 
 def _depth(place: CodePlace) -> tuple[int, int]:

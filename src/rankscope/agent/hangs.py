@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from statistics import median
-from typing import Protocol
 
 from rankscope.agent.hang_report import (
     CodePlace,
@@ -25,6 +24,7 @@ from rankscope.agent.hang_report import (
     judge_stacks,
     words_of,
 )
+from rankscope.agent.local_ranks import AllHosts
 from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.rules import finding_of
@@ -291,31 +291,6 @@ _log = logging.getLogger("rankscope")
 _LOOK_SECONDS = 1.0
 
 
-class Hosts(Protocol):
-    """The processes of all ranks, on all hosts."""
-
-    def request_states(self) -> None:
-        """Request the states of processes on other hosts."""
-
-    def states(self) -> Mapping[int, ProcessState]:
-        """Return the known states of processes, by rank."""
-
-    def marks(self) -> Mapping[int, CodePlace]:
-        """Return the known places of ranks inside their steps."""
-
-    def ending(self, rank: int) -> str:
-        """Return how a rank ended whose connection was lost, as far as known."""
-
-    def write_line(self, line: str) -> None:
-        """Write a line to the error stream of the training, even while it hangs."""
-
-    def take_stacks(self) -> None:
-        """Start taking stacks on all hosts."""
-
-    def stacks(self) -> Mapping[int, Stack] | None:
-        """Return stacks by rank, once some have arrived."""
-
-
 class HangNotes:
     """Detects the hangs of one run; ``notify`` gets each finding that opens, changes or closes.
 
@@ -326,7 +301,7 @@ class HangNotes:
         self,
         num_workers: int,
         hang_seconds: float,
-        hosts: Hosts,
+        hosts: AllHosts,
         notify: Callable[[Finding], None],
     ) -> None:
         self._watch = HangWatch(num_workers, hang_seconds)

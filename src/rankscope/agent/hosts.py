@@ -206,11 +206,6 @@ class RootLink:
         return int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     @property
-    def endpoint(self) -> str:
-        """The first address of the invitation."""
-        return self.invitation.endpoints[0]
-
-    @property
     def hosts(self) -> tuple[int, ...]:
         """Hosts that have connected so far, in order."""
         return tuple(sorted(self._peers))
@@ -322,11 +317,6 @@ class HostLink:
     def open(self, invitation: bytes) -> None:
         """Start to search for the root by its invitation; frames wait until the root answers."""
         self._invitation = Invitation.decode(invitation)
-
-    @property
-    def silent_seconds(self) -> float:
-        """Seconds since the last frame from the root, which answers each beat; infinity: none."""
-        return time.monotonic() - self._received_at
 
     def send(self, frame: bytes, *, lasting: bool = False) -> bool:
         """Send or queue a frame; return False if it was dropped. A lasting one never is."""

@@ -214,9 +214,6 @@ class LocalRanks:
                 places[rank] = place
         return places
 
-    def request_states(self) -> None:
-        """Do nothing: states on this host need no request."""
-
     def write_line(self, line: str) -> None:
         """Write a line to the error stream of the lowest rank, even while it hangs."""
         for rank in sorted(dict(self._ranks)):

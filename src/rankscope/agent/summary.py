@@ -287,6 +287,23 @@ def host_summary(messages: Mapping[int, StepMessage], layout: Layout) -> bytes:
     return b"".join([_HEADER.pack(schema_hash(), step, *map(len, packed)), *packed])
 
 
+class HostSteps:
+    """Collects the messages of a host's ranks until a step is complete."""
+
+    def __init__(self, num_local: int, layout: Layout) -> None:
+        self._num_local = num_local
+        self._layout = layout
+        self._steps: dict[int, dict[int, StepMessage]] = {}
+
+    def add(self, rank: int, message: StepMessage) -> bytes | None:
+        """Add a message; return the host's summary of the step that it completes."""
+        step = self._steps.setdefault(message.step, {})
+        step[rank] = message
+        if len(step) < self._num_local:
+            return None
+        return host_summary(self._steps.pop(message.step), self._layout)
+
+
 def with_directions(gathered: GatheredStep, hosts: HostsStep, layout: Layout) -> GatheredStep:
     """Add directions and residuals from the summaries of all hosts to a step.
 

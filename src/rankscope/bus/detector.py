@@ -52,11 +52,6 @@ class RunFacts:
     # workers that some judges leave out
     flagged: FlaggedWorkers = field(default_factory=FlaggedWorkers)
 
-    @property
-    def repeats(self) -> bool:
-        """Whether workers are meant to repeat each other's samples."""
-        return self.plan.repeats
-
 
 @dataclass(frozen=True, slots=True)
 class Check:
