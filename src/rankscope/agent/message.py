@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.evidence import Array, DType, Source, Table, arrays_of
+from rankscope.bus.evidence import Array, DType, Source, Table
 from rankscope.bus.packing import pack_arrays, unpack_arrays
 from rankscope.bus.probe import Content
 from rankscope.bus.replicas import StateDifference, StateKind
@@ -26,7 +26,11 @@ from rankscope.evidence import EVIDENCE, columns_of, schema_hash
 from rankscope.record.states import put_back, take_out
 from rankscope.stats.arrays import Ints
 
-ARRAYS = (Array("slots", np.int64), *arrays_of(EVIDENCE), Array("names", np.uint8))
+ARRAYS = (
+    Array("slots", np.int64),
+    *(array for each in EVIDENCE for array in each.arrays),
+    Array("names", np.uint8),
+)
 
 _HEADER = struct.Struct(f"<qqdq{len(ARRAYS)}I")  # schema, step, time, items
 _LOCAL = columns_of(Table.WORKERS, Source.LOCAL)

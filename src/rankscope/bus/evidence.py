@@ -9,7 +9,6 @@ A kind of evidence is a package with up to five parts, each found by its name:
 - ``findings.toml``: titles, explanations, next checks, and the text of the page of causes.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import import_module
@@ -203,8 +202,3 @@ class Evidence:
         """Its findings as TOML; empty where it has none."""
         place = files(self.package).joinpath("findings.toml")
         return place.read_text("utf-8") if place.is_file() else ""
-
-
-def arrays_of(evidence: Iterable[Evidence]) -> tuple[Array, ...]:
-    """Return the arrays of a step's message, in order."""
-    return tuple(array for each in evidence for array in each.arrays)

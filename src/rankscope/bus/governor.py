@@ -133,19 +133,14 @@ class Governor:
         self._num_seen = {True: 0, False: 0}
         self._since_decision = 0
         self._patience = _PATIENCE
-        self._decisions: list[Decision] = []
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """All changes so far, in order."""
-        return tuple(self._decisions)
+        self.decisions: list[Decision] = []
 
     def interval_at(self, step: int) -> int:
         """Return the interval in force: a step is observed when it is a multiple of it.
 
         The interval of a step is final once the step ``LAG`` before it has been observed.
         """
-        for decision in reversed(self._decisions):
+        for decision in reversed(self.decisions):
             if decision.first_step <= step:
                 return decision.interval
         return self._every
@@ -209,7 +204,7 @@ class Governor:
     def summary(self) -> dict[str, Any]:
         """Return the decisions and their reasons as JSON for the record; None is unknown."""
         cost = self._cost(_SLOW)
-        interval = self._decisions[-1].interval if self._decisions else self._every
+        interval = self.decisions[-1].interval if self.decisions else self._every
         overhead = None if cost is None else cost.share(interval)
         return {
             "budget": self._budget,
@@ -230,12 +225,12 @@ class Governor:
                     "overhead_before": decision.overhead_before,
                     "overhead_expected": decision.overhead_expected,
                 }
-                for decision in self._decisions
+                for decision in self.decisions
             ],
         }
 
     def _decide(self, step: int, newest: int) -> Decision | None:
-        last = self._decisions[-1] if self._decisions else None
+        last = self.decisions[-1] if self.decisions else None
         pending = last is not None and step < last.first_step
         recent = None if self._budget is None or pending else self._cost(_FAST)
         if self._budget is None or recent is None:
@@ -259,7 +254,7 @@ class Governor:
         now = self.interval_at(step)
         if interval == now:
             return None  # the widest already
-        last = self._decisions[-1] if self._decisions else None
+        last = self.decisions[-1] if self.decisions else None
         if interval > now and last is not None and last.interval < last.interval_before:
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
         self._since_decision = 0
@@ -267,7 +262,7 @@ class Governor:
         expected = cost.share(interval)
         first = newest + LAG
         decision = Decision(step, first, now, interval, before, expected, self._budget)
-        self._decisions.append(decision)
+        self.decisions.append(decision)
         return decision
 
     def _smallest(self, cost: _Cost, budget: float) -> int:

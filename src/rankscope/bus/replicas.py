@@ -134,9 +134,10 @@ class StateDifference:
         values = self.digests_W.tolist()
         if self.kind is StateKind.OPTIMIZER:
             values = [value or None for value in values]
+        buffer = self.kind is StateKind.BUFFER
         odd = [
             ranks[index]
-            for ranks in _classes(self.kind, replicas_W)
+            for ranks in ([range(len(values))] if buffer else _replicas(replicas_W))
             for index in minority_ranks([values[rank] for rank in ranks])
         ]
         return tuple(sorted(odd))
@@ -209,11 +210,6 @@ def differences(
 def _digest_of_items(kinds: tuple[StateKind, ...], names: tuple[str, ...]) -> int:
     text = "\n".join(f"{kind} {name}" for kind, name in zip(kinds, names, strict=True))
     return digest_of(text.encode())
-
-
-def _classes(kind: StateKind, replicas_W: Ints) -> list[list[int]]:
-    """Return groups of two or more ranks that should hold the same."""
-    return [list(range(len(replicas_W)))] if kind is StateKind.BUFFER else _replicas(replicas_W)
 
 
 def _replicas(replicas_W: Ints) -> list[list[int]]:

@@ -165,20 +165,17 @@ class Rollups:
     def _join(self, level: int, part: WholeBin) -> list[WholeBin]:
         completed = []
         before = self._open.pop(level, None)
-        if before is not None and not _fit(level, before, part):
-            completed.append(before)
-            before = None
+        if before is not None:
+            same_workers = before.count_SW.shape == part.count_SW.shape
+            if not same_workers or before.first // level != part.first // level:
+                completed.append(before)
+                before = None
         grown = _begun(level, part) if before is None else _grown(before, part)
         if (grown.last + 1) % level == 0:
             completed.append(grown)
         else:
             self._open[level] = grown
         return completed
-
-
-def _fit(level: int, one: WholeBin, other: WholeBin) -> bool:
-    same_workers = one.count_SW.shape == other.count_SW.shape
-    return same_workers and one.first // level == other.first // level
 
 
 def _begun(level: int, part: WholeBin) -> WholeBin:

@@ -102,7 +102,9 @@ class RollupRows:
         for first, end in self._stretches(steps_T, widths_T):
             if samples is not None:
                 last = len(samples["step"]) if end == len(steps_T) else samples_at[end]
-                self._add_samples(samples["samples"][samples_at[first] : last])
+                batches = samples["samples"][samples_at[first] : last]
+                if len(batches):
+                    self._samples.add(np.concatenate(batches))
             begin = starts_T[first]
             width = int(widths_T[first])
             values = values_SN[:, begin : begin + (end - first) * width]
@@ -110,7 +112,13 @@ class RollupRows:
             completed = self._rollups.add(steps_T[first:end], values_TSW)
             found += [(str(whole.level), _rows_of(whole)) for whole in completed]
             if self._samples.drawn and any(whole.level == LEVELS[0] for whole in completed):
-                found.append((SAMPLES, self._coverage_row(int(steps_T[end - 1]))))
+                row = {
+                    "step": np.array([int(steps_T[end - 1])]),
+                    "drawn": np.array([self._samples.drawn]),
+                    "distinct": np.array([self._samples.distinct()]),
+                    "exact": np.array([self._samples.is_exact]),
+                }
+                found.append((SAMPLES, row))
         return found
 
     def _stretches(self, steps_T: Ints, widths_T: Ints) -> Iterator[tuple[int, int]]:
@@ -129,18 +137,6 @@ class RollupRows:
         starts = np.flatnonzero(begins_T).tolist() or [0]
         starts = starts if starts[0] == 0 else [0, *starts]
         return pairwise([*starts, len(steps_T)])
-
-    def _add_samples(self, batches: Sequence[Array] | Array) -> None:
-        if len(batches):
-            self._samples.add(np.concatenate(batches))
-
-    def _coverage_row(self, step: int) -> Rows:
-        return {
-            "step": np.array([step]),
-            "drawn": np.array([self._samples.drawn]),
-            "distinct": np.array([self._samples.distinct()]),
-            "exact": np.array([self._samples.is_exact]),
-        }
 
 
 def read_coverage(run: Path) -> Coverage | None:
@@ -188,7 +184,9 @@ def read_level(
     schema = schema_of(known)
     rows = pa.concat_tables([schema.empty_table(), *read_tail(files, schema, first_step)])
     arrays = {s.name: to_numpy(rows[s.name], s.dtype) for s in known}
-    arrays = _from(arrays, first_step)
+    wanted = arrays["step"] >= first_step
+    if not wanted.all():
+        arrays = {name: array[wanted] for name, array in arrays.items()}
     if any((arrays[f"{name}_count"] == MISSING_INT).any() for name in names):
         return None  # written by a release without this roll-up
     cells = Cells(arrays["step"], arrays["rank"], width)
@@ -202,11 +200,6 @@ def read_level(
         )
         for name in names
     }
-
-
-def _from(arrays: dict[str, Array], first_step: int) -> dict[str, Array]:
-    wanted = arrays["step"] >= first_step
-    return arrays if wanted.all() else {name: array[wanted] for name, array in arrays.items()}
 
 
 def is_sorted(keys: Sequence[Ints]) -> bool:
@@ -269,7 +262,8 @@ def read_overviews(
     """
     found = step_range(run, Table.WORKERS)
     if found is None:
-        return {name: _nothing(num_workers) for name in names}
+        nothing = bins_of_steps(np.empty(0, np.int64), np.empty((0, num_workers)))
+        return dict.fromkeys(names, nothing)
     first, last = found
     num_steps = last - first + 1
     schema = schema_with(Table.WORKERS, ("step", "rank", *names))
@@ -323,7 +317,3 @@ def thinned(bins: Bins, max_bins: int) -> Bins:
     if len(bins.first_B) <= max_bins:
         return bins
     return bins.merged(bin_width(int(bins.first_B[0]), int(bins.first_B[-1]), max_bins))
-
-
-def _nothing(num_workers: int) -> Bins:
-    return bins_of_steps(np.empty(0, np.int64), np.empty((0, num_workers)))

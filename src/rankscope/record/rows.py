@@ -13,8 +13,10 @@ from rankscope.bus.step import (
     MISSING_INT,
     GatheredStep,
     StepReport,
+    has_groups,
     has_micro_batches,
     known_micro_norms,
+    unless_unknown,
 )
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
@@ -29,7 +31,7 @@ Rows = Mapping[str, Array | list[Array]]
 
 def rows_of(reports: Sequence[StepReport]) -> dict[Table, Rows]:
     """Return the rows of steps by table, as copies; tables without rows are left out."""
-    grouped = [report for report in reports if _has_groups(report.gathered)]
+    grouped = [report for report in reports if has_groups(report.gathered)]
     rows = {Table.STEPS: _step_rows(reports), Table.WORKERS: _worker_rows(reports)}
     if grouped:
         rows[Table.GROUPS] = _group_rows(grouped)
@@ -80,28 +82,21 @@ def _worker_rows(reports: Sequence[StepReport]) -> Rows:
 
 
 def _micro_rows(report: StepReport) -> Rows:
-    losses = report.gathered.micro_losses
-    if not has_micro_batches(report.gathered):
+    step = report.gathered
+    losses = step.micro_losses
+    if not has_micro_batches(step):
         return {"step": np.empty(0, np.int64)}
     lengths = [len(worker) for worker in losses]
+    unknown = (np.full(sum(lengths), np.nan),)
     return {
-        "step": np.full(sum(lengths), report.gathered.step),
+        "step": np.full(sum(lengths), step.step),
         "rank": np.repeat(np.arange(len(losses)), lengths),
         "micro": np.concatenate([np.arange(length) for length in lengths]),
         "loss": np.concatenate(losses),
-        "loss_weight": np.concatenate(report.gathered.micro_weights),
-        "grad_norm": _micro_norms(report.gathered, lengths),
-        "loss_scale": _micro_scales(report.gathered, lengths),
+        "loss_weight": np.concatenate(step.micro_weights),
+        "grad_norm": np.concatenate(known_micro_norms(step) or unknown),
+        "loss_scale": np.concatenate(step.micro_scales or unknown),
     }
-
-
-def _micro_norms(step: GatheredStep, lengths: list[int]) -> Array:
-    norms = known_micro_norms(step)
-    return np.concatenate(norms) if norms else np.full(sum(lengths), np.nan)
-
-
-def _micro_scales(step: GatheredStep, lengths: list[int]) -> Array:
-    return np.concatenate(step.micro_scales) if step.micro_scales else np.full(sum(lengths), np.nan)
 
 
 def _sample_rows(reports: Sequence[StepReport]) -> Rows:
@@ -123,10 +118,6 @@ def _pair_row(report: StepReport) -> Rows:
     if cosines_WW is None or not 2 <= len(cosines_WW) <= MAX_PAIRED_WORKERS:
         return {"step": np.empty(0, np.int64)}
     return {"step": np.array([report.gathered.step]), "cosines": [upper_triangle(cosines_WW)]}
-
-
-def _has_groups(step: GatheredStep) -> bool:
-    return step.group_norms_WG is not None and len(step.groups) >= 2
 
 
 def _group_rows(reports: Sequence[StepReport]) -> Rows:
@@ -307,7 +298,9 @@ def _report(
         interval=int(interval) if np.isfinite(interval) else 1,
     )
     derived = {name: local[name] for name in _DERIVED}
-    return StepReport(gathered, values, derived, _cosines(rows[Table.PAIRS], width), cosines_WG)
+    pairs = rows[Table.PAIRS]
+    cosines_WW = None if pairs is None else from_upper_triangle(pairs["cosines"][0], width)
+    return StepReport(gathered, values, derived, cosines_WW, cosines_WG)
 
 
 def _samples(rows: Columns | None, width: int) -> tuple[Ints, ...]:
@@ -351,16 +344,8 @@ def _groups(
         return (), None, None, None, None
     norms_WG, *others = (rows[name].reshape(width, -1) for name in _GROUP_COLUMNS)
     groups = tuple(rows["group"][: norms_WG.shape[1]].tolist())
-    cosines_WG, residuals_WG, changes_WG = map(_unless_unknown, others)
+    cosines_WG, residuals_WG, changes_WG = map(unless_unknown, others)
     return groups, norms_WG, cosines_WG, residuals_WG, changes_WG
-
-
-def _unless_unknown(values: Floats) -> Floats | None:
-    return None if np.isnan(values).all() else values
-
-
-def _cosines(rows: Columns | None, width: int) -> Floats | None:
-    return None if rows is None else from_upper_triangle(rows["cosines"][0], width)
 
 
 def _as_floats(column: Ints | Floats, dtype: DType) -> Floats:

@@ -184,7 +184,7 @@ def _write_group(size: int, rows: pa.Table) -> tuple[bytes, Any]:
 
 def _common_footer(groups: tuple[_Group, ...]) -> bytes:
     """Return a footer of all row groups in order."""
-    footer = _read_footer(_footer_file(groups[0].footer))
+    footer = pq.read_metadata(pa.BufferReader(_footer_file(groups[0].footer)))
     for group in groups[1:]:
         footer.append_row_groups(group.footer)
     return _footer_file(footer)[len(_MAGIC) :]
@@ -194,10 +194,6 @@ def _footer_file(footer: Any) -> bytes:
     sink = pa.BufferOutputStream()
     footer.write_metadata_file(sink)
     return bytes(sink.getvalue().to_pybytes())
-
-
-def _read_footer(file: bytes) -> Any:
-    return pq.read_metadata(pa.BufferReader(file))
 
 
 PART_BYTES = PACE.part_bytes

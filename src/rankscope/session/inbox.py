@@ -92,16 +92,16 @@ class Inbox:
         self.done = False  # whether the agent has sent its last frame
         self.recorded = False  # whether it could write all of the run, as that frame says
         self._handlers: dict[int, Callable[[Frame], None]] = {
-            FrameKind.WELCOME: self._handle_welcome,
-            FrameKind.INTERVAL: self._handle_interval,
+            FrameKind.WELCOME: lambda frame: permit_inspection(int(frame.payload)),
+            FrameKind.INTERVAL: lambda f: collector.intervals.add(f.step, int(f.payload)),
             FrameKind.FINDINGS: self._handle_findings,
             FrameKind.LATEST: self._handle_report,
             FrameKind.LOG: self._handle_line,
-            FrameKind.ANNOUNCE: self._handle_announcement,
+            FrameKind.ANNOUNCE: lambda frame: announce(*json.loads(frame.payload)),
             FrameKind.OFF: self._handle_off,
-            FrameKind.INVITATION: self._handle_invitation,
+            # published to the agents of other hosts
+            FrameKind.INVITATION: lambda f: handle.meeting.write("invitation", f.payload),
             FrameKind.DONE: self._handle_done,
-            FrameKind.WORKING: lambda frame: None,
             FrameKind.REQUEST: self._handle_request,
         }
 
@@ -191,15 +191,9 @@ class Inbox:
             if handler is not None:
                 handler(frame)
 
-    def _handle_welcome(self, frame: Frame) -> None:
-        permit_inspection(int(frame.payload))
-
     def _handle_request(self, frame: Frame) -> None:
         name, content = untag(frame.payload)
         self._collector.on_request(name, frame.step, content)
-
-    def _handle_interval(self, frame: Frame) -> None:
-        self._collector.intervals.add(frame.step, int(frame.payload))
 
     def _handle_findings(self, frame: Frame) -> None:
         content = json.loads(frame.payload)
@@ -226,9 +220,6 @@ class Inbox:
         level, line, trace = json.loads(frame.payload)
         _log.log(level, "%s", line, extra={TRACE: trace})
 
-    def _handle_announcement(self, frame: Frame) -> None:
-        announce(*json.loads(frame.payload))
-
     def _handle_off(self, frame: Frame) -> None:
         raise AgentEndedError(frame.payload.decode())
 
@@ -237,10 +228,6 @@ class Inbox:
         self.recorded = frame.step == 1
         if frame.payload:
             raise AgentEndedError(frame.payload.decode())
-
-    def _handle_invitation(self, frame: Frame) -> None:
-        """Publish the root's invitation to the agents of other hosts."""
-        self._handle.meeting.write("invitation", frame.payload)
 
     def _look_for_invitation(self) -> None:
         """Send the root's invitation to the agent of this host, once it is published."""

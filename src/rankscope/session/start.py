@@ -159,7 +159,7 @@ def watch(
 
     def describe() -> dict[str, Any]:
         return {
-            "facts": _facts(model, instruments.device, options.tokenizer, loader),
+            "facts": _facts(model, wrapped.device, options.tokenizer, loader),
             "config": dict(config or {}),
             "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
             "sinks": sinks,
