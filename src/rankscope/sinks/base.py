@@ -12,7 +12,6 @@ All names of numbers are derived from the signal registry:
 C columns of the workers table that are shown, W workers, R ranks whose own values are shown.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from rankscope.bus.finding import Finding, FindingEvent, FindingEvents, Severity
 from rankscope.bus.step import MISSING_INT, StepReport
 from rankscope.errors import RankscopeError
 from rankscope.evidence import columns_of
+from rankscope.files import to_plain
 from rankscope.stats.arrays import Floats
 
 _NUMBERS = (DType.INT, DType.FLOAT, DType.BOOL)
@@ -195,18 +195,8 @@ def step_values(
 
 def plain_finding(finding: Finding) -> dict[str, Any]:
     """Return a finding as plain JSON; non-finite numbers are None."""
-    return plain(finding.to_json())
-
-
-def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as plain JSON: numpy made plain, non-finite numbers None."""
-    text = json.dumps(values, default=_plain)
-    read: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
-    return read
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+    plain: dict[str, Any] = to_plain(finding.to_json())
+    return plain
 
 
 def _step_values(report: StepReport) -> dict[str, float]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.bus.finding import Finding, FindingEvent, Severity
-from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, plain, sentence
+from rankscope.files import to_plain
+from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, sentence
 
 _log = logging.getLogger("rankscope")
 
@@ -124,7 +125,7 @@ class _OwnRun:
                 "dir": os.environ.get("WANDB_DIR") or str(info.run_dir),
                 "name": None if "WANDB_NAME" in os.environ else info.run_dir.name,
                 "job_type": "rankscope",
-                "config": plain({"rankscope": dict(info.options), **info.config}),
+                "config": to_plain({"rankscope": dict(info.options), **info.config}),
             }
         )
 
