@@ -182,18 +182,12 @@ def write_error(path: Path, error: OSError) -> RunError:
     )
 
 
-def replace(path: Path, content: bytes) -> None:
-    """Write or replace a file: readers see the old one until the new one is on disk."""
-    with staged(path, content) as hidden:
-        hidden.replace(path)
+def replace(path: Path, content: bytes, *, after: int = 0) -> None:
+    """Write or replace a file: readers see the old one until the new one is on disk.
 
-
-def extend(path: Path, size: int, tail: bytes) -> None:
-    """Replace the end of a file: readers see the old one until the new one is on disk.
-
-    The first ``size`` bytes are kept; the file need not exist if that is 0.
+    ``after`` bytes of the present file stay at its beginning; an error leaves it untouched.
     """
-    with staged(path, tail, after=size) as hidden:
+    with staged(path, content, after=after) as hidden:
         hidden.replace(path)
 
 

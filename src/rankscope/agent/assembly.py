@@ -45,11 +45,6 @@ class Workers(list[Worker]):
         """The ranks that send nothing more."""
         return [rank for rank, worker in enumerate(self) if worker.left is not None]
 
-    @property
-    def readers(self) -> list[int]:
-        """The ranks that have subscribed to reports."""
-        return [rank for rank, worker in enumerate(self) if worker.wants_reports]
-
     def leave(self, rank: int, why: str, at: float) -> None:
         """Record that a worker sends nothing more; the first reason counts."""
         if self[rank].left is None:
@@ -82,16 +77,10 @@ class Workers(list[Worker]):
             for rank in self.ended(delivered)
         ]
 
-    @property
-    def without_room(self) -> dict[int, int]:
-        """Number of gradients left out, by rank, where not 0."""
-        return {rank: each.without_room for rank, each in enumerate(self) if each.without_room}
-
 
 _log = logging.getLogger("rankscope")
 
 _AMEND = [amend for each in EVIDENCE if (amend := each.find("combine", "amend")) is not None]
-
 
 Sent = StepMessage | HostSummary
 """What a sender delivers of one step."""

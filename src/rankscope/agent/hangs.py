@@ -102,7 +102,8 @@ class HangWatch:
         if not there or seconds < self._limit():
             return None
         report = self._judge(seconds, states, marks or {})
-        if self._newest[0] < 0 and not _is_plain(report):
+        is_certain = report.phase == "backward" or report.with_fate(Fate.ENDED, Fate.STOPPED)
+        if self._newest[0] < 0 and not is_certain:
             return None  # the first step may take long: it compiles
         self._report = report
         self._began = now - seconds
@@ -196,11 +197,6 @@ def hang_finding(
     )
     step = report.step - 1 if newest is None else newest
     return finding_of(evidence, step, name=f"time.hang:step-{report.step}")
-
-
-def _is_plain(report: HangReport) -> bool:
-    """Return whether a hang in the first step is certain; that step may compile."""
-    return report.phase == "backward" or bool(report.with_fate(Fate.ENDED, Fate.STOPPED))
 
 
 def _duration_words(report: HangReport) -> str:

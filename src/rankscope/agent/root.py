@@ -314,7 +314,7 @@ class Root:
         return pack(FrameKind.INTERVAL, str(last.interval).encode(), step=last.first_step)
 
     def _send_reports(self) -> None:
-        wanted = self._workers.readers
+        wanted = [rank for rank, worker in enumerate(self._workers) if worker.wants_reports]
         if self._latest is None or not wanted:
             return
         content = pack_report(self._latest)
@@ -445,8 +445,9 @@ class Root:
         if self._assembly.lost:
             missing["lost_steps"] = self._assembly.lost
             missing["lost_of"] = dict(sorted(self._assembly.lost_of.items()))
-        if without_room := self._workers.without_room:
-            missing["without_room"] = without_room
+        left_out = {rank: one.without_room for rank, one in enumerate(self._workers)}
+        if any(left_out.values()):
+            missing["without_room"] = {rank: number for rank, number in left_out.items() if number}
         return missing
 
     def _save_state(self, *, at_end: bool = False) -> None:

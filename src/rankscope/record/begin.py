@@ -60,7 +60,12 @@ def begin_run(
     info = {
         **info,
         "schema_version": SCHEMA_VERSION,
-        "versions": {**_versions(), **info.get("versions", {})},
+        "versions": {
+            "rankscope": __version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            **info.get("versions", {}),
+        },
         "status": "running",
         "started": now(),
     }
@@ -101,14 +106,6 @@ def text_of(info: Mapping[str, Any]) -> bytes:
 def now() -> str:
     """Return the present time as in ``run.json``."""
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _versions() -> dict[str, str]:
-    return {
-        "rankscope": __version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
 
 
 LOCK_FILE = ".writer"

@@ -243,6 +243,7 @@ class Mirror:
     def __init__(self, copy: Path, store: Store, interval: float = _INTERVAL) -> None:
         self._copy = copy
         self._store = store
+        self.address = store.address
         self._interval = interval
         self._sent: dict[str, tuple[int, int]] = {}
         self._failed = False
@@ -251,11 +252,6 @@ class Mirror:
             (copy / _UNSENT).touch()
         self._thread = threading.Thread(target=self._run, name="rankscope-mirror", daemon=True)
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """The address of the store."""
-        return self._store.address
 
     def close(self, seconds: float) -> bool:
         """Wait up to so long until all files are sent; return whether they are.

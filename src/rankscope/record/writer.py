@@ -27,7 +27,7 @@ from rankscope.bus.replicas import TRACE_WIDTH
 from rankscope.bus.step import StepReport
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
-from rankscope.files import append, extend, is_file, make_folder, replace, to_plain, write_error
+from rankscope.files import append, is_file, make_folder, replace, to_plain, write_error
 from rankscope.record.begin import INFO_FILE, begin_run, now, text_of
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
 from rankscope.record.rows import Rows, rows_of
@@ -394,8 +394,10 @@ class _PartWriter:
         if self._part.size and not is_file(self._file):  # it was removed
             self._number += 1
             self._part = GrowingPart()
-        grown, tail = self._part.grown(self._to_arrow(self._staged))
-        extend(self._file, self._part.size, tail)
+        blocks = self._staged
+        columns = [_column([rows[s.name] for rows in blocks], s.dtype) for s in self._signals]
+        grown, tail = self._part.grown(pa.table(columns, schema=self._schema))
+        replace(self._file, tail, after=self._part.size)
         self._staged = []
         self._staged_bytes = 0
         self._part = grown
@@ -406,12 +408,6 @@ class _PartWriter:
     @property
     def _file(self) -> Path:
         return self._folder / f"part-{self._number:06d}.parquet"
-
-    def _to_arrow(self, blocks: list[Rows]) -> pa.Table:
-        return pa.table(
-            [_column([rows[s.name] for rows in blocks], s.dtype) for s in self._signals],
-            schema=self._schema,
-        )
 
 
 def _num_bytes(rows: Rows) -> int:

@@ -296,13 +296,11 @@ def _wait_for_agent(previous: Path) -> None:
         agent = info.get("agent")
         if info.get("status") != "running" or (agent is None and age > _STARTING_SECONDS):
             return
-        if agent is not None and not _runs_here(agent):
+        if agent is not None and not (
+            agent.get("host") == host_name() and Path(f"/proc/{agent.get('pid')}").exists()
+        ):
             return
         time.sleep(0.05)
-
-
-def _runs_here(agent: Mapping[str, Any]) -> bool:
-    return agent.get("host") == host_name() and Path(f"/proc/{agent.get('pid')}").exists()
 
 
 def _connect(
@@ -430,7 +428,8 @@ def start_recorder_thread() -> RecorderThread | None:
     names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of any backend, and of NCCL
     dumps = [dump for name in names if (dump := getattr(module, name, None)) is not None]
     try:
-        if dumps and (_is_on() or any(map(_holds_something, dumps))):
+        # some releases have NCCL's on without being requested
+        if dumps and (_is_on() or any(json.loads(dump()).get("entries") for dump in dumps)):
             return RecorderThread(dist.get_rank(), lambda: [dump() for dump in dumps])
     except Exception as error:  # no thread, or another release's form
         _log.debug("hangs will be reported without the collectives of the ranks: %s", error)
@@ -440,8 +439,3 @@ def start_recorder_thread() -> RecorderThread | None:
 def _is_on() -> bool:
     sizes = [os.environ[name] for name in _SIZES if name in os.environ]
     return bool(sizes) and sizes[0].isdecimal() and int(sizes[0]) > 0
-
-
-def _holds_something(dump: Callable[[], bytes]) -> bool:
-    """Return whether NCCL's recorder is on, as some releases have it without being requested."""
-    return bool(json.loads(dump()).get("entries"))

@@ -124,9 +124,10 @@ def watch(
     else:
         wrapped = find_parts(model)
         model = model[0]
-    optimizer = (
-        _one_of(plain_optimizers(optimizer)) or wrapped.optimizer
-    )  # DeepSpeed's wraps it, too
+    optimizers = plain_optimizers(optimizer)
+    optimizer = optimizers[0] if optimizers else wrapped.optimizer  # DeepSpeed's wraps it, too
+    if len(optimizers) > 1:
+        optimizer = JointOptimizer(optimizers)
     if wrapped.kind is LOOP and optimizer is None:
         raise UsageError(
             "watch() expected the optimizer, or all of them in a list, of a model without wrapper, "
@@ -204,11 +205,6 @@ def watch(
     )
     scope.until_closed(stage)
     return scope
-
-
-def _one_of(optimizers: list[torch.optim.Optimizer]) -> Any:
-    """Return the optimizer, several as one; None without any."""
-    return JointOptimizer(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
 
 
 def log_to_stderr() -> None:

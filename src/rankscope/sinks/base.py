@@ -127,19 +127,19 @@ class StepValues:
 
     def _named_values(self) -> Iterator[tuple[str, float]]:
         for column, value in self.values.items():
-            yield step_name(column), value
+            yield f"rankscope/{column}", value
         for severity in Severity:
-            yield findings_name(severity), float(self.open_findings.get(severity, 0))
+            yield f"rankscope/findings_{severity}", float(self.open_findings.get(severity, 0))
         places = [(rank, self.ranks.index(rank)) for rank in self.named if rank in self.ranks]
         spreads = self.spread_CX.tolist()
         values = self.values_CR
         for index, signal in enumerate(WORKER_SIGNALS):
             for which, value in zip(SPREAD, spreads[index], strict=True):
                 if isfinite(value):
-                    yield spread_name(signal.name, which), value
+                    yield f"rankscope_workers/{signal.name}/{which}", value
             for rank, place in places:
                 if isfinite(value := float(values[index, place])):
-                    yield rank_name(signal.name, rank), value
+                    yield f"rankscope_ranks/{signal.name}/{rank}", value
 
 
 @runtime_checkable
@@ -225,26 +225,6 @@ def _spread(values_CW: Floats) -> Floats:
     low_C = np.fmin.reduce(values_CW, axis=1)
     high_C = np.fmax.reduce(values_CW, axis=1)
     return np.stack([low_C, means_C, high_C], axis=1)
-
-
-def step_name(column: str) -> str:
-    """Return the name of a column of the steps table."""
-    return f"rankscope/{column}"
-
-
-def findings_name(severity: Severity) -> str:
-    """Return the name of the number of open findings of one severity."""
-    return f"rankscope/findings_{severity}"
-
-
-def spread_name(column: str, which: str) -> str:
-    """Return the name of the smallest, mean or largest value over the workers."""
-    return f"rankscope_workers/{column}/{which}"
-
-
-def rank_name(column: str, rank: int) -> str:
-    """Return the name of one worker's value."""
-    return f"rankscope_ranks/{column}/{rank}"
 
 
 class NewsSink(ABC):

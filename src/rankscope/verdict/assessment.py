@@ -80,7 +80,9 @@ def assess(run: Run) -> Assessment:
     progress = progress_of(run)
     known = values["samples_drawn"] is not None
     options = run.info.get("options")
-    checks = checks_of(run.num_workers, options, samples=known, canaries=_has_canary(run))
+    run_on_all_B = np.isfinite(run.overview("canary_loss").mean_BW).all(axis=1)
+    canaries = bool(run_on_all_B.any())
+    checks = checks_of(run.num_workers, options, samples=known, canaries=canaries)
     progress = replace(progress, checks=checks, coverage=coverage_of(run))
     siblings = siblings_of(run)
     verdict: Verdict = _of_job(judge(values, findings, progress), findings, worst_of(siblings))
@@ -123,16 +125,9 @@ def replay_command(run: Run, finding: Finding) -> str:
 def progress_of(run: Run) -> RunProgress:
     """Return the progress of a recorded run."""
     steps = step_range(run.path, Table.STEPS)
-    return RunProgress(run.status, -1 if steps is None else steps[1], _earlier_steps(run))
-
-
-def _has_canary(run: Run) -> bool:
-    """Return whether all workers have run a canary."""
-    return bool(np.isfinite(run.overview("canary_loss").mean_BW).all(axis=1).any())
-
-
-def _earlier_steps(run: Run) -> int | None:
-    return read_number(run.path / START_FILE, "num_steps") if "continues" in run.info else 0
+    continues = "continues" in run.info
+    earlier = read_number(run.path / START_FILE, "num_steps") if continues else 0
+    return RunProgress(run.status, -1 if steps is None else steps[1], earlier)
 
 
 def measure(run: Run) -> Values:

@@ -242,12 +242,13 @@ def _steps_of(run: Run) -> _Steps:
     micro_squares_T, num_micro_T, shares_T = _micro(micro, steps_T, run.num_workers)
     with np.errstate(over="ignore", invalid="ignore"):
         squares_T = np.square(columns["grad_norm_mean"]) + np.square(columns["grad_norm_std"])
-        drawn_T = np.where(columns["samples_drawn"] == MISSING_INT, 0, columns["samples_drawn"])
+        drawn_T = columns["samples_drawn"]
+        unknown_T = (drawn_T == MISSING_INT) | (drawn_T == 0)
         return _Steps(
             steps_T=steps_T,
             squares_T=squares_T,
             reduced_T=columns["grad_norm_reduced"],
-            samples_T=_unless_zero(drawn_T.astype(np.float64)),
+            samples_T=np.where(unknown_T, np.nan, drawn_T),
             micro_squares_T=micro_squares_T,
             num_micro_T=num_micro_T,
             shares_T=shares_T,
@@ -277,10 +278,6 @@ def _micro(rows: Columns, steps_T: Ints, width: int) -> tuple[Floats, Ints, Floa
     equal_T = (counts_TW == counts_TW[:, :1]).all(axis=1)
     num_micro_T = np.where(equal_T, counts_TW[:, 0], 1).astype(np.int64)
     return means_T, num_micro_T, micro_shares(scales_TW, scale_squares_TW, num_micro_T)
-
-
-def _unless_zero(values_T: Floats) -> Floats:
-    return np.where(values_T == 0, np.nan, values_T)
 
 
 def _ratio(numerators_T: Floats, denominators_T: Floats, *, root: bool = False) -> Estimate:

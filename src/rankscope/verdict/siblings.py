@@ -1,5 +1,6 @@
 """The runs of one job: each of its data-parallel groups records one, and they share a verdict."""
 
+import glob
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,7 +52,7 @@ def siblings_of(run: Run) -> list[Sibling]:
     if not job:
         return []
     found = []
-    for path in sorted(run.path.parent.glob(f"{_escaped(job['base'])}*")):
+    for path in sorted(run.path.parent.glob(f"{glob.escape(job['base'])}*")):
         if path.name == run.path.name or not Run.is_run(path):
             continue
         try:
@@ -95,7 +96,3 @@ def _in_words(sibling: Sibling) -> str:
 def _number(run: Run) -> str:
     """Return what distinguishes the directory of a later attempt."""
     return run.path.name.removeprefix(str(run.info["job"]["name"]))
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{sign}]" if sign in "*?[" else sign for sign in name)
