@@ -14,9 +14,8 @@ from multiprocessing import get_context
 
 import pytest
 
-from rankscope.agent import local_ranks
+from rankscope.agent import ranks
 from rankscope.agent.hang_report import CodePlace, ProcessState
-from rankscope.agent.local_ranks import StackTaker, stacks_of
 from rankscope.agent.processes import (
     ProcessWatch,
     ProgressMark,
@@ -25,6 +24,7 @@ from rankscope.agent.processes import (
     permit_inspection,
     read_mark,
 )
+from rankscope.agent.ranks import StackTaker, stacks_of
 from rankscope.errors import install_command
 
 PATIENCE = 60.0
@@ -333,7 +333,7 @@ def test_stacks_are_taken_beside_the_agents_loop(monkeypatch):
         may_go_on.wait(PATIENCE)
         return dict.fromkeys(threads, "stack")
 
-    monkeypatch.setattr(local_ranks, "stacks_of", slow)
+    monkeypatch.setattr(ranks, "stacks_of", slow)
     taker = StackTaker({7: 0})
     assert taker.result() is None
     may_go_on.set()
@@ -344,7 +344,7 @@ def test_a_thread_that_cannot_start_or_fails_is_a_reason(monkeypatch):
     def fail(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(local_ranks, "stacks_of", fail)
+    monkeypatch.setattr(ranks, "stacks_of", fail)
     taker = StackTaker({7: 0})
     wait_for(taker.result)
     assert taker.result()[7]["missing"] == "can't start new thread"

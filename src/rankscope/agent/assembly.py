@@ -145,9 +145,9 @@ class Assembly:
             )
         self.lost_of[rank] += gap
 
-    def take(self, most: int) -> list[list[Sent]]:
+    def take(self, most: int) -> list[list[Any]]:
         """Return the next complete steps, ``most`` at most: what each sender delivered, by rank."""
-        steps: list[list[Sent]] = []
+        steps: list[list[Any]] = []
         while len(steps) < most and self.num_whole:
             step = self.next_step
             self.next_step += 1

@@ -134,9 +134,10 @@ class Reader:
 
     def __init__(self, pid: int, numbers: Sequence[int]) -> None:
         request, answer = numbers
-        self._answer = _open(pid, answer, os.O_RDONLY, f"/memfd:{_NAME}")
+        self._answer = open_of_process(pid, answer, os.O_RDONLY, f"/memfd:{_NAME}")
         try:
-            self._request = _open(pid, request, os.O_WRONLY | os.O_NONBLOCK, "pipe:")
+            flags = os.O_WRONLY | os.O_NONBLOCK
+            self._request = open_of_process(pid, request, flags, "pipe:")
         except OSError:
             os.close(self._answer)
             raise
@@ -174,7 +175,11 @@ class Reader:
         return number, size
 
 
-def _open(pid: int, number: int, flags: int, kind: str) -> int:
+def open_of_process(pid: int, number: int, flags: int, kind: str) -> int:
+    """Open a file that another process of this user has open as ``number``; an OSError without.
+
+    ``kind`` is the beginning of its name in ``/proc``.
+    """
     descriptor = os.open(f"/proc/{pid}/fd/{number}", flags | os.O_CLOEXEC)
     if not str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith(kind):
         os.close(descriptor)

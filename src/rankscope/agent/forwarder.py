@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, FrameReader, pack
-from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.message import StepMessage
+from rankscope.agent.ranks import RankProcesses
 from rankscope.agent.summary import HostSteps
 from rankscope.bus.messages import Layout
 from rankscope.bus.step import MAX_PAIRED_WORKERS
@@ -37,7 +37,7 @@ class Forwarder:
     """
 
     def __init__(
-        self, setup: Mapping[str, Any], send: Callable[[int, bytes], None], ranks: LocalRanks
+        self, setup: Mapping[str, Any], send: Callable[[int, bytes], None], ranks: RankProcesses
     ) -> None:
         from rankscope.agent.hosts import HostLink  # ZeroMQ: only with several hosts
 

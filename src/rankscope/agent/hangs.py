@@ -24,7 +24,7 @@ from rankscope.agent.hang_report import (
     judge_stacks,
     words_of,
 )
-from rankscope.agent.local_ranks import AllHosts
+from rankscope.agent.ranks import RankProcesses
 from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.rules import finding_of
@@ -297,11 +297,11 @@ class HangNotes:
         self,
         num_workers: int,
         hang_seconds: float,
-        hosts: AllHosts,
+        ranks: RankProcesses,
         notify: Callable[[Finding], None],
     ) -> None:
         self._watch = HangWatch(num_workers, hang_seconds)
-        self._hosts = hosts
+        self._ranks = ranks
         self._notify = notify
         self._report: HangReport | None = None
         self._stacks: Mapping[int, Stack] = {}
@@ -323,12 +323,12 @@ class HangNotes:
             return
         self._next_look = now + _LOOK_SECONDS
         if self._watch.wants_states(now):
-            self._hosts.request_states()
-        report = self._watch.look(now, self._hosts.states(), self._hosts.marks())
+            self._ranks.request_states()
+        report = self._watch.look(now, self._ranks.states(), self._ranks.marks())
         if report is not None and not report.recovered:
-            self._hosts.take_stacks()
+            self._ranks.take_stacks()
             self._stacks = {}
-        stacks = self._hosts.stacks()
+        stacks = self._ranks.stacks()
         if stacks:
             self._stacks = {**self._stacks, **stacks}
             report = self._watch.learn(self._stacks) or report
@@ -342,4 +342,4 @@ class HangNotes:
         else:
             self.findings[finding.id] = finding
             self._notify(finding)
-            self._hosts.write_line(finding.explanation)
+            self._ranks.write_line(finding.explanation)

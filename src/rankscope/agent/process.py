@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from rankscope.agent.forwarder import Forwarder
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
-from rankscope.agent.local_ranks import AllHosts, LocalRanks
 from rankscope.agent.processes import lower_priority
+from rankscope.agent.ranks import RankProcesses
 from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer
 from rankscope.bus.words import make_printable, name_ranks
@@ -65,13 +65,12 @@ class Agent:
         self._in_thread = in_thread
         self._parent = parent
         self._secret = secret
-        self._ranks = LocalRanks()
+        self._ranks = RankProcesses()
         self._server = LocalServer(
             listening, self._check, introduce=self._introduce, lives=self._ranks.lives
         )
         self.root: Root | Forwarder | None = None
         self._remote: RemoteHosts | None = None
-        self._hosts = AllHosts(self._ranks, None)
         self._early: deque[tuple[int, Frame | None, float]] = deque()
         self._worked_at = self._alone_since = 0.0
         self._lines: deque[tuple[int, str, str]] = deque(maxlen=256)
@@ -187,8 +186,8 @@ class Agent:
             self._remote = RemoteHosts(os.environ.get(ADDRESS), setup["master"])
             invitation = pack(FrameKind.INVITATION, self._remote.invitation, rank=0)
             self._server.send(0, invitation)
-        self._hosts = AllHosts(self._ranks, self._remote)
-        self.root = Root(setup, self._send, self._hosts)
+        self._ranks.remote = self._remote
+        self.root = Root(setup, self._send, self._ranks)
 
     def _receive_from_hosts(self) -> None:
         """Handle frames from other hosts; give up ranks that are out of reach too long."""
@@ -196,7 +195,7 @@ class Agent:
         for rank, frame, at in self._remote.poll():
             if frame is not None and frame.kind == FrameKind.GONE:
                 ending = json.loads(frame.payload)
-                self._hosts.endings[rank] = ending["how"]
+                self._ranks.endings[rank] = ending["how"]
                 self._give(rank, None, ending["time"])
             else:
                 self._give(rank, frame, at)
@@ -208,7 +207,7 @@ class Agent:
             )
         assert isinstance(self.root, Root)
         for rank in self._remote.given_up(at_end=self.root.has_closed_here):
-            self._hosts.endings[rank] = "its host is out of reach"
+            self._ranks.endings[rank] = "its host is out of reach"
             self._give(rank, None, time.time())
 
     def _send(self, rank: int, content: bytes) -> None:

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
+from rankscope.agent.flight_recorder import open_of_process
 from rankscope.agent.hang_report import CodePlace, ProcessState
 
 _PEER_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
@@ -225,17 +226,10 @@ def open_mark(pid: int, number: int) -> int | None:
     ``number`` is that process's own descriptor, from its hello frame. The caller closes the
     descriptor. None if there is no mark: the process has closed it, or is another user's.
     """
-    descriptor = None
     try:
-        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
-        opened = Path(f"/proc/self/fd/{descriptor}").readlink()
-        if str(opened).startswith(f"/memfd:{_NAME}"):
-            return descriptor
+        return open_of_process(pid, number, os.O_RDONLY, f"/memfd:{_NAME}")
     except OSError:
-        pass
-    if descriptor is not None:
-        os.close(descriptor)
-    return None
+        return None
 
 
 def read_mark(descriptor: int) -> CodePlace | None:

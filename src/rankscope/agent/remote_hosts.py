@@ -78,15 +78,7 @@ class RemoteHosts:
         elif rank in self._host_of:
             self._link.send(self._host_of[rank], content)
 
-    def request_states(self) -> None:
-        """Request the states of processes from all hosts."""
-        self.send(ALL_RANKS, pack(FrameKind.LOOK))
-
-    def take_stacks(self) -> None:
-        """Request stacks from all hosts."""
-        self.send(ALL_RANKS, pack(FrameKind.STACKS))
-
-    def stacks(self) -> Mapping[int, Stack]:
+    def take_stacks(self) -> Mapping[int, Stack]:
         """Return stacks that have arrived since the last call."""
         come = self._stacks
         self._stacks = {}

@@ -17,8 +17,8 @@ from rankscope.agent.assembly import Assembly, Workers, summarize
 from rankscope.agent.forwarder import HostSteps
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
 from rankscope.agent.hangs import HangNotes
-from rankscope.agent.local_ranks import AllHosts
 from rankscope.agent.message import StepMessage, pack_report, tag, untag
+from rankscope.agent.ranks import RankProcesses
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.summary import (
     HostsStep,
@@ -65,7 +65,7 @@ class Root:
     ``setup`` comes in the hello frame of rank 0, see ``rankscope.session.opening``.
     """
 
-    def __init__(self, setup: Mapping[str, Any], send: Send, hosts: AllHosts) -> None:
+    def __init__(self, setup: Mapping[str, Any], send: Send, ranks: RankProcesses) -> None:
         layout = Layout.from_json(setup["layout"])
         self._send = send
         self._run_dir = Path(setup["run_dir"])
@@ -114,8 +114,8 @@ class Root:
         known = tuple(self._diagnosis.findings)
         self._record.add_findings(known)
         seconds = math.inf if setup["hang_seconds"] is None else setup["hang_seconds"]
-        self._hangs = HangNotes(layout.num_workers, seconds, hosts, self._report_hang)
-        self._hosts = hosts
+        self._hangs = HangNotes(layout.num_workers, seconds, ranks, self._report_hang)
+        self._ranks = ranks
         info = setup["info"]
         self._sinks = Sinks(
             plan_sinks(setup["sinks"]),
@@ -136,7 +136,7 @@ class Root:
             if frame is not None and frame.kind == FrameKind.EVIDENCE:
                 self._direct(None, frame)
         elif frame is None:
-            self._workers.leave(rank, self._hosts.ending(rank), at)
+            self._workers.leave(rank, self._ranks.ending(rank), at)
         elif frame.kind == FrameKind.SUMMARY:
             self._handle_summary(frame.payload)
         elif frame.kind == FrameKind.HELLO:

@@ -92,11 +92,6 @@ class StateDigests:
         """A 63-bit digest of kinds and names, equal on workers whose items are the same."""
         return _digest_of_items(self.kinds, self.names)
 
-    def of_kind(self, kind: StateKind) -> int | None:
-        """Return one digest of all items of a kind, None without any."""
-        chosen = [digest for k, digest in zip(self.kinds, self.digests_D, strict=True) if k is kind]
-        return digest_of_digests(np.array(chosen, np.int64)) if chosen else None
-
 
 @dataclass(frozen=True, slots=True)
 class StateDifference:

@@ -17,6 +17,13 @@ MISSING_INT = np.iinfo(np.int64).min
 """Stands for "no value" in an int64 array, as NaN does in a float64 one; null in the record."""
 
 
+def as_floats(values: NDArray[Any]) -> Floats:
+    """Return values as floats, with NaN where an integer has no value."""
+    if values.dtype.kind != "i":
+        return values.astype(np.float64, copy=False)
+    return np.where(values == MISSING_INT, np.nan, values.astype(np.float64))
+
+
 @dataclass(frozen=True, slots=True)
 class GatheredStep:
     """The raw values of one step from all W workers.

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from rankscope.bus.evidence import Column, DType, Table
-from rankscope.bus.step import MISSING_INT
+from rankscope.bus.step import MISSING_INT, as_floats
 from rankscope.record.rollup_values import (
     LEVELS,
     Bins,
@@ -36,7 +36,7 @@ from rankscope.record.rollup_values import (
 from rankscope.record.rows import Rows
 from rankscope.record.schema import Array, schema_of, schema_with, to_numpy
 from rankscope.record.tables import num_rows, parts_in, read_rows, read_tail, step_range
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import Ints
 from rankscope.stats.share import DistinctSamples
 
 SAMPLES = "samples"
@@ -94,7 +94,7 @@ class RollupRows:
         samples = rows.get(Table.SAMPLES)
         workers = rows[Table.WORKERS]
         steps = np.asarray(workers["step"])
-        values_SN = np.stack([_as_floats(workers[s.name], s.dtype) for s in quantities()])
+        values_SN = np.stack([as_floats(np.asarray(workers[s.name])) for s in quantities()])
         steps_T, starts_T = np.unique(steps, return_index=True)
         widths_T = np.diff(starts_T, append=len(steps))
         samples_at = np.asarray([] if samples is None else samples["step"]).searchsorted(steps_T)
@@ -146,13 +146,6 @@ def read_coverage(run: Path) -> Coverage | None:
     rows = read_rows(folder_of(run, SAMPLES), schema_of(coverage_signals()))
     step, drawn, distinct, exact = (to_numpy(rows[s.name], s.dtype) for s in coverage_signals())
     return Coverage(step, drawn, distinct, bool(exact.all()))
-
-
-def _as_floats(values_W: Array | list[Array], dtype: DType) -> Floats:
-    values = np.asarray(values_W)
-    if dtype is DType.INT and values.dtype.kind == "i":
-        return np.where(values == MISSING_INT, np.nan, values)
-    return values.astype(np.float64, copy=False)
 
 
 def _rows_of(whole: WholeBin) -> Rows:

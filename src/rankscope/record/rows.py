@@ -6,13 +6,13 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from rankscope.bus.evidence import DType, Source, Table
+from rankscope.bus.evidence import Source, Table
 from rankscope.bus.replicas import StateDifference, StateKind, TensorTrace
 from rankscope.bus.step import (
     MAX_PAIRED_WORKERS,
-    MISSING_INT,
     GatheredStep,
     StepReport,
+    as_floats,
     has_groups,
     has_micro_batches,
     known_micro_norms,
@@ -225,7 +225,7 @@ def read_reports(run: Path, first_step: int) -> Iterator[StepReport]:
         return
     cursors = {table: _StepCursor(_blocks_of(run, table, first_step)) for table in _OTHERS}
     for block in _blocks_of(run, Table.STEPS, first_step):
-        values = {s.name: _as_floats(block[s.name], s.dtype).tolist() for s in _VALUES}
+        values = {s.name: as_floats(block[s.name]).tolist() for s in _VALUES}
         keys = zip(*(block[name].tolist() for name in ("step", "time", "observed")), strict=True)
         for row, (step, time, observed) in enumerate(keys):
             if step > last_step:
@@ -346,13 +346,6 @@ def _groups(
     groups = tuple(rows["group"][: norms_WG.shape[1]].tolist())
     cosines_WG, residuals_WG, changes_WG = map(unless_unknown, others)
     return groups, norms_WG, cosines_WG, residuals_WG, changes_WG
-
-
-def _as_floats(column: Ints | Floats, dtype: DType) -> Floats:
-    """Return a column of the steps as floats, with NaN where an integer has no value."""
-    if dtype is not DType.INT:
-        return column.astype(np.float64)
-    return np.where(column == MISSING_INT, np.nan, column.astype(np.float64))
 
 
 def _blocks_of(run: Path, table: Table, first_step: int) -> Iterator[Columns]:

@@ -57,13 +57,14 @@ class RunHandle:
 
     rank: int  # this worker's rank in the data-parallel group
     num_workers: int
-    first_step: int
-    run_dir: Path | None  # the run's directory; None on all ranks but 0
-    address: str  # the agent's address
     hello: Mapping[str, Any]  # the content of this rank's first frame
     meeting: Rendezvous  # the rendezvous of all ranks
-    awaits_invitation: bool  # whether this rank has to send the root's invitation to its agent
-    agent: Started | None  # the agent, on the rank that has started it
+    first_step: int = 0
+    run_dir: Path | None = None  # the run's directory; None on all ranks but 0
+    address: str = ""  # the agent's address
+    # whether this rank has to send the root's invitation to its agent
+    awaits_invitation: bool = False
+    agent: Started | None = None  # the agent, on the rank that has started it
     # the content of ``run.json``, on rank 0
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     # sinks that live in the training's process, on rank 0
@@ -136,13 +137,8 @@ def open_run(group: dist.ProcessGroup, request: RunRequest) -> RunHandle:
         return RunHandle(
             rank=meeting.rank,
             num_workers=meeting.num_workers,
-            first_step=0,
-            run_dir=None,
-            address="",
             hello={"rank": meeting.rank},
             meeting=meeting,
-            awaits_invitation=False,
-            agent=None,
             problem=str(error),
         )
 
@@ -369,8 +365,6 @@ def _setup(root_run: _RootRun, first_step: int, request: RunRequest) -> dict[str
         "hang_seconds": request.hang_seconds,
         "budget": options["overhead_budget"],
         "every": options["every"],
-        "canary": options["canary"],
-        "canary_every": options["canary_every"],
         "sinks": list(root_run.sinks),
         "relays": bool(root_run.local_sinks),
         "announce": request.announce,

@@ -9,7 +9,7 @@ import numpy as np
 
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.step import MISSING_INT
+from rankscope.bus.step import as_floats
 from rankscope.bus.words import count, name_ranks
 from rankscope.evidence.canary.bundle import latest_bundle
 from rankscope.evidence.canary.verdicts import CANARIES
@@ -134,7 +134,7 @@ def measure(run: Run) -> Values:
     """Compute the numbers of an assessment by name, from the recorded tables."""
     names = ("loss_mean", "samples_drawn", "samples_distinct", *_MEANS)
     columns = run.steps(*names)
-    drawn, distinct = (_known(columns[name]) for name in names[1:3])
+    drawn, distinct = (as_floats(columns[name]) for name in names[1:3])
     losses = columns["loss_mean"]
     measured = losses[np.isfinite(losses)]
     return {
@@ -172,7 +172,7 @@ def _cost(run: Run) -> Values:
     columns = run.steps("step", "overhead_seconds", "interval")
     longest = _longest_seconds(run, columns["step"])
     overheads = columns["overhead_seconds"][1:]
-    intervals = _known(columns["interval"])
+    intervals = as_floats(columns["interval"])
     known = np.isfinite(overheads) & (longest[1:] > 0) if len(overheads) else overheads > 0
     time = float(np.sum(longest[1:][known] - overheads[known]))
     widest = np.nanmax(intervals) if np.isfinite(intervals).any() else math.nan
@@ -260,7 +260,7 @@ def _samples(run: Run, drawn: int) -> Values:
 def _estimated_samples(run: Run, coverage: Coverage, drawn: int) -> Values:
     """Estimate the same from roll-ups, for a run with too many samples."""
     columns = run.steps("step", "samples_drawn")
-    counted_T = _known(columns["samples_drawn"])[columns["step"] <= coverage.step_B[-1]]
+    counted_T = as_floats(columns["samples_drawn"])[columns["step"] <= coverage.step_B[-1]]
     share = int(coverage.distinct_B[-1]) / int(coverage.drawn_B[-1])
     return {
         "distinct_samples": round(share * drawn),
@@ -268,11 +268,6 @@ def _estimated_samples(run: Run, coverage: Coverage, drawn: int) -> Values:
         "samples_exact": len(columns["step"]) < run.num_rows(Table.STEPS)
         or int(np.nansum(counted_T)) == int(coverage.drawn_B[-1]),
     }
-
-
-def _known(column: np.ndarray) -> Floats:
-    """Return an integer column as floats, with NaN where it has no value."""
-    return np.where(column == MISSING_INT, np.nan, column.astype(np.float64))
 
 
 def _describe_missing(run: Run) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rankscope.bus.evidence import Table
-from rankscope.bus.step import MISSING_INT
+from rankscope.bus.step import as_floats
 from rankscope.record import Columns, Run
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.block_ratio import Estimate, block_sums, ratio_of_sums
@@ -242,13 +242,12 @@ def _steps_of(run: Run) -> _Steps:
     micro_squares_T, num_micro_T, shares_T = _micro(micro, steps_T, run.num_workers)
     with np.errstate(over="ignore", invalid="ignore"):
         squares_T = np.square(columns["grad_norm_mean"]) + np.square(columns["grad_norm_std"])
-        drawn_T = columns["samples_drawn"]
-        unknown_T = (drawn_T == MISSING_INT) | (drawn_T == 0)
+        drawn_T = as_floats(columns["samples_drawn"])
         return _Steps(
             steps_T=steps_T,
             squares_T=squares_T,
             reduced_T=columns["grad_norm_reduced"],
-            samples_T=np.where(unknown_T, np.nan, drawn_T),
+            samples_T=np.where(drawn_T == 0, np.nan, drawn_T),
             micro_squares_T=micro_squares_T,
             num_micro_T=num_micro_T,
             shares_T=shares_T,

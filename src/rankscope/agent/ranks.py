@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.agent.flight_recorder import Reader
+from rankscope.agent.frames import ALL_RANKS, FrameKind, pack
 from rankscope.agent.hang_report import CodePlace, ProcessState, Stack
 from rankscope.agent.processes import ProcessWatch, open_mark, read_mark
 from rankscope.bus.words import printable
@@ -162,12 +163,18 @@ class _Rank:
     collectives: Reader | None
 
 
-class LocalRanks:
-    """States, places and stacks of the ranks that have connected to this agent."""
+class RankProcesses:
+    """States, places and stacks of the ranks that have connected to this agent.
+
+    At the root of several hosts, ``remote`` has those of other hosts, and ``endings`` how some of
+    these ended.
+    """
 
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
         self._taker: StackTaker | None = None
+        self.remote: RemoteHosts | None = None
+        self.endings: dict[int, str] = {}
 
     def introduce(self, rank: int, hello: Mapping[str, Any], connection: socket.socket) -> None:
         """Add the process at the other end of a connection."""
@@ -193,6 +200,8 @@ class LocalRanks:
 
     def ending(self, rank: int) -> str:
         """Return how a rank ended whose connection was lost, as far as known."""
+        if rank in self.endings:
+            return self.endings[rank]
         known = self._ranks.get(rank)
         if known is None or self.lives(rank) is None:
             return "its connection ended"
@@ -201,13 +210,20 @@ class LocalRanks:
         how = known.watch.ending()
         return f"its process ended ({how})" if how else "its process ended"
 
+    def request_states(self) -> None:
+        """Request the states of processes on other hosts."""
+        if self.remote is not None:
+            self.remote.send(ALL_RANKS, pack(FrameKind.LOOK))
+
     def states(self) -> dict[int, ProcessState]:
-        """Return the states of processes, by rank."""
-        return {rank: known.watch.state() for rank, known in dict(self._ranks).items()}
+        """Return the known states of processes, by rank."""
+        others = {} if self.remote is None else self.remote.states
+        own = {rank: known.watch.state() for rank, known in dict(self._ranks).items()}
+        return {**others, **own}
 
     def marks(self) -> dict[int, CodePlace]:
         """Return the known places of ranks inside their steps."""
-        places = {}
+        places = {} if self.remote is None else dict(self.remote.places)
         for rank, known in dict(self._ranks).items():
             place = None if known.mark is None else read_mark(known.mark)
             if place is not None:
@@ -239,15 +255,18 @@ class LocalRanks:
                 {known.watch.pid: known.thread for known in alive},
                 {known.watch.pid: known.collectives for known in alive if known.collectives},
             )
+        if self.remote is not None:
+            self.remote.send(ALL_RANKS, pack(FrameKind.STACKS))
 
     def stacks(self) -> dict[int, Stack] | None:
-        """Return the stacks by rank, once they are there."""
+        """Return stacks by rank, once some are there."""
+        found = {} if self.remote is None else self.remote.take_stacks()
         taken = None if self._taker is None else self._taker.result()
         if taken is None:
-            return None
+            return found or None
         self._taker = None
         ranks = {known.watch.pid: rank for rank, known in dict(self._ranks).items()}
-        return {ranks[pid]: stack for pid, stack in taken.items() if pid in ranks}
+        return {**found, **{ranks[pid]: stack for pid, stack in taken.items() if pid in ranks}}
 
     def close(self) -> None:
         """Close all descriptors."""
@@ -262,47 +281,3 @@ class LocalRanks:
                 os.close(known.mark)
             if known.collectives is not None:
                 known.collectives.close()
-
-
-class AllHosts:
-    """The processes of all ranks, on this host and on others (``remote``; None without any)."""
-
-    def __init__(self, local: LocalRanks, remote: "RemoteHosts | None") -> None:
-        self._local = local
-        self._remote = remote
-        self.endings: dict[int, str] = {}
-
-    def request_states(self) -> None:
-        """Request the states of processes on other hosts."""
-        if self._remote is not None:
-            self._remote.request_states()
-
-    def states(self) -> Mapping[int, ProcessState]:
-        """Return the known states of processes, by rank."""
-        others = {} if self._remote is None else self._remote.states
-        return {**others, **self._local.states()}
-
-    def marks(self) -> Mapping[int, CodePlace]:
-        """Return the known places of ranks inside their steps."""
-        others = {} if self._remote is None else self._remote.places
-        return {**others, **self._local.marks()}
-
-    def ending(self, rank: int) -> str:
-        """Return how a rank ended whose connection was lost, as far as known."""
-        return self.endings.get(rank) or self._local.ending(rank)
-
-    def write_line(self, line: str) -> None:
-        """Write a line to the error stream of the training, even while it hangs."""
-        self._local.write_line(line)
-
-    def take_stacks(self) -> None:
-        """Start taking stacks on all hosts."""
-        self._local.take_stacks()
-        if self._remote is not None:
-            self._remote.take_stacks()
-
-    def stacks(self) -> Mapping[int, Stack] | None:
-        """Return stacks by rank, once some have arrived."""
-        own = self._local.stacks() or {}
-        others = {} if self._remote is None else self._remote.stacks()
-        return {**others, **own} or None
