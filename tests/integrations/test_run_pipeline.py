@@ -63,9 +63,9 @@ def test_stages_that_begin_apart_hold_no_meeting(monkeypatch):
     wrapped = SimpleNamespace(kind=FSDP2, wrapper=stage.model)
     asked = []
     monkeypatch.setattr(meetings, "_stage_line", asked.append)
-    place = {"host": "here", "address": "", "secret": ""}
+    facts = {"run": 0, "host": "here", "address": "", "secret": ""}
     with meetings.stages_begin_apart():
-        assert meetings.meet_stages(wrapped, None, stage, **place) is None
+        assert meetings.meet_stages(wrapped, stage, facts, compares=True) is None
     assert asked == []
-    meetings.meet_stages(wrapped, None, stage, **place)
+    meetings.meet_stages(wrapped, stage, facts, compares=True)
     assert asked == [stage.model]

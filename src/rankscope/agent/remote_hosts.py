@@ -78,7 +78,7 @@ class RemoteHosts:
         elif rank in self._host_of:
             self._link.send(self._host_of[rank], content)
 
-    def take_stacks(self) -> Mapping[int, Stack]:
+    def take_stacks(self) -> dict[int, Stack]:
         """Return stacks that have arrived since the last call."""
         come = self._stacks
         self._stacks = {}

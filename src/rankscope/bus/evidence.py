@@ -120,6 +120,8 @@ def declare(table: Table, *rows: tuple[Any, ...]) -> tuple[Column, ...]:
 
 
 # fmt: off
+_STEP = ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps")
+_RANK = ("rank", DType.INT, "", Source.KEY, Tail.NONE, "as in workers")
 KEYS = (
     *declare(
         Table.STEPS,
@@ -130,34 +132,27 @@ KEYS = (
     ),
     *declare(
         Table.WORKERS,
-        ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps"),
+        _STEP,
         ("rank", DType.INT, "", Source.KEY, Tail.NONE, "rank of the worker in its data-parallel group"),
     ),
     *declare(
         Table.MICRO,
-        ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps"),
-        ("rank", DType.INT, "", Source.KEY, Tail.NONE, "as in workers"),
+        _STEP,
+        _RANK,
         ("micro", DType.INT, "", Source.KEY, Tail.NONE, "micro-batch inside the step, from 0"),
     ),
-    *declare(
-        Table.SAMPLES,
-        ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps"),
-        ("rank", DType.INT, "", Source.KEY, Tail.NONE, "as in workers"),
-    ),
-    *declare(
-        Table.PAIRS,
-        ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps"),
-    ),
+    *declare(Table.SAMPLES, _STEP, _RANK),
+    *declare(Table.PAIRS, _STEP),
     *declare(
         Table.GROUPS,
-        ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps"),
-        ("rank", DType.INT, "", Source.KEY, Tail.NONE, "as in workers"),
+        _STEP,
+        _RANK,
         ("group", DType.TEXT, "", Source.KEY, Tail.NONE, "group of parameters: a transformer block, the embedding, the head"),
     ),
     *declare(
         Table.DIGESTS,
-        ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps"),
-        ("rank", DType.INT, "", Source.KEY, Tail.NONE, "as in workers"),
+        _STEP,
+        _RANK,
         ("kind", DType.TEXT, "", Source.KEY, Tail.NONE, "parameter, buffer, optimizer, reduced or applied (gradient), or another kind of state; started, saved and rounded are what each worker holds or updates"),
         ("name", DType.TEXT, "", Source.KEY, Tail.NONE, "name of the compared state in the model; of the kinds of a model's state, only differences between workers are recorded"),
     ),

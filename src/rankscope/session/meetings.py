@@ -12,9 +12,8 @@ import contextlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -38,17 +37,6 @@ _log = logging.getLogger("rankscope")
 
 PATIENCE_SECONDS = 30.0
 """Seconds that a rank waits for the mesh's other runs, which begin at about the same time."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeshMeeting:
-    """The facts that the ranks of a mesh exchange as they begin."""
-
-    place: MeshPlace  # this rank's place in it
-    ranks: Rendezvous  # the rendezvous of all ranks of the mesh
-    own: int  # the first rank of this run
-    # from the mesh's first rank: its run, the agent's address on each host, its secret
-    answer: Mapping[str, Any]
 
 
 class JoinedMesh:
@@ -89,71 +77,71 @@ class JoinedMesh:
             self._guest.close()
 
 
-def meet_mesh(
-    wrapped: Wrapped, group: dist.ProcessGroup, *, host: str, address: str, secret: str
-) -> MeshMeeting | None:
+def meet_mesh(wrapped: Wrapped, facts: Mapping[str, Any], *, compares: bool) -> JoinedMesh | None:
     """Meet all ranks of a mesh, which all call it at the same point.
 
-    None without a mesh, or if some ranks do not come. ``address`` and ``secret`` are those of this
-    run's agent on ``host``.
+    None without a mesh, or if some ranks do not come. ``facts`` are the first rank of this run
+    (``run``), its agent's ``host`` and ``address`` there, and its ``secret``.
     """
     place = wrapped.mesh
     world = dist.group.WORLD
     if place is None or world is None:
         return None
-    own = dist.get_process_group_ranks(group)[0]
-    facts = {"run": own, "host": host, "address": address, "secret": secret}
     ranks = Rendezvous(world, place.ranks, patience_seconds=PATIENCE_SECONDS)
     try:
-        return MeshMeeting(place, ranks, own, _meet(ranks, facts))
+        answer = _exchange(ranks, facts)
     except LateError as error:
         _log.info("replicas over other axes of the mesh are not compared: %s", error)
         return None
+    return _join(place, ranks, facts, answer, compares=compares)
 
 
-def join_mesh(meeting: MeshMeeting, *, host: str, compares: bool) -> JoinedMesh:
-    """Return a rank's connection to the root that compares the mesh's replicated state."""
-    answer = meeting.answer
-    if answer["run"] == meeting.own or not compares:
-        return JoinedMesh(meeting.place, meeting.ranks, reaches=compares)
-    found = answer["hosts"].get(host)
-    if found is None:
-        _log.info("replicas of this host's ranks over other axes of the mesh are not compared")
-        return JoinedMesh(meeting.place, meeting.ranks, reaches=False)
-    number = GUESTS + meeting.place.rank
-    hello = {"rank": number, "secret": answer["secret"]}
-    frame = pack(FrameKind.HELLO, json.dumps(hello).encode(), rank=number)
-    guest = Link(partial(launch.connect, found), frame)
-    return JoinedMesh(meeting.place, meeting.ranks, guest)
+def _exchange(
+    ranks: Rendezvous,
+    facts: Mapping[str, Any],
+    derive: Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Any]] = lambda all_facts: {},
+) -> dict[str, Any]:
+    """Return the first rank's answer: its run, the agents of that run by host, its secret.
 
-
-def _meet(meeting: Rendezvous, facts: dict[str, Any]) -> dict[str, Any]:
-    """Return the address of the agents of the mesh's first run on each host, and its secret."""
-    gathered = meeting.gather(json.dumps(facts).encode())
+    And what it derives from the facts of all ranks.
+    """
+    gathered = ranks.gather(json.dumps(facts).encode())
     if gathered is not None:
-        answer = hosts_of([json.loads(one) for one in gathered], facts)
-        meeting.write("answer", json.dumps(answer).encode())
-        return answer
-    found: dict[str, Any] = json.loads(meeting.read("answer")[0])
+        each = [json.loads(one) for one in gathered]
+        hosts = {one["host"]: one["address"] for one in each if one["run"] == facts["run"]}
+        answer = {"run": facts["run"], "hosts": hosts, "secret": facts["secret"], **derive(each)}
+        ranks.write("answer", json.dumps(answer).encode())
+    found: dict[str, Any] = json.loads(ranks.read("answer")[0])
     return found
 
 
-def hosts_of(each: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the run of ``facts``, the agent's address on each of its hosts, and its secret."""
-    hosts = {one["host"]: one["address"] for one in each if one["run"] == facts["run"]}
-    return {"run": facts["run"], "hosts": hosts, "secret": facts["secret"]}
+def _join(
+    place: MeshPlace,
+    ranks: Rendezvous,
+    facts: Mapping[str, Any],
+    answer: Mapping[str, Any],
+    *,
+    compares: bool,
+) -> JoinedMesh:
+    """Return a rank's connection to the root that compares the mesh's replicated state."""
+    if answer["run"] == facts["run"] or not compares:
+        return JoinedMesh(place, ranks, reaches=compares)
+    found = answer["hosts"].get(facts["host"])
+    if found is None:
+        _log.info("replicas of this host's ranks over other axes of the mesh are not compared")
+        return JoinedMesh(place, ranks, reaches=False)
+    number = GUESTS + place.rank
+    hello = {"rank": number, "secret": answer["secret"]}
+    frame = pack(FrameKind.HELLO, json.dumps(hello).encode(), rank=number)
+    return JoinedMesh(place, ranks, Link(partial(launch.connect, found), frame))
 
 
 class WatchedStage:
-    """A stage that this process watches.
-
-    Attributes:
-        shared: Names of its parameters that other stages hold as well; may grow.
-    """
+    """A stage that this process watches."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model  # the stage
-        self.shared: set[str] = set()
+        self.model = model
+        self.shared: set[str] = set()  # its parameters that other stages hold as well; may grow
 
     def remove(self) -> None:
         """Note that it is watched no longer."""
@@ -179,19 +167,13 @@ def stages_begin_apart() -> Iterator[None]:
 
 
 def meet_stages(
-    wrapped: Wrapped,
-    group: dist.ProcessGroup,
-    stage: WatchedStage,
-    *,
-    host: str,
-    address: str,
-    secret: str,
-) -> MeshMeeting | None:
+    wrapped: Wrapped, stage: WatchedStage, facts: Mapping[str, Any], *, compares: bool
+) -> JoinedMesh | None:
     """Meet the ranks of the other pipeline stages, which all call it at the same point.
 
     A rank may hold several stages, each watched by itself: those that it watches already take part.
 
-    ``stage.remove`` is to be called once it is watched no longer; the rest is as in
+    ``stage.remove`` is to be called once it is watched no longer; ``facts`` are as in
     :func:`meet_mesh`. None without stages, where they begin apart, if this rank shares no weight,
     or if some do not come.
     """
@@ -202,9 +184,7 @@ def meet_stages(
         if found is None:
             return None
         _STAGES.append(stage)
-        own = dist.get_process_group_ranks(group)[0]
-        facts = {"run": own, "host": host, "address": address, "secret": secret}
-        return _meet_along(*found, facts)
+        return _meet_along(*found, facts, compares=compares)
     except LateError as error:
         _log.info("weights that pipeline stages share are not compared: %s", error)
     except Exception:  # whatever the meshes of its parameters are
@@ -212,20 +192,16 @@ def meet_stages(
     return None
 
 
-def _meet_along(axis: str, line: tuple[int, ...], facts: dict[str, Any]) -> MeshMeeting | None:
+def _meet_along(
+    axis: str, line: tuple[int, ...], facts: Mapping[str, Any], *, compares: bool
+) -> JoinedMesh | None:
     """Do what :func:`meet_stages` does, along an axis."""
     assert dist.group.WORLD is not None
     watched = [each for each in _STAGES if _stage_line(each.model) == (axis, line)]
     stages = [managed_parameters(each.model) for each in watched]
     facts = {**facts, "held": [held_by(each) for each in stages]}
     ranks = Rendezvous(dist.group.WORLD, line, patience_seconds=PATIENCE_SECONDS)
-    gathered = ranks.gather(json.dumps(facts).encode())
-    if gathered is not None:
-        all_facts = [json.loads(one) for one in gathered]
-        held = [one["held"] for one in all_facts]
-        answer = {**hosts_of(all_facts, facts), **_ties_of(held)}
-        ranks.write("answer", json.dumps(answer).encode())
-    answer = json.loads(ranks.read("answer")[0])
+    answer = _exchange(ranks, facts, lambda each: _ties_of([one["held"] for one in each]))
     places = answer["places"]
     ties = [Tie(dict(names), certain) for names, certain in answer["ties"]]
     here = line.index(dist.get_rank())
@@ -240,7 +216,7 @@ def _meet_along(axis: str, line: tuple[int, ...], facts: dict[str, Any]) -> Mesh
     along = tuple(line[at] for at in sorted(most))
     certain = tuple(tie.label for tie in own_ties if tie.certain)
     place = MeshPlace(dist.get_rank(), along, {axis: along}, copies, certain)
-    return MeshMeeting(place, ranks, facts["run"], answer)
+    return _join(place, ranks, facts, answer, compares=compares)
 
 
 def _stage_line(model: nn.Module) -> tuple[str, tuple[int, ...]] | None:

@@ -30,7 +30,7 @@ from rankscope.evidence.environment.training import (
 from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
-from rankscope.session.meetings import JoinedMesh, WatchedStage, join_mesh, meet_mesh, meet_stages
+from rankscope.session.meetings import JoinedMesh, WatchedStage, meet_mesh, meet_stages
 from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
 from rankscope.session.options import WatchKeywords, WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
@@ -181,16 +181,17 @@ def watch(
         ),
     )
     stage = WatchedStage(wrapped.wrapper)
-    joined: list[JoinedMesh | None] = [None, None]
+    mesh: JoinedMesh | None = None
+    stages: JoinedMesh | None = None
     if not local_steps and not handle.problem:
-        host = host_name()
-        agent = {"host": host, "address": handle.address, "secret": handle.hello["secret"]}
-        met = [meet_mesh(wrapped, group, **agent), meet_stages(wrapped, group, stage, **agent)]
-        joined = [
-            None if one is None else join_mesh(one, host=host, compares=options.evidence)
-            for one in met
-        ]
-    mesh, stages = joined
+        facts = {
+            "run": dist.get_process_group_ranks(group)[0],
+            "host": host_name(),
+            "address": handle.address,
+            "secret": handle.hello["secret"],
+        }
+        mesh = meet_mesh(wrapped, facts, compares=options.evidence)
+        stages = meet_stages(wrapped, stage, facts, compares=options.evidence)
     scope = Scope(
         model,
         optimizer,
