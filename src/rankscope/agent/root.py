@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.agent.assembly import Assembly, Workers, summarize
-from rankscope.agent.forwarder import HostSteps
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
 from rankscope.agent.hangs import HangNotes
 from rankscope.agent.message import StepMessage, pack_report, tag, untag
@@ -22,6 +21,7 @@ from rankscope.agent.ranks import RankProcesses
 from rankscope.agent.recorder import Recorder
 from rankscope.agent.summary import (
     HostsStep,
+    HostSteps,
     HostSummary,
     as_columns,
     summary_layout,

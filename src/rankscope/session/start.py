@@ -124,10 +124,10 @@ def watch(
     else:
         wrapped = find_parts(model)
         model = model[0]
-    optimizers = plain_optimizers(optimizer)
-    optimizer = optimizers[0] if optimizers else wrapped.optimizer  # DeepSpeed's wraps it, too
+    optimizers: list[Any] = plain_optimizers(optimizer)
     if len(optimizers) > 1:
-        optimizer = JointOptimizer(optimizers)
+        optimizers = [JointOptimizer(optimizers)]
+    optimizer = optimizers[0] if optimizers else wrapped.optimizer  # DeepSpeed's wraps it, too
     if wrapped.kind is LOOP and optimizer is None:
         raise UsageError(
             "watch() expected the optimizer, or all of them in a list, of a model without wrapper, "

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from rankscope.bus.detector import FaultEvidence, RunFacts
+from rankscope.bus.detector import Detector, FaultEvidence, RunFacts
 from rankscope.bus.finding import Finding, FindingEvents
 from rankscope.bus.plan import Plan
 from rankscope.bus.rules import finding_of
@@ -43,7 +43,9 @@ class Diagnosis:
     def __init__(self, run: RunFacts) -> None:
         made = (each.find("judge", "make_judges") for each in EVIDENCE)
         # later ones may leave out what earlier ones flag
-        self._detectors = [judge for make in made if make is not None for judge in make(run)]
+        self._detectors: list[Detector] = [
+            judge for make in made if make is not None for judge in make(run)
+        ]
         self._num_workers = run.num_workers
         self._batches = RecentBatches(run.num_workers)
         self._num_steps = 0
