@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.agent.summarize import summarize
-from rankscope.bus.columns import DType, Source, Table
-from rankscope.bus.run import RunFacts
+from rankscope.agent.assembly import summarize
+from rankscope.bus.detector import RunFacts
+from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import StepBatch
 from rankscope.bus.weighting import undo_common_scale

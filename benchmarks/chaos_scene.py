@@ -24,7 +24,7 @@ from typing import Any
 from chaos_training import NUM_RANKS, PATIENCE, STEPS, Board, Loop, Work, be_rank
 
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 
 HANGS_SECONDS = 30.0 * PATIENCE
 """A training that takes so long hangs."""

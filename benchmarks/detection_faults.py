@@ -13,9 +13,9 @@ import numpy as np
 from detection_streams import Floats
 from numpy.random import Generator
 
-from rankscope.bus.columns import DType, Source, Table
+from rankscope.bus.detector import RunFacts
+from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.run import RunFacts
 from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.evidence import columns_of
 from rankscope.verdict.diagnosis import Diagnosis

@@ -11,7 +11,7 @@ import detection_streams as streams
 import numpy as np
 from detection_faults import Noise
 
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import RunFacts
 from rankscope.bus.step import GatheredStep
 from rankscope.verdict.diagnosis import Diagnosis
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
+from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.run import RunFacts
 from rankscope.lab.study.config import StudyConfig
 from rankscope.lab.study.data import load_records
 from rankscope.lab.study.encoding import IGNORED

@@ -30,7 +30,7 @@ import numpy as np
 from tables import fill_table
 
 from rankscope import Run, Severity
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.pace import VARIABLE
 
 HERE = Path(__file__).resolve().parent

@@ -21,7 +21,7 @@ from rankscope import Finding, Run
 from rankscope.report.document import png_of
 from rankscope.report.page import OWN_COLOURS, assessed, panel, run_view
 from rankscope.report.parts import Tables
-from rankscope.verdict.causes import section_of
+from rankscope.verdict.rules import section_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "gallery.json"

@@ -220,7 +220,7 @@ def scratch() -> tempfile.TemporaryDirectory[str]:
 def recorded(run_dir: Path, *names: str) -> list[Any]:
     """Return columns of the steps table."""
     from rankscope import Run
-    from rankscope.bus.columns import Table
+    from rankscope.bus.evidence import Table
 
     columns = Run.open(run_dir).columns(Table.STEPS, *names)
     return [columns[name] for name in names]

@@ -59,7 +59,7 @@ def spread(world: int) -> list[tuple[int, int]]:
 
 def measure_start(engine: str) -> Iterator[Row]:
     """Import and connect, in a process of its own, five times; the least counts."""
-    imports = {"gloo": "torch.distributed", "zmq": "rankscope.agent.host_link"}[engine]
+    imports = {"gloo": "torch.distributed", "zmq": "rankscope.agent.hosts"}[engine]
     code = (
         "import time, sys; t = time.perf_counter(); import numpy; n = time.perf_counter() - t\n"
         f"t = time.perf_counter(); import {imports}; s = time.perf_counter() - t\n"

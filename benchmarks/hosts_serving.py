@@ -58,8 +58,7 @@ def serve_gloo(place: Path, first: int, last: int, world: int, steps: int, pause
 
 def serve_zmq(place: Path, first: int, last: int, world: int, steps: int, pause: float) -> None:
     """Be the hosts from ``first`` to ``last``; host 0 is the root and tells what it sees."""
-    from rankscope.agent.host_link import HostLink
-    from rankscope.agent.root_link import RootLink
+    from rankscope.agent.hosts import HostLink, RootLink
 
     if first == 0:
         root = RootLink(os.environ.get("BENCH_ADDRESS", "127.0.0.1"))

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from rankscope.bus.columns import Column, DType, Table
+from rankscope.bus.evidence import Column, DType, Table
 from rankscope.evidence import columns_of
 from rankscope.record.begin import SCHEMA_VERSION
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.record import Run
 from rankscope.record.rollup_values import bins_of_steps
 from rankscope.report import bins, figures, series

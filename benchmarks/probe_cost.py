@@ -32,11 +32,11 @@ from rankscope.evidence.randomness import meter as rng
 from rankscope.evidence.samples import meter as samples
 from rankscope.evidence.state import meter
 from rankscope.gradients import sketch
-from rankscope.session import collector, local_step
+from rankscope.session import collector, outbox
 from rankscope.session.collector import StepCollector
 from rankscope.session.instruments import choose_instruments
-from rankscope.session.local_step import LocalStep
 from rankscope.session.options import WatchOptions
+from rankscope.session.outbox import LocalStep
 from rankscope.wrappers import ddp, passes, transfer
 from rankscope.wrappers.call_hooks import ModuleHook
 from rankscope.wrappers.find import find_wrapper
@@ -48,7 +48,7 @@ MODELS = {"2 layers": (64, 2), "24 layers": (64, 24)}
 GRADIENTS = (ddp, sketch, transfer)
 """Modules that read gradients, and hand over what they have read."""
 
-BESIDE = (collector, local_step, loss, optimizer, passes, rng, samples, meter)
+BESIDE = (collector, loss, optimizer, outbox, passes, rng, samples, meter)
 
 
 class TimedGuard(Guard):

@@ -15,21 +15,20 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.agent.assembly import Assembly
+from rankscope.agent.assembly import Assembly, summarize
 from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.message import StepMessage, pack_values
-from rankscope.agent.summarize import summarize
 from rankscope.agent.summary import (
     HostsStep,
     HostSummary,
+    as_columns,
     host_summary,
     summary_layout,
     with_directions,
 )
-from rankscope.agent.together import as_columns
-from rankscope.bus.columns import DType, Source, Table
-from rankscope.bus.layout import Layout
+from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.measured import sizes_of
+from rankscope.bus.messages import Layout
 from rankscope.bus.step import MAX_PAIRED_WORKERS, GatheredStep
 from rankscope.evidence import columns_of
 from rankscope.stats.audit import AUDIT_WIDTH
@@ -166,9 +165,9 @@ def step_of(layout: Layout, contents: Sequence[Sequence[bytes]]) -> GatheredStep
     """Do what the root does with what all hosts have sent."""
     if layout.num_workers <= MAX_PAIRED_WORKERS:
         messages = [StepMessage.unpack(each) for host in contents for each in host]
-        return Assembly[StepMessage](layout, 0).step_of(as_columns(messages), 1)
+        return Assembly(layout, 0).step_of(as_columns(messages), 1)
     summaries = [HostSummary.unpack(content) for (content,) in contents]
-    assembly = Assembly[HostSummary](summary_layout(layout), summaries[0].step)
+    assembly = Assembly(summary_layout(layout), summaries[0].step)
     for one in summaries:
         assembly.add(one.ranks_w, one)
     [sent] = assembly.take(1)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.columns import DType, Source, Table
+from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.evidence import columns_of
 from rankscope.sinks.base import step_values

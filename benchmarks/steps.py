@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.agent.message import StepMessage, pack_values
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.stats.audit import AUDIT_WIDTH
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from support.benchmarks import load_benchmark
 from support.ranks import run_ranks
 

@@ -5,7 +5,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
 from support.benchmarks import load_benchmark
 
 streams, rules, faults, null = map(

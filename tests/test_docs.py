@@ -13,14 +13,14 @@ import pytest
 import rankscope
 from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.message import StepMessage, pack_values
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.measured import sizes_of
 from rankscope.bus.plan import Plan
 from rankscope.bus.rules import RULES
 from rankscope.evidence import columns_of
 from rankscope.session.instruments import GROUP_WIDTH
 from rankscope.stats.audit import AUDIT_WIDTH
-from rankscope.verdict.causes import page_of_causes
+from rankscope.verdict.rules import page_of_causes
 from record.run_files import write
 from record.step_reports import make_report
 

@@ -80,7 +80,7 @@ def copied(tmp_path: Path) -> Path:
     return copied
 
 
-PATH = "src/rankscope/bus/secrets.py"
+PATH = "src/rankscope/bus/environment.py"
 
 
 def test_functions_note_the_tests_that_enter_them(copied: Path):
@@ -91,7 +91,7 @@ def test_functions_note_the_tests_that_enter_them(copied: Path):
 
 
 ON_A_RANK = """
-from rankscope.bus.secrets import without_secrets
+from rankscope.bus.environment import without_secrets
 from support.ranks import run_ranks
 
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from support import deepspeed_modes as zero
 from support.models import make_batch, make_model
 from support.ranks import run_ranks

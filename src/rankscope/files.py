@@ -87,11 +87,7 @@ def is_directory(path: Path) -> bool:
 
 
 def open_file(path: Path) -> IO[bytes]:
-    """Open a regular file to read; a pipe or a device in its place is never waited for.
-
-    Raises:
-        OSError: There is none, or it is something else.
-    """
+    """Open a regular file to read; a pipe or a device in its place is never waited for."""
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     mode = os.fstat(number).st_mode
     if not stat.S_ISREG(mode):
@@ -109,10 +105,6 @@ def read_file(path: Path, most: int = MAX_TEXT_BYTES) -> bytes:
     """Return the content of a regular file, as :func:`open_file` opens it.
 
     A file of a few kilobytes on disk may be gigabytes long; so nothing beyond ``most`` is read.
-
-    Raises:
-        OSError: It cannot be read.
-        TooLongError: It is longer than ``most`` bytes.
     """
     with open_file(path) as file:
         if os.fstat(file.fileno()).st_size <= most:
@@ -145,11 +137,7 @@ class RunTakenError(RunError):
 
 
 def make_folder(path: Path, mode: int) -> None:
-    """Create a directory of this mode, and its parents; one that exists keeps its own.
-
-    Raises:
-        OSError: It cannot be created.
-    """
+    """Create a directory of this mode, and its parents; one that exists keeps its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         path.mkdir(mode=0o700)
@@ -165,15 +153,9 @@ def create_directory(
 ) -> None:
     """Create a directory and its parents; it may exist if it holds only leftovers.
 
-    Args:
-        path: The directory.
-        mark: The file by which a job claims the directory, see ``claim``.
-        leftovers: Names of files that a failed start may have left, besides hidden unfinished ones.
-        mode: Its permissions; files that are written into it are as readable as the directory.
-
-    Raises:
-        RunTakenError: Another job has taken it.
-        RunError: It holds something else, or cannot be created.
+    ``leftovers`` are names of files that a failed start may have left, besides hidden unfinished
+    ones. A job claims the directory by the file ``mark``, see :func:`claim`. Files that are written
+    into it are as readable as the directory.
     """
     try:
         make_folder(path, mode)
@@ -200,28 +182,12 @@ def write_error(path: Path, error: OSError) -> RunError:
     )
 
 
-def replace(path: Path, content: bytes) -> None:
+def replace(path: Path, content: bytes, *, after: int = 0) -> None:
     """Write or replace a file: readers see the old one until the new one is on disk.
 
-    Raises:
-        RunError: It cannot be written; the old file is then untouched.
+    ``after`` bytes of the present file stay at its beginning; an error leaves it untouched.
     """
-    with staged(path, content) as hidden:
-        hidden.replace(path)
-
-
-def extend(path: Path, size: int, tail: bytes) -> None:
-    """Replace the end of a file: readers see the old one until the new one is on disk.
-
-    Args:
-        path: The file; it need not exist if ``size`` is 0.
-        size: Number of bytes to keep at its beginning.
-        tail: The bytes after them.
-
-    Raises:
-        RunError: It cannot be written, or is shorter; it is then untouched.
-    """
-    with staged(path, tail, after=size) as hidden:
+    with staged(path, content, after=after) as hidden:
         hidden.replace(path)
 
 
@@ -231,13 +197,7 @@ def staged(path: Path, content: bytes, *, after: int = 0) -> Iterator[Path]:
 
     It is removed afterwards if it still exists.
 
-    Args:
-        path: The final path.
-        content: The content.
-        after: Number of bytes of the present file to put before the content.
-
-    Raises:
-        RunError: It cannot be written, or not be renamed.
+    ``after`` bytes of the present file come before the content.
     """
     hidden = path.with_name(f".{path.stem}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
@@ -277,12 +237,7 @@ def _copy_beginning(path: Path, size: int, target: IO[bytes]) -> None:
 
 
 def claim(path: Path, content: bytes) -> None:
-    """Create a file with its content: of several jobs at once, one succeeds.
-
-    Raises:
-        RunTakenError: Another job was first.
-        RunError: It cannot be written.
-    """
+    """Create a file with its content: of several jobs at once, one succeeds."""
     with staged(path, content) as hidden:
         try:
             path.hardlink_to(hidden)
@@ -302,11 +257,7 @@ def _claim_without_links(path: Path, hidden: Path) -> None:
 
 
 def append(path: Path, data: bytes) -> None:
-    """Append lines to a file, through to the disk, in place of an incomplete one at its end.
-
-    Raises:
-        RunError: They cannot be written; the file is then cut back, now or before the next lines.
-    """
+    """Append lines to a file, through to the disk, in place of an incomplete one at its end."""
     try:
         with open(path, "ab+", buffering=0, opener=_create) as file:
             size = file.tell()

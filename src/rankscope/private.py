@@ -268,14 +268,14 @@ USES = (
     Use(
         "torch._C._distributed_c10d",
         "_dump_fr_trace_json",
-        "session.flight",
+        "session.opening",
         "the collectives that torch's Flight Recorder holds",
         "hangs are reported without the collective",
     ),
     Use(
         "torch._C._distributed_c10d",
         "_dump_nccl_trace_json",
-        "session.flight",
+        "session.opening",
         "likewise of NCCL",
         "hangs are reported without the collective, unless the backend is gloo",
         releases="those that are built with NCCL",

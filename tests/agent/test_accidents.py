@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from rankscope import Run
 from rankscope.agent import link
-from rankscope.agent.sockets import unread_bytes
-from rankscope.bus.columns import Table
+from rankscope.agent.frames import unread_bytes
+from rankscope.bus.evidence import Table
 from rankscope.report.live.catalog import ListedPlace, glance, stamp
 from rankscope.verdict.assessment import assess
 from support.accidents import Job, state_of, train, wait_until

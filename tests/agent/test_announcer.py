@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 from rankscope.bus import governor
-from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.finding_events import FindingEvent
-from rankscope.session.announcement import announce, last_line, place_of
+from rankscope.bus.finding import Finding, FindingEvent, Severity
+from rankscope.session.inbox import announce, last_line, place_of
 from rankscope.verdict.coverage import MeasuredParts
 from rankscope.verdict.news import MOST_LINES, Announcer, line_of, verdict_line
 from support.forked_ranks import torchrun

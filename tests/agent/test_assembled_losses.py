@@ -5,8 +5,8 @@ import pytest
 
 from rankscope.agent.assembly import Assembly
 from rankscope.agent.message import StepMessage, pack_values
-from rankscope.agent.together import as_columns
-from rankscope.bus.layout import Layout
+from rankscope.agent.summary import as_columns
+from rankscope.bus.messages import Layout
 
 LOSSES_M, TOKENS_M = np.array([1.0, 3.0]), np.array([10.0, 30.0])
 BY_TOKENS, ALIKE = 2.5, 2.0

@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.agent.summarize import summarize
-from rankscope.bus.director import Request  # noqa: TC001
+from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.governor import LAG
-from rankscope.bus.probe import StepEnd
+from rankscope.bus.probe import (
+    Request,
+    StepEnd,
+)
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.evidence.canary import cost as canary_memory
 from rankscope.evidence.canary import probe as canary_probe

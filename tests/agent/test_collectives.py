@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.agent.collectives import hanging_collective
 from rankscope.agent.flight_recorder import Reader, RecorderThread, read_dumps
 from rankscope.agent.hang_report import (
     CodePlace,
@@ -20,11 +19,12 @@ from rankscope.agent.hang_report import (
     HangReport,
     Stack,
     Standing,
+    hanging_collective,
     judge_collectives,
 )
 from rankscope.agent.hangs import hang_finding
 from rankscope.bus.finding import Severity
-from rankscope.session.flight import start_recorder_thread
+from rankscope.session.opening import start_recorder_thread
 from support.accidents import wait_until
 from support.ranks import RankError, run_ranks
 
@@ -238,7 +238,7 @@ def test_what_is_no_recorder_thread_is_not_read(tmp_path):
 
 def test_a_release_without_the_recorder_goes_without(monkeypatch):
     monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
-    monkeypatch.setattr("rankscope.session.flight._MODULE", "torch.no_such_module")
+    monkeypatch.setattr("rankscope.session.opening._MODULE", "torch.no_such_module")
     assert start_recorder_thread() is None
 
 

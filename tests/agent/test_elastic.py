@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from support.forked_ranks import torchrun
 
 JOB = """

@@ -9,9 +9,9 @@ import pytest
 from rankscope.agent.forwarder import Forwarder
 from rankscope.agent.frames import ALL_RANKS, Frame, FrameKind, FrameReader, pack
 from rankscope.agent.hosts import Invitation
-from rankscope.agent.local_ranks import LocalRanks
+from rankscope.agent.ranks import RankProcesses
 from rankscope.agent.remote_hosts import RemoteHosts
-from rankscope.bus.layout import Layout
+from rankscope.bus.messages import Layout
 from support.relay import Relay
 
 RANKS = (2, 3)
@@ -33,7 +33,7 @@ class Host:
         self.relay = Relay(int(port))
         self._invitation = replace(invitation, endpoints=(f"{address}:{self.relay.port}",))
         setup = {"host": 2, "num_local": 2, "layout": Layout(num_workers=4).to_json()}
-        self.forwarder = Forwarder(setup, self._back, LocalRanks())
+        self.forwarder = Forwarder(setup, self._back, RankProcesses())
         self.at_root, self.at_ranks = [], []
 
     def __enter__(self):

@@ -1,6 +1,5 @@
 """Who holds up whom, from places, states and stacks made by hand."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -144,11 +143,6 @@ def test_many_ranks_are_counted_not_listed():
 def test_recovery_is_told_in_one_sentence():
     report = replace(judge((7, FORWARD), (6, FORWARD)), recovered=True)
     assert str(report) == "step 6 has ended after 125 s; training goes on"
-
-
-def test_reports_travel_as_json():
-    for report in (judge((7, BACKWARD), (7, FORWARD)), judge((0, FORWARD), num_workers=2)):
-        assert HangReport.from_json(json.loads(json.dumps(report.to_json()))) == report
 
 
 # Stacks, where places tell nothing -----------------------------------------------------------

@@ -19,7 +19,7 @@ from rankscope.agent.hang_report import (
 )
 from rankscope.agent.hangs import HangWatch, hang_finding
 from rankscope.agent.processes import permit_inspection
-from rankscope.agent.stacks import stacks_of
+from rankscope.agent.ranks import stacks_of
 from rankscope.bus.finding import Finding, Severity
 from support.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from rankscope.agent import launch, server
 from rankscope.agent import link as link_module
 from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.link import Link, LinkError
-from rankscope.agent.progress import ProgressMark
+from rankscope.agent.processes import ProgressMark
 from rankscope.agent.server import LocalServer
 from support.accidents import wait_until
 

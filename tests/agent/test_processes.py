@@ -14,15 +14,17 @@ from multiprocessing import get_context
 
 import pytest
 
-from rankscope.agent import stacks
+from rankscope.agent import ranks
 from rankscope.agent.hang_report import CodePlace, ProcessState
 from rankscope.agent.processes import (
     ProcessWatch,
+    ProgressMark,
     lower_priority,
+    open_mark,
     permit_inspection,
+    read_mark,
 )
-from rankscope.agent.progress import ProgressMark, open_mark, read_mark
-from rankscope.agent.stacks import StackTaker, stacks_of
+from rankscope.agent.ranks import StackTaker, stacks_of
 from rankscope.errors import install_command
 
 PATIENCE = 60.0
@@ -204,7 +206,7 @@ def test_a_mark_can_be_read_inside_of_a_step_and_after_its_writer_has_closed_it(
 
 def test_the_mark_of_a_process_is_read_after_its_death(start):
     process = start(
-        "from rankscope.agent.progress import ProgressMark; mark = ProgressMark(); "
+        "from rankscope.agent.processes import ProgressMark; mark = ProgressMark(); "
         "mark.beat(7, 'forward'); print(mark.fileno(), flush=True); import time; time.sleep(600)"
     )
     read_by = open_mark(process.pid, int(process.word))
@@ -331,7 +333,7 @@ def test_stacks_are_taken_beside_the_agents_loop(monkeypatch):
         may_go_on.wait(PATIENCE)
         return dict.fromkeys(threads, "stack")
 
-    monkeypatch.setattr(stacks, "stacks_of", slow)
+    monkeypatch.setattr(ranks, "stacks_of", slow)
     taker = StackTaker({7: 0})
     assert taker.result() is None
     may_go_on.set()
@@ -342,7 +344,7 @@ def test_a_thread_that_cannot_start_or_fails_is_a_reason(monkeypatch):
     def fail(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(stacks, "stacks_of", fail)
+    monkeypatch.setattr(ranks, "stacks_of", fail)
     taker = StackTaker({7: 0})
     wait_for(taker.result)
     assert taker.result()[7]["missing"] == "can't start new thread"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.agent.reports import pack_report, unpack_report
+from rankscope.agent.message import pack_report, unpack_report
 from rankscope.errors import RankscopeError
 from record.step_reports import make_report
 from support.same import assert_same

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
-from rankscope.bus.columns import DType, Source, Table
+from rankscope.agent.assembly import summarize
+from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.weighting import undo_common_scale
 from rankscope.evidence import columns_of

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from rankscope import Run, files
 from rankscope.agent import recorder
 from rankscope.agent.recorder import Recorder
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.errors import RunError
 from rankscope.record import RunWriter
 from record.run_files import make_finding

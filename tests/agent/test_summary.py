@@ -5,19 +5,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.agent.assembly import Assembly
+from rankscope.agent.assembly import Assembly, summarize
 from rankscope.agent.message import MessageError, StepMessage, pack_values
-from rankscope.agent.summarize import summarize
 from rankscope.agent.summary import (
     HostsStep,
     HostSummary,
+    as_columns,
     host_summary,
     summary_layout,
     with_directions,
 )
-from rankscope.agent.together import as_columns
-from rankscope.bus.layout import Layout
 from rankscope.bus.measured import sizes_of
+from rankscope.bus.messages import Layout
 from rankscope.stats.consensus import in_turn, narrowing_for
 
 COUNTS = (1, 3, 2)  # sections of three groups

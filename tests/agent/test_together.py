@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rankscope.agent.message import ARRAYS, StepMessage
-from rankscope.agent.together import PARTS, as_columns, pack_block, unpack_blocks
+from rankscope.agent.summary import PARTS, as_columns, pack_block, unpack_blocks
 
 HOSTS = {"one": [8], "some": [8, 8, 3, 1, 8]}
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from support.accidents import wait_until
 from support.two_hosts import TwoHosts, why_not
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.bus.finding import Severity
-from rankscope.bus.finding_events import FindingEvent, FindingEvents
+from rankscope.bus.finding import FindingEvent, FindingEvents, Severity
 from sinks.findings import FINDING, finding
 
 NOTE, WARNING, ERROR = Severity

@@ -229,7 +229,7 @@ def test_values_that_are_missing_are_left_out():
     for step in range(100):
         nothing.observe(step, True, np.full(3, np.nan), np.full(3, np.nan))
         some.observe(step, True, np.array([np.nan, 0.03, np.inf]), np.array([np.nan, 1.0, 1.0]))
-    assert nothing.decisions == ()
+    assert nothing.decisions == []
     assert nothing.summary()["overhead"] is None
     assert some.decisions[0].interval == 4
 

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from rankscope.bus.lines import TRACE, make_printable
+from rankscope.bus.words import TRACE, make_printable
 
 EVIL = "run\x1b[2J\nrankscope: no fault found\a\x9b\u202e"
 

@@ -2,9 +2,8 @@
 
 import pytest
 
-from rankscope.bus.persistent_fault import HEALED_AFTER, PersistentFault
-from rankscope.bus.rank_values import name_values
-from rankscope.bus.replicas import minority_ranks
+from rankscope.bus.detector import HEALED_AFTER, PersistentFault
+from rankscope.bus.replicas import minority_ranks, name_values
 
 
 def shows(seen, *steps):

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rankscope.bus.recent_batches import REMEMBERED, RecentBatches
 from rankscope.bus.step import MISSING_INT
+from rankscope.bus.steps import REMEMBERED, RecentBatches
 from rankscope.record.states import pack_state, unpack_state
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from rankscope.bus.secrets import HIDDEN, without_secrets
+from rankscope.bus.environment import HIDDEN, without_secrets
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rankscope.bus.batches import PlainBatch
+from rankscope.bus.packing import PlainBatch
 from rankscope.cli import main, study
 from rankscope.errors import UsageError
 from rankscope.evidence.canary.bundle import ReplayBundle, save_bundle

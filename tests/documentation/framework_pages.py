@@ -14,7 +14,7 @@ import numpy as np
 
 from documentation.blocks import Block, blocks
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 
 Names = dict[str, Any]
 RunBlock = Callable[[Names], None]

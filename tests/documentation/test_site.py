@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.rules import RULES
 from rankscope.cli.main import app
 from rankscope.evidence import columns_of

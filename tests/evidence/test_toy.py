@@ -16,7 +16,7 @@ FOLDER = {
     "__init__.py": '''
         """How large the logits are."""
 
-        from rankscope.bus.columns import DType, Source, Table, Tail, declare
+        from rankscope.bus.evidence import DType, Source, Table, Tail, declare
         from rankscope.bus.evidence import Evidence
 
         COLUMNS = declare(
@@ -47,7 +47,7 @@ FOLDER = {
         import numpy as np
 
         from rankscope.bus.detector import Detector
-        from rankscope.bus.persistent_fault import PersistentFault
+        from rankscope.bus.detector import PersistentFault
         from rankscope.bus.finding import Severity
 
         class HotLogits(Detector):

@@ -11,7 +11,7 @@ from benchmarks.faults.job import Trial
 from benchmarks.faults.pool import WorkerPool
 
 from rankscope import Run, Severity
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.evidence.canary.bundle import find_bundles
 
 pytestmark = pytest.mark.ranks

@@ -26,8 +26,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rankscope.bus.batches import PlainBatch
 from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.packing import PlainBatch
 from rankscope.cli.report import report
 from rankscope.cli.run import _plan
 from rankscope.errors import RankscopeError

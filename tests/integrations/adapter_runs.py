@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from rankscope import Run, Severity
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from support.loops import PLAN
 
 OPTIONS = {"overhead_budget": None, "hang_seconds": None, "canary": False, "plan": PLAN}

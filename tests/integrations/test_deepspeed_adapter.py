@@ -12,7 +12,7 @@ from documentation.framework_blocks import run_framework
 from documentation.framework_examples import assert_example_ran, examples, run_examples
 from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import OPTIONS, assert_same_metrics, loud, run_in
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.integrations.deepspeed import watch
 from support.deepspeed_modes import full_parameters, import_deepspeed
 from support.models import make_batch, make_model

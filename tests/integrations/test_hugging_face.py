@@ -17,7 +17,7 @@ from documentation.framework_examples import assert_example_ran, examples, run_e
 from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import assert_same_metrics, bits, loud, run_in
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from support.deepspeed_modes import import_deepspeed
 from support.loops import collect_warnings
 from support.ranks import run_ranks

@@ -15,7 +15,7 @@ import torch
 
 from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import assert_same_metrics, loud, run_in
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.errors import MissingExtraError, UsageError, install_command
 from rankscope.integrations.ray import HIDDEN_SECONDS, _close_at_the_end, watch
 from support.models import make_model

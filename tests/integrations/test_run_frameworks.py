@@ -11,7 +11,7 @@ import pytest
 from integrations.adapter_runs import assert_same_metrics, metrics
 from integrations.run_commands import SCRIPTS, start_on_ranks, watch
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from support.deepspeed_modes import import_deepspeed
 from support.ranks import run_ranks
 

@@ -8,9 +8,9 @@ import torch
 
 from integrations.run_commands import RUN, SCRIPTS
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from rankscope.session import stage_meeting
+from rankscope.session import meetings
 from rankscope.verdict.assessment import assess
 from rankscope.wrappers.kinds import FSDP2
 from support.forked_ranks import run_on_ranks, torchrun
@@ -59,13 +59,13 @@ def test_a_pipeline_that_clips_by_the_norm_of_one_stage_is_found(tmp_path, words
 
 
 def test_stages_that_begin_apart_hold_no_meeting(monkeypatch):
-    stage = stage_meeting.WatchedStage(torch.nn.Linear(1, 1))
+    stage = meetings.WatchedStage(torch.nn.Linear(1, 1))
     wrapped = SimpleNamespace(kind=FSDP2, wrapper=stage.model)
     asked = []
-    monkeypatch.setattr(stage_meeting, "_stage_line", asked.append)
-    place = {"host": "here", "address": "", "secret": ""}
-    with stage_meeting.stages_begin_apart():
-        assert stage_meeting.meet_stages(wrapped, None, stage, **place) is None
+    monkeypatch.setattr(meetings, "_stage_line", asked.append)
+    facts = {"run": 0, "host": "here", "address": "", "secret": ""}
+    with meetings.stages_begin_apart():
+        assert meetings.meet_stages(wrapped, stage, facts, compares=True) is None
     assert asked == []
-    stage_meeting.meet_stages(wrapped, None, stage, **place)
+    meetings.meet_stages(wrapped, stage, facts, compares=True)
     assert asked == [stage.model]

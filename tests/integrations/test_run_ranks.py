@@ -24,7 +24,7 @@ from integrations.run_commands import (
     watch,
 )
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from support.ranks import run_ranks
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.columns import DType, Source, Table
+from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.replicas import TRACE_WIDTH, StateDifference, StateKind, TensorTrace
 from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.evidence import columns_of

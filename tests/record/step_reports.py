@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.columns import Column, DType, Source, Table
+from rankscope.bus.evidence import Column, DType, Source, Table
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.evidence import columns_of

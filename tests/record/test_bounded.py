@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.errors import RunError, UsageError
 from rankscope.record import Run, RunWriter, rollups, tables, writer
 from rankscope.record.schema import arrow_schema

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from fuzz.readers import forked
-from rankscope.bus.batches import PlainBatch
 from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.packing import PlainBatch
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.evidence.canary.bundle import ReplayBundle, find_bundles, load_bundle, save_bundle

@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from fuzz.readers import forked
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.errors import RunError
 from rankscope.record import Run
 from report.recorded_runs import record_run

@@ -15,8 +15,8 @@ from rankscope.record import Run
 def test_what_stood_behind_the_bytes_that_remain_is_replaced(tmp_path: Path, monkeypatch, piece):
     monkeypatch.setattr(files, "_PIECE", piece)
     path = tmp_path / "part"
-    files.extend(path, 0, b"rows footer")
-    files.extend(path, 5, b"more rows footer")
+    files.replace(path, b"rows footer")
+    files.replace(path, b"more rows footer", after=5)
     assert path.read_bytes() == b"rows more rows footer"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -25,7 +25,7 @@ def test_a_file_that_is_shorter_than_it_was_is_left_as_it_is(tmp_path: Path):
     path = tmp_path / "part"
     path.write_bytes(b"rows")
     with pytest.raises(RunError, match="part is shorter than it was"):
-        files.extend(path, 5, b"more")
+        files.replace(path, b"more", after=5)
     assert path.read_bytes() == b"rows"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -15,7 +15,7 @@ import pandas as pd
 import polars as pl
 import pytest
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.record import Run
 from record.step_reports import expected_steps, expected_workers
 

@@ -6,8 +6,8 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from rankscope.agent.summarize import summarize
-from rankscope.bus.columns import DType, Source, Table
+from rankscope.agent.assembly import summarize
+from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import MISSING_INT, GatheredStep, as_recorded
 from rankscope.errors import RunError

@@ -8,7 +8,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from rankscope.bus.columns import DType, Table
+from rankscope.bus.evidence import DType, Table
 from rankscope.errors import UsageError
 from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter, rollups, writer

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from rankscope.bus.columns import DType, Table
+from rankscope.bus.evidence import DType, Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import UsageError
 from rankscope.record.schema import (
@@ -163,7 +163,7 @@ def test_no_column_imports_pandas():
     """Its import takes most of a second, which the training would spend in waiting for the lock."""
     work = """
 import sys, numpy as np
-from rankscope.bus.columns import DType
+from rankscope.bus.evidence import DType
 from rankscope.record.writer import GrowingPart
 from rankscope.record.schema import pa, to_arrow, to_arrow_lists
 cells = [np.array([1.0, np.nan]), np.array([])]

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import rankscope
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.cli.main import app
 from rankscope.errors import RunError, UsageError
 from rankscope.record import Run

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.replicas import TRACE_WIDTH, StateKind, TensorTrace
 from rankscope.bus.step import as_recorded
 from rankscope.record import RunWriter, writer

@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 import pytest
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter, writer
 from rankscope.record.begin import begin_run, end_lost_run

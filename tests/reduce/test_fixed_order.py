@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.errors import UnsupportedError
 from rankscope.lab.reductions.bucket_means import BucketMeans
 from rankscope.lab.reductions.reduction import OrderedMean

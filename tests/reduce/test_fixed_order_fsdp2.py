@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.lab.reductions.fixed_order import OrderedReduceScatter
 from support.ddp import gather_rows
 from support.fixed_order import in_order, rounded

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.groups import group_parameters
 from rankscope.gradients.sketch import NormMeter
 from rankscope.lab.reductions import reduction

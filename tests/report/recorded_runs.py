@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.agent.summarize import summarize
-from rankscope.bus.columns import DType, Source, Table
-from rankscope.bus.run import RunFacts
+from rankscope.agent.assembly import summarize
+from rankscope.bus.detector import RunFacts
+from rankscope.bus.evidence import DType, Source, Table
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter

@@ -56,7 +56,7 @@ def test_curves_are_those_recorded(healthy_run: Run, copied_run: Run):
     compare_view(tables, healthy_run, copied_run)
     tables_of_lines = [rows for rows in tables.rows.values() if rows and "run" in rows[0]]
     for run, letter in ((healthy_run, "A"), (copied_run, "B")):
-        from rankscope.bus.columns import Table
+        from rankscope.bus.evidence import Table
 
         for name in ("loss_mean", "cosine_mean"):
             values = [float(f"{v:.6g}") for v in run.columns(Table.STEPS, name)[name]]

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 import rankscope
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep
 from rankscope.errors import RunError

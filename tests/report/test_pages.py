@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import vl_convert
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
 from rankscope.errors import RunError
 from rankscope.record import Run, RunWriter
 from rankscope.report import document, write_figures, write_report, write_study_report

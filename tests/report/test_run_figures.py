@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import vl_convert
 
-from rankscope.agent.summarize import summarize
-from rankscope.bus.columns import Table
+from rankscope.agent.assembly import summarize
+from rankscope.bus.evidence import Table
 from rankscope.record import Run, RunWriter
 from rankscope.report import bins, figures, write_report
 from rankscope.report.document import VEGALITE

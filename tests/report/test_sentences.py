@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.verdict.assessment import assess
-from rankscope.verdict.dispersion_words import describe_dispersion
+from rankscope.verdict.dispersion import describe_dispersion
 from rankscope.verdict.verdicts import _describe_cost
 from rankscope.verdict.words import VerdictWords, tiles, verdict_of
 from support.arithmetic import faults_of

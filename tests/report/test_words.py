@@ -8,7 +8,7 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.rules import RULES
 from rankscope.bus.step import MISSING_INT
 from rankscope.report.study_words import Entry, headline_of, why_heading, why_they_differ
-from rankscope.verdict.dispersion_words import describe_dispersion
+from rankscope.verdict.dispersion import describe_dispersion
 from rankscope.verdict.words import (
     facts,
     finding_view,

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Finding, Run, Severity
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.verdict.diagnosis import diagnose_run
 from support.ranks import run_ranks
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rankscope import Finding, Run, Severity
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.verdict.diagnosis import diagnose_run
 from support.fsdp2_accumulating import COMPARED, HEALTHY, IN_FOUR, LATE, STEPS, Waits, cases

@@ -10,7 +10,7 @@ import pytest
 from torch.nn.parallel import DistributedDataParallel
 
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from support.loops import collect_warnings
 from support.modes import MODES, MORE_MODES, Training, assert_same_bits
 from support.ranks import run_ranks

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.groups import cut_sections, group_parameters
 from rankscope.verdict.diagnosis import diagnose_run
 from support.audited import (

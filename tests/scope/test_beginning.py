@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.session import opening
 from rankscope.session.start import log_to_stderr
 from rankscope.wrappers import rendezvous

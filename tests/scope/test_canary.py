@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rankscope
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.evidence.canary import schedule as canary_plan

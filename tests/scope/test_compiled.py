@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from support.mode_runs import STEPS, ModeRun, train_in_modes
 from support.modes import Mode
 from support.ranks import run_ranks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from support.cut import Cut
 from support.loops import Loop

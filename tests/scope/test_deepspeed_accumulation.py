@@ -11,7 +11,7 @@ from torch import Tensor
 
 import rankscope
 from rankscope import Finding, Run, Severity
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.verdict.diagnosis import diagnose_run
 from rankscope.verdict.rules import explanations
 from support.deepspeed_modes import Mode, import_deepspeed, make_engine, run_micro_batch

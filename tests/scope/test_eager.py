@@ -12,7 +12,7 @@ import pytest
 
 from rankscope import Run
 from rankscope.bus import pace
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.errors import UsageError
 from support.loops import Loop
 from support.ranks import run_ranks

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from rankscope import Run, files
-from rankscope.bus.columns import Table
-from rankscope.session.announcement import last_line
+from rankscope.bus.evidence import Table
+from rankscope.session.inbox import last_line
 from support.loops import Loop, root_of
 from support.models import make_batch
 from support.ranks import run_ranks

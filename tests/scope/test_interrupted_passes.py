@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from support.loops import Loop
 from support.ranks import run_ranks
 

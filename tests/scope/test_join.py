@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from support.loops import Loop
 from support.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import rankscope
 from rankscope import Run
-from rankscope.session import mesh_meeting, opening, start
+from rankscope.session import meetings, opening, start
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 
@@ -116,7 +116,7 @@ def train_all(rank: int, folder: str) -> dict[str, Any]:
                 for module in (opening, start):
                     patch.setattr(module, "host_name", lambda: f"host {rank // 4}")
             if case.get("alone"):
-                patch.setattr(mesh_meeting, "PATIENCE_SECONDS", 0.5)
+                patch.setattr(meetings, "PATIENCE_SECONDS", 0.5)
             bits[name] = train(f"{folder}/{name}/run", case)
     return {"same": bits["healthy"] == alone, "warnings": warnings}
 

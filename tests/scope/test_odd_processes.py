@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from rankscope.report import write_report
 from rankscope.session.scope import CLOSE_SECONDS_AFTER_ERROR

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 import rankscope
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.evidence.canary import schedule as canary_plan

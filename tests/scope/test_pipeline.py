@@ -22,7 +22,7 @@ from torch.distributed.pipelining import (
 
 import rankscope
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.integrations import torchtitan
 from support.loops import collect_warnings
 from support.ranks import run_ranks

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rankscope import Run
-from rankscope.bus.columns import Table
-from rankscope.bus.layout import Layout
+from rankscope.bus.evidence import Table
+from rankscope.bus.messages import Layout
 from rankscope.bus.step import as_recorded
 from rankscope.errors import RunError
 from rankscope.record import RunWriter, begin, writer

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 
 import rankscope
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.replicas import TRACE_WIDTH
 from rankscope.errors import UnsupportedError
 from rankscope.gradients.digest import digest_tensor

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from rankscope.session import collector as books
 from support.loops import PLAN, Loop

@@ -8,7 +8,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import rankscope
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.errors import UnsupportedError
 from rankscope.wrappers.find import find_wrapper
 from support.models import make_batch, make_model

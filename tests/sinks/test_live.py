@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import rankscope
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.errors import install_command
 from rankscope.sinks import specs
 from rankscope.sinks.grafana import dashboard

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from rankscope.bus.columns import Source, Table
+from rankscope.bus.evidence import Source, Table
 from rankscope.bus.finding import Severity
 from rankscope.evidence import columns_of
 from rankscope.sinks.base import (

@@ -1,6 +1,6 @@
 """How sinks put a finding into one sentence."""
 
-from rankscope.bus.finding_events import FindingEvent
+from rankscope.bus.finding import FindingEvent
 from rankscope.sinks.base import sentence
 from sinks.findings import FINDING, finding
 

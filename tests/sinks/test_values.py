@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.bus.columns import Table, Tail
+from rankscope.bus.evidence import Table, Tail
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence import columns_of

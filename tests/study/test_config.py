@@ -7,7 +7,7 @@ import pytest
 
 from rankscope.errors import UsageError
 from rankscope.lab.study.config import Combination, Precision, Setting, ShardReading, StudyConfig
-from rankscope.verdict.checks import checks_of, missing_steps
+from rankscope.verdict.coverage import checks_of, missing_steps
 
 
 def test_six_trainings_by_default_sharded_first() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.record import Run
 from support.study_command import (
     Done,

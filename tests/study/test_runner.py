@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.cli import main
 from rankscope.record import Run
 from support.forked_ranks import run_on_ranks

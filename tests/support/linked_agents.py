@@ -9,9 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from rankscope.agent import host_link
-from rankscope.agent.host_link import HostLink
-from rankscope.agent.root_link import RootLink
+from rankscope.agent import hosts
+from rankscope.agent.hosts import HostLink, RootLink
 
 SECONDS_BETWEEN = 0.02
 FRAME_BYTES = 10_000
@@ -38,7 +37,7 @@ def run_host(
 
     After ``search_seconds`` without an answer, another way is searched.
     """
-    host_link.SEARCH_SECONDS = search_seconds
+    hosts.SEARCH_SECONDS = search_seconds
     while not (place / "invitation").exists():
         time.sleep(0.01)
     link = HostLink(1, most_bytes=most_bytes)

@@ -10,7 +10,7 @@ import numpy as np
 import torch.distributed as dist
 
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from support.loops import collect_warnings
 from support.modes import POISONED_STEP, Mode, Training, assert_same_bits, micro_batches
 

@@ -4,10 +4,9 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from rankscope.bus.recent_batches import RecentBatches
 from rankscope.bus.rules import finding_of
 from rankscope.bus.step import StepReport
-from rankscope.bus.steps import StepBatch
+from rankscope.bus.steps import RecentBatches, StepBatch
 from support.streams import gathered
 
 _MEMORIES = WeakKeyDictionary()

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.lab.study.builtin import generate
 from rankscope.record import Run
 from support.study_host import Host

@@ -7,9 +7,9 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
+from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.run import RunFacts
 from rankscope.evidence.outliers.judge import fewest_steps
 from rankscope.record import Run, RunWriter
 from rankscope.record.states import START_FILE

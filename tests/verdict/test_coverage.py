@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Finding, Severity
 from rankscope.cli.report import Listing, run_result
 from rankscope.record import Run, RunWriter

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
 from rankscope.bus.step import GatheredStep
 from rankscope.record import Run, RunWriter, reader, rollups, tables
 from rankscope.stats.noise_scale import noise_of_steps
 from rankscope.verdict import assessment
-from rankscope.verdict import noise_scale as noise
+from rankscope.verdict import dispersion as noise
 from rankscope.verdict.assessment import assess
 from record.step_reports import local_values
 

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from rankscope import Run
-from rankscope.agent.summarize import summarize
-from rankscope.bus.columns import Table
+from rankscope.agent.assembly import summarize
+from rankscope.bus.evidence import Table
 from rankscope.record import RunWriter, reader
-from rankscope.verdict.noise_scale import expected_cosines, noise_numbers
+from rankscope.verdict.dispersion import expected_cosines, noise_numbers
 from support.micro_jobs import micro_step
 
 W, MICRO, SIZE, STEPS = 8, 4, 400, 40

@@ -4,8 +4,7 @@ import importlib
 import pkgutil
 
 from rankscope import evidence
-from rankscope.bus.detector import Detector
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import Detector, RunFacts
 from rankscope.verdict.diagnosis import Diagnosis
 
 

@@ -7,8 +7,8 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
-from rankscope.bus.run import RunFacts
+from rankscope.agent.assembly import summarize
+from rankscope.bus.detector import RunFacts
 from rankscope.errors import RunError
 from rankscope.evidence.loss.nonfinite import NonFinite
 from rankscope.files import to_plain

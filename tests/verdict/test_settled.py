@@ -4,13 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.finding_events import FindingEvent
+from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.bus.rules import RULES
 from rankscope.evidence.canary.bundle import latest_bundle
-from rankscope.verdict.causes import cause_pages, page_of, section_of
 from rankscope.verdict.news import Announcer
-from rankscope.verdict.rules import next_check_of, settled_by
+from rankscope.verdict.rules import cause_pages, next_check_of, page_of, section_of, settled_by
 
 OUTLIER = Finding(
     "outlier-2", "data.worker_outlier", Severity.WARNING, (2,), 20, 60, "It differs.", "Swap.", {}

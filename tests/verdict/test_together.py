@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
-from rankscope.bus.run import RunFacts
+from rankscope.agent.assembly import summarize
+from rankscope.bus.detector import RunFacts
 from rankscope.bus.weighting import undo_common_scale
 from rankscope.verdict.diagnosis import Diagnosis
 from support.streams import gathered, sharded

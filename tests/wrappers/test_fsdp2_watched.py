@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 import rankscope
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks

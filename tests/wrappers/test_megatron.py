@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rankscope import Run, Severity
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.errors import UnsupportedError
 from rankscope.wrappers.find import find_wrapper, plain_optimizer
 from rankscope.wrappers.megatron_model import (

@@ -1,4 +1,4 @@
-"""Assembles the messages of W workers into common steps, in order.
+"""Assembles the messages of W workers into common steps, in order, and computes what follows.
 
 A step is complete when every worker has delivered it. Messages come from senders: each worker by
 itself, or all workers of a host together.
@@ -8,34 +8,85 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.agent.message import StepMessage, unpack_columns
-from rankscope.bus.layout import Layout
-from rankscope.bus.messages import Messages
-from rankscope.bus.step import GatheredStep
-from rankscope.evidence import EVIDENCE
+from rankscope.agent.summary import HostSummary
+from rankscope.bus.evidence import Source, Table
+from rankscope.bus.messages import Layout, Messages
+from rankscope.bus.step import GatheredStep, StepReport
+from rankscope.evidence import EVIDENCE, columns_of
+
+
+@dataclass(slots=True)
+class Worker:
+    """The state of one worker."""
+
+    left: str | None = None  # why it sends nothing more; None while it may
+    complete: bool = False  # whether it has completed its part of the run
+    ended_at: float = 0.0  # Unix time at which it left
+    wants_reports: bool = False  # whether it has subscribed to reports
+    end_reason: str = ""  # why the run ended early, for a worker that has completed its part
+    without_room: int = 0  # number of gradients it left out, as its agent did not keep up
+
+
+class Workers(list[Worker]):
+    """All workers of a run, by rank."""
+
+    def __init__(self, num_workers: int) -> None:
+        super().__init__(Worker() for _ in range(num_workers))
+
+    @property
+    def left(self) -> list[int]:
+        """The ranks that send nothing more."""
+        return [rank for rank, worker in enumerate(self) if worker.left is not None]
+
+    def leave(self, rank: int, why: str, at: float) -> None:
+        """Record that a worker sends nothing more; the first reason counts."""
+        if self[rank].left is None:
+            self[rank].left = why
+            self[rank].ended_at = at
+
+    def are_whole(self, delivered: Sequence[int]) -> bool:
+        """Return whether all workers have completed the run, with the same last step."""
+        return all(worker.complete for worker in self) and len(set(delivered)) == 1
+
+    def ended(self, delivered: Sequence[int]) -> list[int]:
+        """Return the ranks that have left, in order of last step, then of time.
+
+        On a busy machine several ends may arrive at once.
+        """
+        return sorted(
+            self.left,
+            key=lambda rank: (self[rank].complete, delivered[rank], self[rank].ended_at),
+        )
+
+    def endings(self, delivered: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the ends of workers for the record, the first one first."""
+        return [
+            {
+                "rank": rank,
+                "last_step": delivered[rank],
+                "time": self[rank].ended_at,
+                "why": self[rank].left,
+            }
+            for rank in self.ended(delivered)
+        ]
+
 
 _log = logging.getLogger("rankscope")
 
 _AMEND = [amend for each in EVIDENCE if (amend := each.find("combine", "amend")) is not None]
 
-
-class Sent(Protocol):
-    """What a sender delivers of one step."""
-
-    @property
-    def step(self) -> int:
-        """Step number."""
+Sent = StepMessage | HostSummary
+"""What a sender delivers of one step."""
 
 
-_Sent = TypeVar("_Sent", bound=Sent)
-
-
-class Assembly(Generic[_Sent]):
+class Assembly:
     """Collects what the senders deliver until a step is complete."""
 
     def __init__(self, layout: Layout, first_step: int) -> None:
@@ -45,7 +96,7 @@ class Assembly(Generic[_Sent]):
         """Steps of which some worker's message was lost."""
         self.lost_of: Counter[int] = Counter()
         """Number of lost messages by rank."""
-        self._queues: dict[int, deque[_Sent | None]] = {}  # of each sender, by its first rank
+        self._queues: dict[int, deque[Sent | None]] = {}  # of each sender, by its first rank
         self._delivered_W = np.full(layout.num_workers, first_step - 1)
         self._num_unheard = layout.num_workers
         made = (each.find("combine", "make_combiner") for each in EVIDENCE)
@@ -66,7 +117,7 @@ class Assembly(Generic[_Sent]):
         for combiner in self._combiners:
             combiner.learn(rank, message)
 
-    def add(self, ranks: Sequence[int] | NDArray[np.int32], sent: _Sent) -> None:
+    def add(self, ranks: Sequence[int] | NDArray[np.int32], sent: Sent) -> None:
         """Add what the sender of these ranks has delivered; a repeated step is ignored."""
         first = int(ranks[0])
         if first not in self._queues:
@@ -75,9 +126,8 @@ class Assembly(Generic[_Sent]):
         gap = sent.step - int(self._delivered_W[first]) - 1
         if gap < 0:
             return
-        if gap:
-            for rank in ranks:
-                self._note_lost(int(rank), sent.step, gap)
+        for rank in ranks if gap else ():
+            self._note_lost(int(rank), sent.step, gap)
         self._queues[first].extend([None] * gap)  # lost on the way from another host
         self._queues[first].append(sent)
         self._delivered_W[ranks] = sent.step
@@ -95,9 +145,9 @@ class Assembly(Generic[_Sent]):
             )
         self.lost_of[rank] += gap
 
-    def take(self, most: int) -> list[list[_Sent]]:
+    def take(self, most: int) -> list[list[Any]]:
         """Return the next complete steps, ``most`` at most: what each sender delivered, by rank."""
-        steps: list[list[_Sent]] = []
+        steps: list[list[Any]] = []
         while len(steps) < most and self.num_whole:
             step = self.next_step
             self.next_step += 1
@@ -127,3 +177,27 @@ class Assembly(Generic[_Sent]):
         for amend in _AMEND:
             gathered = amend(gathered)
         return gathered
+
+
+_STEPS = tuple(column.name for column in columns_of(Table.STEPS, Source.DERIVED))
+_WORKERS = {column.name for column in columns_of(Table.WORKERS, Source.DERIVED)}
+_DERIVE = [derive for each in EVIDENCE if (derive := each.find("combine", "derive")) is not None]
+
+
+def summarize(gathered: GatheredStep) -> StepReport:
+    """Compute every DERIVED column of a step.
+
+    Means and spreads leave out missing and non-finite values. Equal inputs give equal reports.
+    """
+    steps: dict[str, float] = {"interval": float(gathered.interval)}
+    workers: dict[str, Any] = {}
+    report: dict[str, Any] = {}
+    for derive in _DERIVE:
+        derived = derive(gathered)
+        steps.update(derived.steps)
+        workers.update(derived.workers)
+        report.update(derived.report)
+    assert steps.keys() == set(_STEPS), "the steps table has other derived columns"
+    assert workers.keys() == _WORKERS, "the workers table has other derived columns"
+    values = {name: steps[name] for name in _STEPS}
+    return StepReport(gathered, values, workers, **report)

@@ -31,29 +31,18 @@ Entry = tuple[int, str, list[list[int]], list[str], bool]
 
 
 class Group(TypedDict):
-    """The collectives of a process group on one rank.
+    """The collectives of a process group on one rank."""
 
-    Attributes:
-        title: Its description, or else its name.
-        ranks: Its global ranks; empty if the recorder does not know them.
-        entries: Its last collectives, in order.
-    """
-
-    title: str
-    ranks: list[int]
-    entries: list[Entry]
+    title: str  # its description, or else its name
+    ranks: list[int]  # its global ranks; empty if the recorder does not know them
+    entries: list[Entry]  # its last collectives, in order
 
 
 class Collectives(TypedDict):
-    """What one rank's recorder holds.
+    """What one rank's recorder holds."""
 
-    Attributes:
-        rank: The global rank.
-        groups: Process groups by name; a name is the same on all ranks.
-    """
-
-    rank: int
-    groups: dict[str, Group]
+    rank: int  # the global rank
+    groups: dict[str, Group]  # process groups by name; a name is the same on all ranks
 
 
 class Numbers(NamedTuple):
@@ -66,13 +55,7 @@ class Numbers(NamedTuple):
 class RecorderThread:
     """The training's end.
 
-    Args:
-        rank: The global rank.
-        dumps: Returns what the recorders hold, each in torch's JSON form.
-
-    Raises:
-        OSError: The system has no such memory.
-        RuntimeError: No thread can be started.
+    ``dumps`` returns what the recorders hold, each in torch's JSON form.
     """
 
     def __init__(self, rank: int, dumps: Callable[[], Sequence[bytes]]) -> None:
@@ -125,13 +108,7 @@ class RecorderThread:
 def read_dumps(rank: int, dumps: Iterable[bytes]) -> Collectives:
     """Return the last collectives of each process group; sends and receives are left out.
 
-    Args:
-        rank: The global rank of the process.
-        dumps: Its recorders' content, in torch's JSON form.
-
-    Raises:
-        ValueError: A dump is no JSON.
-        LookupError: A field is missing.
+    Each dump is in torch's JSON form.
     """
     groups: dict[str, Group] = {}
     for dump in dumps:
@@ -152,19 +129,15 @@ def read_dumps(rank: int, dumps: Iterable[bytes]) -> Collectives:
 class Reader:
     """The agent's end, of another process of this user.
 
-    Args:
-        pid: The process.
-        numbers: Its own descriptors, from its hello frame.
-
-    Raises:
-        OSError: There are no such descriptors, or of another user.
+    ``numbers`` are that process's own descriptors, from its hello frame.
     """
 
     def __init__(self, pid: int, numbers: Sequence[int]) -> None:
         request, answer = numbers
-        self._answer = _open(pid, answer, os.O_RDONLY, f"/memfd:{_NAME}")
+        self._answer = open_of_process(pid, answer, os.O_RDONLY, f"/memfd:{_NAME}")
         try:
-            self._request = _open(pid, request, os.O_WRONLY | os.O_NONBLOCK, "pipe:")
+            flags = os.O_WRONLY | os.O_NONBLOCK
+            self._request = open_of_process(pid, request, flags, "pipe:")
         except OSError:
             os.close(self._answer)
             raise
@@ -179,8 +152,7 @@ class Reader:
     def read(self, until: float) -> Collectives | None:
         """Return the requested entries; None if they do not come. Blocks meanwhile.
 
-        Args:
-            until: How long to wait, by ``time.monotonic()``.
+        ``until`` is a time of ``time.monotonic()``.
         """
         try:
             while self._header()[0] == self._before:
@@ -203,7 +175,11 @@ class Reader:
         return number, size
 
 
-def _open(pid: int, number: int, flags: int, kind: str) -> int:
+def open_of_process(pid: int, number: int, flags: int, kind: str) -> int:
+    """Open a file that another process of this user has open as ``number``; an OSError without.
+
+    ``kind`` is the beginning of its name in ``/proc``.
+    """
     descriptor = os.open(f"/proc/{pid}/fd/{number}", flags | os.O_CLOEXEC)
     if not str(Path(f"/proc/self/fd/{descriptor}").readlink()).startswith(kind):
         os.close(descriptor)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, FrameReader, pack
-from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.message import StepMessage
-from rankscope.agent.summary import host_summary
-from rankscope.bus.layout import Layout
+from rankscope.agent.ranks import RankProcesses
+from rankscope.agent.summary import HostSteps
+from rankscope.bus.messages import Layout
 from rankscope.bus.step import MAX_PAIRED_WORKERS
 
 LINGER_SECONDS = 10.0
@@ -30,37 +30,16 @@ _LASTING = {FrameKind.HELLO, FrameKind.SUBSCRIBE, FrameKind.BYE, FrameKind.GONE}
 """Frames that the root must get, also after a broken link."""
 
 
-class HostSteps:
-    """Collects the messages of a host's ranks until a step is complete."""
-
-    def __init__(self, num_local: int, layout: Layout) -> None:
-        self._num_local = num_local
-        self._layout = layout
-        self._steps: dict[int, dict[int, StepMessage]] = {}
-
-    def add(self, rank: int, message: StepMessage) -> bytes | None:
-        """Add a message; return the host's summary of the step that it completes."""
-        step = self._steps.setdefault(message.step, {})
-        step[rank] = message
-        if len(step) < self._num_local:
-            return None
-        return host_summary(self._steps.pop(message.step), self._layout)
-
-
 class Forwarder:
     """Forwards frames between the ranks of a host and the root.
 
-    Args:
-        setup: From the hello frame of the rank that started this agent: the host's number, its
-            number of ranks, and the layout of messages.
-        send: Sends a frame to a local rank, or to all of them.
-        ranks: The processes of this host's ranks.
+    ``setup`` comes in the hello frame of the rank that started this agent.
     """
 
     def __init__(
-        self, setup: Mapping[str, Any], send: Callable[[int, bytes], None], ranks: LocalRanks
+        self, setup: Mapping[str, Any], send: Callable[[int, bytes], None], ranks: RankProcesses
     ) -> None:
-        from rankscope.agent.host_link import HostLink  # ZeroMQ: only with several hosts
+        from rankscope.agent.hosts import HostLink  # ZeroMQ: only with several hosts
 
         self._num_local = int(setup["num_local"])
         layout = Layout.from_json(setup["layout"])
@@ -152,7 +131,6 @@ class Forwarder:
 
     def _give_back(self, frame: Frame) -> None:
         if frame.kind == FrameKind.LOOK:
-            self._ranks.request_states()
             states = {str(rank): str(state) for rank, state in self._ranks.states().items()}
             places = {str(rank): list(place) for rank, place in self._ranks.marks().items()}
             content = json.dumps({"states": states, "places": places}).encode()

@@ -1,10 +1,16 @@
 """Frames: the messages between training process, agent and root, on a byte stream.
 
 A frame is a header (length of the payload, kind, rank, step) and a payload. The rank is its sender
-or receiver; -1 stands for all ranks.
+or receiver; -1 stands for all ranks. The states of the Unix sockets are here, too, for both ends.
 """
 
+import contextlib
+import fcntl
+import os
+import socket
 import struct
+import sys
+import termios
 from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
@@ -109,11 +115,7 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes | memoryview) -> list[Frame]:
-        """Add bytes in order of arrival; return the frames that are complete.
-
-        Raises:
-            FrameError: They are no frames.
-        """
+        """Add bytes in order of arrival; return the frames that are complete."""
         self._buffer += data
         frames = []
         at = 0
@@ -129,3 +131,49 @@ class FrameReader:
         if at:
             del self._buffer[:at]
         return frames
+
+
+QUIETLY = getattr(socket, "MSG_NOSIGNAL", 0)
+"""Flags to send with: a script may let SIGPIPE end its process."""
+
+TELLS_UNREAD = sys.platform == "linux"
+"""Whether :func:`unread_bytes` works on this system."""
+
+_PEER = struct.Struct("3i")  # pid, uid, gid
+_COUNT = struct.Struct("i")
+
+
+def unread_bytes(place: socket.socket) -> int:
+    """Return the number of sent bytes that the other end has not read; 0 where unknown."""
+    if TELLS_UNREAD:
+        with contextlib.suppress(OSError):
+            return int(_COUNT.unpack(fcntl.ioctl(place, termios.TIOCOUTQ, bytes(_COUNT.size)))[0])
+    return 0
+
+
+def has_incoming(place: socket.socket) -> bool:
+    """Return whether a non-blocking socket has bytes to read."""
+    try:
+        return bool(place.recv(1, socket.MSG_PEEK))
+    except OSError:
+        return False
+
+
+def identity(place: socket.socket) -> tuple[int, int] | None:
+    """Return device and inode of a socket, to detect a reused descriptor; None without a socket."""
+    try:
+        state = os.fstat(place.fileno())
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino
+
+
+def is_of_another_user(place: socket.socket) -> bool:
+    """Return whether another user is at the other end; False where unknown.
+
+    An abstract socket is open to all users.
+    """
+    if not hasattr(socket, "SO_PEERCRED"):
+        return False
+    peer = place.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+    return bool(_PEER.unpack(peer)[1] != os.geteuid())

@@ -1,4 +1,4 @@
-"""Finds the ranks that hold up all others in a hang, from places, process states and stacks.
+"""Finds the ranks that hold up all others in a hang: from places, states, stacks and collectives.
 
 All of it is plain data: with several hosts, states and stacks come over the network.
 """
@@ -6,10 +6,129 @@ All of it is plain data: with several hosts, states and stacks come over the net
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, NamedTuple, NotRequired, Self, TypedDict
+from typing import NamedTuple, NotRequired, TypedDict
 
-from rankscope.agent.collectives import HangingCollective, hanging_collective
-from rankscope.agent.flight_recorder import Collectives
+from rankscope.agent.flight_recorder import Collectives, Entry, Group
+from rankscope.bus.words import name_ranks
+
+_UNEVEN = {
+    *("all_gather", "allgather", "reduce_scatter", "gather", "scatter", "coalesced"),
+    *("all_to_all", "alltoall", "all_to_all_single", "all_to_all_v_single"),
+}
+"""Operations whose shapes may differ between ranks."""
+
+_SHOWN_SHAPES = 3
+_SHOWN_CALLS = 4
+
+Call = tuple[str, str]
+"""An operation, and its shapes and types in words."""
+
+
+@dataclass(frozen=True, slots=True)
+class HangingCollective:
+    """The first collective that has not ended, or that is not the same on all ranks."""
+
+    group: str  # the process group's title
+    number: int  # the collective's number in that group
+    # the ranks that have entered each call; one call unless they differ
+    calls: Mapping[Call, tuple[int, ...]]
+    absent: tuple[int, ...] = ()  # ranks of the group that have not entered it
+    differs: bool = False  # whether ranks have entered different collectives
+
+    @property
+    def blamed(self) -> tuple[int, ...]:
+        """Ranks in another collective than most, or all if there is no majority; else absent."""
+        if not self.differs:
+            return self.absent
+        sizes = sorted(map(len, self.calls.values()))
+        most = sizes[-1] if sizes[-1] > sizes[-2] else 0
+        return tuple(
+            sorted(r for ranks in self.calls.values() if len(ranks) != most for r in ranks)
+        )
+
+    def __str__(self) -> str:
+        if self.differs:
+            calls = [
+                f"{name_ranks(ranks)} in {' '.join(call)}" for call, ranks in self.calls.items()
+            ]
+            more = f"; {len(calls) - _SHOWN_CALLS} more" if len(calls) > _SHOWN_CALLS else ""
+            return (
+                f"collective {self.number:,} of {self.group} is not the same on all ranks: "
+                f"{'; '.join(calls[:_SHOWN_CALLS])}{more}"
+            )
+        ((operation, content),) = self.calls
+        text = f"{operation} {self.number:,} of {self.group}, {content}, does not end"
+        if not self.absent:
+            return f"{text}, and all its ranks have entered it"
+        has = "has" if len(self.absent) == 1 else "have"
+        return f"{text}: {name_ranks(self.absent)} {has} not entered it"
+
+
+def hanging_collective(known: Mapping[int, Collectives]) -> HangingCollective | None:
+    """Return the collective in which a training hangs; None if none is under way.
+
+    Groups wait for one another where a rank waits in one and is absent from the next. So a
+    mismatch comes first, then a group whose absent ranks wait in no other.
+    """
+    names = dict.fromkeys(name for one in known.values() for name in one["groups"])
+    found = [one for name in names if (one := _of_group(name, known)) is not None]
+    waiting = {rank for one in found for ranks in one.calls.values() for rank in ranks}
+    return min(
+        found,
+        key=lambda one: (not one.differs, not one.absent, not waiting.isdisjoint(one.absent)),
+        default=None,
+    )
+
+
+def _of_group(name: str, known: Mapping[int, Collectives]) -> HangingCollective | None:
+    entries: dict[int, dict[int, Entry]] = {
+        rank: {entry[0]: entry for entry in one["groups"][name]["entries"]}
+        for rank, one in known.items()
+        if name in one["groups"]
+    }
+    waits = [n for by_number in entries.values() for n, entry in by_number.items() if not entry[4]]
+    if not waits:
+        return None
+    first = min(waits)
+    groups = [one["groups"][name] for one in known.values() if name in one["groups"]]
+    title = groups[0]["title"]
+    for number in sorted({n for by_number in entries.values() for n in by_number if n <= first}):
+        calls = _calls({rank: one[number] for rank, one in entries.items() if number in one})
+        if len(calls) > 1:
+            return HangingCollective(title, number, calls, differs=True)
+    calls = _calls({rank: one[first] for rank, one in entries.items() if first in one})
+    members = entries.keys() | _members(groups, known)
+    absent = tuple(r for r in sorted(members) if max(entries.get(r, ()), default=-1) < first)
+    return HangingCollective(title, first, calls, absent)
+
+
+def _members(groups: Iterable[Group], known: Mapping[int, Collectives]) -> set[int]:
+    """Return the ranks of a group, also those that have entered nothing in it yet."""
+    listed = {rank for group in groups for rank in group["ranks"]}
+    whole = any(group["title"] == "default_pg" for group in groups)
+    return {rank for rank, one in known.items() if whole or one["rank"] in listed}
+
+
+def _calls(entries: Mapping[int, Entry]) -> dict[Call, tuple[int, ...]]:
+    """Return the ranks of each different call, that of most ranks first."""
+    by_call: dict[tuple[str, str], list[int]] = {}
+    shown: dict[tuple[str, str], Call] = {}
+    for rank, (_, operation, shapes, types, _) in entries.items():
+        content = _words(shapes, types)
+        key = (operation, "" if operation in _UNEVEN else str((shapes, types)))
+        by_call.setdefault(key, []).append(rank)
+        shown.setdefault(key, (operation, content))
+    ordered = sorted(by_call, key=lambda key: -len(by_call[key]))
+    return {shown[key]: tuple(sorted(by_call[key])) for key in ordered}
+
+
+def _words(shapes: list[list[int]], types: list[str]) -> str:
+    """Return shapes and types as words: ``7×2 Float``."""
+    texts = ["×".join(map(str, shape)) or "scalar" for shape in shapes]
+    more = f" and {len(texts) - _SHOWN_SHAPES} more" if len(texts) > _SHOWN_SHAPES else ""
+    shown = f"{', '.join(texts[:_SHOWN_SHAPES])}{more}"
+    return f"{shown} {'/'.join(dict.fromkeys(types))}".strip() or "no tensor"
+
 
 _ENGINE = "_engine_run_backward "  # the Python frame that calls autograd's engine
 _WRAPPERS = ("(torch/nn/parallel/distributed.py", "(torch/distributed/fsdp/")
@@ -48,17 +167,11 @@ class Fate(StrEnum):
 
 
 class CodePlace(NamedTuple):
-    """The progress of a rank; places from the same look are comparable.
+    """The progress of a rank; places from the same look are comparable."""
 
-    Attributes:
-        step: The step under way; 0 in the first.
-        passes: Number of phases of that step that have begun; 0 where only steps are known.
-        phase: ``forward``, ``backward`` or ``step``; empty where only steps are known.
-    """
-
-    step: int
-    passes: int = 0
-    phase: str = ""
+    step: int  # the step under way; 0 in the first
+    passes: int = 0  # number of phases of that step that have begun; 0 where only steps are known
+    phase: str = ""  # ``forward``, ``backward`` or ``step``; empty where only steps are known
 
     def __str__(self) -> str:
         if self.phase == "step":
@@ -68,19 +181,13 @@ class CodePlace(NamedTuple):
 
 
 class Stack(TypedDict):
-    """The Python stack of a process.
+    """The Python stack of a process."""
 
-    Attributes:
-        thread: Name of the thread.
-        frames: Functions with file and line, the innermost first.
-        missing: Why there is none, in a sentence; empty if there is one.
-        collectives: What torch's Flight Recorder holds in that process, where it is on; None if
-            the process did not answer.
-    """
-
-    thread: str
-    frames: list[str]
-    missing: str
+    thread: str  # name of the thread
+    frames: list[str]  # functions with file and line, the innermost first
+    missing: str  # why there is none, in a sentence; empty if there is one
+    # what torch's Flight Recorder holds in that process, where it is on; None if the process did
+    # not answer
     collectives: NotRequired[Collectives | None]
 
 
@@ -94,23 +201,14 @@ class Standing(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class HangReport:
-    """A step that does not end, and the ranks that the others wait for.
+    """A step that does not end, and the ranks that the others wait for."""
 
-    Attributes:
-        step: The step that has not ended everywhere.
-        seconds: Time without progress on any rank.
-        suspects: The ranks that the others wait for.
-        waiting: The other live ranks, in order.
-        phase: The phase of the waiting ranks; empty if unknown or not the same.
-        recovered: Whether the training goes on after all.
-    """
-
-    step: int
-    seconds: float
-    suspects: tuple[Standing, ...] = ()
-    waiting: tuple[int, ...] = ()
-    phase: str = ""
-    recovered: bool = False
+    step: int  # the step that has not ended everywhere
+    seconds: float  # time without progress on any rank
+    suspects: tuple[Standing, ...] = ()  # the ranks that the others wait for
+    waiting: tuple[int, ...] = ()  # the other live ranks, in order
+    phase: str = ""  # the phase of the waiting ranks; empty if unknown or not the same
+    recovered: bool = False  # whether the training goes on after all
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -137,39 +235,9 @@ class HangReport:
         more = [f"and {len(self.suspects) - 8} more"] if len(self.suspects) > 8 else []
         return "; ".join([text, *named, *more])
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the report as plain JSON values."""
-        return {
-            "step": self.step,
-            "seconds": self.seconds,
-            "suspects": [[one.rank, str(one.fate), one.place] for one in self.suspects],
-            "waiting": list(self.waiting),
-            "phase": self.phase,
-            "recovered": self.recovered,
-        }
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Return what :meth:`to_json` made.
-
-        Raises:
-            KeyError: A field is missing.
-            ValueError: There is no such fate.
-        """
-        suspects = tuple(
-            Standing(rank, Fate(fate), None if place is None else CodePlace(*place))
-            for rank, fate, place in values["suspects"]
-        )
-        return cls(**{**values, "suspects": suspects, "waiting": tuple(values["waiting"])})
-
 
 def words_of(one: Standing, *, over: bool = False) -> str:
-    """Describe the state of a suspect: ``has ended, in step 7``.
-
-    Args:
-        one: The rank.
-        over: Whether the hang is over.
-    """
+    """Describe the state of a suspect: ``has ended, in step 7``."""
     is_ = "was" if over else "is"
     words = {
         Fate.ENDED: "has ended",
@@ -197,12 +265,8 @@ def judge_hang(
     the suspects are the ranks furthest behind. Equally far ranks are not suspects, nor are all
     ranks at once when the whole job is suspended.
 
-    Args:
-        seconds: Time without progress on any rank.
-        num_workers: W.
-        places: Progress of each rank that has connected.
-        states: Process states; a missing one is unknown.
-        left: Ranks that closed their scope normally.
+    ``places`` has each rank that has connected; a missing state is unknown; ranks that have
+    ``left`` closed their scope normally.
     """
     gone = set(left)
     there = {rank: place for rank, place in sorted(places.items()) if rank not in gone}
@@ -317,15 +381,12 @@ def _behind(there: Mapping[int, CodePlace], states: Mapping[int, ProcessState]) 
     depths = {rank: _depth(place) for rank, place in there.items()}
     first = min(depths.values(), default=(0, 0))
     last = max(depths.values(), default=(0, 0))
+    behind = [rank for rank, depth in depths.items() if depth == first != last]
+    running = {rank for rank in behind if states.get(rank) == ProcessState.RUNNING}
     return [
-        Standing(rank, _fate_behind(states.get(rank)), there[rank])
-        for rank, depth in depths.items()
-        if depth == first != last
+        Standing(rank, Fate.STUCK if rank in running else Fate.SILENT, there[rank])
+        for rank in behind
     ]
-
-
-def _fate_behind(state: ProcessState | None) -> Fate:
-    return Fate.STUCK if state == ProcessState.RUNNING else Fate.SILENT
 
 
 def _depth(place: CodePlace) -> tuple[int, int]:

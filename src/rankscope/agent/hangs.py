@@ -1,11 +1,13 @@
 """Detects that a training hangs, and makes a finding of the ranks that the others wait for.
 
 The root knows the last step of each rank. Places inside a step, process states and stacks come from
-the agents of the hosts (:mod:`rankscope.agent.progress`, ``processes``, ``stacks``).
+the agents of the hosts.
 """
 
+import logging
+import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from statistics import median
 
@@ -22,6 +24,7 @@ from rankscope.agent.hang_report import (
     judge_stacks,
     words_of,
 )
+from rankscope.agent.ranks import RankProcesses
 from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.rules import finding_of
@@ -84,15 +87,8 @@ class HangWatch:
     ) -> HangReport | None:
         """Check whether the training hangs, or goes on again; about once a second.
 
-        Args:
-            now: Seconds by the clock of :meth:`observe`.
-            states: Process states; a missing one is unknown.
-            marks: Known places of ranks inside their steps
-                (:func:`rankscope.agent.progress.read_mark`).
-
-        Returns:
-            A report when a hang begins, when another rank has ended or was stopped meanwhile, and
-            when the hang is over.
+        Returns a report when a hang begins, when another rank has ended or was stopped meanwhile,
+        and when the hang is over.
         """
         self._allow_for_own_pause(now)
         there = [
@@ -106,7 +102,8 @@ class HangWatch:
         if not there or seconds < self._limit():
             return None
         report = self._judge(seconds, states, marks or {})
-        if self._newest[0] < 0 and not _is_plain(report):
+        is_certain = report.phase == "backward" or report.with_fate(Fate.ENDED, Fate.STOPPED)
+        if self._newest[0] < 0 and not is_certain:
             return None  # the first step may take long: it compiles
         self._report = report
         self._began = now - seconds
@@ -174,10 +171,7 @@ def hang_finding(
     cannot recover by itself. Otherwise a warning: a live rank may be busy with something long,
     such as saving a checkpoint alone.
 
-    Args:
-        report: The hang, from :meth:`HangWatch.look` or :meth:`HangWatch.learn`.
-        stacks: Stacks by rank, if they were taken.
-        newest: The newest step in the record; None: the step before the one that hangs.
+    ``newest`` is the newest step in the record; None: the step before the one that hangs.
     """
     if report.is_pause:
         return None
@@ -203,11 +197,6 @@ def hang_finding(
     )
     step = report.step - 1 if newest is None else newest
     return finding_of(evidence, step, name=f"time.hang:step-{report.step}")
-
-
-def _is_plain(report: HangReport) -> bool:
-    """Return whether a hang in the first step is certain; that step may compile."""
-    return report.phase == "backward" or bool(report.with_fate(Fate.ENDED, Fate.STOPPED))
 
 
 def _duration_words(report: HangReport) -> str:
@@ -291,3 +280,66 @@ def _evidence(report: HangReport, stacks: Mapping[int, Stack]) -> dict[str, obje
 def _last_steps(suspects: Iterable[Standing]) -> dict[str, object]:
     known = [one for one in suspects if one.place is not None][:_SHOWN_STACKS]
     return {f"place_of_rank_{one.rank}": str(one.place) for one in known}
+
+
+_log = logging.getLogger("rankscope")
+
+_LOOK_SECONDS = 1.0
+
+
+class HangNotes:
+    """Detects the hangs of one run; ``notify`` gets each finding that opens, changes or closes.
+
+    A step may take ``hang_seconds``, or 20 typical steps if that is more.
+    """
+
+    def __init__(
+        self,
+        num_workers: int,
+        hang_seconds: float,
+        ranks: RankProcesses,
+        notify: Callable[[Finding], None],
+    ) -> None:
+        self._watch = HangWatch(num_workers, hang_seconds)
+        self._ranks = ranks
+        self._notify = notify
+        self._report: HangReport | None = None
+        self._stacks: Mapping[int, Stack] = {}
+        self._next_look = 0.0
+        self.findings: dict[str, Finding] = {}
+
+    def observe(self, rank: int, step: int) -> None:
+        """Record that a rank has delivered a step; −1 for its hello frame."""
+        self._watch.observe(rank, step, time.monotonic())
+
+    def leave(self, rank: int) -> None:
+        """Record that a rank closed its scope normally."""
+        self._watch.leave(rank)
+
+    def look(self, newest: int) -> None:
+        """Check all ranks, once a second; ``newest`` is the newest step in the record."""
+        now = time.monotonic()
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_SECONDS
+        if self._watch.wants_states(now):
+            self._ranks.request_states()
+        report = self._watch.look(now, self._ranks.states(), self._ranks.marks())
+        if report is not None and not report.recovered:
+            self._ranks.take_stacks()
+            self._stacks = {}
+        stacks = self._ranks.stacks()
+        if stacks:
+            self._stacks = {**self._stacks, **stacks}
+            report = self._watch.learn(self._stacks) or report
+        if report is not None:
+            self._note(report, newest)
+
+    def _note(self, report: HangReport, newest: int) -> None:
+        finding = hang_finding(report, self._stacks, newest=newest)
+        if finding is None:
+            _log.info("%s", report)
+        else:
+            self.findings[finding.id] = finding
+            self._notify(finding)
+            self._ranks.write_line(finding.explanation)

@@ -74,16 +74,7 @@ def connect(address: str, problem: str = "") -> socket.socket:
 
 
 def start(listening: socket.socket, secret: str, *, thread: bool) -> "Started":
-    """Start the agent behind a socket, which then belongs to the agent.
-
-    Args:
-        listening: The socket.
-        secret: The secret in every rank's first frame.
-        thread: Whether the agent runs in a thread of this process.
-
-    Raises:
-        RuntimeError: Neither a process nor a thread can be started.
-    """
+    """Start the agent behind a socket, which then belongs to the agent."""
     problem: OSError | None = None
     if not thread:
         try:

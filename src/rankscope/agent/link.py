@@ -19,8 +19,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rankscope.agent.frames import Frame, FrameError, FrameKind, FrameReader, pack
-from rankscope.agent.sockets import QUIETLY, TELLS_UNREAD, has_incoming, identity, unread_bytes
+from rankscope.agent.frames import (
+    QUIETLY,
+    TELLS_UNREAD,
+    Frame,
+    FrameError,
+    FrameKind,
+    FrameReader,
+    has_incoming,
+    identity,
+    pack,
+    unread_bytes,
+)
 from rankscope.bus.probe import Content
 from rankscope.errors import RankscopeError
 
@@ -67,10 +77,8 @@ class Link:
     The first call raises if the agent cannot be reached, not the constructor: by then the training
     has begun on all ranks, and goes on.
 
-    Args:
-        connect: Returns a new connection to the agent.
-        hello: The first frame of every connection.
-        wake: Continues a stopped agent; None on ranks that did not start it.
+    ``hello`` is the first frame of every connection; ``wake`` continues a stopped agent, None on
+    ranks that did not start it.
     """
 
     def __init__(
@@ -119,11 +127,7 @@ class Link:
         rank: int,
         step: int = -1,
     ) -> None:
-        """Send a frame, or queue it until there is room; its payload may be in pieces.
-
-        Raises:
-            LinkError: The agent has ended, or no longer reads.
-        """
+        """Send a frame, or queue it until there is room; its payload may be in pieces."""
         frame = pack(kind, payload, rank=rank, step=step)
         with self._lock:
             now = time.monotonic()
@@ -143,22 +147,14 @@ class Link:
                 )
 
     def poll(self) -> list[Frame]:
-        """Return new frames, and send waiting ones.
-
-        Raises:
-            LinkError: The agent has ended. Its earlier frames are returned first.
-        """
+        """Return new frames, and send waiting ones."""
         with self._lock:
             if self._waiting:
                 self._push()
             return self._pull()
 
     def drain(self, seconds: float) -> bool:
-        """Wait until all frames are sent, also to a stopped agent; return whether they are.
-
-        Raises:
-            LinkError: The agent has ended.
-        """
+        """Wait until all frames are sent, also to a stopped agent; return whether they are."""
         self._wake_agent()
         until = time.monotonic() + seconds
         while True:
@@ -173,11 +169,7 @@ class Link:
             select.select([], [place], [], min(left, 0.5))
 
     def wait(self, seconds: float) -> list[Frame]:
-        """Wait for new frames up to so many seconds, and return them.
-
-        Raises:
-            LinkError: The agent has ended.
-        """
+        """Wait for new frames up to so many seconds, and return them."""
         with self._lock:
             place = self._alive()
         select.select([place], [], [], max(seconds, 0.0))

@@ -1,28 +1,36 @@
-"""A worker's step as one flat message: a header and arrays, one after the other.
+"""A worker's step as one flat message, and the report of a step for the training.
 
-The training process computes no statistics for it; the agent does. Its arrays are those that each
-kind of evidence declares, and two of its own: a number for each LOCAL column (``slots``), and names
-as JSON (``names``). The header has the length of each array, and a hash of all declarations: a
-message of another version is an error, never a wrong number.
+A step is a header and arrays, one after the other. The training process computes no statistics for
+it; the agent does. Its arrays are those that each kind of evidence declares, and two of its own: a
+number for each LOCAL column (``slots``), and names as JSON (``names``). The header has the length
+of each array, and a hash of all declarations: a message of another version is an error, never a
+wrong number.
 """
 
 import math
 import struct
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.columns import DType, Source, Table
-from rankscope.bus.evidence import Array, arrays_of
+from rankscope.bus.evidence import Array, DType, Source, Table
+from rankscope.bus.packing import pack_arrays, unpack_arrays
 from rankscope.bus.probe import Content
-from rankscope.bus.step import MISSING_INT
+from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.errors import RankscopeError
 from rankscope.evidence import EVIDENCE, columns_of, schema_hash
+from rankscope.record.states import put_back, take_out
 from rankscope.stats.arrays import Ints
 
-ARRAYS = (Array("slots", np.int64), *arrays_of(EVIDENCE), Array("names", np.uint8))
+ARRAYS = (
+    Array("slots", np.int64),
+    *(array for each in EVIDENCE for array in each.arrays),
+    Array("names", np.uint8),
+)
 
 _HEADER = struct.Struct(f"<qqdq{len(ARRAYS)}I")  # schema, step, time, items
 _LOCAL = columns_of(Table.WORKERS, Source.LOCAL)
@@ -42,11 +50,7 @@ class MessageError(RankscopeError):
 class StepMessage:
     """One worker's measured step; its arrays are attributes, by their declared names.
 
-    Args:
-        step: Step number.
-        time: Unix time in seconds at which the step ended.
-        items: Digest of kinds and names of the items of ``digests_D``.
-        arrays: Arrays by name; absent ones are empty.
+    ``items`` is a digest of kinds and names of the items of ``digests_D``; absent arrays are empty.
     """
 
     def __init__(self, step: int, time: float = 0.0, items: int = 0, **arrays: Any) -> None:
@@ -82,11 +86,7 @@ class StepMessage:
 
     @classmethod
     def unpack(cls, content: bytes) -> "StepMessage":
-        """Read a message; its arrays look into ``content``.
-
-        Raises:
-            MessageError: It is of another version, or truncated.
-        """
+        """Read a message; its arrays look into ``content``."""
         if len(content) < _HEADER.size:
             raise MessageError(f"expected a step, got {len(content)} bytes")
         schema, step, time, items, *lengths = _HEADER.unpack_from(content)
@@ -151,11 +151,54 @@ def tag(name: str, content: Content) -> bytes:
 
 
 def untag(payload: bytes) -> tuple[str, bytes]:
-    """Return the kind of evidence of a payload, and its content.
-
-    Raises:
-        MessageError: There is no such kind.
-    """
+    """Return the kind of evidence of a payload, and its content."""
     if not payload or payload[0] >= len(EVIDENCE):
         raise MessageError(f"expected a kind of evidence, got {payload[:1]!r}")
     return EVIDENCE[payload[0]].name, payload[1:]
+
+
+_LEFT_OUT = {"sketches_WK", "group_sketches_WGK", "consensus", "trace", "differences"}
+_TUPLES = {"samples", "micro_losses", "micro_weights", "micro_norms", "micro_scales", "groups"}
+
+
+def pack_report(report: StepReport) -> bytes:
+    """Return a report's bytes, without sketches, traces and the consensus."""
+    gathered = report.gathered
+    kept = {f.name: getattr(gathered, f.name) for f in fields(gathered) if f.name not in _LEFT_OUT}
+    arrays: list[NDArray[Any]] = []
+    state = {
+        "gathered": kept,
+        "differences": [
+            [str(one.kind), one.name, one.digests_W, one.unchanged_W]
+            for one in gathered.differences
+        ],
+        "values": dict(report.values),
+        "derived": dict(report.derived),
+        "cosines": report.cosines_WW,
+        "group_cosines": report.group_cosine_rest_WG,
+    }
+    return pack_arrays(take_out(state, arrays), arrays)
+
+
+def unpack_report(content: bytes) -> StepReport:
+    """Return the report that :func:`pack_report` has packed."""
+    try:
+        tree, arrays = unpack_arrays(bytearray(content))  # users may write into them
+        packed: dict[str, Any] = put_back(tree, arrays.__getitem__)
+        kept: dict[str, Any] = {
+            n: tuple(v) if n in _TUPLES else v for n, v in packed["gathered"].items()
+        }
+        gathered = GatheredStep(sketches_WK=None, **kept)
+        differences = tuple(
+            StateDifference(StateKind(kind), name, digests_W, unchanged_W)
+            for kind, name, digests_W, unchanged_W in packed["differences"]
+        )
+        return StepReport(
+            replace(gathered, differences=differences),
+            packed["values"],
+            packed["derived"],
+            packed["cosines"],
+            packed["group_cosines"],
+        )
+    except (LookupError, TypeError, ValueError) as error:
+        raise RankscopeError(f"a step's report cannot be read ({error!r})") from error

@@ -12,15 +12,13 @@ import traceback
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
-from rankscope.agent.all_hosts import AllHosts
 from rankscope.agent.forwarder import Forwarder
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
-from rankscope.agent.local_ranks import LocalRanks
 from rankscope.agent.processes import lower_priority
+from rankscope.agent.ranks import RankProcesses
 from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer
-from rankscope.bus.lines import make_printable
-from rankscope.bus.words import name_ranks
+from rankscope.bus.words import make_printable, name_ranks
 from rankscope.errors import RankscopeError
 
 if TYPE_CHECKING:
@@ -49,11 +47,8 @@ CLOSE_SECONDS = 5.0
 class Agent:
     """Serves the ranks of one host until the run ends.
 
-    Args:
-        listening: The listening socket for local ranks.
-        secret: The secret in every rank's first frame.
-        in_thread: Whether it runs in a thread of a training's process.
-        parent: The process that has started this one, to be the first rank; None in a thread.
+    ``secret`` is in every rank's first frame; ``parent`` is the process that has started this one,
+    to be the first rank, None in a thread.
 
     Attributes:
         root: The root on the host of rank 0, a forwarder elsewhere; None until a rank connects.
@@ -70,13 +65,12 @@ class Agent:
         self._in_thread = in_thread
         self._parent = parent
         self._secret = secret
-        self._ranks = LocalRanks()
+        self._ranks = RankProcesses()
         self._server = LocalServer(
             listening, self._check, introduce=self._introduce, lives=self._ranks.lives
         )
         self.root: Root | Forwarder | None = None
         self._remote: RemoteHosts | None = None
-        self._hosts = AllHosts(self._ranks, None)
         self._early: deque[tuple[int, Frame | None, float]] = deque()
         self._worked_at = self._alone_since = 0.0
         self._lines: deque[tuple[int, str, str]] = deque(maxlen=256)
@@ -192,8 +186,8 @@ class Agent:
             self._remote = RemoteHosts(os.environ.get(ADDRESS), setup["master"])
             invitation = pack(FrameKind.INVITATION, self._remote.invitation, rank=0)
             self._server.send(0, invitation)
-        self._hosts = AllHosts(self._ranks, self._remote)
-        self.root = Root(setup, self._send, self._hosts)
+        self._ranks.remote = self._remote
+        self.root = Root(setup, self._send, self._ranks)
 
     def _receive_from_hosts(self) -> None:
         """Handle frames from other hosts; give up ranks that are out of reach too long."""
@@ -201,7 +195,7 @@ class Agent:
         for rank, frame, at in self._remote.poll():
             if frame is not None and frame.kind == FrameKind.GONE:
                 ending = json.loads(frame.payload)
-                self._hosts.endings[rank] = ending["how"]
+                self._ranks.endings[rank] = ending["how"]
                 self._give(rank, None, ending["time"])
             else:
                 self._give(rank, frame, at)
@@ -213,7 +207,7 @@ class Agent:
             )
         assert isinstance(self.root, Root)
         for rank in self._remote.given_up(at_end=self.root.has_closed_here):
-            self._hosts.endings[rank] = "its host is out of reach"
+            self._ranks.endings[rank] = "its host is out of reach"
             self._give(rank, None, time.time())
 
     def _send(self, rank: int, content: bytes) -> None:

@@ -76,11 +76,7 @@ class Recorder:
             self._try(lambda: self._writer.save_state(take, at_end=at_end))
 
     def close(self, status: str, **facts: Any) -> None:
-        """Write the remaining data, and status and further facts in ``run.json``.
-
-        Raises:
-            RunError: A file cannot be written.
-        """
+        """Write the remaining data, and status and further facts in ``run.json``."""
         if self._failures:
             facts["failed_writes"] = self._failures
         if self._has_ended:

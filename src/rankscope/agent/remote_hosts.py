@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rankscope.agent.frames import ALL_RANKS, FrameKind, FrameReader, pack
 from rankscope.agent.hang_report import CodePlace, ProcessState, Stack
-from rankscope.agent.root_link import RootLink
+from rankscope.agent.hosts import RootLink
 from rankscope.agent.server import Arrived
 
 SILENT_SECONDS = 10.0
@@ -20,7 +20,7 @@ GIVE_UP_SECONDS_AT_END = 30.0
 
 
 class RemoteHosts:
-    """The other hosts of a job; arguments as in :class:`~rankscope.agent.root_link.RootLink`."""
+    """The other hosts of a job; arguments as in :class:`~rankscope.agent.hosts.RootLink`."""
 
     def __init__(self, address: str | None, master: str | None) -> None:
         self._link = RootLink(address, master=master)
@@ -78,15 +78,7 @@ class RemoteHosts:
         elif rank in self._host_of:
             self._link.send(self._host_of[rank], content)
 
-    def request_states(self) -> None:
-        """Request the states of processes from all hosts."""
-        self.send(ALL_RANKS, pack(FrameKind.LOOK))
-
-    def take_stacks(self) -> None:
-        """Request stacks from all hosts."""
-        self.send(ALL_RANKS, pack(FrameKind.STACKS))
-
-    def stacks(self) -> Mapping[int, Stack]:
+    def take_stacks(self) -> dict[int, Stack]:
         """Return stacks that have arrived since the last call."""
         come = self._stacks
         self._stacks = {}

@@ -6,33 +6,36 @@ has reached yet.
 
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rankscope.agent.assembly import Assembly
-from rankscope.agent.forwarder import HostSteps
+from rankscope.agent.assembly import Assembly, Workers, summarize
 from rankscope.agent.frames import ALL_RANKS, GUESTS, Frame, FrameKind, pack
-from rankscope.agent.hang_notes import HangNotes, Hosts
-from rankscope.agent.message import StepMessage, tag, untag
+from rankscope.agent.hangs import HangNotes
+from rankscope.agent.message import StepMessage, pack_report, tag, untag
+from rankscope.agent.ranks import RankProcesses
 from rankscope.agent.recorder import Recorder
-from rankscope.agent.reports import pack_report
-from rankscope.agent.summarize import summarize
-from rankscope.agent.summary import HostsStep, HostSummary, summary_layout, with_directions
-from rankscope.agent.together import as_columns
-from rankscope.agent.workers import Workers
-from rankscope.bus.director import DirectedRun, Director
-from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.finding_events import FindingEvent, FindingEvents
+from rankscope.agent.summary import (
+    HostsStep,
+    HostSteps,
+    HostSummary,
+    as_columns,
+    summary_layout,
+    with_directions,
+)
+from rankscope.bus.finding import Finding, FindingEvent, FindingEvents, Severity
 from rankscope.bus.governor import LAG, Governor
-from rankscope.bus.layout import Layout
+from rankscope.bus.messages import Layout
+from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
 from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
 from rankscope.record import Run, RunWriter
-from rankscope.record.lock import WriterLock
+from rankscope.record.begin import WriterLock
 from rankscope.record.states import START_FILE, read_state
 from rankscope.record.stores import Mirror, Store
 from rankscope.sinks import RunInfo, Sinks, plan_sinks
@@ -59,13 +62,10 @@ Send = Callable[[int, bytes], None]
 class Root:
     """Assembles, judges and records the steps of one run.
 
-    Args:
-        setup: From the hello frame of rank 0, see ``rankscope.session.opening``.
-        send: Sends a frame to a rank.
-        hosts: The processes of all ranks.
+    ``setup`` comes in the hello frame of rank 0, see ``rankscope.session.opening``.
     """
 
-    def __init__(self, setup: Mapping[str, Any], send: Send, hosts: Hosts) -> None:
+    def __init__(self, setup: Mapping[str, Any], send: Send, ranks: RankProcesses) -> None:
         layout = Layout.from_json(setup["layout"])
         self._send = send
         self._run_dir = Path(setup["run_dir"])
@@ -75,7 +75,7 @@ class Root:
         if layout.num_workers > MAX_PAIRED_WORKERS:
             self._host_steps = HostSteps(setup["num_local"], layout)
         lean = summary_layout(layout) if self._host_steps is not None else layout
-        self._assembly: Assembly[Any] = Assembly(lean, setup["first_step"])
+        self._assembly = Assembly(lean, setup["first_step"])
         self._governor = Governor(setup["budget"], setup["every"])
         options = setup["info"].get("options") or {}
         directed = DirectedRun(
@@ -113,12 +113,14 @@ class Root:
         self._mirror = None if store is None else Mirror(self._run_dir, store)
         known = tuple(self._diagnosis.findings)
         self._record.add_findings(known)
-        seconds = setup["hang_seconds"]
-        self._hangs: HangNotes | None = None
-        if seconds is not None:
-            self._hangs = HangNotes(layout.num_workers, seconds, hosts, self._report_hang)
-        self._hosts = hosts
-        self._sinks = _start_sinks(setup, self._run_dir, known)
+        seconds = math.inf if setup["hang_seconds"] is None else setup["hang_seconds"]
+        self._hangs = HangNotes(layout.num_workers, seconds, ranks, self._report_hang)
+        self._ranks = ranks
+        info = setup["info"]
+        self._sinks = Sinks(
+            plan_sinks(setup["sinks"]),
+            RunInfo(self._run_dir, len(info["ranks"]), info["config"], info["options"], known),
+        )
         self._events = FindingEvents(known)
         self._announcer: Announcer | None = None
         if setup["announce"]:
@@ -134,26 +136,37 @@ class Root:
             if frame is not None and frame.kind == FrameKind.EVIDENCE:
                 self._direct(None, frame)
         elif frame is None:
-            self._workers.leave(rank, self._hosts.ending(rank), at)
+            self._workers.leave(rank, self._ranks.ending(rank), at)
         elif frame.kind == FrameKind.SUMMARY:
             self._handle_summary(frame.payload)
         elif frame.kind == FrameKind.HELLO:
             self._handle_hello(rank)
-        elif self._workers[rank].left is None and frame.kind in _HANDLERS:
-            _HANDLERS[FrameKind(frame.kind)](self, rank, frame, at)
+        elif self._workers[rank].left is None:
+            self._take_from_worker(rank, frame, at)
 
     def _handle_hello(self, rank: int) -> None:
         """Send the present state to a rank, also after it has reconnected."""
-        self._note_progress(rank, -1)
+        self._hangs.observe(rank, -1)
         if self._governor.decisions:
             self._send(rank, self._interval_frame())
         self._send(rank, _findings_frame(self._findings))
 
-    def _handle_message(self, rank: int, frame: Frame, at: float) -> None:
-        self._handle_step(rank, StepMessage.unpack(frame.payload))
-
-    def _handle_evidence(self, rank: int, frame: Frame, at: float) -> None:
-        self._direct(rank, frame)
+    def _take_from_worker(self, rank: int, frame: Frame, at: float) -> None:
+        worker = self._workers[rank]
+        if frame.kind == FrameKind.STEP:
+            self._handle_step(rank, StepMessage.unpack(frame.payload))
+        elif frame.kind == FrameKind.EVIDENCE:
+            self._direct(rank, frame)
+        elif frame.kind == FrameKind.SUBSCRIBE:
+            worker.wants_reports = True
+            if self._latest is not None:
+                self._send(rank, pack(FrameKind.LATEST, pack_report(self._latest), rank=rank))
+        elif frame.kind == FrameKind.BYE:
+            bye = json.loads(frame.payload)
+            worker.complete = bool(bye["complete"])
+            worker.without_room = int(bye.get("without_room", 0))
+            self._hangs.leave(rank)
+            self._workers.leave(rank, bye["why"], at)
 
     def _direct(self, rank: int | None, frame: Frame) -> None:
         """Pass evidence to the director of its kind."""
@@ -161,23 +174,10 @@ class Root:
         if name in self._directors:
             self._directors[name].take(rank, frame.step, content)
 
-    def _handle_bye(self, rank: int, frame: Frame, at: float) -> None:
-        bye = json.loads(frame.payload)
-        self._workers[rank].complete = bool(bye["complete"])
-        self._workers[rank].without_room = int(bye.get("without_room", 0))
-        if self._hangs is not None:
-            self._hangs.leave(rank)
-        self._workers.leave(rank, bye["why"], at)
-
-    def _handle_subscribe(self, rank: int, frame: Frame, at: float) -> None:
-        self._workers[rank].wants_reports = True
-        if self._latest is not None:
-            self._send(rank, pack(FrameKind.LATEST, pack_report(self._latest), rank=rank))
-
     def _handle_step(self, rank: int, message: StepMessage) -> None:
         self._assembly.learn(rank, message)
         if self._host_steps is None:
-            self._note_progress(rank, message.step)
+            self._hangs.observe(rank, message.step)
             self._assembly.add([rank], message)
             return
         summary = self._host_steps.add(rank, message)
@@ -188,16 +188,12 @@ class Root:
         """Add a step of all ranks of a host; beyond 64 workers."""
         summary = HostSummary.unpack(content)
         for rank in summary.ranks_w.tolist():
-            self._note_progress(rank, summary.step)
+            self._hangs.observe(rank, summary.step)
         self._assembly.add(summary.ranks_w, summary)
-
-    def _note_progress(self, rank: int, step: int) -> None:
-        if self._hangs is not None:
-            self._hangs.observe(rank, step)
 
     @property
     def _findings(self) -> tuple[Finding, ...]:
-        hangs = () if self._hangs is None else tuple(self._hangs.findings.values())
+        hangs = self._hangs.findings.values()
         directed = [f for each in self._directors.values() for f in each.findings.values()]
         return (*self._diagnosis.findings, *directed, *hangs)
 
@@ -209,7 +205,8 @@ class Root:
         if steps:
             self._judge(steps)
             self._send_reports()
-            self._send_keepalives()
+            for rank in self._workers.left:  # they wait for the end of the run
+                self._send(rank, pack(FrameKind.WORKING, rank=rank))
         elif not self.finished:
             self._end_if_workers_left()
         return len(steps) == MOST_AT_ONCE
@@ -218,23 +215,20 @@ class Root:
         """Check for hangs, and flush the record if due."""
         if self.finished:
             return
-        if self._hangs is not None:
-            self._hangs.look(self._assembly.next_step - 1)
+        self._hangs.look(self._assembly.next_step - 1)
         if self._record.flush_if_due():
             self._save_state()
 
     def _report_hang(self, finding: Finding) -> None:
         self._record.flush()
         self._record.add_findings([finding])
-        if self._sinks is not None:
-            self._sinks.findings([finding])
+        self._sinks.findings([finding])
         self._notify([finding], announced=False)  # the local agent has written it
 
     def _report_external(self, finding: Finding) -> None:
         """Report a finding of a director; log it even if it is a note."""
         self._record.add_findings([finding])
-        if self._sinks is not None:
-            self._sinks.findings([finding])
+        self._sinks.findings([finding])
         self._notify([finding])
         if self._announcer is not None and finding.severity is Severity.NOTE:
             self._announce(first_sentence(finding), False)
@@ -260,8 +254,7 @@ class Root:
     def _conclude(self, report: StepReport, findings: Sequence[Finding]) -> None:
         """Send a step to sinks and ranks, and derive intervals and requests from it."""
         gathered = report.gathered
-        if self._sinks is not None:
-            self._sinks.step(report, findings)
+        self._sinks.step(report, findings)
         self._latest = report
         decision = self._governor.observe(
             report.step,
@@ -320,13 +313,8 @@ class Root:
         last = self._governor.decisions[-1]
         return pack(FrameKind.INTERVAL, str(last.interval).encode(), step=last.first_step)
 
-    def _send_keepalives(self) -> None:
-        """Send keepalives to ranks that wait for the end of the run."""
-        for rank in self._workers.left:
-            self._send(rank, pack(FrameKind.WORKING, rank=rank))
-
     def _send_reports(self) -> None:
-        wanted = self._workers.readers
+        wanted = [rank for rank, worker in enumerate(self._workers) if worker.wants_reports]
         if self._latest is None or not wanted:
             return
         content = pack_report(self._latest)
@@ -389,21 +377,18 @@ class Root:
             _log.log(level, "the run in %s could not be closed: %s", self._run_dir, error)
         finally:
             self._lock.release(closed=closed)
-            self._send_last_files(_SENT_SECONDS if closed else _SENT_SECONDS_AFTER_ERROR)
-            if self._sinks is not None:
-                self._sinks.close()
+            seconds = _SENT_SECONDS if closed else _SENT_SECONDS_AFTER_ERROR
+            if self._mirror is not None and not self._mirror.close(seconds):
+                _log.warning(
+                    "some files of the run are not yet in %s; they stay in %s",
+                    self._mirror.address,
+                    self._run_dir,
+                )
+            self._sinks.close()
             self._send_verdict(last)
             for rank, worker in enumerate(self._workers):
                 reason = worker.end_reason.encode()
                 self._send(rank, pack(FrameKind.DONE, reason, rank=rank, step=int(closed)))
-
-    def _send_last_files(self, seconds: float) -> None:
-        if self._mirror is not None and not self._mirror.close(seconds):
-            _log.warning(
-                "some files of the run are not yet in %s; they stay in %s",
-                self._mirror.address,
-                self._run_dir,
-            )
 
     def linger(self) -> None:
         """Go on sending the last files to an object store; no rank waits for it."""
@@ -415,8 +400,7 @@ class Root:
         whole = self._workers.are_whole(delivered)
         complete = whole and not failed
         self._record.add_findings(last)
-        if self._sinks is not None:
-            self._sinks.findings(last)
+        self._sinks.findings(last)
         if self._record.flush() and (whole or not failed):
             self._save_state(at_end=True)
         self._record.close(
@@ -461,8 +445,9 @@ class Root:
         if self._assembly.lost:
             missing["lost_steps"] = self._assembly.lost
             missing["lost_of"] = dict(sorted(self._assembly.lost_of.items()))
-        if without_room := self._workers.without_room:
-            missing["without_room"] = without_room
+        left_out = {rank: one.without_room for rank, one in enumerate(self._workers)}
+        if any(left_out.values()):
+            missing["without_room"] = {rank: number for rank, number in left_out.items() if number}
         return missing
 
     def _save_state(self, *, at_end: bool = False) -> None:
@@ -476,14 +461,6 @@ class Root:
             _log.warning("a restarted job cannot go on from %s: %s", self._run_dir, error)
 
 
-_HANDLERS: dict[FrameKind, Callable[[Root, int, Frame, float], None]] = {
-    FrameKind.STEP: Root._handle_message,
-    FrameKind.EVIDENCE: Root._handle_evidence,
-    FrameKind.BYE: Root._handle_bye,
-    FrameKind.SUBSCRIBE: Root._handle_subscribe,
-}
-
-
 def _findings_frame(
     findings: Sequence[Finding],
     events: Sequence[FindingEvent | None] = (),
@@ -493,11 +470,8 @@ def _findings_frame(
 ) -> bytes:
     """Return the frame of findings.
 
-    Args:
-        findings: The findings.
-        events: The event of each, None without; empty: none has one.
-        news: Whether sinks get them.
-        step: The step at whose beginning ``on_finding`` gets those with an event.
+    Sinks get those that are ``news``; ``on_finding`` gets those with an event, at the beginning of
+    ``step``.
     """
     content = {"events": list(events), "news": news, "findings": [f.to_json() for f in findings]}
     return pack(FrameKind.FINDINGS, json.dumps(content, default=_plain).encode(), step=step)
@@ -505,18 +479,3 @@ def _findings_frame(
 
 def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def _start_sinks(
-    setup: Mapping[str, Any], run_dir: Path, known: tuple[Finding, ...]
-) -> Sinks | None:
-    if not setup["sinks"]:
-        return None
-    info = RunInfo(
-        run_dir,
-        len(setup["info"]["ranks"]),
-        setup["info"]["config"],
-        setup["info"]["options"],
-        known,
-    )
-    return Sinks(plan_sinks(setup["sinks"]), info)

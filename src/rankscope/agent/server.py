@@ -15,8 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from rankscope.agent.frames import Frame, FrameError, FrameKind, FrameReader
-from rankscope.agent.sockets import QUIETLY, has_incoming, is_of_another_user
+from rankscope.agent.frames import (
+    QUIETLY,
+    Frame,
+    FrameError,
+    FrameKind,
+    FrameReader,
+    has_incoming,
+    is_of_another_user,
+)
 
 _log = logging.getLogger("rankscope")
 
@@ -62,14 +69,10 @@ class _Connection:
 class LocalServer:
     """Serves the connections of local ranks.
 
-    Args:
-        listening: A listening socket.
-        check: Returns the rank of a connection from its first frame; None rejects it.
-        introduce: Called with a rank, its first frame, and the connection.
-        lives: Whether a rank's process still runs; None if unknown.
+    ``check`` returns the rank of a connection from its first frame, None to reject it; ``lives``
+    whether a rank's process still runs, None if unknown.
 
     Attributes:
-        newest: The newest step that some rank has sent.
         unread: Number of frames that were not sent to a rank, as it reads nothing.
     """
 
@@ -95,7 +98,7 @@ class LocalServer:
         self._lost: dict[int, tuple[float, float]] = {}  # by both clocks
         self._ended: set[int] = set()
         self._closing = False
-        self.newest = -1
+        self.newest = -1  # the newest step that some rank has sent
         self.unread: Counter[int] = Counter()
         self._wake_in, self._wake_out = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -112,11 +115,7 @@ class LocalServer:
     # In the agent's thread -------------------------------------------------------------------
 
     def take(self, seconds: float) -> list[Arrived]:
-        """Wait for new frames up to so many seconds, and return them.
-
-        Raises:
-            RuntimeError: The reading thread has ended.
-        """
+        """Wait for new frames up to so many seconds, and return them."""
         self._news.wait(seconds)
         self._news.clear()
         if not self._thread.is_alive():

@@ -1,46 +1,95 @@
-"""Detectors, and the evidence that they return to the diagnosis."""
+"""Detectors: what they are made from, the evidence of faults that they return, and their checks."""
 
 from abc import ABC
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rankscope.bus.finding import Severity
+from rankscope.bus.plan import Plan
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.state import Stateful
 
+Ranks = Callable[[], Sequence[int]]
+"""Returns ranks, as of the moment of the call."""
+
+
+def _nobody() -> Sequence[int]:
+    return ()
+
+
+@dataclass(slots=True)
+class FlaggedWorkers:
+    """Workers that the outlier judge has flagged; other judges leave them out."""
+
+    now: Ranks = _nobody  # workers that differ from the others at present
+    steadily: Ranks = _nobody  # those of them that differ in most steps
+    left_out: Ranks = _nobody  # workers that are not compared in the present step
+
+
+@dataclass(frozen=True, slots=True)
+class RunFacts:
+    """Facts of a run that judges are made for."""
+
+    num_workers: int
+    hosts: Sequence[str] = ()  # host of each rank; empty when unknown
+    environments: Sequence[Mapping[str, Any]] = ()  # environment of each rank; empty when unknown
+    plan: Plan = field(default_factory=Plan)
+    # by group, the type in which its gradient is meant to be reduced; None if unknown
+    reduced_in: Mapping[str, str] | None = None
+    comm_hook: bool = False  # whether a communication hook of the training's own reduces gradients
+    # seed of each rank's sampler, None where it is not known
+    sampler_seeds: Sequence[int | None] = ()
+    # whether all ranks' data loaders are known to draw with replacement
+    with_replacement: bool = False
+    # what splits the data in the loader of the first rank, and into how many parts
+    data_splits: Sequence[tuple[str, int]] = ()
+    data_length: int | None = None  # how many samples the data set has; None if unknown
+    unsaved_buffers: Sequence[str] = ()  # names of buffers that no checkpoint holds
+    world_size: int = 0  # number of processes of the job; 0 if unknown
+    by_loop: bool = False  # whether the training's own loop reduces, or its optimizer
+    # workers that some judges leave out
+    flagged: FlaggedWorkers = field(default_factory=FlaggedWorkers)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that a run is checked for."""
+
+    what: str  # the fault that it finds, in words
+    needs: int  # steps after which no finding means no fault
+    impossible: str = ""  # why this run cannot show the fault; empty if it can
+    pending: str = ""  # why it was not checked yet, whatever the number of steps; empty if it was
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedRun:
+    """Facts of a run that decide on its checks."""
+
+    num_workers: int  # W, at least 2
+    options: Mapping[str, Any]  # the options of ``watch``, as ``run.json`` has them
+    samples: bool = True  # whether its samples were identified
+    canaries: bool | None = None  # whether a canary has run; None if unknown
+
 
 @dataclass(frozen=True, slots=True)
 class FaultEvidence:
-    """Evidence of one fault, over the whole run so far.
-
-    Attributes:
-        cause: Name of the cause.
-        severity: Its present severity.
-        ranks: The workers concerned.
-        first_step: The first step that shows it.
-        last_step: The last step that shows it.
-        count: Amount of evidence; each doubling makes an event of the finding.
-        fields: Fields of the rules' templates, besides ``Ranks``, ``ranks``, ``first``, ``last``,
-            ``steps`` and ``over``, which follow from the rest.
-        numbers: Evidence for the record.
-        key: Names the fault inside the run, and so its finding; the cause, if empty.
-        groups: The parameter groups concerned; empty when none in particular.
-        status: ``open``, or ``closed`` once the fault has healed.
-    """
+    """Evidence of one fault, over the whole run so far."""
 
     cause: str
-    severity: Severity
+    severity: Severity  # its present severity
     ranks: tuple[int, ...]
-    first_step: int
-    last_step: int
-    count: int
+    first_step: int  # the first step that shows it
+    last_step: int  # the last step that shows it
+    count: int  # amount of evidence; each doubling makes an event of the finding
+    # fields of the rules' templates, besides ``Ranks``, ``ranks``, ``first``, ``last``, ``steps``
+    # and ``over``, which follow from the rest
     fields: Mapping[str, object] = field(default_factory=dict)
-    numbers: Mapping[str, Any] = field(default_factory=dict)
-    key: str = ""
-    groups: tuple[str, ...] = ()
-    status: str = "open"
+    numbers: Mapping[str, Any] = field(default_factory=dict)  # evidence for the record
+    key: str = ""  # names the fault inside the run, and so its finding; the cause, if empty
+    groups: tuple[str, ...] = ()  # the parameter groups concerned; empty when none in particular
+    status: str = "open"  # ``open``, or ``closed`` once the fault has healed
 
     def __post_init__(self) -> None:
         named = name_ranks(self.ranks)
@@ -78,3 +127,101 @@ class Detector(Stateful, ABC):
     def close(self) -> Iterable[FaultEvidence]:
         """End the run; return the evidence that had to wait for its end."""
         return ()
+
+
+HEALED_AFTER = 16
+"""Steps without a trace of it, one after the other, after which a fault has healed."""
+
+
+class PersistentFault(Stateful):
+    """One kind of fault over the run.
+
+    It opens after ``needed`` steps that show it on the same worker, if ``in_a_row`` one after the
+    other.
+
+    Attributes:
+        ranks: All workers that showed it at some time, as far as they were named.
+    """
+
+    SETTINGS: ClassVar[tuple[str, ...]] = ("_needed", "_in_a_row")
+
+    def __init__(self, needed: int = 1, *, in_a_row: bool = False) -> None:
+        self._needed = needed
+        self._in_a_row = in_a_row
+        self._shown: dict[int, tuple[int, int]] = {}
+        self._quiet = 0
+        self.open = False  # whether it has opened and not healed since
+        self.first = -1  # the first step that showed it; -1 before
+        self.last = -1  # the last step that showed it; -1 before
+        self.count = 0  # number of steps that showed it
+        self.ranks: set[int] = set()
+
+    def see(
+        self, step: int, ranks: Iterable[int] = (), *, first: int | None = None, before: int = 0
+    ) -> None:
+        """Add a step that shows the fault, and open it without waiting for more.
+
+        ``first`` and ``before`` are for the first call: the first step that showed the fault, and
+        the number of earlier steps that did.
+        """
+        if not self.count:
+            self.first = step if first is None else first
+            self.count = before
+        self.last = step
+        self.count += 1
+        self.ranks.update(ranks)
+        self.open = True
+
+    def observe(self, step: int, ranks: Iterable[int]) -> bool:
+        """Add a step that ``ranks`` show the fault in, if any.
+
+        Returns whether enough steps show it, this one among them, or it has just healed.
+        """
+        now = set(ranks)
+        if self._in_a_row and self._shown:
+            self._shown = {rank: self._shown[rank] for rank in now if rank in self._shown}
+        for rank in now:
+            first, count = self._shown.get(rank, (step, 0))
+            self._shown[rank] = first, count + 1
+        certain = {rank for rank in now if self._shown[rank][1] >= self._needed}
+        if certain:
+            first = min(self._shown[rank][0] for rank in certain)
+            before = max(self._shown[rank][1] for rank in certain) - 1
+            self.see(step, certain, first=first, before=before)
+            self._quiet = 0
+            return True
+        self._quiet = 0 if now else self._quiet + 1
+        if self._quiet < HEALED_AFTER:
+            return False
+        self._shown = {}
+        return self.close()
+
+    def close(self) -> bool:
+        """Close the fault; return whether it was open."""
+        was_open = self.open
+        self.open = False
+        return was_open
+
+    def evidence(
+        self,
+        cause: str,
+        severity: Severity,
+        ranks: Iterable[int] = (),
+        fields: Mapping[str, object] | None = None,
+        numbers: Mapping[str, object] | None = None,
+        *,
+        key: str = "",
+    ) -> FaultEvidence:
+        """Return the fault as evidence."""
+        return FaultEvidence(
+            cause=cause,
+            severity=severity,
+            ranks=tuple(sorted(ranks)),
+            first_step=self.first,
+            last_step=self.last,
+            count=self.count,
+            fields=fields or {},
+            numbers=numbers or {},
+            key=key,
+            status="open" if self.open else "closed",
+        )

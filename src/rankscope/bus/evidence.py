@@ -1,4 +1,4 @@
-"""The declaration of one kind of evidence.
+"""The declaration of one kind of evidence: the one place from which wire, record and report follow.
 
 A kind of evidence is a package with up to five parts, each found by its name:
 
@@ -9,8 +9,8 @@ A kind of evidence is a package with up to five parts, each found by its name:
 - ``findings.toml``: titles, explanations, next checks, and the text of the page of causes.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 from importlib import import_module
 from importlib.resources import files
 from importlib.util import find_spec
@@ -18,37 +18,171 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankscope.bus.columns import Column
+
+class Table(StrEnum):
+    """The tables of a run directory, one folder of Parquet files each."""
+
+    STEPS = "steps"
+    WORKERS = "workers"
+    MICRO = "micro"
+    SAMPLES = "samples"
+    PAIRS = "pairs"
+    GROUPS = "groups"
+    DIGESTS = "digests"
+    TRACES = "traces"
+
+
+class DType(StrEnum):
+    """The types that a column can have."""
+
+    INT = "int64"
+    FLOAT = "float64"
+    BOOL = "bool"
+    TEXT = "string"
+    INTS = "list<int64>"
+    FLOATS = "list<float32>"
+
+
+class Source(StrEnum):
+    """Where a value comes from, and so how it is gathered."""
+
+    KEY = "key"
+    """Names the row: step, rank, micro-batch."""
+    LOCAL = "local"
+    """Known of each worker by itself: measured there, or computed from its message."""
+    SEQUENCE = "sequence"
+    """The same, of variable length."""
+    DERIVED = "derived"
+    """Computed from the values of all workers."""
+
+
+class Tail(StrEnum):
+    """Which direction of a value is suspicious in a worker that differs from the others.
+
+    Sinks show columns of any tail but ``NONE``.
+    """
+
+    NONE = "none"
+    LOW = "low"
+    HIGH = "high"
+    BOTH = "both"
+
+
+class Compares(StrEnum):
+    """Which search compares the workers in a column."""
+
+    RESULTS = "results"
+    """A worker's results: loss, gradient."""
+    AMOUNTS = "amounts"
+    """Its amount of data."""
+    ROLLOUTS = "rollouts"
+    """The engine that draws its completions."""
+
+
+class Compared(NamedTuple):
+    """How detectors compare the workers in a column."""
+
+    label: str  # its name in findings
+    # whether a deviation is reported as a part of the median where all values are positive; else
+    # always as an absolute difference
+    relative: bool = True
+    observed: bool = True  # whether only steps whose gradients were measured have it
+    by: Compares = Compares.RESULTS  # which search compares them
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The declaration of one column."""
+
+    name: str  # column name, stable across releases of one schema version
+    table: Table
+    dtype: DType  # its type. Undefined values are null, never a silent 0 or NaN
+    unit: str  # unit of the value; empty for dimensionless ones
+    meaning: str  # one line in plain words, shown in docs and reports
+    source: Source  # where the value comes from
+    tail: Tail = Tail.NONE  # which direction is suspicious
+    # how detectors look for workers that differ in it; None where they do not
+    compared: Compared | None = None
+
+    @property
+    def is_quantity(self) -> bool:
+        """Whether a mean over steps is of use: an amount, not a name, a digest or a flag."""
+        counted = self.dtype is DType.INT and bool(self.unit)
+        return self.source is not Source.KEY and (self.dtype is DType.FLOAT or counted)
+
+
+def declare(table: Table, *rows: tuple[Any, ...]) -> tuple[Column, ...]:
+    """Return columns from rows: name, type, unit, source, tail, meaning and, if any, compared."""
+    return tuple(
+        Column(name, table, dtype, unit, meaning, source, tail, *compared)
+        for name, dtype, unit, source, tail, meaning, *compared in rows
+    )
+
+
+# fmt: off
+_STEP = ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps")
+_RANK = ("rank", DType.INT, "", Source.KEY, Tail.NONE, "as in workers")
+KEYS = (
+    *declare(
+        Table.STEPS,
+        ("step", DType.INT, "", Source.KEY, Tail.NONE, "backward passes that synchronised gradients, from 0"),
+        ("time", DType.FLOAT, "s", Source.KEY, Tail.NONE, "Unix time at which rank 0 gathered the step"),
+        ("observed", DType.BOOL, "", Source.KEY, Tail.NONE, "whether gradients were measured in this step"),
+        ("interval", DType.INT, "steps", Source.DERIVED, Tail.NONE, "gradients are measured in steps that are multiples of this"),
+    ),
+    *declare(
+        Table.WORKERS,
+        _STEP,
+        ("rank", DType.INT, "", Source.KEY, Tail.NONE, "rank of the worker in its data-parallel group"),
+    ),
+    *declare(
+        Table.MICRO,
+        _STEP,
+        _RANK,
+        ("micro", DType.INT, "", Source.KEY, Tail.NONE, "micro-batch inside the step, from 0"),
+    ),
+    *declare(Table.SAMPLES, _STEP, _RANK),
+    *declare(Table.PAIRS, _STEP),
+    *declare(
+        Table.GROUPS,
+        _STEP,
+        _RANK,
+        ("group", DType.TEXT, "", Source.KEY, Tail.NONE, "group of parameters: a transformer block, the embedding, the head"),
+    ),
+    *declare(
+        Table.DIGESTS,
+        _STEP,
+        _RANK,
+        ("kind", DType.TEXT, "", Source.KEY, Tail.NONE, "parameter, buffer, optimizer, reduced or applied (gradient), or another kind of state; started, saved and rounded are what each worker holds or updates"),
+        ("name", DType.TEXT, "", Source.KEY, Tail.NONE, "name of the compared state in the model; of the kinds of a model's state, only differences between workers are recorded"),
+    ),
+    *declare(
+        Table.TRACES,
+        ("step", DType.INT, "", Source.KEY, Tail.NONE, "as in steps; the rows of the step before the first hold the initial state"),
+        ("kind", DType.TEXT, "", Source.KEY, Tail.NONE, "parameter (after the step) or reduced (gradient, right after the reduction), on rank 0; at the beginning also buffer and optimizer"),
+        ("name", DType.TEXT, "", Source.KEY, Tail.NONE, "the parameter's name in the model"),
+    ),
+)
+# fmt: on
+"""The columns that name a row, which no kind of evidence owns."""
 
 
 class Array(NamedTuple):
-    """A named array of one worker and step, of any length: ids, losses, sketches.
+    """A named array of one worker and step, of any length: ids, losses, sketches."""
 
-    Attributes:
-        name: Name in messages; its last letter names its axis.
-        dtype: Type of its elements.
-        bulk: Whether it is left out while the agent does not keep up.
-    """
-
-    name: str
-    dtype: type[np.generic]
-    bulk: bool = False
+    name: str  # name in messages; its last letter names its axis
+    dtype: type[np.generic]  # type of its elements
+    bulk: bool = False  # whether it is left out while the agent does not keep up
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """One kind of evidence.
-
-    Attributes:
-        name: Its name.
-        package: The package that holds its parts.
-        columns: Columns of the record.
-        arrays: Arrays that a worker sends in a step's message, besides LOCAL columns.
-    """
+    """One kind of evidence."""
 
     name: str
     package: str
     columns: tuple[Column, ...] = ()
+    # arrays that a worker sends in a step's message, besides LOCAL columns
     arrays: tuple[Array, ...] = ()
 
     def find(self, module: str, name: str) -> Any:
@@ -63,8 +197,3 @@ class Evidence:
         """Its findings as TOML; empty where it has none."""
         place = files(self.package).joinpath("findings.toml")
         return place.read_text("utf-8") if place.is_file() else ""
-
-
-def arrays_of(evidence: Iterable[Evidence]) -> tuple[Array, ...]:
-    """Return the arrays of a step's message, in order."""
-    return tuple(array for each in evidence for array in each.arrays)

@@ -51,25 +51,15 @@ _ROOM = 0.8  # share of the budget: largest expected overhead of a narrower inte
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A change of the sampling interval.
+    """A change of the sampling interval."""
 
-    Attributes:
-        decided_at: The step that led to it.
-        first_step: The first step that it holds for.
-        interval_before: Interval until then.
-        interval: Interval from then on.
-        overhead_before: Overhead until then, as a share of the step's own time.
-        overhead_expected: Expected overhead from then on.
-        budget: Largest overhead allowed.
-    """
-
-    decided_at: int
-    first_step: int
+    decided_at: int  # the step that led to it
+    first_step: int  # the first step that it holds for
     interval_before: int
     interval: int
-    overhead_before: float
-    overhead_expected: float
-    budget: float
+    overhead_before: float  # overhead until then, as a share of the step's own time
+    overhead_expected: float  # expected overhead from then on
+    budget: float  # largest overhead allowed
 
     def __str__(self) -> str:
         text = (
@@ -107,11 +97,7 @@ class _Cost:
 
 
 class Intervals:
-    """The governor's decisions on a worker: which steps are measured.
-
-    Args:
-        every: The interval until the first decision.
-    """
+    """The governor's decisions on a worker: which steps are measured."""
 
     def __init__(self, every: int) -> None:
         self._changes: list[tuple[int, int]] = [(0, every)]
@@ -131,11 +117,8 @@ class Intervals:
 class Governor:
     """Decides in which steps gradients are measured.
 
-    Args:
-        budget: Largest share of the training's own time that the monitor may add, such as 0.01;
-            None leaves the interval alone.
-        every: The user's interval; the governor only widens it.
-        always: First step in which it may widen it.
+    ``budget`` is the largest share of the training's own time that the monitor may add; None leaves
+    the interval alone. The interval is only widened from ``every``, from the step ``always`` on.
     """
 
     def __init__(self, budget: float | None, every: int, always: int = ALWAYS) -> None:
@@ -150,19 +133,14 @@ class Governor:
         self._num_seen = {True: 0, False: 0}
         self._since_decision = 0
         self._patience = _PATIENCE
-        self._decisions: list[Decision] = []
-
-    @property
-    def decisions(self) -> tuple[Decision, ...]:
-        """All changes so far, in order."""
-        return tuple(self._decisions)
+        self.decisions: list[Decision] = []
 
     def interval_at(self, step: int) -> int:
         """Return the interval in force: a step is observed when it is a multiple of it.
 
         The interval of a step is final once the step ``LAG`` before it has been observed.
         """
-        for decision in reversed(self._decisions):
+        for decision in reversed(self.decisions):
             if decision.first_step <= step:
                 return decision.interval
         return self._every
@@ -178,17 +156,9 @@ class Governor:
     ) -> Decision | None:
         """Process a step; all steps come, in order.
 
-        Args:
-            step: Its number.
-            observed: Whether gradients were measured in it.
-            overhead_seconds_W: Time that the monitor took from each worker's training thread, or
-                their maximum. Values that are not finite are left out.
-            step_seconds_W: Wall time of the step on each worker, or their maximum.
-            newest: The newest step that any worker is known to have ended; None if it is this one.
-            read_seconds_W: The part of the monitor's time in which gradients were read.
-
-        Returns:
-            The decision that this step led to, if any.
+        ``overhead_seconds_W`` is the time that the monitor took from each worker's training thread,
+        ``read_seconds_W`` the part of it in which gradients were read; values that are not finite
+        are left out. ``newest`` is the newest step that any worker is known to have ended.
         """
         overhead = _largest(overhead_seconds_W)
         seconds = _largest(step_seconds_W)
@@ -209,9 +179,8 @@ class Governor:
     def short_steps(self, newest: int) -> str:
         """Return, once, what short steps pay though no gradient is read; mostly empty.
 
-        Args:
-            newest: The newest step that any worker is known to have ended: the budget counts from
-                a certain step on.
+        ``newest`` is the newest step that any worker is known to have ended: the budget counts from
+        a certain step on.
         """
         cost = self._cost(_SLOW)
         begins = newest + LAG >= self._always
@@ -235,7 +204,7 @@ class Governor:
     def summary(self) -> dict[str, Any]:
         """Return the decisions and their reasons as JSON for the record; None is unknown."""
         cost = self._cost(_SLOW)
-        interval = self._decisions[-1].interval if self._decisions else self._every
+        interval = self.decisions[-1].interval if self.decisions else self._every
         overhead = None if cost is None else cost.share(interval)
         return {
             "budget": self._budget,
@@ -256,12 +225,12 @@ class Governor:
                     "overhead_before": decision.overhead_before,
                     "overhead_expected": decision.overhead_expected,
                 }
-                for decision in self._decisions
+                for decision in self.decisions
             ],
         }
 
     def _decide(self, step: int, newest: int) -> Decision | None:
-        last = self._decisions[-1] if self._decisions else None
+        last = self.decisions[-1] if self.decisions else None
         pending = last is not None and step < last.first_step
         recent = None if self._budget is None or pending else self._cost(_FAST)
         if self._budget is None or recent is None:
@@ -285,7 +254,7 @@ class Governor:
         now = self.interval_at(step)
         if interval == now:
             return None  # the widest already
-        last = self._decisions[-1] if self._decisions else None
+        last = self.decisions[-1] if self.decisions else None
         if interval > now and last is not None and last.interval < last.interval_before:
             self._patience = min(2 * self._patience, _MOST_PATIENCE)
         self._since_decision = 0
@@ -293,7 +262,7 @@ class Governor:
         expected = cost.share(interval)
         first = newest + LAG
         decision = Decision(step, first, now, interval, before, expected, self._budget)
-        self._decisions.append(decision)
+        self.decisions.append(decision)
         return decision
 
     def _smallest(self, cost: _Cost, budget: float) -> int:

@@ -64,7 +64,8 @@ def group_parameters(parameters: Iterable[str], option: GroupsOption = "blocks")
     group_of = {parameter: name_of(parameter) for parameter in parameters}
     names = tuple(dict.fromkeys(group_of.values()))
     size = -(-len(names) // MAX_GROUPS)
-    merged = tuple(_span(names[first : first + size]) for first in range(0, len(names), size or 1))
+    parts = [names[first : first + size] for first in range(0, len(names), size or 1)]
+    merged = tuple(p[0] if len(p) == 1 else f"{p[0]} … {p[-1]}" for p in parts)
     position = {name: index // max(size, 1) for index, name in enumerate(names)}
     return Groups(merged, {parameter: position[name] for parameter, name in group_of.items()})
 
@@ -93,10 +94,6 @@ def _naming(option: GroupsOption) -> Callable[[str], str]:
     raise UsageError(
         f"groups must be 'blocks', 'none', a function or a mapping of prefixes, got {option!r}"
     )
-
-
-def _span(names: tuple[str, ...]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}"
 
 
 SECTION_ELEMENTS = 10_000_000

@@ -32,30 +32,20 @@ SKETCHES = ("total", "groups", "local", "reduced")
 
 
 class Measured(NamedTuple):
-    """The gradient parts of messages with the same sizes, unpacked. w workers.
+    """The gradient parts of messages with the same sizes, unpacked. w workers."""
 
-    Attributes:
-        values: LOCAL signals ``[w]``.
-        group_norms_wG: L2 norm of each group's local gradient.
-        sketches_wK: Sketches of the local gradients; empty in the tier without sketches.
-        group_sketches_wGK: Narrow sketches of each group's local gradient, or ``[w, G, 0]``.
-        audit_w: Their contributions to the audit of the reduction; empty without.
-        products_w: Inner product of the local gradient with the reduced one; NaN if unknown.
-        micro_norms_wM: Gradient norms of the micro-batches, empty when unknown.
-        changes_wG: Relative change of each group's accumulated gradient between two micro-batches,
-            the largest of the step; NaN where the worker holds nothing of it; empty when unknown.
-        found_wB: Norms of the accumulated gradient at the beginning of each backward pass after
-            the step's first; empty when unknown.
-    """
-
-    values: dict[str, Floats]
-    group_norms_wG: Floats
-    sketches_wK: Floats32
-    group_sketches_wGK: Floats32
-    audit_w: Sequence[AuditPart]
-    products_w: Floats
-    micro_norms_wM: Floats
+    values: dict[str, Floats]  # LOCAL signals ``[w]``
+    group_norms_wG: Floats  # L2 norm of each group's local gradient
+    sketches_wK: Floats32  # sketches of the local gradients; empty in the tier without sketches
+    group_sketches_wGK: Floats32  # narrow sketches of each group's local gradient, or ``[w, G, 0]``
+    audit_w: Sequence[AuditPart]  # their contributions to the audit of the reduction; empty without
+    products_w: Floats  # inner product of the local gradient with the reduced one; NaN if unknown
+    micro_norms_wM: Floats  # gradient norms of the micro-batches, empty when unknown
+    # relative change of each group's accumulated gradient between two micro-batches, the largest of
+    # the step; NaN where the worker holds nothing of it; empty when unknown
     changes_wG: Floats
+    # norms of the accumulated gradient at the beginning of each backward pass after the step's
+    # first; empty when unknown
     found_wB: Floats
 
 
@@ -76,11 +66,8 @@ def measured_of(
 ) -> Measured:
     """Unpack the gradient parts of step messages.
 
-    Args:
-        numbers_wN: Float64 parts, one after the other, see ``NUMBERS``.
-        sketches_wN: Float32 parts, see ``SKETCHES``.
-        sizes: As :func:`sizes_of` has them, the same for all.
-        section_counts: How many sections each group has; empty where groups are whole.
+    ``numbers_wN`` and ``sketches_wN`` hold the parts of ``NUMBERS`` and ``SKETCHES``, one after the
+    other, of sizes that are the same for all. ``section_counts`` is empty where groups are whole.
     """
     given = [int(size) for size in sizes]
     width = len(numbers_wN)
@@ -168,9 +155,8 @@ def audit_of(found: Found) -> list[AuditPart]:
 def accumulator_values(squares_wB2: Floats) -> dict[str, Floats]:
     """Return the signals of a gradient's change between two micro-batches ``[w]``.
 
-    Args:
-        squares_wB2: Squared norms at the end of a backward pass and at the beginning of the next,
-            for each pair of consecutive passes.
+    ``squares_wB2`` holds squared norms at the end of a backward pass and at the beginning of the
+    next, for each pair of consecutive passes.
 
     Example:
         >>> found = accumulator_values(np.array([[[4.0, 4.0], [9.0, 36.0]]]))

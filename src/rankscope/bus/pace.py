@@ -13,48 +13,29 @@ VARIABLE = "RANKSCOPE_EAGER"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Steps and seconds, each explained where it is used.
+    """Steps and seconds, each explained where it is used."""
 
-    Attributes:
-        lag: :data:`rankscope.bus.governor.LAG`.
-        first_kept: Steps until the batches of a run's first canary are kept.
-        lead: Steps that a training may be ahead of the root's judgement; None for any number.
-        governed_after: :data:`rankscope.bus.governor.ALWAYS`.
-        widest_interval: :data:`rankscope.bus.governor.MAX_INTERVAL`.
-        governor_patience: Observed steps between a decision and a narrower interval.
-        canary_spacing: Steps between two canaries of findings, or of a schedule, at least.
-        canary_retry: Steps until a canary that some worker missed is tried again.
-        canary_share: Share of the training's time for canaries that nobody asked for.
-        references: Steps of a session whose gradient is computed again without a request.
-        state_in_turn: Steps in which a part of the state is read.
-        state_spacing: :data:`rankscope.session.instruments.STATE_SPACING`.
-        later_look: Step of a session in which the roles of parameters are read again.
-        look_every: Steps between two readings of the roles after it.
-        flags_every: Steps between two readings of torch's global settings.
-        rolled_up: :data:`rankscope.record.rollup_values.LEVELS`.
-        part_bytes: :data:`rankscope.record.writer.PART_BYTES`.
-        most_flush_seconds: Upper limit of ``flush_seconds``.
-        sent_seconds: Interval between two searches for changed files, for an object store.
-    """
-
-    lag: int = 16
-    first_kept: int = 16
+    lag: int = 16  # ``rankscope.bus.governor.LAG``
+    first_kept: int = 16  # steps until the batches of a run's first canary are kept
+    # steps that a training may be ahead of the root's judgement; None for any number
     lead: int | None = None
-    governed_after: int = 300
-    widest_interval: int = 1024
-    governor_patience: int = 16
-    canary_spacing: int = 200
-    canary_retry: int = 64
-    canary_share: float = 0.002
+    governed_after: int = 300  # ``rankscope.bus.governor.ALWAYS``
+    widest_interval: int = 1024  # ``rankscope.bus.governor.MAX_INTERVAL``
+    governor_patience: int = 16  # observed steps between a decision and a narrower interval
+    canary_spacing: int = 200  # steps between two canaries of findings, or of a schedule, at least
+    canary_retry: int = 64  # steps until a canary that some worker missed is tried again
+    canary_share: float = 0.002  # share of the training's time for canaries that nobody asked for
+    # steps of a session whose gradient is computed again without a request
     references: tuple[int, ...] = ()
-    state_in_turn: int = 32
-    state_spacing: int = 8
-    later_look: int = 32
-    look_every: int = 1024
-    flags_every: int = 16
-    rolled_up: tuple[int, int] = (64, 512)
-    part_bytes: int = 16 * 2**20
-    most_flush_seconds: float = float("inf")
+    state_in_turn: int = 32  # steps in which a part of the state is read
+    state_spacing: int = 8  # ``rankscope.session.instruments.STATE_SPACING``
+    later_look: int = 32  # step of a session in which the roles of parameters are read again
+    look_every: int = 1024  # steps between two readings of the roles after it
+    flags_every: int = 16  # steps between two readings of torch's global settings
+    rolled_up: tuple[int, int] = (64, 512)  # ``rankscope.record.rollup_values.LEVELS``
+    part_bytes: int = 16 * 2**20  # ``rankscope.record.writer.PART_BYTES``
+    most_flush_seconds: float = float("inf")  # upper limit of ``flush_seconds``
+    # interval between two searches for changed files, for an object store
     sent_seconds: float = 30.0
 
 

@@ -1,7 +1,8 @@
-"""A header in JSON and arrays behind it, as one run of bytes. Nothing is ever pickled."""
+"""A header in JSON and arrays behind it, as one run of bytes: nothing is ever pickled."""
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -60,3 +61,32 @@ def unpack_arrays(packed: bytes | bytearray | memoryview) -> tuple[Any, list[NDA
     except (ValueError, TypeError) as error:
         raise PackedError(f"these bytes hold no arrays ({error})") from error
     return header, arrays
+
+
+@dataclass(frozen=True, slots=True)
+class PlainBatch:
+    """The inputs of one forward pass."""
+
+    structure: Any  # arguments by position and by name, as plain JSON in which tensors are numbered
+    # the tensors. Types that numpy lacks are held as integers of the same bits
+    arrays: tuple[NDArray[Any], ...]
+    # int64 digest of the content of each sample; empty where none was recognised
+    samples: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors in bytes."""
+        return sum(array.nbytes for array in self.arrays)
+
+
+def pack_batch(batch: PlainBatch) -> bytes:
+    """Return a batch as bytes."""
+    return pack_arrays(batch.structure, (batch.samples, *batch.arrays))
+
+
+def unpack_batch(packed: bytes | memoryview) -> PlainBatch:
+    """Return the batch in these bytes, as views into them; PackedError if there is none."""
+    structure, arrays = unpack_arrays(packed)
+    if not arrays:
+        raise PackedError("these bytes hold no batch")
+    return PlainBatch(structure, tuple(arrays[1:]), arrays[0].astype(np.int64))

@@ -49,18 +49,13 @@ def file_of_step(step: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorFigures:
-    """Sketches and norms of one kind of tensors, on one rank.
+    """Sketches and norms of one kind of tensors, on one rank."""
 
-    Attributes:
-        names: Names of the parameters ``[P]``.
-        places: Which part of the parameter the rank holds ``[P]``; equal for copies.
-        squares_PQ: Sums of squares.
-        sketches_PQK: Linear sketches, whose signs depend on name and position alone.
-    """
-
-    names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()  # names of the parameters ``[P]``
+    # which part of the parameter the rank holds ``[P]``; equal for copies
     places: tuple[str, ...] = ()
-    squares_PQ: Floats = field(default_factory=lambda: np.empty((0, QUARTERS)))
+    squares_PQ: Floats = field(default_factory=lambda: np.empty((0, QUARTERS)))  # sums of squares
+    # linear sketches, whose signs depend on name and position alone
     sketches_PQK: Floats32 = field(
         default_factory=lambda: np.empty((0, QUARTERS, WIDTH), np.float32)
     )
@@ -68,26 +63,19 @@ class TensorFigures:
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One rank's part of a step.
-
-    Attributes:
-        rank: The rank.
-        step: The step, counted from the beginning of the training.
-        facts: What is no number, by name.
-        figures: By kind.
-        samples: Identities of the samples.
-        losses: Losses of the micro-batches, and of samples where the training gave those ``[U]``.
-        weights: Label tokens behind each ``[U]``; NaN if unknown.
-        multipliers: Factor between loss and what ``backward`` was called on ``[M]``; or none.
-    """
+    """One rank's part of a step."""
 
     rank: int
-    step: int
-    facts: Mapping[str, Any]
+    step: int  # the step, counted from the beginning of the training
+    facts: Mapping[str, Any]  # what is no number, by name
     figures: Mapping[str, TensorFigures]
+    # identities of the samples
     samples: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    # losses of the micro-batches, and of samples where the training gave those ``[U]``
     losses: Floats = field(default_factory=lambda: np.empty(0))
+    # label tokens behind each ``[U]``; NaN if unknown
     weights: Floats = field(default_factory=lambda: np.empty(0))
+    # factor between loss and what ``backward`` was called on ``[M]``; or none
     multipliers: Floats = field(default_factory=lambda: np.empty(0))
 
     def pack(self) -> bytes:
@@ -106,11 +94,7 @@ class RankStep:
 
     @classmethod
     def unpack(cls, content: bytes) -> "RankStep":
-        """Read it; its arrays are views of ``content``.
-
-        Raises:
-            PackedError: These bytes hold none, or that of another version.
-        """
+        """Read it; its arrays are views of ``content``."""
         header, arrays = unpack_arrays(content)
         try:
             if header["version"] != VERSION:

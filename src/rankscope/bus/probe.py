@@ -1,13 +1,19 @@
-"""How a kind of evidence measures, in the training process.
+"""How a kind of evidence measures in the training process, and decides at the root.
 
 The ``probe.py`` of a kind of evidence has ``make_probe(job) -> Probe | None``. All calls come on
-the training's thread, and none waits for a device.
+the training's thread, and none waits for a device. Its ``root.py`` has
+``make_director(run) -> Director | None``, which gets the messages of its probes, and returns
+requests to them; it has no socket and no clock.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from rankscope.bus.finding import Finding
+from rankscope.bus.step import GatheredStep
 
 Content = bytes | bytearray | memoryview
 """Bytes; ``len`` is their number."""
@@ -15,19 +21,13 @@ Content = bytes | bytearray | memoryview
 
 @dataclass(slots=True)
 class MessagePart:
-    """The part of one kind of evidence in a step's message.
+    """The part of one kind of evidence in a step's message."""
 
-    Attributes:
-        values: LOCAL columns of the workers table by name; absent and NaN values are missing.
-        arrays: The bytes of its arrays by name.
-        names: Texts and names, as JSON can hold them.
-        items: Digest of the kinds and names behind ``digests_D``.
-    """
-
+    # LOCAL columns of the workers table by name; absent and NaN values are missing
     values: Mapping[str, float] = field(default_factory=dict)
-    arrays: Mapping[str, Content] = field(default_factory=dict)
-    names: Mapping[str, Any] = field(default_factory=dict)
-    items: int = 0
+    arrays: Mapping[str, Content] = field(default_factory=dict)  # the bytes of its arrays by name
+    names: Mapping[str, Any] = field(default_factory=dict)  # texts and names, as JSON can hold them
+    items: int = 0  # digest of the kinds and names behind ``digests_D``
 
 
 class Pending(Protocol):
@@ -55,123 +55,83 @@ class Ready:
 
 @dataclass(slots=True)
 class StepEnd:
-    """Facts of the step that ends, from the collector.
-
-    Attributes:
-        step: Step number.
-        comparable: Whether healthy workers hold equal state after it.
-        idle: Numbers of the forward passes without a backward pass in it.
-        num_passes: Number of forward passes with one.
-        summed_workers: How many workers' gradients the reduction adds up: 1 for their mean.
-        unreduced: Whether the optimizer was called with gradients that no reduction had seen.
-        left_over: Whether the step's first backward pass added to a gradient applied before.
-        schedule_scale: By what pipeline schedules multiplied gradients after the backward passes;
-            NaN without one.
-        step_seconds: Wall time since the step before.
-        busy_seconds: Time before this worker began to wait for the others; a probe that kept it
-            busy takes its own part out.
-        overhead_seconds: Time that the monitor took on the host.
-        read_seconds: The part of it in which gradients were read.
-        device_overhead: Accelerator time that the monitor took; None on the host.
-        leave_out: Called with seconds of collecting that do not count against the budget.
-    """
+    """Facts of the step that ends, from the collector."""
 
     step: int
-    comparable: bool
-    idle: frozenset[int]
-    num_passes: int
+    comparable: bool  # whether healthy workers hold equal state after it
+    idle: frozenset[int]  # numbers of the forward passes without a backward pass in it
+    num_passes: int  # number of forward passes with one
+    # how many workers' gradients the reduction adds up: 1 for their mean
     summed_workers: float = 1.0
+    # whether the optimizer was called with gradients that no reduction had seen
     unreduced: bool = False
+    # whether the step's first backward pass added to a gradient applied before
     left_over: bool = False
+    # by what pipeline schedules multiplied gradients after the backward passes; NaN without one
     schedule_scale: float = math.nan
-    step_seconds: float = math.nan
+    step_seconds: float = math.nan  # wall time since the step before
+    # time before this worker began to wait for the others; a probe that kept it busy takes its own
+    # part out
     busy_seconds: float = math.nan
-    overhead_seconds: float = math.nan
-    read_seconds: float = math.nan
-    device_overhead: Any = None
+    overhead_seconds: float = math.nan  # time that the monitor took on the host
+    read_seconds: float = math.nan  # the part of it in which gradients were read
+    device_overhead: Any = None  # accelerator time that the monitor took; None on the host
+    # called with seconds of collecting that do not count against the budget
     leave_out: Callable[[float], None] = lambda seconds: None
 
 
 class Evaluated(NamedTuple):
-    """A probe's callbacks for a forward pass in evaluation mode that a backward pass trains on.
+    """A probe's callbacks for a forward pass in evaluation mode that a backward pass trains on."""
 
-    Attributes:
-        before_close: Called first, while the step before may still be open.
-        begin: Called with the number of the forward pass, once its step has begun.
-    """
-
-    before_close: Callable[[], None]
+    before_close: Callable[[], None]  # called first, while the step before may still be open
+    # called with the number of the forward pass, once its step has begun
     begin: Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """How probes reach the root, and the other ranks.
+    """How probes reach the root, and the other ranks."""
 
-    Attributes:
-        send: Sends bytes to the director of a kind of evidence: name, step, content. Never blocks.
-        has_room: Returns whether the agent keeps up.
-        meeting: Rendezvous of the run's ranks, see :mod:`rankscope.wrappers.rendezvous`.
-        mesh: The mesh of the run, see :mod:`rankscope.session.mesh_meeting`; None without one.
-        stages: The pipeline stages that share weights with the run's; None without.
-        shared_weights: Names of parameters that other pipeline stages hold, too: their gradients
-            are summed after the reduction. Another stage's ``watch`` may add some.
-    """
-
+    # sends bytes to the director of a kind of evidence: name, step, content. Never blocks
     send: Callable[[str, int, Content], None] = lambda name, step, content: None
-    has_room: Callable[[], bool] = lambda: True
-    meeting: Any = None
-    mesh: Any = None
-    stages: Any = None
+    has_room: Callable[[], bool] = lambda: True  # returns whether the agent keeps up
+    meeting: Any = None  # rendezvous of the run's ranks, see ``rankscope.wrappers.rendezvous``
+    mesh: Any = None  # the mesh of the run, see ``rankscope.session.meetings``; None without one
+    stages: Any = None  # the pipeline stages that share weights with the run's; None without
+    # names of parameters that other pipeline stages hold, too: their gradients are summed after the
+    # reduction. Another stage's ``watch`` may add some
     shared_weights: Set[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """The training that probes measure, as they are made.
+    """The training that probes measure, as they are made."""
 
-    Attributes:
-        wrapped: The model and its wrapper, see :mod:`rankscope.wrappers.find`.
-        optimizer: Its optimizer, or several as one; None if unknown.
-        rank: This worker's rank in its data-parallel group.
-        loader: The training's data loader; None if it was not given.
-        exact: Whether state, randomness and precision are compared exactly.
-        trace: Whether this rank traces its tensors.
-        every: Gradients are measured in steps that are multiples of this.
-        state_spacing: Steps from one reading of the model's state to the next.
-        local_steps: Steps from one average of the workers' parameters to the next; 0 where every
-            step's gradients are reduced.
-        first_step: Number of the first step.
-        seed: Seed of sketches; equal on all workers.
-        canary: Whether canaries run.
-        canary_every: Steps from one scheduled canary to the next; None for a schedule by cost.
-        verify_at: Steps whose gradient is computed again.
-        parity: Number of first steps that are recorded for ``rankscope parity``.
-        given_dir: The run directory that the user gave, before each group takes one of its own.
-        leave_out: Called with seconds of the present work that count elsewhere.
-        guard: Runs work of listeners that the collector does not call, on the training's thread.
-        channel: The way to the root.
-    """
-
-    wrapped: Any
-    optimizer: Any = None
-    rank: int = 0
-    loader: Any = None
-    exact: bool = True
-    trace: bool = False
-    every: int = 1
-    state_spacing: int = 1
+    wrapped: Any  # the model and its wrapper, see ``rankscope.wrappers.find``
+    optimizer: Any = None  # its optimizer, or several as one; None if unknown
+    rank: int = 0  # this worker's rank in its data-parallel group
+    loader: Any = None  # the training's data loader; None if it was not given
+    exact: bool = True  # whether state, randomness and precision are compared exactly
+    trace: bool = False  # whether this rank traces its tensors
+    every: int = 1  # gradients are measured in steps that are multiples of this
+    state_spacing: int = 1  # steps from one reading of the model's state to the next
+    # steps from one average of the workers' parameters to the next; 0 where every step's gradients
+    # are reduced
     local_steps: int = 0
     first_step: int = 0
-    seed: int = 0
+    seed: int = 0  # seed of sketches; equal on all workers
     canary: bool = False
+    # steps from one scheduled canary to the next; None for a schedule by cost
     canary_every: int | None = None
-    verify_at: Collection[int] = ()
-    parity: int = 0
+    verify_at: Collection[int] = ()  # steps whose gradient is computed again
+    parity: int = 0  # number of first steps that are recorded for ``rankscope parity``
+    # the run directory that the user gave, before each group takes one of its own
     given_dir: str = ""
+    # called with seconds of the present work that count elsewhere
     leave_out: Callable[[float], None] = lambda seconds: None
+    # runs work of listeners that the collector does not call, on the training's thread
     guard: Callable[..., None] = lambda work, *args: work(*args)
-    channel: Channel = field(default_factory=Channel)
+    channel: Channel = field(default_factory=Channel)  # the way to the root
 
 
 class Probe:
@@ -200,7 +160,7 @@ class Probe:
         """The user requests a measurement, on all workers in the same step."""
 
     def on_request(self, step: int, content: bytes) -> None:
-        """A request from the root, see :class:`rankscope.bus.director.Request`."""
+        """A request from the root, see :class:`rankscope.bus.probe.Request`."""
 
     def before_pass(self, step: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """A forward pass of the wrapped model is about to begin."""
@@ -290,3 +250,43 @@ def overriding(probes: Iterable[Probe], name: str) -> list[Any]:
     """Return the bound methods of this name of the probes that override it."""
     own = getattr(Probe, name)
     return [getattr(probe, name) for probe in probes if getattr(type(probe), name) is not own]
+
+
+class Request(NamedTuple):
+    """A request to the probes of one kind, on all workers."""
+
+    step: int
+    content: bytes  # bytes for the probe to read
+
+
+@dataclass(frozen=True, slots=True)
+class DirectedRun:
+    """The run that directors are made for."""
+
+    num_workers: int
+    first_step: int  # number of the run's first step
+    run_dir: Path
+    # options that all ranks agreed on, see ``options`` of ``run.json``
+    options: Mapping[str, Any] = field(default_factory=dict)
+    by_loop: bool = False  # whether the training's own loop reduces
+    # called with each finding that has changed
+    report: Callable[[Finding], None] = lambda finding: None
+
+
+class Director:
+    """Decides for one kind of evidence."""
+
+    findings: Mapping[str, Finding] = {}  # its findings by id, each in its latest state
+
+    def take(self, rank: int | None, step: int, content: bytes) -> None:
+        """Process a probe's message; ``rank`` is None for a rank of another run."""
+
+    def observe(
+        self, step: GatheredStep, changed: Sequence[Finding], known: Sequence[Finding], newest: int
+    ) -> Iterable[Request]:
+        """Process the next step; return requests to the probes.
+
+        ``changed`` findings opened or changed with it, ``known`` are all; ``newest`` is the newest
+        step that any worker is known to have ended.
+        """
+        return ()

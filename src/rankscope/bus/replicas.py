@@ -1,4 +1,4 @@
-"""State that should be equal on several workers, compared by digests.
+"""State that should be equal on several workers, compared by digests, and values as words.
 
 Under DDP every worker holds all parameters, buffers and optimizer state; with HSDP, the workers of
 equal shards do. Their bits stay equal for as long as all apply the same gradients. So a single
@@ -7,18 +7,20 @@ difference is exact evidence, and its place in the model shows where to look.
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.words import listed, name_ranks
 from rankscope.stats.arrays import Ints, digest_of
 
 if TYPE_CHECKING:
     from array import array
+
 
 Bools = NDArray[np.bool_]
 _T = TypeVar("_T")
@@ -67,7 +69,7 @@ class StateKind(StrEnum):
     HOOK = "hook"
     """Hooks of a module, where a canary differs; in words."""
     STARTED = "started"
-    """What each worker holds when a session begins, see :class:`rankscope.bus.judge.HeldValues`."""
+    """What each worker holds when a session begins, see ``rankscope.bus.messages.HeldValues``."""
     SAVED = "saved"
     """The same when the training saves its optimizer, and when the session ends."""
     ROUNDED = "rounded"
@@ -76,19 +78,13 @@ class StateKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StateDigests:
-    """One worker's digests of the state compared in one step. D items.
+    """One worker's digests of the state compared in one step. D items."""
 
-    Attributes:
-        kinds: Kind of each item.
-        names: Its name in the model.
-        digests_D: Digest of its bits, int64 ``[D]``.
-        unchanged_D: For reduced gradients: whether the reduction left the bits of the local
-            gradient as they were.
-    """
-
-    kinds: tuple[StateKind, ...] = ()
-    names: tuple[str, ...] = ()
+    kinds: tuple[StateKind, ...] = ()  # kind of each item
+    names: tuple[str, ...] = ()  # its name in the model
+    # digest of its bits, int64 ``[D]``
     digests_D: Ints = field(default_factory=lambda: np.empty(0, np.int64))
+    # for reduced gradients: whether the reduction left the bits of the local gradient as they were
     unchanged_D: Bools = field(default_factory=lambda: np.empty(0, bool))
 
     @property
@@ -96,27 +92,16 @@ class StateDigests:
         """A 63-bit digest of kinds and names, equal on workers whose items are the same."""
         return _digest_of_items(self.kinds, self.names)
 
-    def of_kind(self, kind: StateKind) -> int | None:
-        """Return one digest of all items of a kind, None without any."""
-        chosen = [digest for k, digest in zip(self.kinds, self.digests_D, strict=True) if k is kind]
-        return digest_of_digests(np.array(chosen, np.int64)) if chosen else None
-
 
 @dataclass(frozen=True, slots=True)
 class StateDifference:
-    """State that differs between workers that should hold the same.
-
-    Attributes:
-        kind: Its kind.
-        name: Its name in the model.
-        digests_W: Digest of its bits on every worker, int64 ``[W]``.
-        unchanged_W: For a reduced gradient: whether the reduction left the local gradient's bits
-            as they were, bool ``[W]``. For a parameter: whether it is frozen.
-    """
+    """State that differs between workers that should hold the same."""
 
     kind: StateKind
-    name: str
-    digests_W: Ints
+    name: str  # its name in the model
+    digests_W: Ints  # digest of its bits on every worker, int64 ``[W]``
+    # for a reduced gradient: whether the reduction left the local gradient's bits as they were,
+    # bool ``[W]``. For a parameter: whether it is frozen
     unchanged_W: Bools
 
     @property
@@ -144,9 +129,10 @@ class StateDifference:
         values = self.digests_W.tolist()
         if self.kind is StateKind.OPTIMIZER:
             values = [value or None for value in values]
+        buffer = self.kind is StateKind.BUFFER
         odd = [
             ranks[index]
-            for ranks in _classes(self.kind, replicas_W)
+            for ranks in ([range(len(values))] if buffer else _replicas(replicas_W))
             for index in minority_ranks([values[rank] for rank in ranks])
         ]
         return tuple(sorted(odd))
@@ -190,12 +176,8 @@ def differences(
     An optimizer that holds nothing for a parameter (digest 0) differs from none: workers may update
     shares of the parameters, of which each has one owner.
 
-    Args:
-        own: One worker's items; all workers have the same ones.
-        digests_WD: All workers' digests.
-        unchanged_WD: All workers' ``unchanged_D``.
-        replicas_W: Workers with equal numbers should hold the same parameters, optimizer state
-            and gradients; buffers are compared between all.
+    All workers have the items of ``own``. Those with equal numbers in ``replicas_W`` should hold
+    the same parameters, optimizer state and gradients; buffers are compared between all.
     """
     among_all_D = (digests_WD != digests_WD[:1]).any(axis=0)
     if not among_all_D.any():
@@ -225,11 +207,6 @@ def _digest_of_items(kinds: tuple[StateKind, ...], names: tuple[str, ...]) -> in
     return digest_of(text.encode())
 
 
-def _classes(kind: StateKind, replicas_W: Ints) -> list[list[int]]:
-    """Return groups of two or more ranks that should hold the same."""
-    return [list(range(len(replicas_W)))] if kind is StateKind.BUFFER else _replicas(replicas_W)
-
-
 def _replicas(replicas_W: Ints) -> list[list[int]]:
     """Return groups of two or more ranks with equal numbers, in order of these."""
     ranks: dict[int, list[int]] = defaultdict(list)
@@ -244,20 +221,69 @@ TRACE_WIDTH = 61
 
 @dataclass(frozen=True, slots=True)
 class TensorTrace:
-    """Tensors of one worker in one step. N tensors, k numbers a sketch.
+    """Tensors of one worker in one step. N tensors, k numbers a sketch."""
 
-    Attributes:
-        kinds: Kind of each ``[N]``: a parameter after the step, a reduced gradient, …
-        names: Its canonical name in the model ``[N]``.
-        digests_N: Digest of its bits.
-        norms_N: Its L2 norm.
-        sketches_NK: Its linear sketch: that of a difference is the difference of sketches.
-        initial: The model's content before this step, in the first one that is traced.
-    """
-
+    # kind of each ``[N]``: a parameter after the step, a reduced gradient, …
     kinds: tuple[StateKind, ...]
-    names: tuple[str, ...]
-    digests_N: NDArray[np.int64]
-    norms_N: NDArray[np.float64]
+    names: tuple[str, ...]  # its canonical name in the model ``[N]``
+    digests_N: NDArray[np.int64]  # digest of its bits
+    norms_N: NDArray[np.float64]  # its L2 norm
+    # its linear sketch: that of a difference is the difference of sketches
     sketches_NK: NDArray[np.float32]
+    # the model's content before this step, in the first one that is traced
     initial: "TensorTrace | None" = None
+
+
+_Value = TypeVar("_Value", bound=Hashable)
+
+_MOST_GROUPS = 4
+
+
+def known_values(values_W: NDArray[Any], known_W: NDArray[np.bool_]) -> list[Any]:
+    """Return values of the workers as a list, None where one is unknown."""
+    return [v if known else None for v, known in zip(values_W.tolist(), known_W, strict=True)]
+
+
+def name_values(values: Sequence[_Value | None], word: Callable[[_Value], str] = str) -> str:
+    """Return values and their ranks: ``0.3 on rank 3, 0.1 on the others``.
+
+    ``values`` has one per rank, None where it is unknown.
+    """
+    ranks: dict[_Value, list[int]] = {}
+    for rank, value in enumerate(values):
+        if value is not None:
+            ranks.setdefault(value, []).append(rank)
+    common = majority(Counter({value: len(own) for value, own in ranks.items()}))
+    rest = [value for value in ranks if value != common]
+    parts = [f"{word(value)} on {name_ranks(ranks[value])}" for value in rest[:_MOST_GROUPS]]
+    if len(rest) > _MOST_GROUPS:
+        others = sum(len(ranks[value]) for value in rest[_MOST_GROUPS:])
+        parts.append(f"other values on {others} more")
+    if common is not None:
+        parts.append(f"{word(common)} on the others")
+    return ", ".join(parts)
+
+
+def copied_values(now_W: Ints, saved_W: Ints, ranks: Iterable[int]) -> str:
+    """Return whose saved values some ranks hold, in words; empty unless each holds another's.
+
+    Values that several ranks had saved alike prove nothing.
+
+    Example:
+        >>> copied_values(np.array([5, 5, 5]), np.array([5, 6, 7]), [1, 2])
+        "ranks 1 and 2 hold rank 0's"
+    """
+    owners = {value: rank for rank, value in enumerate(saved_W.tolist())}
+    if len(owners) < len(saved_W):
+        return ""
+    sources: dict[int, list[int]] = {}
+    for rank in ranks:
+        owner = owners.get(int(now_W[rank]))
+        if owner is None:
+            return ""
+        sources.setdefault(owner, []).append(rank)
+    parts = [
+        f"{name_ranks(own)} hold{'s' if len(own) == 1 else ''} rank {owner}'s"
+        for owner, own in sources.items()
+    ]
+    return listed(parts)

@@ -25,42 +25,25 @@ from rankscope.bus.finding import Finding, Severity
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The text of a finding of one severity.
+    """The text of a finding of one severity."""
 
-    Attributes:
-        explanation: What happens, as a template.
-        next_check: What to look at next.
-    """
-
-    explanation: str
+    explanation: str  # what happens, as a template
     next_check: str
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One cause.
-
-    Attributes:
-        title: The cause in a few words.
-        family: The part of the overview that lists it.
-        meaning: Its sentence in the overview.
-        evidence: Its evidence, in a word or two.
-        page: Its section: symptoms, origin and remedy, in Markdown.
-        advice: The finding's text, by severity.
-        explains: Causes whose findings are consequences of this one.
-        explains_own: The same of findings that concern no other workers.
-        settles: Causes whose open question this one answers.
-    """
+    """One cause."""
 
     title: str
-    family: str
-    meaning: str
-    evidence: str
-    page: str
-    advice: Mapping[Severity, Advice]
-    explains: tuple[str, ...] = ()
-    explains_own: tuple[str, ...] = ()
-    settles: tuple[str, ...] = ()
+    family: str  # the part of the overview that lists it
+    meaning: str  # its sentence in the overview
+    evidence: str  # its evidence, in a word or two
+    page: str  # its section: symptoms, origin and remedy, in Markdown
+    advice: Mapping[Severity, Advice]  # the finding's text, by severity
+    explains: tuple[str, ...] = ()  # causes whose findings are consequences of this one
+    explains_own: tuple[str, ...] = ()  # the same of findings that concern no other workers
+    settles: tuple[str, ...] = ()  # causes whose open question this one answers
 
 
 _WORDS = ("title", "family", "meaning", "evidence", "page")
@@ -106,15 +89,8 @@ def finding_of(
 ) -> Finding:
     """Return evidence as a finding, with the rule's explanation and next check.
 
-    Args:
-        evidence: The evidence; its key names the rule if there is one of this name, else its cause.
-        step: The step at which the finding is written.
-        name: The finding's id; the evidence's key or cause if empty.
-        begun_at: First step of the run: where a fault is younger, its effect can be undone by a
-            checkpoint. None: nothing is to be undone.
-
-    Raises:
-        KeyError: The table has no such rule or severity, or a field is missing.
+    The evidence's key names the rule if there is one of this name, else its cause. A fault that is
+    younger than ``begun_at``, the run's first step, can be undone by a checkpoint.
     """
     advice = RULES[evidence.key if evidence.key in RULES else evidence.cause].advice
     back = "start again with the fault repaired"

@@ -17,6 +17,13 @@ MISSING_INT = np.iinfo(np.int64).min
 """Stands for "no value" in an int64 array, as NaN does in a float64 one; null in the record."""
 
 
+def as_floats(values: NDArray[Any]) -> Floats:
+    """Return values as floats, with NaN where an integer has no value."""
+    if values.dtype.kind != "i":
+        return values.astype(np.float64, copy=False)
+    return np.where(values == MISSING_INT, np.nan, values.astype(np.float64))
+
+
 @dataclass(frozen=True, slots=True)
 class GatheredStep:
     """The raw values of one step from all W workers.
@@ -149,13 +156,32 @@ def as_recorded(report: StepReport) -> StepReport:
     if there are two or more.
     """
     gathered = report.gathered
-    groups = _has_groups(gathered)
+    groups = has_groups(gathered)
     micro = has_micro_batches(gathered)
+    recorded = replace(
+        gathered,
+        sketches_WK=None,
+        group_sketches_WGK=None,
+        reduced_copies=1,
+        consensus=None,
+        groups_in_turn=None,
+        trace=None,
+        groups=gathered.groups if groups else (),
+        group_norms_WG=gathered.group_norms_WG if groups else None,
+        residuals_WG=unless_unknown(gathered.residuals_WG) if groups else None,
+        accumulator_changes_WG=gathered.accumulator_changes_WG if groups else None,
+        total_residuals_W=None,
+        reduced_products_W=None,
+        micro_losses=gathered.micro_losses if micro else (),
+        micro_weights=gathered.micro_weights if micro else (),
+        micro_norms=known_micro_norms(gathered) if micro else (),
+        micro_scales=_unless_all_unknown(gathered.micro_scales) if micro else (),
+    )
     return replace(
         report,
-        gathered=_gathered(gathered, groups=groups, micro=micro),
+        gathered=recorded,
         cosines_WW=_rounded(report.cosines_WW),
-        group_cosine_rest_WG=_unless_unknown(report.group_cosine_rest_WG) if groups else None,
+        group_cosine_rest_WG=unless_unknown(report.group_cosine_rest_WG) if groups else None,
     )
 
 
@@ -164,29 +190,8 @@ def has_micro_batches(step: GatheredStep) -> bool:
     return max(map(len, step.micro_losses), default=0) >= 2
 
 
-def _gathered(step: GatheredStep, *, groups: bool, micro: bool) -> GatheredStep:
-    return replace(
-        step,
-        sketches_WK=None,
-        group_sketches_WGK=None,
-        reduced_copies=1,
-        consensus=None,
-        groups_in_turn=None,
-        trace=None,
-        groups=step.groups if groups else (),
-        group_norms_WG=step.group_norms_WG if groups else None,
-        residuals_WG=_unless_unknown(step.residuals_WG) if groups else None,
-        accumulator_changes_WG=step.accumulator_changes_WG if groups else None,
-        total_residuals_W=None,
-        reduced_products_W=None,
-        micro_losses=step.micro_losses if micro else (),
-        micro_weights=step.micro_weights if micro else (),
-        micro_norms=known_micro_norms(step) if micro else (),
-        micro_scales=_unless_all_unknown(step.micro_scales) if micro else (),
-    )
-
-
-def _has_groups(step: GatheredStep) -> bool:
+def has_groups(step: GatheredStep) -> bool:
+    """Return whether there are two or more groups with norms."""
     return step.group_norms_WG is not None and len(step.groups) >= 2
 
 
@@ -209,5 +214,6 @@ def _rounded(cosines_WW: Floats | None) -> Floats | None:
     return from_upper_triangle(upper_triangle(cosines_WW).astype(np.float32), len(cosines_WW))
 
 
-def _unless_unknown(values: Floats | None) -> Floats | None:
+def unless_unknown(values: Floats | None) -> Floats | None:
+    """Return values; None where all of them are NaN."""
     return None if values is None or np.isnan(values).all() else values

@@ -1,6 +1,6 @@
 """Consecutive steps as detectors receive them, with summaries that are computed once for all.
 
-Legend of shapes: S steps, C columns of one type, W workers.
+Legend of shapes: S or T steps, C columns of one type, W workers, N remembered steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,13 +12,91 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.columns import DType
-from rankscope.bus.recent_batches import RecentBatches, Recurrence
+from rankscope.bus.evidence import DType
+from rankscope.bus.replicas import digest_of_digests
 from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.bus.weighting import log_spread, token_products
+from rankscope.stats.arrays import Ints
 from rankscope.stats.draws import DrawnSamples
 from rankscope.stats.samples import identical_groups
+from rankscope.stats.sorted_map import SortedMap
 from rankscope.stats.state import Stateful
+
+REMEMBERED = 64
+"""Remembered batches of every worker."""
+
+_GENERATION = 1 << 19
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """Whether the batches of a step came before."""
+
+    # how many steps ago each worker had the same batch; 0 where unknown, or not among the last 64
+    ages_W: Ints
+    before: int  # the latest step in which all workers had their present batches; -1 without
+    recent_NW: Ints  # the digests of the last batches of every worker, this step's the last of them
+
+    def num_distinct(self, worker: int, most: int) -> int:
+        """Return how many of a worker's last ``most`` batches are distinct."""
+        recent_N = self.recent_NW[-most:, worker]
+        return len(np.unique(recent_N[recent_N != MISSING_INT]))
+
+
+class RecentBatches(Stateful):
+    """Remembers the last batches of every worker, and in which steps all of them came together.
+
+    A step without any known batch is passed over. Of the steps, 12 bytes each are remembered in two
+    generations: when the younger one is full, the older one is forgotten.
+    """
+
+    SETTINGS = ("_generation",)
+
+    def __init__(self, num_workers: int, generation: int = _GENERATION) -> None:
+        self._generation = generation
+        self._recent_NW = np.full((REMEMBERED, num_workers), MISSING_INT, np.int64)
+        self._young = SortedMap(np.int32)
+        self._old = SortedMap(np.int32)
+
+    def observe(self, digests_TW: Ints, steps: Sequence[int]) -> list[Recurrence]:
+        """Process consecutive steps; return for each whether its batches came before.
+
+        ``digests_TW`` holds a digest of each worker's batch, ``MISSING_INT`` where it is unknown.
+        """
+        known_T = (digests_TW != MISSING_INT).any(axis=1)
+        history = np.concatenate([self._recent_NW, digests_TW[known_T]])
+        self._recent_NW = history[-REMEMBERED:].copy()
+        nothing = Recurrence(np.zeros(digests_TW.shape[1], np.int64), -1, history[:0])
+        found = []
+        end = REMEMBERED
+        for digests_W, step, known in zip(digests_TW, steps, known_T.tolist(), strict=True):
+            if not known:
+                found.append(nothing)
+                continue
+            ages_W = _ages(history[end - REMEMBERED : end], digests_W)
+            end += 1
+            before = self._latest(digest_of_digests(digests_W), step)
+            found.append(Recurrence(ages_W, before, history[end - REMEMBERED : end]))
+        return found
+
+    def _latest(self, digest: int, step: int) -> int:
+        """Return the latest step with this digest, and remember this one in its place."""
+        latest = self._young.get(digest), self._old.get(digest)
+        if len(self._young) >= self._generation:
+            self._young, self._old = self._old, self._young
+            self._young.keep(lambda keys: np.zeros(len(keys), bool))
+        self._young.put_one(digest, step)
+        return max(-1 if at is None else at for at in latest)
+
+
+def _ages(recent_NW: Ints, digests_W: Ints) -> Ints:
+    """Return how many steps ago each worker had its batch, 0 if not among the recent ones."""
+    same_NW = recent_NW == digests_W
+    same_NW &= digests_W != MISSING_INT
+    if not same_NW.any():
+        return np.zeros(len(digests_W), np.int64)
+    return np.where(same_NW.any(axis=0), same_NW[::-1].argmax(axis=0) + 1, 0)
+
 
 _DOUBTS = 3
 _SAME_LOSS = 1e-5
@@ -54,13 +132,7 @@ Groups = Sequence[tuple[int, ...]]
 class Columns:
     """The workers' columns in consecutive steps; their summaries are computed once for all.
 
-    Args:
-        reports: The steps, at least one, all with the same number of workers.
-        batches: Remembers the workers' batches.
-
     Attributes:
-        reports: The steps.
-        numbers: Their numbers.
         recurrences: Whether the batches of each step came before.
     """
 
@@ -74,11 +146,7 @@ class Columns:
         self.recurrences = batches.observe(self.column("batch_digest"), self.numbers)
 
     def column(self, name: str) -> NDArray[Any]:
-        """Return a column of the workers table ``[S, W]``.
-
-        Raises:
-            KeyError: It has no such LOCAL column.
-        """
+        """Return a column of the workers table ``[S, W]``."""
         dtype, at = self._places[name]
         column: NDArray[Any] = self._of_type(dtype)[:, at]
         return column
@@ -119,17 +187,11 @@ class Columns:
 
 @dataclass
 class Step:
-    """One step of a batch.
-
-    Attributes:
-        report: The step.
-        columns: The workers' columns in all steps of the batch.
-        index: Its place among them.
-    """
+    """One step of a batch."""
 
     report: StepReport
-    columns: Columns
-    index: int
+    columns: Columns  # the workers' columns in all steps of the batch
+    index: int  # its place among them
 
     @property
     def gathered(self) -> GatheredStep:
@@ -197,13 +259,10 @@ class SharedWork(Stateful):
 
     A step without gradients or without samples tells nothing, and one or two steps may look
     otherwise by chance.
-
-    Attributes:
-        groups: Those workers, group by group.
     """
 
     def __init__(self) -> None:
-        self.groups: Groups = ()
+        self.groups: Groups = ()  # those workers, group by group
         self._doubts = 0
 
     def observe(self, step: Step) -> Groups:
@@ -234,16 +293,7 @@ class SharedWork(Stateful):
 
 
 class StepBatch:
-    """One or more consecutive steps of the same number of workers.
-
-    Args:
-        reports: The steps.
-        batches: Remembers the workers' batches; one that remembers none, if left out.
-
-    Attributes:
-        columns: The workers' columns.
-        numbers: The numbers of the steps.
-    """
+    """One or more consecutive steps of the same number of workers."""
 
     def __init__(self, reports: Sequence[StepReport], batches: RecentBatches | None = None) -> None:
         batches = batches or RecentBatches(reports[0].gathered.num_workers)

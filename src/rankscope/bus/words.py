@@ -1,17 +1,14 @@
-"""Ranks, lists and counts as words, and words that a terminal may print."""
+"""Ranks, lists and counts as words, and lines that a terminal may print."""
 
+import logging
+import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 
 def name_ranks(ranks: Iterable[int], *, limit: int = 6) -> str:
-    """Return ranks as words: ``rank 3``, ``ranks 0, 2 and 5–7``; long lists are cut.
-
-    Args:
-        ranks: Ranks in any order.
-        limit: Runs of ranks that are named before the rest is counted.
-    """
+    """Return ranks as words: ``rank 3``, ``ranks 0, 2 and 5–7``; long lists are cut."""
     ordered = sorted(set(ranks))
     breaks = [i for i, (a, b) in enumerate(pairwise(ordered), start=1) if b != a + 1]
     ends = [*breaks, len(ordered)] if ordered else []
@@ -56,10 +53,7 @@ def printable(words: str) -> str:
 def name_modules(names: Sequence[str], all_names: Iterable[str], *, most: int = 3) -> str:
     """Return modules as words; one that is listed with all that it contains stands for these.
 
-    Args:
-        names: The modules' names; the empty one is the whole model's.
-        all_names: The names of all modules.
-        most: Modules that are named before the rest is counted.
+    The empty name is the whole model's.
 
     Example:
         >>> name_modules(["a", "a.x", "b.y"], ["", "a", "a.x", "b", "b.x", "b.y"])
@@ -80,3 +74,22 @@ def _around(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name
+
+
+TRACE = "trace"
+"""Attribute of a record: the traceback of an error in another process, as words."""
+
+
+def make_printable(record: logging.LogRecord) -> bool:
+    """Replace the control characters of a record; a filter of a logger, which passes all.
+
+    Names and paths that came from a script or a file then move no cursor, ring no bell, and begin
+    no line of their own.
+    """
+    record.msg, record.args = printable(record.getMessage()), ()
+    trace = getattr(record, TRACE, "")
+    if record.exc_info is not None and record.exc_info[1] is not None:
+        trace = "".join(traceback.format_exception(record.exc_info[1]))
+    if trace:  # formatters put it below the message
+        record.exc_text = "\n".join(map(printable, trace.rstrip().split("\n")))
+    return True

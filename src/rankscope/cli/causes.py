@@ -11,7 +11,7 @@ from rich.table import Table as Grid
 from rankscope.bus.rules import RULES
 from rankscope.cli.output import JsonOption, heading, plain, show, terminal
 from rankscope.errors import UsageError
-from rankscope.verdict.causes import cause_pages, page_of_causes
+from rankscope.verdict.rules import cause_pages, page_of_causes
 
 
 def causes(

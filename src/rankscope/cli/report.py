@@ -51,9 +51,8 @@ from rankscope.report.live.catalog import (
 )
 from rankscope.report.study_words import headline_of, is_study, open_study
 from rankscope.verdict.assessment import Assessment, assess
-from rankscope.verdict.causes import page_of
 from rankscope.verdict.diagnosis import SEEN_LIVE, diagnose_run
-from rankscope.verdict.rules import explanations, ranked
+from rankscope.verdict.rules import explanations, page_of, ranked
 
 _LOOK = {**LOOK, UNREADABLE: ("?", "red")}
 

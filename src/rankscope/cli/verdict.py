@@ -32,8 +32,7 @@ from rankscope.report.study_words import (
     why_they_differ,
 )
 from rankscope.verdict.assessment import Assessment
-from rankscope.verdict.causes import section_of
-from rankscope.verdict.rules import explanations, ranked
+from rankscope.verdict.rules import explanations, ranked, section_of
 from rankscope.verdict.words import (
     SIGNS,
     ranks_in_words,

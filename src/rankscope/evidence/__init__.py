@@ -9,8 +9,7 @@ import functools
 import os
 from importlib import import_module
 
-from rankscope.bus.columns import KEYS, Column, Source, Table
-from rankscope.bus.evidence import Evidence
+from rankscope.bus.evidence import KEYS, Column, Evidence, Source, Table
 from rankscope.errors import UsageError
 from rankscope.stats.arrays import digest_of
 

@@ -19,8 +19,8 @@ from rankscope.integrations.backward_loss import BackwardLoss
 from rankscope.integrations.rollouts import follow_calling_trainer
 from rankscope.integrations.run_script import ScriptJob
 from rankscope.integrations.worker_group import find_worker_group
+from rankscope.session.meetings import stages_begin_apart
 from rankscope.session.scope import Scope
-from rankscope.session.stage_meeting import stages_begin_apart
 from rankscope.session.start import log_to_stderr, watch
 from rankscope.wrappers.find import find_parts, find_wrapper, in_training_mode, is_compiled
 from rankscope.wrappers.kinds import DDP, FSDP2, LOOP

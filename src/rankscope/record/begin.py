@@ -1,12 +1,16 @@
 """Begins a run: one job claims its directory with ``run.json``, which describes the run.
 
 The training does this before its first step, so that write errors are raised at once. The agent
-writes the rest.
+writes the rest, and holds a lock that ends with its process, however that ends. The lock only
+counts on the writer's own machine: locks on file servers are unreliable.
 """
 
 import contextlib
 import json
+import os
 import platform
+import secrets
+import socket
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,23 +52,20 @@ def begin_run(
 ) -> dict[str, Any]:
     """Claim a directory for a run, and return the content of ``run.json``.
 
-    Args:
-        path: The directory; created with its parents. It may exist if it is empty, but for the
-            leftovers of a failed start.
-        info: The description of the run for ``run.json``: configuration, hosts, versions. Numpy
-            and paths are made plain, non-finite numbers null.
-        start: The packed initial state of the detectors, if the run continues another.
-        share: Who may read the run, see :data:`SHARES`; a directory that exists stays as it is.
-
-    Raises:
-        RunTakenError: Another job has begun a run in it.
-        RunError: The directory is not empty, or cannot be created or written.
+    It is created with its parents, and may exist if it is empty but for the leftovers of a failed
+    start. ``start`` is the packed initial state of the detectors, if the run continues another;
+    ``share`` says who may read the run, see :data:`SHARES`.
     """
     path = Path(path)
     info = {
         **info,
         "schema_version": SCHEMA_VERSION,
-        "versions": {**_versions(), **info.get("versions", {})},
+        "versions": {
+            "rankscope": __version__,
+            "python": platform.python_version(),
+            "numpy": np.__version__,
+            **info.get("versions", {}),
+        },
         "status": "running",
         "started": now(),
     }
@@ -86,15 +87,7 @@ def end_lost_run(path: Path, agent_pid: int | None, how: str) -> None:
 
     The agent's unfinished files are removed.
 
-    Args:
-        path: The run's directory.
-        agent_pid: The agent's process, which must have ended.
-        how: How it ended.
-
-    Raises:
-        RunError: It cannot be written.
-        OSError: It cannot be read.
-        ValueError: It is no JSON.
+    ``how`` is how the agent's process ended, which must have ended.
     """
     info = parse(read_file(path / INFO_FILE))
     agent = info.get("agent") or {"pid": agent_pid}
@@ -115,9 +108,79 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _versions() -> dict[str, str]:
-    return {
-        "rankscope": __version__,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
+LOCK_FILE = ".writer"
+"""Locked as long as the run is written; removed when it is closed."""
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_MOST_BYTES = 1000
+
+
+class WriterLock:
+    """Held by the process that writes a run; does nothing on systems without such locks."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = run / LOCK_FILE
+        self._descriptor: int | None = None
+        hidden = run / f"{LOCK_FILE}.{os.getpid()}-{secrets.token_hex(4)}.tmp"
+        try:
+            self._take(hidden)
+        except (OSError, ImportError):
+            self.release()
+        finally:
+            with contextlib.suppress(OSError):
+                hidden.unlink()
+
+    def release(self, *, closed: bool = True) -> None:
+        """Release the lock; ``closed``: ``run.json`` has the end, so that the file can go."""
+        if self._descriptor is None:
+            return
+        if closed:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
+        os.close(self._descriptor)
+        self._descriptor = None
+
+    def _take(self, hidden: Path) -> None:
+        import fcntl
+
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._descriptor = os.open(hidden, flags, 0o644)
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.write(self._descriptor, json.dumps(_machine()).encode())
+        hidden.rename(self._path)  # no reader sees it unlocked
+
+
+def writer_is_gone(run: Path) -> bool:
+    """Return whether the process that wrote a run has ended without closing it.
+
+    False, too, where that is unknown: on another machine, or before there were locks.
+    """
+    try:
+        import fcntl
+
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        descriptor = os.open(run / LOCK_FILE, flags)
+        try:
+            if not _was_here(json.loads(os.read(descriptor, _MOST_BYTES))):
+                return False
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        finally:
+            os.close(descriptor)
+    except (OSError, ValueError, ImportError):
+        return False
+    return True
+
+
+def _machine() -> list[str]:
+    try:
+        return [socket.gethostname(), _BOOT.read_text().strip()]
+    except OSError:
+        return [socket.gethostname(), ""]
+
+
+def _was_here(machine: object) -> bool:
+    """Return whether a process ran on this machine, perhaps before a reboot."""
+    own = _machine()
+    if machine == own or not isinstance(machine, list) or len(machine) != 2:
+        return machine == own
+    return bool(machine[1] == own[1] != "" or machine[0] == own[0] != "localhost")

@@ -10,15 +10,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope.bus.columns import DType, Table
+from rankscope.bus.evidence import DType, Table
 from rankscope.bus.finding import MAX_WORKERS, Finding
 from rankscope.bus.step import StepReport
 from rankscope.errors import RunError, UsageError
 from rankscope.evidence import columns_of, find_column
 from rankscope.files import is_directory, is_file, parse, read_file, unreadable
-from rankscope.record.begin import INFO_FILE, SCHEMA_VERSION, is_run
-from rankscope.record.lock import writer_is_gone
-from rankscope.record.replay import read_reports
+from rankscope.record.begin import INFO_FILE, SCHEMA_VERSION, is_run, writer_is_gone
 from rankscope.record.rollups import (
     MAX_ROWS,
     Cells,
@@ -28,6 +26,7 @@ from rankscope.record.rollups import (
     read_coverage,
     read_overviews,
 )
+from rankscope.record.rows import read_reports
 from rankscope.record.schema import row_keys, schema_with, to_numpy
 from rankscope.record.tables import (
     Columns,

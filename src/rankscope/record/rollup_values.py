@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.columns import Column, DType, Source, Table
+from rankscope.bus.evidence import Column, DType, Source, Table
 from rankscope.bus.pace import PACE
 from rankscope.evidence import columns_of
 from rankscope.stats.arrays import Floats, Ints
@@ -115,25 +115,15 @@ class Bins:
 
 @dataclass(frozen=True, slots=True)
 class WholeBin:
-    """A complete bin of one level, of all quantities.
+    """A complete bin of one level, of all quantities."""
 
-    Attributes:
-        level: Steps in a bin of its level; the run's first bin may have fewer.
-        first: First step of the bin that was added.
-        last: Last such step.
-        count_SW: Finite values, by quantity and worker.
-        sum_SW: Their sum; the terms ``[T, S, W]`` while the T steps of a part join a bin.
-        low_SW: The smallest, NaN without any.
-        high_SW: The largest, NaN without any.
-    """
-
-    level: int
-    first: int
-    last: int
-    count_SW: Ints
-    sum_SW: Floats
-    low_SW: Floats
-    high_SW: Floats
+    level: int  # steps in a bin of its level; the run's first bin may have fewer
+    first: int  # first step of the bin that was added
+    last: int  # last such step
+    count_SW: Ints  # finite values, by quantity and worker
+    sum_SW: Floats  # their sum; the terms ``[T, S, W]`` while the T steps of a part join a bin
+    low_SW: Floats  # the smallest, NaN without any
+    high_SW: Floats  # the largest, NaN without any
 
     def mean(self) -> Floats:
         """Return the mean of the finite values ``[S, W]``, NaN without any."""
@@ -175,20 +165,17 @@ class Rollups:
     def _join(self, level: int, part: WholeBin) -> list[WholeBin]:
         completed = []
         before = self._open.pop(level, None)
-        if before is not None and not _fit(level, before, part):
-            completed.append(before)
-            before = None
+        if before is not None:
+            same_workers = before.count_SW.shape == part.count_SW.shape
+            if not same_workers or before.first // level != part.first // level:
+                completed.append(before)
+                before = None
         grown = _begun(level, part) if before is None else _grown(before, part)
         if (grown.last + 1) % level == 0:
             completed.append(grown)
         else:
             self._open[level] = grown
         return completed
-
-
-def _fit(level: int, one: WholeBin, other: WholeBin) -> bool:
-    same_workers = one.count_SW.shape == other.count_SW.shape
-    return same_workers and one.first // level == other.first // level
 
 
 def _begun(level: int, part: WholeBin) -> WholeBin:

@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from rankscope.bus.columns import Column, DType, Table
-from rankscope.bus.step import MISSING_INT
+from rankscope.bus.evidence import Column, DType, Table
+from rankscope.bus.step import MISSING_INT, as_floats
 from rankscope.record.rollup_values import (
     LEVELS,
     Bins,
@@ -36,7 +36,7 @@ from rankscope.record.rollup_values import (
 from rankscope.record.rows import Rows
 from rankscope.record.schema import Array, schema_of, schema_with, to_numpy
 from rankscope.record.tables import num_rows, parts_in, read_rows, read_tail, step_range
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import Ints
 from rankscope.stats.share import DistinctSamples
 
 SAMPLES = "samples"
@@ -94,7 +94,7 @@ class RollupRows:
         samples = rows.get(Table.SAMPLES)
         workers = rows[Table.WORKERS]
         steps = np.asarray(workers["step"])
-        values_SN = np.stack([_as_floats(workers[s.name], s.dtype) for s in quantities()])
+        values_SN = np.stack([as_floats(np.asarray(workers[s.name])) for s in quantities()])
         steps_T, starts_T = np.unique(steps, return_index=True)
         widths_T = np.diff(starts_T, append=len(steps))
         samples_at = np.asarray([] if samples is None else samples["step"]).searchsorted(steps_T)
@@ -102,7 +102,9 @@ class RollupRows:
         for first, end in self._stretches(steps_T, widths_T):
             if samples is not None:
                 last = len(samples["step"]) if end == len(steps_T) else samples_at[end]
-                self._add_samples(samples["samples"][samples_at[first] : last])
+                batches = samples["samples"][samples_at[first] : last]
+                if len(batches):
+                    self._samples.add(np.concatenate(batches))
             begin = starts_T[first]
             width = int(widths_T[first])
             values = values_SN[:, begin : begin + (end - first) * width]
@@ -110,7 +112,13 @@ class RollupRows:
             completed = self._rollups.add(steps_T[first:end], values_TSW)
             found += [(str(whole.level), _rows_of(whole)) for whole in completed]
             if self._samples.drawn and any(whole.level == LEVELS[0] for whole in completed):
-                found.append((SAMPLES, self._coverage_row(int(steps_T[end - 1]))))
+                row = {
+                    "step": np.array([int(steps_T[end - 1])]),
+                    "drawn": np.array([self._samples.drawn]),
+                    "distinct": np.array([self._samples.distinct()]),
+                    "exact": np.array([self._samples.is_exact]),
+                }
+                found.append((SAMPLES, row))
         return found
 
     def _stretches(self, steps_T: Ints, widths_T: Ints) -> Iterator[tuple[int, int]]:
@@ -130,18 +138,6 @@ class RollupRows:
         starts = starts if starts[0] == 0 else [0, *starts]
         return pairwise([*starts, len(steps_T)])
 
-    def _add_samples(self, batches: Sequence[Array] | Array) -> None:
-        if len(batches):
-            self._samples.add(np.concatenate(batches))
-
-    def _coverage_row(self, step: int) -> Rows:
-        return {
-            "step": np.array([step]),
-            "drawn": np.array([self._samples.drawn]),
-            "distinct": np.array([self._samples.distinct()]),
-            "exact": np.array([self._samples.is_exact]),
-        }
-
 
 def read_coverage(run: Path) -> Coverage | None:
     """Read the roll-up of samples; None without one."""
@@ -150,13 +146,6 @@ def read_coverage(run: Path) -> Coverage | None:
     rows = read_rows(folder_of(run, SAMPLES), schema_of(coverage_signals()))
     step, drawn, distinct, exact = (to_numpy(rows[s.name], s.dtype) for s in coverage_signals())
     return Coverage(step, drawn, distinct, bool(exact.all()))
-
-
-def _as_floats(values_W: Array | list[Array], dtype: DType) -> Floats:
-    values = np.asarray(values_W)
-    if dtype is DType.INT and values.dtype.kind == "i":
-        return np.where(values == MISSING_INT, np.nan, values)
-    return values.astype(np.float64, copy=False)
 
 
 def _rows_of(whole: WholeBin) -> Rows:
@@ -177,16 +166,8 @@ def read_level(
 ) -> dict[str, Bins] | None:
     """Read quantities from the roll-ups of one level.
 
-    Args:
-        run: The run directory.
-        level: Steps of a whole bin.
-        names: The quantities.
-        width: W, the least number of workers in the result.
-        first_step: Leave out bins that begin before it.
-
-    Returns:
-        The bins of each quantity in order; None when there are no such roll-ups, or when they
-        lack one of the quantities.
+    None when there are no such roll-ups, or when they lack one of the quantities. Bins that begin
+    before ``first_step`` are left out; ``width`` is the least number of workers in the result.
     """
     columns = [f"{name}_{end}" for name in names for end in _ENDS]
     known = [s for s in rollup_signals() if s.name in {"step", "last_step", "rank", *columns}]
@@ -196,7 +177,9 @@ def read_level(
     schema = schema_of(known)
     rows = pa.concat_tables([schema.empty_table(), *read_tail(files, schema, first_step)])
     arrays = {s.name: to_numpy(rows[s.name], s.dtype) for s in known}
-    arrays = _from(arrays, first_step)
+    wanted = arrays["step"] >= first_step
+    if not wanted.all():
+        arrays = {name: array[wanted] for name, array in arrays.items()}
     if any((arrays[f"{name}_count"] == MISSING_INT).any() for name in names):
         return None  # written by a release without this roll-up
     cells = Cells(arrays["step"], arrays["rank"], width)
@@ -212,11 +195,6 @@ def read_level(
     }
 
 
-def _from(arrays: dict[str, Array], first_step: int) -> dict[str, Array]:
-    wanted = arrays["step"] >= first_step
-    return arrays if wanted.all() else {name: array[wanted] for name, array in arrays.items()}
-
-
 def is_sorted(keys: Sequence[Ints]) -> bool:
     """Return whether rows are in order: by the first key, then by the second, and so on."""
     after = np.zeros(max(len(keys[0]) - 1, 0), bool)  # whether a row comes after its predecessor
@@ -229,11 +207,7 @@ def is_sorted(keys: Sequence[Ints]) -> bool:
 
 
 class Cells:
-    """Positions of rows, by step and rank, in a matrix of steps and at least ``width`` workers.
-
-    Attributes:
-        steps_B: The steps that have rows, in increasing order.
-    """
+    """Positions of rows, by step and rank, in a matrix of steps and at least ``width`` workers."""
 
     def __init__(self, steps: Ints, ranks: Ints, width: int) -> None:
         self._width = max(width, int(ranks.max(initial=-1)) + 1)
@@ -245,7 +219,7 @@ class Cells:
             and bool((ranks.reshape(block.shape) == np.arange(self._width)).all())
         )
         if self._is_whole:
-            self.steps_B = block[:, 0].copy()
+            self.steps_B = block[:, 0].copy()  # the steps that have rows, in increasing order
             return
         self._ranks = ranks
         self.steps_B, self._at = np.unique(steps, return_inverse=True)
@@ -277,15 +251,12 @@ def read_overviews(
     the roll-ups, with up to ``MAX_ROWS`` rows. Else from the widest roll-ups that are narrow
     enough, then from narrower ones, and from single steps at the end.
 
-    Args:
-        run: The run directory.
-        names: Columns of the workers table, of numbers.
-        num_workers: W.
-        max_bins: Bins at most; a run of so few steps has a bin for each.
+    A run of up to ``max_bins`` steps has a bin for each.
     """
     found = step_range(run, Table.WORKERS)
     if found is None:
-        return {name: _nothing(num_workers) for name in names}
+        nothing = bins_of_steps(np.empty(0, np.int64), np.empty((0, num_workers)))
+        return dict.fromkeys(names, nothing)
     first, last = found
     num_steps = last - first + 1
     schema = schema_with(Table.WORKERS, ("step", "rank", *names))
@@ -339,7 +310,3 @@ def thinned(bins: Bins, max_bins: int) -> Bins:
     if len(bins.first_B) <= max_bins:
         return bins
     return bins.merged(bin_width(int(bins.first_B[0]), int(bins.first_B[-1]), max_bins))
-
-
-def _nothing(num_workers: int) -> Bins:
-    return bins_of_steps(np.empty(0, np.int64), np.empty((0, num_workers)))

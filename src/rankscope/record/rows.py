@@ -1,22 +1,29 @@
-"""The rows that steps add to the tables of a run."""
+"""The rows that steps add to the tables of a run, and a recorded run as a stream of its steps."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
-from rankscope.bus.columns import Source, Table
-from rankscope.bus.replicas import TensorTrace
+from rankscope.bus.evidence import Source, Table
+from rankscope.bus.replicas import StateDifference, StateKind, TensorTrace
 from rankscope.bus.step import (
     MAX_PAIRED_WORKERS,
     GatheredStep,
     StepReport,
+    as_floats,
+    has_groups,
     has_micro_batches,
     known_micro_norms,
+    unless_unknown,
 )
+from rankscope.errors import RunError
 from rankscope.evidence import columns_of
-from rankscope.record.schema import Array
-from rankscope.stats.arrays import Floats
-from rankscope.stats.direction import upper_triangle
+from rankscope.record.schema import Array, arrow_schema, to_numpy
+from rankscope.record.tables import Columns, from_step, parts_in, read_part, read_pieces
+from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.direction import from_upper_triangle, upper_triangle
 
 Rows = Mapping[str, Array | list[Array]]
 """Rows by column: an array, or for a column of lists one array per row."""
@@ -24,7 +31,7 @@ Rows = Mapping[str, Array | list[Array]]
 
 def rows_of(reports: Sequence[StepReport]) -> dict[Table, Rows]:
     """Return the rows of steps by table, as copies; tables without rows are left out."""
-    grouped = [report for report in reports if _has_groups(report.gathered)]
+    grouped = [report for report in reports if has_groups(report.gathered)]
     rows = {Table.STEPS: _step_rows(reports), Table.WORKERS: _worker_rows(reports)}
     if grouped:
         rows[Table.GROUPS] = _group_rows(grouped)
@@ -75,28 +82,21 @@ def _worker_rows(reports: Sequence[StepReport]) -> Rows:
 
 
 def _micro_rows(report: StepReport) -> Rows:
-    losses = report.gathered.micro_losses
-    if not has_micro_batches(report.gathered):
+    step = report.gathered
+    losses = step.micro_losses
+    if not has_micro_batches(step):
         return {"step": np.empty(0, np.int64)}
     lengths = [len(worker) for worker in losses]
+    unknown = (np.full(sum(lengths), np.nan),)
     return {
-        "step": np.full(sum(lengths), report.gathered.step),
+        "step": np.full(sum(lengths), step.step),
         "rank": np.repeat(np.arange(len(losses)), lengths),
         "micro": np.concatenate([np.arange(length) for length in lengths]),
         "loss": np.concatenate(losses),
-        "loss_weight": np.concatenate(report.gathered.micro_weights),
-        "grad_norm": _micro_norms(report.gathered, lengths),
-        "loss_scale": _micro_scales(report.gathered, lengths),
+        "loss_weight": np.concatenate(step.micro_weights),
+        "grad_norm": np.concatenate(known_micro_norms(step) or unknown),
+        "loss_scale": np.concatenate(step.micro_scales or unknown),
     }
-
-
-def _micro_norms(step: GatheredStep, lengths: list[int]) -> Array:
-    norms = known_micro_norms(step)
-    return np.concatenate(norms) if norms else np.full(sum(lengths), np.nan)
-
-
-def _micro_scales(step: GatheredStep, lengths: list[int]) -> Array:
-    return np.concatenate(step.micro_scales) if step.micro_scales else np.full(sum(lengths), np.nan)
 
 
 def _sample_rows(reports: Sequence[StepReport]) -> Rows:
@@ -118,10 +118,6 @@ def _pair_row(report: StepReport) -> Rows:
     if cosines_WW is None or not 2 <= len(cosines_WW) <= MAX_PAIRED_WORKERS:
         return {"step": np.empty(0, np.int64)}
     return {"step": np.array([report.gathered.step]), "cosines": [upper_triangle(cosines_WW)]}
-
-
-def _has_groups(step: GatheredStep) -> bool:
-    return step.group_norms_WG is not None and len(step.groups) >= 2
 
 
 def _group_rows(reports: Sequence[StepReport]) -> Rows:
@@ -203,3 +199,172 @@ _RARE = {
     Table.DIGESTS: _digest_rows,
     Table.TRACES: _trace_rows,
 }
+
+
+_LOCAL = tuple(s.name for s in columns_of(Table.WORKERS, Source.LOCAL))
+_DERIVED = tuple(s.name for s in columns_of(Table.WORKERS, Source.DERIVED))
+_VALUES = columns_of(Table.STEPS, Source.DERIVED)
+_OTHERS = (Table.WORKERS, Table.SAMPLES, Table.MICRO, Table.PAIRS, Table.GROUPS, Table.DIGESTS)
+
+_BLOCK_ROWS = 8192
+_MICRO = (("loss", False), ("loss_weight", False), ("grad_norm", True), ("loss_scale", True))
+_GROUP_COLUMNS = ("grad_norm", "cosine_rest", "reduction_residual", "accumulator_change")
+
+StepRows = Mapping[Table, Columns | None]
+"""The rows of one step in every table but ``steps``; None where it has none."""
+
+
+def read_reports(run: Path, first_step: int) -> Iterator[StepReport]:
+    """Yield the recorded steps in order, with all values of their rows.
+
+    They equal, bit for bit, the live results of :func:`rankscope.bus.step.as_recorded`. About one
+    file of each table is in memory at a time; steps written meanwhile are left out.
+    """
+    last_step = _last_step_of(run)
+    if last_step is None:
+        return
+    cursors = {table: _StepCursor(_blocks_of(run, table, first_step)) for table in _OTHERS}
+    for block in _blocks_of(run, Table.STEPS, first_step):
+        values = {s.name: as_floats(block[s.name]).tolist() for s in _VALUES}
+        keys = zip(*(block[name].tolist() for name in ("step", "time", "observed")), strict=True)
+        for row, (step, time, observed) in enumerate(keys):
+            if step > last_step:
+                return
+            if step < first_step:
+                continue
+            rows = {table: cursor.take(step) for table, cursor in cursors.items()}
+            value = {name: column[row] for name, column in values.items()}
+            try:
+                yield _report(step, time, observed, value, rows)
+            except (ValueError, IndexError, KeyError) as error:
+                raise RunError(f"{run}: the rows of step {step} are damaged ({error})") from error
+
+
+class _StepCursor:
+    """Walks through blocks of rows that are ordered by step, one step at a time."""
+
+    def __init__(self, blocks: Iterable[Columns]) -> None:
+        self._blocks = iter(blocks)
+        self._rows: Columns = {}
+        self._at = 0
+
+    def take(self, step: int) -> Columns | None:
+        """Return the rows of one step, None without any; call it in the order of steps."""
+        taken: list[Columns] = []
+        while self._at < len(self._rows.get("step", ())) or self._next_block():
+            steps = self._rows["step"]
+            start, end = np.searchsorted(steps, [step, step + 1])
+            if end > start:
+                taken.append({name: values[start:end] for name, values in self._rows.items()})
+            self._at = int(end)
+            if end < len(steps):
+                break
+        if len(taken) < 2:
+            return taken[0] if taken else None
+        return {name: np.concatenate([part[name] for part in taken]) for name in taken[0]}
+
+    def _next_block(self) -> bool:
+        self._rows = next(self._blocks, {})
+        self._at = 0
+        return bool(self._rows)
+
+
+def _report(
+    step: int, time: float, observed: bool, values: Mapping[str, float], rows: StepRows
+) -> StepReport:
+    local = rows[Table.WORKERS]
+    if local is None:
+        raise ValueError("it lacks the workers")
+    width = len(local["rank"])
+    losses, weights, norms, scales = _micro(rows[Table.MICRO], width)
+    groups, norms_WG, cosines_WG, residuals_WG, changes_WG = _groups(rows[Table.GROUPS], width)
+    interval = values["interval"]
+    gathered = GatheredStep(
+        step=step,
+        time=time,
+        observed=observed,
+        workers={name: local[name] for name in _LOCAL},
+        sketches_WK=None,
+        samples=_samples(rows[Table.SAMPLES], width),
+        micro_losses=losses,
+        micro_weights=weights,
+        micro_norms=norms,
+        micro_scales=scales,
+        differences=_differences(rows[Table.DIGESTS], width),
+        groups=groups,
+        group_norms_WG=norms_WG,
+        residuals_WG=residuals_WG,
+        accumulator_changes_WG=changes_WG,
+        interval=int(interval) if np.isfinite(interval) else 1,
+    )
+    derived = {name: local[name] for name in _DERIVED}
+    pairs = rows[Table.PAIRS]
+    cosines_WW = None if pairs is None else from_upper_triangle(pairs["cosines"][0], width)
+    return StepReport(gathered, values, derived, cosines_WW, cosines_WG)
+
+
+def _samples(rows: Columns | None, width: int) -> tuple[Ints, ...]:
+    samples_of: list[Ints] = [np.empty(0, np.int64) for _ in range(width)]
+    if rows is not None:
+        for rank, values in zip(rows["rank"], rows["samples"], strict=True):
+            samples_of[rank] = values
+    return tuple(samples_of)
+
+
+def _micro(rows: Columns | None, width: int) -> tuple[tuple[Floats, ...], ...]:
+    """Return losses, weights, gradient norms and multipliers of each worker's micro-batches."""
+    if rows is None:
+        return (), (), (), ()
+    ends = np.searchsorted(rows["rank"], np.arange(1, width))
+    losses, weights, norms, scales = (
+        () if optional and np.isnan(rows[name]).all() else tuple(np.split(rows[name], ends))
+        for name, optional in _MICRO
+    )
+    return losses, weights, norms, scales
+
+
+def _differences(rows: Columns | None, width: int) -> tuple[StateDifference, ...]:
+    if rows is None:
+        return ()
+    digests_WD = rows["digest"].reshape(width, -1)
+    unchanged_WD = rows["unchanged"].reshape(width, -1)
+    return tuple(
+        StateDifference(
+            StateKind(rows["kind"][d]), rows["name"][d], digests_WD[:, d], unchanged_WD[:, d]
+        )
+        for d in range(digests_WD.shape[1])
+    )
+
+
+def _groups(
+    rows: Columns | None, width: int
+) -> tuple[tuple[str, ...], Floats | None, Floats | None, Floats | None, Floats | None]:
+    """Return the groups' names ``[G]``, and four columns by worker and group."""
+    if rows is None:
+        return (), None, None, None, None
+    norms_WG, *others = (rows[name].reshape(width, -1) for name in _GROUP_COLUMNS)
+    groups = tuple(rows["group"][: norms_WG.shape[1]].tolist())
+    cosines_WG, residuals_WG, changes_WG = map(unless_unknown, others)
+    return groups, norms_WG, cosines_WG, residuals_WG, changes_WG
+
+
+def _blocks_of(run: Path, table: Table, first_step: int) -> Iterator[Columns]:
+    """Yield a table as numpy columns, a few thousand rows at a time, in the order of its files.
+
+    Row groups that end before ``first_step`` are left out.
+    """
+    schema = arrow_schema(table)
+    for file in parts_in(run / table):
+        for rows in read_pieces(file, schema, from_step(first_step)):
+            for block in map(pa.table, rows.to_batches(_BLOCK_ROWS)):
+                yield {s.name: to_numpy(block[s.name], s.dtype) for s in columns_of(table)}
+
+
+def _last_step_of(run: Path) -> int | None:
+    """Return the last step whose rows are all on disk, None without any."""
+    schema = pa.schema([arrow_schema(Table.STEPS).field("step")])
+    for file in reversed(parts_in(run / Table.STEPS)):
+        steps = read_part(file, schema)["step"]
+        if len(steps):
+            return int(steps[-1].as_py())
+    return None

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from rankscope.bus.columns import Column, DType, Source, Table
+from rankscope.bus.evidence import Column, DType, Source, Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence import columns_of, find_column
 from rankscope.record.begin import SCHEMA_VERSION
@@ -61,11 +61,7 @@ def schema_of(columns: Sequence[Column]) -> pa.Schema:
 
 
 def schema_with(table: Table, names: Sequence[str]) -> pa.Schema:
-    """Return the Arrow schema of some columns of a table, in the table's order.
-
-    Raises:
-        KeyError: There is no such column.
-    """
+    """Return the Arrow schema of some columns of a table, in the table's order."""
     full = arrow_schema(table)
     for name in names:
         find_column(table, name)

@@ -42,11 +42,7 @@ def pack_state(state: State) -> bytes:
 
 
 def unpack_state(content: bytes) -> State:
-    """Return the state in a file's content.
-
-    Raises:
-        StateError: It is damaged, or of an incompatible release.
-    """
+    """Return the state in a file's content."""
     try:
         with np.load(BytesIO(content), allow_pickle=False) as archive:
             _check_size(archive)
@@ -62,11 +58,7 @@ def unpack_state(content: bytes) -> State:
 
 
 def read_state(file: Path) -> State | None:
-    """Return the state in a file, None if there is no such file.
-
-    Raises:
-        StateError: It cannot be read, is damaged, or is of another release.
-    """
+    """Return the state in a file, None if there is no such file."""
     try:
         content = read_file(file, MAX_BYTES)
     except FileNotFoundError:

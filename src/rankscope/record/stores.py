@@ -50,23 +50,14 @@ _LAST_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A directory in an object store.
+    """A directory in an object store."""
 
-    Attributes:
-        address: Such as ``s3://bucket/runs/sft``.
-        query: The part after ``?``: options of PyArrow's file system.
-    """
-
-    address: str
-    query: str = ""
+    address: str  # such as ``s3://bucket/runs/sft``
+    query: str = ""  # the part after ``?``: options of PyArrow's file system
 
     @classmethod
     def of(cls, path: str | Path) -> "Store | None":
-        """Return the store of a path; None for a path on this machine.
-
-        Raises:
-            UsageError: It holds a password, which would be shown and recorded.
-        """
+        """Return the store of a path; None for a path on this machine."""
         found = _ADDRESS.fullmatch(str(path))
         if found is None:
             return None
@@ -98,11 +89,7 @@ class Store:
         return Store(f"{self.address.rpartition('/')[0]}/{name}", self.query)
 
     def open(self) -> "tuple[FileSystem, str]":
-        """Return the file system, and the directory's path in it.
-
-        Raises:
-            RunError: It cannot be reached, or no package for it is installed.
-        """
+        """Return the file system, and the directory's path in it."""
         import pyarrow as pa
         from pyarrow.fs import FileSystem
 
@@ -132,15 +119,8 @@ class Store:
     def bring(self, copy: Path, wanted: Callable[[str], bool] | None = None) -> int:
         """Bring changed files to a copy on this machine.
 
-        Args:
-            copy: The copy's directory.
-            wanted: Whether a file is needed, by its path in the directory; None: all are.
-
-        Returns:
-            The number of files brought.
-
-        Raises:
-            RunError: The store cannot be read, or the copy not be written.
+        Returns the number of files brought, of those that are ``wanted``: a test of their paths in
+        the directory.
         """
         files, root = self.open()
         try:
@@ -155,11 +135,7 @@ class Store:
         return len(found)
 
     def names(self) -> list[str]:
-        """Return the paths of the files in the directory.
-
-        Raises:
-            RunError: The store cannot be read.
-        """
+        """Return the paths of the files in the directory."""
         files, root = self.open()
         try:
             return list(_listed(files, root))
@@ -168,11 +144,7 @@ class Store:
 
 
 def copies_folder() -> Path:
-    """Return the directory of this user's copies.
-
-    Raises:
-        RunError: The user has no home directory, and XDG_CACHE_HOME is not set.
-    """
+    """Return the directory of this user's copies."""
     try:
         return cache_root() / "runs"
     except RuntimeError as error:
@@ -182,12 +154,7 @@ def copies_folder() -> Path:
 
 
 def at_hand(path: str | Path) -> Path:
-    """Return a run's directory on this machine; one in a store is brought first.
-
-    Raises:
-        RunError: The store cannot be read.
-        UsageError: The address holds a password.
-    """
+    """Return a run's directory on this machine; one in a store is brought first."""
     store = Store.of(path)
     if store is None:
         return Path(path)
@@ -276,6 +243,7 @@ class Mirror:
     def __init__(self, copy: Path, store: Store, interval: float = _INTERVAL) -> None:
         self._copy = copy
         self._store = store
+        self.address = store.address
         self._interval = interval
         self._sent: dict[str, tuple[int, int]] = {}
         self._failed = False
@@ -284,11 +252,6 @@ class Mirror:
             (copy / _UNSENT).touch()
         self._thread = threading.Thread(target=self._run, name="rankscope-mirror", daemon=True)
         self._thread.start()
-
-    @property
-    def address(self) -> str:
-        """The address of the store."""
-        return self._store.address
 
     def close(self, seconds: float) -> bool:
         """Wait up to so long until all files are sent; return whether they are.

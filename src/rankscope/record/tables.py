@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from rankscope.bus.columns import DType, Table
+from rankscope.bus.evidence import DType, Table
 from rankscope.bus.finding import MAX_WORKERS
 from rankscope.errors import RunError
 from rankscope.evidence import find_column
@@ -44,11 +44,7 @@ _BUFFER_BYTES = 2**20
 
 
 def parts_in(folder: Path) -> list[Path]:
-    """Return the Parquet files of a table's directory in order; none when it does not exist.
-
-    Raises:
-        RunError: They cannot be listed.
-    """
+    """Return the Parquet files of a table's directory in order; none when it does not exist."""
     try:
         names = sorted(entry.name for entry in os.scandir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -73,12 +69,7 @@ Choice = Callable[[Any], Sequence[int]]
 def _opened(file: Path, buffer_bytes: int = 0) -> Iterator[Any]:
     """Open a part from a single handle.
 
-    Args:
-        file: The part.
-        buffer_bytes: Bytes of a column to read at a time; 0 for all of it.
-
-    Raises:
-        RunError: It cannot be read.
+    ``buffer_bytes`` of a column are read at a time; 0: all of it.
     """
     try:
         with open_file(file) as handle:
@@ -137,11 +128,7 @@ def _values_of_a_row(parquet: Any, groups: Sequence[int], names: Sequence[str]) 
 
 
 def _shaped(rows: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return rows with the columns of a schema, null where there are none.
-
-    Raises:
-        ValueError: They are not rows of a table.
-    """
+    """Return rows with the columns of a schema, null where there are none."""
     columns = [
         rows[field.name].cast(field.type)
         if field.name in rows.column_names
@@ -188,11 +175,7 @@ def num_values(files: Sequence[Path], name: str) -> int:
 
 
 def thinned_rows(files: Sequence[Path], schema: pa.Schema, max_rows: int) -> pa.Table:
-    """Return the rows of every n-th step of a table, at most ``max_rows``.
-
-    Raises:
-        RunError: A file cannot be read, or there are too many rows in a step.
-    """
+    """Return the rows of every n-th step of a table, at most ``max_rows``."""
     every = max(1, -(-num_rows(files) // max_rows))
     pieces = (piece for file in files for piece in read_pieces(file, schema))
     return _thinned(pieces, schema, every, max_rows, files)
@@ -239,11 +222,7 @@ def from_step(first_step: int) -> Choice:
 
 
 def to_columns(table: Table, rows: pa.Table, names: Sequence[str]) -> Columns:
-    """Return columns of a table's rows as numpy arrays.
-
-    Raises:
-        KeyError: There is no such column.
-    """
+    """Return columns of a table's rows as numpy arrays."""
     return {name: to_numpy(rows[name], find_column(table, name).dtype) for name in names}
 
 

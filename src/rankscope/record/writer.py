@@ -20,14 +20,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rankscope.bus.columns import Column, DType, Table
+from rankscope.bus.evidence import Column, DType, Table
 from rankscope.bus.finding import Finding
 from rankscope.bus.pace import PACE
 from rankscope.bus.replicas import TRACE_WIDTH
 from rankscope.bus.step import StepReport
 from rankscope.errors import RunError
 from rankscope.evidence import columns_of
-from rankscope.files import append, extend, is_file, make_folder, replace, to_plain, write_error
+from rankscope.files import append, is_file, make_folder, replace, to_plain, write_error
 from rankscope.record.begin import INFO_FILE, begin_run, now, text_of
 from rankscope.record.rollups import RollupRows, columns_by_folder, folder_of
 from rankscope.record.rows import Rows, rows_of
@@ -77,14 +77,11 @@ class GrowingPart:
     footers are therefore short, without descriptions of the columns.
 
     Only the rows of row groups that may still be merged are in memory, 2 MB at most.
-
-    Attributes:
-        size: Bytes of the file.
     """
 
     def __init__(self) -> None:
         self._groups: tuple[_Group, ...] = ()
-        self.size = 0
+        self.size = 0  # bytes of the file
 
     @property
     def num_bytes(self) -> int:
@@ -187,7 +184,7 @@ def _write_group(size: int, rows: pa.Table) -> tuple[bytes, Any]:
 
 def _common_footer(groups: tuple[_Group, ...]) -> bytes:
     """Return a footer of all row groups in order."""
-    footer = _read_footer(_footer_file(groups[0].footer))
+    footer = pq.read_metadata(pa.BufferReader(_footer_file(groups[0].footer)))
     for group in groups[1:]:
         footer.append_row_groups(group.footer)
     return _footer_file(footer)[len(_MAGIC) :]
@@ -197,10 +194,6 @@ def _footer_file(footer: Any) -> bytes:
     sink = pa.BufferOutputStream()
     footer.write_metadata_file(sink)
     return bytes(sink.getvalue().to_pybytes())
-
-
-def _read_footer(file: bytes) -> Any:
-    return pq.read_metadata(pa.BufferReader(file))
 
 
 PART_BYTES = PACE.part_bytes
@@ -229,17 +222,9 @@ class RunWriter:
     ``add`` only keeps rows in memory; files are written by ``flush``, ``flush_if_due`` and
     ``close``. After a write error the rows are kept, so that a later flush can still write them.
 
-    Args:
-        path: The directory, see :func:`~rankscope.record.begin.begin_run`.
-        info: The description of the run for ``run.json``, see there.
-        flush_seconds: Time between two writes of ``flush_if_due``.
-        start: The initial state of the detectors, if the run continues another.
-        begun: Whether ``begin_run`` has claimed the directory already, and returned ``info``, which
-            is written again with the first flush.
-
-    Raises:
-        RunTakenError: Another job has begun a run in it.
-        RunError: The directory is not empty, or cannot be created or written.
+    ``begun``: ``begin_run`` has claimed the directory already, and returned ``info``, which is
+    written again with the first flush. Otherwise the directory is claimed here, and ``start`` is
+    the initial state of the detectors, if the run continues another.
     """
 
     def __init__(
@@ -277,19 +262,11 @@ class RunWriter:
             self._info = begin_run(self.path, self._info, packed)
 
     def add(self, report: StepReport) -> None:
-        """Append one step to all tables, in memory.
-
-        Raises:
-            RunError: The run is closed.
-        """
+        """Append one step to all tables, in memory."""
         self.add_many([report])
 
     def add_many(self, reports: Sequence[StepReport]) -> None:
-        """Append consecutive steps to all tables, in memory.
-
-        Raises:
-            RunError: The run is closed.
-        """
+        """Append consecutive steps to all tables, in memory."""
         if not reports:
             return
         rows = rows_of(reports)
@@ -304,22 +281,14 @@ class RunWriter:
             self._num_steps += len(reports)
 
     def add_findings(self, findings: Iterable[Finding]) -> None:
-        """Append events to ``findings.jsonl`` and write them through at once.
-
-        Raises:
-            RunError: They cannot be written; the file is then as it was before.
-        """
+        """Append events to ``findings.jsonl`` and write them through at once."""
         lines = [json.dumps(to_plain(finding.to_json())) + "\n" for finding in findings]
         if lines:
             with self._file_lock:
                 append(self.path / "findings.jsonl", "".join(lines).encode())
 
     def flush(self) -> None:
-        """Write all rows that were added so far.
-
-        Raises:
-            RunError: They cannot be written; the files are as before.
-        """
+        """Write all rows that were added so far."""
         with self._file_lock:
             with self._rows_lock:
                 for part in self._parts:
@@ -339,14 +308,7 @@ class RunWriter:
     def flush_if_due(self, now: float | None = None) -> bool:
         """Flush for the first time, after ``flush_seconds``, or when traces take much memory.
 
-        Args:
-            now: Seconds on any clock, the same one in every call; a monotonic one if omitted.
-
-        Returns:
-            Whether it was due.
-
-        Raises:
-            RunError: As in ``flush``.
+        Returns whether it was due. ``now`` is on any clock, the same one in every call.
         """
         now = time.monotonic() if now is None else now
         waits = self._num_traced * _TRACE_BYTES < PENDING_BYTES
@@ -360,13 +322,7 @@ class RunWriter:
     def save_state(self, take: Callable[[], State], *, at_end: bool = False) -> None:
         """Write the state of the detectors, after a flush: a large state not after each.
 
-        Args:
-            take: Returns the state; called only when it is written.
-            at_end: Write it in any case.
-
-        Raises:
-            RunError: It cannot be written; the file is then as it was before.
-            TypeError: It holds something that is neither an array nor plain JSON.
+        ``take`` is called only when the state is written; ``at_end`` writes it in any case.
         """
         with self._file_lock:
             if self._closed or (self._flushes_without_state > 0 and not at_end):
@@ -377,15 +333,7 @@ class RunWriter:
             self._flushes_without_state = math.ceil(len(content) / STATE_BYTES_PER_FLUSH) - 1
 
     def close(self, status: str = "complete", **facts: Any) -> None:
-        """Flush, and record the end of the run in ``run.json``. A second call does nothing.
-
-        Args:
-            status: ``complete``, ``interrupted``, ``failed`` or another word for the end.
-            facts: Further entries of ``run.json``, by name.
-
-        Raises:
-            RunError: Something cannot be written; the run is then still open.
-        """
+        """Flush, and record the end of the run in ``run.json``. A second call does nothing."""
         with self._file_lock:
             if self._closed:
                 return
@@ -446,8 +394,10 @@ class _PartWriter:
         if self._part.size and not is_file(self._file):  # it was removed
             self._number += 1
             self._part = GrowingPart()
-        grown, tail = self._part.grown(self._to_arrow(self._staged))
-        extend(self._file, self._part.size, tail)
+        blocks = self._staged
+        columns = [_column([rows[s.name] for rows in blocks], s.dtype) for s in self._signals]
+        grown, tail = self._part.grown(pa.table(columns, schema=self._schema))
+        replace(self._file, tail, after=self._part.size)
         self._staged = []
         self._staged_bytes = 0
         self._part = grown
@@ -458,12 +408,6 @@ class _PartWriter:
     @property
     def _file(self) -> Path:
         return self._folder / f"part-{self._number:06d}.parquet"
-
-    def _to_arrow(self, blocks: list[Rows]) -> pa.Table:
-        return pa.table(
-            [_column([rows[s.name] for rows in blocks], s.dtype) for s in self._signals],
-            schema=self._schema,
-        )
 
 
 def _num_bytes(rows: Rows) -> int:

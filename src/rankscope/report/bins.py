@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.record import Columns, Overview, Run
 from rankscope.record.rollups import thinned
 from rankscope.report.series import (

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.tables import step_range

@@ -28,7 +28,7 @@ from rankscope.errors import RunError
 from rankscope.files import cache_root, read_own, staged
 from rankscope.report.parts import Spec, Tables
 from rankscope.verdict import words
-from rankscope.verdict.causes import cause_pages
+from rankscope.verdict.rules import cause_pages
 
 FONT = "Inter, 'Segoe UI', 'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 """Fonts that machines already have; nothing is loaded."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.record import Columns, Overview, Run
 from rankscope.record.rollups import MAX_ROWS
@@ -17,7 +17,7 @@ from rankscope.report import bins, figures, maps, series
 from rankscope.report.parts import Spec, Tables
 from rankscope.report.series import Row
 from rankscope.verdict.assessment import Assessment
-from rankscope.verdict.noise_scale import expected_cosines
+from rankscope.verdict.dispersion import expected_cosines
 from rankscope.verdict.words import TOKENS, number, ranks_in_words
 
 WORKER_FIGURES = (

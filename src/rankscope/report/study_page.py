@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.record import Run
 from rankscope.report import bins, series
 from rankscope.report.document import png_of, render, write_bytes, write_text

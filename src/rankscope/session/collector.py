@@ -18,11 +18,11 @@ import torch
 import torch.distributed as dist
 
 from rankscope.bus.governor import Intervals
-from rankscope.bus.probe import Channel, Evaluated, MessagePart, Probe, StepEnd, overriding
+from rankscope.bus.probe import Channel, Evaluated, Probe, StepEnd, overriding
 from rankscope.evidence import EVIDENCE
 from rankscope.gradients.host import begin_copies
 from rankscope.session.instruments import Instruments
-from rankscope.session.local_step import LocalStep
+from rankscope.session.outbox import LocalStep
 from rankscope.wrappers.accumulation import Accumulation
 from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.find import is_compiled, is_training
@@ -37,18 +37,9 @@ _log = logging.getLogger("rankscope")
 
 _EVENTS = (
     *("before_pass", "on_module_inputs", "on_module_output", "on_turn", "forbid", "listen"),
-    "begin_step",
-    *("on_inputs", "before_forward", "enter_module", "after_forward", "on_output"),
-    *(
-        "on_evaluation",
-        "see_reduced",
-        "after_schedule",
-        "before_update",
-        "after_update",
-        "see_saved",
-        "collect",
-    ),
-    *("on_message", "abort", "close"),
+    *("begin_step", "on_inputs", "before_forward", "enter_module", "after_forward", "on_output"),
+    *("on_evaluation", "see_reduced", "after_schedule", "before_update", "after_update"),
+    *("see_saved", "collect", "on_message", "abort", "close"),
 )
 """The events of probes, see :class:`rankscope.bus.probe.Probe`."""
 
@@ -59,13 +50,7 @@ _MOST_PASSES = 8192
 class StepCollector:
     """Collects one worker's steps, one after the other; all calls come on the training thread.
 
-    Args:
-        instruments: The instruments of the model.
-        optimizer: The optimizer, if known.
-        guard: Keeps exceptions out of the training, and measures the monitor's time.
-        send: Called with each closed step.
-        first_step: Number of the first step.
-        channel: The probes' channel to the root; None without.
+    ``send`` is called with each closed step; ``channel`` is the probes' way to the root.
     """
 
     def __init__(
@@ -84,11 +69,11 @@ class StepCollector:
         self.step = first_step
         self._knows_optimizer = optimizer is not None
         self._warned = False
-        self.intervals = Intervals(instruments.every)
+        self.intervals = Intervals(instruments.options.every)
         self._guard = guard
         self._send = send
-        self._take_read_seconds = instruments.take_read_seconds
-        self._module = instruments.module
+        self._take_read_seconds = instruments.sketcher.take_seconds
+        self._module = instruments.wrapped.module
         self._later_seconds = 0.0  # of the present call, that count for the next step
         job = instruments.make_job(
             optimizer, first_step, guard, channel if channel is not None else Channel()
@@ -117,18 +102,21 @@ class StepCollector:
             if CLIP.exists:
                 self._stop_listening = CLIP.subscribe(after=self._see_clipped)
         observer = ObserverGroup(observers[0] if observers else None, reduced)
-        self._tap = instruments.make_tap(guard, observer, self._shadow, self._begin_unawaited)
+        self._tap = instruments.wrapped.make_tap(
+            instruments.sketcher,
+            guard,
+            instruments.reduced,
+            observer,
+            self._shadow,
+            self._begin_unawaited,
+        )
         self._passes = ForwardPasses(self._notice_backward, guard)
         self._schedule = ScheduleCalls(
             self._module, guard, lambda: self._passes.current + 1, self._calls["after_schedule"]
         )
         self._layout = instruments.layout
+        self.reduced_copies = self._tap.reduced_copies
         self._last_time = time.perf_counter()
-
-    @property
-    def reduced_copies(self) -> int:
-        """Number of workers that hold each element of the reduced gradient."""
-        return self._tap.reduced_copies
 
     def give_loss(self, value: Any, weight: Any, **more: Any) -> None:
         """Take the loss of a micro-batch, see :meth:`rankscope.Scope.loss`."""
@@ -158,7 +146,8 @@ class StepCollector:
             if give is not None:
                 give(*values, **more)
 
-    def _call(self, event: str, *args: Any, **more: Any) -> None:
+    def call(self, event: str, *args: Any, **more: Any) -> None:
+        """Call the probes that handle an event, see :class:`rankscope.bus.probe.Probe`."""
         for call in self._calls[event]:
             call(*args, **more)
 
@@ -218,25 +207,13 @@ class StepCollector:
             self._end_evaluation()
         self.close_step()
         if not bypassed:
-            self._call("before_pass", self.step, args, kwargs)
+            self.call("before_pass", self.step, args, kwargs)
         self.by_backward = False
         self._in_forward = True
         self._begin_pass(bypassed=bypassed)
         self._passes.begin()
-        self._call("on_inputs", args, kwargs, self._passes.current)
-        self._call("before_forward", self.step, first=not self._passes.current)
-
-    def enter_module(self) -> None:
-        """Handle the entry of a forward pass into the wrapped module."""
-        self._call("enter_module")
-
-    def keep_inputs(self, args: Any, kwargs: Mapping[str, Any]) -> None:
-        """Keep the inputs of the module inside the wrapper."""
-        self._call("on_module_inputs", args, kwargs)
-
-    def keep_output(self, output: object) -> None:
-        """Keep the output of the module inside the wrapper."""
-        self._call("on_module_output", output)
+        self.call("on_inputs", args, kwargs, self._passes.current)
+        self.call("before_forward", self.step, first=not self._passes.current)
 
     @property
     def repeating(self) -> bool:
@@ -259,7 +236,7 @@ class StepCollector:
     def _give_turns(self, *, early: bool) -> None:
         self._runs_model = True
         try:
-            self._call("on_turn", self.step, early=early)
+            self.call("on_turn", self.step, early=early)
         finally:
             self._runs_model = False
 
@@ -294,7 +271,7 @@ class StepCollector:
         self._evaluating = True
         self._begin_pass()
         self._passes.begin(reached=True)
-        self._call("on_inputs", args, kwargs, self._passes.current)
+        self.call("on_inputs", args, kwargs, self._passes.current)
         for each in kept:
             each.begin(self._passes.current)
 
@@ -309,7 +286,7 @@ class StepCollector:
 
     def _begin_pass(self, *, bypassed: bool = False) -> None:
         self._evaluated = False
-        self._call("begin_step", self.step, paused=self.paused)
+        self.call("begin_step", self.step, paused=self.paused)
         due = self.step % self.intervals.interval_at(self.step) == 0
         measure = due and not self.paused
         self._tap.begin_forward(measure=measure, bypassed=bypassed)
@@ -317,9 +294,9 @@ class StepCollector:
     def see_output(self, output: Any, kwargs: Mapping[str, Any]) -> None:
         """Handle the output of a forward pass in training."""
         self._in_forward = False
-        self._call("after_forward")
+        self.call("after_forward")
         self._passes.end(output)
-        self._call("on_output", output, kwargs, self._passes.current)
+        self.call("on_output", output, kwargs, self._passes.current)
 
     def _notice_backward(self, trained: Callable[[], None]) -> None:
         """Handle, inside a backward pass, its arrival at the model's output."""
@@ -343,8 +320,7 @@ class StepCollector:
     def _begin_unawaited(self, noticed: bool) -> None:
         """Handle a backward pass that trains, and for which no forward pass may wait.
 
-        Args:
-            noticed: Whether it has reached an output of the model before.
+        It is ``noticed`` if it has reached an output of the model before.
         """
         self.begin_backward()
         adds = self._find_old()
@@ -355,7 +331,7 @@ class StepCollector:
             self._left_over = adds
         if self._in_forward and not self._trains_inside:
             self._trains_inside = True
-            self._call("forbid", "the model's forward pass itself runs backward passes")
+            self.call("forbid", "the model's forward pass itself runs backward passes")
 
     def begin_backward(self) -> None:
         """Begin a micro-batch for a backward pass, unless a forward pass waits for one.
@@ -390,7 +366,7 @@ class StepCollector:
         self._tap.see_optimizer()
         self._unreduced |= self._tap.unreduced
         self._updates_alone += self._tap.unreduced
-        self._call("before_update")
+        self.call("before_update")
 
     @property
     def recompute_due(self) -> bool:
@@ -414,11 +390,7 @@ class StepCollector:
         self._updated = True
         if self._accumulation is not None:
             self._accumulation.see_updated(self._passes.current + 1, optimizer)
-        self._call("after_update", optimizer, complete=self._tap.complete)
-
-    def see_saved(self) -> None:
-        """Handle a call of ``optimizer.state_dict``, or the end of the session."""
-        self._call("see_saved")
+        self.call("after_update", optimizer, complete=self._tap.complete)
 
     def close_step(self, *, interrupted: bool = False, last: bool = False) -> None:
         """Close a step whose synchronising backward pass has ended.
@@ -431,10 +403,8 @@ class StepCollector:
         Ctrl-C may be raised in the monitor's own work. The data of that step is then incomplete
         and not sent; if the training goes on all the same, other workers still count the step.
 
-        Args:
-            interrupted: Whether an exception ended the training. Then this worker's state can only
-                be compared after its optimizer step.
-            last: Whether it is the last step.
+        After an exception (``interrupted``), this worker's state can only be compared after its
+        optimizer step.
         """
         if self._tap.complete and not last and self._waits_for_more():
             return
@@ -471,22 +441,18 @@ class StepCollector:
         passes = self._passes.current + 1
         return self._accumulation.goes_on(passes, in_calls=self._schedule.found)
 
-    def see_message(self, step: int, part: MessagePart) -> None:
-        """Handle a step that is about to be sent."""
-        self._call("on_message", step, part)
-
     def remove(self) -> None:
         """Remove all hooks from the model."""
         self._tap.remove()
         self._stop_listening()
         self._schedule.stop()
-        self._call("close")
+        self.call("close")
 
     def _forget(self) -> None:
         """Restart the step."""
         self._tap.collect()
         self._schedule.collect()
-        self._call("abort")
+        self.call("abort")
         self._passes.take_idle()
         self._updated = self._reduced = False
         self._left_over = None

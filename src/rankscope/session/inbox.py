@@ -1,24 +1,59 @@
 """Frames from the agent: read between two steps, findings delivered at the beginning of one."""
 
+import contextlib
 import json
 import logging
+import shlex
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from rankscope.agent.frames import Frame, FrameKind
 from rankscope.agent.link import AgentEndedError, Link
-from rankscope.agent.message import untag
+from rankscope.agent.message import unpack_report, untag
 from rankscope.agent.processes import permit_inspection
-from rankscope.agent.reports import unpack_report
 from rankscope.bus.finding import Finding
-from rankscope.bus.lines import TRACE
 from rankscope.bus.step import StepReport
-from rankscope.session.announcement import announce
+from rankscope.bus.words import TRACE
 from rankscope.session.collector import StepCollector
 from rankscope.session.opening import RunHandle
 from rankscope.sinks import Sinks
 
 _log = logging.getLogger("rankscope")
+
+
+def announce(level: int, line: str) -> None:
+    """Print a line on the error stream, even below warning.
+
+    A level of the logger ``rankscope`` takes precedence.
+    """
+    line = f"rankscope: {line}"
+    if _log.level != logging.NOTSET:
+        _log.log(level, "%s", line)
+    elif not _log.disabled:
+        _log.handle(_log.makeRecord(_log.name, level, __file__, 0, "%s", (line,), None))
+
+
+def place_of(run_dir: Path, store: str = "") -> str:
+    """Return the place of a run as the user may name it, perhaps in an object store."""
+    with contextlib.suppress(OSError, ValueError):  # outside the working directory, or none exists
+        run_dir = run_dir.relative_to(Path.cwd())
+    return store or str(run_dir)
+
+
+def last_line(place: str, judged: bool, recorded: bool) -> str:
+    """Return the last line of a run: its place, and the command that shows it.
+
+    ``judged``: its last steps were, before the training ended; ``recorded``: all of it could be
+    written.
+    """
+    shows = f"rankscope report {shlex.quote(place)}"
+    if not judged:
+        return f"the last steps were not judged before the training ended; to see all: {shows}"
+    if not recorded:
+        return f"the run could not be recorded to its end in {place}; to see what was: {shows}"
+    return f"the run is recorded in {place}; to see it: {shows}"
+
 
 OnFinding = Callable[[Finding], None]
 
@@ -30,20 +65,7 @@ REPORT_SECONDS = 10.0
 
 
 class Inbox:
-    """Handles the agent's frames in the training's own thread, without waiting for them.
-
-    Args:
-        link: The link to the agent.
-        handle: The run.
-        collector: Gets intervals and requests.
-        on_finding: Called with each finding that opens, gets worse or closes.
-        sinks: Sinks that live in this process; None without.
-
-    Attributes:
-        findings: All findings by id, each in its latest state.
-        done: Whether the agent has sent its last frame.
-        recorded: Whether it could write all of the run, as that frame says.
-    """
+    """Handles the agent's frames in the training's own thread, without waiting for them."""
 
     def __init__(
         self,
@@ -66,19 +88,20 @@ class Inbox:
         self._due: list[tuple[int, Finding]] = []  # with the step from which on_finding gets each
         self._news: list[Finding] = []  # for the sinks of this process
         self._fed = -1
-        self.findings: dict[str, Finding] = {}
-        self.done = self.recorded = False
+        self.findings: dict[str, Finding] = {}  # all findings by id, each in its latest state
+        self.done = False  # whether the agent has sent its last frame
+        self.recorded = False  # whether it could write all of the run, as that frame says
         self._handlers: dict[int, Callable[[Frame], None]] = {
-            FrameKind.WELCOME: self._handle_welcome,
-            FrameKind.INTERVAL: self._handle_interval,
+            FrameKind.WELCOME: lambda frame: permit_inspection(int(frame.payload)),
+            FrameKind.INTERVAL: lambda f: collector.intervals.add(f.step, int(f.payload)),
             FrameKind.FINDINGS: self._handle_findings,
             FrameKind.LATEST: self._handle_report,
             FrameKind.LOG: self._handle_line,
-            FrameKind.ANNOUNCE: self._handle_announcement,
+            FrameKind.ANNOUNCE: lambda frame: announce(*json.loads(frame.payload)),
             FrameKind.OFF: self._handle_off,
-            FrameKind.INVITATION: self._handle_invitation,
+            # published to the agents of other hosts
+            FrameKind.INVITATION: lambda f: handle.meeting.write("invitation", f.payload),
             FrameKind.DONE: self._handle_done,
-            FrameKind.WORKING: lambda frame: None,
             FrameKind.REQUEST: self._handle_request,
         }
 
@@ -92,42 +115,26 @@ class Inbox:
         return self._latest
 
     def read(self) -> None:
-        """Handle the frames that have arrived.
-
-        Raises:
-            LinkError: The agent has ended, or has switched this worker off.
-        """
+        """Handle the frames that have arrived."""
         if self._awaits_invitation:
             self._look_for_invitation()
         self._handle_all(self._link.poll())
 
     def wait(self, seconds: float) -> bool:
-        """Wait up to so many seconds for frames, and handle them; return whether any came.
-
-        Raises:
-            LinkError: The agent has ended, or has switched this worker off.
-        """
+        """Wait up to so many seconds for frames, and handle them; return whether any came."""
         frames = self._link.wait(seconds)
         self._handle_all(frames)
         return bool(frames)
 
     def subscribe(self) -> None:
-        """Request the report of each step from now on, and handle the frames that have arrived.
-
-        Raises:
-            LinkError: The agent has ended, or has switched this worker off.
-        """
+        """Request the report of each step from now on, and handle the frames that have arrived."""
         if not self._subscribed:
             self._subscribed = True
             self._link.send(FrameKind.SUBSCRIBE, rank=self._handle.rank)
         self.read()
 
     def await_report(self, step: int) -> None:
-        """Wait until the root has judged a step; after one timeout, never again.
-
-        Raises:
-            LinkError: The agent has ended, or has switched this worker off.
-        """
+        """Wait until the root has judged a step; after one timeout, never again."""
         self.subscribe()
         until = time.monotonic() + self._patience
         while not self.done and (self.latest is None or self.latest.step < step):
@@ -184,15 +191,9 @@ class Inbox:
             if handler is not None:
                 handler(frame)
 
-    def _handle_welcome(self, frame: Frame) -> None:
-        permit_inspection(int(frame.payload))
-
     def _handle_request(self, frame: Frame) -> None:
         name, content = untag(frame.payload)
         self._collector.on_request(name, frame.step, content)
-
-    def _handle_interval(self, frame: Frame) -> None:
-        self._collector.intervals.add(frame.step, int(frame.payload))
 
     def _handle_findings(self, frame: Frame) -> None:
         content = json.loads(frame.payload)
@@ -219,9 +220,6 @@ class Inbox:
         level, line, trace = json.loads(frame.payload)
         _log.log(level, "%s", line, extra={TRACE: trace})
 
-    def _handle_announcement(self, frame: Frame) -> None:
-        announce(*json.loads(frame.payload))
-
     def _handle_off(self, frame: Frame) -> None:
         raise AgentEndedError(frame.payload.decode())
 
@@ -230,10 +228,6 @@ class Inbox:
         self.recorded = frame.step == 1
         if frame.payload:
             raise AgentEndedError(frame.payload.decode())
-
-    def _handle_invitation(self, frame: Frame) -> None:
-        """Publish the root's invitation to the agents of other hosts."""
-        self._handle.meeting.write("invitation", frame.payload)
 
     def _look_for_invitation(self) -> None:
         """Send the root's invitation to the agent of this host, once it is published."""

@@ -1,6 +1,6 @@
 """Chooses the instruments of a model, by its wrapper and the options."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from rankscope.bus.groups import (
     cut_sections,
     group_parameters,
 )
-from rankscope.bus.layout import Layout
+from rankscope.bus.messages import Layout
 from rankscope.bus.pace import PACE
 from rankscope.bus.plan import Tier
 from rankscope.bus.probe import Channel, Job
@@ -27,7 +27,7 @@ from rankscope.wrappers.find import Wrapped
 from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.kinds import LOOP
 from rankscope.wrappers.reduced_types import reduced_types
-from rankscope.wrappers.tap import GradientObserver, GradientTap, Guarded, ReadReduced
+from rankscope.wrappers.tap import ReadReduced
 
 GROUP_WIDTH = 251
 """Width of the sketch of a group: its cosines err by 0.06 at most."""
@@ -38,39 +38,53 @@ STATE_SPACING = PACE.state_spacing
 
 @dataclass(frozen=True, slots=True)
 class Instruments:
-    """The instruments of one model.
+    """The instruments of one model."""
 
-    Attributes:
-        make_tap: Makes the tap from a guard, an observer, a function to call after a step that
-            this rank only shadows, and one to call in a backward pass that no forward pass awaits.
-        make_job: Makes the probes' job from the optimizer, the first step, the guard of the
-            monitor's work, and the channel to the root.
-        module: The model inside the wrapper.
-        reduced: How the reduced gradient is read.
-        layout: The layout of a step's message.
-        every: Gradients are measured in steps that are multiples of this.
-        groups: Names of the parameter groups, and the group of each parameter.
-        device: The device of the gradients.
-        reduced_in: Where the reduction is audited, for each group the type in which its gradient
-            is meant to be reduced; else None.
-        local_steps: Steps from one average of the workers' parameters to the next; 0 where every
-            step's gradients are reduced.
-        take_read_seconds: Returns the seconds spent reading gradients since its last call.
-    """
-
-    make_tap: Callable[
-        [Guarded, GradientObserver, Callable[[], None], Callable[[bool], None]], GradientTap
-    ]
-    make_job: Callable[[torch.optim.Optimizer | None, int, Guard, Channel], Job]
-    module: torch.nn.Module
-    reduced: ReadReduced
+    wrapped: Wrapped
+    options: WatchOptions
+    sketcher: Sketcher
+    reduced: ReadReduced  # how the reduced gradient is read
     layout: Layout
-    every: int
     groups: Groups
-    device: torch.device
-    take_read_seconds: Callable[[], float]
-    reduced_in: Mapping[str, str] | None = None
-    local_steps: int = 0
+    # where the reduction is audited, for each group the type in which its gradient is meant to be
+    # reduced; else None
+    reduced_in: Mapping[str, str] | None
+    local_steps: int  # from one average of the workers' parameters to the next; 0 without
+    loader: Any
+    canary: bool
+    given_dir: str
+
+    def make_job(
+        self,
+        optimizer: torch.optim.Optimizer | None,
+        first_step: int,
+        guard: Guard,
+        channel: Channel,
+    ) -> Job:
+        """Return the job that probes are made for."""
+        options = self.options
+        rank = dist.get_rank(self.wrapped.group)
+        return Job(
+            wrapped=self.wrapped,
+            optimizer=optimizer,
+            rank=rank,
+            loader=self.loader,
+            exact=options.evidence,
+            trace=options.trace and rank == 0,
+            every=options.every,
+            state_spacing=1 if options.overhead_budget is None else STATE_SPACING,
+            local_steps=self.local_steps,
+            first_step=first_step,
+            seed=options.seed,
+            canary=self.canary,
+            canary_every=options.canary_every,
+            verify_at=[*options.verify_at, *(first_step + later for later in PACE.references)],
+            parity=options.parity,
+            given_dir=self.given_dir,
+            leave_out=guard.leave_out,
+            guard=guard,
+            channel=channel,
+        )
 
 
 def choose_instruments(
@@ -83,12 +97,7 @@ def choose_instruments(
     canary: bool = False,
     given_dir: str = "",
 ) -> Instruments:
-    """Return the instruments of a model.
-
-    Raises:
-        UsageError: An option cannot work.
-        UnsupportedError: The tier does not fit the way the model is wrapped.
-    """
+    """Return the instruments of a model."""
     if not wrapped.parameters:
         raise UsageError("watch() expected a model with parameters that require a gradient")
     reduced = _reads(wrapped, options, tier)
@@ -112,56 +121,21 @@ def choose_instruments(
         num_products=0 if sketches else 1,
         by_loop=wrapped.kind is LOOP,
     )
-
-    def make_tap(
-        guarded: Guarded,
-        observer: GradientObserver,
-        shadowed: Callable[[], None],
-        unawaited: Callable[[bool], None],
-    ) -> GradientTap:
-        return wrapped.make_tap(sketcher, guarded, reduced, observer, shadowed, unawaited)
-
-    def make_job(
-        optimizer: torch.optim.Optimizer | None,
-        first_step: int,
-        guard: Guard,
-        channel: Channel,
-    ) -> Job:
-        rank = dist.get_rank(wrapped.group)
-        return Job(
-            wrapped=wrapped,
-            optimizer=optimizer,
-            rank=rank,
-            loader=loader,
-            exact=options.evidence,
-            trace=options.trace and rank == 0,
-            every=options.every,
-            state_spacing=1 if options.overhead_budget is None else STATE_SPACING,
-            local_steps=local_steps,
-            first_step=first_step,
-            seed=options.seed,
-            canary=canary,
-            canary_every=options.canary_every,
-            verify_at=[*options.verify_at, *(first_step + later for later in PACE.references)],
-            parity=options.parity,
-            given_dir=given_dir,
-            leave_out=guard.leave_out,
-            guard=guard,
-            channel=channel,
-        )
-
+    reduced_in = None
+    if sections is not None:
+        reduced_in = reduced_types(wrapped.wrapper, wrapped.parameters, groups)
     return Instruments(
-        make_tap=make_tap,
-        make_job=make_job,
-        module=wrapped.module,
+        wrapped=wrapped,
+        options=options,
+        sketcher=sketcher,
         reduced=reduced,
         layout=layout,
-        every=options.every,
         groups=groups,
-        device=wrapped.device,
-        take_read_seconds=sketcher.take_seconds,
-        reduced_in=None if sections is None else _reduced_in(wrapped, groups),
+        reduced_in=reduced_in,
         local_steps=local_steps,
+        loader=loader,
+        canary=canary,
+        given_dir=given_dir,
     )
 
 
@@ -173,10 +147,6 @@ def _reads(wrapped: Wrapped, options: WatchOptions, tier: Tier) -> ReadReduced:
     reduced = options.reads(tier)
     is_audited = reduced is ReadReduced.SKETCH and wrapped.group.size() <= MAX_PAIRED
     return ReadReduced.OFF if wrapped.kind is LOOP and not is_audited else reduced
-
-
-def _reduced_in(wrapped: Wrapped, groups: Groups) -> dict[str, str]:
-    return reduced_types(wrapped.wrapper, wrapped.parameters, groups)
 
 
 def _sections(wrapped: Wrapped, groups: Groups) -> Sections:

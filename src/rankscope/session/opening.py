@@ -25,17 +25,18 @@ import torch.distributed as dist
 
 from rankscope import errors
 from rankscope.agent import launch
-from rankscope.agent.flight_recorder import Numbers
+from rankscope.agent.flight_recorder import Numbers, RecorderThread
 from rankscope.agent.frames import FrameKind, pack
 from rankscope.agent.launch import Started
 from rankscope.agent.link import Link
-from rankscope.agent.progress import ProgressMark
-from rankscope.bus.layout import Layout
+from rankscope.agent.processes import ProgressMark
+from rankscope.bus.environment import without_secrets
+from rankscope.bus.messages import Layout
 from rankscope.bus.pace import EAGER, PACE, VARIABLE
-from rankscope.bus.secrets import without_secrets
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.evidence import schema_hash
 from rankscope.files import RunTakenError, parse, read_file, to_plain
+from rankscope.private import find
 from rankscope.record.begin import begin_run, end_lost_run, is_run
 from rankscope.record.states import pack_state
 from rankscope.record.stores import Store, begin_copy
@@ -52,37 +53,24 @@ _PREVIOUS_SECONDS = 30.0  # that the agent of the run before may take to write i
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunHandle:
-    """A run that has begun, as one rank sees it.
+    """A run that has begun, as one rank sees it."""
 
-    Attributes:
-        rank: This worker's rank in the data-parallel group.
-        num_workers: W.
-        first_step: Number of the first step.
-        run_dir: The run's directory; None on all ranks but 0.
-        store: The run's address in an object store; empty without.
-        address: The agent's address.
-        hello: The content of this rank's first frame.
-        meeting: The rendezvous of all ranks.
-        awaits_invitation: Whether this rank has to send the root's invitation to its agent.
-        agent: The agent, on the rank that has started it.
-        info: The content of ``run.json``, on rank 0.
-        local_sinks: Sinks that live in the training's process, on rank 0.
-        problem: Why nothing is watched, where some rank did not come; else empty.
-    """
-
-    rank: int
+    rank: int  # this worker's rank in the data-parallel group
     num_workers: int
-    first_step: int
-    run_dir: Path | None
-    address: str
-    hello: Mapping[str, Any]
-    meeting: Rendezvous
-    awaits_invitation: bool
-    agent: Started | None
+    hello: Mapping[str, Any]  # the content of this rank's first frame
+    meeting: Rendezvous  # the rendezvous of all ranks
+    first_step: int = 0
+    run_dir: Path | None = None  # the run's directory; None on all ranks but 0
+    address: str = ""  # the agent's address
+    # whether this rank has to send the root's invitation to its agent
+    awaits_invitation: bool = False
+    agent: Started | None = None  # the agent, on the rank that has started it
+    # the content of ``run.json``, on rank 0
     info: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    # sinks that live in the training's process, on rank 0
     local_sinks: tuple[PlannedSink, ...] = ()
-    problem: str = ""
-    store: str = ""
+    problem: str = ""  # why nothing is watched, where some rank did not come; else empty
+    store: str = ""  # the run's address in an object store; empty without
 
     def connect(
         self, reduced_copies: int, mark: ProgressMark | None, collectives: Numbers | None
@@ -114,28 +102,18 @@ class RunHandle:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RunRequest:
-    """The settings of a run to begin.
+    """The settings of a run to begin."""
 
-    Attributes:
-        options: Options that must be equal on all ranks, as plain values.
-        describe: Returns this rank's ``facts``, ``config``, ``training``, ``sinks``, and
-            ``run_dir``, the directory that rank 0 writes.
-        layout: The layout of messages.
-        flush_seconds: Longest time that measured values stay in the agent's memory.
-        hang_seconds: How long a step may take; None for any time.
-        in_thread: Whether agents live in threads of the training's processes.
-        announce: Whether findings and the verdict are printed.
-        share: Who may read the run, see :data:`rankscope.record.begin.SHARES`.
-    """
-
-    options: dict[str, Any]
+    options: dict[str, Any]  # options that must be equal on all ranks, as plain values
+    # returns this rank's ``facts``, ``config``, ``training``, ``sinks``, and ``run_dir``, the
+    # directory that rank 0 writes
     describe: Callable[[], dict[str, Any]]
     layout: Layout
-    flush_seconds: float
-    hang_seconds: float | None
-    in_thread: bool
-    announce: bool = True
-    share: str = "me"
+    flush_seconds: float  # longest time that measured values stay in the agent's memory
+    hang_seconds: float | None  # how long a step may take; None for any time
+    in_thread: bool  # whether agents live in threads of the training's processes
+    announce: bool = True  # whether findings and the verdict are printed
+    share: str = "me"  # who may read the run, see ``rankscope.record.begin.SHARES``
 
 
 def _end_lost_run(run_dir: Path, pid: int | None, how: str) -> None:
@@ -151,9 +129,6 @@ def open_run(group: dist.ProcessGroup, request: RunRequest) -> RunHandle:
     Where some rank does not come, nothing is watched, and the training goes on.
 
     All ranks of the group call it at the same point of the program.
-
-    Raises:
-        RankscopeError: Some rank cannot begin; of the same kind on all of them.
     """
     meeting = Rendezvous(group)
     try:
@@ -162,13 +137,8 @@ def open_run(group: dist.ProcessGroup, request: RunRequest) -> RunHandle:
         return RunHandle(
             rank=meeting.rank,
             num_workers=meeting.num_workers,
-            first_step=0,
-            run_dir=None,
-            address="",
             hello={"rank": meeting.rank},
             meeting=meeting,
-            awaits_invitation=False,
-            agent=None,
             problem=str(error),
         )
 
@@ -322,13 +292,11 @@ def _wait_for_agent(previous: Path) -> None:
         agent = info.get("agent")
         if info.get("status") != "running" or (agent is None and age > _STARTING_SECONDS):
             return
-        if agent is not None and not _runs_here(agent):
+        if agent is not None and not (
+            agent.get("host") == host_name() and Path(f"/proc/{agent.get('pid')}").exists()
+        ):
             return
         time.sleep(0.05)
-
-
-def _runs_here(agent: Mapping[str, Any]) -> bool:
-    return agent.get("host") == host_name() and Path(f"/proc/{agent.get('pid')}").exists()
 
 
 def _connect(
@@ -397,8 +365,6 @@ def _setup(root_run: _RootRun, first_step: int, request: RunRequest) -> dict[str
         "hang_seconds": request.hang_seconds,
         "budget": options["overhead_budget"],
         "every": options["every"],
-        "canary": options["canary"],
-        "canary_every": options["canary_every"],
         "sinks": list(root_run.sinks),
         "relays": bool(root_run.local_sinks),
         "announce": request.announce,
@@ -444,3 +410,26 @@ def _free_directory(run_dir: Path, store: Store | None = None) -> tuple[Path | N
         )
         _log.warning("%s already holds a run; this one is recorded in %s", *shown)
     return previous, candidate
+
+
+_MODULE = "torch._C._distributed_c10d"
+_SIZES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+
+def start_recorder_thread() -> RecorderThread | None:
+    """Return what gives this rank's collectives to the agent; None where none are recorded."""
+    module = find(_MODULE)
+    names = ("_dump_fr_trace_json", "_dump_nccl_trace_json")  # of any backend, and of NCCL
+    dumps = [dump for name in names if (dump := getattr(module, name, None)) is not None]
+    try:
+        # some releases have NCCL's on without being requested
+        if dumps and (_is_on() or any(json.loads(dump()).get("entries") for dump in dumps)):
+            return RecorderThread(dist.get_rank(), lambda: [dump() for dump in dumps])
+    except Exception as error:  # no thread, or another release's form
+        _log.debug("hangs will be reported without the collectives of the ranks: %s", error)
+    return None
+
+
+def _is_on() -> bool:
+    sizes = [os.environ[name] for name in _SIZES if name in os.environ]
+    return bool(sizes) and sizes[0].isdecimal() and int(sizes[0]) > 0

@@ -176,11 +176,7 @@ class WatchKeywords(TypedDict, total=False):
 
 
 def choice(kind: type[_Choice], name: str, value: str) -> _Choice:
-    """Return the member of an enumeration by its name.
-
-    Raises:
-        UsageError: There is no such member.
-    """
+    """Return the member of an enumeration by its name."""
     try:
         return kind(value)
     except ValueError:
@@ -189,11 +185,7 @@ def choice(kind: type[_Choice], name: str, value: str) -> _Choice:
 
 
 def chosen_tier(tier: Tier | str) -> Tier:
-    """Return the tier by its name.
-
-    Raises:
-        UsageError: There is no such tier, or no longer.
-    """
+    """Return the tier by its name."""
     if tier == "exact":
         raise UsageError(
             "the tier 'exact' was removed: use tier='sketch', whose cosines err by about 0.02, and "

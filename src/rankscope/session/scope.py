@@ -26,22 +26,19 @@ from torch import Tensor
 from rankscope.agent.frames import FrameKind
 from rankscope.agent.link import AgentEndedError, Traffic
 from rankscope.agent.message import tag
-from rankscope.agent.progress import ProgressMark
+from rankscope.agent.processes import ProgressMark
 from rankscope.bus.finding import Finding
 from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Content
 from rankscope.bus.step import StepReport
 from rankscope.errors import RankscopeError
 from rankscope.gradients.device_clock import clock_of
-from rankscope.session.announcement import announce, last_line, place_of
 from rankscope.session.collector import StepCollector
-from rankscope.session.flight import start_recorder_thread
-from rankscope.session.inbox import Inbox, OnFinding
+from rankscope.session.inbox import Inbox, OnFinding, announce, last_line, place_of
 from rankscope.session.instruments import Instruments
-from rankscope.session.local_step import LocalStep
-from rankscope.session.mesh_meeting import JoinedMesh
-from rankscope.session.opening import RunHandle
-from rankscope.session.outbox import Outbox
+from rankscope.session.meetings import JoinedMesh
+from rankscope.session.opening import RunHandle, start_recorder_thread
+from rankscope.session.outbox import LocalStep, Outbox
 from rankscope.sinks import Sinks
 from rankscope.wrappers.call_hooks import ForeignHook, ModuleHook
 from rankscope.wrappers.find import has_closure, is_compiled, is_training, log_if_rewrapped
@@ -98,22 +95,32 @@ class Scope:
         self._agent_seconds = 0.0
         self._off = self._closed = self._inside = self._training = self._bypassing = False
         self._pid = os.getpid()
-        self._guard = Guard(self._fail, clock_of(instruments.device))
+        self._guard = Guard(self._fail, clock_of(instruments.wrapped.device))
         channel = Channel(
-            self._send_evidence, self._has_room, handle.meeting, mesh, stages, shared_weights
+            self._send_evidence,
+            lambda: self._link.has_room,
+            handle.meeting,
+            mesh,
+            stages,
+            shared_weights,
         )
         self._collector = StepCollector(
-            instruments, optimizer, self._guard, self._send, handle.first_step, channel
+            instruments,
+            optimizer,
+            self._guard,
+            self._send,
+            handle.first_step,
+            channel,
         )
         self._mark = _new_mark()
         self._recorder_thread = start_recorder_thread()
         numbers = None if self._recorder_thread is None else self._recorder_thread.numbers
         self._link = handle.connect(self._collector.reduced_copies, self._mark, numbers)
-        self._outbox = Outbox(self._link, handle.rank, self._collector.see_message)
+        self._outbox = Outbox(self._link, handle.rank, partial(self._collector.call, "on_message"))
         self._inbox = Inbox(self._link, handle, self._collector, on_finding, sinks)
         self._hooks: list[Any] = [ModuleHook(model, self._before_forward, self._after_forward)]
         self._model = model
-        self._inner = inner = instruments.module
+        self._inner = inner = instruments.wrapped.module
         self._hooks_inside = self._may_hook_inside(model)
         if self._hooks_inside:
             self._hooks.append(
@@ -288,7 +295,7 @@ class Scope:
         if self._closed or os.getpid() != self._pid:  # not in a forked process
             return
         if not interrupted:
-            self._guard(self._collector.see_saved)
+            self._guard(self._collector.call, "see_saved")
         self._guard(partial(self._collector.close_step, interrupted=interrupted, last=True))
         self._closed = True
         settled = self._guard.open
@@ -404,7 +411,7 @@ class Scope:
         self._inbox.read()
         self._collector.begin_forward(model, args, kwargs)
         if not self._hooks_inside:
-            self._collector.keep_inputs(args, kwargs)
+            self._collector.call("on_module_inputs", args, kwargs)
 
     def _keep_pace(self, step: int) -> None:
         """Wait until the root has judged a step, so that its decisions come in time."""
@@ -422,8 +429,8 @@ class Scope:
             return
         if self._inside:
             self._bypassing = False
-            self._guard(self._collector.enter_module)
-            self._guard(self._collector.keep_inputs, args, kwargs)
+            self._guard(self._collector.call, "enter_module")
+            self._guard(self._collector.call, "on_module_inputs", args, kwargs)
             if self._collector.turn_due:
                 self._guard(self._collector.give_turns, self._model)
             return
@@ -433,13 +440,13 @@ class Scope:
             self._close(CLOSE_SECONDS)
         elif self._bypassing:
             self._guard(partial(self._collector.begin_micro_batch, args, kwargs, bypassed=True))
-            self._guard(self._collector.keep_inputs, args, kwargs)
+            self._guard(self._collector.call, "on_module_inputs", args, kwargs)
 
     def _after_inner_forward(self, model: Any, args: Any, kwargs: Any, output: Any) -> None:
         if self._collector.repeating:
             return
         if self._bypassing or self._hooks_inside:
-            self._guard(self._collector.keep_output, output)
+            self._guard(self._collector.call, "on_module_output", output)
         if self._bypassing:
             self._bypassing = False
             self._guard(self._collector.see_output, output, kwargs)
@@ -449,7 +456,7 @@ class Scope:
             return
         self._inside = False
         if not self._hooks_inside:
-            self._guard(self._collector.keep_output, output)
+            self._guard(self._collector.call, "on_module_output", output)
         self._guard(self._collector.end_forward, model, args, kwargs, output)
         if self._training:
             self._beat("backward")
@@ -477,7 +484,7 @@ class Scope:
                 self._inbox.notify(self._collector.step)
 
     def _before_state_dict(self, optimizer: Any) -> None:
-        self._guard(self._collector.see_saved)
+        self._guard(self._collector.call, "see_saved")
 
     def _beat(self, phase: str) -> None:
         """Write the place of the training into memory that the agent reads in a hang."""
@@ -489,9 +496,6 @@ class Scope:
 
     def _send_evidence(self, name: str, step: int, content: Content) -> None:
         self._link.send(FrameKind.EVIDENCE, tag(name, content), rank=self._handle.rank, step=step)
-
-    def _has_room(self) -> bool:
-        return self._link.has_room
 
     # Failures ------------------------------------------------------------------------------
 

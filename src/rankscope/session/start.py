@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from rankscope.agent.launch import IN_THREAD
-from rankscope.bus.lines import make_printable
 from rankscope.bus.plan import Plan, Tier
+from rankscope.bus.words import make_printable
 from rankscope.errors import UsageError
 from rankscope.evidence.canary.check import check_canary
 from rankscope.evidence.environment.facts import compilation, environment_facts, vocabulary_digest
@@ -30,11 +30,10 @@ from rankscope.evidence.environment.training import (
 from rankscope.record.stores import Store
 from rankscope.session.inbox import OnFinding
 from rankscope.session.instruments import choose_instruments
-from rankscope.session.mesh_meeting import JoinedMesh, join_mesh, meet_mesh
+from rankscope.session.meetings import JoinedMesh, WatchedStage, meet_mesh, meet_stages
 from rankscope.session.opening import RunHandle, RunRequest, host_name, open_run
 from rankscope.session.options import WatchKeywords, WatchOptions, chosen_tier
 from rankscope.session.scope import Scope
-from rankscope.session.stage_meeting import WatchedStage, meet_stages
 from rankscope.sinks import RunInfo, SinkOption, Sinks
 from rankscope.wrappers.find import find_parts, find_wrapper, plain_optimizers
 from rankscope.wrappers.kinds import LOOP
@@ -125,9 +124,10 @@ def watch(
     else:
         wrapped = find_parts(model)
         model = model[0]
-    optimizer = (
-        _one_of(plain_optimizers(optimizer)) or wrapped.optimizer
-    )  # DeepSpeed's wraps it, too
+    optimizers: list[Any] = plain_optimizers(optimizer)
+    if len(optimizers) > 1:
+        optimizers = [JointOptimizer(optimizers)]
+    optimizer = optimizers[0] if optimizers else wrapped.optimizer  # DeepSpeed's wraps it, too
     if wrapped.kind is LOOP and optimizer is None:
         raise UsageError(
             "watch() expected the optimizer, or all of them in a list, of a model without wrapper, "
@@ -160,7 +160,7 @@ def watch(
 
     def describe() -> dict[str, Any]:
         return {
-            "facts": _facts(model, instruments.device, options.tokenizer, loader),
+            "facts": _facts(model, wrapped.device, options.tokenizer, loader),
             "config": dict(config or {}),
             "training": training_facts(wrapped.wrapper, wrapped.module, optimizer, loader, group),
             "sinks": sinks,
@@ -181,16 +181,17 @@ def watch(
         ),
     )
     stage = WatchedStage(wrapped.wrapper)
-    joined: list[JoinedMesh | None] = [None, None]
+    mesh: JoinedMesh | None = None
+    stages: JoinedMesh | None = None
     if not local_steps and not handle.problem:
-        host = host_name()
-        agent = {"host": host, "address": handle.address, "secret": handle.hello["secret"]}
-        met = [meet_mesh(wrapped, group, **agent), meet_stages(wrapped, group, stage, **agent)]
-        joined = [
-            None if one is None else join_mesh(one, host=host, compares=options.evidence)
-            for one in met
-        ]
-    mesh, stages = joined
+        facts = {
+            "run": dist.get_process_group_ranks(group)[0],
+            "host": host_name(),
+            "address": handle.address,
+            "secret": handle.hello["secret"],
+        }
+        mesh = meet_mesh(wrapped, facts, compares=options.evidence)
+        stages = meet_stages(wrapped, stage, facts, compares=options.evidence)
     scope = Scope(
         model,
         optimizer,
@@ -205,11 +206,6 @@ def watch(
     )
     scope.until_closed(stage)
     return scope
-
-
-def _one_of(optimizers: list[torch.optim.Optimizer]) -> Any:
-    """Return the optimizer, several as one; None without any."""
-    return JointOptimizer(optimizers) if len(optimizers) > 1 else next(iter(optimizers), None)
 
 
 def log_to_stderr() -> None:
@@ -241,11 +237,7 @@ class _OnStderr(logging.Handler):
 
 
 def _in_thread(agent: str | None) -> bool:
-    """Return whether the agent runs in a thread of this process.
-
-    Raises:
-        UsageError: There is no such place.
-    """
+    """Return whether the agent runs in a thread of this process."""
     given = agent or os.environ.get(IN_THREAD) or "process"
     if given not in ("process", "thread"):
         raise UsageError(f"agent must be 'process' or 'thread', got {given!r}")

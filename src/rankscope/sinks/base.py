@@ -12,7 +12,6 @@ All names of numbers are derived from the signal registry:
 C columns of the workers table that are shown, W workers, R ranks whose own values are shown.
 """
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,12 +21,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from rankscope.bus.columns import Column, DType, Source, Table, Tail
-from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.finding_events import FindingEvent, FindingEvents
+from rankscope.bus.evidence import Column, DType, Source, Table, Tail
+from rankscope.bus.finding import Finding, FindingEvent, FindingEvents, Severity
 from rankscope.bus.step import MISSING_INT, StepReport
 from rankscope.errors import RankscopeError
 from rankscope.evidence import columns_of
+from rankscope.files import to_plain
 from rankscope.stats.arrays import Floats
 
 _NUMBERS = (DType.INT, DType.FLOAT, DType.BOOL)
@@ -128,19 +127,19 @@ class StepValues:
 
     def _named_values(self) -> Iterator[tuple[str, float]]:
         for column, value in self.values.items():
-            yield step_name(column), value
+            yield f"rankscope/{column}", value
         for severity in Severity:
-            yield findings_name(severity), float(self.open_findings.get(severity, 0))
+            yield f"rankscope/findings_{severity}", float(self.open_findings.get(severity, 0))
         places = [(rank, self.ranks.index(rank)) for rank in self.named if rank in self.ranks]
         spreads = self.spread_CX.tolist()
         values = self.values_CR
         for index, signal in enumerate(WORKER_SIGNALS):
             for which, value in zip(SPREAD, spreads[index], strict=True):
                 if isfinite(value):
-                    yield spread_name(signal.name, which), value
+                    yield f"rankscope_workers/{signal.name}/{which}", value
             for rank, place in places:
                 if isfinite(value := float(values[index, place])):
-                    yield rank_name(signal.name, rank), value
+                    yield f"rankscope_ranks/{signal.name}/{rank}", value
 
 
 @runtime_checkable
@@ -196,18 +195,8 @@ def step_values(
 
 def plain_finding(finding: Finding) -> dict[str, Any]:
     """Return a finding as plain JSON; non-finite numbers are None."""
-    return plain(finding.to_json())
-
-
-def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values as plain JSON: numpy made plain, non-finite numbers None."""
-    text = json.dumps(values, default=_plain)
-    read: dict[str, Any] = json.loads(text, parse_constant=lambda _: None)
-    return read
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray | np.generic) else str(value)
+    plain: dict[str, Any] = to_plain(finding.to_json())
+    return plain
 
 
 def _step_values(report: StepReport) -> dict[str, float]:
@@ -236,26 +225,6 @@ def _spread(values_CW: Floats) -> Floats:
     low_C = np.fmin.reduce(values_CW, axis=1)
     high_C = np.fmax.reduce(values_CW, axis=1)
     return np.stack([low_C, means_C, high_C], axis=1)
-
-
-def step_name(column: str) -> str:
-    """Return the name of a column of the steps table."""
-    return f"rankscope/{column}"
-
-
-def findings_name(severity: Severity) -> str:
-    """Return the name of the number of open findings of one severity."""
-    return f"rankscope/findings_{severity}"
-
-
-def spread_name(column: str, which: str) -> str:
-    """Return the name of the smallest, mean or largest value over the workers."""
-    return f"rankscope_workers/{column}/{which}"
-
-
-def rank_name(column: str, rank: int) -> str:
-    """Return the name of one worker's value."""
-    return f"rankscope_ranks/{column}/{rank}"
 
 
 class NewsSink(ABC):

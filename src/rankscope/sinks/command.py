@@ -11,8 +11,7 @@ import tempfile
 import weakref
 from typing import IO
 
-from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.finding_events import FindingEvent
+from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.sinks.base import NewsSink, plain_finding
 
 _log = logging.getLogger("rankscope")

@@ -31,15 +31,7 @@ MAX_FINDINGS = 1024
 
 
 class Feeder:
-    """Feeds one sink from a bounded queue, in a daemon thread.
-
-    Args:
-        name: The sink's name in messages.
-        sink: The sink.
-        run: The run, for ``open``.
-        max_steps: Steps that may wait.
-        max_findings: Events of findings that may wait.
-    """
+    """Feeds one sink from a bounded queue, in a daemon thread."""
 
     def __init__(
         self,
@@ -61,21 +53,17 @@ class Feeder:
         self._steps: deque[tuple[int, StepValues]] = deque()
         self._findings: deque[tuple[int, Finding]] = deque()
         self._changed = threading.Condition()
-        self._ending = self._off = False
+        self._ending = False
+        self.off = False  # whether the sink has failed, or was left behind
         self._thread = threading.Thread(target=self._work, name=f"rankscope-{name}", daemon=True)
         self._thread.start()
-
-    @property
-    def off(self) -> bool:
-        """Whether the sink has failed, or was left behind."""
-        return self._off
 
     def step(self, values: StepValues) -> None:
         """Queue a step; never waits for the sink."""
         if not self._takes_steps:
             return
         with self._changed:
-            if self._off or self._ending:
+            if self.off or self._ending:
                 return
             full = len(self._steps) >= self._max_steps
             if full:
@@ -95,7 +83,7 @@ class Feeder:
     def finding(self, finding: Finding) -> None:
         """Queue a finding; never waits for the sink."""
         with self._changed:
-            if self._off or self._ending:
+            if self.off or self._ending:
                 return
             self._findings.append((next(self._numbers), finding))
             if len(self._findings) > self._max_findings:
@@ -136,14 +124,14 @@ class Feeder:
         del self._findings[drop]
 
     def _go_off(self) -> None:
-        self._off = True
+        self.off = True
         self._steps.clear()
         self._findings.clear()
 
     def _take(self) -> StepValues | Finding | None:
         """Return the oldest entry of the queue; None at the end."""
         with self._changed:
-            while not (self._steps or self._findings or self._ending or self._off):
+            while not (self._steps or self._findings or self._ending or self.off):
                 self._changed.wait()
             if self._steps and (not self._findings or self._steps[0][0] < self._findings[0][0]):
                 return self._steps.popleft()[1]
@@ -169,7 +157,7 @@ class Feeder:
 
     def _fail(self, error: BaseException) -> None:
         with self._changed:
-            was_off = self._off
+            was_off = self.off
             self._go_off()
         if was_off:
             return

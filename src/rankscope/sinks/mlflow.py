@@ -10,8 +10,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric
 from mlflow.exceptions import MlflowException
 
-from rankscope.bus.finding import Finding
-from rankscope.bus.finding_events import FindingEvent
+from rankscope.bus.finding import Finding, FindingEvent
 from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, sentence
 
 BATCH = 900

@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 
-from rankscope.bus.columns import Column
+from rankscope.bus.evidence import Column
 from rankscope.bus.finding import Finding, Severity
 from rankscope.sinks.base import SPREAD, STEP_SIGNALS, WORKER_SIGNALS, RunInfo, StepValues
 

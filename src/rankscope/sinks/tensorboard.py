@@ -9,8 +9,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from rankscope.bus.finding import Finding
-from rankscope.bus.finding_events import FindingEvent
+from rankscope.bus.finding import Finding, FindingEvent
 from rankscope.sinks.base import NewsSink, RunInfo, StepValues, sentence
 
 FLUSH_SECONDS = 10

@@ -12,9 +12,9 @@ import weakref
 from pathlib import Path
 from typing import Any
 
-from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.finding_events import FindingEvent
-from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, plain, sentence
+from rankscope.bus.finding import Finding, FindingEvent, Severity
+from rankscope.files import to_plain
+from rankscope.sinks.base import NewsSink, RunInfo, SinkError, StepValues, sentence
 
 _log = logging.getLogger("rankscope")
 
@@ -125,7 +125,7 @@ class _OwnRun:
                 "dir": os.environ.get("WANDB_DIR") or str(info.run_dir),
                 "name": None if "WANDB_NAME" in os.environ else info.run_dir.name,
                 "job_type": "rankscope",
-                "config": plain({"rankscope": dict(info.options), **info.config}),
+                "config": to_plain({"rankscope": dict(info.options), **info.config}),
             }
         )
 

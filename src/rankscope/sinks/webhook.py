@@ -10,8 +10,7 @@ from collections.abc import Callable
 from typing import IO
 from urllib.parse import urlsplit
 
-from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.finding_events import FindingEvent
+from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.sinks.base import NewsSink, SinkError, plain_finding, sentence
 
 _log = logging.getLogger("rankscope")

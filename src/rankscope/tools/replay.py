@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rankscope.bus.batches import PlainBatch
+from rankscope.bus.packing import PlainBatch
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError, UsageError
 from rankscope.evidence.canary.batch import CanaryDeclined, samples_of

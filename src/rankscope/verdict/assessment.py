@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.step import MISSING_INT
+from rankscope.bus.step import as_floats
 from rankscope.bus.words import count, name_ranks
 from rankscope.evidence.canary.bundle import latest_bundle
 from rankscope.evidence.canary.verdicts import CANARIES
@@ -19,10 +19,8 @@ from rankscope.record.states import START_FILE, read_number
 from rankscope.record.tables import step_range
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.spread import finite_mean
-from rankscope.verdict.checks import checks_of
-from rankscope.verdict.coverage import coverage_of
-from rankscope.verdict.dispersion_words import Values
-from rankscope.verdict.noise_scale import dispersion_numbers, noise_numbers
+from rankscope.verdict.coverage import checks_of, coverage_of
+from rankscope.verdict.dispersion import Values, dispersion_numbers, noise_numbers
 from rankscope.verdict.rules import next_check_of, settled_by
 from rankscope.verdict.siblings import Sibling, describe_siblings, siblings_of, worst_of
 from rankscope.verdict.verdicts import RunProgress, Verdict, judge, statements
@@ -76,16 +74,15 @@ def assess(run: Run) -> Assessment:
 
     Dispersion is compared in words with that of sampling alone. Only findings, exact equality of
     all workers, a record that ends early, and too few measurements set a severity.
-
-    Raises:
-        RunError: A file of the run cannot be read.
     """
     values = measure(run)
     findings = run.findings()
     progress = progress_of(run)
     known = values["samples_drawn"] is not None
     options = run.info.get("options")
-    checks = checks_of(run.num_workers, options, samples=known, canaries=_has_canary(run))
+    run_on_all_B = np.isfinite(run.overview("canary_loss").mean_BW).all(axis=1)
+    canaries = bool(run_on_all_B.any())
+    checks = checks_of(run.num_workers, options, samples=known, canaries=canaries)
     progress = replace(progress, checks=checks, coverage=coverage_of(run))
     siblings = siblings_of(run)
     verdict: Verdict = _of_job(judge(values, findings, progress), findings, worst_of(siblings))
@@ -126,33 +123,18 @@ def replay_command(run: Run, finding: Finding) -> str:
 
 
 def progress_of(run: Run) -> RunProgress:
-    """Return the progress of a recorded run.
-
-    Raises:
-        RunError: The files of its steps cannot be listed.
-    """
+    """Return the progress of a recorded run."""
     steps = step_range(run.path, Table.STEPS)
-    return RunProgress(run.status, -1 if steps is None else steps[1], _earlier_steps(run))
-
-
-def _has_canary(run: Run) -> bool:
-    """Return whether all workers have run a canary."""
-    return bool(np.isfinite(run.overview("canary_loss").mean_BW).all(axis=1).any())
-
-
-def _earlier_steps(run: Run) -> int | None:
-    return read_number(run.path / START_FILE, "num_steps") if "continues" in run.info else 0
+    continues = "continues" in run.info
+    earlier = read_number(run.path / START_FILE, "num_steps") if continues else 0
+    return RunProgress(run.status, -1 if steps is None else steps[1], earlier)
 
 
 def measure(run: Run) -> Values:
-    """Compute the numbers of an assessment by name, from the recorded tables.
-
-    Raises:
-        RunError: A file of the run cannot be read.
-    """
+    """Compute the numbers of an assessment by name, from the recorded tables."""
     names = ("loss_mean", "samples_drawn", "samples_distinct", *_MEANS)
     columns = run.steps(*names)
-    drawn, distinct = (_known(columns[name]) for name in names[1:3])
+    drawn, distinct = (as_floats(columns[name]) for name in names[1:3])
     losses = columns["loss_mean"]
     measured = losses[np.isfinite(losses)]
     return {
@@ -190,7 +172,7 @@ def _cost(run: Run) -> Values:
     columns = run.steps("step", "overhead_seconds", "interval")
     longest = _longest_seconds(run, columns["step"])
     overheads = columns["overhead_seconds"][1:]
-    intervals = _known(columns["interval"])
+    intervals = as_floats(columns["interval"])
     known = np.isfinite(overheads) & (longest[1:] > 0) if len(overheads) else overheads > 0
     time = float(np.sum(longest[1:][known] - overheads[known]))
     widest = np.nanmax(intervals) if np.isfinite(intervals).any() else math.nan
@@ -278,7 +260,7 @@ def _samples(run: Run, drawn: int) -> Values:
 def _estimated_samples(run: Run, coverage: Coverage, drawn: int) -> Values:
     """Estimate the same from roll-ups, for a run with too many samples."""
     columns = run.steps("step", "samples_drawn")
-    counted_T = _known(columns["samples_drawn"])[columns["step"] <= coverage.step_B[-1]]
+    counted_T = as_floats(columns["samples_drawn"])[columns["step"] <= coverage.step_B[-1]]
     share = int(coverage.distinct_B[-1]) / int(coverage.drawn_B[-1])
     return {
         "distinct_samples": round(share * drawn),
@@ -286,11 +268,6 @@ def _estimated_samples(run: Run, coverage: Coverage, drawn: int) -> Values:
         "samples_exact": len(columns["step"]) < run.num_rows(Table.STEPS)
         or int(np.nansum(counted_T)) == int(coverage.drawn_B[-1]),
     }
-
-
-def _known(column: np.ndarray) -> Floats:
-    """Return an integer column as floats, with NaN where it has no value."""
-    return np.where(column == MISSING_INT, np.nan, column.astype(np.float64))
 
 
 def _describe_missing(run: Run) -> tuple[str, ...]:

@@ -1,15 +1,58 @@
-"""What of a run was measured: the one rule that lets a verdict say no more than that."""
+"""What of a run was checked and measured, so that silence is never taken for health.
 
+Each judge declares the number of steps it needs. A verdict says no more than what was measured.
+"""
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from rankscope.bus.detector import Check, CheckedRun
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
 from rankscope.bus.words import count, shortened
+from rankscope.evidence import EVIDENCE
 from rankscope.record import Run
 from rankscope.record.tables import Columns
+
+
+def checks_of(
+    num_workers: int, options: object, *, samples: bool = True, canaries: bool | None = None
+) -> tuple[Check, ...]:
+    """Return the checks of a run, see :class:`rankscope.bus.detector.CheckedRun`."""
+    if num_workers < 2:
+        return ()
+    given = options if isinstance(options, Mapping) else {}
+    run = CheckedRun(num_workers, given, samples, canaries)
+    made = (each.find("judge", "make_checks") for each in EVIDENCE)
+    return tuple(check for make in made if make is not None for check in make(run))
+
+
+def missing_steps(checks: Sequence[Check], num_steps: int) -> int:
+    """Return the number of further steps that the slowest check needs."""
+    needed = [check.needs for check in checks if not check.impossible]
+    return max(0, max(needed, default=0) - num_steps)
+
+
+def describe_checks(checks: Sequence[Check], num_steps: int) -> tuple[str, ...]:
+    """List the checks done, those to come, and impossible ones, in one sentence each."""
+    possible = [check for check in checks if not check.impossible]
+    done = [check.what for check in possible if check.needs <= num_steps and not check.pending]
+    waiting = [
+        f"{check.what} ({check.pending or count(check.needs - num_steps, 'more step')})"
+        for check in possible
+        if check.needs > num_steps or check.pending
+    ]
+    never = [f"{check.what} ({check.impossible})" for check in checks if check.impossible]
+    parts = (
+        ("Checked so far: ", done) if waiting else ("", []),
+        ("Not yet checked: ", waiting),
+        ("This run cannot show: ", never),
+    )
+    return tuple(f"{label}{'; '.join(items)}." for label, items in parts if items)
+
 
 COLUMNS = ("step", "loss_mean", "observed", "interval")
 """The columns of the steps table from which the coverage follows."""
@@ -19,26 +62,18 @@ _NAMES = 3
 
 @dataclass(frozen=True, slots=True)
 class MeasuredParts:
-    """What was measured in the steps of a run.
+    """What was measured in the steps of a run."""
 
-    Attributes:
-        steps: Recorded steps.
-        losses: Steps with a loss.
-        due: Steps whose gradients were to be measured: those that ``every`` and the budget leave
-            out are not among them.
-        gradients: Steps among them with the gradients of all workers.
-        watched: Tensors of the watched model, where the optimizer is known to have more; else 0.
-        updated: Tensors of the optimizer, likewise.
-        unwatched: Names of some of those that are not watched.
-    """
-
-    steps: int
-    losses: int
+    steps: int  # recorded steps
+    losses: int  # steps with a loss
+    # steps whose gradients were to be measured: those that ``every`` and the budget leave out are
+    # not among them
     due: int
-    gradients: int
+    gradients: int  # steps among them with the gradients of all workers
+    # tensors of the watched model, where the optimizer is known to have more; else 0
     watched: int = 0
-    updated: int = 0
-    unwatched: tuple[str, ...] = ()
+    updated: int = 0  # tensors of the optimizer, likewise
+    unwatched: tuple[str, ...] = ()  # names of some of those that are not watched
 
     @property
     def enough(self) -> bool:
@@ -87,11 +122,7 @@ class MeasuredParts:
 
 
 class CoverageCount:
-    """Counts what is measured of a run, step by step.
-
-    Args:
-        training: What ``run.json`` has of the training.
-    """
+    """Counts what is measured of a run, step by step."""
 
     def __init__(self, training: Any) -> None:
         self._tensors = _tensors(training)
@@ -113,11 +144,7 @@ class CoverageCount:
 
 
 def coverage_of(run: Run, columns: Columns | None = None) -> MeasuredParts:
-    """Return what was measured in a run, from :data:`COLUMNS` of its steps if they are at hand.
-
-    Raises:
-        RunError: A file of the run cannot be read.
-    """
+    """Return what was measured in a run, from :data:`COLUMNS` of its steps if they are at hand."""
     columns = run.steps(*COLUMNS) if columns is None else columns
     due_T = columns["step"] % np.maximum(columns["interval"], 1) == 0
     return MeasuredParts(

@@ -12,15 +12,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from rankscope.bus.detector import Detector, FaultEvidence
-from rankscope.bus.finding import Finding
-from rankscope.bus.finding_events import FindingEvents
+from rankscope.bus.detector import Detector, FaultEvidence, RunFacts
+from rankscope.bus.finding import Finding, FindingEvents
 from rankscope.bus.plan import Plan
-from rankscope.bus.recent_batches import RecentBatches
 from rankscope.bus.rules import finding_of
-from rankscope.bus.run import RunFacts
 from rankscope.bus.step import StepReport, as_recorded
-from rankscope.bus.steps import StepBatch, batches_of
+from rankscope.bus.steps import RecentBatches, StepBatch, batches_of
 from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
 from rankscope.files import to_plain
@@ -40,11 +37,15 @@ class Diagnosis:
     """Watches a run step by step; equal records give equal findings, live or afterwards.
 
     Each fault has one finding. It is recorded with each of its events, see
-    :class:`~rankscope.bus.finding_events.FindingEvent`.
+    :class:`~rankscope.bus.finding.FindingEvent`.
     """
 
     def __init__(self, run: RunFacts) -> None:
-        self._detectors = judges_of(run)
+        made = (each.find("judge", "make_judges") for each in EVIDENCE)
+        # later ones may leave out what earlier ones flag
+        self._detectors: list[Detector] = [
+            judge for make in made if make is not None for judge in make(run)
+        ]
         self._num_workers = run.num_workers
         self._batches = RecentBatches(run.num_workers)
         self._num_steps = 0
@@ -81,11 +82,7 @@ class Diagnosis:
         }
 
     def restore(self, state: State) -> None:
-        """Continue from the state of another diagnosis, with its findings and spent budget.
-
-        Raises:
-            StateError: The state is of another kind; this diagnosis is then unusable.
-        """
+        """Continue from the state of another diagnosis, with its findings and spent budget."""
         detectors = {type(one).__name__: one for one in self._detectors}
         try:
             if state["num_workers"] != self._num_workers:
@@ -159,13 +156,14 @@ class Diagnosis:
         return None if self._events.of(finding, evidence.count) is None else finding
 
 
-def judges_of(run: RunFacts) -> tuple[Detector, ...]:
-    """Return the judges of all evidence; later ones may leave out what earlier ones flag."""
-    made = (each.find("judge", "make_judges") for each in EVIDENCE)
-    return tuple(judge for make in made if make is not None for judge in make(run))
+def _at(info: Any, *path: str) -> Any:
+    """Return an entry inside entries of ``run.json``; None where there is none."""
+    for name in path:
+        info = info.get(name) if isinstance(info, Mapping) else None
+    return info
 
 
-def _by_rank(info: Mapping[str, Any], name: str) -> list[Any]:
+def by_rank(info: Mapping[str, Any], name: str) -> list[Any]:
     """Return an entry of ``run.json`` for each rank, None where a rank has none."""
     entries = info.get("ranks")
     entries = entries if isinstance(entries, list) else []
@@ -173,37 +171,10 @@ def _by_rank(info: Mapping[str, Any], name: str) -> list[Any]:
     return [values.get(rank) for rank in range(len(values))]
 
 
-def _option(info: Mapping[str, Any], name: str) -> Any:
-    options = info.get("options")
-    return options.get(name) if isinstance(options, Mapping) else None
-
-
 def hosts_of(info: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the host of each rank from ``run.json``; empty unless it has them all."""
-    hosts = _by_rank(info, "host")
+    hosts = by_rank(info, "host")
     return tuple(map(str, hosts)) if all(hosts) else ()
-
-
-def facts_of(info: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Return the environment of each rank from ``run.json``; empty unless it has them all."""
-    facts = _by_rank(info, "environment")
-    return tuple(facts) if all(facts) else ()
-
-
-def seeds_of(info: Mapping[str, Any]) -> tuple[int | None, ...]:
-    """Return the seed of each rank's sampler from ``run.json``."""
-    return tuple(_by_rank(info, "sampler_seed"))
-
-
-def plan_of(info: Mapping[str, Any]) -> Plan:
-    """Return the plan of a run from ``run.json``."""
-    return Plan.of(_option(info, "plan"))
-
-
-def reduced_in_of(info: Mapping[str, Any]) -> Mapping[str, str] | None:
-    """Return the intended type of each group's reduction from ``run.json``."""
-    types = _option(info, "reduced_in")
-    return types if isinstance(types, Mapping) else None
 
 
 def has_comm_hook(info: Mapping[str, Any]) -> bool:
@@ -211,67 +182,41 @@ def has_comm_hook(info: Mapping[str, Any]) -> bool:
 
     ``info`` is of the run, or the facts of one rank: hooks are the same on all of them.
     """
-    training = info.get("training")
-    reduction = training.get("reduction") if isinstance(training, Mapping) else None
-    names = reduction.get("hook") if isinstance(reduction, Mapping) else None
-    return any(not name.startswith("rankscope.") for name in str(names or "").split(", ") if name)
-
-
-def has_replacement(info: Mapping[str, Any]) -> bool:
-    """Return whether all ranks' data loaders draw with replacement, from ``run.json``."""
-    values = _by_rank(info, "with_replacement")
-    return bool(values) and all(one is True for one in values)
-
-
-def _length_of(info: Mapping[str, Any]) -> int | None:
-    """Return the number of the data set's samples, from the plan or the loaders."""
-    known = [one for one in _by_rank(info, "data_length") if isinstance(one, int)]
-    return plan_of(info).samples or max(known, default=None)
-
-
-def _unsaved_buffers(info: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return names of buffers that no checkpoint holds, from ``run.json``."""
-    training = info.get("training")
-    model = training.get("model") if isinstance(training, Mapping) else None
-    names = model.get("unsaved_buffers") if isinstance(model, Mapping) else None
-    return tuple(map(str, names)) if isinstance(names, list) else ()
-
-
-def is_by_loop(info: Mapping[str, Any]) -> bool:
-    """Return whether the training's own loop reduces gradients, from ``run.json``."""
-    return bool(_option(info, "parallel") == "loop")
+    names = str(_at(info, "training", "reduction", "hook") or "")
+    return any(not name.startswith("rankscope.") for name in names.split(", ") if name)
 
 
 def diagnosis_of(run: Run) -> Diagnosis:
     """Return the diagnosis of a run before its first step, with its hosts, facts and plan."""
     info = run.info
+    plan = Plan.of(_at(info, "options", "plan"))
+    environments = by_rank(info, "environment")
+    reduced_in = _at(info, "options", "reduced_in")
+    replaced = by_rank(info, "with_replacement")
+    splits = (by_rank(info, "data_splits") or [()])[0] or ()
+    lengths = [one for one in by_rank(info, "data_length") if isinstance(one, int)]
+    unsaved = _at(info, "training", "model", "unsaved_buffers")
     return Diagnosis(
         RunFacts(
             run.num_workers,
             hosts_of(info),
-            facts_of(info),
-            plan_of(info),
-            reduced_in=reduced_in_of(info),
+            tuple(environments) if all(environments) else (),
+            plan,
+            reduced_in=reduced_in if isinstance(reduced_in, Mapping) else None,
             comm_hook=has_comm_hook(info),
-            sampler_seeds=seeds_of(info),
-            with_replacement=has_replacement(info),
-            data_splits=[
-                (str(n), int(k)) for n, k in (_by_rank(info, "data_splits") or [()])[0] or ()
-            ],
-            data_length=_length_of(info),
-            unsaved_buffers=_unsaved_buffers(info),
+            sampler_seeds=tuple(by_rank(info, "sampler_seed")),
+            with_replacement=bool(replaced) and all(one is True for one in replaced),
+            data_splits=[(str(name), int(parts)) for name, parts in splits],
+            data_length=plan.samples or max(lengths, default=None),
+            unsaved_buffers=tuple(map(str, unsaved)) if isinstance(unsaved, list) else (),
             world_size=int(info.get("world_size") or 0),
-            by_loop=is_by_loop(info),
+            by_loop=_at(info, "options", "parallel") == "loop",
         )
     )
 
 
 def diagnose_run(run: Run) -> tuple[Finding, ...]:
-    """Diagnose a recorded run again, from its tables alone; return the findings of its live end.
-
-    Raises:
-        RunError: A file of the run cannot be read.
-    """
+    """Diagnose a recorded run again, from its tables alone; return the findings of its live end."""
     diagnosis = diagnosis_of(run)
     if "continues" in run.info:
         diagnosis.restore(_state_at_start(run))
@@ -302,14 +247,8 @@ def state_after(
 ) -> State | None:
     """Return the final state of a run, for a restarted job to begin with.
 
-    Args:
-        previous: The directory of the run before; its process may have been killed.
-        num_workers: Workers of the restarted job.
-        hosts: Host of each rank of the restarted job.
-        groups: Its groups of parameters.
-
-    Returns:
-        The state of a diagnosis; None, with a warning, when the detectors have to start anew.
+    The process of the run before may have been killed. None, with a warning, when the detectors
+    have to start anew. ``hosts`` and ``groups`` are those of the restarted job.
     """
     try:
         state = _diagnosis_after(previous, num_workers, groups).state()

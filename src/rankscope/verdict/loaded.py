@@ -8,7 +8,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.record import Run
 from rankscope.record.stores import at_hand
 from rankscope.verdict.assessment import Assessment, assess

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.finding_events import FindingEvent
+from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.bus.words import count, name_ranks
-from rankscope.verdict.checks import checks_of, missing_steps
-from rankscope.verdict.coverage import MeasuredParts
+from rankscope.verdict.coverage import MeasuredParts, checks_of, missing_steps
 from rankscope.verdict.rules import explanations, first_sentence, ranked, settles
 from rankscope.verdict.siblings import Sibling, worst_of
 

@@ -1,12 +1,14 @@
-"""Explanations between the findings of a run, and their order.
+"""Explanations between the findings of a run, their order, and the page of all causes.
 
 One fault leaves many traces: when a worker's gradients are not reduced, its parameters drift, and
 its loss follows. The rules declare which finding explains which (``explains``), and which one
 settles the open question of which (``settles``), see :mod:`rankscope.bus.rules`.
 """
 
+import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache
 from operator import itemgetter
 
 from rankscope.bus.finding import Finding
@@ -18,9 +20,8 @@ def explanations(findings: Sequence[Finding]) -> dict[str, Finding | None]:
     causes: dict[str, list[tuple[int, Finding]]] = defaultdict(list)
     for place, finding in enumerate(findings):
         for name in _explained(finding):
-            if (
-                sum(_covers(cause, finding) for _, cause in causes[name]) < 2
-            ):  # a finding covers itself
+            covering = sum(_covers(cause, finding) for _, cause in causes[name])
+            if covering < 2:  # a finding covers itself
                 causes[name].append((place, finding))
     return {effect.id: _cause_of(effect, causes) for effect in findings}
 
@@ -100,3 +101,58 @@ def _explains(cause: Finding, effect: Finding) -> bool:
     own = rule is not None and {effect.id, effect.cause} & set(rule.explains_own)
     concerned = not own or set(effect.ranks) <= set(cause.ranks)
     return lasting and concerned and cause.severity >= effect.severity
+
+
+_LINK = re.compile(r"\[([^\]]+)\]\((?!https?:)[^)]*\)")
+
+_INTRODUCTION = """\
+# Causes
+
+A section is named after the `cause` in `findings.jsonl`; a name without a dot (except
+`inconclusive`) is the `id` of a special case. Issue numbers are public reports of real jobs; the
+[fault catalogue](../benchmarks/faults/catalogue.toml) has more. Evidence is
+[exact](evidence.md) or [statistical](statistics.md).
+"""
+_HEAD = "| finding | meaning | evidence | severity |\n|---|---|---|---|"
+
+
+def section_of(finding_id: str, cause: str) -> str:
+    """Return the name of the section about a finding: its own rule's, or its cause's."""
+    return finding_id if finding_id in RULES else cause
+
+
+def page_of(finding_id: str, cause: str) -> str:
+    """Return the documentation of a finding: a file of the project, and its section."""
+    return f"docs/causes.md#{_anchor(section_of(finding_id, cause))}"
+
+
+@cache
+def cause_pages() -> dict[str, str]:
+    """Return the sections about causes by name, as Markdown without links to other pages."""
+    return {name: _LINK.sub(r"\1", rule.page) for name, rule in RULES.items()}
+
+
+def page_of_causes() -> str:
+    """Return the whole page, ``docs/causes.md``: an overview by family, then all sections."""
+    families = dict.fromkeys(rule.family for rule in RULES.values())
+    overviews = [f"**{family}**\n\n{_HEAD}\n{_rows(family)}" for family in families]
+    sections = [f"## `{name}`\n\n{RULES[name].page}" for family in families for name in _of(family)]
+    return "\n\n".join([_INTRODUCTION.strip(), *overviews, *sections]) + "\n"
+
+
+def _of(family: str) -> list[str]:
+    return [name for name, rule in RULES.items() if rule.family == family]
+
+
+def _rows(family: str) -> str:
+    rows = []
+    for name in _of(family):
+        rule = RULES[name]
+        severities = ", ".join(map(str, rule.advice))
+        link = f"[`{name}`](#{_anchor(name)})"
+        rows.append(f"| {link} | {rule.meaning} | {rule.evidence} | {severities} |")
+    return "\n".join(rows)
+
+
+def _anchor(name: str) -> str:
+    return name.replace(".", "")

@@ -1,5 +1,6 @@
 """The runs of one job: each of its data-parallel groups records one, and they share a verdict."""
 
+import glob
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,19 +16,12 @@ from rankscope.verdict.rules import first_sentence, ranked
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """Another run of the same job.
-
-    Attributes:
-        path: Its directory.
-        ranks: Its workers' ranks in the job, in words.
-        status: See :attr:`rankscope.record.Run.status`.
-        findings: Its findings, the worst first.
-    """
+    """Another run of the same job."""
 
     path: Path
-    ranks: str
-    status: str
-    findings: tuple[Finding, ...]
+    ranks: str  # its workers' ranks in the job, in words
+    status: str  # see ``rankscope.record.Run.status``
+    findings: tuple[Finding, ...]  # its findings, the worst first
 
     @property
     def worst(self) -> Finding | None:
@@ -43,11 +37,7 @@ class Sibling:
 
 
 def coordinate_of(info: Any) -> str:
-    """Return a run's place among those of its job, in words; empty if the job has no other.
-
-    Args:
-        info: The content of ``run.json``.
-    """
+    """Return a run's place among those of its job, in words; empty if the job has no other."""
     job = info.get("job")
     return name_ranks(job["ranks"]) if job else ""
 
@@ -62,7 +52,7 @@ def siblings_of(run: Run) -> list[Sibling]:
     if not job:
         return []
     found = []
-    for path in sorted(run.path.parent.glob(f"{_escaped(job['base'])}*")):
+    for path in sorted(run.path.parent.glob(f"{glob.escape(job['base'])}*")):
         if path.name == run.path.name or not Run.is_run(path):
             continue
         try:
@@ -106,7 +96,3 @@ def _in_words(sibling: Sibling) -> str:
 def _number(run: Run) -> str:
     """Return what distinguishes the directory of a later attempt."""
     return run.path.name.removeprefix(str(run.info["job"]["name"]))
-
-
-def _escaped(name: str) -> str:
-    return "".join(f"[{sign}]" if sign in "*?[" else sign for sign in name)

@@ -7,13 +7,12 @@ certainty comes from findings, and from exact equality.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rankscope.bus.checks import Check
+from rankscope.bus.detector import Check
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding, Severity
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.budget import bound_in_words
-from rankscope.verdict.checks import describe_checks, missing_steps
-from rankscope.verdict.coverage import MeasuredParts
-from rankscope.verdict.dispersion_words import (
+from rankscope.verdict.coverage import MeasuredParts, describe_checks, missing_steps
+from rankscope.verdict.dispersion import (
     Values,
     describe_dispersion,
     describe_gradients,
@@ -33,41 +32,25 @@ _FEW_STEPS = 3
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The verdict on a run, in words.
+    """The verdict on a run, in words."""
 
-    Attributes:
-        headline: What is wrong, or that nothing is.
-        recommendation: What to do.
-        severity: The severity, where no finding has one.
-        early: Whether some check needs more steps.
-        about: The finding behind it, if any.
-    """
-
-    headline: str
-    recommendation: str
-    severity: Severity | None = None
-    early: bool = False
-    about: Finding | None = None
+    headline: str  # what is wrong, or that nothing is
+    recommendation: str  # what to do
+    severity: Severity | None = None  # the severity, where no finding has one
+    early: bool = False  # whether some check needs more steps
+    about: Finding | None = None  # the finding behind it, if any
 
 
 @dataclass(frozen=True, slots=True)
 class RunProgress:
-    """The progress of a run.
+    """The progress of a run."""
 
-    Attributes:
-        status: ``running``, ``complete``, ``incomplete`` or ``interrupted``.
-        last_step: The last step on record; -1 without any.
-        earlier_steps: Number of steps of the runs that it continues, from the detectors' state;
-            None if unknown.
-        checks: The checks of the run.
-        coverage: What was measured; None if unknown.
-    """
-
-    status: str = "running"
-    last_step: int = -1
+    status: str = "running"  # ``running``, ``complete``, ``incomplete`` or ``interrupted``
+    last_step: int = -1  # the last step on record; -1 without any
+    # number of steps of the runs that it continues, from the detectors' state; None if unknown
     earlier_steps: int | None = 0
-    checks: tuple[Check, ...] = ()
-    coverage: MeasuredParts | None = None
+    checks: tuple[Check, ...] = ()  # the checks of the run
+    coverage: MeasuredParts | None = None  # what was measured; None if unknown
 
     @property
     def ended(self) -> bool:

@@ -14,9 +14,8 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import count, name_ranks
 from rankscope.record import Run
 from rankscope.verdict.assessment import Assessment
-from rankscope.verdict.causes import section_of
-from rankscope.verdict.dispersion_words import dispersion_figures, short
-from rankscope.verdict.rules import explanations, next_check_of, ranked
+from rankscope.verdict.dispersion import dispersion_figures, short
+from rankscope.verdict.rules import explanations, next_check_of, ranked, section_of
 
 UNKNOWN = "–"
 SIGNS = {"healthy": "●", "early": "◌", "note": "○", "warning": "▲", "error": "◆"}
@@ -192,12 +191,7 @@ def finding_view(
 ) -> dict[str, Any]:
     """Return the view of a finding for the page, and of the finding that explains it, if any.
 
-    Args:
-        finding: The finding.
-        num_workers: W.
-        cause: The finding that explains it.
-        known: All findings of the run: one may settle its open question.
-        anchor: The id of its article on the page.
+    Of the ``known`` findings one may settle its open question; ``anchor`` is the id of its article.
     """
     return {
         "anchor": anchor,
@@ -282,23 +276,14 @@ def run_line(run: Run, assessment: Assessment) -> str:
 
 @dataclass(frozen=True, slots=True)
 class VerdictWords:
-    """The words about a run, for terminal, Markdown and pages.
+    """The words about a run, for terminal, Markdown and pages."""
 
-    Attributes:
-        title: The run's name.
-        severity: ``healthy``, ``early``, ``note``, ``warning`` or ``error``.
-        line: The run in one line.
-        assessment: Headline, recommendation and statements.
-        tiles: The key numbers.
-        findings: The findings, worst first, from :func:`finding_view`.
-    """
-
-    title: str
-    severity: str
-    line: str
-    assessment: Assessment
-    tiles: Sequence[Mapping[str, str]]
-    findings: Sequence[Mapping[str, Any]]
+    title: str  # the run's name
+    severity: str  # ``healthy``, ``early``, ``note``, ``warning`` or ``error``
+    line: str  # the run in one line
+    assessment: Assessment  # headline, recommendation and statements
+    tiles: Sequence[Mapping[str, str]]  # the key numbers
+    findings: Sequence[Mapping[str, Any]]  # the findings, worst first, from ``finding_view``
 
 
 def verdict_of(run: Run, assessment: Assessment, key: str = "") -> VerdictWords:

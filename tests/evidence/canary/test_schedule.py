@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.bus.batches import PlainBatch, pack_batch, unpack_batch
 from rankscope.bus.finding import TIMES_LATELY, Finding, Severity
 from rankscope.bus.governor import LAG
-from rankscope.bus.packing import PackedError
+from rankscope.bus.packing import PackedError, PlainBatch, pack_batch, unpack_batch
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary.messages import (

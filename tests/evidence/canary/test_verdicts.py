@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
+from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.rules import LATENESS, RULES
-from rankscope.bus.run import RunFacts
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary.verdicts import CanaryVerdicts
 from rankscope.verdict.diagnosis import Diagnosis

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
+from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.rules import RULES
-from rankscope.bus.run import RunFacts
 from rankscope.evidence.dispersion.sampling import Sampling
 from rankscope.record import Run, RunWriter
 from rankscope.stats.budget import SAMPLING, alarm_level

@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 from rankscope.agent.message import StepMessage
-from rankscope.agent.together import as_columns
+from rankscope.agent.summary import as_columns
 from rankscope.bus.finding import Severity
-from rankscope.bus.layout import Layout
+from rankscope.bus.messages import Layout
 from rankscope.bus.step import MISSING_INT, StepReport
 from rankscope.evidence.environment.combine import make_combiner
 from rankscope.evidence.environment.facts import FLAGS_EVERY, compilation

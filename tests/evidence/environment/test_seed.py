@@ -4,7 +4,7 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.evidence.environment.settings import PlannedSeed
-from rankscope.verdict.diagnosis import seeds_of
+from rankscope.verdict.diagnosis import by_rank
 from support.stepping import observe, words
 
 
@@ -44,9 +44,9 @@ def test_it_is_told_again_after_a_restart_only_if_it_was_not_before():
 
 @pytest.mark.parametrize("info", [{}, {"ranks": None}, {"ranks": [{"rank": 0}]}])
 def test_older_records_have_no_seeds(info):
-    assert set(seeds_of(info)) <= {None}
+    assert set(by_rank(info, "sampler_seed")) <= {None}
 
 
 def test_seeds_are_read_in_the_order_of_ranks():
     ranks = [{"rank": 1, "sampler_seed": 8}, {"rank": 0, "sampler_seed": 7}]
-    assert seeds_of({"ranks": ranks}) == (7, 8)
+    assert by_rank({"ranks": ranks}, "sampler_seed") == [7, 8]

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT, as_recorded
 from rankscope.bus.weighting import TokenSums, are_alike, as_matrix, follow_tokens, log_spread

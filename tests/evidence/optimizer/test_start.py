@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 from rankscope.agent.message import StepMessage
-from rankscope.agent.together import as_columns
+from rankscope.agent.summary import as_columns
 from rankscope.bus.finding import Severity
-from rankscope.bus.judge import HeldValues
+from rankscope.bus.messages import HeldValues
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import StepReport
 from rankscope.evidence.optimizer import KEY

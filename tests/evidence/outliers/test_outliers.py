@@ -7,9 +7,9 @@ from functools import reduce
 import numpy as np
 import pytest
 
-from rankscope.bus.columns import Column, Compared, DType, Source, Table, Tail
+from rankscope.bus.detector import RunFacts
+from rankscope.bus.evidence import Column, Compared, DType, Source, Table, Tail
 from rankscope.bus.finding import Severity
-from rankscope.bus.run import RunFacts
 from rankscope.bus.step import StepReport
 from rankscope.evidence import COLUMNS
 from rankscope.evidence.outliers.outliers import WorkerOutliers

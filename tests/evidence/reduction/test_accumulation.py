@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from rankscope.bus.detector import HEALED_AFTER
 from rankscope.bus.finding import Severity
-from rankscope.bus.persistent_fault import HEALED_AFTER
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import StepReport
 from rankscope.evidence.reduction.accumulation import (

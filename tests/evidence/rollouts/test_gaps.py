@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
-from rankscope.bus.run import RunFacts
 from rankscope.bus.step import StepReport
 from rankscope.evidence.rollouts.gaps import DifferentRollouts, level
 from rankscope.verdict.diagnosis import Diagnosis

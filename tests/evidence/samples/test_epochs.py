@@ -5,10 +5,10 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Severity
-from rankscope.bus.recent_batches import RecentBatches
 from rankscope.bus.step import MISSING_INT
+from rankscope.bus.steps import RecentBatches
 from rankscope.evidence.samples.epochs import PeriodFinder, RepeatedOrder
 from rankscope.record.states import pack_state, unpack_state
 from support.stepping import describe, evidence_of

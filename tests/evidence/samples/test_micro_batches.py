@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
+from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
-from rankscope.bus.run import RunFacts
 from rankscope.verdict.diagnosis import Diagnosis
 from support.streams import gathered
 

@@ -5,10 +5,10 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
+from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.plan import Plan
-from rankscope.bus.run import RunFacts
 from rankscope.evidence.samples.combine import _fill_samples
 from rankscope.stats.ragged import Ragged
 from rankscope.verdict.diagnosis import Diagnosis

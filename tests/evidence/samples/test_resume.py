@@ -5,7 +5,7 @@ from itertools import chain, count, islice
 import numpy as np
 import pytest
 
-from rankscope.agent.summarize import summarize
+from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Severity
 from rankscope.bus.steps import StepBatch
 from rankscope.evidence.samples.resume import ResumeMismatch

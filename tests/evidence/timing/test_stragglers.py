@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
-from rankscope.bus.run import RunFacts
 from rankscope.bus.step import StepReport
 from rankscope.evidence.timing.stragglers import (
     WARM_UP,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rankscope.agent.summarize import summarize
-from rankscope.bus.run import RunFacts
+from rankscope.agent.assembly import summarize
+from rankscope.bus.detector import RunFacts
 from rankscope.record import RunWriter
 from rankscope.report.live import live_server
 from rankscope.verdict.diagnosis import Diagnosis

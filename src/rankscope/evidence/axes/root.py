@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rankscope.bus.detector import FaultEvidence
-from rankscope.bus.director import DirectedRun, Director
 from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.rules import finding_of
 from rankscope.bus.words import count, name_ranks
 from rankscope.evidence.axes.norms import NormOverMesh, WrongNorm

@@ -1,7 +1,6 @@
 """The same batches run on all workers: data, state, hardware or chance."""
 
-from rankscope.bus.columns import DType, Source, Table, Tail, declare
-from rankscope.bus.evidence import Evidence
+from rankscope.bus.evidence import DType, Evidence, Source, Table, Tail, declare
 
 # fmt: off
 COLUMNS = (

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from rankscope.bus.batches import PlainBatch
+from rankscope.bus.packing import PlainBatch
 from rankscope.errors import RankscopeError
 from rankscope.evidence.samples.meter import digest_inputs
 from rankscope.gradients.host import HostCopy

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 
 import rankscope
-from rankscope.bus.batches import PlainBatch
 from rankscope.bus.finding import Finding
+from rankscope.bus.packing import PlainBatch
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.evidence.canary.verdict import CanaryCause, CanaryResults, CanaryVerdict

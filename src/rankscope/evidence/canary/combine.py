@@ -3,9 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rankscope.bus.judge import Columns, Combiner
-from rankscope.bus.layout import Layout
-from rankscope.bus.messages import Messages
+from rankscope.bus.messages import Columns, Combiner, Layout, Messages
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary.compare import NAMES, compare_programs
 from rankscope.evidence.canary.verdict import CanaryCause, judge, results_in

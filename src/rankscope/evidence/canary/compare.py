@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankscope.bus.rank_values import name_values
-from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.replicas import StateDifference, StateKind, name_values
 from rankscope.bus.words import count, name_modules
 from rankscope.stats.arrays import digest_of
 

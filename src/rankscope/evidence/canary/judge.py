@@ -1,9 +1,7 @@
 """The detector of canaries."""
 
-from rankscope.bus.checks import Check, CheckedRun
-from rankscope.bus.detector import Detector
+from rankscope.bus.detector import Check, CheckedRun, Detector, RunFacts
 from rankscope.bus.governor import LAG
-from rankscope.bus.run import RunFacts
 from rankscope.evidence.canary.verdicts import CanaryVerdicts
 
 CANARY_STEPS = 3 * LAG

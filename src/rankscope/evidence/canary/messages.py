@@ -9,8 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from rankscope.bus.batches import PlainBatch, unpack_batch
-from rankscope.bus.packing import PackedError, pack_headed, unpack_headed
+from rankscope.bus.packing import PackedError, PlainBatch, pack_headed, unpack_batch, unpack_headed
 from rankscope.evidence.canary.schedule import Planned
 
 PLAN = b"P"
@@ -27,7 +26,7 @@ class CanaryAnswer:
     Attributes:
         capture_at: The planned step of the batch; identifies the canary.
         step: The step of the batch, a later one where the announcement came late.
-        batch: The batch as :func:`~rankscope.bus.batches.pack_batch` packs it; empty if none.
+        batch: The batch as :func:`~rankscope.bus.packing.pack_batch` packs it; empty if none.
         autocast: Type of autocast in the training's forward pass; empty without.
         versions: Releases that the training runs with.
         declined: Why there is no batch, or no result.

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rankscope.bus.batches import PlainBatch, pack_batch
+from rankscope.bus.packing import PlainBatch, pack_batch
 from rankscope.bus.probe import Job, Probe, StepEnd
 from rankscope.evidence.canary.batch import CanaryDeclined, CapturedBatch, capture_batch
 from rankscope.evidence.canary.cost import BroadcastBuffers, StepMemory, Stopwatch

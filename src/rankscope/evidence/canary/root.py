@@ -12,10 +12,9 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.bus.batches import unpack_batch
-from rankscope.bus.director import DirectedRun, Director, Request
 from rankscope.bus.finding import Finding
-from rankscope.bus.packing import PackedError
+from rankscope.bus.packing import PackedError, unpack_batch
+from rankscope.bus.probe import DirectedRun, Director, Request
 from rankscope.bus.step import GatheredStep
 from rankscope.errors import RunError
 from rankscope.evidence.canary.bundle import ReplayBundle, save_bundle

@@ -1,7 +1,6 @@
 """Clipping by norm: one factor on all ranks, and one norm after it."""
 
-from rankscope.bus.columns import DType, Source, Table, Tail, declare
-from rankscope.bus.evidence import Evidence
+from rankscope.bus.evidence import DType, Evidence, Source, Table, Tail, declare
 
 # fmt: off
 COLUMNS = (

@@ -1,7 +1,6 @@
 """The detectors of clipping: one factor on all ranks, and one norm after it."""
 
-from rankscope.bus.detector import Detector
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import Detector, RunFacts
 from rankscope.evidence.clipping.laws import ClippedBetween, FactorLaw, NormLaw, StageNorm
 
 

@@ -18,10 +18,9 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Detector, FaultEvidence
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
-from rankscope.bus.persistent_fault import PersistentFault
-from rankscope.bus.rank_values import known_values, name_values
+from rankscope.bus.replicas import known_values, name_values
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.weighting import LEAST_SCALER, common_scale

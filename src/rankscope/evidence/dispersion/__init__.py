@@ -1,7 +1,6 @@
 """The dispersion of losses and local gradients over workers."""
 
-from rankscope.bus.columns import Compared, DType, Source, Table, Tail, declare
-from rankscope.bus.evidence import Evidence
+from rankscope.bus.evidence import Compared, DType, Evidence, Source, Table, Tail, declare
 
 # fmt: off
 COLUMNS = (

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from rankscope.bus.judge import Derived
+from rankscope.bus.messages import Derived
 from rankscope.bus.step import GatheredStep, reduced_norm
 from rankscope.stats.arrays import Floats
 from rankscope.stats.consensus import step_values

@@ -1,7 +1,6 @@
 """The detector of a spread over workers that sampling does not explain."""
 
-from rankscope.bus.detector import Detector
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import Detector, RunFacts
 from rankscope.evidence.dispersion.sampling import Sampling
 
 

@@ -5,11 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.judge import Columns, Combiner
-from rankscope.bus.layout import Layout
-from rankscope.bus.messages import Messages
-from rankscope.bus.rank_values import name_values
-from rankscope.bus.replicas import StateDifference, StateKind
+from rankscope.bus.messages import Columns, Combiner, Layout, Messages
+from rankscope.bus.replicas import StateDifference, StateKind, name_values
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import name_modules
 from rankscope.stats.arrays import Ints

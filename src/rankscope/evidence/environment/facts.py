@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rankscope.bus.environment_names import PACKAGES
+from rankscope.bus.environment import PACKAGES, VARIABLES, without_addresses
 from rankscope.bus.pace import PACE
-from rankscope.bus.secrets import VARIABLES, without_addresses
 from rankscope.bus.words import name_modules
 from rankscope.errors import UsageError
 from rankscope.gradients.fingerprint import digest_of

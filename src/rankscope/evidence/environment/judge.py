@@ -1,7 +1,6 @@
 """The detectors of environments and optimizer settings."""
 
-from rankscope.bus.detector import Detector
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import Detector, RunFacts
 from rankscope.evidence.environment.mismatch import DifferentModes, DropoutOff, EnvironmentMismatch
 from rankscope.evidence.environment.schedule import ScheduleByPass, ScheduleEnded, ScheduleJump
 from rankscope.evidence.environment.settings import DifferentSettings, PlannedSeed

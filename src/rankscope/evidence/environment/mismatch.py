@@ -5,12 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, FaultEvidence
-from rankscope.bus.environment_names import DECIDES_BITS, HARMLESS, PACKAGES, is_compared
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
+from rankscope.bus.environment import DECIDES_BITS, HARMLESS, PACKAGES, is_compared
 from rankscope.bus.finding import Severity
-from rankscope.bus.persistent_fault import PersistentFault
-from rankscope.bus.rank_values import known_values, name_values
-from rankscope.bus.replicas import StateKind, minority_ranks
+from rankscope.bus.replicas import StateKind, known_values, minority_ranks, name_values
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, name_ranks

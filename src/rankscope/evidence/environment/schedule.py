@@ -3,9 +3,8 @@
 import math
 from collections.abc import Iterable
 
-from rankscope.bus.detector import Detector, FaultEvidence
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
-from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count
 from rankscope.stats.state import State

@@ -2,13 +2,10 @@
 
 from collections.abc import Iterable
 
-from rankscope.bus.detector import Detector, FaultEvidence
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RunFacts
 from rankscope.bus.finding import Severity
-from rankscope.bus.judge import held_values
-from rankscope.bus.persistent_fault import PersistentFault
-from rankscope.bus.rank_values import known_values
-from rankscope.bus.replicas import StateKind, minority_ranks
-from rankscope.bus.run import RunFacts
+from rankscope.bus.messages import held_values
+from rankscope.bus.replicas import StateKind, known_values, minority_ranks
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import SharedWork, Step
 from rankscope.bus.words import shortened

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from rankscope.bus.columns import Compared, DType, Source, Table, Tail, declare
-from rankscope.bus.evidence import Array, Evidence
+from rankscope.bus.evidence import Array, Compared, DType, Evidence, Source, Table, Tail, declare
 
 # fmt: off
 COLUMNS = (

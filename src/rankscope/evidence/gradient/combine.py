@@ -8,10 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.judge import Columns, Combiner, fill
-from rankscope.bus.layout import Layout
 from rankscope.bus.measured import Found, audit_of, by_rank, measured_in
-from rankscope.bus.messages import Messages
+from rankscope.bus.messages import Columns, Combiner, Layout, Messages, fill
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.gradient.user_reduction import normalise_user_reduction, reduced_between
 from rankscope.stats.arrays import Floats

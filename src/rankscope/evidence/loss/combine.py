@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.judge import Columns, Combiner, Derived, fill
-from rankscope.bus.layout import Layout
-from rankscope.bus.messages import Messages
+from rankscope.bus.messages import Columns, Combiner, Derived, Layout, Messages, fill
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.weighting import follow_tokens, undo_common_scale
 from rankscope.stats.arrays import Floats, Ints

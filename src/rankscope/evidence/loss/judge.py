@@ -1,8 +1,6 @@
 """The detectors of losses: weighting, scale, values that are not finite, no gradient."""
 
-from rankscope.bus.checks import Check, CheckedRun
-from rankscope.bus.detector import Detector
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import Check, CheckedRun, Detector, RunFacts
 from rankscope.evidence.loss.nonfinite import NoGradient, NonFinite, PartsWithoutGradient
 from rankscope.evidence.loss.scale import LossScale
 from rankscope.evidence.loss.weighting import LEAST_STEPS, TokenWeighting

@@ -9,9 +9,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, FaultEvidence
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
-from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.weighting import LEAST_SCALER, TokenSums, are_alike, follow_tokens

@@ -7,9 +7,9 @@ the others' replicas, directly from their ranks.
 import logging
 from collections.abc import Callable
 
-from rankscope.bus.director import DirectedRun, Director
 from rankscope.bus.finding import Finding
 from rankscope.bus.packing import PackedError
+from rankscope.bus.probe import DirectedRun, Director
 from rankscope.evidence.mesh.compare import AxisVerdict
 from rankscope.evidence.mesh.drift import TieVerdict
 from rankscope.evidence.mesh.part import AxisPart, compare_along

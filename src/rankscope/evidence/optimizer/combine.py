@@ -1,7 +1,6 @@
 """From what each worker's optimizer holds to rows of the table of digests."""
 
-from rankscope.bus.judge import HeldValues
-from rankscope.bus.layout import Layout
+from rankscope.bus.messages import HeldValues, Layout
 from rankscope.evidence.optimizer import KEY
 
 

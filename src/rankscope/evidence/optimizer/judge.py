@@ -1,7 +1,6 @@
 """The detectors of optimizer state that a session does not begin with as it should."""
 
-from rankscope.bus.detector import Detector
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import Detector, RunFacts
 from rankscope.evidence.optimizer.lost import LostUpdates
 from rankscope.evidence.optimizer.start import OptimizerStart
 

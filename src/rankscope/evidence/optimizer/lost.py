@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, FaultEvidence
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
-from rankscope.bus.judge import held_values
-from rankscope.bus.persistent_fault import PersistentFault
+from rankscope.bus.messages import held_values
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step

@@ -16,9 +16,8 @@ import numpy as np
 
 from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
-from rankscope.bus.judge import held_values
-from rankscope.bus.rank_values import copied_values
-from rankscope.bus.replicas import StateKind
+from rankscope.bus.messages import held_values
+from rankscope.bus.replicas import StateKind, copied_values
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, listed

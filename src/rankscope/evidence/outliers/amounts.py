@@ -17,8 +17,8 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.columns import Compares
 from rankscope.bus.detector import FaultEvidence
+from rankscope.bus.evidence import Compares
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Step

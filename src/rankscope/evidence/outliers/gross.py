@@ -22,9 +22,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import FaultEvidence
+from rankscope.bus.detector import FaultEvidence, PersistentFault
 from rankscope.bus.finding import LATELY, OFTEN, TIMES_LATELY, Severity
-from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.words import name_ranks
 from rankscope.stats.arrays import Floats

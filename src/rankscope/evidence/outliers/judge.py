@@ -4,9 +4,7 @@ from functools import cache
 
 import numpy as np
 
-from rankscope.bus.checks import Check, CheckedRun
-from rankscope.bus.detector import Detector
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import Check, CheckedRun, Detector, RunFacts
 from rankscope.bus.step import MAX_PAIRED_WORKERS
 from rankscope.evidence.outliers.alike import AlikePairs
 from rankscope.evidence.outliers.amounts import UnequalAmounts

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.columns import Compares, Source, Table
+from rankscope.bus.evidence import Compares, Source, Table
 from rankscope.bus.step import StepReport
 from rankscope.bus.steps import Step
 from rankscope.evidence import compared_columns

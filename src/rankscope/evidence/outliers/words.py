@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from rankscope.bus.columns import Column, Compared, Compares, Table
 from rankscope.bus.detector import FaultEvidence
+from rankscope.bus.evidence import Column, Compared, Compares, Table
 from rankscope.bus.finding import Severity
 from rankscope.bus.words import count
 from rankscope.evidence import find_column

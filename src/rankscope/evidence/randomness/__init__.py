@@ -1,7 +1,6 @@
 """Which random generators move, and from which states."""
 
-from rankscope.bus.columns import DType, Source, Table, Tail, declare
-from rankscope.bus.evidence import Evidence
+from rankscope.bus.evidence import DType, Evidence, Source, Table, Tail, declare
 
 # fmt: off
 COLUMNS = (

@@ -1,7 +1,6 @@
 """From the states of each worker's random generators to rows of the table of digests."""
 
-from rankscope.bus.judge import HeldValues
-from rankscope.bus.layout import Layout
+from rankscope.bus.messages import HeldValues, Layout
 from rankscope.evidence.randomness import KEY
 
 

@@ -5,12 +5,10 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Detector, FaultEvidence
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
-from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.plan import Plan
-from rankscope.bus.rank_values import known_values
-from rankscope.bus.replicas import minority_ranks
+from rankscope.bus.replicas import known_values, minority_ranks
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Groups, SharedWork, Step
 from rankscope.bus.words import listed, name_ranks, shortened

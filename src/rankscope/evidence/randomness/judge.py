@@ -1,7 +1,6 @@
 """The detector of shared random numbers."""
 
-from rankscope.bus.detector import Detector
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import Detector, RunFacts
 from rankscope.evidence.randomness.equal import EqualRandom
 from rankscope.evidence.randomness.restart import RandomRestart
 

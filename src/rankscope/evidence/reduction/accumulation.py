@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, FaultEvidence
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
-from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from rankscope.bus.judge import Derived
+from rankscope.bus.messages import Derived
 from rankscope.bus.step import GatheredStep, reduced_norm
 
 

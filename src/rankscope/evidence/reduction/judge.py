@@ -1,8 +1,6 @@
 """The detectors of reductions: their norms, their sketches, and accumulation before them."""
 
-from rankscope.bus.checks import Check, CheckedRun
-from rankscope.bus.detector import Detector
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import Check, CheckedRun, Detector, RunFacts
 from rankscope.evidence.reduction import checks as reduction
 from rankscope.evidence.reduction.accumulation import AccumulationAudit, ChangedLater
 from rankscope.evidence.reduction.audit import ReductionAudit

@@ -5,11 +5,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from rankscope.bus.director import DirectedRun, Director, Request
 from rankscope.bus.finding import Finding
 from rankscope.bus.pace import PACE
 from rankscope.bus.packing import PackedError
 from rankscope.bus.plan import Plan
+from rankscope.bus.probe import DirectedRun, Director, Request
 from rankscope.bus.step import GatheredStep
 from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.evidence.reference.slopes import Slopes, judge_slopes

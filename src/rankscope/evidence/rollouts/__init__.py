@@ -1,7 +1,6 @@
 """The gap between the engine that draws completions and the trainer, in reinforcement learning."""
 
-from rankscope.bus.columns import Compared, Compares, DType, Source, Table, Tail, declare
-from rankscope.bus.evidence import Evidence
+from rankscope.bus.evidence import Compared, Compares, DType, Evidence, Source, Table, Tail, declare
 
 # fmt: off
 COLUMNS = (

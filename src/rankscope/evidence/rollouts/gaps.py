@@ -16,10 +16,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.columns import Compares
-from rankscope.bus.detector import Detector, FaultEvidence
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
+from rankscope.bus.evidence import Compares
 from rankscope.bus.finding import Severity
-from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.steps import Step
 from rankscope.evidence.outliers.blame import OutlierSearch
 from rankscope.evidence.outliers.parts import Levelled, total_signals

@@ -1,7 +1,6 @@
 """The detectors of rollouts: engines that differ, or are far from the trainer."""
 
-from rankscope.bus.detector import Detector
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import Detector, RunFacts
 from rankscope.evidence.rollouts.gaps import DifferentRollouts, GrossRollouts
 
 

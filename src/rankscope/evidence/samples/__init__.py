@@ -2,8 +2,17 @@
 
 import numpy as np
 
-from rankscope.bus.columns import Compared, Compares, DType, Source, Table, Tail, declare
-from rankscope.bus.evidence import Array, Evidence
+from rankscope.bus.evidence import (
+    Array,
+    Compared,
+    Compares,
+    DType,
+    Evidence,
+    Source,
+    Table,
+    Tail,
+    declare,
+)
 
 # fmt: off
 COLUMNS = (

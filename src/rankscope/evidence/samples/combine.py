@@ -6,9 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.judge import Columns, Combiner, Derived
-from rankscope.bus.layout import Layout
-from rankscope.bus.messages import Messages
+from rankscope.bus.messages import Columns, Combiner, Derived, Layout, Messages
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.stats.arrays import Ints
 from rankscope.stats.ragged import Ragged

@@ -4,9 +4,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from rankscope.bus.detector import Detector, FaultEvidence
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
-from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, listed
 from rankscope.stats.thinning import ThinningLedger

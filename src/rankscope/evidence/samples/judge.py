@@ -1,8 +1,6 @@
 """The detectors of samples: duplicates, overlaps, order, resumption."""
 
-from rankscope.bus.checks import Check, CheckedRun
-from rankscope.bus.detector import Detector
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import Check, CheckedRun, Detector, RunFacts
 from rankscope.evidence.samples.coverage import EpochCoverage, SplitTwice
 from rankscope.evidence.samples.duplicates import DuplicateBatches, SameResults
 from rankscope.evidence.samples.epochs import RepeatedOrder

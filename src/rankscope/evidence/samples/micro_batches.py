@@ -2,11 +2,9 @@
 
 from collections.abc import Iterable
 
-from rankscope.bus.detector import Detector, FaultEvidence
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
-from rankscope.bus.persistent_fault import PersistentFault
-from rankscope.bus.rank_values import name_values
-from rankscope.bus.replicas import minority_ranks
+from rankscope.bus.replicas import minority_ranks, name_values
 from rankscope.bus.steps import Step
 
 _SURE = 16

@@ -8,9 +8,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from rankscope.bus.judge import Columns, Combiner, Message
-from rankscope.bus.layout import Layout
-from rankscope.bus.messages import Messages
+from rankscope.bus.messages import Columns, Combiner, Layout, Message, Messages
 from rankscope.bus.replicas import (
     TRACE_WIDTH,
     StateDifference,

@@ -1,8 +1,6 @@
 """The detectors of state: digests that should agree, and parameters that never change."""
 
-from rankscope.bus.checks import Check, CheckedRun
-from rankscope.bus.detector import Detector
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import Check, CheckedRun, Detector, RunFacts
 from rankscope.evidence.state.learning import MovesInPasses, NotUpdated
 from rankscope.evidence.state.unequal import UnequalState
 

@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Detector, FaultEvidence
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
-from rankscope.bus.persistent_fault import PersistentFault
-from rankscope.bus.rank_values import known_values
-from rankscope.bus.replicas import StateDifference, StateKind, minority_ranks
+from rankscope.bus.replicas import StateDifference, StateKind, known_values, minority_ranks
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import SharedWork, Step
 from rankscope.bus.words import count, named, shortened

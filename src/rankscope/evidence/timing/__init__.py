@@ -1,7 +1,6 @@
 """Where the time of a step goes."""
 
-from rankscope.bus.columns import DType, Source, Table, Tail, declare
-from rankscope.bus.evidence import Evidence
+from rankscope.bus.evidence import DType, Evidence, Source, Table, Tail, declare
 
 # fmt: off
 COLUMNS = (

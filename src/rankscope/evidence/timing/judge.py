@@ -1,8 +1,6 @@
 """The detectors of times: workers that keep the others waiting."""
 
-from rankscope.bus.checks import Check, CheckedRun
-from rankscope.bus.detector import Detector
-from rankscope.bus.run import RunFacts
+from rankscope.bus.detector import Check, CheckedRun, Detector, RunFacts
 from rankscope.evidence.timing.stragglers import WARM_UP, WINDOW, Stragglers
 
 

@@ -14,9 +14,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.detector import Detector, FaultEvidence
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
-from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.steps import Step
 from rankscope.bus.words import name_ranks
 from rankscope.stats.arrays import Floats, Ints

@@ -3,10 +3,10 @@
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 
-from rankscope.bus.director import DirectedRun, Director, Request
 from rankscope.bus.finding import Finding
 from rankscope.bus.pace import PACE
 from rankscope.bus.packing import PackedError
+from rankscope.bus.probe import DirectedRun, Director, Request
 from rankscope.bus.step import GatheredStep
 from rankscope.evidence.update.compare import judge_update
 from rankscope.evidence.update.share import UpdateShare

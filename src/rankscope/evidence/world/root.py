@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 
 from rankscope.bus.detector import FaultEvidence
-from rankscope.bus.director import DirectedRun, Director
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.packing import unpack_headed
 from rankscope.bus.plan import Plan
+from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.rules import finding_of
 from rankscope.bus.words import count, listed, name_ranks
 from rankscope.evidence.world.unit import (

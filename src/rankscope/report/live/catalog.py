@@ -20,17 +20,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding
 from rankscope.errors import RunError
 from rankscope.files import unreadable as unreadable_file
 from rankscope.record import Run
-from rankscope.record.lock import writer_is_gone
+from rankscope.record.begin import writer_is_gone
 from rankscope.record.states import START_FILE
 from rankscope.record.tables import step_range
 from rankscope.stats.arrays import Floats, Ints
-from rankscope.verdict.checks import checks_of, missing_steps
-from rankscope.verdict.coverage import COLUMNS, coverage_of
+from rankscope.verdict.coverage import COLUMNS, checks_of, coverage_of, missing_steps
 from rankscope.verdict.rules import ranked
 from rankscope.verdict.words import title_of, title_of_finding
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from rankscope import Run
-from rankscope.bus.environment_names import is_compared
+from rankscope.bus.environment import is_compared
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.stats.rounding import UNIT_ROUNDOFF

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rankscope.bus.columns import DType, Table
+from rankscope.bus.evidence import DType, Table
 from rankscope.evidence import columns_of
 from rankscope.stats.arrays import Floats
 from rankscope.stats.rounding import UNIT_ROUNDOFF, predicted_error, ulp_distance

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope import Run
-from rankscope.bus.columns import DType, Table
+from rankscope.bus.evidence import DType, Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.evidence import find_column

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.columns import DType, Table
+from rankscope.bus.evidence import DType, Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence import find_column
 from rankscope.stats.arrays import Floats

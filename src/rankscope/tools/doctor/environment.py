@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rankscope.bus.environment_names import is_compared
+from rankscope.bus.environment import is_compared
 from rankscope.bus.words import count
 from rankscope.evidence.environment.facts import environment_facts, source_revision
 from rankscope.evidence.environment.mismatch import compare_facts

@@ -1,13 +1,14 @@
-"""Dispersion against sampling, and the gradient noise scale, over a recorded run."""
+"""Dispersion against sampling, and the gradient noise scale: numbers of a run, and words."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from rankscope.bus.columns import Table
-from rankscope.bus.step import MISSING_INT
+from rankscope.bus.evidence import Table
+from rankscope.bus.step import as_floats
 from rankscope.record import Columns, Run
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.block_ratio import Estimate, block_sums, ratio_of_sums
@@ -17,6 +18,130 @@ from rankscope.stats.noise_scale import (
     noise_of_steps,
     noise_scale,
 )
+
+Values = dict[str, float | int | None]
+"""The numbers of an assessment by name; None where one is undefined."""
+
+
+def describe_dispersion(values: Values) -> str:
+    """Describe the loss dispersion compared with that of sampling, if known."""
+    figures = dispersion_figures(values)
+    if values["num_workers"] == 1 or values["loss_std"] is None:
+        return ""
+    if figures is None:
+        return (
+            "How much dispersion sampling alone would give cannot be known: each worker reported "
+            "one loss per step. One loss per sample, or several micro-batches, would show it."
+        )
+    observed, ratio, expected = figures
+    band = _band(values)
+    meaning = {
+        "about": f"within the {1 / band:.2f} to {band:.2f} that different samples of the same data "
+        "may give in so many steps",
+        "further": "more than sampling gives: the workers' data, or their state, differ in kind",
+        "closer": "less than different samples would give: the workers share data",
+    }[spread_in_words(values) or "about"]
+    return (
+        f"Sampling alone would give a loss std of {expected}; the observed one, {observed}, is "
+        f"{ratio} times that{_interval(values, 'dispersion_ratio')}, {meaning}."
+    )
+
+
+def dispersion_figures(values: Mapping[str, Any]) -> tuple[str, str, str] | None:
+    """Return the loss std, its ratio to the std by sampling, and the latter, as printed.
+
+    They are rounded so that they divide. The ratio is one of root mean squares over steps, and the
+    std a mean over steps; the std by sampling follows from both. None where it is unknown.
+    """
+    observed = values.get("loss_std")
+    ratio = values.get("dispersion_ratio")
+    if observed is None or ratio is None:
+        return None
+    whole = observed / ratio if observed and ratio else values.get("loss_std_expected")
+    if not whole or not math.isfinite(whole):
+        return None
+    texts = short(observed), short(whole)
+    shown, expected = (float(text.replace(",", "")) for text in texts)
+    return texts[0], f"{shown / expected:.2f}", texts[1]
+
+
+def describe_gradients(values: Values) -> str:
+    """Describe the dispersion of gradients compared with that of micro-batches, if known."""
+    ratio = values["gradient_ratio"]
+    if ratio is None:
+        return ""
+    return (
+        f"Gradients differ between workers {ratio:.2f} times as much as their micro-batches "
+        f"explain{_interval(values, 'gradient_ratio')}."
+    )
+
+
+def describe_noise_scale(values: Values, causes: set[str]) -> str:
+    """Describe the gradient noise scale; empty where workers share data."""
+    scale = values["noise_scale"]
+    low = values["noise_scale_low"]
+    batch = values["noise_scale_batch"]
+    if batch is None or "data.duplicate_batches" in causes or low is None:
+        return ""
+    from_micro = values["noise_scale_from_micro"]
+    unit = "micro-batches" if from_micro else "workers"
+    unit = "samples" if values["noise_scale_in_samples"] else unit
+    if scale is None or values["noise_scale_high"] is None:
+        size = f"at least {short(low)} {unit} (95 % confidence)"
+    else:
+        size = f"about {short(scale)} {unit}{_interval(values, 'noise_scale', short)}"
+    text = (
+        f"The gradient noise scale is {size}, where noise and gradient are equally long; a step "
+        f"averages {short(batch)}"
+    )
+    if not from_micro:
+        text += (
+            ". Without micro-batches it follows from local and reduced norms alone: it is the "
+            "weighted cosine in other words, and cannot separate shared data from quiet gradients"
+        )
+    return f"{text}."
+
+
+def _interval(
+    values: Values, name: str, show: Callable[[float | None], str] = lambda end: f"{end:.2f}"
+) -> str:
+    low = values[f"{name}_low"]
+    high = values[f"{name}_high"]
+    if low is None or high is None:
+        return ""
+    return f" (95 % interval {show(low)} to {show(high)})"
+
+
+def spread_in_words(values: Values) -> str | None:
+    """Return whether losses lie ``closer``, ``about`` or ``further`` apart than by sampling.
+
+    The band around 1 is 40 % plus three standard errors of the ratio for normal losses, since short
+    runs and few workers measure it badly.
+    """
+    ratio = values["dispersion_ratio"]
+    if ratio is None:
+        return None
+    band = _band(values)
+    if ratio > band:
+        return "further"
+    return "closer" if ratio < 1 / band else "about"
+
+
+def _band(values: Values) -> float:
+    degrees = (values["steps"] or 0) * max((values["num_workers"] or 0) - 1, 1)
+    return 1.4 + 3 / math.sqrt(2 * degrees)
+
+
+def short(value: float | None) -> str:
+    """Return a number with three significant digits, if possible without an exponent."""
+    if value is None:
+        return "an unknown amount"
+    if value == 0:
+        return "0"
+    if 1000 <= abs(value) < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:.4g}" if abs(value) >= 100 else f"{value:.3g}"
+
 
 Numbers = Mapping[str, float | int | None]
 
@@ -28,36 +153,20 @@ _MICRO = ("step", "rank", "grad_norm", "loss_scale")
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Norms of T steps, before the choice of those that count.
-
-    Attributes:
-        steps_T: Their numbers.
-        squares_T: Mean over workers of the squared norm; NaN unless all are known.
-        reduced_T: Norm of the reduced gradient.
-        samples_T: Samples of the global batch, NaN where unknown.
-        micro_squares_T: Mean over workers of the sum of squared norms of the micro-batches.
-        num_micro_T: M; 1 where workers differ in it.
-        shares_T: Sum of the squared shares of the micro-batches in a worker's gradient.
-        width: W.
-    """
+    """Norms of T steps, before the choice of those that count."""
 
     steps_T: Ints
-    squares_T: Floats
-    reduced_T: Floats
-    samples_T: Floats
-    micro_squares_T: Floats
-    num_micro_T: Ints
-    shares_T: Floats
+    squares_T: Floats  # mean over workers of the squared norm; NaN unless all are known
+    reduced_T: Floats  # norm of the reduced gradient
+    samples_T: Floats  # samples of the global batch, NaN where unknown
+    micro_squares_T: Floats  # mean over workers of the sum of squared norms of the micro-batches
+    num_micro_T: Ints  # M; 1 where workers differ in it
+    shares_T: Floats  # sum of the squared shares of the micro-batches in a worker's gradient
     width: int
 
 
 def dispersion_numbers(observed_stds_T: Floats, expected_stds_T: Floats) -> Numbers:
-    """Return observed over expected loss dispersion of a run, with its 95 % interval.
-
-    Args:
-        observed_stds_T: Loss std over workers, one per step.
-        expected_stds_T: The one that sampling alone would give.
-    """
+    """Return observed over expected loss dispersion of a run, with its 95 % interval."""
     with np.errstate(over="ignore"):
         squares = np.square(observed_stds_T), np.square(expected_stds_T)
     return _numbers("dispersion_ratio", _ratio(*squares, root=True))
@@ -69,9 +178,6 @@ def noise_numbers(run: Run) -> Numbers:
     The noise scale is in samples when all numbers of samples are known, else in units:
     micro-batches when these have norms, else workers. Workers are read from their mean and spread
     in each step, and a long run's micro-batches in an even choice of steps.
-
-    Raises:
-        RunError: A file of the run cannot be read.
     """
     noise, samples_T = _noise_of(_steps_of(run))
     ratio = _ratio(noise.between_T, noise.within_T, root=True)
@@ -97,12 +203,8 @@ def expected_cosines(run: Run) -> tuple[Ints, Floats]:
     from the same distribution share the rest. Their cosine, weighted by norms, is 1 − v/a. It is
     an estimate from one step, and can be negative.
 
-    Returns:
-        Steps ``[T]`` and cosines ``[T]``: the steps whose micro-batches have norms; of a long run
-        an even choice. None without gradient accumulation, or under one worker.
-
-    Raises:
-        RunError: A file of the run cannot be read.
+    Returns steps ``[T]`` and cosines ``[T]``: the steps whose micro-batches have norms; of a long
+    run an even choice.
     """
     steps = _steps_of(run)
     squares = (steps.squares_T, steps.reduced_T, steps.micro_squares_T)
@@ -114,8 +216,7 @@ def expected_cosines(run: Run) -> tuple[Ints, Floats]:
 def _noise_of(steps: _Steps) -> tuple[NoiseOfSteps, Floats]:
     """Return the noise of the observed steps; only those with micro-batches, when most have them.
 
-    Returns:
-        The noise, and how many samples one of its units holds in each step; NaN if unknown.
+    Beside it: how many samples one of its units holds in each step; NaN if unknown.
     """
     alone = np.ones(len(steps.squares_T), np.int64)
     squares = (steps.squares_T, steps.reduced_T, steps.micro_squares_T)
@@ -141,12 +242,12 @@ def _steps_of(run: Run) -> _Steps:
     micro_squares_T, num_micro_T, shares_T = _micro(micro, steps_T, run.num_workers)
     with np.errstate(over="ignore", invalid="ignore"):
         squares_T = np.square(columns["grad_norm_mean"]) + np.square(columns["grad_norm_std"])
-        drawn_T = np.where(columns["samples_drawn"] == MISSING_INT, 0, columns["samples_drawn"])
+        drawn_T = as_floats(columns["samples_drawn"])
         return _Steps(
             steps_T=steps_T,
             squares_T=squares_T,
             reduced_T=columns["grad_norm_reduced"],
-            samples_T=_unless_zero(drawn_T.astype(np.float64)),
+            samples_T=np.where(drawn_T == 0, np.nan, drawn_T),
             micro_squares_T=micro_squares_T,
             num_micro_T=num_micro_T,
             shares_T=shares_T,
@@ -176,10 +277,6 @@ def _micro(rows: Columns, steps_T: Ints, width: int) -> tuple[Floats, Ints, Floa
     equal_T = (counts_TW == counts_TW[:, :1]).all(axis=1)
     num_micro_T = np.where(equal_T, counts_TW[:, 0], 1).astype(np.int64)
     return means_T, num_micro_T, micro_shares(scales_TW, scale_squares_TW, num_micro_T)
-
-
-def _unless_zero(values_T: Floats) -> Floats:
-    return np.where(values_T == 0, np.nan, values_T)
 
 
 def _ratio(numerators_T: Floats, denominators_T: Floats, *, root: bool = False) -> Estimate:
