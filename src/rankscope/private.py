@@ -482,7 +482,7 @@ USES = (
         "torch.nn.Module",
         "_modules _parameters _buffers",
         "evidence.canary.program evidence.canary.state evidence.state.leaves evidence.state.plan"
-        " evidence.state.parameter_roles evidence.state.passes evidence.optimizer.rounding"
+        " evidence.state.parameter_roles evidence.state.passes evidence.optimizer.probe"
         " wrappers.find integrations.beginning",
         "what hangs in a module, without the cost of its generators",
         _REFUSES + ", or " + _SWITCHES_OFF,
@@ -716,7 +716,7 @@ USES = (
     Use(
         "deepspeed.utils.tensor_fragment",
         "_hp_mapping",
-        "evidence.parity.place integrations.parity",
+        "evidence.parity.figures integrations.parity",
         "which elements of a parameter DeepSpeed's ZeRO 1 or 2 keeps in a rank's flat tensor",
         "parity has no step to compare, and says so",
     ),

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.stats.draws import DrawnSamples
+from rankscope.stats.draws import DrawnSamples, SortedMap, count_common, in_order
 from rankscope.stats.samples import MAX_SHARED_PAIRS, SampleLedger, identical_groups
-from rankscope.stats.sorted_map import SortedMap, count_common, in_order
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 streams = st.tuples(

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from rankscope.agent.message import ARRAYS, StepMessage
 from rankscope.bus.evidence import Array
 from rankscope.bus.messages import Messages
-from rankscope.stats.arrays import Ints
-from rankscope.stats.ragged import Ragged
+from rankscope.stats.arrays import Ints, Ragged
 
 PARTS: tuple[tuple[str, type[np.generic]], ...] = (
     ("lengths_A", np.int32),  # of arrays that are as long for all workers; or UNEVEN

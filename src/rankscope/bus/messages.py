@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.stats.arrays import Floats, Ints
-from rankscope.stats.ragged import Ragged
+from rankscope.stats.arrays import Floats, Ints, Ragged
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 from rankscope.bus.replicas import digest_of_digests
 from rankscope.bus.step import MISSING_INT
 from rankscope.stats.arrays import Ints
-from rankscope.stats.sorted_map import SortedMap
+from rankscope.stats.draws import SortedMap
 from rankscope.stats.state import Stateful
 
 REMEMBERED = 64

@@ -31,9 +31,8 @@ from rankscope.stats.bets import (
     steady_scales,
 )
 from rankscope.stats.budget import ShiryaevRoberts
-from rankscope.stats.flagged import FlaggedUnit, compare_with_others
-from rankscope.stats.recent import RECENT, RecentSteps, friedman
 from rankscope.stats.state import State, StateError, Stateful
+from rankscope.stats.units import RECENT, FlaggedUnit, RecentSteps, compare_with_others, friedman
 
 MANY = 8
 LEVEL_OF_MANY = 1e-2

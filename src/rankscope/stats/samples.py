@@ -4,7 +4,7 @@ A sample is an int64: an id, or a digest of its content. Legend of shapes: S ste
 draws, U different samples, P different pairs of a sample and the worker that draws it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.stats.arrays import Ints, mix
-from rankscope.stats.draws import Draws, differs_from_previous
+from rankscope.stats.draws import DrawnSamples, Draws, SortedMap, differs_from_previous
 from rankscope.stats.share import MAX_HALVINGS, SampleShare
-from rankscope.stats.sorted_map import SortedMap
 from rankscope.stats.state import Stateful
 
 MAX_SHARED_PAIRS = 64
@@ -326,3 +325,95 @@ def _links(samples_P: Ints, ranks_P: Ints) -> tuple[tuple[int, int, int], ...]:
         (*divmod(int(pair), num_ranks), int(count))
         for pair, count in zip(pairs[largest], counts[largest], strict=True)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A step's samples, as far as they are followed.
+
+    Attributes:
+        counts: Counts of the followed samples.
+        samples: The followed samples, worker by worker.
+        drawn: Samples drawn up to this step, by all workers together.
+        remembered: Different samples that were remembered after it.
+    """
+
+    counts: SampleCounts
+    samples: Ints
+    drawn: int
+    remembered: int
+
+
+class ThinningLedger(Stateful):
+    """Remembers the samples of each worker, in bounded memory.
+
+    Exact while no more than ``capacity`` different samples were drawn. Then it forgets half of
+    them, chosen by their hashes, and follows the other half alone; and again whenever it is full.
+    The share that is followed is a random sample of all, so what holds in it holds in the whole.
+
+    Args:
+        capacity: Different samples to remember.
+    """
+
+    def __init__(self, capacity: int = 1 << 20) -> None:
+        self._ledger = SampleLedger(capacity)
+        self._share = SampleShare()
+        self._drawn = 0
+
+    @property
+    def drawn(self) -> int:
+        """Samples drawn so far, by all workers together."""
+        return self._drawn
+
+    @property
+    def one_in(self) -> int:
+        """Number of samples that each followed one stands for; 1 while it is exact."""
+        return self._share.one_in
+
+    @property
+    def followed(self) -> int:
+        """Different samples that are remembered."""
+        return self._ledger.distinct
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sample of the share was remembered; false only beyond 10^12 samples."""
+        return self._ledger.exact
+
+    def forget(self) -> None:
+        """Forget all samples and draws; the share that is followed stays."""
+        self._ledger = SampleLedger(self._ledger.capacity)
+        self._drawn = 0
+
+    def observe(self, drawn: DrawnSamples) -> Iterator[Followed]:
+        """Count and remember the draws of consecutive steps, one with each iteration."""
+        for piece in drawn.pieces():
+            some = int(np.count_nonzero(self._share.admits(piece.flat)))
+            together = len(piece) < 2 or self._ledger.has_room(some)
+            for steps in (piece,) if together else piece.single_steps():
+                yield from self._follow(steps)
+
+    def _follow(self, drawn: DrawnSamples) -> Iterator[Followed]:
+        """Process steps that share no sample: a single one, or several if there is room."""
+        admitted_D = self._share.admits(drawn.flat)
+        draws = drawn.sorted(admitted_D)
+        while self._is_full(draws) and self._share.can_halve:
+            self._share.halve()
+            self._ledger.thin(self._share)
+            admitted_D = self._share.admits(drawn.flat)
+            draws = drawn.sorted(admitted_D)
+        counts = self._ledger.observe(draws)
+        remembered = self._ledger.distinct - sum(each.new for each in counts[1:])
+        samples = drawn.in_steps(admitted_D)
+        for index, (each, length) in enumerate(zip(counts, drawn.lengths.tolist(), strict=True)):
+            self._drawn += length
+            remembered += each.new if index else 0
+            yield Followed(each, samples[index], self._drawn, remembered)
+
+    def scale_up(self, followed: int) -> tuple[float, float]:
+        """Return the number of samples that so many followed ones stand for, and its error."""
+        return self._share.scale_up(followed)
+
+    def _is_full(self, draws: Draws) -> bool:
+        room = self._ledger.capacity - self._ledger.distinct
+        return len(draws.samples) > room and self._ledger.count_new(draws) > room

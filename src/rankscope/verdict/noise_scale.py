@@ -10,12 +10,14 @@ from rankscope.bus.columns import Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.record import Columns, Run
 from rankscope.stats.arrays import Floats, Ints
-from rankscope.stats.block_ratio import Estimate, block_sums, ratio_of_sums
 from rankscope.stats.noise_scale import (
+    Estimate,
     NoiseOfSteps,
+    block_sums,
     micro_shares,
     noise_of_steps,
     noise_scale,
+    ratio_of_sums,
 )
 
 Numbers = Mapping[str, float | int | None]

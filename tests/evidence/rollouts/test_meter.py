@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.evidence.rollouts.meter import RolloutMeter
+from rankscope.evidence.rollouts.probe import RolloutMeter
 
 
 def read(meter):

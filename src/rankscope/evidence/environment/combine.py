@@ -12,11 +12,10 @@ from rankscope.bus.rank_values import name_values
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import name_modules
+from rankscope.evidence.environment import MODES, SETTINGS
 from rankscope.stats.arrays import Ints
 
-_MODES = "modes"
 _MODE_NAMES = ("evaluation", "training")
-_SETTINGS = "settings"
 _MISSING = "not set"
 
 
@@ -35,11 +34,11 @@ class ComparedNames(Combiner):
         """Return the differences, in words; modules that differ between the same workers as one."""
         new_settings = False
         for rank, named in enumerate(messages.named):
-            if _MODES in named:
-                names, flags = named[_MODES]
+            if MODES in named:
+                names, flags = named[MODES]
                 self._modes[rank] = dict(zip(names, map(int, flags), strict=False))
-            if _SETTINGS in named:
-                self._settings[rank] = named[_SETTINGS]
+            if SETTINGS in named:
+                self._settings[rank] = named[SETTINGS]
                 new_settings = True
         found: list[StateDifference] = []
         if _differs(columns["modes"]):

@@ -15,8 +15,7 @@ from rankscope.bus.layout import Layout
 from rankscope.bus.messages import Messages
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.weighting import follow_tokens, undo_common_scale
-from rankscope.stats.arrays import Floats, Ints
-from rankscope.stats.ragged import Ragged
+from rankscope.stats.arrays import Floats, Ints, Ragged
 from rankscope.stats.spread import mean_and_std, weighted_means_and_sems
 
 

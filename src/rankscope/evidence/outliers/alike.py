@@ -28,7 +28,7 @@ from rankscope.stats.budget import (
 )
 from rankscope.stats.direction import upper_triangle
 from rankscope.stats.exchangeability import ExchangeabilityTest
-from rankscope.stats.flagged import HEALED
+from rankscope.stats.units import HEALED
 
 FEWEST = 3
 MOST = 64

@@ -17,9 +17,8 @@ from rankscope.evidence.outliers.words import NAMED_WORKERS, Fault, Traces, desc
 from rankscope.stats.arrays import Floats
 from rankscope.stats.bets import BetKind
 from rankscope.stats.budget import FAR_BELOW, alarm_level
-from rankscope.stats.flagged import HEALED
-from rankscope.stats.recent import RECENT
 from rankscope.stats.state import State, StateError
+from rankscope.stats.units import HEALED, RECENT
 
 _SUSPICIOUS = 0.5
 _SAME_ONSET = 15

@@ -34,12 +34,11 @@ from rankscope.errors import RunError
 from rankscope.evidence.loss.meter import LossMeter
 from rankscope.evidence.loss.probe import PendingLosses
 from rankscope.evidence.optimizer.holdings import OptimizedParameter, held_by
+from rankscope.evidence.parity.figures import FigureMeter, Held, Named, Part, pieces_in
 from rankscope.evidence.parity.labels import Labels, labels_among, labels_before
-from rankscope.evidence.parity.meter import FigureMeter, Named
-from rankscope.evidence.parity.place import Held, Part, pieces_in
 from rankscope.evidence.parity.start import Start, set_up
 from rankscope.evidence.randomness.meter import ACCELERATOR, TORCH, RandomMeter
-from rankscope.evidence.samples.meter import SampleMeter
+from rankscope.evidence.samples.probe import SampleMeter
 from rankscope.files import make_folder, replace
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.clipping import CLIP

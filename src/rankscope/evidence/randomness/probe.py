@@ -3,8 +3,7 @@
 from rankscope.bus.probe import Job, MessagePart, Probe, Ready, StepEnd
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.randomness import KEY
-from rankscope.evidence.randomness.meter import LoaderMeter, RandomMeter
-from rankscope.evidence.randomness.private import PrivateRandomMeter
+from rankscope.evidence.randomness.meter import LoaderMeter, PrivateRandomMeter, RandomMeter
 
 
 class RandomnessProbe(Probe):

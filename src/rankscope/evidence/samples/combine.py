@@ -10,8 +10,7 @@ from rankscope.bus.judge import Columns, Combiner, Derived
 from rankscope.bus.layout import Layout
 from rankscope.bus.messages import Messages
 from rankscope.bus.step import MISSING_INT, GatheredStep
-from rankscope.stats.arrays import Ints
-from rankscope.stats.ragged import Ragged
+from rankscope.stats.arrays import Ints, Ragged
 
 
 class Samples(Combiner):

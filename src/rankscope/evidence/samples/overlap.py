@@ -13,13 +13,11 @@ from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.steps import Groups, Step, StepBatch
 from rankscope.bus.words import count
-from rankscope.evidence.samples.epochs import Padding
+from rankscope.evidence.samples.repeats import Padding
 from rankscope.stats.arrays import Ints
-from rankscope.stats.draws import DrawnSamples
-from rankscope.stats.samples import SampleCounts
-from rankscope.stats.sorted_map import count_common
+from rankscope.stats.draws import DrawnSamples, count_common
+from rankscope.stats.samples import Followed, SampleCounts, ThinningLedger
 from rankscope.stats.state import Stateful
-from rankscope.stats.thinning import Followed, ThinningLedger
 
 SURE = 1e-6
 LIKELY = 1e-4

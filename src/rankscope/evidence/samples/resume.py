@@ -17,9 +17,8 @@ from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, name_ranks
 from rankscope.stats.arrays import Ints
-from rankscope.stats.draws import DrawnSamples, Draws, differs_from_previous
+from rankscope.stats.draws import DrawnSamples, Draws, SortedMap, differs_from_previous
 from rankscope.stats.share import SampleShare
-from rankscope.stats.sorted_map import SortedMap
 from rankscope.stats.state import Stateful
 
 Bools = NDArray[np.bool_]

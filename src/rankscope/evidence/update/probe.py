@@ -17,7 +17,7 @@ from torch import Tensor
 from rankscope.bus.probe import Job, Probe, StepEnd
 from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.update.audit import UpdateAudit
-from rankscope.evidence.update.share import UpdateShare
+from rankscope.evidence.update.compare import UpdateShare
 from rankscope.wrappers.call_hooks import ForeignHook
 from rankscope.wrappers.find import has_closure
 from rankscope.wrappers.kinds import DEEPSPEED, MEGATRON
