@@ -121,8 +121,7 @@ class NormLaw(Detector):
     nearly the same in all clipped steps is judged: where another combination of the ranks' norms is
     exactly the same, the training clips by that.
 
-    Args:
-        planned: The limit of the plan; None without.
+    ``planned``: the limit of the plan; None without.
     """
 
     SETTINGS = ("_planned",)
@@ -257,8 +256,7 @@ class StageNorm(Detector):
     By the norm of all stages, what a stage has left is less than the limit, and another part of it
     in each step.
 
-    Args:
-        planned: The limit of the plan; None without.
+    ``planned``: the limit of the plan; None without.
     """
 
     SETTINGS = ("_planned",)
@@ -304,16 +302,12 @@ _COMBINATIONS = {
 class _Clipped:
     """The clipping of one step.
 
-    Attributes:
-        limit: The norm that is meant; NaN if unknown.
-        called: Whether a call of torch has it.
-        certain: Whether the limit is one of the L2 norm.
-        factor: Factor of that call; NaN if unknown, or if its norm counts other gradients, too.
-        after: Norm after clipping.
-        bound: Relative error of such a norm.
-        acts: Whether the gradient was made shorter, as far as that is known.
-        norms: The norm after and before clipping, and combinations of the ranks' norms after it.
-        guess: What the call shows of the cause.
+    ``limit``: the norm that is meant; NaN if unknown. ``called``: whether a call of torch has it.
+    ``certain``: whether the limit is one of the L2 norm. ``factor``: factor of that call; NaN if
+    unknown, or if its norm counts other gradients, too. ``bound``: relative error of such a norm.
+    ``acts``: whether the gradient was made shorter, as far as that is known. ``norms``: the norm
+    after and before clipping, and combinations of the ranks' norms after it. ``guess``: what the
+    call shows of the cause.
     """
 
     def __init__(self, step: Step, known_W: NDArray[np.bool_], planned: float | None) -> None:

@@ -62,10 +62,8 @@ class ClippingProbe(Probe):
 
     Calls with the same limit and the same norm, for a part of the parameters each, count as one.
 
-    Args:
-        parameters: The parameters whose gradients are measured.
-        guard: Runs the listeners.
-        whole: Whether nothing of the model is on ranks that are not compared.
+    ``parameters``: the parameters whose gradients are measured. ``whole``: whether nothing of the
+    model is on ranks that are not compared.
     """
 
     def __init__(self, parameters: Iterable[Tensor], guard: Guarded, *, whole: bool) -> None:

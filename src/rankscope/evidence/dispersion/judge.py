@@ -70,10 +70,8 @@ class _Change(Enum):
 class Sampling(Detector):
     """Compares the spread between workers with the spread inside them.
 
-    Args:
-        num_workers: W.
-        flagged: Returns the workers that were found to differ from the others: they are left out,
-            as their spread is explained.
+    ``flagged``: returns the workers that were found to differ from the others: they are left out,
+    as their spread is explained.
     """
 
     SETTINGS = ("_num_workers", "_flagged")
@@ -196,9 +194,7 @@ class _Alarm(PersistentFault):
 
     Once they have, their evidence is kept from growing further, so that they heal in bounded time.
 
-    Args:
-        level: Evidence at which they alarm.
-        shape: Their shape.
+    ``level``: evidence at which they alarm.
     """
 
     SETTINGS = (*PersistentFault.SETTINGS, "_level")

@@ -97,11 +97,9 @@ def compilation(model: torch.nn.Module) -> str:
 def vocabulary_digest(tokenizer: Any) -> int:
     """Return a 63-bit digest of a vocabulary: which token has which number.
 
-    Args:
-        tokenizer: An object with ``get_vocab()``, or a mapping from token to number.
+    ``tokenizer``: an object with ``get_vocab()``, or a mapping from token to number.
 
-    Raises:
-        UsageError: It is neither.
+    Raises UsageError: it is neither.
     """
     get_vocab = getattr(tokenizer, "get_vocab", None)
     vocabulary = get_vocab() if callable(get_vocab) else tokenizer

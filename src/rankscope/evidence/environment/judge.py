@@ -41,9 +41,8 @@ class EnvironmentMismatch(Detector):
     The facts of the ranks at their start are compared once, and reported with the first step. The
     precision of the forward pass is compared in every step.
 
-    Args:
-        facts: Each rank's environment by name, in rank order; empty when unknown. Names in capital
-            letters are environment variables.
+    ``facts``: each rank's environment by name, in rank order; empty when unknown. Names in capital
+    letters are environment variables.
     """
 
     SETTINGS = ("_words", "_minority", "_severity", "_at_start")
@@ -161,11 +160,8 @@ def compare_facts(
 ) -> tuple[tuple[int, ...], tuple[str, ...], Severity]:
     """Compare the environments of the ranks.
 
-    Args:
-        facts: By name, in rank order; an empty one is unknown.
-
-    Returns:
-        The ranks that differ, each difference in words, the serious ones first, and the severity.
+    ``facts`` are in rank order; an empty one is unknown.
+    Returns the ranks that differ, each difference in words, the serious first, and the severity.
     """
     names = sorted(filter(is_compared, {name for own in facts for name in own}))
     serious: list[str] = []

@@ -29,8 +29,7 @@ class ModeMeter:
     The names are sent only when a mode has changed. And it tells whether dropout is off: each such
     layer beside trained parameters is in evaluation mode.
 
-    Args:
-        module: The model inside the wrapper.
+    ``module``: the model inside the wrapper.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -99,10 +98,8 @@ class OptimizerMeter:
 
     Of several optimizers, the settings of all count, and the calls of the one that was called most.
 
-    Args:
-        optimizer: The training's.
-        parameters: Those of the model, in the order that they have on all workers. Which of them
-            the optimizer holds is a digest: each worker's may hold others, with other settings.
+    ``parameters``: those of the model, in the order that they have on all workers. Which of them
+    the optimizer holds is a digest: each worker's may hold others, with other settings.
     """
 
     def __init__(

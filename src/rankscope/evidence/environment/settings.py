@@ -47,9 +47,7 @@ class DifferentSettings(Detector):
     Settings are compared among the workers whose optimizers hold the same parameters, the most:
     where each updates parameters of its own, they have settings of their own.
 
-    Args:
-        num_workers: W.
-        plan: The learning rate that is intended, if any.
+    ``plan``: the learning rate that is intended, if any.
     """
 
     SETTINGS = ("_num_workers", "_planned_N", "_peak", "_anchored")
@@ -292,9 +290,8 @@ KEY = "seed-not-planned"
 class PlannedSeed(Detector):
     """Compares the seed of each rank's sampler, as it was at the start, with the plan's.
 
-    Args:
-        planned: The intended seed; None if the plan has none.
-        seeds: Each rank's, None where unknown; empty when all are.
+    ``planned``: the intended seed; None if the plan has none. ``seeds``: each rank's, None where
+    unknown; empty when all are.
     """
 
     SETTINGS = ("_planned", "_wrong")

@@ -34,9 +34,8 @@ _WRAPPERS = {DistributedDataParallel, DataParallel, FullyShardedDataParallel, FS
 class FrozenProbe(Probe):
     """Sends digests of the frozen modules outside of the watched model, in two steps of a session.
 
-    Args:
-        watched: The watched model, with its wrapper.
-        first_step: Number of the session's first step.
+    ``watched``: the watched model, with its wrapper. ``first_step``: number of the session's first
+    step.
     """
 
     def __init__(self, watched: Sequence[nn.Module], first_step: int) -> None:
@@ -118,8 +117,7 @@ def by_device(digests: Sequence[Tensor]) -> Iterator[Tensor]:
 def frozen_modules(inside: set[int]) -> Iterator[nn.Module]:
     """Yield the outermost living modules of which all parameters are frozen, ordinary tensors.
 
-    Args:
-        inside: Identities of the modules that do not count.
+    ``inside``: identities of the modules that do not count.
     """
     modules: list[nn.Module] = [
         each for each in _living_modules() if id(each) not in inside and _is_frozen(each)

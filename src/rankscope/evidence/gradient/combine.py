@@ -42,18 +42,14 @@ _ONE_DIRECTION = 0.5
 
 @dataclass(frozen=True, slots=True)
 class UserReduction:
-    """The result of a reduction by the training's own code.
+    """The result of a reduction by the training's own code."""
 
-    Attributes:
-        parts_W: The workers' parts, the factor undone; the reduced gradient is NaN where it cannot
-            be read.
-        factor: The reduced gradient over the mean of the local ones; NaN where it is no multiple of
-            it, or unknown.
-        unreduced_W: Whether a worker's reduced gradient is its own local one, up to a factor.
-    """
-
+    # the workers' parts, the factor undone; the reduced gradient is NaN where it cannot be read
     parts_W: tuple[AuditPart, ...]
+    # the reduced gradient over the mean of the local ones; NaN where it is no multiple of it, or
+    # unknown
     factor: float
+    # whether a worker's reduced gradient is its own local one, up to a factor
     unreduced_W: NDArray[np.bool_]
 
 
@@ -110,8 +106,7 @@ def normalise_user_reduction(parts_W: Sequence[AuditPart]) -> UserReduction:
 def reduced_between(found_W: Sequence[Floats]) -> bool:
     """Return whether workers held equal gradients before they added another micro-batch's.
 
-    Args:
-        found_W: Norms of the gradient before each later backward pass, of each worker ``[B]``.
+    ``found_W``: norms of the gradient before each later backward pass, of each worker ``[B]``.
 
     Example:
         >>> reduced_between([np.array([3.0]), np.array([3.0])])
@@ -166,8 +161,7 @@ def _common_factor(given_SK: Floats, mean_SK: Floats) -> float:
 class MeasuredGradients(Combiner):
     """Gradients of all workers; a step is observed if each has measured its own.
 
-    Args:
-        layout: How to read the messages.
+    ``layout``: how to read the messages.
     """
 
     def __init__(self, layout: Layout) -> None:

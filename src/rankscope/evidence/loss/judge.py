@@ -80,11 +80,7 @@ class NonFinite(Detector):
 
 
 class NoGradient(Detector):
-    """Local gradients that are zero in every element, on all workers, in eight steps in a row.
-
-    Args:
-        num_workers: W.
-    """
+    """Local gradients that are zero in every element, on all workers, in eight steps in a row."""
 
     SETTINGS = ("_num_workers",)
 
@@ -201,10 +197,8 @@ class TokenWeighting(Detector):
     A worker with at most an eighth of the typical worker's tokens in 8 steps is named sooner; a
     step in which it has more takes back one in which it had fewer.
 
-    Args:
-        num_workers: W.
-        weighting: The intended weighting: ``"worker"`` when all workers count alike whatever
-            their tokens, ``"token"`` when all tokens do, None if unknown.
+    ``weighting``: the intended weighting: ``"worker"`` when all workers count alike whatever their
+    tokens, ``"token"`` when all tokens do, None if unknown.
     """
 
     SETTINGS = ("_intended",)

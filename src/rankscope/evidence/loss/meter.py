@@ -42,36 +42,24 @@ _log = logging.getLogger("rankscope")
 
 
 class TokenSum(NamedTuple):
-    """A loss that is a sum over label tokens divided by a number.
+    """A loss that is a sum over label tokens divided by a number."""
 
-    Attributes:
-        tokens: Number of label tokens ``[1]``.
-        divisor: Divisor of the sum ``[1]``: the number of all workers' tokens, perhaps.
-    """
-
-    tokens: Numbers
-    divisor: Numbers
+    tokens: Numbers  # number of label tokens ``[1]``
+    divisor: Numbers  # divisor of the sum ``[1]``: the number of all workers' tokens, perhaps
 
 
 class MicroBatchLoss(NamedTuple):
-    """Losses of one micro-batch.
+    """Losses of one micro-batch."""
 
-    Attributes:
-        values: One or more ``[U]``.
-        weights: Label tokens behind each ``[U]``, None if unknown.
-        multiplier: Reads their multiplier before backward.
-        forward: Number of the forward pass.
-        constant: None where they are known to be means, or the user's own. Else the constant in
-            the multiplier, of which only one over the number of micro-batches can be separated
-            from the loss itself; NaN: all of the multiplier.
-        summed: Tokens and divisor of a sum over label tokens; None for other losses.
-    """
-
-    values: Numbers
-    weights: Numbers | None
-    multiplier: "_Multiplier | None" = None
-    forward: int = 0
+    values: Numbers  # one or more ``[U]``
+    weights: Numbers | None  # label tokens behind each ``[U]``, None if unknown
+    multiplier: "_Multiplier | None" = None  # reads their multiplier before backward
+    forward: int = 0  # number of the forward pass
+    # None where they are known to be means, or the user's own. Else the constant in the multiplier,
+    # of which only one over the number of micro-batches can be separated from the loss itself; NaN:
+    # all of the multiplier.
     constant: Numbers | None = None
+    # tokens and divisor of a sum over label tokens; None for other losses
     summed: TokenSum | None = None
 
     @property
@@ -139,9 +127,8 @@ class _Multiplier:
 class LossMeter:
     """Collects the losses of one step; given losses take precedence over those of outputs.
 
-    Args:
-        shifted: Whether the model predicts the next token, so that the first label of each
-            sequence is not a target.
+    ``shifted``: whether the model predicts the next token, so that the first label of each sequence
+    is not a target.
     """
 
     def __init__(self, *, shifted: bool) -> None:
@@ -165,21 +152,16 @@ class LossMeter:
     ) -> None:
         """Add the loss of a micro-batch.
 
-        Args:
-            value: A scalar, or one loss per sample ``[B]``.
-            weight: Number of label tokens, a scalar or ``[B]`` like ``value``; None: that of which
-                ``value`` is the mean, if autograd shows it.
-            forward: Number of the forward pass that it comes from.
-            factor: Multiplier that ``value`` contains already, a scalar; the recorded loss is
-                without it, and the recorded multiplier includes it.
-            constant: See :class:`MicroBatchLoss`.
-            summed: Number of label tokens that ``value`` sums over, and the sum's divisor,
-                scalars; None where it is no such sum.
-            spare: Whether it only counts if backward did not pass through the losses in the
-                model's outputs.
+        ``value``: a scalar, or one loss per sample ``[B]``. ``weight``: number of label tokens, a
+        scalar or ``[B]`` like ``value``; None: that of which ``value`` is the mean, if autograd
+        shows it. ``forward``: number of the forward pass that it comes from. ``factor``: multiplier
+        that ``value`` contains already, a scalar; the recorded loss is without it, and the recorded
+        multiplier includes it. ``constant``: see :class:`MicroBatchLoss`. ``summed``: number of
+        label tokens that ``value`` sums over, and the sum's divisor, scalars; None where it is no
+        such sum. ``spare``: whether it only counts if backward did not pass through the losses in
+        the model's outputs.
 
-        Raises:
-            UsageError: Shapes other than these.
+        Raises UsageError: shapes other than these.
         """
         if any(map(is_spread, (value, weight, factor))):
             self._decline()

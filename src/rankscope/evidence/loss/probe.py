@@ -22,17 +22,11 @@ _NAN = np.full(1, np.nan).tobytes()
 
 @dataclass(frozen=True, slots=True)
 class PendingLosses:
-    """The losses of one step; they may still be on the device.
+    """The losses of one step; they may still be on the device."""
 
-    Attributes:
-        losses: One entry per micro-batch.
-        multipliers: Multipliers of the losses before backward; None if unknown.
-        summed_workers: How many workers' gradients the reduction adds up: 1 for their mean.
-    """
-
-    losses: Sequence[MicroBatchLoss]
-    multipliers: Numbers | None
-    summed_workers: float
+    losses: Sequence[MicroBatchLoss]  # one entry per micro-batch
+    multipliers: Numbers | None  # multipliers of the losses before backward; None if unknown
+    summed_workers: float  # how many workers' gradients the reduction adds up: 1 for their mean
 
     @property
     def ready(self) -> bool:
@@ -49,9 +43,8 @@ class PendingLosses:
 class LossProbe(Probe):
     """Collects the losses of one worker's steps.
 
-    Args:
-        shifted: Whether the model predicts the next token, so that the first label of each
-            sequence is not a target.
+    ``shifted``: whether the model predicts the next token, so that the first label of each sequence
+    is not a target.
     """
 
     def __init__(self, *, shifted: bool) -> None:
@@ -69,11 +62,7 @@ class LossProbe(Probe):
 
         They were given after the optimizer's call, and the step has one of each of its passes.
 
-        Args:
-            num_passes: Number of forward passes of the step.
-
-        Returns:
-            A function that puts them into the step by then, as those of a forward pass.
+        Returns a function that puts them into the step by then, as those of a forward pass.
         """
         later = self._new_meter()
         if self._before_update[0] >= num_passes:

@@ -97,9 +97,7 @@ class LossScale(Detector):
     Where the optimizer is unknown, and each micro-batch's backward pass synchronises, a step with
     1/W may be one of W steps, and is not reported.
 
-    Args:
-        num_workers: W.
-        ranks_each: The job's ranks for each worker, along other axes of its mesh.
+    ``ranks_each``: the job's ranks for each worker, along other axes of its mesh.
     """
 
     SETTINGS = ("_num_workers", "_ranks_each")

@@ -23,19 +23,12 @@ _UNREADABLE = word_of("cannot be read")
 
 
 class OptimizedParameter(NamedTuple):
-    """A parameter of an optimizer, as far as this worker holds it.
+    """A parameter of an optimizer, as far as this worker holds it."""
 
-    Attributes:
-        parameter: Of a DTensor, its local part.
-        state: What the optimizer keeps for it; local parts likewise. Empty without.
-        group: Its parameter group.
-        whole: The parameter as the optimizer has it.
-    """
-
-    parameter: Tensor
-    state: dict[str, Any]
+    parameter: Tensor  # of a DTensor, its local part
+    state: dict[str, Any]  # what the optimizer keeps for it; local parts likewise. Empty without.
     group: Mapping[str, Any]
-    whole: Tensor
+    whole: Tensor  # the parameter as the optimizer has it
 
     @property
     def moments(self) -> dict[str, Tensor]:
@@ -76,9 +69,8 @@ def local_part(value: Any) -> Any:
 class PendingHoldings:
     """What an optimizer held at one moment; its numbers may still be on the device.
 
-    Args:
-        optimizer: The optimizer, or several as one.
-        name_of: Returns the name of a parameter in the model.
+    ``optimizer``: the optimizer, or several as one. ``name_of``: returns the name of a parameter in
+    the model.
     """
 
     def __init__(self, optimizer: Any, name_of: Callable[[Tensor], str]) -> None:

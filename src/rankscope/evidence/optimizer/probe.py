@@ -104,9 +104,7 @@ class RestMeter:
 
     A window in which a learning rate rises does not count: a warm-up may begin below the precision.
 
-    Args:
-        module: The model.
-        optimizer: Its optimizer, or several as one.
+    ``optimizer``: its optimizer, or several as one.
     """
 
     def __init__(self, module: nn.Module, optimizer: Any) -> None:
@@ -198,13 +196,8 @@ def _update_of(held: OptimizedParameter) -> Tensor | None:
 def _largest_update(parameter: Tensor, update: Tensor) -> Tensor:
     """Return the largest update as a share of what moves its value: float32 ``[3]``.
 
-    Args:
-        parameter: Values of 16 bits.
-        update: The sizes of their updates.
-
-    Returns:
-        The share, the update, and the value. What moves a value is half of the distance to the next
-        one towards zero: where it is a power of two, that is half of the distance away from zero.
+    Returns the share, the update, and the value. What moves a value is half of the distance to the
+    next one towards zero: where it is a power of two, that is half of the distance away from zero.
     """
     value = parameter.abs().float().flatten()
     mantissa, exponent = torch.frexp(value)
@@ -244,11 +237,7 @@ class PendingOptimizer:
 
 
 class OptimizerProbe(Probe):
-    """Reads what the optimizer holds: before the session's first update, and where it is saved.
-
-    Args:
-        job: The training.
-    """
+    """Reads what the optimizer holds: before the session's first update, and where it is saved."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -47,9 +47,8 @@ Mismatch = tuple[str, list[int], Severity]
 class _Holdings(Stateful):
     """What all workers' optimizers held at one moment.
 
-    Attributes:
-        step: The step in which it was read.
-        values: Values ``[W]`` by name, see ``PendingHoldings.read``.
+    ``step``: the step in which it was read. ``values``: values ``[W]`` by name, see
+    ``PendingHoldings.read``.
     """
 
     def __init__(self, step: int = -1, values: dict[str, Ints] | None = None) -> None:
@@ -290,10 +289,7 @@ def mismatch(now: _Holdings, saved: _Holdings, others: Iterable[_Holdings] = ())
     It is a warning where all state is missing, which may be on purpose, and a note where nothing
     says whose it is and the counters agree: a checkpoint may hold rounded moments.
 
-    Args:
-        now: The state.
-        saved: The saved one.
-        others: Saved states with other parameters.
+    ``others``: saved states with other parameters.
     """
     if saved.is_empty:
         return None

@@ -43,9 +43,7 @@ Pair = tuple[int, int]
 class AlikePairs(Detector):
     """Finds workers whose gradients resemble each other more than those of other pairs.
 
-    Args:
-        num_workers: W.
-        not_compared: Returns the workers to leave out of the step.
+    ``not_compared``: returns the workers to leave out of the step.
     """
 
     SETTINGS = ("_num_workers", "_not_compared", "_pairs")

@@ -33,16 +33,11 @@ _WAIT = 10
 class OutlierSearch(Detector):
     """Flags outlier workers, by whole-model and per-group signals.
 
-    Args:
-        num_workers: W.
-        totals: Compares workers as wholes.
-        hosts: Host of each rank; empty when unknown.
+    ``hosts``: host of each rank; empty when unknown.
 
-    Attributes:
-        FAMILY: Its part of the false-alarm budget.
-        SHARE: The share of each part in the evidence.
-        KEY: Prefix of the keys of its findings.
-        TIE: Key of its finding without a majority.
+    ``FAMILY``: its part of the false-alarm budget. ``SHARE``: the share of each part in the
+    evidence. ``KEY``: prefix of the keys of its findings. ``TIE``: key of its finding without a
+    majority.
     """
 
     FAMILY: ClassVar[float]

@@ -36,17 +36,11 @@ KEY_AT_ONCE = "gross-value"
 
 
 class Gross(NamedTuple):
-    """A column in which a value can be gross.
-
-    Attributes:
-        name: Its name.
-        label: Its name in findings.
-        times: A value is gross from this multiple of the largest of its peers on.
-    """
+    """A column in which a value can be gross."""
 
     name: str
     label: str
-    times: float
+    times: float  # a value is gross from this multiple of the largest of its peers on
 
 
 GROSS = (
@@ -76,9 +70,7 @@ _FREELY = 8  # steps with gross values that are all reported
 class GrossOutliers(Stateful):
     """Remembers how far out a value has been, and reports values far beyond that.
 
-    Args:
-        labels: Names of the signals in words ``[S]``.
-        num_workers: W.
+    ``labels``: names of the signals in words ``[S]``.
     """
 
     SETTINGS = ("_labels", "_num_workers")
@@ -187,9 +179,6 @@ class GrossValues(Stateful):
     any before, or the third within 50 steps. Ratios of a signal that has been negative, as losses
     in reinforcement learning are, mean nothing. A worker whose values are ten times the others' is
     seen through their spread: hence 8, not 10.
-
-    Args:
-        num_workers: W.
     """
 
     SETTINGS = ("_num_workers",)

@@ -61,9 +61,7 @@ DIFFERENCE = 0.25
 class UnequalAmounts(OutlierSearch):
     """Finds workers whose amount of data differs from the others'.
 
-    Args:
-        num_workers: W.
-        hosts: Host of each rank; empty when unknown.
+    ``hosts``: host of each rank; empty when unknown.
     """
 
     FAMILY = AMOUNTS
@@ -130,9 +128,7 @@ def _level(values_W: Floats, *, relative: bool) -> bool:
 class WorkerOutliers(OutlierSearch):
     """Finds workers that differ from the others.
 
-    Args:
-        num_workers: W.
-        hosts: Host of each rank; empty when unknown.
+    ``hosts``: host of each rank; empty when unknown.
     """
 
     FAMILY = OUTLIERS

@@ -37,9 +37,7 @@ _LEAST_SQUARES = 0.01
 class SizeEffect(Stateful):
     """Learns how signals follow sizes, and removes the effect, in constant memory.
 
-    Args:
-        relative_S: Whether a signal follows a power of the size; if not, its logarithm.
-        num_units: U.
+    ``relative_S``: whether a signal follows a power of the size; if not, its logarithm.
     """
 
     SETTINGS = ("_relative_S",)
@@ -52,13 +50,11 @@ class SizeEffect(Stateful):
     def adjust(self, values_TSU: Floats, sizes_TU: Floats) -> Floats:
         """Return the values as of units of the median size, and learn from each step in turn.
 
-        Args:
-            values_TSU: Values of all signals in consecutive steps, NaN where a unit has none.
-            sizes_TU: Logarithm of the size of each unit's data; NaN where it is unknown.
+        ``values_TSU``: values of all signals in consecutive steps, NaN where a unit has none.
+        ``sizes_TU``: logarithm of the size of each unit's data; NaN where it is unknown.
 
-        Returns:
-            The values themselves in steps in which a size is unknown or none differs, and of two
-            units: a fault of one of them would look like a rule.
+        Returns the values themselves in steps in which a size is unknown or none differs, and of
+        two units: a fault of one of them would look like a rule.
         """
         if sizes_TU.shape[1] < _FEWEST:
             return values_TSU
@@ -116,9 +112,7 @@ def _relative_sizes(
 ) -> tuple[Floats, NDArray[np.bool_]]:
     """Return sizes over their median, as logarithms, and in which steps they are of use.
 
-    Args:
-        present_TU: The units that are compared; others have a size of 0 in the result.
-        sizes_TU: Logarithms of sizes.
+    ``present_TU``: the units that are compared; others have a size of 0 in the result.
     """
     sizes_TU = np.where(present_TU, sizes_TU, np.nan)
     known_T = (np.isfinite(sizes_TU) == present_TU).all(axis=1)
@@ -133,10 +127,7 @@ def _relative_sizes(
 class SignalSet(Stateful):
     """The signals of workers as wholes, or those of their groups.
 
-    Attributes:
-        signals: The signals.
-        group_names: Their groups of parameters, in order.
-        test: Compares the workers in them.
+    ``group_names``: their groups of parameters, in order. ``test``: compares the workers in them.
     """
 
     SETTINGS = ("signals", "group_names", "_relative_S")
@@ -153,10 +144,9 @@ class SignalSet(Stateful):
     def observe(self, values_TSW: Floats, sizes_TW: Floats, steps: Sequence[int]) -> Iterator[int]:
         """Process consecutive steps, one with each iteration; see :class:`ExchangeabilityTest`.
 
-        Args:
-            values_TSW: Values of all signals, NaN where a worker has none or is not compared.
-            sizes_TW: Logarithms of the sizes whose effect is removed.
-            steps: The numbers of the steps.
+        ``values_TSW``: values of all signals, NaN where a worker has none or is not compared.
+        ``sizes_TW``: logarithms of the sizes whose effect is removed. ``steps``: the numbers of the
+        steps.
         """
         return self.test.observe(self._size_effect.adjust(values_TSW, sizes_TW), steps)
 
@@ -177,11 +167,8 @@ class Levelled(SignalSet):
     ) -> None:
         """Process a step.
 
-        Args:
-            values_SW: Values of all signals, NaN where there is none.
-            usable_W: Which workers are compared.
-            step: Its number.
-            different: Whether some value differs from the usual one.
+        ``values_SW``: values of all signals, NaN where there is none. ``different``: whether some
+        value differs from the usual one.
         """
         self._shown = min(self._shown + 1, _MOST_KEPT) if different else self._shown - 1
         if self._shown < 0:

@@ -27,15 +27,10 @@ _AGREED = " It is the data: in the canary of step {step} all workers computed th
 
 @dataclass(frozen=True, slots=True)
 class WorkerSignal:
-    """A signal of the worker as a whole, or of one of its groups of parameters.
+    """A signal of the worker as a whole, or of one of its groups of parameters."""
 
-    Attributes:
-        declared: Its declaration; one in which workers are compared.
-        group: Group of parameters; empty for the worker as a whole.
-    """
-
-    declared: Column
-    group: str = ""
+    declared: Column  # its declaration; one in which workers are compared
+    group: str = ""  # group of parameters; empty for the worker as a whole
 
     @property
     def name(self) -> str:
@@ -54,34 +49,21 @@ Traces = Sequence[tuple[WorkerSignal, SignalTrace]]
 
 @dataclass(slots=True)
 class Fault:
-    """One fault: workers that came to differ at the same time in the same way.
+    """One fault: workers that came to differ at the same time in the same way."""
 
-    Attributes:
-        key: Names it inside the run.
-        first_step: Its probable first step.
-        tie: Whether it is unknown which workers are at fault.
-        ranks: All workers that it has concerned, ascending.
-        active: Those that still differ.
-        traces: How each worker differs, the strongest trace first.
-        last_step: The last step that showed it.
-        count: Steps since it was found; for a tie, how often it was found.
-        reported_count: ``count`` at its last report.
-        wait: For a tie, steps without any evidence after which it counts as healed.
-        absorbed: Whether a tie has taken its place.
-        agreed: Step of the last canary in which all workers agreed on this one's batch; -1 without.
-    """
-
-    key: str
+    key: str  # names it inside the run
     first_step: int
-    tie: bool = False
-    ranks: list[int] = field(default_factory=list)
+    tie: bool = False  # whether it is unknown which workers are at fault
+    ranks: list[int] = field(default_factory=list)  # all workers that it has concerned, ascending
     active: list[int] = field(default_factory=list)
+    # how each worker differs, the strongest trace first
     traces: dict[int, Traces] = field(default_factory=dict)
-    last_step: int = -1
-    count: int = 0
-    reported_count: int = 0
-    wait: int = 0
-    absorbed: bool = False
+    last_step: int = -1  # the last step that showed it
+    count: int = 0  # steps since it was found; for a tie, how often it was found
+    reported_count: int = 0  # ``count`` at its last report
+    wait: int = 0  # for a tie, steps without any evidence after which it counts as healed
+    absorbed: bool = False  # whether a tie has taken its place
+    # step of the last canary in which all workers agreed on this one's batch; -1 without
     agreed: int = -1
 
     @property
@@ -116,9 +98,7 @@ class Fault:
     def from_plain(cls, plain: Mapping[str, Any]) -> "Fault":
         """Read what :meth:`to_plain` returned.
 
-        Raises:
-            KeyError: Something is missing.
-            TypeError, ValueError: Something is of another kind.
+        Raises KeyError, TypeError or ValueError where something is missing or of another kind.
         """
         fault = cls(**{name: plain[name] for name in _PLAIN})
         fault.traces = {
@@ -148,12 +128,8 @@ def describe_fault(
 ) -> FaultEvidence:
     """Return a fault as evidence.
 
-    Args:
-        fault: The fault.
-        num_workers: W.
-        hosts: Host of each rank; empty when unknown.
-        num_steps: Steps that were compared so far.
-        num_groups: G, groups of parameters that are compared.
+    ``hosts``: host of each rank; empty when unknown. ``num_steps``: steps that were compared so
+    far. ``num_groups``: G, groups of parameters that are compared.
     """
     groups = _groups(fault, num_groups)
     one = len(fault.ranks) == 1

@@ -17,19 +17,12 @@ from rankscope.wrappers.fsdp2_shard import Shard, ShardPlace, measure_shards
 
 
 class Part(NamedTuple):
-    """A rank's part of a tensor.
+    """A rank's part of a tensor."""
 
-    Attributes:
-        tensor: The part, an ordinary tensor.
-        shape: Shape of the whole.
-        first: Index of its first element in each dimension.
-        terms: Which of several terms of a sum it is; empty where it is no term.
-    """
-
-    tensor: Tensor
+    tensor: Tensor  # the part, an ordinary tensor
     shape: tuple[int, ...]
-    first: tuple[int, ...]
-    terms: str = ""
+    first: tuple[int, ...]  # index of its first element in each dimension
+    terms: str = ""  # which of several terms of a sum it is; empty where it is no term
 
     @property
     def place(self) -> str:
@@ -42,14 +35,10 @@ class Part(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What an optimizer holds of a parameter in one of its tensors.
-
-    Attributes:
-        name: The parameter.
-        part: Returns its part of a tensor of that shape: the tensor itself, a gradient, a moment.
-    """
+    """What an optimizer holds of a parameter in one of its tensors."""
 
     name: str
+    # returns its part of a tensor of that shape: the tensor itself, a gradient, a moment
     part: Callable[[Tensor], Tensor | Part]
 
 
@@ -76,8 +65,7 @@ def _cut(start: int, length: int, size: int, first: int, flat: Tensor) -> Part:
 def part_of(tensor: Tensor | Part) -> Part:
     """Return this rank's part of a tensor; all of a plain one.
 
-    Raises:
-        ValueError: It is laid out in another way than by parts, copies or terms of a sum.
+    Raises ValueError: it is laid out in another way than by parts, copies or terms of a sum.
     """
     if isinstance(tensor, Part):
         return tensor
@@ -150,9 +138,7 @@ Named = tuple[str, Tensor | Part]
 class FigureMeter:
     """Measures tensors of known names and sizes.
 
-    Args:
-        sizes: Elements of each whole tensor, by name; complex ones count twice.
-        device: Where they live.
+    ``sizes``: elements of each whole tensor, by name; complex ones count twice.
     """
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:

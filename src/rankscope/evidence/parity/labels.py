@@ -19,15 +19,10 @@ _BITS = (1 << 62) - 1
 
 
 class Labels(NamedTuple):
-    """Label tokens, whatever their order.
-
-    Attributes:
-        num_tokens: Their number.
-        digest: A sum over them, modulo 2^62: equal multisets have equal sums.
-    """
+    """Label tokens, whatever their order."""
 
     num_tokens: int = 0
-    digest: int = 0
+    digest: int = 0  # a sum over them, modulo 2^62: equal multisets have equal sums
 
     def plus(self, other: "Labels") -> "Labels":
         """Return both together."""
@@ -56,9 +51,8 @@ def labels_before(roots: Iterable[Tensor]) -> Labels | None:
 def labels_among(inputs: Mapping[str, Any], *, shifted: bool) -> Labels | None:
     """Return the label tokens in a model's inputs; None without.
 
-    Args:
-        inputs: With ``labels``, or ``shift_labels``.
-        shifted: Whether the first of ``labels`` of each sequence is not a target.
+    ``inputs``: with ``labels``, or ``shift_labels``. ``shifted``: whether the first of ``labels``
+    of each sequence is not a target.
     """
     labels, first = labels_in(inputs, shifted=shifted)
     if labels is None or labels.is_floating_point():

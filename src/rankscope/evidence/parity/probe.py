@@ -13,11 +13,7 @@ from rankscope.wrappers.optimizers import all_of
 
 
 class ParityProbe(Probe):
-    """Passes on what happens to a recorder.
-
-    Args:
-        job: The training.
-    """
+    """Passes on what happens to a recorder."""
 
     def __init__(self, job: Job) -> None:
         ranks = dist.get_process_group_ranks(job.wrapped.group)

@@ -55,19 +55,12 @@ _COARSE = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 @dataclass(frozen=True, slots=True)
 class RecordPlace:
-    """Where a recorder stands.
+    """Where a recorder stands."""
 
-    Attributes:
-        folder: The folder of all ranks' files.
-        rank: This rank.
-        world: Number of ranks.
-        data_ranks: Ranks whose samples together are the global batch.
-    """
-
-    folder: Path
+    folder: Path  # the folder of all ranks' files
     rank: int = 0
     world: int = 1
-    data_ranks: Sequence[int] = (0,)
+    data_ranks: Sequence[int] = (0,)  # ranks whose samples together are the global batch
 
 
 @dataclass(slots=True)
@@ -93,12 +86,8 @@ class ParityRecorder:
     :meth:`see_roots`, :meth:`see_reduced`, :meth:`before_update`, :meth:`after_update`. A failure
     of its own ends the record, never the training.
 
-    Args:
-        module: The model inside its wrappers, whose parameters have the names that count.
-        place: Where its files go.
-        num_steps: Steps to record.
-        start: Changes before the first step.
-        first_step: Number of the first step.
+    ``module``: the model inside its wrappers, whose parameters have the names that count.
+    ``start``: changes before the first step. ``first_step``: number of the first step.
     """
 
     def __init__(
@@ -544,8 +533,7 @@ def _joined(first: TensorFigures, second: TensorFigures) -> TensorFigures:
 def check_folder(folder: Path) -> None:
     """Check that a folder can hold a record.
 
-    Raises:
-        RunError: It holds one already.
+    Raises RunError: it holds one already.
     """
     if folder.is_dir() and any(folder.iterdir()):
         raise RunError(f"{folder} holds a record for parity already: give another directory")

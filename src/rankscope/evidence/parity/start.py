@@ -41,13 +41,9 @@ class _Box(NamedTuple):
 def save_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
     """Write this rank's parts; of copies, one rank's alone.
 
-    Args:
-        folder: Of all ranks' files.
-        rank: This rank.
-        tensors: Floating-point tensors by name.
+    ``tensors``: floating-point tensors by name.
 
-    Raises:
-        RunError: The file cannot be written.
+    Raises RunError: the file cannot be written.
     """
     header: dict[str, Any] = {}
     places = {}
@@ -76,12 +72,9 @@ def save_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     """Copy what is saved into this rank's parts.
 
-    Args:
-        folder: Of all ranks' files.
-        tensors: The tensors to overwrite, by name.
+    ``tensors``: the tensors to overwrite, by name.
 
-    Raises:
-        RunError: A tensor is not there, or not all of it.
+    Raises RunError: a tensor is not there, or not all of it.
     """
     boxes: dict[str, list[_Box]] = {}
     for file in sorted(folder.glob("rank-*.safetensors")):
@@ -151,19 +144,14 @@ _DROPOUTS = (
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Changes before the first forward pass.
+    """Changes before the first forward pass."""
 
-    Attributes:
-        eps: Relative size of the moves of a quarter of the parameters' elements; 0 for none.
-        no_dropout: Whether dropout is switched off.
-        save_to: Folder to which each rank writes its parameters and buffers; None for none.
-        load_from: Folder of such files, from which they are read; None for none.
-    """
-
+    # relative size of the moves of a quarter of the parameters' elements; 0 for none
     eps: float = 0.0
-    no_dropout: bool = False
+    no_dropout: bool = False  # whether dropout is switched off
+    # folder to which each rank writes its parameters and buffers; None for none
     save_to: Path | None = None
-    load_from: Path | None = None
+    load_from: Path | None = None  # folder of such files, from which they are read; None for none
 
     def perturb(self, module: nn.Module) -> None:
         """Move a quarter of the elements of each parameter by ``eps`` of their size, up or down.
@@ -190,13 +178,7 @@ class Start:
 def set_up(start: Start, module: nn.Module, rank: int) -> None:
     """Make the changes that the record of the start is to show.
 
-    Args:
-        start: The changes.
-        module: The model.
-        rank: This rank.
-
-    Raises:
-        RunError: What is to be loaded does not fit, or what is to be saved cannot be written.
+    Raises RunError: what is to be loaded does not fit, or what is to be saved cannot be written.
     """
     if start.no_dropout:
         switch_off_dropout(module)

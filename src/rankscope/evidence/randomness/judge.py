@@ -53,9 +53,7 @@ class EqualRandom(Detector):
     - Processes of data loaders that start from equal states of a generator that they use, in one
       rank or in several.
 
-    Args:
-        num_workers: W.
-        plan: The intention: the same random numbers, or (by default) different ones.
+    ``plan``: the intention: the same random numbers, or (by default) different ones.
     """
 
     SETTINGS = ("_num_workers", "_same")

@@ -58,9 +58,6 @@ class RandomMeter:
     It reads states and never draws: Python's ``random``, numpy's global generator, torch's on the
     CPU, and that of the device. A state of an accelerator's generator is a seed and an offset on
     the host; reading it does not wait for the device.
-
-    Args:
-        device: Where the model computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -112,10 +109,9 @@ class RandomMeter:
     def collect(self) -> dict[str, int]:
         """Return the generators that have moved and their first states, and begin a new step.
 
-        Returns:
-            ``rng_used``, and digests of the states before the first forward pass of those that
-            have moved: ``rng_digest`` of torch's, ``rng_digest_python`` and ``rng_digest_numpy``.
-            Nothing without a complete forward pass.
+        Returns ``rng_used``, and digests of the states before the first forward pass of those that
+        have moved: ``rng_digest`` of torch's, ``rng_digest_python`` and ``rng_digest_numpy``.
+        Nothing without a complete forward pass.
         """
         used = self._used
         between = self._between
@@ -169,9 +165,8 @@ class LoaderMeter:
     moved. Batches and random numbers stay the same. Existing iterators and loaders without worker
     processes are left alone.
 
-    Args:
-        loader: A ``torch.utils.data.DataLoader``, or anything with its ``worker_init_fn`` and
-            ``num_workers``; or accelerate's wrapper of one.
+    ``loader``: a ``torch.utils.data.DataLoader``, or anything with its ``worker_init_fn`` and
+    ``num_workers``; or accelerate's wrapper of one.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -190,11 +185,10 @@ class LoaderMeter:
     def collect(self) -> dict[str, int]:
         """Return the columns of the processes so far.
 
-        Returns:
-            A digest of the starting states of each generator that some process has used
-            (``loader_rng_python`` and so on), and ``loader_rng_repeats``: those of them that start
-            in equal states in two or more processes, a sum of 1 Python, 2 numpy, 4 torch.
-            Nothing before all have started, or while none has used a generator.
+        Returns a digest of the starting states of each generator that some process has used
+        (``loader_rng_python`` and so on), and ``loader_rng_repeats``: those of them that start in
+        equal states in two or more processes, a sum of 1 Python, 2 numpy, 4 torch. Nothing before
+        all have started, or while none has used a generator.
         """
         if self._starts is None:
             return {}
@@ -282,9 +276,7 @@ class PrivateRandomMeter:
     of modules, of the data set and of their attributes, short lists included. Samplers are left
     out, since theirs have to be alike; so are the processes of the data loader.
 
-    Args:
-        module: The model.
-        loader: The training's data loader, or None.
+    ``loader``: the training's data loader, or None.
     """
 
     def __init__(self, module: nn.Module, loader: Any = None) -> None:

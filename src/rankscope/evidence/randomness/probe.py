@@ -9,10 +9,8 @@ from rankscope.evidence.randomness.meter import LoaderMeter, PrivateRandomMeter,
 class RandomnessProbe(Probe):
     """Collects fingerprints of one worker's random generators.
 
-    Args:
-        shared: Reads the global generators.
-        private: Reads those of modules and data sets.
-        loader: Reads those of data-loader workers.
+    ``private``: reads those of modules and data sets. ``loader``: reads those of data-loader
+    workers.
     """
 
     def __init__(

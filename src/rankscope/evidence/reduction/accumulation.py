@@ -160,9 +160,6 @@ class ChangedLater(Detector):
     are reported: as a note, since clipping by value or by layer does that, and as a warning where
     the factor is the same in three readings (to 0.1 %), above 1, or 0. Above 1 proves nothing where
     the job has other ranks beside the workers: gradients may be summed over these.
-
-    Args:
-        other_axes: Whether it has.
     """
 
     SETTINGS = ("_other_axes",)
@@ -210,12 +207,8 @@ class ChangedLater(Detector):
 class _Change(Stateful):
     """The change of the accumulated gradient, as far as the steps agree.
 
-    Attributes:
-        kind: Kind of change.
-        scale: The latest factor.
-        micro: The micro-batch before which it happened, from 0.
-        groups: Groups of parameters, where not all have changed.
-        passes: Largest number of backward passes in a step.
+    ``micro``: the micro-batch before which it happened, from 0. ``groups``: groups of parameters,
+    where not all have changed. ``passes``: largest number of backward passes in a step.
     """
 
     def __init__(self) -> None:

@@ -71,13 +71,11 @@ class ReductionAudit(Detector):
     It needs ``watch(reduced="sketch")`` and two or more groups of parameters: with one
     (``groups="none"``) the residual is recorded but not judged.
 
-    Args:
-        num_workers: W.
-        reduced_in: Name of the type in which each group is meant to be reduced, such as
-            ``bfloat16``; float32 where a group has none. Groups of an unknown type are not judged.
-        hook: Whether a communication hook reduces, which may compress from some step on.
-        by_loop: Whether the training's own loop reduces: over some workers alone, where the others
-            share the work on their samples.
+    ``reduced_in``: name of the type in which each group is meant to be reduced, such as
+    ``bfloat16``; float32 where a group has none. Groups of an unknown type are not judged.
+    ``hook``: whether a communication hook reduces, which may compress from some step on.
+    ``by_loop``: whether the training's own loop reduces: over some workers alone, where the others
+    share the work on their samples.
     """
 
     SETTINGS = ("_num_workers", "_expected", "_hook", "_by_loop")

@@ -37,12 +37,8 @@ LEAST_SHARE = 0.25
 def norm_of_mean(norms_W: Floats, cosine_weighted: float) -> float:
     """Return the norm of the mean of W gradients.
 
-    Args:
-        norms_W: Their norms.
-        cosine_weighted: Their mean cosine, weighted by the products of norms.
-
-    Returns:
-        The norm; NaN where it cannot be found.
+    ``cosine_weighted``: their mean cosine, weighted by the products of norms. Returns NaN where the
+    norm cannot be found.
     """
     if len(norms_W) < 2 or not math.isfinite(cosine_weighted):
         return float("nan")
@@ -61,15 +57,8 @@ def norm_of_mean(norms_W: Floats, cosine_weighted: float) -> float:
 def clip_limit(reduced_norm: float, cosine_mean: float, num_workers: int) -> float:
     """Return the length that all W gradients had when they were reduced, if all had the same.
 
-    Unit vectors with mean cosine c have a mean of norm ``sqrt((1 + (W - 1) c) / W)``.
-
-    Args:
-        reduced_norm: Norm of the reduced gradient.
-        cosine_mean: Mean cosine of the local gradients.
-        num_workers: W.
-
-    Returns:
-        The common length; NaN where it cannot be found.
+    Unit vectors with mean cosine c have a mean of norm ``sqrt((1 + (W - 1) c) / W)``. Returns NaN
+    where the length cannot be found.
     """
     share = (1 + (num_workers - 1) * cosine_mean) / num_workers
     if not math.isfinite(share) or share * num_workers < LEAST_SHARE:
@@ -96,11 +85,7 @@ _PINNED = 1e-4
 
 
 class ReductionChecks(Detector):
-    """Wrong scale, stale results, and gradients clipped before the reduction.
-
-    Args:
-        num_workers: W.
-    """
+    """Wrong scale, stale results, and gradients clipped before the reduction."""
 
     SETTINGS = ("_num_workers",)
 

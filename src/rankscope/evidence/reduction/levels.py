@@ -70,13 +70,11 @@ _SMALLEST = {
 def sums_of_gradients(norms_WG: Floats, cosine_rest_WG: Floats) -> Floats:
     """Estimate the norm of the sum of the workers' gradients, for each group.
 
-    Args:
-        norms_WG: Norms of the local gradients ``[..., W, G]``.
-        cosine_rest_WG: Cosine of each with the sum of all others; NaN where it has none.
+    ``norms_WG``: norms of the local gradients ``[..., W, G]``. ``cosine_rest_WG``: cosine of each
+    with the sum of all others; NaN where it has none.
 
-    Returns:
-        ``[..., G]``: not above the truth where gradients oppose each other, but for the error of
-        the cosines; NaN where no cosine is known.
+    Returns ``[..., G]``: not above the truth where gradients oppose each other, but for the error
+    of the cosines; NaN where no cosine is known.
     """
     known_WG = np.isfinite(cosine_rest_WG) & (norms_WG > 0)
     some_G = np.logical_or.reduce(known_WG.reshape(-1, known_WG.shape[-1]))
@@ -109,9 +107,7 @@ def sums_of_gradients(norms_WG: Floats, cosine_rest_WG: Floats) -> Floats:
 class ExpectedResiduals:
     """How large residuals may be, from the types in which groups are meant to be reduced.
 
-    Args:
-        num_workers: W.
-        reduced_in: Name of that type by group; float32 where a group has none.
+    ``reduced_in``: name of that type by group; float32 where a group has none.
     """
 
     def __init__(self, num_workers: int, reduced_in: Mapping[str, str] | None) -> None:
@@ -129,13 +125,10 @@ class ExpectedResiduals:
     ) -> tuple[Floats, Floats]:
         """Return limits of the residuals of a single healthy step, and of many in a row ``[G]``.
 
-        Args:
-            groups: Their names.
-            kappas_G: How much each group's gradients cancel.
-            sums_G: Norm of the sum of the workers' gradients.
+        ``kappas_G``: how much each group's gradients cancel. ``sums_G``: norm of the sum of the
+        workers' gradients.
 
-        Returns:
-            Infinite where a type, or the cancellation of gradients, is unknown.
+        Returns infinity where a type, or the cancellation of gradients, is unknown.
         """
         types = [self.type_of(group) for group in groups]
         rounding_G = np.array([self._most.get(t, math.inf) for t in types])
@@ -152,10 +145,8 @@ class ExpectedResiduals:
     def types_that_fit(self, residual: float, kappa: float, meant: str) -> tuple[str, ...]:
         """Return the names of 16-bit types whose rounding gives such a residual.
 
-        Args:
-            residual: Typical residual of groups.
-            kappa: How much their gradients cancel, typically.
-            meant: The type that they are meant to be reduced in; only narrower ones fit.
+        ``kappa``: how much their gradients cancel, typically. ``meant``: the type that they are
+        meant to be reduced in; only narrower ones fit.
         """
         squared = max(kappa, 1e-3) ** -2
         others = max(self._num_workers - 1, 1)
@@ -214,18 +205,11 @@ _KNOWN = 4  # steps whose cosines are known, before others are judged by them
 
 @dataclass
 class Streak(Stateful):
-    """Steps in a row that share something.
-
-    Attributes:
-        since: The first of them.
-        last: The last of them.
-        steps: How many they are; 0: none.
-        worst: Largest residual in them.
-    """
+    """Steps in a row that share something."""
 
     since: int = 0
     last: int = 0
-    steps: int = 0
+    steps: int = 0  # how many they are; 0: none
     worst: float = 0.0
 
     def extend(self, step: int, residual: float) -> None:
@@ -240,29 +224,20 @@ class Streak(Stateful):
 
 @dataclass
 class GroupHistory(Stateful):
-    """A group's residuals so far; all are those of the workers' (lower) median.
-
-    Attributes:
-        usual: The last ones.
-        kappas: Cancellation of the gradients, in the last steps where it is known.
-        high: The present high steps in a row that have not been reported.
-        lasting: The present steps in a row above the limit of many healthy steps.
-        well: Whether some step was not high.
-        sudden: Whether the last step was reported as a single one.
-        residual: The last one.
-        kappa: Cancellation of the gradients then.
-        once: Limit of a single healthy step then.
-    """
+    """A group's residuals so far; all are those of the workers' (lower) median."""
 
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
+    # cancellation of the gradients, in the last steps where it is known
     kappas: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
+    # the present high steps in a row that have not been reported
     high: Streak = field(default_factory=Streak)
+    # the present steps in a row above the limit of many healthy steps
     lasting: Streak = field(default_factory=Streak)
-    well: bool = False
-    sudden: bool = False
+    well: bool = False  # whether some step was not high
+    sudden: bool = False  # whether the last step was reported as a single one
     residual: float = 0.0
-    kappa: float = 1.0
-    once: float = 0.0
+    kappa: float = 1.0  # cancellation of the gradients then
+    once: float = 0.0  # limit of a single healthy step then
 
     def kappa_of(self, now: float) -> float:
         """Return how much gradients cancel: in this step, else at most by their past, or NaN.
@@ -295,18 +270,13 @@ class GroupHistory(Stateful):
     ) -> tuple[bool, Streak | None]:
         """Process a step's residual.
 
-        Args:
-            step: Its number.
-            residual: Residual of the median worker.
-            limit: Result of :meth:`limit` for it.
-            once: Limit of a single healthy step.
-            lasting: Limit of many healthy steps in a row.
-            common: Usual residual of this step, if most groups err and did so before; else 0.
-            at_once: Whether an exception may be reported in its own step.
+        ``residual``: residual of the median worker. ``limit``: result of :meth:`limit` for it.
+        ``once``: limit of a single healthy step. ``lasting``: limit of many healthy steps in a row.
+        ``common``: usual residual of this step, if most groups err and did so before; else 0.
+        ``at_once``: whether an exception may be reported in its own step.
 
-        Returns:
-            Whether this step is an exception, and the steps before if they were one. Of steps in a
-            row, only the first is reported at once: the others may begin a lasting error.
+        Returns whether this step is an exception, and the steps before if they were one. Of steps
+        in a row, only the first is reported at once: the others may begin a lasting error.
         """
         high = residual > max(limit, common)
         exception = None
@@ -349,11 +319,8 @@ class ReductionFault(Stateful):
     def evidence(self, key: str, where: str, against: str, meant: str) -> FaultEvidence:
         """Return it as evidence.
 
-        Args:
-            key: The kind of error.
-            where: The parameters, in words.
-            against: The expected residual, in words.
-            meant: Names of the types in which these are meant to be reduced.
+        ``against``: the expected residual, in words. ``meant``: names of the types in which these
+        are meant to be reduced.
         """
         lasting = key in (LOW_PRECISION, LOSSY)
         return FaultEvidence(

@@ -51,9 +51,7 @@ _KEPT = 0.8  # of the mean gap, from one step that has one to the next
 class DifferentRollouts(OutlierSearch):
     """Finds workers whose rollouts do not come from their trainer's weights.
 
-    Args:
-        num_workers: W.
-        hosts: Host of each rank; empty when unknown.
+    ``hosts``: host of each rank; empty when unknown.
     """
 
     FAMILY = ROLLOUTS
@@ -138,11 +136,7 @@ class DifferentRollouts(OutlierSearch):
 
 
 class GrossRollouts(Detector):
-    """Detects gaps that are gross on all workers alike, which no comparison shows.
-
-    Args:
-        num_workers: W.
-    """
+    """Detects gaps that are gross on all workers alike, which no comparison shows."""
 
     SETTINGS = ("_num_workers",)
 

@@ -52,10 +52,9 @@ class RolloutMeter:
     def give(self, trainer: Any, rollout: Any, mask: Any = None) -> None:
         """Add the log-probabilities of the tokens of a micro-batch.
 
-        Args:
-            trainer: By the trainer, of any shape, such as ``[B, n]``.
-            rollout: By the engine, of the same shape. Values that are not finite do not count.
-            mask: Which tokens count, of the same shape; None for all.
+        ``trainer``: by the trainer, of any shape, such as ``[B, n]``. ``rollout``: by the engine,
+        of the same shape. Values that are not finite do not count. ``mask``: which tokens count, of
+        the same shape; None for all.
         """
         problem = _problem(trainer, rollout, mask)
         if not problem:

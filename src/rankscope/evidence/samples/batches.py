@@ -149,8 +149,7 @@ def ids_of(samples: object) -> NDArray[np.int64]:
     Integers stand for themselves; everything else is digested: text, bytes, other numbers, UUIDs,
     dates, paths, and tuples or lists of these.
 
-    Raises:
-        UsageError: It is no iterable of ids, or an id has no content that all workers see alike.
+    Raises UsageError: it is no iterable of ids, or an id has no content that all workers see alike.
     """
     if isinstance(samples, np.ndarray) and samples.dtype.kind in "iu":
         return samples.astype(np.int64).reshape(-1)

@@ -34,9 +34,6 @@ class UnequalMicroBatches(Detector):
     batches are cut by tokens, and the numbers change from step to step. So steps vote (Boyer and
     Moore, 1991): each one counts for the usual numbers, or against them. Sixteen more steps for
     than against are needed.
-
-    Args:
-        num_workers: W.
     """
 
     SETTINGS = ("_num_workers",)
@@ -106,9 +103,8 @@ class EpochCoverage(Detector):
     replacement, would have brought some. Fewer samples than two global batches may be left out:
     samplers drop what does not fill a batch.
 
-    Args:
-        length: Number of the data set's samples; None if unknown.
-        replaces: Whether the data are drawn with replacement.
+    ``length``: number of the data set's samples; None if unknown. ``replaces``: whether the data
+    are drawn with replacement.
     """
 
     SETTINGS = ("_length",)
@@ -151,9 +147,8 @@ class EpochCoverage(Detector):
 class SplitTwice(Detector):
     """Data that the loaders split into more parts than there are processes.
 
-    Args:
-        splits: What splits the data in a rank's loader, and into how many parts.
-        world_size: Number of processes; 0 if unknown.
+    ``splits``: what splits the data in a rank's loader, and into how many parts. ``world_size``:
+    number of processes; 0 if unknown.
     """
 
     SETTINGS = ("_splits", "_world_size")

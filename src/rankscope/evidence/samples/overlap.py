@@ -61,11 +61,8 @@ class OverlappingShards(Detector):
     The few samples that a sampler adds at an epoch's end, so that all workers have equally many,
     are a note of their own.
 
-    Args:
-        num_workers: W.
-        capacity: Different samples to remember.
-        repeats: Whether workers are meant to repeat each other's samples.
-        seeds: Seed of each rank's sampler, None where unknown; empty when all are.
+    ``repeats``: whether workers are meant to repeat each other's samples. ``seeds``: seed of each
+    rank's sampler, None where unknown; empty when all are.
     """
 
     SETTINGS = ("_num_workers", "_repeats", "_where")
@@ -281,12 +278,8 @@ class _Account(Stateful):
     ) -> None:
         """Add one step.
 
-        Args:
-            step: Its number.
-            counts: Counts of its followed samples.
-            lengths: Samples drawn by each worker that drew any.
-            groups: Workers with identical batches.
-            near: Cross repeats that follow so closely that a file's order explains them.
+        ``counts``: counts of its followed samples. ``lengths``: samples drawn by each worker that
+        drew any. ``near``: cross repeats that follow so closely that a file's order explains them.
         """
         cross = counts.repeated_cross
         own = counts.repeated_own

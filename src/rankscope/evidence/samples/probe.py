@@ -251,8 +251,7 @@ def _kernel_agrees(device: torch.device) -> bool:
 def check_launched(device: torch.device) -> None:
     """Compare the kernel with torch on a device.
 
-    Raises:
-        ArithmeticError: It errs.
+    Raises ArithmeticError: it errs.
     """
     words = torch.arange(3 * 2050, device=device).mul_(0x5DEECE66D).view(3, 2050)
     mask = words % 3 > 0
@@ -291,10 +290,8 @@ def _on_host(tensor: Tensor) -> bool:
 def _mixed(words: Any, present: Any, weights: Any) -> Any:
     """Return a digest ``[B]`` of each row of words, in torch or in numpy.
 
-    Args:
-        words: int64 ``[B, n]``.
-        present: Which of them count, each at its place among those that do; None if all do.
-        weights: int64 ``[MAX_WORDS]``.
+    ``words``: int64 ``[B, n]``. ``present``: which of them count, each at its place among those
+    that do; None if all do. ``weights``: int64 ``[MAX_WORDS]``.
     """
     if present is None:
         weighted = (words + 1) * weights[: words.shape[1]]

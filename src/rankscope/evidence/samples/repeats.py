@@ -45,10 +45,8 @@ class DuplicateBatches(Detector):
     and gradients that differ. Where the training's own loop reduces, as in tensor parallelism that
     is written by hand, one group may be all workers; that is a note.
 
-    Args:
-        num_workers: W.
-        repeats: Whether workers are meant to repeat each other's samples.
-        by_loop: Whether the training's own loop reduces.
+    ``repeats``: whether workers are meant to repeat each other's samples. ``by_loop``: whether the
+    training's own loop reduces.
     """
 
     SETTINGS = ("_num_workers", "_repeats", "_by_loop")
@@ -180,9 +178,7 @@ class RepeatedBatches(Detector):
     data set; and a worker that meets a batch of the epoch before by chance does not do so 24 times
     in a row.
 
-    Args:
-        num_workers: W.
-        repeats: Whether the training means to repeat its batches.
+    ``repeats``: whether the training means to repeat its batches.
     """
 
     SETTINGS = ("_num_workers", "_intended")
@@ -224,8 +220,7 @@ class FilledBatches(Detector):
     batch without a label that counts only keeps workers in step, and is passed over. Where a step
     has several micro-batches, a batch is one of them.
 
-    Args:
-        repeats: Whether the training means to repeat its samples.
+    ``repeats``: whether the training means to repeat its samples.
     """
 
     SETTINGS = ("_intended",)
@@ -334,8 +329,7 @@ class RepeatedOrder(Detector):
     Steps are not compared across a restart: a job that begins again from an older checkpoint
     repeats some of them, as it should.
 
-    Args:
-        repeats: Whether the training means to repeat its batches.
+    ``repeats``: whether the training means to repeat its batches.
     """
 
     SETTINGS = ("_intended",)
@@ -402,9 +396,6 @@ class Padding(Stateful):
     A step with some new samples and a few repeats is padded if no step before it repeats any, the
     next one draws nothing new, so a new epoch has begun, and the repeats are fewer than workers,
     or all come from the epoch's first step.
-
-    Args:
-        num_workers: W.
     """
 
     SETTINGS = ("_num_workers",)

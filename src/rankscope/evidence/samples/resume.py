@@ -53,9 +53,7 @@ class RestartWatch(Stateful):
 
     Beyond ``capacity`` different samples, only a random share of them is followed.
 
-    Args:
-        num_workers: W.
-        capacity: Different samples to remember, 12 bytes each.
+    ``capacity``: different samples to remember, 12 bytes each.
     """
 
     SETTINGS = ("_capacity",)
@@ -280,9 +278,7 @@ class ResumeMismatch(Detector):
     - The last few steps in the same order: the checkpoint was a little older than the last step.
       That is a note.
 
-    Args:
-        num_workers: W.
-        capacity: Different samples to remember; beyond it, a random share of them is followed.
+    ``capacity``: different samples to remember; beyond it, a random share of them is followed.
     """
 
     def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:

@@ -33,33 +33,22 @@ _MOST = 0.75  # of a window's steps
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """The lateness of the workers in a window of steps.
-
-    Attributes:
-        steps_S: Step numbers.
-        seconds: Time of a step.
-        margin: Seconds behind from which on a worker is slow.
-        behind_SW: Seconds by which a worker was ready later than the typical one; NaN if unknown.
-        slow_W: Whether a worker was clearly slow.
-        lingers_W: Whether one that was slow before still is.
-    """
+    """The lateness of the workers in a window of steps."""
 
     steps_S: Ints
     seconds: float
-    margin: float
+    margin: float  # seconds behind from which on a worker is slow
+    # seconds by which a worker was ready later than the typical one; NaN if unknown
     behind_SW: Floats
-    slow_W: Bools
-    lingers_W: Bools
+    slow_W: Bools  # whether a worker was clearly slow
+    lingers_W: Bools  # whether one that was slow before still is
 
     @classmethod
     def of(cls, steps_S: Ints, seconds_S: Floats, behind_SW: Floats) -> "Lateness":
         """Judge a window.
 
-        Args:
-            steps_S: Step numbers.
-            seconds_S: Time of each step.
-            behind_SW: Seconds by which each worker was ready later than the typical one; NaN if
-                unknown, but known of a worker in each step at least.
+        ``behind_SW``: seconds by which each worker was ready later than the typical one; NaN if
+        unknown, but known of a worker in each step at least.
         """
         seconds = float(np.median(seconds_S))
         margin = max(_MARGIN * seconds, _LEAST_SECONDS)
@@ -114,9 +103,7 @@ class Stragglers(Detector):
     Where the workers of several hosts are known, all slow ones of a host make one finding. A job
     that was restarted warms up again, and may have moved to other hosts: its windows begin anew.
 
-    Args:
-        num_workers: W.
-        hosts: Host of each rank; empty when unknown.
+    ``hosts``: host of each rank; empty when unknown.
     """
 
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
@@ -145,8 +132,7 @@ class Stragglers(Detector):
     def restore(self, state: State) -> None:
         """Continue with the places of before a restart; those that no longer exist have healed.
 
-        Raises:
-            StateError: It is not such a state.
+        Raises StateError: it is not such a state.
         """
         places = {place.key: place for place in self._places}
         for description in state["places"]:
@@ -223,9 +209,8 @@ class _Place(PersistentFault):
     def add_window(self, confirmed_W: Bools, windows: Sequence[Lateness]) -> bool:
         """Process the latest window and those before it; return whether the evidence changed.
 
-        Args:
-            confirmed_W: Workers that were slow in the latest window and in the one before.
-            windows: The latest windows in order, one more than it takes to be slow.
+        ``confirmed_W``: workers that were slow in the latest window and in the one before.
+        ``windows``: the latest windows in order, one more than it takes to be slow.
         """
         confirmed = [rank for rank in self.members if confirmed_W[rank]]
         if not self.open:

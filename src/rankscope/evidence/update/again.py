@@ -32,13 +32,7 @@ _HOOKS = "hooks"
 
 @dataclass(frozen=True, slots=True)
 class UpdateInput:
-    """What an optimizer holds of one parameter, or of a part of it.
-
-    Attributes:
-        value: The parameter.
-        gradient: Its gradient.
-        state: Its state, by name.
-    """
+    """What an optimizer holds of one parameter, or of a part of it."""
 
     value: Tensor
     gradient: Tensor
@@ -73,17 +67,12 @@ def _moved(tensor: Tensor, eps: float, seed: int) -> Tensor:
 class LoneOptimizer:
     """Updates one parameter of an optimizer as if it had no other.
 
-    Args:
-        optimizer: The optimizer.
-        parameter: The parameter.
-        of_training: Addresses of the storages of the training's tensors.
+    ``of_training``: addresses of the storages of the training's tensors.
 
-    Attributes:
-        computed_in: The coarsest type of floating-point numbers that any operation has returned.
-        random: Whether any operation may have drawn random numbers.
+    ``computed_in``: the coarsest type of floating-point numbers that any operation has returned.
+    ``random``: whether any operation may have drawn random numbers.
 
-    Raises:
-        CanaryDeclined: The optimizer cannot be copied.
+    Raises CanaryDeclined: the optimizer cannot be copied.
     """
 
     def __init__(
@@ -108,13 +97,11 @@ class LoneOptimizer:
     def update(self, held: UpdateInput, *others: UpdateInput, seed: int | None = None) -> Tensor:
         """Return the whole parameter after a step of the optimizer.
 
-        Args:
-            held: What the copy holds of the parameter.
-            others: What it holds of further parameters, which come before it in the same group.
-            seed: Seed of all random generators; None to leave them as they are.
+        ``held``: what the copy holds of the parameter. ``others``: what it holds of further
+        parameters, which come before it in the same group. ``seed``: seed of all random generators;
+        None to leave them as they are.
 
-        Raises:
-            CanaryDeclined: The step cannot run on a copy.
+        Raises CanaryDeclined: the step cannot run on a copy.
         """
         try:
             return self._update([*others, held], seed)
@@ -237,9 +224,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 class _Watched:
     """Callbacks of a step on a copy: none of it may change the training.
 
-    Args:
-        of_training: Addresses of the storages of the training's tensors.
-        generators: The random generators, to be put back.
+    ``of_training``: addresses of the storages of the training's tensors. ``generators``: the random
+    generators, to be put back.
     """
 
     def __init__(self, of_training: frozenset[int], generators: RandomGenerators) -> None:
@@ -250,8 +236,7 @@ class _Watched:
     def before_write(self, tensor: Tensor) -> None:
         """Refuse to write into the training.
 
-        Raises:
-            CanaryDeclined: The tensor is the training's.
+        Raises CanaryDeclined: the tensor is the training's.
         """
         if address_of(tensor) in self._of_training:
             raise CanaryDeclined("its step changes other tensors than the parameter's own")
@@ -341,12 +326,7 @@ def _whole(tensor: Tensor, like: DTensor | None) -> Tensor:
 class Cuts:
     """The cuts by which a whole parameter becomes this rank's part.
 
-    Args:
-        parameter: The parameter.
-        value: The whole of it.
-
-    Raises:
-        CanaryDeclined: It is shared in a way that is not known.
+    Raises CanaryDeclined: it is shared in a way that is not known.
     """
 
     def __init__(self, parameter: Tensor, value: Tensor) -> None:

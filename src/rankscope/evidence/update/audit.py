@@ -54,10 +54,8 @@ def choose(
     Parameters of one group and type that have the same shape and layout are of one kind. A small
     model's are all chosen, a large one's one by one from each kind.
 
-    Args:
-        optimizer: The optimizer.
-        names: Names of parameters by their ids.
-        turn: A number that rises, and is equal on all ranks.
+    ``names``: names of parameters by their ids. ``turn``: a number that rises, and is equal on all
+    ranks.
     """
     kinds: dict[tuple[Any, ...], list[Chosen]] = {}
     every = []
@@ -103,46 +101,31 @@ _NOT_MET = "the ranks that hold parts of its parameters did not meet at watch()"
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """A chosen parameter between a forward pass and the end of its step.
-
-    Attributes:
-        chosen: The parameter.
-        copied_to: The model's own copy of it, which the training writes after the update.
-        before: This rank's part of it in the forward pass; then as the optimizer is called.
-        expected: The same after the update, computed again.
-        after: The same after the update.
-        spread: Squared distance of what was computed from values that were moved by roundings.
-        moved: Squared change between the forward pass and the optimizer's call.
-        random: Whether its optimizer draws random numbers.
-        trials: The same where each part along some axes was updated by itself.
-        driven: Which elements have a gradient.
-        numbers: The numbers in the order of ``FIELDS``, on its device.
-        distances: Squared distances from the trials.
-    """
+    """A chosen parameter between a forward pass and the end of its step."""
 
     chosen: Chosen
+    # the model's own copy of it, which the training writes after the update
     copied_to: Tensor | None
-    before: Tensor
-    expected: Tensor | None = None
-    after: Tensor | None = None
+    before: Tensor  # this rank's part of it in the forward pass; then as the optimizer is called
+    expected: Tensor | None = None  # the same after the update, computed again
+    after: Tensor | None = None  # the same after the update
+    # squared distance of what was computed from values that were moved by roundings
     spread: Tensor | float = 0.0
-    moved: Tensor | float = 0.0
-    random: bool = False
+    moved: Tensor | float = 0.0  # squared change between the forward pass and the optimizer's call
+    random: bool = False  # whether its optimizer draws random numbers
+    # the same where each part along some axes was updated by itself
     trials: dict[str, Tensor] = field(default_factory=dict)
-    driven: Tensor | None = None
-    numbers: Tensor | None = None
-    distances: list[Tensor] = field(default_factory=list)
+    driven: Tensor | None = None  # which elements have a gradient
+    numbers: Tensor | None = None  # the numbers in the order of ``FIELDS``, on its device
+    distances: list[Tensor] = field(default_factory=list)  # squared distances from the trials
 
 
 class UpdateAudit:
     """Computes the update of some parameters again, between the calls of a step.
 
-    Args:
-        step: The step.
-        optimizers: The training's optimizers.
-        names: Names of parameters by their ids.
-        copies: The model's own copies of parameters that optimizers hold, by their ids.
-        meeting: Where ranks agree on gathering; None where no rank but this one holds parts.
+    ``names``: names of parameters by their ids. ``copies``: the model's own copies of parameters
+    that optimizers hold, by their ids. ``meeting``: where ranks agree on gathering; None where no
+    rank but this one holds parts.
     """
 
     def __init__(
@@ -237,8 +220,7 @@ class UpdateAudit:
     ) -> None:
         """Compute the update of the chosen parameters again; ``groups`` of ranks hold parts.
 
-        Raises:
-            CanaryDeclined: It cannot be computed.
+        Raises CanaryDeclined: it cannot be computed.
         """
         of_training = _storages(self._optimizers)
         problem = ""
@@ -266,8 +248,7 @@ class UpdateAudit:
     def _check(self, optimizer: torch.optim.Optimizer, watches: Sequence[_Watch]) -> None:
         """Check that parameters can be put together, and copied.
 
-        Raises:
-            CanaryDeclined: They cannot.
+        Raises CanaryDeclined: they cannot.
         """
         if not watches:
             raise CanaryDeclined("no parameter has a gradient")
@@ -292,8 +273,7 @@ class UpdateAudit:
     ) -> None:
         """Agree with the ranks that hold parts of the same parameters to gather these now.
 
-        Raises:
-            CanaryDeclined: They do not all come, or one of them cannot.
+        Raises CanaryDeclined: they do not all come, or one of them cannot.
         """
         shared: dict[tuple[int, ...], list[Any]] = {ranks: [] for ranks in groups}
         for watch, state in zip(watches, states, strict=True):
@@ -359,15 +339,10 @@ def _compute(
 ) -> bool:
     """Compute a parameter's update again; return whether it depends on other parameters.
 
-    Args:
-        watch: The parameter.
-        lone: Its optimizer.
-        held: What it holds of the whole parameter.
-        own: What it holds of this rank's part.
-        alone: Whether to find out if it depends on others.
+    ``held``: what it holds of the whole parameter. ``own``: what it holds of this rank's part.
+    ``alone``: whether to find out if it depends on others.
 
-    Raises:
-        CanaryDeclined: The update cannot be computed.
+    Raises CanaryDeclined: the update cannot be computed.
     """
     cuts = Cuts(watch.chosen.parameter, held.value)
     expected = lone.update(held)

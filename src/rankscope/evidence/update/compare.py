@@ -36,58 +36,42 @@ FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class PartOfUpdate:
-    """What is known of one parameter's update on one worker.
-
-    Attributes:
-        name: The parameter's name.
-        optimizer: The name of the optimizer's class.
-        dtype: The parameter's type.
-        shared: Whether ranks hold parts of it.
-        learning_rate: Of its group; NaN if unknown.
-        decay: The weight decay of its group; NaN if unknown.
-        copied_to: The type of the model's own copy; empty where the optimizer holds the model's
-            parameter itself.
-        random: Whether the optimizer draws random numbers.
-        alone: Axes of the mesh along which each rank's part was updated by itself, as a trial.
-        numbers: Sums over the elements, in the order of :data:`FIELDS`. ``expected`` and ``actual``
-            are squared norms of the update, ``product`` their inner product, ``distance`` that of
-            their difference, ``spread`` that of the effect of rounding, ``weights`` that of the
-            parameter, ``largest`` its largest magnitude; ``along_weights`` and ``turned_weights``
-            are the products of it with the difference and with the expected update. ``resting`` of
-            ``driven`` elements other than 0 with a gradient do not move; ``still_rows`` of ``rows``
-            rows are not moved, and should be. ``moved`` is the squared change of the parameter
-            between the forward pass and the update, ``later`` that between the update and the end
-            of the step, ``copied`` the squared distance of the model's own copy there.
-        trials: For each of ``alone``, the squared distance of the update from that trial.
-    """
+    """What is known of one parameter's update on one worker."""
 
     name: str
-    optimizer: str
+    optimizer: str  # the name of the optimizer's class
     dtype: str
-    shared: bool
-    learning_rate: float
-    decay: float
+    shared: bool  # whether ranks hold parts of it
+    learning_rate: float  # of its group; NaN if unknown
+    decay: float  # the weight decay of its group; NaN if unknown
+    # the type of the model's own copy; empty where the optimizer holds the model's parameter itself
     copied_to: str
-    random: bool
+    random: bool  # whether the optimizer draws random numbers
+    # axes of the mesh along which each rank's part was updated by itself, as a trial
     alone: tuple[str, ...]
+    # sums over the elements, in the order of :data:`FIELDS`. ``expected`` and ``actual`` are
+    # squared norms of the update, ``product`` their inner product, ``distance`` that of their
+    # difference, ``spread`` that of the effect of rounding, ``weights`` that of the parameter,
+    # ``largest`` its largest magnitude; ``along_weights`` and ``turned_weights`` are the products
+    # of it with the difference and with the expected update. ``resting`` of ``driven`` elements
+    # other than 0 with a gradient do not move; ``still_rows`` of ``rows`` rows are not moved, and
+    # should be. ``moved`` is the squared change of the parameter between the forward pass and the
+    # update, ``later`` that between the update and the end of the step, ``copied`` the squared
+    # distance of the model's own copy there.
     numbers: NDArray[np.float64]
+    # for each of ``alone``, the squared distance of the update from that trial
     trials: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateShare:
-    """One worker's share of an audited update.
+    """One worker's share of an audited update."""
 
-    Attributes:
-        parts: Parts of the parameters, in order.
-        num_parameters: How many parameters the optimizers train.
-        hooks: What runs after the optimizer's own step, and may change its result.
-        declined: Why the update of some optimizer was not computed again, by its class.
-    """
-
-    parts: tuple[PartOfUpdate, ...] = ()
-    num_parameters: int = 0
+    parts: tuple[PartOfUpdate, ...] = ()  # parts of the parameters, in order
+    num_parameters: int = 0  # how many parameters the optimizers train
+    # what runs after the optimizer's own step, and may change its result
     hooks: tuple[str, ...] = ()
+    # why the update of some optimizer was not computed again, by its class
     declined: dict[str, str] = field(default_factory=dict)
 
     def pack(self) -> bytes:
@@ -109,8 +93,7 @@ class UpdateShare:
     def unpack(cls, content: bytes | memoryview) -> "UpdateShare":
         """Read a share.
 
-        Raises:
-            PackedError: These bytes hold none.
+        Raises PackedError: these bytes hold none.
         """
         header, arrays = unpack_arrays(content)
         try:
@@ -168,55 +151,33 @@ class UpdateMismatch(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OddUpdate:
-    """A parameter whose update differs.
-
-    Attributes:
-        name: Its name.
-        how: How it differs.
-        optimizer: Its optimizer's class.
-        ranks: The workers concerned; empty for all.
-        cosine: Of both updates.
-        ratio: Norm of the update over that of the one computed again.
-        error: Norm of the difference, over that of the update computed again.
-        bound: What rounding explains of that.
-        factor: Of a multiple; of a decay, over that of the settings, and NaN without one; of rows,
-            their share.
-        axis: Axes of the mesh whose parts are updated alone.
-    """
+    """A parameter whose update differs."""
 
     name: str
     how: UpdateMismatch
     optimizer: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # the workers concerned; empty for all
     cosine: float
-    ratio: float
-    error: float
-    bound: float
+    ratio: float  # norm of the update over that of the one computed again
+    error: float  # norm of the difference, over that of the update computed again
+    bound: float  # what rounding explains of that
+    # of a multiple; of a decay, over that of the settings, NaN without one; of rows, their share
     factor: float = math.nan
-    axis: str = ""
+    axis: str = ""  # axes of the mesh whose parts are updated alone
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateVerdict:
-    """The result of an audited update.
+    """The result of an audited update."""
 
-    Attributes:
-        compared: Names of the parameters that were compared, beyond rounding.
-        unseen: Names of those whose update rounding may hide.
-        resting: Names, and shares of elements with a gradient that are not moved.
-        later: Names of those that change after the update, and by how many times the update.
-        odd: Those that differ.
-        error: The largest relative difference of those that agree.
-        parameter: Its parameter.
-        optimizers: The optimizers' classes.
-    """
-
-    compared: tuple[str, ...]
-    unseen: tuple[str, ...]
+    compared: tuple[str, ...]  # names of the parameters that were compared, beyond rounding
+    unseen: tuple[str, ...]  # names of those whose update rounding may hide
+    # names, and shares of elements with a gradient that are not moved
     resting: tuple[tuple[str, float], ...]
+    # names of those that change after the update, and by how many times the update
     later: tuple[tuple[str, float], ...]
     odd: tuple[OddUpdate, ...]
-    error: float
+    error: float  # the largest relative difference of those that agree
     parameter: str
     optimizers: tuple[str, ...]
 

@@ -27,13 +27,7 @@ _WEIGHTS = (UpdateMismatch.MOVED, UpdateMismatch.NOT_COPIED)
 def in_words(
     verdict: UpdateVerdict, shares_W: Sequence[UpdateShare], step: int
 ) -> Iterator[Finding]:
-    """Yield the findings of an audited update.
-
-    Args:
-        verdict: The result.
-        shares_W: The workers' shares.
-        step: The step.
-    """
+    """Yield the findings of an audited update."""
     hooks = list(dict.fromkeys(hook for share in shares_W for hook in share.hooks))
     num_parameters = max(len(verdict.compared), *(share.num_parameters for share in shares_W))
     for cause, odd in (
@@ -189,10 +183,7 @@ _MOST_STEPS = 4  # that wait for the workers' other messages
 class UpdateAudits(Director):
     """Audited updates of one run.
 
-    Args:
-        num_workers: W.
-        report: Takes each finding.
-        silent_steps: Steps that yield no findings, since nobody asked for them.
+    ``silent_steps``: steps that yield no findings, since nobody asked for them.
     """
 
     def __init__(
