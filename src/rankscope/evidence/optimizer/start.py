@@ -196,11 +196,10 @@ class OptimizerStart(Detector):
             words, ranks, severity = found[-1]
             where = f"{alike[-1].step:,}"
             yield self._finding(RESUMED, severity, now, {"words": words, "saved": where}, ranks)
-        elif not alike and self._held_moments() and (now.is_empty or now.is_zero):
-            yield self._finding(RESUMED, Severity.NOTE, now, {}, key=FRESH)
-
-    def _held_moments(self) -> bool:
-        return any(not one.is_empty for one in (self._last, self._first, *self._saved))
+        elif not alike and (now.is_empty or now.is_zero):
+            before = (self._last, self._first, *self._saved)
+            if not all(one.is_empty for one in before):
+                yield self._finding(RESUMED, Severity.NOTE, now, {}, key=FRESH)
 
     def _settings(self, now: _Holdings) -> Iterable[FaultEvidence]:
         before = self._last.settings

@@ -156,7 +156,7 @@ class OutlierSearch(Detector):
         """Return the open fault with the same onset and signals, or one that healed here before."""
         names = {signal.name for signal, _ in traces}
         for fault in self._faults:
-            if fault.tie or not names & {name for name, _ in fault.ways}:
+            if fault.tie or not names & fault.names:
                 continue
             if not fault.is_open:
                 if fault.ranks == [worker]:
@@ -209,7 +209,8 @@ class OutlierSearch(Detector):
                 active = [] if healed else fault.active
             else:
                 active = [worker for worker in fault.active if not self._has_healed(worker)]
-                fault.last_step = step if self._shows(active) else fault.last_step
+                if any(part.test.certainty(w) >= 1 for part in self._parts for w in active):
+                    fault.last_step = step
                 fault.count += 1
             if active != fault.active:
                 for worker in () if fault.tie else sorted(set(fault.active) - set(active)):
@@ -219,9 +220,6 @@ class OutlierSearch(Detector):
             elif fault.count >= 2 * fault.reported_count:
                 changed.append(fault)
         return changed
-
-    def _shows(self, workers: Sequence[int]) -> bool:
-        return any(part.test.certainty(w) >= 1 for part in self._parts for w in workers)
 
     def _has_healed(self, worker: int) -> bool:
         return all(part.test.certainty(worker) <= HEALED for part in self._parts)

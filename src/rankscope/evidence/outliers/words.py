@@ -72,11 +72,9 @@ class Fault:
         return bool(self.active)
 
     @property
-    def ways(self) -> set[tuple[str, BetKind]]:
-        """The signals that differ, and the kinds of difference."""
-        return {
-            (signal.name, trace.kind) for traces in self.traces.values() for signal, trace in traces
-        }
+    def names(self) -> set[str]:
+        """The signals that differ."""
+        return {signal.name for traces in self.traces.values() for signal, _ in traces}
 
     def add(self, worker: int, traces: Traces, step: int) -> None:
         """Add a worker to the fault, for the first time or again."""

@@ -5,6 +5,7 @@ step. The training keeps its bits, but for changes that the comparison asks for 
 step: :class:`Start`.
 """
 
+import functools
 import itertools
 import logging
 import math
@@ -30,14 +31,14 @@ from rankscope.bus.parity import (
     file_of_step,
     folder_of_rank,
 )
-from rankscope.errors import RunError
 from rankscope.evidence.loss.meter import LossMeter
 from rankscope.evidence.loss.probe import PendingLosses
 from rankscope.evidence.optimizer.holdings import OptimizedParameter, held_by
 from rankscope.evidence.parity.figures import FigureMeter, Held, Named, Part, pieces_in
 from rankscope.evidence.parity.labels import Labels, labels_among, labels_before
 from rankscope.evidence.parity.start import Start, set_up
-from rankscope.evidence.randomness.meter import ACCELERATOR, TORCH, RandomMeter
+from rankscope.evidence.randomness import ACCELERATOR, TORCH
+from rankscope.evidence.randomness.meter import RandomMeter
 from rankscope.evidence.samples.probe import SampleMeter
 from rankscope.files import make_folder, replace
 from rankscope.gradients.names import canonical_name
@@ -79,6 +80,25 @@ class _Step:
     drawn: bool = False
 
 
+def _recorded(work: Callable[..., None]) -> Callable[..., None]:
+    """Call a method outside of the training's surroundings, while the recorder is active.
+
+    A failure ends the record, never the training.
+    """
+
+    @functools.wraps(work)
+    def call(self: "ParityRecorder", *args: Any, **more: Any) -> None:
+        if not self.active:
+            return
+        try:
+            with torch.no_grad():
+                outside(functools.partial(work, self, *args, **more))
+        except Exception as error:
+            self.fail(error)
+
+    return call
+
+
 class ParityRecorder:
     """Records the first steps of a model.
 
@@ -89,6 +109,8 @@ class ParityRecorder:
     ``module``: the model inside its wrappers, whose parameters have the names that count.
     ``start``: changes before the first step. ``first_step``: number of the first step.
     """
+
+    repeating = False  # no pass is the recorder's own
 
     def __init__(
         self,
@@ -103,7 +125,7 @@ class ParityRecorder:
         self._place = place
         self._last = first_step + num_steps
         self._start = start
-        self.step = first_step
+        self.present_step = first_step
         self._first = first_step
         self._failed = ""
         self._begun = False
@@ -129,58 +151,24 @@ class ParityRecorder:
         )
 
     @property
-    def present_step(self) -> int:
-        """The number of the step that is under way."""
-        return self.step
-
-    @property
-    def done(self) -> bool:
-        """Whether all steps are recorded."""
-        return self.step >= self._last
-
-    @property
     def active(self) -> bool:
         """Whether it still records."""
-        return not self._failed and not self.done
+        return not self._failed and self.present_step < self._last
 
     @property
     def training(self) -> bool:
         """Whether the present forward pass counts."""
         return self.active and torch.is_grad_enabled()
 
-    # What happens ---------------------------------------------------------------------------
-
-    def begin_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """A forward pass of the training begins: the first one after an update ends a step."""
-        self._run(self._begin_pass, args, kwargs)
-
-    def end_pass(self, output: Any, kwargs: Mapping[str, Any]) -> None:
-        """A forward pass of the training has ended."""
-        self._run(self._end_pass, output, kwargs)
-
-    def see_roots(self, roots: Sequence[Any]) -> None:
-        """A backward pass is about to begin."""
-        self._run(self._see_roots, roots)
-
-    def see_reduced(self) -> None:
-        """A backward pass has ended, and its reduction."""
-        self._run(self._see_reduced)
-
+    @_recorded
     def loss(self, value: Any, weight: Any = None, **more: Any) -> None:
         """Take a loss: see :meth:`rankscope.Scope.loss`."""
-        self._run(lambda: self._losses.give(value, weight, **more))
+        self._losses.give(value, weight, **more)
 
+    @_recorded
     def samples(self, samples: Any) -> None:
         """Take the identity of samples: see :meth:`rankscope.Scope.batch`."""
-        self._run(lambda: self._samples.give(samples))
-
-    def before_update(self, optimizer: Any) -> None:
-        """An optimizer, or several as one, is about to be called."""
-        self._run(self._before_update, optimizer)
-
-    def after_update(self, optimizer: Any) -> None:
-        """An optimizer has been called."""
-        self._run(self._after_update, optimizer)
+        self._samples.give(samples)
 
     def see_other(self, optimizer: Any) -> None:
         """An optimizer is called that holds no parameter of the model."""
@@ -188,39 +176,30 @@ class ParityRecorder:
 
     def close(self) -> None:
         """Write the last step, and listen no more."""
-        self._run(self._end_step)
+        self._end_step()
         self._stop_listening()
         self._forget_inner_hooks()
-
-    @property
-    def repeating(self) -> bool:
-        """False: no pass is the recorder's own."""
-        return False
 
     def knows(self, optimizer: Any) -> bool:
         """Return whether an optimizer holds a parameter of the model."""
         return any(self._held(p) for each in all_of(optimizer) for p in _parameters(each))
 
-    # How it is kept -------------------------------------------------------------------------
-
-    def _run(self, work: Callable[..., None], *args: Any) -> None:
-        if not self.active:
-            return
+    def fail(self, error: Exception) -> None:
+        """End the record, and say so in its files."""
+        self._failed = f"{type(error).__name__}: {error}"
+        self._now = _Step()
+        _log.warning("parity records no more of this training: %s", self._failed, exc_info=True)
         try:
-            with torch.no_grad():
-                outside(work, *args)
-        except Exception as error:
-            self._failed = f"{type(error).__name__}: {error}"
-            self._now = _Step()
-            _log.warning("parity records no more of this training: %s", self._failed, exc_info=True)
-            try:
-                self._write(RankStep(self._place.rank, self.step, {"failed": self._failed}, {}))
-            except Exception:
-                _log.debug("nor could it write that", exc_info=True)
+            failed = {"failed": self._failed}
+            self._write(RankStep(self._place.rank, self.present_step, failed, {}))
+        except Exception:
+            _log.debug("nor could it write that", exc_info=True)
 
-    def _begin_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    @_recorded
+    def begin_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A forward pass of the training begins: the first one after an update ends a step."""
         self._end_step()
-        if self.done:
+        if not self.active:
             return
         if not self._begun:
             self._begin_step()
@@ -235,7 +214,7 @@ class ParityRecorder:
     def _begin_step(self) -> None:
         self._begun = True
         now = self._now
-        first = self.step == self._first
+        first = self.present_step == self._first
         now.facts["random"] = {name: str(one) for name, one in self._random.held().items()}
         if first:
             now.facts["shapes"] = self._shapes
@@ -250,7 +229,9 @@ class ParityRecorder:
         if first and self._start is not None:
             self._start.perturb(self._module)
 
-    def _end_pass(self, output: Any, kwargs: Mapping[str, Any]) -> None:
+    @_recorded
+    def end_pass(self, output: Any, kwargs: Mapping[str, Any]) -> None:
+        """A forward pass of the training has ended."""
         self._random.after_forward()
         self._forget_inner_hooks()
         loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
@@ -258,7 +239,9 @@ class ParityRecorder:
             self._add_labels(labels_before([loss]))
         self._losses.see(output, kwargs)
 
-    def _see_roots(self, roots: Sequence[Any]) -> None:
+    @_recorded
+    def see_roots(self, roots: Sequence[Any]) -> None:
+        """A backward pass is about to begin."""
         if self._now.labels is None or "labels by root" in self._now.facts:
             found = labels_before([r for r in roots if isinstance(r, Tensor)])
             if found is not None:
@@ -269,15 +252,15 @@ class ParityRecorder:
         if labels is not None:
             self._now.labels = (self._now.labels or Labels()).plus(labels)
 
-    def _see_reduced(self) -> None:
+    @_recorded
+    def see_reduced(self) -> None:
+        """A backward pass has ended, and its reduction."""
         if self._begun and not self._now.updated:
             self._now.unclipped = {UNCLIPPED: self._meter.measure(self._gradients())}
             self._now.facts.pop("clipping seen", None)
 
+    @_recorded
     def _see_clipping(self, parameters: Any, max_norm: Any, *args: Any, **more: Any) -> None:
-        self._run(self._keep_unclipped, parameters, max_norm)
-
-    def _keep_unclipped(self, parameters: Any, max_norm: Any) -> None:
         """Keep the gradients that the training is about to clip, which it may have unscaled."""
         now = self._now
         if not self._begun or now.updated:
@@ -290,17 +273,25 @@ class ParityRecorder:
             now.facts["clipping seen"] = True
             now.unclipped = {UNCLIPPED: self._meter.measure(self._gradients())}
 
-    def _before_update(self, optimizer: Any) -> None:
+    @_recorded
+    def before_update(self, optimizer: Any) -> None:
+        """An optimizer, or several as one, is about to be called."""
         if not self._begun:
             return
         now = self._now
         now.updated = True
-        given = self._given_flat(optimizer)
+        given = [  # in flat tensors
+            (name, part(flat.grad))
+            for each in all_of(optimizer)
+            for flat in _parameters(each)
+            if id(flat) not in self._names and flat.grad is not None
+            for name, part in self._held(flat)
+        ]
         if given:
             self._add(GRADIENT, self._meter.measure(given))
         elif GRADIENT not in now.figures:
             now.figures[GRADIENT] = self._meter.measure(self._gradients())
-        if self.step == self._first and not self._holds_nothing(optimizer):
+        if self.present_step == self._first and any(held.state for held in held_by(optimizer)):
             now.figures.update(self._moments(optimizer, HELD))
             now.facts["held counters"] = {
                 **now.facts.get("held counters", {}), **self._counters(optimizer)
@@ -321,20 +312,9 @@ class ParityRecorder:
             found = self._flat[id(tensor)] = tuple(pieces_in(tensor, self._module, self._names))
         return found
 
-    def _given_flat(self, optimizer: Any) -> list[Named]:
-        """Return the gradients that an optimizer gets in flat tensors."""
-        return [
-            (name, part(flat.grad))
-            for each in all_of(optimizer)
-            for flat in _parameters(each)
-            if id(flat) not in self._names and flat.grad is not None
-            for name, part in self._held(flat)
-        ]
-
-    def _holds_nothing(self, optimizer: Any) -> bool:
-        return not any(held.state for held in held_by(optimizer))
-
-    def _after_update(self, optimizer: Any) -> None:
+    @_recorded
+    def after_update(self, optimizer: Any) -> None:
+        """An optimizer has been called."""
         if not self._begun:
             return
         now = self._now
@@ -375,6 +355,7 @@ class ParityRecorder:
                 counters.update((name, float(held.counter)) for name, _ in of)
         return counters
 
+    @_recorded
     def _end_step(self) -> None:
         if not self._now.updated:
             return
@@ -408,7 +389,7 @@ class ParityRecorder:
         self._write(
             RankStep(
                 self._place.rank,
-                self.step,
+                self.present_step,
                 facts,
                 figures,
                 np.concatenate(samples) if samples else np.empty(0, np.int64),
@@ -419,7 +400,7 @@ class ParityRecorder:
         )
         self._now = _Step()
         self._begun = False
-        self.step += 1
+        self.present_step += 1
 
     def _write(self, step: RankStep) -> None:
         folder = self._place.folder / folder_of_rank(self._place.rank)
@@ -528,12 +509,3 @@ def _joined(first: TensorFigures, second: TensorFigures) -> TensorFigures:
         np.concatenate([first.squares_PQ, second.squares_PQ]),
         np.concatenate([first.sketches_PQK, second.sketches_PQK]),
     )
-
-
-def check_folder(folder: Path) -> None:
-    """Check that a folder can hold a record.
-
-    Raises RunError: it holds one already.
-    """
-    if folder.is_dir() and any(folder.iterdir()):
-        raise RunError(f"{folder} holds a record for parity already: give another directory")

@@ -18,7 +18,7 @@ from rankscope.bus.run import RunFacts
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import Groups, SharedWork, Step
 from rankscope.bus.words import listed, name_ranks, shortened
-from rankscope.evidence.randomness import BETWEEN_BITS, GENERATORS, KEY
+from rankscope.evidence.randomness import BETWEEN_BITS, DIGESTS, GENERATORS, KEY
 from rankscope.stats.arrays import Ints
 
 STEPS_NEEDED = 3
@@ -30,7 +30,6 @@ DIFFERS_BETWEEN = "rng-differs-between"
 LOADERS = "loader-rng-identical"
 PRIVATE = "private-rng-identical"
 
-_DIGESTS = {"rng_digest": 4 | 8, "rng_digest_python": 1, "rng_digest_numpy": 2}
 _MOST_GROUPS = 4
 _OF_LOADERS = {
     "loader_rng_python": (1, "Python's"),
@@ -92,7 +91,7 @@ class EqualRandom(Detector):
         used_W = np.maximum(workers["rng_used"], 0)
         forward: set[int] = set()
         between: set[int] = set()
-        for name, bits in _DIGESTS.items():
+        for name, bits in DIGESTS.items():
             digests_W = workers[name]
             moved_W = (used_W & (bits | bits << BETWEEN_BITS)) != 0
             if not moved_W.any():
@@ -258,7 +257,7 @@ class RandomRestart(Detector):
         found = {}
         for name, now_W in now.items():
             first_W = self._first.get(name)
-            if first_W is None or not _all_differ(first_W):
+            if first_W is None or len(np.unique(first_W)) < len(first_W):
                 continue
             seen = self._seen(name, first_W, now_W)
             if seen is not None:
@@ -281,10 +280,6 @@ class RandomRestart(Detector):
             ranks = list(range(len(now_W)))
             return f"{name_ranks(ranks)} hold one and the same", ranks
         return None
-
-
-def _all_differ(values_W: Ints) -> bool:
-    return len(np.unique(values_W)) == len(values_W)
 
 
 def _evidence(step: int, found: Mapping[str, tuple[str, list[int]]]) -> FaultEvidence:

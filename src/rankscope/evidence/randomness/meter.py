@@ -22,7 +22,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
-from rankscope.evidence.randomness import GENERATORS
+from rankscope.evidence.randomness import (
+    ACCELERATOR,
+    BETWEEN_BITS,
+    DIGESTS,
+    GENERATORS,
+    NUMPY,
+    PYTHON,
+    TORCH,
+)
 from rankscope.gradients.fingerprint import (
     Snapshot,
     digest_of,
@@ -35,21 +43,6 @@ from rankscope.gradients.fingerprint import (
     torch_state,
 )
 from rankscope.private import Patch
-
-PYTHON = 1
-NUMPY = 2
-TORCH = 4
-ACCELERATOR = 8
-"""The generators, as bits of the column ``rng_used``."""
-
-BETWEEN = 4
-"""Shift of the same bits for generators that moved between the passes of two steps."""
-
-_DIGESTS = {
-    "rng_digest": TORCH | ACCELERATOR,
-    "rng_digest_python": PYTHON,
-    "rng_digest_numpy": NUMPY,
-}
 
 
 class RandomMeter:
@@ -124,8 +117,8 @@ class RandomMeter:
             self._last = {}
             return {}
         self._last = {**first, **self._after}
-        values = {"rng_used": used | between << BETWEEN}
-        for name, bits in _DIGESTS.items() if used | between else ():
+        values = {"rng_used": used | between << BETWEEN_BITS}
+        for name, bits in DIGESTS.items() if used | between else ():
             moved = bits & (used | between)
             states = [
                 bytes([bit]) + python_bytes(state) for bit, state in first.items() if moved & bit

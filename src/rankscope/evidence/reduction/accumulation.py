@@ -9,6 +9,7 @@ Legend of shapes: W workers, G groups.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -54,6 +55,7 @@ _MULTIPLIED = "multiplied"
 _IN_PART = "changed in part"
 _UNSTEADY = "changed"
 _MISTAKES = (_RESET, _DOUBLED, _DIVIDED, _MULTIPLIED)
+_OF_SCHEDULES = {_RESET: _DROPPED, _DIVIDED: _RESCALED}  # what torch's do themselves
 
 
 class AccumulationAudit(Detector):
@@ -112,28 +114,16 @@ class AccumulationAudit(Detector):
             "factor": change.scale,
             "micro_batch": change.micro,
         }
-        return FaultEvidence(
-            cause=CAUSE,
-            severity=severity,
-            ranks=tuple(sorted(seen.ranks)),
-            first_step=seen.first,
-            last_step=seen.last,
-            count=seen.count,
-            fields={
-                "what": change.words,
-                "where": change.where,
-                "micro": f"{change.micro + 1:,}",
-                "over": "" if seen.open else " It is over now.",
-                "schedule": self._advice() if self._in_schedule else "",
-            },
-            numbers=numbers,
-            groups=change.groups,
-            status="open" if seen.open else "closed",
-        )
-
-    def _advice(self) -> str:
-        """Return what torch's pipeline schedules do themselves."""
-        return {_RESET: _DROPPED, _DIVIDED: _RESCALED}.get(self._last.kind, "")
+        where = shortened(change.groups, _NAMED, "other group")
+        fields = {
+            "what": change.words,
+            "where": f" of {where}" if where else "",
+            "micro": f"{change.micro + 1:,}",
+            "over": "" if seen.open else " It is over now.",
+            "schedule": _OF_SCHEDULES.get(change.kind, "") if self._in_schedule else "",
+        }
+        evidence = seen.evidence(CAUSE, severity, seen.ranks, fields, numbers)
+        return replace(evidence, groups=change.groups)
 
     # From step to step ---------------------------------------------------------------------
 
@@ -230,13 +220,6 @@ class _Change(Stateful):
         self.scale = scale
         self.micro = micro
         self.groups = groups
-
-    @property
-    def where(self) -> str:
-        """The groups, in words; empty for all."""
-        if not self.groups:
-            return ""
-        return f" of {shortened(self.groups, _NAMED, 'other group')}"
 
     @property
     def words(self) -> str:

@@ -19,7 +19,6 @@ Legend of shapes: W workers, G groups.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +27,7 @@ from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.bus.steps import SharedWork, StepBatch
 from rankscope.bus.weighting import common_scale
-from rankscope.bus.words import count, listed
+from rankscope.bus.words import shortened
 from rankscope.evidence.reduction.levels import (
     ELEMENT,
     LOSSY,
@@ -137,7 +136,8 @@ class ReductionAudit(Detector):
         histories = [self._groups.setdefault(name, GroupHistory()) for name in gathered.groups]
         local_G = np.isfinite(lengths_G) & (lengths_G > 0)
         may_be_lost_G = local_G & ~self._may_overflow(gathered)
-        if not _is_finite(gathered.workers.get("reduced_norm")):
+        reduced_W = gathered.workers.get("reduced_norm")
+        if reduced_W is None or not np.isfinite(reduced_W).all():
             residuals_WG = _with_lost(residuals_WG, may_be_lost_G, histories)
         usable_G = np.isfinite(residuals_WG).all(axis=0) & local_G
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -344,14 +344,8 @@ def _with_lost(
     return np.where(lost_WG, 1.0, residuals_WG)
 
 
-def _is_finite(values_W: NDArray[Any] | None) -> bool:
-    """Return whether all workers have a number, and it is finite."""
-    return values_W is not None and bool(np.isfinite(values_W).all())
-
-
 def name_groups(groups: Sequence[str]) -> str:
     """Return groups as words, a long list cut: ``the groups a, b, c, d and 3 others``."""
     if len(groups) == 1:
         return f"group {groups[0]}"
-    rest = [count(len(groups) - _NAMED, "other")] if len(groups) > _NAMED else []
-    return f"the groups {listed([*groups[:_NAMED], *rest])}"
+    return f"the groups {shortened(groups, _NAMED)}"

@@ -114,7 +114,7 @@ class ExpectedResiduals:
         self._num_workers = num_workers
         self._meant = dict(reduced_in or {})
         types = {"float32", *self._meant.values()} & UNIT_ROUNDOFF.keys()
-        self._most = {dtype: most_error(num_workers, dtype) for dtype in types}
+        self._most = {dtype: max(_errors(num_workers, dtype)) for dtype in types}
 
     def type_of(self, group: str) -> str:
         """Return the name of the type in which a group is meant to be reduced."""
@@ -158,11 +158,6 @@ class ExpectedResiduals:
             if wider and min(errors) / NEAR <= residual <= max(errors) * NEAR:
                 fitting.append(dtype)
         return tuple(fitting)
-
-
-def most_error(num_workers: int, dtype: str) -> float:
-    """Return the largest relative error that a type is predicted to give, however it is used."""
-    return max(_errors(num_workers, dtype))
 
 
 def _errors(

@@ -42,7 +42,7 @@ class Gaps:
         return MessagePart({"rollout_gap": gap})
 
 
-class RolloutMeter:
+class RolloutProbe(Probe):
     """Collects the gap of one step on one worker; unusable values are declined in the log."""
 
     def __init__(self) -> None:
@@ -68,13 +68,14 @@ class RolloutMeter:
                 problem,
             )
 
-    def collect(self) -> Gaps | None:
-        """Return the gap since the last call, if any, and start again."""
-        if not self._sums:
-            return None
-        sums = self._sums
+    def collect(self, end: StepEnd) -> Pending | None:
+        """Return the step's gap, if log-probabilities were given."""
+        sums, self._sums = self._sums, []
+        return Gaps(sums) if sums else None
+
+    def abort(self) -> None:
+        """Forget the values given so far."""
         self._sums = []
-        return Gaps(sums)
 
 
 @torch.no_grad()
@@ -102,22 +103,6 @@ def _problem(trainer: Any, rollout: Any, mask: Any) -> str:
         return f"the shapes {', '.join(map(str, shapes))}"
     devices = {str(each.device) for each in given}
     return "" if len(devices) == 1 else f"tensors on {' and '.join(sorted(devices))}"
-
-
-class RolloutProbe(Probe):
-    """Collects the gap of one worker's steps."""
-
-    def __init__(self) -> None:
-        self._meter = RolloutMeter()
-        self.give = self._meter.give
-
-    def collect(self, end: StepEnd) -> Pending | None:
-        """Return the step's gap, if log-probabilities were given."""
-        return self._meter.collect()
-
-    def abort(self) -> None:
-        """Forget the values given so far."""
-        self._meter.collect()
 
 
 def make_probe(job: Job) -> RolloutProbe:

@@ -59,7 +59,11 @@ class Lengths:
         if not samples or not tokens:
             return {}
         values = {"sequence_length": tokens / samples}
-        present = [_number(seen.present) for seen in self._seen if seen.present is not None]
+        present = [
+            seen.present if isinstance(seen.present, int) else float(seen.present.numpy())
+            for seen in self._seen
+            if seen.present is not None
+        ]
         if len(present) == len(self._seen):
             values["padding"] = 1 - sum(present) / tokens
         return values
@@ -81,7 +85,9 @@ class LengthMeter:
         named = first if isinstance(first, Mapping) and "input_ids" in first else kwargs
         ids = named.get("input_ids", first)
         mask = named.get("attention_mask")
-        if not _are_ids(ids):
+        if not isinstance(ids, Tensor) or ids.dim() != 2 or not is_dense(ids):
+            return
+        if ids.dtype not in (torch.int64, torch.int32):
             return
         fits = isinstance(mask, Tensor) and is_dense(mask) and mask.shape == ids.shape
         present = _count(mask) if fits else None
@@ -94,19 +100,9 @@ class LengthMeter:
         return Lengths([one for one in seen if one.forward not in idle])
 
 
-def _are_ids(value: Any) -> bool:
-    if not isinstance(value, Tensor) or value.dim() != 2 or not is_dense(value):
-        return False
-    return value.dtype in (torch.int64, torch.int32)
-
-
 def _count(mask: Any) -> Numbers | int:
     count = count_labels(mask, 0, first=0)
     return copy_numbers((mask != 0).sum(), torch.int64, own=True) if count is None else count
-
-
-def _number(present: Numbers | int) -> float:
-    return present if isinstance(present, int) else float(present.numpy())
 
 
 _log = logging.getLogger("rankscope")
@@ -157,7 +153,13 @@ class SampleMeter:
         except Exception as error:
             if not self._declined:
                 self._declined = True
-                words = error if isinstance(error, UsageError) else _words_for(error)
+                words: object = error
+                if not isinstance(error, UsageError):
+                    words = (
+                        "the samples of a batch cannot be told apart: its tensors cannot be read "
+                        f"({type(error).__name__}: {error}); give scope.batch(ids) one id per "
+                        "sample"
+                    )
                 _log.warning("%s; the rest is measured as before", words)
             return None
 
@@ -358,7 +360,8 @@ def _identity(samples: object) -> HostCopy | NDArray[np.int64] | None:
     if isinstance(samples, Tensor) and not _is_content(samples):
         return HostCopy(samples.to(torch.int64).reshape(-1))
     if isinstance(samples, (list, tuple)) and samples and isinstance(samples[0], Tensor):
-        if all(map(_is_integer, samples)):
+        integers = (isinstance(one, Tensor) and one.numel() == 1 for one in samples)
+        if all(integers) and not any(map(_is_content, samples)):
             return HostCopy(torch.stack([one.reshape(()).to(torch.int64) for one in samples]))
         if all(isinstance(one, Tensor) and is_dense(one) and one.dim() == 1 for one in samples):
             return HostCopy(_digests_of_items(samples))
@@ -367,10 +370,6 @@ def _identity(samples: object) -> HostCopy | NDArray[np.int64] | None:
         digests = digest_inputs((samples,), {})
         return None if digests is None else HostCopy(digests)
     return ids_of(samples)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, Tensor) and value.numel() == 1 and not _is_content(value)
 
 
 def _is_content(tensor: Tensor) -> bool:
@@ -391,13 +390,6 @@ def _recognised(
             "list of texts enters the model; give scope.batch(ids) one id per sample"
         )
     return digests
-
-
-def _words_for(error: Exception) -> str:
-    return (
-        "the samples of a batch cannot be told apart: its tensors cannot be read "
-        f"({type(error).__name__}: {error}); give scope.batch(ids) one id per sample"
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,13 +121,9 @@ class Stragglers(Detector):
         self._gone = []
         return gone + self._add_step(step)
 
-    def close(self) -> Iterable[FaultEvidence]:
-        """End the run; a window that is not full does not count."""
-        return ()
-
     def state(self) -> State:
         """Return the places that were slow."""
-        return {"places": [place.description() for place in self._places if place.was_slow]}
+        return {"places": [place.description() for place in self._places if place.count]}
 
     def restore(self, state: State) -> None:
         """Continue with the places of before a restart; those that no longer exist have healed.
@@ -156,7 +152,8 @@ class Stragglers(Detector):
         at = (self._num_seen - WARM_UP - 1) % WINDOW
         self._steps_S[at] = step.gathered.step
         self._behind_SW[at] = busy_W - typical_worker(busy_W)
-        self._seconds_S[at] = _largest(workers["step_seconds"], busy_W)
+        seconds_W = np.concatenate([workers["step_seconds"], busy_W])
+        self._seconds_S[at] = np.fmax.reduce(seconds_W)  # at least the slowest one's; without NaN
         return tuple(self._judge()) if at == WINDOW - 1 else ()
 
     def _judge(self) -> Iterator[FaultEvidence]:
@@ -200,11 +197,6 @@ class _Place(PersistentFault):
     def key(self) -> str:
         """Its name inside the run."""
         return f"time.straggler:{f'host-{self._host}' if self._host else f'rank-{self.members[0]}'}"
-
-    @property
-    def was_slow(self) -> bool:
-        """Whether it is slow, or has been."""
-        return self.count > 0
 
     def add_window(self, confirmed_W: Bools, windows: Sequence[Lateness]) -> bool:
         """Process the latest window and those before it; return whether the evidence changed.
@@ -303,11 +295,6 @@ def _places(num_workers: int, hosts: Sequence[str]) -> tuple[_Place, ...]:
     for rank, host in enumerate(hosts):
         ranks.setdefault(host, []).append(rank)
     return tuple(_Place(ranks[host], host) for host in ranks)
-
-
-def _largest(seconds_W: Floats, busy_W: Floats) -> float:
-    """Return how long a step took; at least as long as its slowest worker was busy."""
-    return float(np.fmax.reduce(np.concatenate([seconds_W, busy_W])))  # leaves out NaN
 
 
 def _duration(seconds: float) -> str:

@@ -52,10 +52,6 @@ class UpdateInput:
         }
         return UpdateInput(self.value, gradient, state)
 
-    def times(self, factor: float) -> "UpdateInput":
-        """Return the same with a multiple of the gradient."""
-        return UpdateInput(self.value, self.gradient * factor, self.state)
-
 
 def _moved(tensor: Tensor, eps: float, seed: int) -> Tensor:
     draw = torch.Generator(tensor.device).manual_seed(seed)
@@ -190,7 +186,12 @@ class LoneOptimizer:
 
     def _group(self, made: Sequence[nn.Parameter], memo: dict[int, Any]) -> dict[str, Any]:
         """Return the settings of the parameter's group for other parameters."""
-        group, place = place_in(self._optimizer, self._parameter)
+        group, place = next(
+            (group, place)
+            for group in self._optimizer.param_groups
+            for place, each in enumerate(group["params"])
+            if each is self._parameter
+        )
         settings = {
             name: _copied(value, memo)
             for name, value in group.items()
@@ -199,16 +200,6 @@ class LoneOptimizer:
         if "param_names" in group:
             settings["param_names"] = [group["param_names"][place]] * len(made)
         return {"params": list(made), **settings}
-
-
-def place_in(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[dict[str, Any], int]:
-    """Return a parameter's group, and its place there."""
-    return next(
-        (group, place)
-        for group in optimizer.param_groups
-        for place, each in enumerate(group["params"])
-        if each is parameter
-    )
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

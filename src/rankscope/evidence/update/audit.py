@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -349,7 +349,7 @@ def _compute(
     eps = torch.finfo(lone.computed_in or held.value.dtype).eps
     disturbed = lone.update(held.moved(eps), seed=1)
     if alone:
-        beside = lone.update(held, held.times(_OTHER))
+        beside = lone.update(held, replace(held, gradient=_OTHER * held.gradient))
         bound = 4 * (disturbed - expected).norm() + 1e-6 * held.value.norm()
         if bool((beside - expected).norm() > bound):
             return True

@@ -17,7 +17,7 @@ Legend of shapes: W workers, P parameters.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
 import numpy as np
@@ -229,17 +229,10 @@ class _Update:
         size = self.norm("expected")
         return self.bound < _BLUR * size or (size > 0 and not self["distance"])
 
-    @property
-    def moved(self) -> bool:
-        """Whether the weights changed between forward pass and update, beyond rounding."""
+    def changes(self, name: str) -> bool:
+        """Return whether a change of the weights before or after the update exceeds rounding."""
         size = self.norm("expected")
-        return size > 0 and self.norm("moved") > self.bound + _VISIBLE * size
-
-    @property
-    def changes_later(self) -> bool:
-        """Whether the weights change between the update and the end of the step."""
-        size = self.norm("expected")
-        return size > 0 and self.norm("later") > self.bound + _VISIBLE * size
+        return size > 0 and self.norm(name) > self.bound + _VISIBLE * size
 
     @property
     def follows(self) -> bool:
@@ -254,7 +247,7 @@ class _Update:
         if not self.agrees:
             how, factor, axis = self._how()
             yield self._describe(how, factor, axis)
-        if self.moved:
+        if self.changes("moved"):
             yield self._describe(UpdateMismatch.MOVED, self.norm("moved") / self.norm("expected"))
         if not self.follows:
             yield self._describe(UpdateMismatch.NOT_COPIED)
@@ -315,7 +308,9 @@ def judge_update(shares_W: Sequence[UpdateShare]) -> UpdateVerdict:
     compared, unseen, odd = dict[str, float](), list[str](), list[OddUpdate]()
     resting, later = [], []
     for name, parts in by_name.items():
-        updates = list(_updates(parts))
+        updates = [_Update([part], (rank,)) for rank, part in parts.items()]
+        if any(part.shared for part in parts.values()):
+            updates = [_Update(list(parts.values()), ())]
         if not all(one.finite for one in updates):
             unseen.append(name)
             continue
@@ -330,7 +325,9 @@ def judge_update(shares_W: Sequence[UpdateShare]) -> UpdateVerdict:
         still = sum(one["resting"] for one in updates)
         if still > _RESTING * driven and not any(part.random for part in parts.values()):
             resting.append((name, still / driven))
-        changed = [one.norm("later") / one.norm("expected") for one in updates if one.changes_later]
+        changed = [
+            one.norm("later") / one.norm("expected") for one in updates if one.changes("later")
+        ]
         if changed:
             later.append((name, max(changed)))
     worst = max(compared, key=lambda name: compared[name], default="")
@@ -347,15 +344,6 @@ def judge_update(shares_W: Sequence[UpdateShare]) -> UpdateVerdict:
     )
 
 
-def _updates(parts: dict[int, PartOfUpdate]) -> Iterator[_Update]:
-    """Yield what is to be judged of one parameter."""
-    if any(part.shared for part in parts.values()):
-        yield _Update(list(parts.values()), ())
-    else:
-        for rank, part in parts.items():
-            yield _Update([part], (rank,))
-
-
 def _merged(found: Sequence[OddUpdate], num_workers: int) -> Iterator[OddUpdate]:
     """Yield what differs on several workers in one way as one."""
     by_how: dict[UpdateMismatch, list[OddUpdate]] = {}
@@ -364,15 +352,4 @@ def _merged(found: Sequence[OddUpdate], num_workers: int) -> Iterator[OddUpdate]
     for same in by_how.values():
         ranks = tuple(rank for one in same for rank in one.ranks)
         first = max(same, key=lambda one: one.error)
-        yield OddUpdate(
-            name=first.name,
-            how=first.how,
-            optimizer=first.optimizer,
-            ranks=() if len(ranks) == num_workers else ranks,
-            cosine=first.cosine,
-            ratio=first.ratio,
-            error=first.error,
-            bound=first.bound,
-            factor=first.factor,
-            axis=first.axis,
-        )
+        yield replace(first, ranks=() if len(ranks) == num_workers else ranks)

@@ -11,7 +11,7 @@ from rankscope.bus.pace import PACE
 from rankscope.bus.packing import PackedError
 from rankscope.bus.rules import finding_of
 from rankscope.bus.step import GatheredStep
-from rankscope.bus.words import count, listed, name_ranks
+from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.update.compare import (
     OddUpdate,
     UpdateMismatch,
@@ -61,7 +61,10 @@ def _differing(cause: str, odd: Sequence[OddUpdate], hooks: Sequence[str], step:
     alike: dict[tuple[object, ...], list[OddUpdate]] = {}
     for one in odd:
         alike.setdefault((one.how, one.axis, one.ranks), []).append(one)
-    parts = [f"{_named([one.name for one in same])}: {_how(same)}" for same in alike.values()]
+    parts = [
+        f"{shortened([one.name for one in same], _MOST_NAMED)}: {_how(same)}"
+        for same in alike.values()
+    ]
     fields = {
         "optimizers": _computed([one.optimizer for one in odd]),
         "how": "; ".join(parts),
@@ -87,11 +90,6 @@ def _declined(declined: Mapping[str, str], step: int) -> Finding:
     reasons = [f"{kind}: {why}" if kind else why for kind, why in (declined or unseen).items()]
     fields = {"why": "; ".join(reasons)}
     return _finding("update.declined", Severity.NOTE, (), step, fields, {"why": fields["why"]})
-
-
-def _named(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMED
-    return listed([*names[:_MOST_NAMED], *([count(more, "other")] if more > 0 else [])])
 
 
 def _computed(kinds: Sequence[str]) -> str:
@@ -139,7 +137,7 @@ def _resting(verdict: UpdateVerdict) -> str:
     if not verdict.resting:
         return ""
     most = max(share for _, share in verdict.resting)
-    names = _named([name for name, _ in verdict.resting])
+    names = shortened([name for name, _ in verdict.resting], _MOST_NAMED)
     return (
         f" In {names}, up to {_percent(most)} of the elements with a gradient do not move: their "
         "update is below half a unit in the last place."
@@ -149,15 +147,16 @@ def _resting(verdict: UpdateVerdict) -> str:
 def _unseen(verdict: UpdateVerdict) -> str:
     if not verdict.unseen:
         return ""
-    return f" Rounding may hide the update of {_named(verdict.unseen)}."
+    return f" Rounding may hide the update of {shortened(verdict.unseen, _MOST_NAMED)}."
 
 
 def _later(verdict: UpdateVerdict) -> str:
     if not verdict.later:
         return ""
     most = max(ratio for _, ratio in verdict.later)
+    names = shortened([name for name, _ in verdict.later], _MOST_NAMED)
     return (
-        f" After the optimizer's call, {_named([name for name, _ in verdict.later])} changed once "
+        f" After the optimizer's call, {names} changed once "
         f"more, by up to {most:.2g} times the update."
     )
 
