@@ -75,17 +75,13 @@ def digest_of(content: bytes) -> int:
 class Ragged:
     """Rows of different lengths.
 
-    Attributes:
-        flat: All rows, one after the other.
-        lengths_R: Their lengths.
-
     Example:
         >>> rows = Ragged(np.array([1.0, 2.0, 5.0]), np.array([2, 0, 1]))
         >>> rows.reduced(np.add, 0.0).tolist(), [row.tolist() for row in rows.rows]
         ([3.0, 0.0, 5.0], [[1.0, 2.0], [], [5.0]])
     """
 
-    flat: NDArray[Any]
+    flat: NDArray[Any]  # all rows, one after the other
     lengths_R: Ints
 
     @classmethod
@@ -146,10 +142,8 @@ class Ragged:
     def reduced(self, ufunc: np.ufunc, empty: Any, dtype: Any = None) -> NDArray[Any]:
         """Return each row reduced to one number, with the bits that the row alone would have.
 
-        Args:
-            ufunc: Such as ``np.add``.
-            empty: The result for rows without elements.
-            dtype: Type of the result; None: that of the elements.
+        ``ufunc``: such as ``np.add``. ``empty``: the result for rows without elements. ``dtype``:
+        type of the result; None: that of the elements.
         """
         found = np.full(len(self), empty, self.flat.dtype if dtype is None else dtype)
         for length in np.flatnonzero(np.bincount(self.lengths_R)[1:]) + 1:

@@ -19,11 +19,7 @@ Admits = Callable[[Ints], Bools]
 
 
 class SortedMap(Stateful):
-    """A growing map from int64 to integers, kept in a few sorted arrays of doubling sizes.
-
-    Args:
-        value_type: Type of the values.
-    """
+    """A growing map from int64 to integers, kept in a few sorted arrays of doubling sizes."""
 
     SETTINGS = ("_value_type",)
 
@@ -80,8 +76,7 @@ class SortedMap(Stateful):
     def put(self, keys: Ints, values: NDArray[Any]) -> tuple[Bools, NDArray[Any]]:
         """Set the values of sorted keys, which may be in the map or not.
 
-        Returns:
-            As :meth:`find`: which keys were in the map before, and their values then.
+        Returns, as :meth:`find`, which keys were in the map before, and their values then.
         """
         found = np.zeros(len(keys), bool)
         before = np.zeros(len(keys), self._value_type)
@@ -139,19 +134,12 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Draws of steps that share no sample, in the order of samples, then of workers.
+    """Draws of steps that share no sample, in the order of samples, then of workers."""
 
-    Attributes:
-        samples: The samples ``[D]``.
-        ranks: The workers that draw them ``[D]``.
-        steps: The steps in which they do, by index ``[D]``.
-        shape: How many steps and workers there are.
-    """
-
-    samples: Ints
-    ranks: Ints
-    steps: Ints
-    shape: tuple[int, int]
+    samples: Ints  # the samples ``[D]``
+    ranks: Ints  # the workers that draw them ``[D]``
+    steps: Ints  # the steps in which they do, by index ``[D]``
+    shape: tuple[int, int]  # how many steps and workers there are
 
     def where(self, which_D: NDArray[np.bool_]) -> "Draws":
         """Return some of the draws."""
@@ -169,8 +157,7 @@ class Draws:
 class DrawnSamples:
     """The samples of consecutive steps.
 
-    Args:
-        steps: Of each step, one int64 array per worker, in rank order.
+    ``steps``: of each step, one int64 array per worker, in rank order.
     """
 
     def __init__(self, steps: Sequence[Sequence[Ints]]) -> None:
@@ -246,10 +233,13 @@ class DrawnSamples:
         """Return the steps after one of them."""
         return DrawnSamples(self._steps[index + 1 :])
 
-    def single_steps(self) -> "Iterator[DrawnSamples]":
-        """Yield each step by itself."""
-        for step in self._steps:
-            yield DrawnSamples([step])
+    def fitting_pieces(self, fits: Callable[[Ints], bool]) -> "Iterator[DrawnSamples]":
+        """Yield the pieces whose samples fit, and the steps of the others one by one."""
+        for piece in self.pieces():
+            if len(piece) < 2 or fits(piece.flat):
+                yield piece
+            else:
+                yield from (DrawnSamples([step]) for step in piece._steps)
 
     def _latest(self) -> list[int]:
         """Return, for each step, the latest one before it that draws one of its samples, or -1."""
@@ -263,8 +253,7 @@ class DrawnSamples:
     def sorted(self, which_D: NDArray[np.bool_] | None = None) -> Draws:
         """Return the draws, or some of them, in the order of samples.
 
-        Args:
-            which_D: Which, in the order of ``flat``. No two steps share one of their samples.
+        ``which_D``: which, in the order of ``flat``. No two steps share one of their samples.
         """
         order = self.order if which_D is None else self.order[which_D[self.order]]
         shape = len(self), max(map(len, self._steps), default=0)

@@ -71,25 +71,15 @@ class SignalTrace:
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """Consecutive steps, compared as if no unit were flagged or unflagged between them.
-
-    Attributes:
-        rows: The measured signals.
-        e_BTRU: The e-values of units among each other.
-        middle_TR: The medians.
-        deviations_TRU: Deviations from them.
-        z_TRU: Distances from them, in robust standard deviations.
-        scales: The scales of these distances after each step.
-        e_of_flagged_BTR: The e-values of each flagged unit, among the others.
-    """
+    """Consecutive steps, compared as if no unit were flagged or unflagged between them."""
 
     rows: Rows
-    e_BTRU: Floats32
+    e_BTRU: Floats32  # the e-values of units among each other
     middle_TR: Floats
     deviations_TRU: Floats
-    z_TRU: Floats32
-    scales: Scales
-    e_of_flagged_BTR: Mapping[int, Floats]
+    z_TRU: Floats32  # distances from them, in robust standard deviations
+    scales: Scales  # the scales of these distances after each step
+    e_of_flagged_BTR: Mapping[int, Floats]  # the e-values of each flagged unit, among the others
 
 
 class ExchangeabilityTest(Stateful):
@@ -395,7 +385,8 @@ class ExchangeabilityTest(Stateful):
 
     def _kind(self, signal: int, unit: int, age: float, log_B: Floats) -> BetKind:
         """Return how a unit differs, by its recent deviations."""
-        recent = self._recent_deviations(signal, unit, age)
+        recent = self._recent.deviations(signal, age)[:, unit]
+        recent = recent[np.isfinite(recent)]
         best = self._bets[int(log_B.argmax())].kind
         if not len(recent):
             return best
@@ -434,10 +425,6 @@ class ExchangeabilityTest(Stateful):
         if not typical and recent_T.any():  # amounts near the median count as equal to it
             typical = float(np.median(recent_T[recent_T != 0]))
         return typical, relative
-
-    def _recent_deviations(self, signal: int, unit: int, age: float) -> Floats32:
-        recent = self._recent.deviations(signal, age)[:, unit]
-        return recent[np.isfinite(recent)]
 
     def _compared(self, unit: int, signal: int, age: float) -> Floats:
         """Return the recent deviations, without the other flagged units, ``[T, U]``."""

@@ -37,6 +37,7 @@ and blocks of many steps also cover the correlation of neighbouring steps.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,8 +136,7 @@ def _ratio(sums: Floats, *, root: bool) -> Floats:
     return np.sqrt(np.maximum(ratios, 0.0)) if root else ratios
 
 
-@dataclass(frozen=True, slots=True)
-class NoiseOfSteps:
+class NoiseOfSteps(NamedTuple):
     """The noise of gradients in T steps, from norms; NaN where unknown.
 
     Attributes:
@@ -155,13 +155,7 @@ class NoiseOfSteps:
 
     def at(self, chosen_T: NDArray[np.bool_]) -> "NoiseOfSteps":
         """Return the chosen steps."""
-        return NoiseOfSteps(
-            self.between_T[chosen_T],
-            self.within_T[chosen_T],
-            self.noise_T[chosen_T],
-            self.signal_T[chosen_T],
-            self.units_T[chosen_T],
-        )
+        return NoiseOfSteps(*(each_T[chosen_T] for each_T in self))
 
 
 def noise_of_steps(

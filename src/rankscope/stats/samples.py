@@ -33,33 +33,23 @@ class SampleCounts:
 
     A worker that draws a sample twice in a step counts once, except in ``drawn`` and
     ``repeated_in_batch``.
-
-    Attributes:
-        drawn: Samples in the global batch.
-        distinct: Different samples in the global batch.
-        new: Different samples that no earlier step drew, as far as the ledger remembers.
-        repeated_own: Draws of a sample that the same worker drew in an earlier step.
-        repeated_cross: Draws of a sample that only other workers drew in earlier steps.
-        crossing_by_rank: For each worker, how many samples crossed from one worker to a second in
-            this step with it as the first or the second. A sample crosses once; of several
-            workers that draw it then, the one of lowest rank is the second.
-        repeated_in_batch: Draws of a sample that the same worker already has in this step.
-        shared: Different samples that two or more workers drew in this step.
-        sharing_ranks: The workers that drew them.
-        shared_between: ``(rank_i, rank_j, count)`` with i < j for pairs of workers with common
-            samples; the ``MAX_SHARED_PAIRS`` with the largest counts when there are more. With
-            thousands of common draws only those between neighbours in rank are counted.
     """
 
-    drawn: int
-    distinct: int
-    new: int
-    repeated_own: int
-    repeated_cross: int
+    drawn: int  # samples in the global batch
+    distinct: int  # different samples in the global batch
+    new: int  # different samples that no earlier step drew, as far as the ledger remembers
+    repeated_own: int  # draws of a sample that the same worker drew in an earlier step
+    repeated_cross: int  # draws of a sample that only other workers drew in earlier steps
+    # for each worker, how many samples crossed from one worker to a second in this step with it as
+    # the first or the second. A sample crosses once; of several workers that draw it then, the one
+    # of lowest rank is the second.
     crossing_by_rank: tuple[int, ...]
-    repeated_in_batch: int
-    shared: int
-    sharing_ranks: tuple[int, ...]
+    repeated_in_batch: int  # draws of a sample that the same worker already has in this step
+    shared: int  # different samples that two or more workers drew in this step
+    sharing_ranks: tuple[int, ...]  # the workers that drew them
+    # ``(rank_i, rank_j, count)`` with i < j for pairs of workers with common samples; the
+    # ``MAX_SHARED_PAIRS`` with the largest counts when there are more. With thousands of common
+    # draws only those between neighbours in rank are counted.
     shared_between: tuple[tuple[int, int, int], ...]
 
     @property
@@ -75,10 +65,9 @@ class SampleLedger(Stateful):
     Costs 12 bytes per different sample, and 9 for each further worker that draws it. Further
     workers are identified by 64-bit hashes: with 3 million, one ledger in a million mistakes one.
 
-    Args:
-        capacity: Different samples to remember. Beyond it, ``distinct`` is a lower bound. Three
-            times as many further workers are remembered; beyond that, a repeat whose owners are
-            unknown counts as the worker's own: the reading that accuses nobody.
+    ``capacity``: different samples to remember. Beyond it, ``distinct`` is a lower bound. Three
+    times as many further workers are remembered; beyond that, a repeat whose owners are unknown
+    counts as the worker's own: the reading that accuses nobody.
     """
 
     SETTINGS = ("_capacity",)
@@ -153,10 +142,8 @@ class SampleLedger(Stateful):
     def _cross(self, pairs: Draws, cross_P: NDArray[np.bool_], owners_P: NDArray[Any]) -> Ints:
         """Count crossings per step and worker ``[S, W]``, and mark the owners as having crossed.
 
-        Args:
-            pairs: The draws.
-            cross_P: Which of them draw a sample that only others drew before.
-            owners_P: The first to draw each; negative where the sample has crossed already.
+        ``cross_P``: which of them draw a sample that only others drew before. ``owners_P``: the
+        first to draw each; negative where the sample has crossed already.
         """
         crossing_SW = np.zeros(pairs.shape, np.int64)
         at_C = cross_P.nonzero()[0]
@@ -175,11 +162,8 @@ class SampleLedger(Stateful):
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return which draws repeat the worker's own samples, and which only those of others.
 
-        Args:
-            samples_P: The samples.
-            ranks_P: The workers that draw them.
-            seen_P: Which were drawn before.
-            owners_P: The first to draw each; -1 minus its rank where it has crossed already.
+        ``ranks_P``: the workers that draw them. ``owners_P``: the first to draw each; -1 minus its
+        rank where it has crossed already.
         """
         if not self._pairs_complete:
             return seen_P, np.zeros_like(seen_P)
@@ -211,18 +195,15 @@ class SampleLedger(Stateful):
 def identical_groups(samples: Sequence[Ints]) -> tuple[tuple[int, ...], ...]:
     """Return groups of two or more ranks whose batches hold the same samples equally often.
 
-    Args:
-        samples: One int64 array per worker, in rank order; empty batches are equal to none.
-
-    Returns:
-        Groups of ranks, each in order, by their first rank.
+    ``samples``: one int64 array per worker, in rank order; empty batches are equal to none. Groups
+    and their members are in the order of ranks.
 
     Example:
         >>> identical_groups([np.array([1, 2]), np.array([3]), np.array([2, 1])])
         ((0, 2),)
     """
     lengths = [len(batch) for batch in samples]
-    flat = flat_samples(samples)
+    flat = np.concatenate([_NONE, *samples]).astype(np.int64, copy=False)
     if len(set(lengths)) == 1:
         content = np.sort(flat.reshape(len(lengths), -1), axis=1).tobytes()
     else:
@@ -238,11 +219,6 @@ def identical_groups(samples: Sequence[Ints]) -> tuple[tuple[int, ...], ...]:
     if len(groups) == len(lengths):
         return ()
     return tuple(tuple(ranks) for ranks in groups.values() if len(ranks) > 1)
-
-
-def flat_samples(samples: Sequence[Ints]) -> Ints:
-    """Return the samples of all workers, one after the other."""
-    return np.concatenate([_NONE, *samples]).astype(np.int64, copy=False)
 
 
 def _without_repeats(draws: Draws) -> tuple[Draws, NDArray[np.bool_]]:
@@ -263,12 +239,9 @@ def _counts(
 ) -> list[SampleCounts]:
     """Return the counts of each step.
 
-    Args:
-        draws: The draws.
-        pairs: Draws without repeats of a sample by one worker.
-        flags: Which pairs are different samples, new ones, own repeats, repeats of others' ``[P]``.
-        crossing_SW: Crossings.
-        shared_P: Which pairs draw a sample of several workers; None if none does.
+    ``pairs``: draws without repeats of a sample by one worker. ``flags``: which pairs are different
+    samples, new ones, own repeats, repeats of others' ``[P]``. ``shared_P``: which pairs draw a
+    sample of several workers; None if none does.
     """
     drawn_S, kept_S, *flagged_S = (
         np.bincount(steps, minlength=draws.shape[0]).tolist()
@@ -329,19 +302,12 @@ def _links(samples_P: Ints, ranks_P: Ints) -> tuple[tuple[int, int, int], ...]:
 
 @dataclass(frozen=True, slots=True)
 class Followed:
-    """A step's samples, as far as they are followed.
+    """A step's samples, as far as they are followed."""
 
-    Attributes:
-        counts: Counts of the followed samples.
-        samples: The followed samples, worker by worker.
-        drawn: Samples drawn up to this step, by all workers together.
-        remembered: Different samples that were remembered after it.
-    """
-
-    counts: SampleCounts
-    samples: Ints
-    drawn: int
-    remembered: int
+    counts: SampleCounts  # counts of the followed samples
+    samples: Ints  # the followed samples, worker by worker
+    drawn: int  # samples drawn up to this step, by all workers together
+    remembered: int  # different samples that were remembered after it
 
 
 class ThinningLedger(Stateful):
@@ -350,9 +316,6 @@ class ThinningLedger(Stateful):
     Exact while no more than ``capacity`` different samples were drawn. Then it forgets half of
     them, chosen by their hashes, and follows the other half alone; and again whenever it is full.
     The share that is followed is a random sample of all, so what holds in it holds in the whole.
-
-    Args:
-        capacity: Different samples to remember.
     """
 
     def __init__(self, capacity: int = 1 << 20) -> None:
@@ -387,11 +350,12 @@ class ThinningLedger(Stateful):
 
     def observe(self, drawn: DrawnSamples) -> Iterator[Followed]:
         """Count and remember the draws of consecutive steps, one with each iteration."""
-        for piece in drawn.pieces():
-            some = int(np.count_nonzero(self._share.admits(piece.flat)))
-            together = len(piece) < 2 or self._ledger.has_room(some)
-            for steps in (piece,) if together else piece.single_steps():
-                yield from self._follow(steps)
+
+        def fits(samples: Ints) -> bool:
+            return self._ledger.has_room(int(np.count_nonzero(self._share.admits(samples))))
+
+        for steps in drawn.fitting_pieces(fits):
+            yield from self._follow(steps)
 
     def _follow(self, drawn: DrawnSamples) -> Iterator[Followed]:
         """Process steps that share no sample: a single one, or several if there is room."""

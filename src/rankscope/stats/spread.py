@@ -353,9 +353,8 @@ def _rotations(
     The units of each group stand in a random circle, which turns by a random number of places.
     A single circle of few units is turned to each of its places once.
 
-    Returns:
-        The circles, written down twice each ``[2U]``; where in there the unit of each place stands
-        ``[U]``; and how far each circle turns ``[B, G]``. Rotation 0 leaves all where they are.
+    Returns the circles, written down twice each ``[2U]``; where in there the unit of each place
+    stands ``[U]``; and how far each circle turns ``[B, G]``. Rotation 0 leaves all where they are.
     """
     size = len(groups_U)
     sizes_G = np.bincount(groups_U)

@@ -11,7 +11,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from enum import Enum
 
 import numpy as np
 
@@ -56,15 +55,6 @@ _HEALED = 1e-4
 _PROVEN = 0.9
 _LOSSES = 0
 _NORMS = 1
-
-
-class _Change(Enum):
-    """The change of an alarm in a step."""
-
-    NONE = "none"
-    OPENED = "opened"
-    CONTINUED = "continued"
-    CLOSED = "closed"
 
 
 class Sampling(Detector):
@@ -117,16 +107,22 @@ class Sampling(Detector):
         low = self._units_for_low(gathered, losses)
         if low is not None:
             e_low, _ = rank_bets(spread_ranks(low, rng, same_index=False))
-            change = self._low.add(gathered.step, e_low)
-            if change is not _Change.NONE:
-                yield self._similar_evidence(
-                    change, "losses" if low is losses else "gradient norms"
+            was_open = self._low.open
+            if self._low.add(gathered.step, e_low):
+                if not was_open:
+                    self._similar = self._severity_of_similar()
+                yield self._evidence(
+                    "sampling.too_similar",
+                    "data.duplicate_batches",
+                    self._similar,
+                    self._low,
+                    "losses" if low is losses else "gradient norms",
                 )
         changed = False
         for source, units in ((_LOSSES, losses), (_NORMS, norms)):
             if units is not None:
                 _, e_high = rank_bets(spread_ranks(units, rng, same_index=True))
-                changed |= self._high.add(gathered.step, e_high, source) is not _Change.NONE
+                changed |= self._high.add(gathered.step, e_high, source)
         if changed:
             yield self._different_evidence()
 
@@ -146,13 +142,10 @@ class Sampling(Detector):
             self._averaged = equal and population_std(norms_W) > 1e-2 * float(np.mean(norms_W))
         return None if self._averaged else losses
 
-    def _similar_evidence(self, change: _Change, what: str) -> FaultEvidence:
-        if change is _Change.OPENED:
-            proven = [distinct for _, _, distinct in self._recent][-self._low.duration :]
-            differ = sum(proven) >= _PROVEN * len(proven)
-            self._similar = Severity.NOTE if differ else Severity.WARNING
-        cause = "data.duplicate_batches"
-        return self._evidence("sampling.too_similar", cause, self._similar, self._low, what)
+    def _severity_of_similar(self) -> Severity:
+        """Return a note where nearly all samples since the onset are known to differ."""
+        proven = [distinct for _, _, distinct in self._recent][-self._low.duration :]
+        return Severity.NOTE if sum(proven) >= _PROVEN * len(proven) else Severity.WARNING
 
     def _different_evidence(self) -> FaultEvidence:
         losses, norms = self._high.evidence_of_each.mean(axis=1).tolist()
@@ -211,27 +204,28 @@ class _Alarm(PersistentFault):
         """Evidence of each of them."""
         return self._detectors.evidence.astype(np.float64)
 
-    def add(self, step: int, e: Floats, at: int | None = None) -> _Change:
-        """Add the e-values of a step; ``at`` is their row, if not all."""
+    def add(self, step: int, e: Floats, at: int | None = None) -> bool:
+        """Add the e-values of a step, ``at`` their row if not all; return whether it changes."""
         self._detectors.observe(e.astype(np.float32), ... if at is None else at)
         if not self._fed or self._fed[-1] != step:
             self._fed.append(step)
             self.duration = min(self.duration + 1, RECENT)
         total = float(self._detectors.evidence.mean())
         if not self.open:
-            return self._open(step) if total >= self._level else _Change.NONE
+            if total >= self._level:
+                self._open(step)
+            return self.open
         cap = _HEADROOM * self._level
         np.minimum(self._detectors.evidence, cap, out=self._detectors.evidence)
         if total < _HEALED * self._level:
-            self.open = False
-            return _Change.CLOSED
+            return self.close()
         if float(e.mean()) <= 1.0:
-            return _Change.NONE
+            return False
         self.last = step
         self.count += 1
-        return _Change.CONTINUED
+        return True
 
-    def _open(self, step: int) -> _Change:
+    def _open(self, step: int) -> None:
         strongest = int(self._detectors.evidence.argmax())
         age = float(self._detectors.age.flat[strongest])
         self.duration = int(np.clip(round(age), 1, len(self._fed)))
@@ -240,7 +234,6 @@ class _Alarm(PersistentFault):
         self.last = step
         self.count += self.duration
         self.open = True
-        return _Change.OPENED
 
 
 def _came_before(step: Step) -> bool:

@@ -310,24 +310,13 @@ class PlannedSeed(Detector):
         if self._reported or not self._wrong:
             return ()
         self._reported = True
-        number = step.gathered.step
-        ranks = tuple(self._wrong)
-        return (
-            FaultEvidence(
-                cause="state.schedule",
-                key=KEY,
-                severity=Severity.WARNING,
-                ranks=ranks,
-                first_step=number,
-                last_step=number,
-                count=1,
-                fields={
-                    "planned": self._planned,
-                    "seeds": ", ".join(map(str, dict.fromkeys(self._wrong.values()))),
-                },
-                numbers={"planned": self._planned, "seeds": list(self._wrong.values())},
-            ),
-        )
+        span = PersistentFault()
+        span.see(step.gathered.step)
+        seeds = ", ".join(map(str, dict.fromkeys(self._wrong.values())))
+        fields = {"planned": self._planned, "seeds": seeds}
+        numbers = {"planned": self._planned, "seeds": list(self._wrong.values())}
+        cause = "state.schedule"
+        return (span.evidence(cause, Severity.WARNING, self._wrong, fields, numbers, key=KEY),)
 
 
 BY_PASS = "schedule-by-micro-batch"

@@ -111,9 +111,16 @@ def _reduction(wrapper: nn.Module, group: dist.ProcessGroup) -> Facts:
         facts["bucket_bytes"] = int(wrapper.bucket_bytes_cap)
         facts["hook"] = _hook(wrapper)
     elif isinstance(wrapper, FSDPModule):
-        facts |= _fsdp2(wrapper)
+        policy = getattr(wrapper._get_fsdp_state(), "_mp_policy", None)
+        names = ("param_dtype", "reduce_dtype", "output_dtype")
+        facts |= {name: _plain(getattr(policy, name, None)) for name in names}
     elif hasattr(wrapper, "zero_optimization_stage"):
-        facts |= _deepspeed(wrapper)
+        engine: Any = wrapper
+        facts |= {
+            "stage": int(engine.zero_optimization_stage()),
+            "micro_batches": int(engine.gradient_accumulation_steps()),
+            "communication_dtype": _plain(engine.communication_data_type),
+        }
     elif hasattr(wrapper, "ddp_config"):
         facts |= {name: _plain(getattr(wrapper.ddp_config, name)) for name in _MEGATRON_SETTINGS}
     return facts
@@ -124,20 +131,6 @@ def _hook(wrapper: DistributedDataParallel) -> str | None:
     names = [_name_of(hook) for hook, _ in getattr(wrapper, "_comm_hooks", ())]
     log: Mapping[str, Any] = getattr(wrapper, "_get_ddp_logging_data", dict)()
     return ", ".join(names) or str(log.get("comm_hook") or "") or None
-
-
-def _fsdp2(wrapper: FSDPModule) -> Facts:
-    policy = getattr(wrapper._get_fsdp_state(), "_mp_policy", None)
-    names = ("param_dtype", "reduce_dtype", "output_dtype")
-    return {name: _plain(getattr(policy, name, None)) for name in names}
-
-
-def _deepspeed(engine: Any) -> Facts:
-    return {
-        "stage": int(engine.zero_optimization_stage()),
-        "micro_batches": int(engine.gradient_accumulation_steps()),
-        "communication_dtype": _plain(engine.communication_data_type),
-    }
 
 
 def _optimizer(optimizer: Any) -> Facts:

@@ -112,16 +112,13 @@ class _Multiplier:
             _log.debug("the multiplier of a loss could not be read", exc_info=True)
 
     def _read(self, gradient: Tensor | None) -> None:
-        self.value = self._factor(gradient)
-
-    def _factor(self, gradient: Tensor | None) -> Tensor | float | None:
         if self._unit is None and _is_number_on_host(gradient):
-            return gradient.item()
-        if gradient is None or is_spread(gradient):
-            return self.value  # None where nothing after the loss depends on it
-        gradient = own(gradient)
-        value = gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32))
-        return value if self._unit is None else value * _moved(self._unit, value.device)
+            self.value = gradient.item()
+        elif gradient is not None and not is_spread(gradient):
+            gradient = own(gradient)
+            value = gradient.sum(dtype=torch.promote_types(gradient.dtype, torch.float32))
+            unit = self._unit
+            self.value = value if unit is None else value * _moved(unit, value.device)
 
 
 class LossMeter:

@@ -37,7 +37,13 @@ class PendingLosses:
 
     def read(self) -> MessagePart:
         """Wait for the device; return losses and weights, one micro-batch after the other."""
-        return MessagePart(arrays=_losses(self.losses, self.multipliers, self.summed_workers))
+        if self.multipliers is not None and any(one.constant is not None for one in self.losses):
+            factors_M = self.multipliers.numpy()
+            return MessagePart(arrays=_trained_losses(self.losses, factors_M, self.summed_workers))
+        parts = _loss_parts(self.losses, [_packed(micro.values) for micro in self.losses])
+        if self.multipliers is not None:
+            parts["multipliers_M"] = _packed(self.multipliers)
+        return MessagePart(arrays=parts)
 
 
 class LossProbe(Probe):
@@ -93,18 +99,6 @@ class LossProbe(Probe):
 def make_probe(job: Job) -> LossProbe:
     """Return the probe of losses."""
     return LossProbe(shifted=shifts_labels(job.wrapped.module))
-
-
-def _losses(
-    collected: Sequence[MicroBatchLoss], multipliers: Numbers | None, summed_workers: float = 1.0
-) -> dict[str, Content]:
-    """Return losses and weights, one micro-batch after the other, and how many each has."""
-    if multipliers is not None and any(micro.constant is not None for micro in collected):
-        return _trained_losses(collected, multipliers.numpy(), summed_workers)
-    parts = _loss_parts(collected, [_packed(micro.values) for micro in collected])
-    if multipliers is not None:
-        parts["multipliers_M"] = _packed(multipliers)
-    return parts
 
 
 def _trained_losses(

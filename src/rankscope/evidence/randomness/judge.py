@@ -237,10 +237,13 @@ class RandomRestart(Detector):
             continues, self._ended = self._ended and bool(self._first), False
             found = self._compare(started) if continues else {}
             if found:
-                yield _evidence(step.gathered.step, found)
+                words, ranks = next(iter(found.values()))
+                more = {"words": words, "Words": words[:1].upper() + words[1:]}
+                yield _restarted(step, Severity.WARNING, ranks, list(found), more)
             again = self._begun_again(started) if continues and not found else []
             if again:
-                yield _begun_again(step.gathered.step, again, self._num_workers)
+                everyone = range(self._num_workers)
+                yield _restarted(step, Severity.NOTE, everyone, again, {}, key=AGAIN)
             if not continues:
                 self._first = started
         saved = held_values(rows, StateKind.SAVED, KEY)
@@ -282,38 +285,23 @@ class RandomRestart(Detector):
         return None
 
 
-def _evidence(step: int, found: Mapping[str, tuple[str, list[int]]]) -> FaultEvidence:
-    generators = list(found)
-    words, ranks = found[generators[0]]
-    return FaultEvidence(
-        cause=RESUMED,
-        severity=Severity.WARNING,
-        ranks=tuple(ranks),
-        first_step=step,
-        last_step=step,
-        count=1,
-        fields={
-            "words": words,
-            "Words": words[:1].upper() + words[1:],
-            "generators": listed(generators),
-            "start": f"{step:,}",
-        },
-        numbers={"generators": generators, "words": words},
-    )
-
-
-def _begun_again(step: int, generators: list[str], num_workers: int) -> FaultEvidence:
-    return FaultEvidence(
-        cause=RESUMED,
-        key=AGAIN,
-        severity=Severity.NOTE,
-        ranks=tuple(range(num_workers)),
-        first_step=step,
-        last_step=step,
-        count=1,
-        fields={"generators": listed(generators), "start": f"{step:,}"},
-        numbers={"generators": generators},
-    )
+def _restarted(
+    step: Step,
+    severity: Severity,
+    ranks: Iterable[int],
+    generators: list[str],
+    words: Mapping[str, str],
+    *,
+    key: str = "",
+) -> FaultEvidence:
+    """Return what shows in the first step after a restart as evidence."""
+    span = PersistentFault()
+    span.see(step.gathered.step)
+    fields = {**words, "generators": listed(generators), "start": f"{span.first:,}"}
+    numbers: dict[str, object] = {"generators": generators}
+    if "words" in words:
+        numbers["words"] = words["words"]
+    return span.evidence(RESUMED, severity, ranks, fields, numbers, key=key)
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

@@ -164,26 +164,16 @@ class SplitTwice(Detector):
         if self._seen or not self._world_size or parts <= self._world_size:
             return ()
         self._seen = True
-        number = step.gathered.step
         fields = {
             "what": listed([f"{name} into {count(n, 'part')}" for name, n in self._splits]),
             "parts": f"{parts:,}",
             "processes": count(self._world_size, "process", "processes"),
         }
         numbers = {"splits": [list(one) for one in self._splits], "parts": parts}
-        return (
-            FaultEvidence(
-                "data.coverage",
-                Severity.WARNING,
-                (),
-                number,
-                number,
-                1,
-                fields,
-                numbers,
-                key=SPLIT_TWICE,
-            ),
-        )
+        span = PersistentFault()
+        span.see(step.gathered.step)
+        key = SPLIT_TWICE
+        return (span.evidence("data.coverage", Severity.WARNING, (), fields, numbers, key=key),)
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

@@ -434,14 +434,9 @@ class Padding(Stateful):
         return (self._evidence(),) if padded else ()
 
     def _evidence(self) -> FaultEvidence:
-        return FaultEvidence(
-            cause="data.overlapping_shards",
-            severity=Severity.NOTE,
-            ranks=(),
-            first_step=self._step,
-            last_step=self._step,
-            count=1,
-            fields={"step": f"{self._step:,}", "repeats": count(self._repeats, "sample")},
-            numbers={"repeated": self._repeats},
-            key=KEY,
-        )
+        span = PersistentFault()
+        span.see(self._step)
+        fields = {"step": f"{self._step:,}", "repeats": count(self._repeats, "sample")}
+        numbers = {"repeated": self._repeats}
+        cause = "data.overlapping_shards"
+        return span.evidence(cause, Severity.NOTE, (), fields, numbers, key=KEY)

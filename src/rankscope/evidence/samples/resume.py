@@ -114,13 +114,15 @@ class RestartWatch(Stateful):
         Yields how the restarted job went on, in the step that shows it, and for MIXED in later
         steps that show more of it.
         """
+
+        def fits(samples: Ints) -> bool:
+            some = int(np.count_nonzero(self._share.admits(samples)))
+            return len(self._last) + some <= self._capacity
+
         begin = 0
-        for piece in drawn.pieces():
-            some = int(np.count_nonzero(self._share.admits(piece.flat)))
-            together = len(piece) < 2 or len(self._last) + some <= self._capacity
-            for few in (piece,) if together else piece.single_steps():
-                yield from self._process(steps[begin : begin + len(few)], few)
-                begin += len(few)
+        for few in drawn.fitting_pieces(fits):
+            yield from self._process(steps[begin : begin + len(few)], few)
+            begin += len(few)
 
     def _process(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
         """Process steps that share no sample: a single one, or several if there is room."""
