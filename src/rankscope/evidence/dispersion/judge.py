@@ -91,10 +91,9 @@ class Sampling(Detector):
         if _came_before(step) or step.identical or len(flagged) > self._num_workers - 2:
             return ()
         gathered = _without(gathered, flagged)
-        observed, expected = map(
-            _square, _loss_stds(gathered, {} if flagged else step.report.values)
-        )
-        self._recent.append((observed, expected, _all_distinct(step.report)))
+        observed, expected = _loss_stds(gathered, {} if flagged else step.report.values)
+        squares = observed * observed, expected * expected  # infinite, where a power would raise
+        self._recent.append((*squares, _all_distinct(step.report)))
         return list(self._bet(gathered))
 
     def _bet(self, gathered: GatheredStep) -> Iterable[FaultEvidence]:
@@ -276,10 +275,6 @@ def _all_distinct(report: StepReport) -> bool:
     """Return whether every sample of the step is known, and no two are the same."""
     drawn = report.values.get("samples_drawn", math.nan)
     return drawn > 0 and drawn == report.values.get("samples_distinct", math.nan)
-
-
-def _square(value: float) -> float:
-    return value * value  # infinite when too large, where a power would raise
 
 
 def _recent_ratio(steps: list[tuple[float, float, bool]]) -> float:

@@ -61,7 +61,11 @@ class FrozenProbe(Probe):
         parameters: list[list[Tensor]] = [list(module.parameters()) for module in modules]
         digests = [digest_tensor(p, stop=_ELEMENTS) for each in parameters for p in each]
         if digests and len(digests) <= _MOST_PARAMETERS:
-            copies = [HostCopy(one, own=True) for one in by_device(digests)]
+            devices = dict.fromkeys(digest.device for digest in digests)  # in order
+            copies = [
+                HostCopy(torch.stack([one for one in digests if one.device == device]), own=True)
+                for device in devices
+            ]
             self._reading = _Reading([label_of(module) for module in modules], parameters, copies)
 
     def collect(self, end: StepEnd) -> "_Reading | None":
@@ -106,12 +110,6 @@ class _Reading:
             for number, digest in enumerate(sorted(found), 1)
         }
         return MessagePart(names={KEY: {StateKind.STARTED: held}})
-
-
-def by_device(digests: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the digests on each device, in the order in which devices come first."""
-    for device in dict.fromkeys(digest.device for digest in digests):
-        yield torch.stack([digest for digest in digests if digest.device == device])
 
 
 def frozen_modules(inside: set[int]) -> Iterator[nn.Module]:

@@ -208,7 +208,11 @@ class OutlierSearch(Detector):
                 healed = step - fault.last_step > fault.wait
                 active = [] if healed else fault.active
             else:
-                active = [worker for worker in fault.active if not self._has_healed(worker)]
+                active = [
+                    w
+                    for w in fault.active
+                    if any(part.test.certainty(w) > HEALED for part in self._parts)
+                ]
                 if any(part.test.certainty(w) >= 1 for part in self._parts for w in active):
                     fault.last_step = step
                 fault.count += 1
@@ -220,9 +224,6 @@ class OutlierSearch(Detector):
             elif fault.count >= 2 * fault.reported_count:
                 changed.append(fault)
         return changed
-
-    def _has_healed(self, worker: int) -> bool:
-        return all(part.test.certainty(worker) <= HEALED for part in self._parts)
 
     def _unflag(self, worker: int) -> None:
         for part in self._parts:

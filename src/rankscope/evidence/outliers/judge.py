@@ -159,7 +159,11 @@ class WorkerOutliers(OutlierSearch):
 
     def _next_piece(self, steps: StepBatch, start: int) -> list[Step]:
         """Return the steps from ``start`` on with the same groups, as many as are best compared."""
-        self._compare_groups(compared_groups(steps[start].report))
+        names = compared_groups(steps[start].report)
+        if names and names != self._group_names:
+            self._groups = SignalSet(self._num_workers, group_signals(names))
+            for worker in self.flagged:
+                self._groups.test.flag(worker)
         piece = [steps[start]]
         num_values = self._num_values(steps[start])
         for at in range(start + 1, len(steps)):
@@ -173,13 +177,6 @@ class WorkerOutliers(OutlierSearch):
     @property
     def _group_names(self) -> list[str]:
         return [] if self._groups is None else self._groups.group_names
-
-    def _compare_groups(self, names: list[str]) -> None:
-        """Compare the workers in these groups from now on; without any, in the previous ones."""
-        if names and names != self._group_names:
-            self._groups = SignalSet(self._num_workers, group_signals(names))
-            for worker in self.flagged:
-                self._groups.test.flag(worker)
 
     def _num_values(self, step: Step) -> int:
         parts = self._parts if compared_groups(step.report) else (self._totals,)

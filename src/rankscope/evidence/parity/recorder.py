@@ -336,7 +336,14 @@ class ParityRecorder:
 
     def _add(self, kind: str, figures: TensorFigures) -> None:
         known = self._now.figures.get(kind)
-        self._now.figures[kind] = figures if known is None else _joined(known, figures)
+        if known is not None:
+            figures = TensorFigures(
+                known.names + figures.names,
+                known.places + figures.places,
+                np.concatenate([known.squares_PQ, figures.squares_PQ]),
+                np.concatenate([known.sketches_PQK, figures.sketches_PQK]),
+            )
+        self._now.figures[kind] = figures
 
     def _moments(self, optimizer: Any, kind: str) -> dict[str, TensorFigures]:
         by_moment: dict[str, list[Named]] = {}
@@ -500,12 +507,3 @@ def _settings_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
         elif isinstance(value, list | tuple):
             found[name] = [float(one) for one in value]
     return found
-
-
-def _joined(first: TensorFigures, second: TensorFigures) -> TensorFigures:
-    return TensorFigures(
-        first.names + second.names,
-        first.places + second.places,
-        np.concatenate([first.squares_PQ, second.squares_PQ]),
-        np.concatenate([first.sketches_PQK, second.sketches_PQK]),
-    )

@@ -141,7 +141,7 @@ class OverlappingShards(Detector):
         self._global_batch = max(self._global_batch, sum(lengths))
         self._new_since += counts.new if self._overlaps else 0
         near = self._near(followed, counts.repeated_cross)
-        if not counts.repeats and self._pending.is_empty:
+        if not (counts.repeats or self._pending.steps or self._pending.own):
             return ()
         self._overlaps = self._overlaps or counts.repeated_cross + counts.shared > 0
         again = counts.repeated_own + counts.repeated_cross
@@ -267,11 +267,6 @@ class _Account(Stateful):
         self._log_out_W = np.zeros(num_workers)  # of 1/(1-p), over the others
         self._links_W = np.zeros(num_workers, np.int64)
         self._alike: set[int] = set()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no step added anything."""
-        return not (self.steps or self.own)
 
     def add(
         self, step: int, counts: SampleCounts, lengths: Sequence[int], groups: Groups, near: int

@@ -143,12 +143,13 @@ class UpdateAudit:
         self._num_parameters = 0
         self._hooks: dict[str, None] = {}
         self.declined: dict[str, str] = {}
-        self._due = {id(each) for each in optimizers}
-        for number, optimizer in enumerate(optimizers):
+        self._numbers = {id(each): number for number, each in enumerate(optimizers)}
+        self._due = set(self._numbers)
+        for optimizer in optimizers:
             chosen, total = choose(optimizer, names, step)
             self._num_parameters += total
             met = [one for one in chosen if self._have_met(one.parameter)]
-            self._watches[number] = [
+            self._watches[id(optimizer)] = [
                 _Watch(
                     one,
                     copies.get(id(one.parameter)),
@@ -164,23 +165,22 @@ class UpdateAudit:
         if id(optimizer) not in self._due:
             return
         self._due.discard(id(optimizer))
-        number = self._number_of(optimizer)
-        chosen = [watch.chosen.parameter for watch in self._watches[number]]
+        watches = self._watches[id(optimizer)]
+        chosen = [watch.chosen.parameter for watch in watches]
         groups = dict.fromkeys(_ranks_of(each) for each in chosen if is_shared(each))
-        watches = [w for w in self._watches[number] if w.chosen.parameter.grad is not None]
-        self._watches[number] = watches
+        watches = [watch for watch in watches if watch.chosen.parameter.grad is not None]
+        self._watches[id(optimizer)] = watches
         try:
-            self._compute(optimizer, number, watches, groups)
+            self._compute(optimizer, watches, groups)
         except Exception as error:
             self.decline(optimizer, _in_words(error))
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure what its call has done; other calls than the first do not count."""
-        number = self._number_of(optimizer)
         for hook in getattr(optimizer, "_optimizer_step_post_hooks", {}).values():
             if not str(getattr(hook, "__module__", "")).startswith("rankscope."):
                 self._hooks[getattr(hook, "__qualname__", type(hook).__name__)] = None
-        for watch in self._watches[number]:
+        for watch in self._watches[id(optimizer)]:
             if watch.expected is not None and watch.numbers is None:
                 _measure(watch)
 
@@ -188,7 +188,7 @@ class UpdateAudit:
         """Do not compute its update again."""
         self._due.discard(id(optimizer))
         self.declined[type(optimizer).__name__] = why
-        self._watches[self._number_of(optimizer)] = []
+        self._watches[id(optimizer)] = []
 
     def share(self) -> UpdateShare:
         """Return this worker's share, as the step ends; waits for the device."""
@@ -196,9 +196,9 @@ class UpdateAudit:
             if id(optimizer) in self._due:
                 self.decline(optimizer, "it was not called in this step")
         parts = [
-            self._part(self._optimizers[number], watch)
-            for number, watches in self._watches.items()
-            for watch in watches
+            self._part(optimizer, watch)
+            for optimizer in self._optimizers
+            for watch in self._watches[id(optimizer)]
             if watch.numbers is not None
         ]
         return UpdateShare(tuple(parts), self._num_parameters, tuple(self._hooks), self.declined)
@@ -208,13 +208,9 @@ class UpdateAudit:
         known = () if self._meeting is None else self._meeting.ranks
         return not is_shared(parameter) or set(_ranks_of(parameter)) <= set(known)
 
-    def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        return next(n for n, each in enumerate(self._optimizers) if each is optimizer)
-
     def _compute(
         self,
         optimizer: torch.optim.Optimizer,
-        number: int,
         watches: Sequence[_Watch],
         groups: Iterable[tuple[int, ...]],
     ) -> None:
@@ -229,7 +225,7 @@ class UpdateAudit:
         except CanaryDeclined as reason:
             problem = str(reason)
         states = [dict(optimizer.state.get(w.chosen.parameter, {})) for w in watches]
-        self._agree(number, watches, states, groups, problem)
+        self._agree(self._numbers[id(optimizer)], watches, states, groups, problem)
         smallest = _smallest(watches)
         dependent = False
         for watch, state in zip(watches, states, strict=True):

@@ -42,7 +42,11 @@ class UpdateProbe(Probe):
         self._audit: UpdateAudit | None = None
         self._handles: list[Any] = []
         wrapped = job.wrapped
-        self._optimizers = [each for each in all_of(job.optimizer) if _has_hooks(each)]
+        self._optimizers = [
+            each
+            for each in all_of(job.optimizer)
+            if isinstance(each, torch.optim.Optimizer) and "param_groups" in vars(each)
+        ]
         self._why_not = "" if self._optimizers else _NO_OPTIMIZER
         if wrapped.kind in (DEEPSPEED, MEGATRON):
             self._why_not = _ENGINE.format(wrapped.kind)
@@ -128,10 +132,6 @@ class UpdateProbe(Probe):
         self._handles = []
         self._audit = None
         self._due = False
-
-
-def _has_hooks(optimizer: Any) -> bool:
-    return isinstance(optimizer, torch.optim.Optimizer) and "param_groups" in vars(optimizer)
 
 
 def _names(
