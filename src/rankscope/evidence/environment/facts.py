@@ -96,9 +96,7 @@ def compilation(model: torch.nn.Module) -> str:
 def vocabulary_digest(tokenizer: Any) -> int:
     """Return a 63-bit digest of a vocabulary: which token has which number.
 
-    ``tokenizer``: an object with ``get_vocab()``, or a mapping from token to number.
-
-    Raises UsageError: it is neither.
+    Takes an object with ``get_vocab()`` or a mapping from token to number, else raises UsageError.
     """
     get_vocab = getattr(tokenizer, "get_vocab", None)
     vocabulary = get_vocab() if callable(get_vocab) else tokenizer

@@ -61,11 +61,9 @@ def training_facts(
     loader: Any,
     group: dist.ProcessGroup,
 ) -> Facts:
-    """Return the facts of a training by stable names.
+    """Return the facts of a training by stable names; ``optimizer`` and ``loader`` may be None.
 
-    They are ``seed``, and ``model``, ``parameters``, ``reduction``, ``optimizer`` and ``loader``,
-    each a mapping; ``optimizer`` and ``loader`` are None where unknown. ``unwatched`` has names of
-    parameters of the optimizer that are none of the model's, if there are any.
+    ``unwatched`` has names of parameters of the optimizer that are none of the model's.
     """
     return {
         "seed": torch.initial_seed(),
@@ -252,8 +250,7 @@ def draws_with_replacement(loader: Any) -> bool:
     """Return whether a data loader declares that it draws samples, or shards, with replacement.
 
     That is torch's samplers with ``replacement=True``, and webdataset's ``ResampledShards``
-    (``WebDataset(resampled=True)``) or a class of that name. ``loader`` is a data loader, or any
-    other source of batches; nothing of it is read or called.
+    (``WebDataset(resampled=True)``) or a class of that name.
     """
     return any(map(_replaces, _inside(loader)))
 

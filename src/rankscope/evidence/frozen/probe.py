@@ -32,11 +32,7 @@ _WRAPPERS = {DistributedDataParallel, DataParallel, FullyShardedDataParallel, FS
 
 
 class FrozenProbe(Probe):
-    """Sends digests of the frozen modules outside of the watched model, in two steps of a session.
-
-    ``watched``: the watched model, with its wrapper. ``first_step``: number of the session's first
-    step.
-    """
+    """Sends digests of frozen modules outside of the watched model, in two steps of a session."""
 
     def __init__(self, watched: Sequence[nn.Module], first_step: int) -> None:
         self._inside = {id(part) for model in watched for part in model.modules()}
@@ -113,10 +109,7 @@ class _Reading:
 
 
 def frozen_modules(inside: set[int]) -> Iterator[nn.Module]:
-    """Yield the outermost living modules of which all parameters are frozen, ordinary tensors.
-
-    ``inside``: identities of the modules that do not count.
-    """
+    """Yield the outermost living modules, not ``inside``, all of whose parameters are frozen."""
     modules: list[nn.Module] = [
         each for each in _living_modules() if id(each) not in inside and _is_frozen(each)
     ]

@@ -106,7 +106,7 @@ def normalise_user_reduction(parts_W: Sequence[AuditPart]) -> UserReduction:
 def reduced_between(found_W: Sequence[Floats]) -> bool:
     """Return whether workers held equal gradients before they added another micro-batch's.
 
-    ``found_W``: norms of the gradient before each later backward pass, of each worker ``[B]``.
+    ``found_W`` are norms before each later backward pass, of each worker ``[B]``.
 
     Example:
         >>> reduced_between([np.array([3.0]), np.array([3.0])])

@@ -147,18 +147,16 @@ class LossMeter:
         summed: tuple[Tensor | float, Tensor | float] | None = None,
         spare: bool = False,
     ) -> None:
-        """Add the loss of a micro-batch.
+        """Add the loss of a micro-batch: a scalar, or one value per sample ``[B]``.
 
-        ``value``: a scalar, or one loss per sample ``[B]``. ``weight``: number of label tokens, a
-        scalar or ``[B]`` like ``value``; None: that of which ``value`` is the mean, if autograd
-        shows it. ``forward``: number of the forward pass that it comes from. ``factor``: multiplier
-        that ``value`` contains already, a scalar; the recorded loss is without it, and the recorded
-        multiplier includes it. ``constant``: see :class:`MicroBatchLoss`. ``summed``: number of
-        label tokens that ``value`` sums over, and the sum's divisor, scalars; None where it is no
-        such sum. ``spare``: whether it only counts if backward did not pass through the losses in
-        the model's outputs.
+        ``weight``: number of label tokens, like ``value``; None: that of which ``value`` is the
+        mean, if autograd shows it. ``factor``: multiplier that ``value`` contains already; the
+        recorded loss is without it, and the recorded multiplier includes it. ``constant``: see
+        :class:`MicroBatchLoss`. ``summed``: number of label tokens that ``value`` sums over, and
+        the sum's divisor. ``spare``: whether it only counts if backward did not pass through the
+        losses in the model's outputs.
 
-        Raises UsageError: shapes other than these.
+        Raises UsageError where shapes differ.
         """
         if any(map(is_spread, (value, weight, factor))):
             self._decline()
@@ -279,10 +277,10 @@ class LossMeter:
             )
 
     def collect(self, idle: Collection[int] = ()) -> tuple[list[MicroBatchLoss], Numbers | None]:
-        """Return the losses since the last call, and start again.
+        """Return the losses since the last call without ``idle`` forward passes, and start again.
 
-        Forward passes in ``idle`` do not count. The second result holds the losses' multipliers
-        before backward (float64 ``[M]``); None when one is unknown.
+        The second result holds their multipliers before backward (float64 ``[M]``); None when one
+        is unknown.
         """
         given = self._given
         seen = self._seen

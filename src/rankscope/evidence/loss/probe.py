@@ -64,11 +64,10 @@ class LossProbe(Probe):
         self._before_update = self._meter.num_given
 
     def take_later(self, num_passes: int) -> Callable[[int], None]:
-        """Take the losses out of the step that belong to the next, whose backward pass begins.
+        """Take losses out of the step that belong to the next, whose backward pass begins.
 
-        They were given after the optimizer's call, and the step has one of each of its passes.
-
-        Returns a function that puts them into the step by then, as those of a forward pass.
+        They were given after the optimizer's call, and the step has one of each of its passes. The
+        function returned puts them into the step by then, as those of a forward pass.
         """
         later = self._new_meter()
         if self._before_update[0] >= num_passes:

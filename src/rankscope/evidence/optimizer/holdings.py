@@ -67,11 +67,7 @@ def local_part(value: Any) -> Any:
 
 
 class PendingHoldings:
-    """What an optimizer held at one moment; its numbers may still be on the device.
-
-    ``optimizer``: the optimizer, or several as one. ``name_of``: returns the name of a parameter in
-    the model.
-    """
+    """What an optimizer held at one moment; its numbers may still be on the device."""
 
     def __init__(self, optimizer: Any, name_of: Callable[[Tensor], str]) -> None:
         reading = PendingDigests()

@@ -194,10 +194,10 @@ def _update_of(held: OptimizedParameter) -> Tensor | None:
 
 
 def _largest_update(parameter: Tensor, update: Tensor) -> Tensor:
-    """Return the largest update as a share of what moves its value: float32 ``[3]``.
+    """Return the largest share of an update in what moves its value, with both: float32 ``[3]``.
 
-    Returns the share, the update, and the value. What moves a value is half of the distance to the
-    next one towards zero: where it is a power of two, that is half of the distance away from zero.
+    What moves a value is half of the distance to the next one towards zero: where it is a power of
+    two, that is half of the distance away from zero.
     """
     value = parameter.abs().float().flatten()
     mantissa, exponent = torch.frexp(value)

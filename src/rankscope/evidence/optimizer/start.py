@@ -287,8 +287,6 @@ def mismatch(now: _Holdings, saved: _Holdings, others: Iterable[_Holdings] = ())
 
     It is a warning where all state is missing, which may be on purpose, and a note where nothing
     says whose it is and the counters agree: a checkpoint may hold rounded moments.
-
-    ``others``: saved states with other parameters.
     """
     if saved.is_empty:
         return None

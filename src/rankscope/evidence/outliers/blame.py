@@ -33,10 +33,8 @@ _WAIT = 10
 class OutlierSearch(Detector):
     """Flags outlier workers, by whole-model and per-group signals.
 
-    ``hosts``: host of each rank; empty when unknown.
-
-    ``FAMILY``: its part of the false-alarm budget. ``SHARE``: the share of each part in the
-    evidence. ``KEY``: prefix of the keys of its findings. ``TIE``: key of its finding without a
+    ``FAMILY`` is its part of the false-alarm budget, ``SHARE`` the share of each part in the
+    evidence, ``KEY`` the prefix of its findings' keys, ``TIE`` the key of a finding without a
     majority.
     """
 

@@ -50,11 +50,8 @@ class SizeEffect(Stateful):
     def adjust(self, values_TSU: Floats, sizes_TU: Floats) -> Floats:
         """Return the values as of units of the median size, and learn from each step in turn.
 
-        ``values_TSU``: values of all signals in consecutive steps, NaN where a unit has none.
-        ``sizes_TU``: logarithm of the size of each unit's data; NaN where it is unknown.
-
-        Returns the values themselves in steps in which a size is unknown or none differs, and of
-        two units: a fault of one of them would look like a rule.
+        ``sizes_TU`` are logarithms. The values stay as they are in steps in which a size is unknown
+        or none differs, and of two units: a fault of one of them would look like a rule.
         """
         if sizes_TU.shape[1] < _FEWEST:
             return values_TSU
@@ -144,9 +141,7 @@ class SignalSet(Stateful):
     def observe(self, values_TSW: Floats, sizes_TW: Floats, steps: Sequence[int]) -> Iterator[int]:
         """Process consecutive steps, one with each iteration; see :class:`ExchangeabilityTest`.
 
-        ``values_TSW``: values of all signals, NaN where a worker has none or is not compared.
-        ``sizes_TW``: logarithms of the sizes whose effect is removed. ``steps``: the numbers of the
-        steps.
+        ``sizes_TW``: logarithms of the sizes whose effect is removed.
         """
         return self.test.observe(self._size_effect.adjust(values_TSW, sizes_TW), steps)
 
@@ -165,11 +160,7 @@ class Levelled(SignalSet):
     def see(
         self, values_SW: Floats, usable_W: NDArray[np.bool_], step: int, *, different: bool
     ) -> None:
-        """Process a step.
-
-        ``values_SW``: values of all signals, NaN where there is none. ``different``: whether some
-        value differs from the usual one.
-        """
+        """Process a step; ``different`` if some value differs from the usual one."""
         self._shown = min(self._shown + 1, _MOST_KEPT) if different else self._shown - 1
         if self._shown < 0:
             self._shown = 0

@@ -94,10 +94,7 @@ class Fault:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Fault":
-        """Read what :meth:`to_plain` returned.
-
-        Raises KeyError, TypeError or ValueError where something is missing or of another kind.
-        """
+        """Read what :meth:`to_plain` returned; KeyError, TypeError or ValueError if it is not."""
         fault = cls(**{name: plain[name] for name in _PLAIN})
         fault.traces = {
             int(worker): [_trace_from_plain(*trace) for trace in traces]
@@ -124,11 +121,7 @@ def _trace_from_plain(
 def describe_fault(
     fault: Fault, num_workers: int, hosts: Sequence[str], num_steps: int, num_groups: int
 ) -> FaultEvidence:
-    """Return a fault as evidence.
-
-    ``hosts``: host of each rank; empty when unknown. ``num_steps``: steps that were compared so
-    far. ``num_groups``: G, groups of parameters that are compared.
-    """
+    """Return a fault as evidence, after ``num_steps`` compared steps."""
     groups = _groups(fault, num_groups)
     one = len(fault.ranks) == 1
     words = {

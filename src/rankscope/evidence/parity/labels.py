@@ -49,11 +49,7 @@ def labels_before(roots: Iterable[Tensor]) -> Labels | None:
 
 
 def labels_among(inputs: Mapping[str, Any], *, shifted: bool) -> Labels | None:
-    """Return the label tokens in a model's inputs; None without.
-
-    ``inputs``: with ``labels``, or ``shift_labels``. ``shifted``: whether the first of ``labels``
-    of each sequence is not a target.
-    """
+    """Return the label tokens in a model's inputs; None without ``labels`` or ``shift_labels``."""
     labels, first = labels_in(inputs, shifted=shifted)
     if labels is None or labels.is_floating_point():
         return None

@@ -103,11 +103,7 @@ class ParityRecorder:
     """Records the first steps of a model.
 
     The caller passes on what happens, in this order: :meth:`begin_pass`, :meth:`end_pass`,
-    :meth:`see_roots`, :meth:`see_reduced`, :meth:`before_update`, :meth:`after_update`. A failure
-    of its own ends the record, never the training.
-
-    ``module``: the model inside its wrappers, whose parameters have the names that count.
-    ``start``: changes before the first step. ``first_step``: number of the first step.
+    :meth:`see_roots`, :meth:`see_reduced`, :meth:`before_update`, :meth:`after_update`.
     """
 
     repeating = False  # no pass is the recorder's own

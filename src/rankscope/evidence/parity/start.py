@@ -39,12 +39,7 @@ class _Box(NamedTuple):
 
 
 def save_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
-    """Write this rank's parts; of copies, one rank's alone.
-
-    ``tensors``: floating-point tensors by name.
-
-    Raises RunError: the file cannot be written.
-    """
+    """Write this rank's parts of floating-point tensors; of copies, one rank's alone."""
     header: dict[str, Any] = {}
     places = {}
     parts = []
@@ -70,12 +65,7 @@ def save_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None
 
 
 def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Copy what is saved into this rank's parts.
-
-    ``tensors``: the tensors to overwrite, by name.
-
-    Raises RunError: a tensor is not there, or not all of it.
-    """
+    """Copy what is saved into this rank's parts; RunError where a tensor is not all there."""
     boxes: dict[str, list[_Box]] = {}
     for file in sorted(folder.glob("rank-*.safetensors")):
         for name, box in _read(file):

@@ -100,12 +100,7 @@ class RandomMeter:
         self._after = {bit: after[bit] for bit in (*moved, *self._after)}
 
     def collect(self) -> dict[str, int]:
-        """Return the generators that have moved and their first states, and begin a new step.
-
-        Returns ``rng_used``, and digests of the states before the first forward pass of those that
-        have moved: ``rng_digest`` of torch's, ``rng_digest_python`` and ``rng_digest_numpy``.
-        Nothing without a complete forward pass.
-        """
+        """Return ``rng_used`` and digests of the first states of what has moved; begin a step."""
         used = self._used
         between = self._between
         first = self._first
@@ -176,12 +171,11 @@ class LoaderMeter:
         self._patch = Patch(loader, "worker_init_fn", lambda _: self._starts)
 
     def collect(self) -> dict[str, int]:
-        """Return the columns of the processes so far.
+        """Return a digest of the starting states of each generator that some process has used.
 
-        Returns a digest of the starting states of each generator that some process has used
-        (``loader_rng_python`` and so on), and ``loader_rng_repeats``: those of them that start in
-        equal states in two or more processes, a sum of 1 Python, 2 numpy, 4 torch. Nothing before
-        all have started, or while none has used a generator.
+        And ``loader_rng_repeats``: those that start in equal states in two or more processes, a sum
+        of 1 Python, 2 numpy, 4 torch. Nothing before all have started, or while none has used a
+        generator.
         """
         if self._starts is None:
             return {}
@@ -268,8 +262,6 @@ class PrivateRandomMeter:
     It reads states and never draws. It searches once, for at most eight generators, in attributes
     of modules, of the data set and of their attributes, short lists included. Samplers are left
     out, since theirs have to be alike; so are the processes of the data loader.
-
-    ``loader``: the training's data loader, or None.
     """
 
     def __init__(self, module: nn.Module, loader: Any = None) -> None:

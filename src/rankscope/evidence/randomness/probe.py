@@ -7,11 +7,7 @@ from rankscope.evidence.randomness.meter import LoaderMeter, PrivateRandomMeter,
 
 
 class RandomnessProbe(Probe):
-    """Collects fingerprints of one worker's random generators.
-
-    ``private``: reads those of modules and data sets. ``loader``: reads those of data-loader
-    workers.
-    """
+    """Collects fingerprints of one worker's random generators."""
 
     def __init__(
         self, shared: RandomMeter, private: PrivateRandomMeter, loader: LoaderMeter

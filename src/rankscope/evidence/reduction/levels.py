@@ -68,13 +68,10 @@ _SMALLEST = {
 
 
 def sums_of_gradients(norms_WG: Floats, cosine_rest_WG: Floats) -> Floats:
-    """Estimate the norm of the sum of the workers' gradients, for each group.
+    """Estimate the norm of the sum of the workers' gradients, for each group ``[..., G]``.
 
-    ``norms_WG``: norms of the local gradients ``[..., W, G]``. ``cosine_rest_WG``: cosine of each
-    with the sum of all others; NaN where it has none.
-
-    Returns ``[..., G]``: not above the truth where gradients oppose each other, but for the error
-    of the cosines; NaN where no cosine is known.
+    It is not above the truth where gradients oppose each other, but for the error of the cosines;
+    NaN where no cosine with the others' sum ``[..., W, G]`` is known.
     """
     known_WG = np.isfinite(cosine_rest_WG) & (norms_WG > 0)
     some_G = np.logical_or.reduce(known_WG.reshape(-1, known_WG.shape[-1]))
@@ -125,10 +122,7 @@ class ExpectedResiduals:
     ) -> tuple[Floats, Floats]:
         """Return limits of the residuals of a single healthy step, and of many in a row ``[G]``.
 
-        ``kappas_G``: how much each group's gradients cancel. ``sums_G``: norm of the sum of the
-        workers' gradients.
-
-        Returns infinity where a type, or the cancellation of gradients, is unknown.
+        Infinite where a type, or the cancellation of gradients, is unknown.
         """
         types = [self.type_of(group) for group in groups]
         rounding_G = np.array([self._most.get(t, math.inf) for t in types])
@@ -143,11 +137,7 @@ class ExpectedResiduals:
         return np.where(unknown_G, np.inf, once_G), np.where(unknown_G, np.inf, lasting_G)
 
     def types_that_fit(self, residual: float, kappa: float, meant: str) -> tuple[str, ...]:
-        """Return the names of 16-bit types whose rounding gives such a residual.
-
-        ``kappa``: how much their gradients cancel, typically. ``meant``: the type that they are
-        meant to be reduced in; only narrower ones fit.
-        """
+        """Return the names of 16-bit types, narrower than meant, that explain a residual."""
         squared = max(kappa, 1e-3) ** -2
         others = max(self._num_workers - 1, 1)
         cosine = min((squared - 1) / others, 1.0)
@@ -263,10 +253,8 @@ class GroupHistory(Stateful):
         common: float,
         at_once: bool,
     ) -> tuple[bool, Streak | None]:
-        """Process a step's residual.
+        """Process a step's residual, that of the median worker.
 
-        ``residual``: residual of the median worker. ``limit``: result of :meth:`limit` for it.
-        ``once``: limit of a single healthy step. ``lasting``: limit of many healthy steps in a row.
         ``common``: usual residual of this step, if most groups err and did so before; else 0.
         ``at_once``: whether an exception may be reported in its own step.
 
@@ -312,11 +300,7 @@ class ReductionFault(Stateful):
     fits: str = ""
 
     def evidence(self, key: str, where: str, against: str, meant: str) -> FaultEvidence:
-        """Return it as evidence.
-
-        ``against``: the expected residual, in words. ``meant``: names of the types in which these
-        are meant to be reduced.
-        """
+        """Return it as evidence; ``against`` states the expected residual, ``meant`` the types."""
         lasting = key in (LOW_PRECISION, LOSSY)
         return FaultEvidence(
             cause="numerics.reduction_error",

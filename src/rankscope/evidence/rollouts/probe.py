@@ -50,11 +50,10 @@ class RolloutProbe(Probe):
         self._declined = False
 
     def give(self, trainer: Any, rollout: Any, mask: Any = None) -> None:
-        """Add the log-probabilities of the tokens of a micro-batch.
+        """Add the log-probabilities of a micro-batch's tokens, by the trainer and by the engine.
 
-        ``trainer``: by the trainer, of any shape, such as ``[B, n]``. ``rollout``: by the engine,
-        of the same shape. Values that are not finite do not count. ``mask``: which tokens count, of
-        the same shape; None for all.
+        All are of one shape, such as ``[B, n]``, the mask of tokens that count too. Values that are
+        not finite do not count.
         """
         problem = _problem(trainer, rollout, mask)
         if not problem:

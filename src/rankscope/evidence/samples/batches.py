@@ -139,12 +139,10 @@ _HIGHEST = (1 << 63) - 1
 
 
 def ids_of(samples: object) -> NDArray[np.int64]:
-    """Return one number per id.
+    """Return one number per id; UsageError where one has no content that all workers see alike.
 
-    Integers stand for themselves; everything else is digested: text, bytes, other numbers, UUIDs,
-    dates, paths, and tuples or lists of these.
-
-    Raises UsageError: it is no iterable of ids, or an id has no content that all workers see alike.
+    Integers stand for themselves; text, bytes, UUIDs, dates, paths, and tuples of these are
+    digested.
     """
     if isinstance(samples, np.ndarray) and samples.dtype.kind in "iu":
         return samples.astype(np.int64).reshape(-1)

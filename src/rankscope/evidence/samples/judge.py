@@ -145,11 +145,7 @@ class EpochCoverage(Detector):
 
 
 class SplitTwice(Detector):
-    """Data that the loaders split into more parts than there are processes.
-
-    ``splits``: what splits the data in a rank's loader, and into how many parts. ``world_size``:
-    number of processes; 0 if unknown.
-    """
+    """Data that the loaders split into more parts than there are processes."""
 
     SETTINGS = ("_splits", "_world_size")
 

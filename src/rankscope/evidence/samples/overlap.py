@@ -271,11 +271,7 @@ class _Account(Stateful):
     def add(
         self, step: int, counts: SampleCounts, lengths: Sequence[int], groups: Groups, near: int
     ) -> None:
-        """Add one step.
-
-        ``counts``: counts of its followed samples. ``lengths``: samples drawn by each worker that
-        drew any. ``near``: cross repeats that follow so closely that a file's order explains them.
-        """
+        """Add one step; ``near`` cross repeats are so close that a file's order explains them."""
         cross = counts.repeated_cross
         own = counts.repeated_own
         workers = len(lengths)

@@ -179,9 +179,7 @@ class SampleMeter:
 def digest_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     """Return one digest per sample of a batch, int64 ``[B]`` on the inputs' device.
 
-    None where no batch is recognised: tensors, also inside sequences, mappings and dataclasses; a
-    list of one tensor per sample; a list of texts. ``input_ids`` and ``attention_mask`` are
-    recognised wherever they stand side by side.
+    None where :func:`find_batch` recognises no batch.
     """
     batch, mask = find_batch(args, kwargs)
     if batch is None:
@@ -290,10 +288,9 @@ def _on_host(tensor: Tensor) -> bool:
 
 
 def _mixed(words: Any, present: Any, weights: Any) -> Any:
-    """Return a digest ``[B]`` of each row of words, in torch or in numpy.
+    """Return a digest ``[B]`` of each row of words ``[B, n]``, int64, in torch or in numpy.
 
-    ``words``: int64 ``[B, n]``. ``present``: which of them count, each at its place among those
-    that do; None if all do. ``weights``: int64 ``[MAX_WORDS]``.
+    ``present``: which of them count, each at its place among those that do; None if all do.
     """
     if present is None:
         weighted = (words + 1) * weights[: words.shape[1]]

@@ -109,10 +109,9 @@ class RestartWatch(Stateful):
         self._end = self._last_step
 
     def observe(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
-        """Process the samples of consecutive steps, one with each iteration.
+        """Process the samples of consecutive steps; yield how the restarted job went on.
 
-        Yields how the restarted job went on, in the step that shows it, and for MIXED in later
-        steps that show more of it.
+        It is known in the step that shows it, and MIXED again in later steps that show more of it.
         """
 
         def fits(samples: Ints) -> bool:

@@ -45,11 +45,7 @@ class Lateness:
 
     @classmethod
     def of(cls, steps_S: Ints, seconds_S: Floats, behind_SW: Floats) -> "Lateness":
-        """Judge a window.
-
-        ``behind_SW``: seconds by which each worker was ready later than the typical one; NaN if
-        unknown, but known of a worker in each step at least.
-        """
+        """Judge a window; in each of its steps some worker's lateness is known."""
         seconds = float(np.median(seconds_S))
         margin = max(_MARGIN * seconds, _LEAST_SECONDS)
         slow_W = np.mean(behind_SW >= margin, axis=0) >= _MOST
@@ -126,10 +122,7 @@ class Stragglers(Detector):
         return {"places": [place.description() for place in self._places if place.count]}
 
     def restore(self, state: State) -> None:
-        """Continue with the places of before a restart; those that no longer exist have healed.
-
-        Raises StateError: it is not such a state.
-        """
+        """Continue with the places of before a restart; those that no longer exist have healed."""
         places = {place.key: place for place in self._places}
         for description in state["places"]:
             before = _Place.described(description)
@@ -202,7 +195,6 @@ class _Place(PersistentFault):
         """Process the latest window and those before it; return whether the evidence changed.
 
         ``confirmed_W``: workers that were slow in the latest window and in the one before.
-        ``windows``: the latest windows in order, one more than it takes to be slow.
         """
         confirmed = [rank for rank in self.members if confirmed_W[rank]]
         if not self.open:

@@ -61,14 +61,11 @@ def _moved(tensor: Tensor, eps: float, seed: int) -> Tensor:
 
 
 class LoneOptimizer:
-    """Updates one parameter of an optimizer as if it had no other.
+    """Updates one parameter of an optimizer as if it had no other; CanaryDeclined if it cannot.
 
-    ``of_training``: addresses of the storages of the training's tensors.
-
-    ``computed_in``: the coarsest type of floating-point numbers that any operation has returned.
-    ``random``: whether any operation may have drawn random numbers.
-
-    Raises CanaryDeclined: the optimizer cannot be copied.
+    ``of_training`` are addresses of the storages of the training's tensors. ``computed_in`` is the
+    coarsest type of floating-point numbers that any operation has returned, ``random`` whether any
+    may have drawn random numbers.
     """
 
     def __init__(
@@ -91,13 +88,10 @@ class LoneOptimizer:
                     raise CanaryDeclined("it wraps another optimizer")
 
     def update(self, held: UpdateInput, *others: UpdateInput, seed: int | None = None) -> Tensor:
-        """Return the whole parameter after a step of the optimizer.
+        """Return the whole parameter after a step of the optimizer; CanaryDeclined without one.
 
-        ``held``: what the copy holds of the parameter. ``others``: what it holds of further
-        parameters, which come before it in the same group. ``seed``: seed of all random generators;
-        None to leave them as they are.
-
-        Raises CanaryDeclined: the step cannot run on a copy.
+        ``others`` come before the parameter in the same group. ``seed`` is that of all random
+        generators; None leaves them as they are.
         """
         try:
             return self._update([*others, held], seed)
@@ -213,11 +207,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 class _Watched:
-    """Callbacks of a step on a copy: none of it may change the training.
-
-    ``of_training``: addresses of the storages of the training's tensors. ``generators``: the random
-    generators, to be put back.
-    """
+    """Callbacks of a step on a copy: none of it may change the training."""
 
     def __init__(self, of_training: frozenset[int], generators: RandomGenerators) -> None:
         self._of_training = of_training
@@ -225,10 +215,7 @@ class _Watched:
         self.types = _Types()
 
     def before_write(self, tensor: Tensor) -> None:
-        """Refuse to write into the training.
-
-        Raises CanaryDeclined: the tensor is the training's.
-        """
+        """Refuse to write into the training: CanaryDeclined."""
         if address_of(tensor) in self._of_training:
             raise CanaryDeclined("its step changes other tensors than the parameter's own")
 
@@ -315,10 +302,7 @@ def _whole(tensor: Tensor, like: DTensor | None) -> Tensor:
 
 
 class Cuts:
-    """The cuts by which a whole parameter becomes this rank's part.
-
-    Raises CanaryDeclined: it is shared in a way that is not known.
-    """
+    """The cuts by which a whole parameter becomes this rank's part; CanaryDeclined if unknown."""
 
     def __init__(self, parameter: Tensor, value: Tensor) -> None:
         self._cuts: list[tuple[str, int, int, int]] = []  # name of the axis, dim, parts, own part

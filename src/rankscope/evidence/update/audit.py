@@ -52,10 +52,8 @@ def choose(
     """Return some parameters of an optimizer, and the number of those that it trains.
 
     Parameters of one group and type that have the same shape and layout are of one kind. A small
-    model's are all chosen, a large one's one by one from each kind.
-
-    ``names``: names of parameters by their ids. ``turn``: a number that rises, and is equal on all
-    ranks.
+    model's are all chosen, a large one's one by one from each kind. ``turn`` rises, and is equal on
+    all ranks.
     """
     kinds: dict[tuple[Any, ...], list[Chosen]] = {}
     every = []
@@ -123,9 +121,8 @@ class _Watch:
 class UpdateAudit:
     """Computes the update of some parameters again, between the calls of a step.
 
-    ``names``: names of parameters by their ids. ``copies``: the model's own copies of parameters
-    that optimizers hold, by their ids. ``meeting``: where ranks agree on gathering; None where no
-    rank but this one holds parts.
+    ``names`` and ``copies``, the model's own copies of parameters that optimizers hold, are by id.
+    ``meeting``: where ranks agree on gathering; None where no rank but this one holds parts.
     """
 
     def __init__(

@@ -91,10 +91,7 @@ class UpdateShare:
 
     @classmethod
     def unpack(cls, content: bytes | memoryview) -> "UpdateShare":
-        """Read a share.
-
-        Raises PackedError: these bytes hold none.
-        """
+        """Read a share; PackedError where these bytes hold none."""
         header, arrays = unpack_arrays(content)
         try:
             (numbers_PF,) = arrays
