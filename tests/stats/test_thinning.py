@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from rankscope.stats.arrays import mix
-from rankscope.stats.draws import DrawnSamples, SortedMap
+from rankscope.stats.draws import MAX_HALVINGS, DrawnSamples, SampleShare, SortedMap
 from rankscope.stats.samples import SampleLedger, ThinningLedger
-from rankscope.stats.share import MAX_HALVINGS, SampleShare
 
 
 def drawn(*steps):

@@ -12,8 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.stats.arrays import Ints, mix
-from rankscope.stats.draws import DrawnSamples, Draws, SortedMap, differs_from_previous
-from rankscope.stats.share import MAX_HALVINGS, SampleShare
+from rankscope.stats.draws import (
+    MAX_HALVINGS,
+    DrawnSamples,
+    Draws,
+    SampleShare,
+    SortedMap,
+    differs_from_previous,
+)
 from rankscope.stats.state import Stateful
 
 MAX_SHARED_PAIRS = 64

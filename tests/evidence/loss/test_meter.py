@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import cross_entropy
 
 from rankscope.errors import UsageError
-from rankscope.evidence.loss.meter import LossMeter, _Multiplier, count_label_tokens
-from rankscope.evidence.loss.probe import PendingLosses
+from rankscope.evidence.loss.probe import LossMeter, PendingLosses, _Multiplier, count_label_tokens
 from rankscope.integrations.backward_loss import unscaled
 from support.collected import to_arrays
 

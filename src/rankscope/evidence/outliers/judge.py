@@ -32,7 +32,7 @@ from rankscope.bus.step import MAX_PAIRED_WORKERS, MISSING_INT, GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.evidence.canary.verdict import CanaryCause, judge, results_of
 from rankscope.evidence.outliers.alike import AlikePairs
-from rankscope.evidence.outliers.blame import OutlierSearch
+from rankscope.evidence.outliers.blame import Fault, OutlierSearch
 from rankscope.evidence.outliers.gross import GrossOutliers, GrossValues
 from rankscope.evidence.outliers.parts import (
     Levelled,
@@ -45,7 +45,6 @@ from rankscope.evidence.outliers.parts import (
     total_signals,
     totals_of,
 )
-from rankscope.evidence.outliers.words import Fault
 from rankscope.stats.arrays import Floats
 from rankscope.stats.bets import AT_ONCE
 from rankscope.stats.budget import AMOUNTS, OUTLIERS, alarm_level

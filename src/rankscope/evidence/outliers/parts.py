@@ -20,7 +20,7 @@ from rankscope.bus.columns import Compares, Source, Table
 from rankscope.bus.step import StepReport
 from rankscope.bus.steps import Step
 from rankscope.evidence import compared_columns
-from rankscope.evidence.outliers.words import WorkerSignal
+from rankscope.evidence.outliers.blame import WorkerSignal
 from rankscope.stats.arrays import Floats, Ints, median, median_of_known
 from rankscope.stats.bets import Rows, worker_bets
 from rankscope.stats.exchangeability import ExchangeabilityTest, as_slice

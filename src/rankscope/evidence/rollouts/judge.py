@@ -22,9 +22,8 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.run import RunFacts
 from rankscope.bus.steps import Step
-from rankscope.evidence.outliers.blame import OutlierSearch
+from rankscope.evidence.outliers.blame import Fault, OutlierSearch
 from rankscope.evidence.outliers.parts import Levelled, total_signals
-from rankscope.evidence.outliers.words import Fault
 from rankscope.stats.arrays import Floats
 from rankscope.stats.budget import ROLLOUTS
 from rankscope.stats.state import State, StateError

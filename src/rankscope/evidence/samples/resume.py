@@ -9,19 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, name_ranks
-from rankscope.stats.arrays import Ints
-from rankscope.stats.draws import DrawnSamples, Draws, SortedMap, differs_from_previous
-from rankscope.stats.share import SampleShare
+from rankscope.stats.arrays import Bools, Ints
+from rankscope.stats.draws import DrawnSamples, Draws, SampleShare, SortedMap, differs_from_previous
 from rankscope.stats.state import Stateful
-
-Bools = NDArray[np.bool_]
 
 _CHUNK = 8  # draws that decide together whether a new epoch has begun
 _EARLY_STEPS = 4

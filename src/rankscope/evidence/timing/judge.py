@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.bus.checks import Check, CheckedRun
 from rankscope.bus.detector import Detector, FaultEvidence
@@ -21,10 +20,8 @@ from rankscope.bus.persistent_fault import PersistentFault
 from rankscope.bus.run import RunFacts
 from rankscope.bus.steps import Step
 from rankscope.bus.words import name_ranks
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import Bools, Floats, Ints
 from rankscope.stats.state import State
-
-Bools = NDArray[np.bool_]
 
 _MARGIN = 0.10  # of the step's time, over the typical worker
 _LEAST_SECONDS = 2e-3  # below, it is the operating system's
