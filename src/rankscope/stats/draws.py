@@ -1,11 +1,8 @@
 """The samples that consecutive steps draw, sorted once for all detectors.
 
-Legend of shapes: S steps, D draws in all of them.
-
-A share of all samples, drawn by their hashes, which is followed when all are too many.
-
-Whether a sample belongs to the share depends on its hash alone. So it is followed in every epoch
-and on every worker or never, and overlaps show in the share as they do in the whole.
+Where all samples are too many, a share of them is followed, drawn by their hashes. Whether a sample
+belongs to the share depends on its hash alone. So it is followed in every epoch and on every worker
+or never, and overlaps show in the share as they do in the whole.
 
 How many different samples a run has drawn is exact until ``CAPACITY`` different ones were drawn.
 From then on one sample in ``2^k`` is followed. With n of them, the i-th drawn cᵢ times, of D draws
@@ -17,6 +14,8 @@ is an estimate whose variance is proportional to ``Σ(1 − λcᵢ)²``, which t
 regression estimator of sampling theory). Its standard error is about ``1/√n`` at most, 0.5 %; it is
 exact when no sample repeats, or all do equally often. Where the last bracket is larger than chance
 makes it, a sample that is drawn very often is not among those that are followed: then λ is 0.
+
+Legend of shapes: S steps, D draws in all of them.
 """
 
 import math

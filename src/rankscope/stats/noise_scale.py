@@ -7,12 +7,12 @@ the mean of all n of them follow, without bias,
     noise of a unit  tr Σ = (n·a − n·b) / (n − 1),     |G|² = (n·b − a) / (n − 1),
 
 which is appendix A.1 of McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch
-Training", 2018 (arXiv 1812.06162) with batches of 1 and n units. Their *simple noise scale*
-``tr Σ / |G|²`` is the batch, in units, at which noise and gradient are equally long.
+Training", 2018 (arXiv 1812.06162) with batches of 1 and n units. Their *simple noise scale* ``tr Σ
+/ |G|²`` is the batch, in units, at which noise and gradient are equally long.
 
-With one gradient per worker, the norm-weighted mean cosine follows from ``a`` and ``b`` alone:
-with equal norms, cosine c and noise scale are ``(1 − c)/c`` of each other, and shared data give
-noise 0. Only the micro-batches inside a worker show the true noise.
+With one gradient per worker, the norm-weighted mean cosine follows from ``a`` and ``b`` alone: with
+equal norms, cosine c and noise scale are ``(1 − c)/c`` of each other, and shared data give noise 0.
+Only the micro-batches inside a worker show the true noise.
 
 Noise and signal count all units alike. The noise within workers uses the shares ``w_j`` that
 micro-batches have in their worker's gradient, which are their multipliers over the sum of these.
@@ -26,13 +26,12 @@ averaged over workers first. Where the sums differ (all divide by the tokens of 
 length of a worker's gradient is proportional to its tokens, *within* and *between* grow alike, and
 their ratio is right with equal shares.
 
-Legend of shapes: T steps, W workers, M micro-batches of each.
+Ratios of sums over the steps of a run have an interval. The sums run over blocks of consecutive
+steps. The spread of the ratio when one block is left out (the jackknife: Quenouille; Tukey; Busing,
+Meijer and van der Leeden, 1999) shows its uncertainty, and blocks of many steps also cover the
+correlation of neighbouring steps.
 
-Ratios of sums over the steps of a run, with an interval.
-
-The sums run over blocks of consecutive steps. The spread of the ratio when one block is left out
-(the jackknife: Quenouille; Tukey; Busing, Meijer and van der Leeden, 1999) shows its uncertainty,
-and blocks of many steps also cover the correlation of neighbouring steps.
+Legend of shapes: T steps, B blocks, W workers, M micro-batches of each.
 """
 
 import math
@@ -155,7 +154,7 @@ class NoiseOfSteps(NamedTuple):
 
     def at(self, chosen_T: NDArray[np.bool_]) -> "NoiseOfSteps":
         """Return the chosen steps."""
-        return NoiseOfSteps(*(each_T[chosen_T] for each_T in self))
+        return NoiseOfSteps._make(each_T[chosen_T] for each_T in self)
 
 
 def noise_of_steps(

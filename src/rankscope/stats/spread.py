@@ -4,24 +4,23 @@ Values that are not finite are left out; without any finite value the result is 
 population standard deviations (ddof 0). Equal values have a spread of exactly 0, and values near
 the end of the float64 range do not overflow.
 
-A worker's loss is a mean over samples or micro-batches ("units"). The spread between the units
-of one worker gives the spread of means of such units by chance. The ratio of observed to expected
+A worker's loss is a mean over samples or micro-batches ("units"). The spread between the units of
+one worker gives the spread of means of such units by chance. The ratio of observed to expected
 dispersion is then about 1 when the workers draw from the same distribution, near 0 when they share
 data, and above 1 when their data differ in kind.
 
-Exact e-values for the spread between workers, by moving their micro-batches around.
+The spread between workers also has exact e-values, by moving their micro-batches around. A worker
+brings several *units* in a step: the losses, or the gradient norms, of its micro-batches. Null
+hypothesis: given all steps before, the units of a step are exchangeable, each together with its
+weight. Then the spread between the workers' means is as likely to be any of those that come out
+when the units are dealt anew, and its rank among them is uniform.
 
-A worker brings several *units* in a step: the losses, or the gradient norms, of its micro-batches.
-Null hypothesis: given all steps before, the units of a step are exchangeable, each together with
-its weight. Then the spread between the workers' means is as likely to be any of those that come
-out when the units are dealt anew, and its rank among them is uniform.
-
-For a group G of permutations that leaves the null alone, random ``g_1 … g_B`` of G and the
-identity ``g_0``, the spreads ``T(g_0 x) … T(g_B x)`` are exchangeable (Hemerik and Goeman, "Exact
-testing with random permutations", 2018). So ``e = f(T_0) / mean_b f(T_b)``, with f a function of
-the mid-rank among the B + 1, has expectation 1 whatever the distribution of the units: heavy
-tails, ties and weights included. G need not hold all permutations: here it holds the rotations of
-a random cyclic order, one order and B additions for a step instead of B shuffles.
+For a group G of permutations that leaves the null alone, random ``g_1 … g_B`` of G and the identity
+``g_0``, the spreads ``T(g_0 x) … T(g_B x)`` are exchangeable (Hemerik and Goeman, "Exact testing
+with random permutations", 2018). So ``e = f(T_0) / mean_b f(T_b)``, with f a function of the
+mid-rank among the B + 1, has expectation 1 whatever the distribution of the units: heavy tails,
+ties and weights included. G need not hold all permutations: here it holds the rotations of a random
+cyclic order, one order and B additions for a step instead of B shuffles.
 
 Two groups, for two nulls:
 

@@ -1,18 +1,15 @@
 """The workers' gradients, from their messages.
 
-Legend of shapes: W workers, R rows of an audit, G groups.
-
-The result of a reduction by the training's own code, read from sketches.
-
-The optimizer gets the mean of the local gradients, or their sum, with a gradient scaler's factor
-undone, or clipped: that is the mean times one factor, the same for all parameters and on all
-workers. The factor is undone here, so that the rest can be audited. Whether it is intended, only a
-plan or a reference step shows.
+Where the training's own code reduces, sketches show the result. The optimizer gets the mean of the
+local gradients, or their sum, with a gradient scaler's factor undone, or clipped: that is the mean
+times one factor, the same for all parameters and on all workers. The factor is undone here, so that
+the rest can be audited. Whether it is intended, only a plan or a reference step shows.
 
 Or the optimizer gets each worker's own gradient, whole or of some parameters: then the optimizer
 reduces, or nobody does, and nothing is known of a reduction. The parameters show which.
 
-Legend of shapes: W workers, S sections, k numbers in a section's sketch.
+Legend of shapes: W workers, R rows of an audit, G groups, S sections, k numbers in a section's
+sketch.
 """
 
 from collections.abc import Mapping, Sequence

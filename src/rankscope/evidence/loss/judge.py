@@ -1,9 +1,8 @@
 """The detectors of losses: weighting, scale, values that are not finite, no gradient.
 
-The detector of label tokens that do not weigh alike: means of means.
-
-A mean over the tokens of each worker, averaged over workers, gives a token on a worker with few of
-them more weight than one on a worker with many. The same happens between micro-batches.
+Means of means do not weigh label tokens alike. A mean over the tokens of each worker, averaged over
+workers, gives a token on a worker with few of them more weight than one on a worker with many. The
+same happens between micro-batches.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Reads the optimizer at its first call, where it is saved, and at both ends of some windows.
 
-Finds parameters of low precision that keep their bits because rounding loses their updates.
-
-A value keeps its bits if its update is below half of the distance to the next value. All small
+It finds parameters of low precision that keep their bits because rounding loses their updates. A
+value keeps its bits if its update is below half of the distance to the next value. All small
 parameters of 16 bits are looked at, kind by kind (such as all weights of ``RMSNorm``), in growing
 windows of updates.
 """

@@ -3,14 +3,12 @@
 Each step compares the workers in loss, gradient norm and direction, and in norm and direction of
 every group of parameters (:mod:`rankscope.stats.exchangeability`).
 
-The amount of data of each worker: label tokens, samples, length of sequences, padding.
-
-These are compared like losses and gradients, with three exceptions. Small differences count as
-none: a sampler that sorts by length deals the longest of each few samples to the same worker,
-always. A difference that most steps do not show is forgotten: an epoch's last batch is short, on
-the same worker each time. Neither depends on the rank, so the workers remain exchangeable. And a
-difference without a majority is a note: lengths that differ by domain are the rule. Losses and
-gradients are compared whatever the amounts.
+Amounts of data (label tokens, samples, length of sequences, padding) are compared like losses and
+gradients, with three exceptions. Small differences count as none: a sampler that sorts by length
+deals the longest of each few samples to the same worker, always. A difference that most steps do
+not show is forgotten: an epoch's last batch is short, on the same worker each time. Neither depends
+on the rank, so the workers remain exchangeable. And a difference without a majority is a note:
+lengths that differ by domain are the rule. Losses and gradients are compared whatever the amounts.
 
 Legend of shapes: S signals, W workers.
 """

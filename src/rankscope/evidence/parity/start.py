@@ -1,9 +1,8 @@
 """Changes of a training before its first step that a comparison asks for.
 
-The parameters and buffers of one layout on disk, read into another one.
-
-Each rank writes its parts into one file in the format of safetensors, with their places beside
-them; a rank of another layout reads what overlaps with its own parts.
+Parameters and buffers of one layout may be read into another one. Each rank writes its parts into
+one file in the format of safetensors, with their places beside them; a rank of another layout reads
+what overlaps with its own parts.
 """
 
 import hashlib

@@ -1,7 +1,8 @@
-"""The detector of reductions that do not return the mean of the local gradients.
+"""The detectors of gradients that are not what they should be when the optimizer gets them.
 
-It works on norms: the expected norm of the reduced gradient follows from the workers' norms and
-cosines. A single step proves nothing, a ratio that stays the same over many steps does.
+That a reduction does not return the mean of the local gradients is seen in norms: the expected norm
+of the reduced gradient follows from the workers' norms and cosines. A single step proves nothing, a
+ratio that stays the same over many steps does.
 
 For W gradients g_i with mean m:
 
@@ -11,12 +12,11 @@ and the last sum is ``cosine_weighted * sum_{i != j} |g_i| |g_j|``. With cosines
 width k the norm of the mean is known to about ``sqrt(2/k)`` of it, 2 % for k = 4,093, as long as
 the gradients do not oppose each other.
 
-The detectors of gradients that change between micro-batches, or after the reduction.
-
-The gradient at the end of a backward pass is compared with that at the beginning of the next, on
-each worker (:mod:`rankscope.wrappers.accumulator`), so a single difference is proof. A training may
-do it on purpose once in a while: it is an error from the third step on, if the kind is one of the
-known mistakes.
+Gradients may also change between micro-batches, or after the reduction. The gradient at the end of
+a backward pass is compared with that at the beginning of the next, on each worker
+(:mod:`rankscope.wrappers.accumulator`), so a single difference is proof. A training may do it on
+purpose once in a while: it is an error from the third step on, if the kind is one of the known
+mistakes.
 
 Legend of shapes: W workers, G groups.
 """

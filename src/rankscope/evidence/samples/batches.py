@@ -188,7 +188,8 @@ def _content(sample: Any) -> bytes:
     if isinstance(sample, (tuple, list)):
         numbers = np.array([_number(part) for part in sample], np.int64)
         return b"\0tuple " + numbers.tobytes()
-    shows_address = type(sample).__repr__ is object.__repr__ or callable(sample)
+    kind: type[object] = type(sample)
+    shows_address = kind.__repr__ is object.__repr__ or callable(sample)
     problem = ""
     if sample is None or isinstance(sample, (Mapping, Set, Tensor)) or shows_address:
         problem = f"got {type(sample).__name__}"
