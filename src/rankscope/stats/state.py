@@ -81,8 +81,9 @@ class Stateful:
             setattr(self, name, _decode(state[name], getattr(self, name)))
 
     def _attributes(self) -> list[str]:
-        if is_dataclass(type(self)):
-            return [field.name for field in fields(type(self))]
+        own: Any = type(self)
+        if is_dataclass(own):
+            return [field.name for field in fields(own)]
         slots = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
         return [n for n in (*slots, *getattr(self, "__dict__", ())) if n not in self.SETTINGS]
 
@@ -141,7 +142,7 @@ def _decode_tagged(encoded: Mapping[str, Any], now: Any) -> Any:
 def _decode_object(encoded: Mapping[str, Any], now: Any) -> Any:
     name = encoded["class"].rpartition(".")[2]
     state = encoded["object"]
-    kind = _CLASSES.get(name)
+    kind: Any = _CLASSES.get(name)
     if kind is None:
         raise StateError(f"there is no class {encoded['class']}")
     if is_dataclass(kind):
