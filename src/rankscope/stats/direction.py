@@ -258,7 +258,7 @@ def _pairs(num_workers: int) -> tuple[Ints, Ints]:
 
 def _norms(gram_WW: Floats) -> Floats:
     squares_W = gram_WW.diagonal(0, -2, -1)
-    defined_W = np.isfinite(squares_W) & (squares_W > 0)
+    defined_W = has_direction(gram_WW)
     return np.sqrt(squares_W if defined_W.all() else np.where(defined_W, squares_W, np.nan))
 
 

@@ -42,7 +42,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.stats.arrays import Floats, Ints, Ragged
-from rankscope.stats.bets import rank_units
+from rankscope.stats.bets import AT_ONCE, rank_units
 
 
 def finite_mean(values_W: NDArray[np.floating]) -> float:
@@ -224,7 +224,6 @@ _POWERS = -np.array(STRENGTHS)[:, None]
 MOST_ROTATIONS = 64
 LEAST_ROTATIONS = 16
 _ROTATED_UNITS = 2**16
-_AT_ONCE = 2**13
 _TIE = 2.0**-30
 _ROUNDING = 1e-12
 
@@ -318,7 +317,7 @@ def spread_ranks(units: Units, rng: np.random.Generator, *, same_index: bool) ->
     products_U = weights_U * values_U
     products = products_U[circles]
     spreads_B = np.empty(len(shifts_BG))
-    rows = max(_AT_ONCE // len(groups_U), 1)  # larger arrays fall out of the cache
+    rows = max(AT_ONCE // len(groups_U), 1)
     for start in range(0, len(shifts_BG), rows):
         shifts = shifts_BG[start : start + rows]
         turned_BU = places_U + (shifts.take(groups_U, axis=1) if shifts.shape[1] > 1 else shifts)

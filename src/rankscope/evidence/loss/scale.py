@@ -16,7 +16,7 @@ from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.weighting import LEAST_SCALER, TokenSums, are_alike, follow_tokens
 from rankscope.bus.words import count, name_ranks
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import Floats
 from rankscope.stats.state import Stateful
 
 ONE_WORKER = "loss-scale-one-worker"
@@ -135,7 +135,7 @@ class LossScale(Detector):
             or follow_tokens(scales_W, workers["loss_weight"])
         )
         scale = _mean(step, scales_W) if alike and len(sizes) < 2 else math.nan
-        self._notice_calls(step)
+        self._called = self._called or bool((workers["optimizer_steps"] > 0).all())
         self._divided = bool(workers["loss_divided"].all())
         if not known or len(sizes) > 1:
             return
@@ -160,10 +160,6 @@ class LossScale(Detector):
             self._schedule = float(workers["schedule_scale"][0])
             scale *= self._schedule
         yield from self._observe_mean(gathered, 1.0 if undone else scale, micro)
-
-    def _notice_calls(self, step: Step) -> None:
-        calls_W: Ints = step.gathered.workers["optimizer_steps"]
-        self._called = self._called or bool((calls_W > 0).all())
 
     def _notice_scaler(self, scale: float, micro: int) -> None:
         if micro > self._most_micro:

@@ -127,14 +127,13 @@ class SignalSet(Stateful):
     ``group_names``: their groups of parameters, in order. ``test``: compares the workers in them.
     """
 
-    SETTINGS = ("signals", "group_names", "_relative_S")
+    SETTINGS = ("signals", "group_names")
 
     def __init__(self, num_workers: int, signals: Sequence[WorkerSignal]) -> None:
         self.signals = tuple(signals)
         self.group_names = list(dict.fromkeys(signal.group for signal in signals if signal.group))
         equal_S = np.full(len(signals), 1 / len(signals))
         relative_S = np.array([signal.how.relative for signal in signals])
-        self._relative_S = relative_S
         self.test = ExchangeabilityTest(num_workers, equal_S, relative_S, worker_bets())
         self._size_effect = SizeEffect(relative_S, num_workers)
 

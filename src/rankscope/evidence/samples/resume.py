@@ -145,9 +145,6 @@ class RestartWatch(Stateful):
         again_U = (last_U >= self.interrupted) & (last_U < self.boundary)
         again_D = again_U[samples_U.searchsorted(draws.samples)]
         again_W = np.bincount(draws.ranks[again_D], minlength=draws.shape[1])
-        return self._judge(last_U, again_U, again_W)
-
-    def _judge(self, last_U: Ints, again_U: Bools, again_W: Ints) -> Resumption | None:
         rest = self._num_of_rest(last_U)
         decided_before = self._is_decided()
         self._steps += 1

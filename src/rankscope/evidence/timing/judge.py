@@ -9,7 +9,6 @@ Legend of shapes: S steps of a window, W workers.
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 
@@ -116,13 +115,19 @@ class Stragglers(Detector):
 
     def state(self) -> State:
         """Return the places that were slow."""
-        return {"places": [place.description() for place in self._places if place.count]}
+        known = [place for place in self._places if place.count]
+        described = [
+            {"ranks": list(place.members), "host": place.host, "known": place.state()}
+            for place in known
+        ]
+        return {"places": described}
 
     def restore(self, state: State) -> None:
         """Continue with the places of before a restart; those that no longer exist have healed."""
         places = {place.key: place for place in self._places}
         for description in state["places"]:
-            before = _Place.described(description)
+            before = _Place(description["ranks"], description["host"])
+            before.restore(description["known"])
             now = places.get(before.key)
             if now is not None and now.members == before.members:
                 now.restore(before.state())
@@ -162,31 +167,20 @@ class _Place(PersistentFault):
     ``host`` is empty when hosts are unknown, or all the same.
     """
 
-    SETTINGS = (*PersistentFault.SETTINGS, "members", "_host")
+    SETTINGS = (*PersistentFault.SETTINGS, "members", "host")
 
     def __init__(self, ranks: Sequence[int], host: str = "") -> None:
         super().__init__()
         self.members = tuple(ranks)
-        self._host = host
+        self.host = host
         self._slow: list[int] = []
         self._lost = self._behind = self._share = 0.0
         self._quiet_windows = 0
 
-    @classmethod
-    def described(cls, description: State) -> Self:
-        """Return the place with this description."""
-        place = cls(description["ranks"], description["host"])
-        place.restore(description["known"])
-        return place
-
-    def description(self) -> State:
-        """Return the place and its evidence as plain data."""
-        return {"ranks": list(self.members), "host": self._host, "known": self.state()}
-
     @property
     def key(self) -> str:
         """Its name inside the run."""
-        return f"time.straggler:{f'host-{self._host}' if self._host else f'rank-{self.members[0]}'}"
+        return f"time.straggler:{f'host-{self.host}' if self.host else f'rank-{self.members[0]}'}"
 
     def add_window(self, confirmed_W: Bools, windows: Sequence[Lateness]) -> bool:
         """Process the latest window and those before it; return whether the evidence changed.
@@ -232,7 +226,7 @@ class _Place(PersistentFault):
                 "share_of_step": self._share,
                 "seconds_lost": self._lost,
                 "slow_steps": self.count,
-                **({"host": self._host} if self._host else {}),
+                **({"host": self.host} if self.host else {}),
             },
             key=self.key,
         )
@@ -269,11 +263,11 @@ class _Place(PersistentFault):
 
     def _name(self) -> str:
         ranks = name_ranks(self._slow)
-        if not self._host:
+        if not self.host:
             return ranks
         if len(self._slow) > 1 and len(self._slow) == len(self.members):
-            return f"host {self._host} ({ranks})"
-        return f"{ranks} on host {self._host}"
+            return f"host {self.host} ({ranks})"
+        return f"{ranks} on host {self.host}"
 
 
 def _places(num_workers: int, hosts: Sequence[str]) -> tuple[_Place, ...]:
