@@ -81,7 +81,7 @@ class Stateful:
             setattr(self, name, _decode(state[name], getattr(self, name)))
 
     def _attributes(self) -> list[str]:
-        own: Any = type(self)
+        own: type[Any] = type(self)
         if is_dataclass(own):
             return [field.name for field in fields(own)]
         slots = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
@@ -142,7 +142,7 @@ def _decode_tagged(encoded: Mapping[str, Any], now: Any) -> Any:
 def _decode_object(encoded: Mapping[str, Any], now: Any) -> Any:
     name = encoded["class"].rpartition(".")[2]
     state = encoded["object"]
-    kind: Any = _CLASSES.get(name)
+    kind: type[Any] | None = _CLASSES.get(name)
     if kind is None:
         raise StateError(f"there is no class {encoded['class']}")
     if is_dataclass(kind):

@@ -24,10 +24,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.detector import Detector, FaultEvidence
+from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.bus.steps import SharedWork, StepBatch
 from rankscope.bus.weighting import common_scale
-from rankscope.bus.words import shortened
+from rankscope.bus.words import count, shortened
 from rankscope.evidence.reduction.levels import (
     ELEMENT,
     LOSSY,
@@ -308,8 +309,31 @@ class ReductionAudit(Detector):
     def _evidence(self, key: str) -> FaultEvidence:
         fault = self._found[key]
         types = sorted({self._expected.type_of(group) for group in fault.groups})
-        against = f"where rounding gives {fault.limit:.1g} at most"
-        return fault.evidence(key, name_groups(fault.groups), against, " or ".join(types))
+        lasting = key in (LOW_PRECISION, LOSSY)
+        return FaultEvidence(
+            cause="numerics.reduction_error",
+            key=key,
+            severity=Severity.WARNING if lasting else Severity.ERROR,
+            ranks=fault.ranks,
+            first_step=fault.first,
+            last_step=fault.last,
+            count=fault.steps,
+            groups=fault.groups,
+            fields={
+                "where": name_groups(fault.groups),
+                "residual": f"{fault.residual:.2g}",
+                "against": f"where rounding gives {fault.limit:.1g} at most",
+                "steps": count(fault.steps, "audited step"),
+                "fits": fault.fits,
+                "meant": " or ".join(types),
+            },
+            numbers={
+                "residual": fault.residual,
+                "limit": fault.limit,
+                "steps": fault.steps,
+                "fits": fault.fits,
+            },
+        )
 
 
 def _sums_of_steps(reports: Sequence[StepReport]) -> dict[int, Floats]:

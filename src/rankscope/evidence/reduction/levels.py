@@ -27,9 +27,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rankscope.bus.detector import FaultEvidence
-from rankscope.bus.finding import Severity
-from rankscope.bus.words import count
 from rankscope.stats.arrays import Floats
 from rankscope.stats.rounding import UNIT_ROUNDOFF, Algorithm, predicted_error
 from rankscope.stats.state import Stateful
@@ -298,31 +295,3 @@ class ReductionFault(Stateful):
     residual: float
     limit: float
     fits: str = ""
-
-    def evidence(self, key: str, where: str, against: str, meant: str) -> FaultEvidence:
-        """Return it as evidence; ``against`` states the expected residual, ``meant`` the types."""
-        lasting = key in (LOW_PRECISION, LOSSY)
-        return FaultEvidence(
-            cause="numerics.reduction_error",
-            key=key,
-            severity=Severity.WARNING if lasting else Severity.ERROR,
-            ranks=self.ranks,
-            first_step=self.first,
-            last_step=self.last,
-            count=self.steps,
-            groups=self.groups,
-            fields={
-                "where": where,
-                "residual": f"{self.residual:.2g}",
-                "against": against,
-                "steps": count(self.steps, "audited step"),
-                "fits": self.fits,
-                "meant": meant,
-            },
-            numbers={
-                "residual": self.residual,
-                "limit": self.limit,
-                "steps": self.steps,
-                "fits": self.fits,
-            },
-        )
