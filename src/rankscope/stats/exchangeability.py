@@ -49,23 +49,16 @@ _ONE_SIDED = 0.7
 
 @dataclass(frozen=True, slots=True)
 class SignalTrace:
-    """One way in which a unit is unlike the others.
-
-    Attributes:
-        signal: Index of the signal.
-        kind: High, low, spread or rare.
-        log_evidence: Logarithm of the evidence in this signal alone.
-        age: How many steps ago it began, this one included.
-        deviation: Median deviation over the recent steps since then, in units of the signal; the
-            largest one for spread and rare errors.
-        relative: Whether it is a part of the others' median; an absolute difference otherwise.
-    """
+    """One way in which a unit is unlike the others."""
 
     signal: int
-    kind: BetKind
-    log_evidence: float
-    age: float
+    kind: BetKind  # high, low, spread or rare
+    log_evidence: float  # logarithm of the evidence in this signal alone
+    age: float  # how many steps ago it began, this one included
+    # median deviation over the recent steps since then, in units of the signal; the largest one for
+    # spread and rare errors
     deviation: float
+    # whether it is a part of the others' median; an absolute difference otherwise
     relative: bool = True
 
 
@@ -139,10 +132,8 @@ class ExchangeabilityTest(Stateful):
         A unit may be flagged or unflagged after any of them; those that follow are compared
         accordingly.
 
-        Args:
-            values_TSU: Values of all signals, NaN where a unit has none; flagged units have theirs,
-                too. A signal without any is not measured in that step.
-            steps: Their numbers.
+        ``values_TSU``: values of all signals, NaN where a unit has none; flagged units have theirs,
+        too. A signal without any is not measured in that step.
         """
         finite_TSU = np.isfinite(values_TSU)
         if np.count_nonzero(finite_TSU) < values_TSU.size:
@@ -250,11 +241,9 @@ class ExchangeabilityTest(Stateful):
     def traces(self, unit: int, least: float = 0.0, since: float = RECENT) -> list[SignalTrace]:
         """Return in which signals and how a unit is unlike the others, the strongest first.
 
-        Args:
-            unit: The unit.
-            since: Number of recent steps whose deviations count.
-            least: Signals with less logarithmic evidence are left out, and those with less than
-                0.6 of the strongest one's, which some of many signals have by chance.
+        ``since``: number of recent steps whose deviations count. ``least``: signals with less
+        logarithmic evidence are left out, and those with less than 0.6 of the strongest one's,
+        which some of many signals have by chance.
         """
         log_BS, ages_BS = self._log_evidence(unit)
         best_S = log_BS.argmax(axis=0).tolist()
@@ -306,13 +295,10 @@ class ExchangeabilityTest(Stateful):
         Friedman's test on the ranks of the recent steps; while it finds a difference, the units
         whose mean rank is farthest out are left out, too.
 
-        Args:
-            units: Units left out to begin with, beside the flagged ones.
-            signal: Index of the signal.
-            age: Over how many recent steps, as far as they are remembered.
+        ``units``: units left out to begin with, beside the flagged ones. ``age``: over how many
+        recent steps, as far as they are remembered.
 
-        Returns:
-            Units, ascending; None when the units that are alike are no majority.
+        Returns units, ascending; None when the units that are alike are no majority.
         """
         recent_TU = self._recent.deviations(signal, max(age, _FEWEST_STEPS))
         out = {*units, *self._flagged}
@@ -332,11 +318,7 @@ class ExchangeabilityTest(Stateful):
         self._flagged[unit] = FlaggedUnit(log_BS, ages_BS.copy(), self._patient_B)
 
     def certainty(self, unit: int) -> float:
-        """Return the certainty that a flagged unit is still unlike the others, 1 to 0.
-
-        Raises:
-            KeyError: The unit is not flagged.
-        """
+        """Return the certainty that a flagged unit is still unlike the others, 1 to 0."""
         return self._flagged[unit].certainty
 
     def start_anew(self) -> None:
@@ -344,11 +326,7 @@ class ExchangeabilityTest(Stateful):
         self._detectors.restart(...)
 
     def unflag(self, unit: int) -> None:
-        """Let a unit count among the others again; its detectors start anew.
-
-        Raises:
-            KeyError: The unit is not flagged.
-        """
+        """Let a flagged unit count among the others again; its detectors start anew."""
         del self._flagged[unit]
         self._detectors.restart((slice(None), slice(None), unit))
 

@@ -52,16 +52,10 @@ _NORMAL_975 = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A ratio and its uncertainty.
+    """A ratio and its uncertainty."""
 
-    Attributes:
-        value: The ratio; NaN when its denominator is not positive.
-        low: Lower end of the 95 % confidence interval; NaN when unknown.
-        high: Upper end.
-    """
-
-    value: float
-    low: float = math.nan
+    value: float  # the ratio; NaN when its denominator is not positive
+    low: float = math.nan  # lower end of the 95 % confidence interval; NaN when unknown
     high: float = math.nan
 
 
@@ -136,21 +130,13 @@ def _ratio(sums: Floats, *, root: bool) -> Floats:
 
 
 class NoiseOfSteps(NamedTuple):
-    """The noise of gradients in T steps, from norms; NaN where unknown.
+    """The noise of gradients in T steps, from norms; NaN where unknown."""
 
-    Attributes:
-        between_T: Variance of the workers' gradients around their mean (trace, unbiased).
-        within_T: The same as their micro-batches predict it, whatever the workers share.
-        noise_T: tr Σ of one unit: of a micro-batch where these are known, else of a worker.
-        signal_T: |G|², without bias, so possibly negative in a single step.
-        units_T: How many units the reduced gradient averages.
-    """
-
-    between_T: Floats
-    within_T: Floats
-    noise_T: Floats
-    signal_T: Floats
-    units_T: Ints
+    between_T: Floats  # variance of the workers' gradients around their mean (trace, unbiased)
+    within_T: Floats  # the same as their micro-batches predict it, whatever the workers share
+    noise_T: Floats  # tr Σ of one unit: of a micro-batch where these are known, else of a worker
+    signal_T: Floats  # |G|², without bias, so possibly negative in a single step
+    units_T: Ints  # how many units the reduced gradient averages
 
     def at(self, chosen_T: NDArray[np.bool_]) -> "NoiseOfSteps":
         """Return the chosen steps."""

@@ -230,19 +230,12 @@ _ROUNDING = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """The units of one step, worker by worker.
-
-    Attributes:
-        values_U: Value of each unit.
-        weights_U: Its weight, positive.
-        index_U: Its micro-batch index inside its worker.
-        starts_W: Where the units of each worker begin; only workers that have any.
-    """
+    """The units of one step, worker by worker."""
 
     values_U: Floats
-    weights_U: Floats
-    index_U: Ints
-    starts_W: Ints
+    weights_U: Floats  # positive
+    index_U: Ints  # its micro-batch index inside its worker
+    starts_W: Ints  # where the units of each worker begin; only workers that have any
 
 
 def pool_units(

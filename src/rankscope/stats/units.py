@@ -31,10 +31,6 @@ class RecentSteps(Stateful):
     """Deviations of the recent steps, and the numbers of these steps, in constant memory.
 
     The medians that they are deviations from are for words alone: no part of the state.
-
-    Args:
-        num_signals: S.
-        num_units: U.
     """
 
     SETTINGS = ("_all_S", "_medians")
@@ -57,11 +53,9 @@ class RecentSteps(Stateful):
     ) -> None:
         """Add a step.
 
-        Args:
-            deviations_SU: Deviations of the signals named by ``rows``, NaN where there is none.
-            rows: The signals that this step measured.
-            step: Its number.
-            medians_S: The medians that they deviate from, for :meth:`medians`.
+        ``deviations_SU``: deviations of the signals named by ``rows``, NaN where there is none.
+        ``rows``: the signals that this step measured. ``medians_S``: the medians that they deviate
+        from, for :meth:`medians`.
         """
         fed = self._fed_S[rows]
         if isinstance(rows, slice) and (fed == fed[0]).all():  # a place for all, and no copies
@@ -205,11 +199,7 @@ def compare_with_others(
 ) -> Floats:
     """Return the e-values of one unit among the others, for each bet and signal ``[B, S]``.
 
-    Args:
-        values_S: The unit's values.
-        z_S: How far out they are, in robust standard deviations.
-        ranked: The others.
-        bets: The bets.
+    ``z_S``: how far out they are, in robust standard deviations.
     """
     others_SU = ranked.sorted_SU
     unit_S1 = values_S[:, None]
