@@ -27,8 +27,10 @@ def median(values: Floats) -> Floats:
         >>> median(np.array([[1.0, 9.0, 2.0, 4.0], [5.0, 5.0, 5.0, 0.0]])).tolist()
         [3.0, 5.0]
     """
-    last = values.shape[-1] - 1
-    return _middle(np.partition(values, [last // 2, (last + 1) // 2], axis=-1))
+    count = values.shape[-1]
+    ordered = np.partition(values, [(count - 1) // 2, count // 2], axis=-1)
+    upper: Floats = ordered[..., count // 2]
+    return upper if count % 2 else (ordered[..., count // 2 - 1] + upper) / 2
 
 
 def median_of_known(values: Floats) -> Floats:
@@ -49,12 +51,6 @@ def median_of_known(values: Floats) -> Floats:
     upper = np.take_along_axis(ordered, at_upper, axis=-1)
     middle: Floats = np.where(lower == upper, lower, (lower + upper) / 2)[..., 0]
     return middle
-
-
-def _middle(ordered: Floats) -> Floats:
-    count = ordered.shape[-1]
-    upper: Floats = ordered[..., count // 2]
-    return upper if count % 2 else (ordered[..., count // 2 - 1] + upper) / 2
 
 
 def mix(values: Ints) -> NDArray[np.uint64]:

@@ -279,7 +279,7 @@ class Betting:
         ``away`` holds the ranked distances from the median, ``scales_S`` the robust standard
         deviations.
         """
-        counts = _counts(ranked)
+        counts = [ranked.count] if ranked.count is not None else np.unique(ranked.counts_S).tolist()
         for count in counts:
             rows = slice(None) if len(counts) == 1 else np.flatnonzero(ranked.counts_S == count)
             for bets, kind, strengths in self._runs:
@@ -290,10 +290,6 @@ class Betting:
                 else:
                     source = away if kind is BetKind.SPREAD else ranked
                     out_BSU[bets, rows] = _by_rank(source, rows, count, strengths)
-
-
-def _counts(ranked: Ranked) -> list[int]:
-    return np.unique(ranked.counts_S).tolist() if ranked.count is None else [ranked.count]
 
 
 @lru_cache(maxsize=1024)
