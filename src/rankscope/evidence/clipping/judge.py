@@ -120,8 +120,6 @@ class NormLaw(Detector):
     The limit is that of the training's call of torch, or the plan's. Without one, a norm that is
     nearly the same in all clipped steps is judged: where another combination of the ranks' norms is
     exactly the same, the training clips by that.
-
-    ``planned``: the limit of the plan; None without.
     """
 
     SETTINGS = ("_planned",)
@@ -255,8 +253,6 @@ class StageNorm(Detector):
 
     By the norm of all stages, what a stage has left is less than the limit, and another part of it
     in each step.
-
-    ``planned``: the limit of the plan; None without.
     """
 
     SETTINGS = ("_planned",)
@@ -302,12 +298,12 @@ _COMBINATIONS = {
 class _Clipped:
     """The clipping of one step.
 
-    ``limit``: the norm that is meant; NaN if unknown. ``called``: whether a call of torch has it.
-    ``certain``: whether the limit is one of the L2 norm. ``factor``: factor of that call; NaN if
-    unknown, or if its norm counts other gradients, too. ``bound``: relative error of such a norm.
-    ``acts``: whether the gradient was made shorter, as far as that is known. ``norms``: the norm
-    after and before clipping, and combinations of the ranks' norms after it. ``guess``: what the
-    call shows of the cause.
+    ``limit`` is the norm that is meant, NaN if unknown; ``called`` whether a call of torch has it;
+    ``certain`` whether it is one of the L2 norm; ``factor`` that of the call, NaN if unknown or if
+    its norm counts other gradients, too. ``after`` is the norm after clipping, ``bound`` its
+    relative error. ``acts`` says whether the gradient was made shorter, ``guess`` what the call
+    shows of the cause. ``norms`` are those after and before clipping, and combinations of the
+    ranks' after it.
     """
 
     def __init__(self, step: Step, known_W: NDArray[np.bool_], planned: float | None) -> None:

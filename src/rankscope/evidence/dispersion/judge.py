@@ -58,11 +58,7 @@ _NORMS = 1
 
 
 class Sampling(Detector):
-    """Compares the spread between workers with the spread inside them.
-
-    ``flagged``: returns the workers that were found to differ from the others: they are left out,
-    as their spread is explained.
-    """
+    """Compares the spread between workers with the spread inside them."""
 
     SETTINGS = ("_num_workers", "_flagged")
 
@@ -185,8 +181,6 @@ class _Alarm(PersistentFault):
     """E-detectors with equal weights that alarm together.
 
     Once they have, their evidence is kept from growing further, so that they heal in bounded time.
-
-    ``level``: evidence at which they alarm.
     """
 
     SETTINGS = (*PersistentFault.SETTINGS, "_level")

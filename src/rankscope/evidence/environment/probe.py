@@ -28,8 +28,6 @@ class ModeMeter:
 
     The names are sent only when a mode has changed. And it tells whether dropout is off: each such
     layer beside trained parameters is in evaluation mode.
-
-    ``module``: the model inside the wrapper.
     """
 
     def __init__(self, module: nn.Module) -> None:

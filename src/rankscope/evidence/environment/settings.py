@@ -46,8 +46,6 @@ class DifferentSettings(Detector):
     A worker that does not call the optimizer in a step, or takes no part in it, is not compared.
     Settings are compared among the workers whose optimizers hold the same parameters, the most:
     where each updates parameters of its own, they have settings of their own.
-
-    ``plan``: the learning rate that is intended, if any.
     """
 
     SETTINGS = ("_num_workers", "_planned_N", "_peak", "_anchored")
@@ -288,11 +286,7 @@ KEY = "seed-not-planned"
 
 
 class PlannedSeed(Detector):
-    """Compares the seed of each rank's sampler, as it was at the start, with the plan's.
-
-    ``planned``: the intended seed; None if the plan has none. ``seeds``: each rank's, None where
-    unknown; empty when all are.
-    """
+    """Compares the seed of each rank's sampler, as it was at the start, with the plan's."""
 
     SETTINGS = ("_planned", "_wrong")
 

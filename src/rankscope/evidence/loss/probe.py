@@ -416,11 +416,7 @@ class PendingLosses:
 
 
 class LossProbe(Probe):
-    """Collects the losses of one worker's steps.
-
-    ``shifted``: whether the model predicts the next token, so that the first label of each sequence
-    is not a target.
-    """
+    """Collects the losses of one worker's steps."""
 
     def __init__(self, *, shifted: bool) -> None:
         self._new_meter = partial(LossMeter, shifted=shifted)

@@ -47,11 +47,7 @@ Mismatch = tuple[str, list[int], Severity]
 
 
 class _Holdings(Stateful):
-    """What all workers' optimizers held at one moment.
-
-    ``step``: the step in which it was read. ``values``: values ``[W]`` by name, see
-    ``PendingHoldings.read``.
-    """
+    """What all workers' optimizers held in a step ``[W]``, named as by ``PendingHoldings.read``."""
 
     def __init__(self, step: int = -1, values: dict[str, Ints] | None = None) -> None:
         self.step = step

@@ -230,8 +230,6 @@ class RestMeter:
     """Compares small parameters of 16 bits at both ends of a window of updates.
 
     A window in which a learning rate rises does not count: a warm-up may begin below the precision.
-
-    ``optimizer``: its optimizer, or several as one.
     """
 
     def __init__(self, module: nn.Module, optimizer: Any) -> None:

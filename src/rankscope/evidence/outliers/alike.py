@@ -41,10 +41,7 @@ Pair = tuple[int, int]
 
 
 class AlikePairs(Detector):
-    """Finds workers whose gradients resemble each other more than those of other pairs.
-
-    ``not_compared``: returns the workers to leave out of the step.
-    """
+    """Finds workers whose gradients resemble each other more than those of other pairs."""
 
     SETTINGS = ("_num_workers", "_not_compared", "_pairs")
 

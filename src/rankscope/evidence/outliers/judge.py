@@ -56,10 +56,7 @@ DIFFERENCE = 0.25
 
 
 class UnequalAmounts(OutlierSearch):
-    """Finds workers whose amount of data differs from the others'.
-
-    ``hosts``: host of each rank; empty when unknown.
-    """
+    """Finds workers whose amount of data differs from the others'."""
 
     FAMILY = AMOUNTS
     SHARE = 1.0
@@ -123,10 +120,7 @@ def _level(values_W: Floats, *, relative: bool) -> bool:
 
 
 class WorkerOutliers(OutlierSearch):
-    """Finds workers that differ from the others.
-
-    ``hosts``: host of each rank; empty when unknown.
-    """
+    """Finds workers that differ from the others."""
 
     FAMILY = OUTLIERS
     SHARE = 0.5

@@ -122,10 +122,7 @@ def _relative_sizes(
 
 
 class SignalSet(Stateful):
-    """The signals of workers as wholes, or those of their groups.
-
-    ``group_names``: their groups of parameters, in order. ``test``: compares the workers in them.
-    """
+    """The signals of workers as wholes, or those of their groups."""
 
     SETTINGS = ("signals", "group_names")
 
@@ -138,10 +135,7 @@ class SignalSet(Stateful):
         self._size_effect = SizeEffect(relative_S, num_workers)
 
     def observe(self, values_TSW: Floats, sizes_TW: Floats, steps: Sequence[int]) -> Iterator[int]:
-        """Process consecutive steps, one with each iteration; see :class:`ExchangeabilityTest`.
-
-        ``sizes_TW``: logarithms of the sizes whose effect is removed.
-        """
+        """Process consecutive steps, one with each iteration; see :class:`ExchangeabilityTest`."""
         return self.test.observe(self._size_effect.adjust(values_TSW, sizes_TW), steps)
 
 

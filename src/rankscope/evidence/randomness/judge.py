@@ -51,8 +51,6 @@ class EqualRandom(Detector):
       all ranks before it is divided.
     - Processes of data loaders that start from equal states of a generator that they use, in one
       rank or in several.
-
-    ``plan``: the intention: the same random numbers, or (by default) different ones.
     """
 
     SETTINGS = ("_num_workers", "_same")

@@ -48,10 +48,7 @@ _KEPT = 0.8  # of the mean gap, from one step that has one to the next
 
 
 class DifferentRollouts(OutlierSearch):
-    """Finds workers whose rollouts do not come from their trainer's weights.
-
-    ``hosts``: host of each rank; empty when unknown.
-    """
+    """Finds workers whose rollouts do not come from their trainer's weights."""
 
     FAMILY = ROLLOUTS
     SHARE = 1.0

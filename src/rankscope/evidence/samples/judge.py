@@ -102,9 +102,6 @@ class EpochCoverage(Detector):
     the rest is out of their reach. An epoch that ends early in a new order, or drawing with
     replacement, would have brought some. Fewer samples than two global batches may be left out:
     samplers drop what does not fill a batch.
-
-    ``length``: number of the data set's samples; None if unknown. ``replaces``: whether the data
-    are drawn with replacement.
     """
 
     SETTINGS = ("_length",)

@@ -60,9 +60,6 @@ class OverlappingShards(Detector):
 
     The few samples that a sampler adds at an epoch's end, so that all workers have equally many,
     are a note of their own.
-
-    ``repeats``: whether workers are meant to repeat each other's samples. ``seeds``: seed of each
-    rank's sampler, None where unknown; empty when all are.
     """
 
     SETTINGS = ("_num_workers", "_repeats", "_where")

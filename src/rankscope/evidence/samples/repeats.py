@@ -44,9 +44,6 @@ class DuplicateBatches(Detector):
     under a wrapper over all ranks: they fall into groups of one size, each of which has one loss,
     and gradients that differ. Where the training's own loop reduces, as in tensor parallelism that
     is written by hand, one group may be all workers; that is a note.
-
-    ``repeats``: whether workers are meant to repeat each other's samples. ``by_loop``: whether the
-    training's own loop reduces.
     """
 
     SETTINGS = ("_num_workers", "_repeats", "_by_loop")
@@ -177,8 +174,6 @@ class RepeatedBatches(Detector):
     workers have new ones. Where all repeat their batches, it is an overfitting test or a small
     data set; and a worker that meets a batch of the epoch before by chance does not do so 24 times
     in a row.
-
-    ``repeats``: whether the training means to repeat its batches.
     """
 
     SETTINGS = ("_num_workers", "_intended")
@@ -219,8 +214,6 @@ class FilledBatches(Detector):
     Lost data leave such batches: zeros, or one sample in place of those that could not be read. A
     batch without a label that counts only keeps workers in step, and is passed over. Where a step
     has several micro-batches, a batch is one of them.
-
-    ``repeats``: whether the training means to repeat its samples.
     """
 
     SETTINGS = ("_intended",)
@@ -328,8 +321,6 @@ class RepeatedOrder(Detector):
 
     Steps are not compared across a restart: a job that begins again from an older checkpoint
     repeats some of them, as it should.
-
-    ``repeats``: whether the training means to repeat its batches.
     """
 
     SETTINGS = ("_intended",)

@@ -48,8 +48,6 @@ class RestartWatch(Stateful):
     more of them than sampling with replacement would repeat, too.
 
     Beyond ``capacity`` different samples, only a random share of them is followed.
-
-    ``capacity``: different samples to remember, 12 bytes each.
     """
 
     SETTINGS = ("_capacity",)
@@ -271,8 +269,6 @@ class ResumeMismatch(Detector):
       back to a checkpoint from the epoch's start. A changing learning rate decides which.
     - The last few steps in the same order: the checkpoint was a little older than the last step.
       That is a note.
-
-    ``capacity``: different samples to remember; beyond it, a random share of them is followed.
     """
 
     def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:

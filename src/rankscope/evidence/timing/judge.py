@@ -94,8 +94,6 @@ class Stragglers(Detector):
 
     Where the workers of several hosts are known, all slow ones of a host make one finding. A job
     that was restarted warms up again, and may have moved to other hosts: its windows begin anew.
-
-    ``hosts``: host of each rank; empty when unknown.
     """
 
     def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:

@@ -180,10 +180,7 @@ _MOST_STEPS = 4  # that wait for the workers' other messages
 
 
 class UpdateAudits(Director):
-    """Audited updates of one run.
-
-    ``silent_steps``: steps that yield no findings, since nobody asked for them.
-    """
+    """Audited updates of one run."""
 
     def __init__(
         self,
