@@ -12,13 +12,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from rankscope.bus.columns import Column, Compared, Compares, Table
+from rankscope.bus.columns import Compares, Table
 from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.words import count
 from rankscope.evidence import find_column
-from rankscope.evidence.outliers.parts import SignalSet
+from rankscope.evidence.outliers.parts import SignalSet, WorkerSignal
 from rankscope.stats.arrays import Floats
 from rankscope.stats.bets import BetKind
 from rankscope.stats.budget import FAR_BELOW, alarm_level, bound_in_words, false_alarm_bound
@@ -35,25 +35,6 @@ _SWAP = (
     "worker is its parameters or its hardware."
 )
 _AGREED = " It is the data: in the canary of step {step} all workers computed the same from them."
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerSignal:
-    """A signal of the worker as a whole, or of one of its groups of parameters."""
-
-    declared: Column  # its declaration; one in which workers are compared
-    group: str = ""  # group of parameters; empty for the worker as a whole
-
-    @property
-    def name(self) -> str:
-        """Column in the record."""
-        return self.declared.name
-
-    @property
-    def how(self) -> Compared:
-        """How it is compared."""
-        assert self.declared.compared is not None
-        return self.declared.compared
 
 
 Traces = Sequence[tuple[WorkerSignal, SignalTrace]]

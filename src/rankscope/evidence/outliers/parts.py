@@ -12,15 +12,15 @@ Legend of shapes: T steps, S signals, U units (workers).
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.columns import Compares, Source, Table
+from rankscope.bus.columns import Column, Compared, Compares, Source, Table
 from rankscope.bus.step import StepReport
 from rankscope.bus.steps import Step
 from rankscope.evidence import compared_columns
-from rankscope.evidence.outliers.blame import WorkerSignal
 from rankscope.stats.arrays import Floats, Ints, median, median_of_known
 from rankscope.stats.bets import Rows, worker_bets
 from rankscope.stats.exchangeability import ExchangeabilityTest, as_slice
@@ -32,6 +32,25 @@ _FEWEST = 3
 _MOST_KEPT = 16  # steps without a difference, after as many with one, until those are forgotten
 _LEAST_SQUARES = 0.01
 """Sum of squared sizes below which a slope counts as none."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSignal:
+    """A signal of the worker as a whole, or of one of its groups of parameters."""
+
+    declared: Column  # its declaration; one in which workers are compared
+    group: str = ""  # group of parameters; empty for the worker as a whole
+
+    @property
+    def name(self) -> str:
+        """Column in the record."""
+        return self.declared.name
+
+    @property
+    def how(self) -> Compared:
+        """How it is compared."""
+        assert self.declared.compared is not None
+        return self.declared.compared
 
 
 class SizeEffect(Stateful):
