@@ -140,7 +140,13 @@ class NoiseOfSteps(NamedTuple):
 
     def at(self, chosen_T: NDArray[np.bool_]) -> "NoiseOfSteps":
         """Return the chosen steps."""
-        return NoiseOfSteps._make(each_T[chosen_T] for each_T in self)
+        return NoiseOfSteps(
+            self.between_T[chosen_T],
+            self.within_T[chosen_T],
+            self.noise_T[chosen_T],
+            self.signal_T[chosen_T],
+            self.units_T[chosen_T],
+        )
 
 
 def noise_of_steps(
