@@ -52,7 +52,6 @@ class SampleCounts:
     crossing_by_rank: tuple[int, ...]
     repeated_in_batch: int  # draws of a sample that the same worker already has in this step
     shared: int  # different samples that two or more workers drew in this step
-    sharing_ranks: tuple[int, ...]  # the workers that drew them
     # ``(rank_i, rank_j, count)`` with i < j for pairs of workers with common samples; the
     # ``MAX_SHARED_PAIRS`` with the largest counts when there are more. With thousands of common
     # draws only those between neighbours in rank are counted.
@@ -257,19 +256,15 @@ def _counts(
     for step, counts in enumerate(zip(drawn_S, kept_S, *flagged_S, strict=True)):
         drawn, kept, distinct, new, own, cross = counts
         shared = 0
-        sharing: tuple[int, ...] = ()
         links: tuple[tuple[int, int, int], ...] = ()
         if shared_P is not None:
             here_P = shared_P & (pairs.steps == step)
             shared = int(np.count_nonzero(here_P & flags[0]))
-            sharing = tuple(np.unique(pairs.ranks[here_P]).tolist())
             links = _links(pairs.samples[here_P], pairs.ranks[here_P])
         crossing = tuple(crossing_SW[step].tolist())
         repeated = drawn - kept
         found.append(
-            SampleCounts(
-                drawn, distinct, new, own, cross, crossing, repeated, shared, sharing, links
-            )
+            SampleCounts(drawn, distinct, new, own, cross, crossing, repeated, shared, links)
         )
     return found
 

@@ -10,7 +10,7 @@ Legend of shapes: W workers.
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -132,8 +132,6 @@ class OptimizerStart(Detector):
     - Settings that differ from those before the restart, a learning rate that goes through the
       first steps of the run again, and moments of a narrower type than their parameters: notes.
     """
-
-    SETTINGS: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
         self._ended = False

@@ -86,7 +86,6 @@ class _Step:
     before: dict[str, Tensor | Part] = field(default_factory=dict)
     counters: dict[str, float] = field(default_factory=dict)
     settings: list[dict[str, Any]] = field(default_factory=list)
-    drawn: bool = False
 
 
 def _recorded(work: Callable[..., None]) -> Callable[..., None]:

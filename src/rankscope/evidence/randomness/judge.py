@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -212,7 +211,7 @@ class RandomRestart(Detector):
     States that never moved before count for nothing: nobody draws from them.
     """
 
-    SETTINGS: ClassVar[tuple[str, ...]] = ("_num_workers",)
+    SETTINGS = ("_num_workers",)
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
