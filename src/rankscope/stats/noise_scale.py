@@ -36,7 +36,6 @@ Legend of shapes: T steps, B blocks, W workers, M micro-batches of each.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -129,7 +128,8 @@ def _ratio(sums: Floats, *, root: bool) -> Floats:
     return np.sqrt(np.maximum(ratios, 0.0)) if root else ratios
 
 
-class NoiseOfSteps(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class NoiseOfSteps:
     """The noise of gradients in T steps, from norms; NaN where unknown."""
 
     between_T: Floats  # variance of the workers' gradients around their mean (trace, unbiased)
