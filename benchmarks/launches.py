@@ -264,9 +264,9 @@ def _total(counts: dict[str, dict[str, int]], areas: tuple[str, ...]) -> int:
 
 def _attribute(counting: _Counting) -> None:
     """From now on, count all that the monitor does, and what it is for."""
-    from rankscope.evidence.loss import meter as loss
-    from rankscope.evidence.loss.meter import LossMeter
-    from rankscope.evidence.samples.meter import SampleMeter
+    from rankscope.evidence.loss import probe as loss
+    from rankscope.evidence.loss.probe import LossMeter
+    from rankscope.evidence.samples.probe import SampleMeter
     from rankscope.evidence.state.meter import StateMeter
     from rankscope.gradients import host
     from rankscope.wrappers.guard import Guard
@@ -304,8 +304,8 @@ def _within(counting: _Counting, function: Callable[..., Any], area: str | None)
 
 def _pretend(training: _Training) -> None:
     """From now on, treat the CPU as an accelerator; the first steps would take long in this way."""
-    from rankscope.evidence.loss import meter as loss
-    from rankscope.evidence.samples import meter as samples
+    from rankscope.evidence.loss import probe as loss
+    from rankscope.evidence.samples import probe as samples
     from rankscope.evidence.state import readings
     from rankscope.gradients.kernels import (
         fused,

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rankscope.evidence.environment import optimizer
-from rankscope.evidence.loss import meter as loss
-from rankscope.evidence.randomness import meter as rng
-from rankscope.evidence.samples import meter as samples
+from rankscope.evidence.environment import probe as optimizer
+from rankscope.evidence.loss import probe as loss
+from rankscope.evidence.randomness import probe as rng
+from rankscope.evidence.samples import probe as samples
 from rankscope.evidence.state import meter
 from rankscope.gradients import sketch
 from rankscope.session import collector, outbox

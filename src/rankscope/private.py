@@ -202,7 +202,7 @@ USES = (
     Use(
         "torch.autograd.graph.Node",
         "_saved_target _saved_ignore_index _raw_saved_target",
-        "evidence.parity.labels",
+        "evidence.parity.figures",
         "the targets of a cross entropy, unless a hook of the training's has packed them",
         "label tokens are those that the model is given, if any",
     ),
@@ -444,7 +444,7 @@ USES = (
         "torch.nn.Module",
         "_compiled_call_impl",
         "wrappers.find wrappers.call_hooks evidence.canary.program evidence.environment.facts"
-        " evidence.parity.recorder",
+        " evidence.parity.probe",
         "whether Module.compile was called, for hooks would break the graph of such a module: they"
         " run around the compiled call",
         "it counts as one that is not compiled",
@@ -482,7 +482,7 @@ USES = (
         "torch.nn.Module",
         "_modules _parameters _buffers",
         "evidence.canary.program evidence.canary.state evidence.state.leaves evidence.state.plan"
-        " evidence.state.parameter_roles evidence.state.passes evidence.optimizer.rounding"
+        " evidence.state.parameter_roles evidence.state.passes evidence.optimizer.probe"
         " wrappers.find integrations.beginning",
         "what hangs in a module, without the cost of its generators",
         _REFUSES + ", or " + _SWITCHES_OFF,
@@ -716,7 +716,7 @@ USES = (
     Use(
         "deepspeed.utils.tensor_fragment",
         "_hp_mapping",
-        "evidence.parity.place integrations.parity",
+        "evidence.parity.figures integrations.parity",
         "which elements of a parameter DeepSpeed's ZeRO 1 or 2 keeps in a rank's flat tensor",
         "parity has no step to compare, and says so",
     ),

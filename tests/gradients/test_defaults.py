@@ -8,8 +8,8 @@ import torch
 
 from rankscope.bus.groups import group_parameters
 from rankscope.evidence.canary.replay import project
-from rankscope.evidence.loss.meter import LossMeter
-from rankscope.evidence.samples import meter as samples
+from rankscope.evidence.loss.probe import LossMeter
+from rankscope.evidence.samples import probe as samples
 from rankscope.gradients.fold import fold, fold_signs
 from rankscope.gradients.kernels import period_signs
 from rankscope.gradients.kernels.dot import choose_dot

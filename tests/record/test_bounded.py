@@ -9,8 +9,8 @@ from rankscope.bus.evidence import Table
 from rankscope.errors import RunError, UsageError
 from rankscope.record import Run, RunWriter, rollups, tables, writer
 from rankscope.record.schema import arrow_schema
-from rankscope.stats import share as core_share
-from rankscope.stats.share import DistinctSamples
+from rankscope.stats import draws
+from rankscope.stats.draws import DistinctSamples
 from record.run_files import make_finding
 from record.step_reports import make_report
 
@@ -174,7 +174,7 @@ def test_memory_stays_bounded(monkeypatch):
         samples.add(np.arange(first, first + 50))
         assert len(samples._hashes) <= 100
         assert samples._num_waiting < 150
-    assert core_share.CAPACITY == 65_536
+    assert draws.CAPACITY == 65_536
 
 
 # One row group of any size -----------------------------------------------------------------------

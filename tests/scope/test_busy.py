@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
-from rankscope.evidence.timing.stragglers import WARM_UP, WINDOW
+from rankscope.evidence.timing.judge import WARM_UP, WINDOW
 from rankscope.verdict.diagnosis import diagnose_run
 from support.comm_hooks import register_comm_hook
 from support.loops import Loop

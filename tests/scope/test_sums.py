@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 
 import rankscope
 from rankscope import Run
-from rankscope.bus.columns import Table
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from support.ranks import run_ranks
 

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from rankscope.stats.block_ratio import MOST_BLOCKS, block_sums, ratio_of_sums, student_975
+from rankscope.stats.noise_scale import MOST_BLOCKS, block_sums, ratio_of_sums, student_975
 
 
 @pytest.mark.parametrize(

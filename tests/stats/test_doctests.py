@@ -19,17 +19,15 @@ MODULES = [
 ESTIMATORS = [
     "audit",
     "bets",
-    "block_ratio",
     "budget",
     "consensus",
     "direction",
+    "draws",
     "exchangeability",
     "noise_scale",
-    "permutation",
-    "recent",
     "rounding",
-    "share",
     "spread",
+    "units",
 ]
 """Modules of the metrics of the paper, and of statistics of ours."""
 
@@ -37,7 +35,13 @@ WITHOUT = {
     "audit.distinct": "bookkeeping",
     "audit.residuals": "see residuals_of_all",
     "audit.residuals_by_row": "see residuals_of_all",
-    "recent.RecentSteps": "a store",
+    "draws.SortedMap": "a store",
+    "draws.count_common": "bookkeeping",
+    "draws.differs_from_previous": "bookkeeping",
+    "draws.in_order": "bookkeeping",
+    "units.FlaggedUnit": "see ExchangeabilityTest",
+    "units.RecentSteps": "a store",
+    "units.compare_with_others": "see ExchangeabilityTest",
 }
 
 

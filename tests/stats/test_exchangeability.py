@@ -18,8 +18,8 @@ from rankscope.stats.bets import (
 )
 from rankscope.stats.budget import ShiryaevRoberts
 from rankscope.stats.exchangeability import ExchangeabilityTest
-from rankscope.stats.flagged import HEALED, compare_with_others
 from rankscope.stats.state import StateError
+from rankscope.stats.units import HEALED, compare_with_others
 
 BETS = worker_bets()
 

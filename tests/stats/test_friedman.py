@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rankscope.stats.recent import friedman
+from rankscope.stats.units import friedman
 
 
 @pytest.mark.parametrize("shape", [(10, 3), (20, 7), (64, 63)])

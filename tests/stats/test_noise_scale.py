@@ -6,9 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from rankscope.stats.block_ratio import Estimate, block_sums, ratio_of_sums
 from rankscope.stats.direction import norm_weighted_cosine_from_mean
-from rankscope.stats.noise_scale import micro_shares, noise_of_steps, noise_scale
+from rankscope.stats.noise_scale import (
+    Estimate,
+    block_sums,
+    micro_shares,
+    noise_of_steps,
+    noise_scale,
+    ratio_of_sums,
+)
 
 WORKERS, MICRO, SIZE = 4, 3, 200
 TRUTH = np.linspace(-0.3, 0.5, SIZE)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.stats.block_ratio import block_sums, ratio_of_sums
+from rankscope.stats.noise_scale import block_sums, ratio_of_sums
 from rankscope.stats.spread import expected_std, population_std
 from support.losses import mean_and_sem
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rankscope.stats.budget import ShiryaevRoberts
-from rankscope.stats.permutation import (
+from rankscope.stats.spread import (
     STRENGTHS,
     Units,
     pool_units,

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope.stats.draws import DrawnSamples
+from rankscope.stats.draws import DrawnSamples, SortedMap, count_common, in_order
 from rankscope.stats.samples import MAX_SHARED_PAIRS, SampleLedger, identical_groups
-from rankscope.stats.sorted_map import SortedMap, count_common, in_order
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 streams = st.tuples(
@@ -65,7 +64,6 @@ class NaiveLedger:
             "crossing_by_rank": tuple(crossing[rank] for rank in range(len(batches))),
             "repeated_in_batch": sum(len(batch) - len(set(batch)) for batch in batches),
             "shared": sum(len(ranks) > 1 for ranks in ranks_of.values()),
-            "sharing_ranks": tuple(sorted({r for pair in shared for r in pair})),
             "shared_between": tuple((*pair, shared[pair]) for pair in sorted(shared)),
         }
         for sample, ranks in ranks_of.items():
@@ -95,7 +93,8 @@ def test_renaming_the_workers_renames_them_in_the_counts_only(stream, random):
         b = count(other, as_arrays([batches[rank] for rank in order]))
         for name in ("drawn", "distinct", "new", "repeated_own", "repeated_cross", "shared"):
             assert getattr(a, name) == getattr(b, name)
-        assert sorted(order[rank] for rank in b.sharing_ranks) == list(a.sharing_ranks)
+        renamed = [(*sorted((order[i], order[j])), number) for i, j, number in b.shared_between]
+        assert sorted(renamed) == sorted(a.shared_between)
 
 
 def test_beyond_its_capacity_the_ledger_gives_a_lower_bound_and_accuses_nobody():
@@ -133,7 +132,6 @@ def test_a_thousand_workers_with_one_batch_list_few_pairs():
     batches = [np.arange(8)] * 1024
     counts = count(SampleLedger(), batches)
     assert counts.distinct == 8
-    assert counts.sharing_ranks == tuple(range(1024))
     assert identical_groups(batches) == (tuple(range(1024)),)
     assert len(counts.shared_between) == MAX_SHARED_PAIRS
     assert all(i < j and count <= 8 for i, j, count in counts.shared_between)

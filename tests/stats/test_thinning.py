@@ -4,11 +4,8 @@ import numpy as np
 import pytest
 
 from rankscope.stats.arrays import mix
-from rankscope.stats.draws import DrawnSamples
-from rankscope.stats.samples import SampleLedger
-from rankscope.stats.share import MAX_HALVINGS, SampleShare
-from rankscope.stats.sorted_map import SortedMap
-from rankscope.stats.thinning import ThinningLedger
+from rankscope.stats.draws import MAX_HALVINGS, DrawnSamples, SampleShare, SortedMap
+from rankscope.stats.samples import SampleLedger, ThinningLedger
 
 
 def drawn(*steps):

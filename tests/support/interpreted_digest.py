@@ -6,7 +6,7 @@ import itertools
 import torch
 from torch import nn
 
-from rankscope.evidence.samples import meter as samples
+from rankscope.evidence.samples import probe as samples
 from rankscope.evidence.state import readings
 from rankscope.evidence.state.readings import PendingDigests
 from rankscope.gradients.digest import digest_bits

@@ -10,7 +10,7 @@ import pytest
 from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
 from rankscope.errors import RunError
-from rankscope.evidence.loss.nonfinite import NonFinite
+from rankscope.evidence.loss.judge import NonFinite
 from rankscope.files import to_plain
 from rankscope.record import Run, RunWriter
 from rankscope.record.states import START_FILE, STATE_FILE, pack_state, read_state, unpack_state

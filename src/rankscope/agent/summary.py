@@ -28,10 +28,9 @@ from rankscope.bus.measured import NUMBERS, SKETCHES, audit_of, by_rank, measure
 from rankscope.bus.messages import Layout, Messages
 from rankscope.bus.step import GatheredStep
 from rankscope.evidence import schema_hash
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import Floats, Ints, Ragged
 from rankscope.stats.audit import AuditPart, distinct, residuals_by_row, total_of
 from rankscope.stats.consensus import Halves, consensus_of, in_turn, narrow, narrowing_for
-from rankscope.stats.ragged import Ragged
 
 PARTS: tuple[tuple[str, type[np.generic]], ...] = (
     ("lengths_A", np.int32),  # of arrays that are as long for all workers; or UNEVEN

@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import MISSING_INT
-from rankscope.stats.arrays import Floats, Ints
-from rankscope.stats.ragged import Ragged
+from rankscope.stats.arrays import Floats, Ints, Ragged
 
 
 @dataclass(frozen=True, slots=True)

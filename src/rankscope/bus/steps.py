@@ -17,9 +17,8 @@ from rankscope.bus.replicas import digest_of_digests
 from rankscope.bus.step import MISSING_INT, GatheredStep, StepReport
 from rankscope.bus.weighting import log_spread, token_products
 from rankscope.stats.arrays import Ints
-from rankscope.stats.draws import DrawnSamples
+from rankscope.stats.draws import DrawnSamples, SortedMap
 from rankscope.stats.samples import identical_groups
-from rankscope.stats.sorted_map import SortedMap
 from rankscope.stats.state import Stateful
 
 REMEMBERED = 64

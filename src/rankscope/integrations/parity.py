@@ -199,7 +199,7 @@ class _Training:
         import torch
         from torch.optim import optimizer as optimizers
 
-        from rankscope.evidence.parity.recorder import ParityRecorder, RecordPlace
+        from rankscope.evidence.parity.probe import ParityRecorder, RecordPlace
         from rankscope.evidence.parity.start import Start
         from rankscope.integrations.backward_loss import BackwardLoss
 

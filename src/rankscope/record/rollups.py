@@ -37,7 +37,7 @@ from rankscope.record.rows import Rows
 from rankscope.record.schema import Array, schema_of, schema_with, to_numpy
 from rankscope.record.tables import num_rows, parts_in, read_rows, read_tail, step_range
 from rankscope.stats.arrays import Ints
-from rankscope.stats.share import DistinctSamples
+from rankscope.stats.draws import DistinctSamples
 
 SAMPLES = "samples"
 """The directory of the roll-up of samples."""

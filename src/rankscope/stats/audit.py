@@ -30,17 +30,11 @@ AUDIT_WIDTH = 251
 
 @dataclass(frozen=True, slots=True)
 class AuditPart:
-    """One worker's part of the audit of a step.
+    """One worker's part of the audit of a step."""
 
-    Attributes:
-        local_SK: Sketches of the sections of its local gradient ``[S, k]``.
-        reduced_SK: Those of its part of the reduced gradient; NaN where that was not read.
-        reduced_squares_S: Squared norms of the sections of that part ``[S]``; NaN likewise.
-    """
-
-    local_SK: Floats32
-    reduced_SK: Floats32
-    reduced_squares_S: Floats
+    local_SK: Floats32  # sketches of the sections of its local gradient ``[S, k]``
+    reduced_SK: Floats32  # those of its part of the reduced gradient; NaN where that was not read
+    reduced_squares_S: Floats  # squared norms of the sections of that part ``[S]``; NaN likewise
 
     def narrowed(self, sections: Ints, width: int) -> "AuditPart":
         """Return the part for the root where all sections are too much to move.

@@ -61,17 +61,11 @@ class BetKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Bet:
-    """One bet.
-
-    Attributes:
-        kind: The kind of difference.
-        strength: Its λ; 0 for *rare*.
-        weight: Its share of the evidence of its signal.
-    """
+    """One bet."""
 
     kind: BetKind
-    strength: float
-    weight: float
+    strength: float  # its λ; 0 for *rare*
+    weight: float  # its share of the evidence of its signal
 
 
 def worker_bets() -> tuple[Bet, ...]:
@@ -102,17 +96,11 @@ def pair_bets() -> tuple[Bet, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Scales:
-    """The robust standard deviations of several signals, step after step.
+    """The robust standard deviations of several signals, step after step."""
 
-    Attributes:
-        used_TR: The scale used for each step; NaN where unknown.
-        past_TR: The scale learnt up to each step; NaN before the first one of use.
-        count_TR: From how many steps.
-    """
-
-    used_TR: Floats
-    past_TR: Floats
-    count_TR: Floats
+    used_TR: Floats  # the scale used for each step; NaN where unknown
+    past_TR: Floats  # the scale learnt up to each step; NaN before the first one of use
+    count_TR: Floats  # from how many steps
 
 
 def steady_scales(past_R: Floats, count_R: Floats, current_TR: Floats) -> Scales:
@@ -153,23 +141,14 @@ def steady_scales(past_R: Floats, count_R: Floats, current_TR: Floats) -> Scales
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """The units of some signals, in order.
+    """The units of some signals, in order."""
 
-    Attributes:
-        values_SU: As given, NaN where a unit is missing.
-        sorted_SU: Each row in order; missing ones last.
-        doubled_SU: Twice the mid-rank from 0 of each unit; −1 where it is missing.
-        counts_S: n, how many units are present.
-        tied_S: Whether a row holds equal values.
-        count: n where it is the same in all rows, else None.
-    """
-
-    values_SU: Floats
-    sorted_SU: Floats
-    doubled_SU: NDArray[np.int32]
-    counts_S: Ints
-    tied_S: NDArray[np.bool_]
-    count: int | None
+    values_SU: Floats  # as given, NaN where a unit is missing
+    sorted_SU: Floats  # each row in order; missing ones last
+    doubled_SU: NDArray[np.int32]  # twice the mid-rank from 0 of each unit; −1 where it is missing
+    counts_S: Ints  # n, how many units are present
+    tied_S: NDArray[np.bool_]  # whether a row holds equal values
+    count: int | None  # n where it is the same in all rows, else None
 
 
 def rank_units(values_SU: Floats) -> Ranked:
@@ -300,7 +279,7 @@ class Betting:
         ``away`` holds the ranked distances from the median, ``scales_S`` the robust standard
         deviations.
         """
-        counts = _counts(ranked)
+        counts = [ranked.count] if ranked.count is not None else np.unique(ranked.counts_S).tolist()
         for count in counts:
             rows = slice(None) if len(counts) == 1 else np.flatnonzero(ranked.counts_S == count)
             for bets, kind, strengths in self._runs:
@@ -311,10 +290,6 @@ class Betting:
                 else:
                     source = away if kind is BetKind.SPREAD else ranked
                     out_BSU[bets, rows] = _by_rank(source, rows, count, strengths)
-
-
-def _counts(ranked: Ranked) -> list[int]:
-    return np.unique(ranked.counts_S).tolist() if ranked.count is None else [ranked.count]
 
 
 @lru_cache(maxsize=1024)

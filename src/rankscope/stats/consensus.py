@@ -45,21 +45,14 @@ _TOP = 15  # the largest number of a row is brought below 2^15: half precision e
 
 
 class Narrowing(NamedTuple):
-    """The size of narrow sketches, for each worker and step.
+    """The size of narrow sketches, for each worker and step."""
 
-    Attributes:
-        sketch_width: Numbers in the sketch of the gradient, a prime.
-        group_width: Numbers in the sketch of a group, a prime.
-        num_groups: Groups that have their turn in one step.
-        num_sections: Sections of the audit that have their turn in one step.
-        audit_width: Numbers in the sketch of a section, a prime; their residuals err by
-            1/√(2 audit_width) of themselves (RMS).
-    """
-
-    sketch_width: int
-    group_width: int
-    num_groups: int
-    num_sections: int
+    sketch_width: int  # numbers in the sketch of the gradient, a prime
+    group_width: int  # numbers in the sketch of a group, a prime
+    num_groups: int  # groups that have their turn in one step
+    num_sections: int  # sections of the audit that have their turn in one step
+    # numbers in the sketch of a section, a prime; their residuals err by 1/√(2 audit_width) of
+    # themselves (RMS)
     audit_width: int
 
 
@@ -78,13 +71,9 @@ def narrowing_for(num_workers: int) -> Narrowing:
 
 
 class Halves(NamedTuple):
-    """Rows of half precision, each with a power of two of its own.
+    """Rows of half precision, each with a power of two of its own."""
 
-    Attributes:
-        numbers_NK: float16; NaN in a row that was not finite. Any number of axes before K.
-        exponents_N: int16.
-    """
-
+    # NaN in a row that was not finite. Any number of axes before K.
     numbers_NK: NDArray[np.float16]
     exponents_N: NDArray[np.int16]
 
@@ -97,22 +86,14 @@ class Halves(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Consensus:
-    """Directions of the workers' gradients in a step, each against the rest.
+    """Directions of the workers' gradients in a step, each against the rest."""
 
-    Attributes:
-        num_directions: Workers whose gradient has a direction.
-        cosine_mean: Mean cosine over their pairs. NaN below two.
-        cosine_weighted: The same, weighted by the product of norms.
-        cosine_rest_W: Cosine between each worker and the sum of all others; NaN where one has no
-            direction.
-        group_cosine_rest_Wg: The same for each group whose turn it is.
-    """
-
-    num_directions: int
-    cosine_mean: float
-    cosine_weighted: float
+    num_directions: int  # workers whose gradient has a direction
+    cosine_mean: float  # mean cosine over their pairs. NaN below two.
+    cosine_weighted: float  # the same, weighted by the product of norms
+    # cosine between each worker and the sum of all others; NaN where one has no direction
     cosine_rest_W: Floats
-    group_cosine_rest_Wg: Floats
+    group_cosine_rest_Wg: Floats  # the same for each group whose turn it is
 
 
 def in_turn(step: int, count: int, per_step: int) -> Ints:

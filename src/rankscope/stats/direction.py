@@ -258,7 +258,7 @@ def _pairs(num_workers: int) -> tuple[Ints, Ints]:
 
 def _norms(gram_WW: Floats) -> Floats:
     squares_W = gram_WW.diagonal(0, -2, -1)
-    defined_W = np.isfinite(squares_W) & (squares_W > 0)
+    defined_W = has_direction(gram_WW)
     return np.sqrt(squares_W if defined_W.all() else np.where(defined_W, squares_W, np.nan))
 
 
@@ -297,8 +297,7 @@ def _sums_without_own(matrices_WW: Floats) -> Floats:
     Adds the three blocks beside row and column i (above left, below right, and twice above
     right), each a corner of a two-dimensional running sum: O(W²), and nothing is subtracted.
 
-    Args:
-        matrices_WW: One or more of them ``[..., W, W]``.
+    ``matrices_WW``: one or more of them ``[..., W, W]``.
     """
     *sets, num_workers, _ = matrices_WW.shape
     padded = np.zeros((*sets, num_workers + 2, num_workers + 2))

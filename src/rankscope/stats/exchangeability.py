@@ -31,9 +31,8 @@ from rankscope.stats.bets import (
     steady_scales,
 )
 from rankscope.stats.budget import ShiryaevRoberts
-from rankscope.stats.flagged import FlaggedUnit, compare_with_others
-from rankscope.stats.recent import RECENT, RecentSteps, friedman
 from rankscope.stats.state import State, StateError, Stateful
+from rankscope.stats.units import RECENT, FlaggedUnit, RecentSteps, compare_with_others, friedman
 
 MANY = 8
 LEVEL_OF_MANY = 1e-2
@@ -50,47 +49,30 @@ _ONE_SIDED = 0.7
 
 @dataclass(frozen=True, slots=True)
 class SignalTrace:
-    """One way in which a unit is unlike the others.
-
-    Attributes:
-        signal: Index of the signal.
-        kind: High, low, spread or rare.
-        log_evidence: Logarithm of the evidence in this signal alone.
-        age: How many steps ago it began, this one included.
-        deviation: Median deviation over the recent steps since then, in units of the signal; the
-            largest one for spread and rare errors.
-        relative: Whether it is a part of the others' median; an absolute difference otherwise.
-    """
+    """One way in which a unit is unlike the others."""
 
     signal: int
-    kind: BetKind
-    log_evidence: float
-    age: float
+    kind: BetKind  # high, low, spread or rare
+    log_evidence: float  # logarithm of the evidence in this signal alone
+    age: float  # how many steps ago it began, this one included
+    # median deviation over the recent steps since then, in units of the signal; the largest one for
+    # spread and rare errors
     deviation: float
+    # whether it is a part of the others' median; an absolute difference otherwise
     relative: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class _Compared:
-    """Consecutive steps, compared as if no unit were flagged or unflagged between them.
-
-    Attributes:
-        rows: The measured signals.
-        e_BTRU: The e-values of units among each other.
-        middle_TR: The medians.
-        deviations_TRU: Deviations from them.
-        z_TRU: Distances from them, in robust standard deviations.
-        scales: The scales of these distances after each step.
-        e_of_flagged_BTR: The e-values of each flagged unit, among the others.
-    """
+    """Consecutive steps, compared as if no unit were flagged or unflagged between them."""
 
     rows: Rows
-    e_BTRU: Floats32
+    e_BTRU: Floats32  # the e-values of units among each other
     middle_TR: Floats
     deviations_TRU: Floats
-    z_TRU: Floats32
-    scales: Scales
-    e_of_flagged_BTR: Mapping[int, Floats]
+    z_TRU: Floats32  # distances from them, in robust standard deviations
+    scales: Scales  # the scales of these distances after each step
+    e_of_flagged_BTR: Mapping[int, Floats]  # the e-values of each flagged unit, among the others
 
 
 class ExchangeabilityTest(Stateful):
@@ -150,10 +132,8 @@ class ExchangeabilityTest(Stateful):
         A unit may be flagged or unflagged after any of them; those that follow are compared
         accordingly.
 
-        Args:
-            values_TSU: Values of all signals, NaN where a unit has none; flagged units have theirs,
-                too. A signal without any is not measured in that step.
-            steps: Their numbers.
+        ``values_TSU``: values of all signals, NaN where a unit has none; flagged units have theirs,
+        too. A signal without any is not measured in that step.
         """
         finite_TSU = np.isfinite(values_TSU)
         if np.count_nonzero(finite_TSU) < values_TSU.size:
@@ -261,11 +241,9 @@ class ExchangeabilityTest(Stateful):
     def traces(self, unit: int, least: float = 0.0, since: float = RECENT) -> list[SignalTrace]:
         """Return in which signals and how a unit is unlike the others, the strongest first.
 
-        Args:
-            unit: The unit.
-            since: Number of recent steps whose deviations count.
-            least: Signals with less logarithmic evidence are left out, and those with less than
-                0.6 of the strongest one's, which some of many signals have by chance.
+        ``since``: number of recent steps whose deviations count. ``least``: signals with less
+        logarithmic evidence are left out, and those with less than 0.6 of the strongest one's,
+        which some of many signals have by chance.
         """
         log_BS, ages_BS = self._log_evidence(unit)
         best_S = log_BS.argmax(axis=0).tolist()
@@ -317,13 +295,10 @@ class ExchangeabilityTest(Stateful):
         Friedman's test on the ranks of the recent steps; while it finds a difference, the units
         whose mean rank is farthest out are left out, too.
 
-        Args:
-            units: Units left out to begin with, beside the flagged ones.
-            signal: Index of the signal.
-            age: Over how many recent steps, as far as they are remembered.
+        ``units``: units left out to begin with, beside the flagged ones. ``age``: over how many
+        recent steps, as far as they are remembered.
 
-        Returns:
-            Units, ascending; None when the units that are alike are no majority.
+        Returns units, ascending; None when the units that are alike are no majority.
         """
         recent_TU = self._recent.deviations(signal, max(age, _FEWEST_STEPS))
         out = {*units, *self._flagged}
@@ -343,11 +318,7 @@ class ExchangeabilityTest(Stateful):
         self._flagged[unit] = FlaggedUnit(log_BS, ages_BS.copy(), self._patient_B)
 
     def certainty(self, unit: int) -> float:
-        """Return the certainty that a flagged unit is still unlike the others, 1 to 0.
-
-        Raises:
-            KeyError: The unit is not flagged.
-        """
+        """Return the certainty that a flagged unit is still unlike the others, 1 to 0."""
         return self._flagged[unit].certainty
 
     def start_anew(self) -> None:
@@ -355,11 +326,7 @@ class ExchangeabilityTest(Stateful):
         self._detectors.restart(...)
 
     def unflag(self, unit: int) -> None:
-        """Let a unit count among the others again; its detectors start anew.
-
-        Raises:
-            KeyError: The unit is not flagged.
-        """
+        """Let a flagged unit count among the others again; its detectors start anew."""
         del self._flagged[unit]
         self._detectors.restart((slice(None), slice(None), unit))
 
@@ -396,7 +363,8 @@ class ExchangeabilityTest(Stateful):
 
     def _kind(self, signal: int, unit: int, age: float, log_B: Floats) -> BetKind:
         """Return how a unit differs, by its recent deviations."""
-        recent = self._recent_deviations(signal, unit, age)
+        recent = self._recent.deviations(signal, age)[:, unit]
+        recent = recent[np.isfinite(recent)]
         best = self._bets[int(log_B.argmax())].kind
         if not len(recent):
             return best
@@ -435,10 +403,6 @@ class ExchangeabilityTest(Stateful):
         if not typical and recent_T.any():  # amounts near the median count as equal to it
             typical = float(np.median(recent_T[recent_T != 0]))
         return typical, relative
-
-    def _recent_deviations(self, signal: int, unit: int, age: float) -> Floats32:
-        recent = self._recent.deviations(signal, age)[:, unit]
-        return recent[np.isfinite(recent)]
 
     def _compared(self, unit: int, signal: int, age: float) -> Floats:
         """Return the recent deviations, without the other flagged units, ``[T, U]``."""

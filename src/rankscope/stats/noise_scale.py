@@ -7,12 +7,12 @@ the mean of all n of them follow, without bias,
     noise of a unit  tr Σ = (n·a − n·b) / (n − 1),     |G|² = (n·b − a) / (n − 1),
 
 which is appendix A.1 of McCandlish, Kaplan, Amodei et al., "An Empirical Model of Large-Batch
-Training", 2018 (arXiv 1812.06162) with batches of 1 and n units. Their *simple noise scale*
-``tr Σ / |G|²`` is the batch, in units, at which noise and gradient are equally long.
+Training", 2018 (arXiv 1812.06162) with batches of 1 and n units. Their *simple noise scale* ``tr Σ
+/ |G|²`` is the batch, in units, at which noise and gradient are equally long.
 
-With one gradient per worker, the norm-weighted mean cosine follows from ``a`` and ``b`` alone:
-with equal norms, cosine c and noise scale are ``(1 − c)/c`` of each other, and shared data give
-noise 0. Only the micro-batches inside a worker show the true noise.
+With one gradient per worker, the norm-weighted mean cosine follows from ``a`` and ``b`` alone: with
+equal norms, cosine c and noise scale are ``(1 − c)/c`` of each other, and shared data give noise 0.
+Only the micro-batches inside a worker show the true noise.
 
 Noise and signal count all units alike. The noise within workers uses the shares ``w_j`` that
 micro-batches have in their worker's gradient, which are their multipliers over the sum of these.
@@ -26,7 +26,12 @@ averaged over workers first. Where the sums differ (all divide by the tokens of 
 length of a worker's gradient is proportional to its tokens, *within* and *between* grow alike, and
 their ratio is right with equal shares.
 
-Legend of shapes: T steps, W workers, M micro-batches of each.
+Ratios of sums over the steps of a run have an interval. The sums run over blocks of consecutive
+steps. The spread of the ratio when one block is left out (the jackknife: Quenouille; Tukey; Busing,
+Meijer and van der Leeden, 1999) shows its uncertainty, and blocks of many steps also cover the
+correlation of neighbouring steps.
+
+Legend of shapes: T steps, B blocks, W workers, M micro-batches of each.
 """
 
 import math
@@ -36,26 +41,102 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.stats.arrays import Floats, Ints
-from rankscope.stats.block_ratio import Estimate
+
+MOST_BLOCKS = 64
+LEAST_BLOCKS = 8
+"""Fewest blocks for an interval."""
+
+_NORMAL_975 = 1.959963984540054
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A ratio and its uncertainty."""
+
+    value: float  # the ratio; NaN when its denominator is not positive
+    low: float = math.nan  # lower end of the 95 % confidence interval; NaN when unknown
+    high: float = math.nan
+
+
+def block_sums(numerators_T: Floats, denominators_T: Floats) -> Floats:
+    """Return the sums of two quantities over blocks of consecutive steps ``[B, 2]``.
+
+    Steps that are not finite are left out. Blocks hold a power of two of steps, the fewest that
+    give at most 64 whole ones; an unfinished one may follow.
+
+    Example:
+        >>> block_sums(np.full(3, 3.0), np.array([2.0, math.nan, 2.0])).tolist()
+        [[3.0, 2.0], [3.0, 2.0]]
+    """
+    pairs_T2 = np.stack([numerators_T, denominators_T], axis=1)
+    pairs_T2 = pairs_T2[np.isfinite(pairs_T2).all(axis=1)]
+    length = 1
+    while len(pairs_T2) // length > MOST_BLOCKS:
+        length *= 2
+    firsts_B = np.arange(0, len(pairs_T2), length)
+    sums_B2: Floats = np.add.reduceat(pairs_T2, firsts_B, axis=0) if len(firsts_B) else pairs_T2
+    return sums_B2
+
+
+def ratio_of_sums(sums_B2: Floats, *, root: bool = False) -> Estimate:
+    """Return ``Σ numerator / Σ denominator`` over blocks with a jackknife interval.
+
+    Args:
+        sums_B2: Numerator and denominator of each block.
+        root: Whether the square root of the ratio is wanted; a negative ratio counts as 0.
+
+    Example:
+        >>> ratio_of_sums(np.array([[2.0, 1.0], [6.0, 1.0]]), root=True).value
+        2.0
+    """
+    total = sums_B2.sum(axis=0)
+    if not total[1] > 0:
+        return Estimate(math.nan)
+    value = float(_ratio(total, root=root))
+    count = len(sums_B2)
+    rest_B2 = total - sums_B2
+    if count < LEAST_BLOCKS or not (rest_B2[:, 1] > 0).all():
+        return Estimate(value)
+    left_out_B = _ratio(rest_B2, root=root)
+    error = math.sqrt((count - 1) / count * float(np.sum((left_out_B - left_out_B.mean()) ** 2)))
+    reach = student_975(count - 1) * error
+    low = max(value - reach, 0.0) if root else value - reach
+    return Estimate(value, low, value + reach)
+
+
+def student_975(degrees: int) -> float:
+    """Return the 97.5 % quantile of Student's t, by an expansion around the normal one.
+
+    Abramowitz and Stegun, 26.7.5; right to 0.01 from 4 degrees of freedom on.
+
+    Example:
+        >>> round(student_975(10), 2)
+        2.23
+    """
+    z = _NORMAL_975
+    n = degrees
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    )
+
+
+def _ratio(sums: Floats, *, root: bool) -> Floats:
+    ratios: Floats = sums[..., 0] / sums[..., 1]
+    return np.sqrt(np.maximum(ratios, 0.0)) if root else ratios
 
 
 @dataclass(frozen=True, slots=True)
 class NoiseOfSteps:
-    """The noise of gradients in T steps, from norms; NaN where unknown.
+    """The noise of gradients in T steps, from norms; NaN where unknown."""
 
-    Attributes:
-        between_T: Variance of the workers' gradients around their mean (trace, unbiased).
-        within_T: The same as their micro-batches predict it, whatever the workers share.
-        noise_T: tr Σ of one unit: of a micro-batch where these are known, else of a worker.
-        signal_T: |G|², without bias, so possibly negative in a single step.
-        units_T: How many units the reduced gradient averages.
-    """
-
-    between_T: Floats
-    within_T: Floats
-    noise_T: Floats
-    signal_T: Floats
-    units_T: Ints
+    between_T: Floats  # variance of the workers' gradients around their mean (trace, unbiased)
+    within_T: Floats  # the same as their micro-batches predict it, whatever the workers share
+    noise_T: Floats  # tr Σ of one unit: of a micro-batch where these are known, else of a worker
+    signal_T: Floats  # |G|², without bias, so possibly negative in a single step
+    units_T: Ints  # how many units the reduced gradient averages
 
     def at(self, chosen_T: NDArray[np.bool_]) -> "NoiseOfSteps":
         """Return the chosen steps."""

@@ -4,7 +4,7 @@ A sample is an int64: an id, or a digest of its content. Legend of shapes: S ste
 draws, U different samples, P different pairs of a sample and the worker that draws it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.stats.arrays import Ints, mix
-from rankscope.stats.draws import Draws, differs_from_previous
-from rankscope.stats.share import MAX_HALVINGS, SampleShare
-from rankscope.stats.sorted_map import SortedMap
+from rankscope.stats.draws import (
+    MAX_HALVINGS,
+    DrawnSamples,
+    Draws,
+    SampleShare,
+    SortedMap,
+    differs_from_previous,
+)
 from rankscope.stats.state import Stateful
 
 MAX_SHARED_PAIRS = 64
@@ -34,33 +39,22 @@ class SampleCounts:
 
     A worker that draws a sample twice in a step counts once, except in ``drawn`` and
     ``repeated_in_batch``.
-
-    Attributes:
-        drawn: Samples in the global batch.
-        distinct: Different samples in the global batch.
-        new: Different samples that no earlier step drew, as far as the ledger remembers.
-        repeated_own: Draws of a sample that the same worker drew in an earlier step.
-        repeated_cross: Draws of a sample that only other workers drew in earlier steps.
-        crossing_by_rank: For each worker, how many samples crossed from one worker to a second in
-            this step with it as the first or the second. A sample crosses once; of several
-            workers that draw it then, the one of lowest rank is the second.
-        repeated_in_batch: Draws of a sample that the same worker already has in this step.
-        shared: Different samples that two or more workers drew in this step.
-        sharing_ranks: The workers that drew them.
-        shared_between: ``(rank_i, rank_j, count)`` with i < j for pairs of workers with common
-            samples; the ``MAX_SHARED_PAIRS`` with the largest counts when there are more. With
-            thousands of common draws only those between neighbours in rank are counted.
     """
 
-    drawn: int
-    distinct: int
-    new: int
-    repeated_own: int
-    repeated_cross: int
+    drawn: int  # samples in the global batch
+    distinct: int  # different samples in the global batch
+    new: int  # different samples that no earlier step drew, as far as the ledger remembers
+    repeated_own: int  # draws of a sample that the same worker drew in an earlier step
+    repeated_cross: int  # draws of a sample that only other workers drew in earlier steps
+    # for each worker, how many samples crossed from one worker to a second in this step with it as
+    # the first or the second. A sample crosses once; of several workers that draw it then, the one
+    # of lowest rank is the second.
     crossing_by_rank: tuple[int, ...]
-    repeated_in_batch: int
-    shared: int
-    sharing_ranks: tuple[int, ...]
+    repeated_in_batch: int  # draws of a sample that the same worker already has in this step
+    shared: int  # different samples that two or more workers drew in this step
+    # ``(rank_i, rank_j, count)`` with i < j for pairs of workers with common samples; the
+    # ``MAX_SHARED_PAIRS`` with the largest counts when there are more. With thousands of common
+    # draws only those between neighbours in rank are counted.
     shared_between: tuple[tuple[int, int, int], ...]
 
     @property
@@ -76,10 +70,9 @@ class SampleLedger(Stateful):
     Costs 12 bytes per different sample, and 9 for each further worker that draws it. Further
     workers are identified by 64-bit hashes: with 3 million, one ledger in a million mistakes one.
 
-    Args:
-        capacity: Different samples to remember. Beyond it, ``distinct`` is a lower bound. Three
-            times as many further workers are remembered; beyond that, a repeat whose owners are
-            unknown counts as the worker's own: the reading that accuses nobody.
+    ``capacity``: different samples to remember. Beyond it, ``distinct`` is a lower bound. Three
+    times as many further workers are remembered; beyond that, a repeat whose owners are unknown
+    counts as the worker's own: the reading that accuses nobody.
     """
 
     SETTINGS = ("_capacity",)
@@ -154,10 +147,8 @@ class SampleLedger(Stateful):
     def _cross(self, pairs: Draws, cross_P: NDArray[np.bool_], owners_P: NDArray[Any]) -> Ints:
         """Count crossings per step and worker ``[S, W]``, and mark the owners as having crossed.
 
-        Args:
-            pairs: The draws.
-            cross_P: Which of them draw a sample that only others drew before.
-            owners_P: The first to draw each; negative where the sample has crossed already.
+        ``cross_P``: which of them draw a sample that only others drew before. ``owners_P``: the
+        first to draw each; negative where the sample has crossed already.
         """
         crossing_SW = np.zeros(pairs.shape, np.int64)
         at_C = cross_P.nonzero()[0]
@@ -176,11 +167,8 @@ class SampleLedger(Stateful):
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return which draws repeat the worker's own samples, and which only those of others.
 
-        Args:
-            samples_P: The samples.
-            ranks_P: The workers that draw them.
-            seen_P: Which were drawn before.
-            owners_P: The first to draw each; -1 minus its rank where it has crossed already.
+        ``ranks_P``: the workers that draw them. ``owners_P``: the first to draw each; -1 minus its
+        rank where it has crossed already.
         """
         if not self._pairs_complete:
             return seen_P, np.zeros_like(seen_P)
@@ -212,18 +200,15 @@ class SampleLedger(Stateful):
 def identical_groups(samples: Sequence[Ints]) -> tuple[tuple[int, ...], ...]:
     """Return groups of two or more ranks whose batches hold the same samples equally often.
 
-    Args:
-        samples: One int64 array per worker, in rank order; empty batches are equal to none.
-
-    Returns:
-        Groups of ranks, each in order, by their first rank.
+    ``samples``: one int64 array per worker, in rank order; empty batches are equal to none. Groups
+    and their members are in the order of ranks.
 
     Example:
         >>> identical_groups([np.array([1, 2]), np.array([3]), np.array([2, 1])])
         ((0, 2),)
     """
     lengths = [len(batch) for batch in samples]
-    flat = flat_samples(samples)
+    flat = np.concatenate([_NONE, *samples]).astype(np.int64, copy=False)
     if len(set(lengths)) == 1:
         content = np.sort(flat.reshape(len(lengths), -1), axis=1).tobytes()
     else:
@@ -239,11 +224,6 @@ def identical_groups(samples: Sequence[Ints]) -> tuple[tuple[int, ...], ...]:
     if len(groups) == len(lengths):
         return ()
     return tuple(tuple(ranks) for ranks in groups.values() if len(ranks) > 1)
-
-
-def flat_samples(samples: Sequence[Ints]) -> Ints:
-    """Return the samples of all workers, one after the other."""
-    return np.concatenate([_NONE, *samples]).astype(np.int64, copy=False)
 
 
 def _without_repeats(draws: Draws) -> tuple[Draws, NDArray[np.bool_]]:
@@ -264,12 +244,9 @@ def _counts(
 ) -> list[SampleCounts]:
     """Return the counts of each step.
 
-    Args:
-        draws: The draws.
-        pairs: Draws without repeats of a sample by one worker.
-        flags: Which pairs are different samples, new ones, own repeats, repeats of others' ``[P]``.
-        crossing_SW: Crossings.
-        shared_P: Which pairs draw a sample of several workers; None if none does.
+    ``pairs``: draws without repeats of a sample by one worker. ``flags``: which pairs are different
+    samples, new ones, own repeats, repeats of others' ``[P]``. ``shared_P``: which pairs draw a
+    sample of several workers; None if none does.
     """
     drawn_S, kept_S, *flagged_S = (
         np.bincount(steps, minlength=draws.shape[0]).tolist()
@@ -279,19 +256,15 @@ def _counts(
     for step, counts in enumerate(zip(drawn_S, kept_S, *flagged_S, strict=True)):
         drawn, kept, distinct, new, own, cross = counts
         shared = 0
-        sharing: tuple[int, ...] = ()
         links: tuple[tuple[int, int, int], ...] = ()
         if shared_P is not None:
             here_P = shared_P & (pairs.steps == step)
             shared = int(np.count_nonzero(here_P & flags[0]))
-            sharing = tuple(np.unique(pairs.ranks[here_P]).tolist())
             links = _links(pairs.samples[here_P], pairs.ranks[here_P])
         crossing = tuple(crossing_SW[step].tolist())
         repeated = drawn - kept
         found.append(
-            SampleCounts(
-                drawn, distinct, new, own, cross, crossing, repeated, shared, sharing, links
-            )
+            SampleCounts(drawn, distinct, new, own, cross, crossing, repeated, shared, links)
         )
     return found
 
@@ -326,3 +299,86 @@ def _links(samples_P: Ints, ranks_P: Ints) -> tuple[tuple[int, int, int], ...]:
         (*divmod(int(pair), num_ranks), int(count))
         for pair, count in zip(pairs[largest], counts[largest], strict=True)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Followed:
+    """A step's samples, as far as they are followed."""
+
+    counts: SampleCounts  # counts of the followed samples
+    samples: Ints  # the followed samples, worker by worker
+    drawn: int  # samples drawn up to this step, by all workers together
+    remembered: int  # different samples that were remembered after it
+
+
+class ThinningLedger(Stateful):
+    """Remembers the samples of each worker, in bounded memory.
+
+    Exact while no more than ``capacity`` different samples were drawn. Then it forgets half of
+    them, chosen by their hashes, and follows the other half alone; and again whenever it is full.
+    The share that is followed is a random sample of all, so what holds in it holds in the whole.
+    """
+
+    def __init__(self, capacity: int = 1 << 20) -> None:
+        self._ledger = SampleLedger(capacity)
+        self._share = SampleShare()
+        self._drawn = 0
+
+    @property
+    def drawn(self) -> int:
+        """Samples drawn so far, by all workers together."""
+        return self._drawn
+
+    @property
+    def one_in(self) -> int:
+        """Number of samples that each followed one stands for; 1 while it is exact."""
+        return self._share.one_in
+
+    @property
+    def followed(self) -> int:
+        """Different samples that are remembered."""
+        return self._ledger.distinct
+
+    @property
+    def complete(self) -> bool:
+        """Whether every sample of the share was remembered; false only beyond 10^12 samples."""
+        return self._ledger.exact
+
+    def forget(self) -> None:
+        """Forget all samples and draws; the share that is followed stays."""
+        self._ledger = SampleLedger(self._ledger.capacity)
+        self._drawn = 0
+
+    def observe(self, drawn: DrawnSamples) -> Iterator[Followed]:
+        """Count and remember the draws of consecutive steps, one with each iteration."""
+
+        def fits(samples: Ints) -> bool:
+            return self._ledger.has_room(int(np.count_nonzero(self._share.admits(samples))))
+
+        for steps in drawn.fitting_pieces(fits):
+            yield from self._follow(steps)
+
+    def _follow(self, drawn: DrawnSamples) -> Iterator[Followed]:
+        """Process steps that share no sample: a single one, or several if there is room."""
+        admitted_D = self._share.admits(drawn.flat)
+        draws = drawn.sorted(admitted_D)
+        while self._is_full(draws) and self._share.can_halve:
+            self._share.halve()
+            self._ledger.thin(self._share)
+            admitted_D = self._share.admits(drawn.flat)
+            draws = drawn.sorted(admitted_D)
+        counts = self._ledger.observe(draws)
+        remembered = self._ledger.distinct - sum(each.new for each in counts[1:])
+        samples = drawn.in_steps(admitted_D)
+        for index, (each, length) in enumerate(zip(counts, drawn.lengths.tolist(), strict=True)):
+            self._drawn += length
+            remembered += each.new if index else 0
+            yield Followed(each, samples[index], self._drawn, remembered)
+
+    def scale_up(self, followed: int) -> tuple[float, float]:
+        """Return the number of samples that so many followed ones stand for, and its error."""
+        return self._share.scale_up(followed)
+
+    def _is_full(self, draws: Draws) -> bool:
+        room = self._ledger.capacity - self._ledger.distinct
+        return len(draws.samples) > room and self._ledger.count_new(draws) > room

@@ -22,6 +22,7 @@ are identified by the name of their class, wherever it is defined.
 
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, ClassVar
@@ -61,20 +62,17 @@ class Stateful:
     def state(self) -> State:
         """Return a copy of the object's state.
 
-        Raises:
-            TypeError: An attribute is of a kind that cannot be saved.
+        Raises TypeError: an attribute is of a kind that cannot be saved.
         """
         return {name: _encode(getattr(self, name)) for name in self._attributes()}
 
     def restore(self, state: State) -> None:
         """Continue from the state of an object of the same build.
 
-        Args:
-            state: The result of its ``state``.
+        ``state``: the result of its ``state``.
 
-        Raises:
-            StateError: The state has other attributes, or values of another kind. The object may
-                then hold part of it and is of no use.
+        Raises StateError: the state has other attributes, or values of another kind. The object may
+        then hold part of it and is of no use.
         """
         names = self._attributes()
         if set(state) != set(names):
@@ -83,8 +81,9 @@ class Stateful:
             setattr(self, name, _decode(state[name], getattr(self, name)))
 
     def _attributes(self) -> list[str]:
-        if _is_made_anew(type(self)):
-            return _fields(type(self))
+        own: type[Any] = type(self)
+        if is_dataclass(own):
+            return [field.name for field in fields(own)]
         slots = [name for kind in type(self).__mro__ for name in getattr(kind, "__slots__", ())]
         return [n for n in (*slots, *getattr(self, "__dict__", ())) if n not in self.SETTINGS]
 
@@ -143,41 +142,26 @@ def _decode_tagged(encoded: Mapping[str, Any], now: Any) -> Any:
 def _decode_object(encoded: Mapping[str, Any], now: Any) -> Any:
     name = encoded["class"].rpartition(".")[2]
     state = encoded["object"]
-    kind = _CLASSES.get(name)
+    kind: type[Any] | None = _CLASSES.get(name)
     if kind is None:
         raise StateError(f"there is no class {encoded['class']}")
-    if _is_made_anew(kind):
-        if set(state) != set(_fields(kind)):
+    if is_dataclass(kind):
+        if set(state) != {field.name for field in fields(kind)}:
             raise StateError(f"this is not the state of a {kind.__name__}")
         return kind(**{name: _decode(item) for name, item in state.items()})
     if now is None:
-        now = _made_of_nothing(kind)
+        with suppress(TypeError):  # its constructor needs arguments
+            now = kind()
     if type(now).__name__ != name or not isinstance(now, Stateful):
         raise StateError(f"there is no {name} to take this state")
     now.restore(state)
     return now
 
 
-def _made_of_nothing(kind: type[Stateful]) -> Stateful | None:
-    """Return an object of a class, None if its constructor needs arguments."""
-    try:
-        return kind()
-    except TypeError:
-        return None
-
-
-def _is_made_anew(kind: type) -> bool:
-    return is_dataclass(kind)
-
-
-def _fields(kind: Any) -> list[str]:
-    return [field.name for field in fields(kind)]
-
-
 def _may_replace(value: Any, now: Any) -> bool:
     """Return whether a value is of a kind that may stand where ``now`` stands."""
     if now is None or value is None:
-        fixed = isinstance(now, np.ndarray | Enum | Stateful) and not _is_made_anew(type(now))
+        fixed = isinstance(now, np.ndarray | Enum | Stateful) and not is_dataclass(type(now))
         return not fixed
     if isinstance(now, np.ndarray):
         return isinstance(value, np.ndarray) and _kind(value) == _kind(now)

@@ -11,12 +11,14 @@ from rankscope.bus.evidence import Table
 from rankscope.bus.step import as_floats
 from rankscope.record import Columns, Run
 from rankscope.stats.arrays import Floats, Ints
-from rankscope.stats.block_ratio import Estimate, block_sums, ratio_of_sums
 from rankscope.stats.noise_scale import (
+    Estimate,
     NoiseOfSteps,
+    block_sums,
     micro_shares,
     noise_of_steps,
     noise_scale,
+    ratio_of_sums,
 )
 
 Values = dict[str, float | int | None]

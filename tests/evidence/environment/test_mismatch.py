@@ -7,7 +7,7 @@ import torch
 
 from rankscope.bus.finding import Severity
 from rankscope.evidence.environment.facts import environment_facts
-from rankscope.evidence.environment.mismatch import CAUSE, EnvironmentMismatch
+from rankscope.evidence.environment.judge import CAUSE, EnvironmentMismatch
 from support.stepping import observe, run, words
 
 FACTS = {

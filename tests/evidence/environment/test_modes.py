@@ -15,8 +15,8 @@ from rankscope.bus.messages import Layout
 from rankscope.bus.step import MISSING_INT, StepReport
 from rankscope.evidence.environment.combine import make_combiner
 from rankscope.evidence.environment.facts import FLAGS_EVERY, compilation
-from rankscope.evidence.environment.mismatch import DROPOUT, DifferentModes, DropoutOff
-from rankscope.evidence.environment.modes import ModeMeter
+from rankscope.evidence.environment.judge import DROPOUT, DifferentModes, DropoutOff
+from rankscope.evidence.environment.probe import ModeMeter
 from support.stepping import evidence_of, run, words
 from support.streams import gathered
 

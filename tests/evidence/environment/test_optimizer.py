@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rankscope.evidence.environment.optimizer import OptimizerMeter
+from rankscope.evidence.environment.probe import OptimizerMeter
 
 
 def watched(optimizer):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rankscope.bus.finding import Severity
-from rankscope.evidence.environment.schedule import (
+from rankscope.evidence.environment.settings import (
     BY_PASS,
     ENDED,
     JUMPS,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankscope.evidence.loss.meter import LossMeter
+from rankscope.evidence.loss.probe import LossMeter
 
 
 def multiplier(trained, given):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from rankscope.evidence.loss.meter import LossMeter
+from rankscope.evidence.loss.probe import LossMeter
 from rankscope.integrations.backward_loss import unscaled
 from rankscope.wrappers.loss_form import LossForm, read_form
 

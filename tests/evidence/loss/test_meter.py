@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.functional import cross_entropy
 
 from rankscope.errors import UsageError
-from rankscope.evidence.loss.meter import LossMeter, _Multiplier, count_label_tokens
-from rankscope.evidence.loss.probe import _losses
+from rankscope.evidence.loss.probe import LossMeter, PendingLosses, _Multiplier, count_label_tokens
 from rankscope.integrations.backward_loss import unscaled
 from support.collected import to_arrays
 
@@ -388,7 +387,7 @@ def test_a_loss_of_unknown_make_is_recorded_as_backward_was_called_on_it(make, m
         loss, factor, constant, *_ = unscaled(root, {})
         meter.give(loss, None, forward, factor=factor, constant=constant, spare=True)
         root.backward()
-    parts = _losses(*meter.collect(), 1.0)
+    parts = PendingLosses(*meter.collect(), 1.0).read().arrays
     losses = np.frombuffer(parts["losses_U"])
     assert losses.tolist() == [pytest.approx(value)] * micro
     assert np.frombuffer(parts["multipliers_M"]).sum() == pytest.approx(scale)
@@ -414,7 +413,7 @@ def test_of_a_sum_over_label_tokens_the_mean_is_known(divide, divisor, weight):
     how = {"factor": found.factor, "constant": found.constant, "summed": found.summed}
     meter.give(found.loss, **how, spare=True)
     root.backward()
-    parts = _losses(*meter.collect(), 1.0)
+    parts = PendingLosses(*meter.collect(), 1.0).read().arrays
     expected = [3.0, divisor, math.log(5), weight]
     assert np.frombuffer(parts["sums_M4"]) == pytest.approx(expected)
 
@@ -477,6 +476,6 @@ def test_what_a_model_returned_is_its_loss_only_if_it_is_a_mean():
         loss = make(x)
         meter.see({"loss": loss}, {})
         (loss / 6).backward()  # as over six terms
-        parts = _losses(*meter.collect(), 1.0)
+        parts = PendingLosses(*meter.collect(), 1.0).read().arrays
         assert np.frombuffer(parts["losses_U"]).tolist() == [pytest.approx(value)]
         assert np.frombuffer(parts["multipliers_M"]).tolist() == [pytest.approx(scale)]

@@ -1,7 +1,7 @@
 """Steps that a gradient scaler skips."""
 
 from rankscope.bus.finding import Severity
-from rankscope.evidence.loss.nonfinite import NonFinite
+from rankscope.evidence.loss.judge import NonFinite
 from support.stepping import observe
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.evidence.loss.nonfinite import PARTS, PartsWithoutGradient
+from rankscope.evidence.loss.judge import PARTS, PartsWithoutGradient
 from support.stepping import describe, evidence_of
 from support.streams import gathered
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.evidence.loss.meter import LossMeter
+from rankscope.evidence.loss.probe import LossMeter
 from rankscope.wrappers.labels import shifts_labels
 from support.collected import to_arrays
 

@@ -9,8 +9,8 @@ from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT, as_recorded
 from rankscope.bus.weighting import TokenSums, are_alike, as_matrix, follow_tokens, log_spread
+from rankscope.evidence.loss.judge import MICRO, STARVED, TokenWeighting
 from rankscope.evidence.loss.scale import ONE_WORKER, SHORT_WINDOW, LossScale
-from rankscope.evidence.loss.weighting import MICRO, STARVED, TokenWeighting
 from rankscope.record.states import pack_state, unpack_state
 from support.stepping import describe, evidence_of, words
 from support.streams import gathered

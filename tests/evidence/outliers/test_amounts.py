@@ -6,7 +6,7 @@ import pytest
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.evidence.outliers.amounts import UnequalAmounts
+from rankscope.evidence.outliers.judge import UnequalAmounts
 from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import evidence_of
 from support.streams import gathered

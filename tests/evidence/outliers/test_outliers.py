@@ -12,7 +12,7 @@ from rankscope.bus.evidence import Column, Compared, DType, Source, Table, Tail
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
 from rankscope.evidence import COLUMNS
-from rankscope.evidence.outliers.outliers import WorkerOutliers
+from rankscope.evidence.outliers.judge import WorkerOutliers
 from rankscope.record.schema import arrow_schema
 from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import describe, evidence_of

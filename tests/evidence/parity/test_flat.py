@@ -6,8 +6,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from rankscope.evidence.parity.meter import FigureMeter
-from rankscope.evidence.parity.place import pieces_in
+from rankscope.evidence.parity.figures import FigureMeter, pieces_in
 
 CPU = torch.device("cpu")
 

@@ -13,10 +13,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import rankscope
 from rankscope.bus.parity import QUARTERS
-from rankscope.evidence.parity.meter import FigureMeter
-from rankscope.evidence.parity.place import part_of
-from rankscope.evidence.parity.recorder import ParityRecorder, RecordPlace
-from rankscope.evidence.parity.saved import load_tensors, save_tensors
+from rankscope.evidence.parity.figures import FigureMeter, part_of
+from rankscope.evidence.parity.probe import ParityRecorder, RecordPlace
+from rankscope.evidence.parity.start import load_tensors, save_tensors
 from rankscope.tools.parity.reading import read_side
 from support.ranks import run_ranks
 

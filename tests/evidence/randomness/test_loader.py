@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from rankscope.evidence.randomness.meter import LoaderMeter
+from rankscope.evidence.randomness.probe import LoaderMeter
 
 NUM_WORKERS = 2
 
@@ -192,7 +192,7 @@ def test_a_failure_of_ours_does_not_end_a_worker(monkeypatch):
     def refuse(row):
         raise OSError("no more threads")
 
-    monkeypatch.setattr("rankscope.evidence.randomness.meter._MoveWatcher", refuse)
+    monkeypatch.setattr("rankscope.evidence.randomness.probe._MoveWatcher", refuse)
     loader = loader_of("numpy", multiprocessing_context="fork")
     meter = LoaderMeter(loader)
     assert len(epoch(loader)) == 8

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.data import RandomSampler
 
-from rankscope.evidence.randomness.private import PrivateRandomMeter
+from rankscope.evidence.randomness.probe import PrivateRandomMeter
 
 
 def of_torch(seed):

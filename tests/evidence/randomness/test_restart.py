@@ -10,8 +10,8 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import StepReport
 from rankscope.evidence.randomness import KEY
-from rankscope.evidence.randomness.meter import RandomMeter
-from rankscope.evidence.randomness.restart import RESUMED, RandomRestart
+from rankscope.evidence.randomness.judge import RESUMED, RandomRestart
+from rankscope.evidence.randomness.probe import RandomMeter
 from rankscope.record.states import pack_state, unpack_state
 from support.stepping import evidence_of, words
 from support.streams import gathered

@@ -9,7 +9,7 @@ from rankscope.bus.detector import HEALED_AFTER
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import StepReport
-from rankscope.evidence.reduction.accumulation import (
+from rankscope.evidence.reduction.judge import (
     ERROR_FROM,
     LEFT_OVER,
     AccumulationAudit,

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from rankscope.bus.finding import Severity
 from rankscope.evidence.environment.training import length_of, splits_of
-from rankscope.evidence.samples.coverage import SPLIT_TWICE, EpochCoverage, SplitTwice
+from rankscope.evidence.samples.judge import SPLIT_TWICE, EpochCoverage, SplitTwice
 from support.stepping import evidence_of
 from support.streams import reports, sharded, with_replacement
 

@@ -5,7 +5,7 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.evidence.samples.duplicates import DuplicateBatches
+from rankscope.evidence.samples.repeats import DuplicateBatches
 from support.stepping import evidence_of
 from support.streams import gathered
 

@@ -9,7 +9,7 @@ from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.steps import RecentBatches
-from rankscope.evidence.samples.epochs import PeriodFinder, RepeatedOrder
+from rankscope.evidence.samples.repeats import PeriodFinder, RepeatedOrder
 from rankscope.record.states import pack_state, unpack_state
 from support.stepping import describe, evidence_of
 from support.streams import accumulated, gathered, sharded, with_replacement

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankscope.evidence.samples.lengths import LengthMeter
+from rankscope.evidence.samples.probe import LengthMeter
 
 IDS = torch.arange(12).reshape(3, 4)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])

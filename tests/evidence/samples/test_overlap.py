@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rankscope.bus.finding import Severity
-from rankscope.evidence.samples.epochs import KEY
 from rankscope.evidence.samples.overlap import OverlappingShards
+from rankscope.evidence.samples.repeats import KEY
 from rankscope.record.states import pack_state, unpack_state
 from support.stepping import describe, evidence_of
 from support.streams import replicated, reports, shard, sharded, with_replacement

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.evidence.samples.meter import MAX_WORDS, SampleMeter, digest_inputs
+from rankscope.evidence.samples.probe import MAX_WORDS, SampleMeter, digest_inputs
 from support.collected import to_array
 
 

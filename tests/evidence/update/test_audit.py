@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from rankscope.evidence.update.audit import UpdateAudit
-from rankscope.evidence.update.choice import MOST, choose
-from rankscope.evidence.update.compare import UpdateMismatch, judge_update
+from rankscope.evidence.update.audit import MOST, UpdateAudit, choose
+from rankscope.evidence.update.compare import UpdateMismatch, UpdateShare, judge_update
 from rankscope.evidence.update.probe import _names
-from rankscope.evidence.update.share import UpdateShare
 
 SHAPES = {"embedding": (30, 8), "matrix": (8, 8), "norm": (8,)}
 

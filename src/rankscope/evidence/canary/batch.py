@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rankscope.bus.packing import PlainBatch
 from rankscope.errors import RankscopeError
-from rankscope.evidence.samples.meter import digest_inputs
+from rankscope.evidence.samples.probe import digest_inputs
 from rankscope.gradients.host import HostCopy
 
 MAX_BATCH_BYTES = 64 * 2**20

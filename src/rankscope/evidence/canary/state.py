@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from rankscope.errors import RankscopeError
 from rankscope.evidence.canary.tensors import SavedTensors
-from rankscope.evidence.randomness.private import KINDS
+from rankscope.evidence.randomness.probe import KINDS
 
 _REGISTERS = ("_parameters", "_buffers", "_modules")
 _HOOKS = frozenset(

@@ -61,11 +61,7 @@ class ClippingProbe(Probe):
     """Records the call that clips all measured gradients of a step, if there is just one.
 
     Calls with the same limit and the same norm, for a part of the parameters each, count as one.
-
-    Args:
-        parameters: The parameters whose gradients are measured.
-        guard: Runs the listeners.
-        whole: Whether nothing of the model is on ranks that are not compared.
+    ``whole``: whether nothing of the model is on ranks that are not compared.
     """
 
     def __init__(self, parameters: Iterable[Tensor], guard: Guarded, *, whole: bool) -> None:

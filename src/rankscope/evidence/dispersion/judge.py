@@ -1,7 +1,277 @@
-"""The detector of a spread over workers that sampling does not explain."""
+"""Workers against sampling: are they all more alike, or all more different, than chance makes them?
 
-from rankscope.bus.detector import Detector, RunFacts
-from rankscope.evidence.dispersion.sampling import Sampling
+A fault that all workers share leaves them exchangeable, so comparing one with the others shows
+nothing. The spread *inside* workers shows it: with two or more micro-batches a worker, by exact
+e-values (:mod:`rankscope.stats.spread`). Workers that are too similar are a warning
+inside the false-alarm budget, or a note where the samples are known to differ; workers whose data
+differ in kind are a note, since shards by domain are healthy.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RunFacts
+from rankscope.bus.finding import Severity
+from rankscope.bus.step import GatheredStep, StepReport
+from rankscope.bus.steps import Step
+from rankscope.bus.words import count
+from rankscope.stats.arrays import Floats
+from rankscope.stats.budget import (
+    SAMPLING,
+    ShiryaevRoberts,
+    alarm_level,
+    bound_in_words,
+    false_alarm_bound,
+)
+from rankscope.stats.noise_scale import ratio_of_sums
+from rankscope.stats.spread import (
+    STRENGTHS,
+    Units,
+    expected_std,
+    pool_units,
+    population_std,
+    rank_bets,
+    spread_ranks,
+)
+
+SEED = 0x5A3B
+"""Seeds the rotations, together with the step's number."""
+
+RECENT = 64
+"""Steps over which a finding states the ratio."""
+
+_REPEATED = 4096
+"""Age in steps from which on the batches of all workers together count as forgotten."""
+
+_TAIL_SHARE = 0.5
+_HEADROOM = 10.0
+_HEALED = 1e-4
+_PROVEN = 0.9
+_LOSSES = 0
+_NORMS = 1
+
+
+class Sampling(Detector):
+    """Compares the spread between workers with the spread inside them."""
+
+    SETTINGS = ("_num_workers", "_flagged")
+
+    def __init__(self, num_workers: int, flagged: Callable[[], Sequence[int]] = tuple) -> None:
+        self._num_workers = num_workers
+        self._flagged = flagged
+        level = alarm_level(SAMPLING * _TAIL_SHARE)
+        self._low = _Alarm(level, len(STRENGTHS))
+        self._high = _Alarm(level, 2, len(STRENGTHS))
+        self._similar = Severity.WARNING
+        self._steps = 0
+        self._averaged = False
+        self._recent: deque[tuple[float, float, bool]] = deque(maxlen=RECENT)
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report workers that are too similar or too different, and the end of it.
+
+        Steps with identical batches are left out, as they have exact evidence of their own, and so
+        are steps whose batches came before.
+        """
+        if self._num_workers < 2:
+            return ()
+        self._steps += 1
+        gathered = step.gathered
+        flagged = self._flagged()
+        if _came_before(step) or step.identical or len(flagged) > self._num_workers - 2:
+            return ()
+        gathered = _without(gathered, flagged)
+        observed, expected = _loss_stds(gathered, {} if flagged else step.report.values)
+        squares = observed * observed, expected * expected  # infinite, where a power would raise
+        self._recent.append((*squares, _all_distinct(step.report)))
+        return list(self._bet(gathered))
+
+    def _bet(self, gathered: GatheredStep) -> Iterable[FaultEvidence]:
+        """Bet on the rank of the spread between workers among other deals of the units."""
+        losses = pool_units(gathered.micro_losses, gathered.micro_weights)
+        norms = pool_units(gathered.micro_norms)
+        if losses is None and norms is None:
+            return
+        rng = np.random.default_rng([SEED, gathered.step])
+        low = self._units_for_low(gathered, losses)
+        if low is not None:
+            e_low, _ = rank_bets(spread_ranks(low, rng, same_index=False))
+            was_open = self._low.open
+            if self._low.add(gathered.step, e_low):
+                if not was_open:
+                    self._similar = self._severity_of_similar()
+                yield self._evidence(
+                    "sampling.too_similar",
+                    "data.duplicate_batches",
+                    self._similar,
+                    self._low,
+                    "losses" if low is losses else "gradient norms",
+                )
+        changed = False
+        for source, units in ((_LOSSES, losses), (_NORMS, norms)):
+            if units is not None:
+                _, e_high = rank_bets(spread_ranks(units, rng, same_index=True))
+                changed |= self._high.add(gathered.step, e_high, source)
+        if changed:
+            yield self._different_evidence()
+
+    def _units_for_low(self, gathered: GatheredStep, losses: Units | None) -> Units | None:
+        """Return the units that may move to any other place.
+
+        Losses may. All but the first gradient norm of a worker are estimates, so the later ones
+        may among themselves. Losses that the training averages over workers are equal to the last
+        bit while gradients differ, and are of no use.
+        """
+        if losses is None:
+            return pool_units(gathered.micro_norms, from_index=1)
+        if gathered.observed:
+            losses_W = gathered.workers["loss"]
+            norms_W = gathered.workers["grad_norm"]
+            equal = population_std(losses_W) <= 1e-9 * float(np.abs(losses_W).max())
+            self._averaged = equal and population_std(norms_W) > 1e-2 * float(np.mean(norms_W))
+        return None if self._averaged else losses
+
+    def _severity_of_similar(self) -> Severity:
+        """Return a note where nearly all samples since the onset are known to differ."""
+        proven = [distinct for _, _, distinct in self._recent][-self._low.duration :]
+        return Severity.NOTE if sum(proven) >= _PROVEN * len(proven) else Severity.WARNING
+
+    def _different_evidence(self) -> FaultEvidence:
+        losses, norms = self._high.evidence_of_each.mean(axis=1).tolist()
+        what = "losses" if losses >= norms else "gradient norms"
+        return self._evidence(
+            "sampling.too_different", "inconclusive", Severity.NOTE, self._high, what
+        )
+
+    def _evidence(
+        self, key: str, cause: str, severity: Severity, alarm: "_Alarm", what: str
+    ) -> FaultEvidence:
+        ratio = _recent_ratio(list(self._recent)[-alarm.duration :])
+        known = math.isfinite(ratio)
+        return alarm.evidence(
+            cause,
+            severity,
+            (),
+            {
+                "what": what,
+                "ratio": f" (losses {ratio:.2f} times as far as sampling explains)"
+                if known
+                else "",
+                "until": "" if alarm.open else f" until step {alarm.last:,}",
+                "steps": count(self._steps, "step"),
+                "bound": bound_in_words(self._steps),
+            },
+            {
+                "steps": alarm.count,
+                "steps_compared": self._steps,
+                "dispersion_ratio": ratio if known else None,
+                "false_alarm_probability": false_alarm_bound(self._steps),
+            },
+            key=key,
+        )
+
+
+class _Alarm(PersistentFault):
+    """E-detectors with equal weights that alarm together.
+
+    Once they have, their evidence is kept from growing further, so that they heal in bounded time.
+    """
+
+    SETTINGS = (*PersistentFault.SETTINGS, "_level")
+
+    def __init__(self, level: float, *shape: int) -> None:
+        super().__init__()
+        self._level = level
+        self._detectors = ShiryaevRoberts(*shape)
+        self._fed: deque[int] = deque(maxlen=RECENT)
+        self.duration = 1
+
+    @property
+    def evidence_of_each(self) -> Floats:
+        """Evidence of each of them."""
+        return self._detectors.evidence.astype(np.float64)
+
+    def add(self, step: int, e: Floats, at: int | None = None) -> bool:
+        """Add the e-values of a step, ``at`` their row if not all; return whether it changes."""
+        self._detectors.observe(e.astype(np.float32), ... if at is None else at)
+        if not self._fed or self._fed[-1] != step:
+            self._fed.append(step)
+            self.duration = min(self.duration + 1, RECENT)
+        total = float(self._detectors.evidence.mean())
+        if not self.open:
+            if total >= self._level:
+                self._open(step)
+            return self.open
+        cap = _HEADROOM * self._level
+        np.minimum(self._detectors.evidence, cap, out=self._detectors.evidence)
+        if total < _HEALED * self._level:
+            return self.close()
+        if float(e.mean()) <= 1.0:
+            return False
+        self.last = step
+        self.count += 1
+        return True
+
+    def _open(self, step: int) -> None:
+        strongest = int(self._detectors.evidence.argmax())
+        age = float(self._detectors.age.flat[strongest])
+        self.duration = int(np.clip(round(age), 1, len(self._fed)))
+        began = self._fed[-self.duration]
+        self.first = began if self.first < 0 else self.first
+        self.last = step
+        self.count += self.duration
+        self.open = True
+
+
+def _came_before(step: Step) -> bool:
+    """Return whether a worker or all of them repeat a batch, which is no new draw."""
+    recurrence = step.recurrence
+    age = step.gathered.step - recurrence.before if recurrence.before >= 0 else _REPEATED + 1
+    return bool(recurrence.ages_W.any()) or age <= _REPEATED
+
+
+def _without(gathered: GatheredStep, workers: Sequence[int]) -> GatheredStep:
+    """Return the step without some workers, in the fields used here."""
+    if not workers:
+        return gathered
+    kept = [worker for worker in range(gathered.num_workers) if worker not in workers]
+    used = ("loss", "loss_sem", "grad_norm")
+    micro = (gathered.micro_losses, gathered.micro_weights, gathered.micro_norms)
+    losses, weights, norms = (tuple(of[w] for w in kept) if of else () for of in micro)
+    return replace(
+        gathered,
+        workers={name: gathered.workers[name][kept] for name in used},
+        samples=tuple(gathered.samples[worker] for worker in kept),
+        micro_losses=losses,
+        micro_weights=weights,
+        micro_norms=norms,
+    )
+
+
+def _loss_stds(gathered: GatheredStep, values: Mapping[str, float]) -> tuple[float, float]:
+    """Return the losses' std over workers, and the one that sampling alone would give.
+
+    ``values`` holds the columns of the steps table, if all workers are compared.
+    """
+    if "loss_std" in values and "loss_std_expected" in values:
+        return values["loss_std"], values["loss_std_expected"]
+    workers = gathered.workers
+    return population_std(workers["loss"]), expected_std(workers["loss_sem"])
+
+
+def _all_distinct(report: StepReport) -> bool:
+    """Return whether every sample of the step is known, and no two are the same."""
+    drawn = report.values.get("samples_drawn", math.nan)
+    return drawn > 0 and drawn == report.values.get("samples_distinct", math.nan)
+
+
+def _recent_ratio(steps: list[tuple[float, float, bool]]) -> float:
+    sums = np.array([pair for *pair, _ in steps if np.isfinite(pair).all()]).reshape(-1, 2)
+    return ratio_of_sums(sums, root=True).value
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

@@ -20,4 +20,8 @@ COLUMNS = (
 )
 # fmt: on
 
+MODES = "modes"
+SETTINGS = "settings"
+"""Keys of the modes and settings among the names of a step's message."""
+
 EVIDENCE = Evidence("environment", __name__, COLUMNS)

@@ -9,11 +9,10 @@ from rankscope.bus.messages import Columns, Combiner, Layout, Messages
 from rankscope.bus.replicas import StateDifference, StateKind, name_values
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import name_modules
+from rankscope.evidence.environment import MODES, SETTINGS
 from rankscope.stats.arrays import Ints
 
-_MODES = "modes"
 _MODE_NAMES = ("evaluation", "training")
-_SETTINGS = "settings"
 _MISSING = "not set"
 
 
@@ -32,11 +31,11 @@ class ComparedNames(Combiner):
         """Return the differences, in words; modules that differ between the same workers as one."""
         new_settings = False
         for rank, named in enumerate(messages.named):
-            if _MODES in named:
-                names, flags = named[_MODES]
+            if MODES in named:
+                names, flags = named[MODES]
                 self._modes[rank] = dict(zip(names, map(int, flags), strict=False))
-            if _SETTINGS in named:
-                self._settings[rank] = named[_SETTINGS]
+            if SETTINGS in named:
+                self._settings[rank] = named[SETTINGS]
                 new_settings = True
         found: list[StateDifference] = []
         if _differs(columns["modes"]):

@@ -42,30 +42,29 @@ def environment_facts(device: torch.device) -> dict[str, Fact]:
     case; environment variables have their own names. Missing and unreadable facts are left out.
     Only variables that are known to decide how a job computes are read, so that no secret is.
     """
-    facts = library_facts(device)
-    for collect in (
-        precision_flags,
-        lambda: _variables(os.environ),
-        lambda: source_revision(_script_directory()),
-    ):
-        facts |= quietly(collect)
-    return facts
+
+    def variables() -> dict[str, Fact]:
+        names = sorted(VARIABLES & os.environ.keys())
+        return {name: without_addresses(os.environ[name])[:_LONGEST_VALUE] for name in names}
+
+    return {
+        **library_facts(device),
+        **quietly(precision_flags),
+        **quietly(variables),
+        **quietly(lambda: source_revision(_script_directory())),
+    }
 
 
 def library_facts(device: torch.device) -> dict[str, Fact]:
     """Return the versions of Python, packages and libraries, and the device of the model."""
-    facts: dict[str, Fact] = {
+    return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
+        **quietly(lambda: _versions_of(PACKAGES)),
+        **quietly(_device_libraries),
+        **quietly(lambda: _device(device)),
     }
-    for collect in (
-        lambda: _versions_of(PACKAGES),
-        _device_libraries,
-        lambda: _device(device),
-    ):
-        facts |= quietly(collect)
-    return facts
 
 
 @functools.cache
@@ -96,11 +95,7 @@ def compilation(model: torch.nn.Module) -> str:
 def vocabulary_digest(tokenizer: Any) -> int:
     """Return a 63-bit digest of a vocabulary: which token has which number.
 
-    Args:
-        tokenizer: An object with ``get_vocab()``, or a mapping from token to number.
-
-    Raises:
-        UsageError: It is neither.
+    Takes an object with ``get_vocab()`` or a mapping from token to number, else raises UsageError.
     """
     get_vocab = getattr(tokenizer, "get_vocab", None)
     vocabulary = get_vocab() if callable(get_vocab) else tokenizer
@@ -151,14 +146,6 @@ def _script_directory() -> Path | None:
     """Return the directory of the script that runs; None in a notebook or an interpreter."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return Path(file).resolve().parent if file else None
-
-
-def _variables(environment: Mapping[str, str]) -> dict[str, Fact]:
-    """Return the environment variables that decide how a job computes."""
-    return {
-        name: without_addresses(environment[name])[:_LONGEST_VALUE]
-        for name in sorted(VARIABLES & environment.keys())
-    }
 
 
 def _device_libraries() -> dict[str, Fact]:

@@ -1,13 +1,277 @@
 """The optimizer's settings and the precision of the forward pass, step by step."""
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from rankscope.bus.probe import Evaluated, Job, MessagePart, Probe, Ready, StepEnd
-from rankscope.evidence.environment.facts import PrecisionMeter
-from rankscope.evidence.environment.modes import ModeMeter
-from rankscope.evidence.environment.optimizer import OptimizerMeter
+from rankscope.evidence.environment import MODES, SETTINGS
+from rankscope.evidence.environment.facts import FLAGS_EVERY, PrecisionMeter
+from rankscope.gradients.fingerprint import digest_of
+from rankscope.gradients.names import canonical_name
+from rankscope.wrappers.optimizers import JointOptimizer
+
+_DROPOUT = (
+    *(nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d),
+    *(nn.AlphaDropout, nn.FeatureAlphaDropout),
+)
+_LISTED_EVERY = 16  # readings between two looks for modules that were replaced
+
+
+class ModeMeter:
+    """Reads the mode of every module in steps that are multiples of ``FLAGS_EVERY``, and the first.
+
+    The names are sent only when a mode has changed. And it tells whether dropout is off: each such
+    layer beside trained parameters is in evaluation mode.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._parts: list[tuple[str, nn.Module]] = []
+        self._dropouts: list[nn.Module] = []
+        self._off = False
+        self._flags: bytes | None = None
+        self._digest = math.nan
+        self._present = False
+        self._names: dict[str, Any] = {}
+
+    def read(self, step: int) -> None:
+        """Read them if that is due, in a forward pass that trains, or was trained on."""
+        if self._flags is not None and step % FLAGS_EVERY:
+            return
+        self._present = True
+        if step % (_LISTED_EVERY * FLAGS_EVERY) == 0 or not self._parts:
+            self._parts = list(self._module.named_modules())
+            self._dropouts = list(_dropouts(self._module))
+        self._off = bool(self._dropouts) and not any(each.training for each in self._dropouts)
+        flags = bytes([part.training for _, part in self._parts])
+        if flags == self._flags:
+            return
+        self._flags = flags
+        names = [canonical_name(name) for name, _ in self._parts]
+        self._names = {MODES: [names, "".join(map(str, flags))]}
+        text = "\n".join(f"{n} {f}" for n, f in zip(names, flags, strict=False))
+        self._digest = digest_of(text.encode())
+
+    def collect(self) -> tuple[dict[str, float], dict[str, Any]]:
+        """Return the columns, NaN where modes were not read; and names with modes, if new."""
+        if not self._present:
+            return {MODES: math.nan, "dropout_off": math.nan}, {}
+        names = self._names
+        self._names = {}
+        self._present = False
+        return {MODES: self._digest, "dropout_off": self._off}, names
+
+
+def _dropouts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the dropout layers in parts of a model that hold trained parameters."""
+    for part in module.modules():
+        layers = [each for each in part.children() if isinstance(each, _DROPOUT) and each.p > 0]
+        if layers and any(parameter.requires_grad for parameter in part.parameters()):
+            yield from layers
+
+
+_NO_SETTINGS = frozenset(
+    {"params", "param_names", "lr", "initial_lr", "max_lr", "min_lr", "base_lr"}
+)
+_PARAMETERS = frozenset({"params", "param_names"})
+_FIXED = (bool, int, float, str, type(None))
+
+_MOST_NAMED = 64
+_LONGEST = 60
+
+
+class OptimizerMeter:
+    """Counts calls of ``optimizer.step`` and reads the settings of the last one.
+
+    A gradient scaler skips some calls. The settings are the learning rate and the weight decay of
+    the first parameter group, a digest of the other groups' rates, and one of all other settings,
+    without bounds that a scheduler keeps in the groups (``max_lr``). Unreadable settings (tensors
+    on an accelerator, an optimizer without parameter groups) are left out.
+
+    Of several optimizers, the settings of all count, and the calls of the one that was called most.
+
+    ``parameters``: those of the model, in the order that they have on all workers. Which of them
+    the optimizer holds is a digest: each worker's may hold others, with other settings.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer | JointOptimizer | None,
+        parameters: Iterable[Tensor] = (),
+    ) -> None:
+        self._places = {id(parameter): n for n, parameter in enumerate(parameters)}
+        self._held_lists: list[tuple[int, int]] = []
+        self._held: dict[str, int] = {}
+        self._known = optimizer is not None
+        self._joint = optimizer if isinstance(optimizer, JointOptimizer) else None
+        self._calls: Counter[int] = Counter()
+        self._lr = float("nan")
+        self._weight_decay = float("nan")
+        self._groups: dict[int, _GroupSettings] = {}
+        self._texts: dict[str, str] = {}
+        self._named: dict[str, dict[str, str]] = {}  # to be sent, when some have changed
+        self._values: list[object] = []  # of all groups: while they live, their ids are theirs
+        self._seen: list[int] = []
+        self._digests: dict[str, int] = {}
+        self._read_before = False
+        self._optimizer = optimizer
+        self._rate_of_pass: object = None
+        self._num_changes = 0
+
+    def see_pass(self, *, first: bool) -> None:
+        """Note the learning rate as a forward pass begins: a schedule should move with updates."""
+        groups = getattr(self._optimizer, "param_groups", None)
+        rate = groups[0].get("lr") if isinstance(groups, list) and groups else None
+        rate = rate if isinstance(rate, float) else None
+        if not first and rate != self._rate_of_pass:
+            self._num_changes += 1
+        self._rate_of_pass = rate
+
+    def begin(self, optimizer: Any) -> None:
+        """Read the settings before ``optimizer.step``, as some optimizers change theirs in it."""
+        self._read(optimizer)
+        self._read_before = True
+
+    def count(self, optimizer: Any) -> None:
+        """Count a call of ``optimizer.step`` that has ended.
+
+        Its settings are the present ones, unless :meth:`begin` has read them before.
+        """
+        self._calls[id(optimizer)] += 1
+        if not self._read_before:
+            self._read(self._joint or optimizer)
+        self._read_before = False
+
+    def collect(self) -> dict[str, float]:
+        """Return the settings' columns and the count (NaN when unknown); count from 0 again."""
+        steps = max(self._calls.values(), default=0)
+        self._calls.clear()
+        values: dict[str, float] = {
+            "lr": self._lr,
+            "weight_decay": self._weight_decay,
+            "optimizer_steps": steps if self._known else float("nan"),
+            "lr_changes": self._num_changes if self._known else float("nan"),
+        }
+        self._num_changes = 0
+        return {**values, **self._digests, **self._held}
+
+    def named(self) -> dict[str, dict[str, str]]:
+        """Return all settings but those with columns, by name, if some have changed; else none."""
+        named, self._named = self._named, {}
+        return named
+
+    def _read(self, optimizer: Any) -> None:
+        groups = getattr(optimizer, "param_groups", None)
+        if isinstance(groups, list) and self._is_known(groups):
+            return
+        groups = groups if isinstance(groups, Sequence) else ()
+        groups = [group for group in groups if isinstance(group, Mapping)]
+        first = groups[0] if groups else {}
+        self._lr = _number(first.get("lr"))
+        self._weight_decay = _number(first.get("weight_decay"))
+        self._read_held(groups)
+        rates = [_plain(group.get("lr")) for group in groups[1:]]  # the first has a column
+        texts = {"rates_digest": repr(rates)} if rates else {}
+        if groups:
+            texts["settings_digest"] = repr(list(map(self._text_of, range(len(groups)), groups)))
+        if texts != self._texts:
+            if texts.get("settings_digest") != self._texts.get("settings_digest"):
+                self._named = {SETTINGS: self._words(groups)}
+            self._texts = texts
+            self._digests = {name: digest_of(text.encode()) for name, text in texts.items()}
+        named = [(name, value) for group in groups for name, value in group.items()]
+        self._values = [value for name, value in named if name not in _PARAMETERS]
+        known = bool(groups) and all(map(_is_fixed, self._values))
+        self._seen = [id(value) for _, value in named] if known else []
+
+    def _read_held(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Digest which of the model's parameters the groups hold, if their lists have changed."""
+        lists = [each for g in groups if isinstance(each := g.get("params"), Sequence)]
+        seen = [(id(each), len(each)) for each in lists]
+        if seen == self._held_lists:
+            return
+        self._held_lists = seen
+        held = {self._places.get(id(parameter), -1) for each in lists for parameter in each} - {-1}
+        self._held = {"held_digest": digest_of(repr(sorted(held)).encode())} if held else {}
+
+    def _is_known(self, groups: list[Any]) -> bool:
+        """Return whether all settings are the same immutable objects as in the last call."""
+        try:
+            return self._seen == [id(value) for group in groups for value in group.values()] != []
+        except AttributeError:  # no mapping
+            return False
+
+    def _words(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """Return each setting as text, with the number of its parameter group if that matters."""
+        shared = self._groups[0].settings
+        words = {name: value[:_LONGEST] for name, value in shared.items()}
+        for number in range(1, len(groups)):
+            for name, value in self._groups[number].settings.items():
+                if value != shared.get(name):
+                    words[f"{name} of parameter group {number}"] = value[:_LONGEST]
+        return dict(list(words.items())[:_MOST_NAMED])
+
+    def _text_of(self, number: int, group: Mapping[str, Any]) -> str:
+        """Return the settings of a parameter group as text, from a cache until some change."""
+        omitted = _NO_SETTINGS if number else _NO_SETTINGS | {"weight_decay"}
+        others = {name: value for name, value in group.items() if name not in omitted}
+        known = self._groups.get(number)
+        if known is None or not known.holds(list(others.values())):
+            known = self._groups[number] = _GroupSettings(others)
+        return known.text
+
+
+class _GroupSettings:
+    """Settings of one parameter group, without those that have columns, in plain form."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        plain = [(name, _plain(settings.get(name))) for name in sorted(map(str, settings))]
+        self.text = repr([(name, value) for name, value in plain if value is not None])
+        self.settings = {name: repr(value) for name, value in plain if value is not None}
+        self._values = list(settings.values())
+        self._ids = list(map(id, self._values))
+        self._fixed = all(map(_is_fixed, self._values))
+
+    def holds(self, values: list[Any]) -> bool:
+        """Return whether these are the same objects, and none of them can have changed inside."""
+        return self._fixed and self._ids == list(map(id, values))
+
+
+def _is_fixed(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_fixed, value))
+    return isinstance(value, _FIXED)
+
+
+def _plain(value: object) -> object:
+    """Return numbers as float, text, and sequences of these; None for anything else.
+
+    So 0, 0.0 and False are the same setting.
+    """
+    if isinstance(value, str):
+        return value
+    if isinstance(value, (tuple, list)):
+        parts = [_plain(part) for part in value]
+        return None if None in parts else tuple(parts)
+    number = _number(value)
+    return None if number != number else number
+
+
+def _number(value: object) -> float:
+    """Return a number, or one in a tensor on the host; NaN for anything else."""
+    if isinstance(value, Tensor):
+        readable = value.device.type == "cpu" and value.numel() == 1  # elsewhere it would wait
+        return float(value.detach()) if readable else float("nan")
+    try:
+        return float(value) if isinstance(value, Real) else float("nan")
+    except (OverflowError, TypeError, ValueError):
+        return float("nan")
 
 
 class EnvironmentProbe(Probe):

@@ -61,11 +61,9 @@ def training_facts(
     loader: Any,
     group: dist.ProcessGroup,
 ) -> Facts:
-    """Return the facts of a training by stable names.
+    """Return the facts of a training by stable names; ``optimizer`` and ``loader`` may be None.
 
-    They are ``seed``, and ``model``, ``parameters``, ``reduction``, ``optimizer`` and ``loader``,
-    each a mapping; ``optimizer`` and ``loader`` are None where unknown. ``unwatched`` has names of
-    parameters of the optimizer that are none of the model's, if there are any.
+    ``unwatched`` has names of parameters of the optimizer that are none of the model's.
     """
     return {
         "seed": torch.initial_seed(),
@@ -111,9 +109,16 @@ def _reduction(wrapper: nn.Module, group: dist.ProcessGroup) -> Facts:
         facts["bucket_bytes"] = int(wrapper.bucket_bytes_cap)
         facts["hook"] = _hook(wrapper)
     elif isinstance(wrapper, FSDPModule):
-        facts |= _fsdp2(wrapper)
+        policy = getattr(wrapper._get_fsdp_state(), "_mp_policy", None)
+        names = ("param_dtype", "reduce_dtype", "output_dtype")
+        facts |= {name: _plain(getattr(policy, name, None)) for name in names}
     elif hasattr(wrapper, "zero_optimization_stage"):
-        facts |= _deepspeed(wrapper)
+        engine: Any = wrapper
+        facts |= {
+            "stage": int(engine.zero_optimization_stage()),
+            "micro_batches": int(engine.gradient_accumulation_steps()),
+            "communication_dtype": _plain(engine.communication_data_type),
+        }
     elif hasattr(wrapper, "ddp_config"):
         facts |= {name: _plain(getattr(wrapper.ddp_config, name)) for name in _MEGATRON_SETTINGS}
     return facts
@@ -124,20 +129,6 @@ def _hook(wrapper: DistributedDataParallel) -> str | None:
     names = [_name_of(hook) for hook, _ in getattr(wrapper, "_comm_hooks", ())]
     log: Mapping[str, Any] = getattr(wrapper, "_get_ddp_logging_data", dict)()
     return ", ".join(names) or str(log.get("comm_hook") or "") or None
-
-
-def _fsdp2(wrapper: FSDPModule) -> Facts:
-    policy = getattr(wrapper._get_fsdp_state(), "_mp_policy", None)
-    names = ("param_dtype", "reduce_dtype", "output_dtype")
-    return {name: _plain(getattr(policy, name, None)) for name in names}
-
-
-def _deepspeed(engine: Any) -> Facts:
-    return {
-        "stage": int(engine.zero_optimization_stage()),
-        "micro_batches": int(engine.gradient_accumulation_steps()),
-        "communication_dtype": _plain(engine.communication_data_type),
-    }
 
 
 def _optimizer(optimizer: Any) -> Facts:
@@ -259,8 +250,7 @@ def draws_with_replacement(loader: Any) -> bool:
     """Return whether a data loader declares that it draws samples, or shards, with replacement.
 
     That is torch's samplers with ``replacement=True``, and webdataset's ``ResampledShards``
-    (``WebDataset(resampled=True)``) or a class of that name. ``loader`` is a data loader, or any
-    other source of batches; nothing of it is read or called.
+    (``WebDataset(resampled=True)``) or a class of that name.
     """
     return any(map(_replaces, _inside(loader)))
 

@@ -32,12 +32,7 @@ _WRAPPERS = {DistributedDataParallel, DataParallel, FullyShardedDataParallel, FS
 
 
 class FrozenProbe(Probe):
-    """Sends digests of the frozen modules outside of the watched model, in two steps of a session.
-
-    Args:
-        watched: The watched model, with its wrapper.
-        first_step: Number of the session's first step.
-    """
+    """Sends digests of frozen modules outside of the watched model, in two steps of a session."""
 
     def __init__(self, watched: Sequence[nn.Module], first_step: int) -> None:
         self._inside = {id(part) for model in watched for part in model.modules()}
@@ -62,7 +57,11 @@ class FrozenProbe(Probe):
         parameters: list[list[Tensor]] = [list(module.parameters()) for module in modules]
         digests = [digest_tensor(p, stop=_ELEMENTS) for each in parameters for p in each]
         if digests and len(digests) <= _MOST_PARAMETERS:
-            copies = [HostCopy(one, own=True) for one in by_device(digests)]
+            devices = dict.fromkeys(digest.device for digest in digests)  # in order
+            copies = [
+                HostCopy(torch.stack([one for one in digests if one.device == device]), own=True)
+                for device in devices
+            ]
             self._reading = _Reading([label_of(module) for module in modules], parameters, copies)
 
     def collect(self, end: StepEnd) -> "_Reading | None":
@@ -109,18 +108,8 @@ class _Reading:
         return MessagePart(names={KEY: {StateKind.STARTED: held}})
 
 
-def by_device(digests: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the digests on each device, in the order in which devices come first."""
-    for device in dict.fromkeys(digest.device for digest in digests):
-        yield torch.stack([digest for digest in digests if digest.device == device])
-
-
 def frozen_modules(inside: set[int]) -> Iterator[nn.Module]:
-    """Yield the outermost living modules of which all parameters are frozen, ordinary tensors.
-
-    Args:
-        inside: Identities of the modules that do not count.
-    """
+    """Yield the outermost living modules, not ``inside``, all of whose parameters are frozen."""
     modules: list[nn.Module] = [
         each for each in _living_modules() if id(each) not in inside and _is_frozen(each)
     ]

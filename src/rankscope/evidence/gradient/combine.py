@@ -1,26 +1,162 @@
 """The workers' gradients, from their messages.
 
-Legend of shapes: W workers, R rows of an audit, G groups.
+Where the training's own code reduces, sketches show the result. The optimizer gets the mean of the
+local gradients, or their sum, with a gradient scaler's factor undone, or clipped: that is the mean
+times one factor, the same for all parameters and on all workers. The factor is undone here, so that
+the rest can be audited. Whether it is intended, only a plan or a reference step shows.
+
+Or the optimizer gets each worker's own gradient, whole or of some parameters: then the optimizer
+reduces, or nobody does, and nothing is known of a reduction. The parameters show which.
+
+Legend of shapes: W workers, R rows of an audit, G groups, S sections, k numbers in a section's
+sketch.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.bus.measured import Found, audit_of, by_rank, measured_in
 from rankscope.bus.messages import Columns, Combiner, Layout, Messages, fill
 from rankscope.bus.step import MISSING_INT
-from rankscope.evidence.gradient.user_reduction import normalise_user_reduction, reduced_between
 from rankscope.stats.arrays import Floats
 from rankscope.stats.audit import AuditPart, residuals_of_all
+
+_SAME = 1e-5
+"""Relative distance of two sketches of one gradient, which rounding of a factor explains."""
+
+_OWN_FACTOR = 1e-3
+"""Relative spread of a section's factor around that of most, inside which it counts."""
+
+_ONE_DIRECTION = 0.5
+"""Largest relative distance from the mean at which a factor is undone."""
+
+
+@dataclass(frozen=True, slots=True)
+class UserReduction:
+    """The result of a reduction by the training's own code."""
+
+    # the workers' parts, the factor undone; the reduced gradient is NaN where it cannot be read
+    parts_W: tuple[AuditPart, ...]
+    # the reduced gradient over the mean of the local ones; NaN where it is no multiple of it, or
+    # unknown
+    factor: float
+    # whether a worker's reduced gradient is its own local one, up to a factor
+    unreduced_W: NDArray[np.bool_]
+
+
+def normalise_user_reduction(parts_W: Sequence[AuditPart]) -> UserReduction:
+    """Return the result of a reduction, as a mean where it is a multiple of the mean.
+
+    Example:
+        >>> local = [np.array([[3.0, 1.0]], np.float32), np.array([[1.0, 3.0]], np.float32)]
+        >>> total, square = local[0] + local[1], np.array([32.0])
+        >>> found = normalise_user_reduction([AuditPart(each, total, square) for each in local])
+        >>> found.factor, found.parts_W[0].reduced_SK.tolist(), found.unreduced_W.tolist()
+        (2.0, [[2.0, 2.0]], [False, False])
+        >>> own = [AuditPart(each, each, np.array([10.0])) for each in local]
+        >>> normalise_user_reduction(own).unreduced_W.tolist()
+        [True, True]
+    """
+    local_WSK = np.stack([part.local_SK.astype(np.float64) for part in parts_W])
+    given_WSK = np.stack([part.reduced_SK.astype(np.float64) for part in parts_W])
+    none_W = np.zeros(len(parts_W), bool)
+    if not (np.isfinite(local_WSK).all() and np.isfinite(given_WSK).all()):
+        return UserReduction(tuple(parts_W), float("nan"), none_W)
+    mean_SK = local_WSK.mean(axis=0)
+    own_WS = _apart(local_WSK, mean_SK[None]) > _SAME  # else the mean is no other than the own
+    kept_WS = own_WS & (_apart(given_WSK, local_WSK) <= _SAME)
+    scaled_WSK = _factors(given_WSK, local_WSK)[:, None, None] * local_WSK
+    unreduced_WS = own_WS & (kept_WS | (_apart(given_WSK, scaled_WSK) <= _SAME))
+    all_WS = unreduced_WS | ~own_WS
+    unreduced_W: NDArray[np.bool_] = np.logical_and(own_WS.any(axis=1), all_WS.all(axis=1))
+    if kept_WS.any() or unreduced_W.any():
+        hidden = [
+            replace(
+                part,
+                reduced_SK=np.full_like(part.reduced_SK, np.nan),
+                reduced_squares_S=np.full_like(part.reduced_squares_S, np.nan),
+            )
+            for part in parts_W
+        ]
+        return UserReduction(tuple(hidden), float("nan"), unreduced_W)
+    factor = _plain(_common_factor(given_WSK[0], mean_SK), len(parts_W))
+    distance = np.linalg.norm(given_WSK[0] - factor * mean_SK)
+    if not factor or not distance <= _ONE_DIRECTION * np.linalg.norm(given_WSK[0]):
+        return UserReduction(tuple(parts_W), float("nan"), none_W)
+    undone = tuple(
+        replace(
+            part,
+            reduced_SK=(given_SK / factor).astype(np.float32),
+            reduced_squares_S=part.reduced_squares_S / factor**2,
+        )
+        for part, given_SK in zip(parts_W, given_WSK, strict=True)
+    )
+    return UserReduction(undone, factor, none_W)
+
+
+def reduced_between(found_W: Sequence[Floats]) -> bool:
+    """Return whether workers held equal gradients before they added another micro-batch's.
+
+    ``found_W`` are norms before each later backward pass, of each worker ``[B]``.
+
+    Example:
+        >>> reduced_between([np.array([3.0]), np.array([3.0])])
+        True
+        >>> reduced_between([np.array([3.0]), np.array([2.0])])
+        False
+    """
+    first = found_W[0]
+    if len({len(found_B) for found_B in found_W}) > 1 or not (first > 0).any():
+        return False
+    return all(bool(np.allclose(found_B, first, rtol=_SAME, atol=0.0)) for found_B in found_W)
+
+
+def _plain(factor: float, num_workers: int) -> float:
+    """Return a factor; exactly 1 or W where it is that of a mean or of a sum."""
+    known = (float(plain) for plain in (1, num_workers) if abs(factor - plain) <= _SAME * plain)
+    return next(known, factor)
+
+
+def _apart(one_WSK: Floats, other_WSK: Floats) -> Floats:
+    """Return distances of sections ``[W, S]``, relative to the first; 0 between zeros."""
+    distances_WS = np.linalg.norm(one_WSK - other_WSK, axis=2)
+    sizes_WS = np.linalg.norm(one_WSK, axis=2)
+    both = np.where(sizes_WS > 0, sizes_WS, np.where(distances_WS > 0, distances_WS, 1.0))
+    apart_WS: Floats = distances_WS / both
+    return apart_WS
+
+
+def _factors(given_WSK: Floats, local_WSK: Floats) -> Floats:
+    """Return the factor that brings each worker's local gradient nearest to its reduced one."""
+    products_W = (given_WSK * local_WSK).sum(axis=(1, 2))
+    squares_W = np.square(local_WSK).sum(axis=(1, 2))
+    factors_W: Floats = products_W / np.where(squares_W > 0, squares_W, 1.0)
+    return factors_W
+
+
+def _common_factor(given_SK: Floats, mean_SK: Floats) -> float:
+    """Return the factor of the mean that most sections share; 0 where the mean is zero."""
+    products_S = (given_SK * mean_SK).sum(axis=1)
+    squares_S = np.square(mean_SK).sum(axis=1)
+    known_S = squares_S > 0
+    if not known_S.any():
+        return 0.0
+    ratios_S = products_S[known_S] / squares_S[known_S]
+    middle = float(np.median(ratios_S))
+    near_S = np.abs(ratios_S - middle) <= _OWN_FACTOR * abs(middle)
+    if not near_S.any():
+        return middle
+    return float(products_S[known_S][near_S].sum() / squares_S[known_S][near_S].sum())
 
 
 class MeasuredGradients(Combiner):
     """Gradients of all workers; a step is observed if each has measured its own.
 
-    Args:
-        layout: How to read the messages.
+    ``layout``: how to read the messages.
     """
 
     def __init__(self, layout: Layout) -> None:

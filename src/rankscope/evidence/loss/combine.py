@@ -13,25 +13,17 @@ from numpy.typing import NDArray
 from rankscope.bus.messages import Columns, Combiner, Derived, Layout, Messages, fill
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.weighting import follow_tokens, undo_common_scale
-from rankscope.stats.arrays import Floats, Ints
-from rankscope.stats.ragged import Ragged
+from rankscope.stats.arrays import Floats, Ints, Ragged
 from rankscope.stats.spread import mean_and_std, weighted_means_and_sems
 
 
 class _Units(NamedTuple):
-    """The units of all workers.
+    """The units of all workers."""
 
-    Attributes:
-        losses: Loss of each unit, by worker.
-        weights: Label tokens behind each, NaN if unknown.
-        micro: How many units each micro-batch has, by worker.
-        multipliers: Multiplier of each micro-batch's loss before backward; empty if unknown.
-    """
-
-    losses: Ragged
-    weights: Ragged
-    micro: Ragged
-    multipliers: Ragged
+    losses: Ragged  # loss of each unit, by worker
+    weights: Ragged  # label tokens behind each, NaN if unknown
+    micro: Ragged  # how many units each micro-batch has, by worker
+    multipliers: Ragged  # multiplier of each micro-batch's loss before backward; empty if unknown
 
     def take(self, ranks: Ints) -> "_Units":
         """Return those of some workers."""

@@ -15,7 +15,7 @@ from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step
 from rankscope.bus.weighting import LEAST_SCALER, TokenSums, are_alike, follow_tokens
 from rankscope.bus.words import count, name_ranks
-from rankscope.stats.arrays import Floats, Ints
+from rankscope.stats.arrays import Floats
 from rankscope.stats.state import Stateful
 
 ONE_WORKER = "loss-scale-one-worker"
@@ -98,10 +98,7 @@ class LossScale(Detector):
     Where the optimizer is unknown, and each micro-batch's backward pass synchronises, a step with
     1/W may be one of W steps, and is not reported.
 
-    Args:
-        num_workers: W.
-        ranks_each: The job's ranks for each worker, along other axes of its mesh.
-        by_loop: Whether the training's own code reduces: to a mean, or a sum.
+    ``ranks_each``: the job's ranks for each worker, along other axes of its mesh.
     """
 
     SETTINGS = ("_num_workers", "_ranks_each")
@@ -140,10 +137,10 @@ class LossScale(Detector):
             or follow_tokens(scales_W, workers["loss_weight"])
         )
         scale = _mean(step, scales_W) if alike and len(sizes) < 2 else math.nan
-        self._notice_calls(step)
+        self._called = self._called or bool((workers["optimizer_steps"] > 0).all())
+        self._divided = bool(workers["loss_divided"].all())
         summed = float(workers["summed_workers"][0])
         self._summed = summed if summed > 0 else self._summed
-        self._divided = bool(workers["loss_divided"].all())
         if not known or len(sizes) > 1:
             return
         if not alike:
@@ -167,10 +164,6 @@ class LossScale(Detector):
             self._schedule = float(workers["schedule_scale"][0])
             scale *= self._schedule
         yield from self._observe_mean(gathered, 1.0 if undone else scale, micro)
-
-    def _notice_calls(self, step: Step) -> None:
-        calls_W: Ints = step.gathered.workers["optimizer_steps"]
-        self._called = self._called or bool((calls_W > 0).all())
 
     def _notice_scaler(self, scale: float, micro: int) -> None:
         if micro > self._most_micro:

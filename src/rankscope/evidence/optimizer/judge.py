@@ -1,8 +1,459 @@
-"""The detectors of optimizer state that a session does not begin with as it should."""
+"""The detector of an optimizer that a session does not begin with as it should.
 
-from rankscope.bus.detector import Detector, RunFacts
-from rankscope.evidence.optimizer.lost import LostUpdates
-from rankscope.evidence.optimizer.start import OptimizerStart
+Each session begins with what the optimizer holds before its first call. The parameters in it show
+which saved state a restarted job has loaded: the one whose parameters have the same bits. The rest
+of the optimizer's state has to be that one's, too.
+
+Legend of shapes: W workers.
+"""
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault, RunFacts
+from rankscope.bus.finding import Severity
+from rankscope.bus.messages import held_values
+from rankscope.bus.replicas import StateKind, copied_values
+from rankscope.bus.step import MISSING_INT
+from rankscope.bus.steps import Step
+from rankscope.bus.words import count, listed
+from rankscope.evidence.optimizer import KEY
+from rankscope.stats.arrays import Ints
+from rankscope.stats.state import Stateful
+
+AHEAD = "state.counter_ahead"
+BEHIND = "counter-behind"
+RESUMED = "state.resume_mismatch"
+FRESH = "optimizer-begins-anew"
+SETTINGS = "optimizer-settings-changed"
+PRECISION = "moments-less-precise"
+SCHEDULE = "schedule-begins-anew"
+
+_MOST_SAVED = 16
+_FIRST_RATES = 4
+_PARAMETERS = "parameters"
+_BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8}
+_NOTHING = np.empty(0, np.int64)
+
+Mismatch = tuple[str, list[int], Severity]
+"""A difference from a saved state: words, the ranks concerned (none where all are), severity."""
+
+
+class _Holdings(Stateful):
+    """What all workers' optimizers held in a step ``[W]``, named as by ``PendingHoldings.read``."""
+
+    def __init__(self, step: int = -1, values: dict[str, Ints] | None = None) -> None:
+        self.step = step
+        self.values: dict[str, Ints] = values or {}
+
+    def get(self, name: str) -> Ints:
+        """Return the values of a name ``[W]``; all 0 without."""
+        known = self.values.get(name)
+        width = len(next(iter(self.values.values()), _NOTHING))
+        return np.zeros(width, np.int64) if known is None else np.where(
+            known == MISSING_INT, 0, known
+        )  # fmt: skip
+
+    @property
+    def moments(self) -> list[str]:
+        """Names of the moments that some worker holds."""
+        keys = (name.removesuffix(": held") for name in self.values if name.endswith(": held"))
+        return [key for key in keys if key != _PARAMETERS]
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters, or of their shards, on the worker that holds most."""
+        return int(self.get(f"{_PARAMETERS}: held").max(initial=0))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no worker holds a moment."""
+        return not self.moments
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether there are moments, all of them zero on all workers."""
+        held = [(self.get(f"{k}: held"), self.get(f"{k}: zero")) for k in self.moments]
+        return bool(held) and all((h == zero).all() for h, zero in held)
+
+    @property
+    def counter(self) -> tuple[int, int]:
+        """The lowest and the highest step counter; 0 without."""
+        lowest = int(self.get("step: lowest").min(initial=0 if self.is_empty else 1 << 62))
+        highest = int(self.get("step: highest").max(initial=0))
+        return min(lowest, highest), highest
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether all step counters are zero, and moments on all workers are not."""
+        held = [(self.get(f"{k}: held"), self.get(f"{k}: zero")) for k in self.moments]
+        some = bool(held) and all((zero < h).all() for h, zero in held)
+        return some and "step: highest" in self.values and self.counter == (0, 0)
+
+    def types(self, kind: str) -> list[str]:
+        """Return the types of the parameters, or of a moment."""
+        counted = ("held", "zero", "bits", "bits in any order")
+        names = (n.split(": ", 1) for n in self.values if n.startswith(f"{kind}: "))
+        return sorted(name for _, name in names if name not in counted)
+
+    def differs(self, other: "_Holdings", name: str) -> list[int]:
+        """Return the ranks whose value of a name differs from another moment's."""
+        mine, theirs = self.get(name), other.get(name)
+        return np.flatnonzero(mine != theirs).tolist()
+
+    @property
+    def settings(self) -> dict[str, list[str]]:
+        """Settings by name, with their values in words."""
+        found: dict[str, list[str]] = {}
+        for each in self.values:
+            if each.startswith("setting "):
+                _, name, value = each.split(" ", 2)
+                found.setdefault(name, []).append(value)
+        return found
+
+
+class OptimizerStart(Detector):
+    """An optimizer whose state is not what a session should begin with.
+
+    - Step counters above zero beside moments that are all zero: the optimizer was called before the
+      training, with zero gradients. Its bias correction is then that of a later step.
+    - Step counters of zero beside moments that are not: the bias correction begins anew.
+    - A restarted job whose parameters are those of a saved state, bit for bit, and whose moments or
+      counters are not: empty, zero, of another moment, of other parameters, of another rank. If
+      they are as when the run began, it begins anew, and nothing is compared.
+    - A restarted job of other parameters, with an empty optimizer: a note.
+    - Settings that differ from those before the restart, a learning rate that goes through the
+      first steps of the run again, and moments of a narrower type than their parameters: notes.
+    """
+
+    def __init__(self) -> None:
+        self._ended = False
+        self._first = _Holdings()
+        self._last = _Holdings()  # at the last moment that was read
+        self._saved: deque[_Holdings] = deque(maxlen=_MOST_SAVED)
+        self._counts: dict[str, int] = {}  # of findings, by cause or key
+        self._first_rates: list[float] = []  # of the run's first steps
+        self._rates: list[float] | None = None  # of those of a session that continues it
+        self._rate = math.nan  # before the restart
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report what is wrong where a session begins."""
+        rows = step.gathered.differences
+        number = step.gathered.step
+        started = held_values(rows, StateKind.STARTED, KEY) if rows else {}
+        saved = held_values(rows, StateKind.SAVED, KEY) if rows else {}
+        if started:
+            yield from self._begin(_Holdings(number, started))
+        yield from self._follow_rate(number, step.ends("lr")[1])
+        if saved:
+            self._last = _Holdings(number, saved)
+            self._saved.append(self._last)
+            yield from self._precision(self._last)
+
+    def close(self) -> Iterable[FaultEvidence]:
+        """End the run; a session that begins after this is a restarted job's."""
+        self._ended = True
+        return ()
+
+    def _begin(self, now: _Holdings) -> Iterable[FaultEvidence]:
+        continues, self._ended = self._ended and self._first.step >= 0, False
+        anew = not now.differs(self._first, f"{_PARAMETERS}: bits") if continues else True
+        self._rates = None if anew else []
+        if not continues or anew:
+            self._first = now
+            self._first_rates.clear()
+            self._saved.clear()
+            if now.is_zero and now.counter[0] > 0:
+                yield self._ahead(now)
+            if now.is_behind:
+                yield self._finding(
+                    RESUMED, Severity.WARNING, now, {"moments": listed(now.moments)}, key=BEHIND
+                )
+        else:
+            yield from self._compare(now)
+            yield from self._settings(now)
+        self._last = now
+        yield from self._precision(now)
+
+    def _compare(self, now: _Holdings) -> Iterable[FaultEvidence]:
+        """Compare with the saved states of the same parameters; one of them has to agree."""
+        bits = f"{_PARAMETERS}: bits"
+        alike = [one for one in self._saved if not now.differs(one, bits)]
+        others = [one for one in self._saved if now.differs(one, bits)]
+        found = [one for one in (mismatch(now, saved, others) for saved in alike) if one]
+        if alike and len(found) == len(alike):
+            words, ranks, severity = found[-1]
+            where = f"{alike[-1].step:,}"
+            yield self._finding(RESUMED, severity, now, {"words": words, "saved": where}, ranks)
+        elif not alike and (now.is_empty or now.is_zero):
+            before = (self._last, self._first, *self._saved)
+            if not all(one.is_empty for one in before):
+                yield self._finding(RESUMED, Severity.NOTE, now, {}, key=FRESH)
+
+    def _settings(self, now: _Holdings) -> Iterable[FaultEvidence]:
+        before = self._last.settings
+        changed = [
+            f"{name} is {' and '.join(values)} and was {' and '.join(before[name])}"
+            for name, values in now.settings.items()
+            if name in before and set(values) != set(before[name])
+        ]
+        if changed:
+            yield self._finding(
+                RESUMED, Severity.NOTE, now, {"words": listed(changed)}, key=SETTINGS
+            )
+
+    def _follow_rate(self, step: int, rate: float) -> Iterable[FaultEvidence]:
+        """Report a learning rate that begins again as in the first steps of the run."""
+        if self._rates is None:
+            if len(self._first_rates) < _FIRST_RATES:
+                self._first_rates.append(rate)
+            self._rate = rate
+            return
+        self._rates.append(rate)
+        if len(self._rates) < _FIRST_RATES:
+            return
+        rates, self._rates = self._rates, None
+        if rates == self._first_rates and not math.isclose(rates[0], self._rate):
+            words = {"rate": f"{rates[0]:.4g}", "before": f"{self._rate:.4g}"}
+            start = _Holdings(step - _FIRST_RATES + 1, self._last.values)
+            yield self._finding("state.schedule", Severity.NOTE, start, words, key=SCHEDULE)
+
+    def _precision(self, held: _Holdings) -> Iterable[FaultEvidence]:
+        """Report moments of a narrower type than all parameters, once."""
+        types = held.types(_PARAMETERS)
+        finest = min((_BITS.get(one, 0) for one in types), default=0)
+        words = []
+        for key in held.moments:
+            narrow = [one for one in held.types(key) if 0 < _BITS.get(one, 99) < finest]
+            words += [f"{key} in {listed(narrow)}"] if narrow else []
+        if words and PRECISION not in self._counts:
+            fields = {"words": listed(words), "types": listed(types)}
+            yield self._finding(PRECISION, Severity.NOTE, held, fields)
+
+    def _ahead(self, now: _Holdings) -> FaultEvidence:
+        counter = now.counter[1]
+        size = ""
+        factor = math.nan
+        betas = now.settings.get("betas", [])
+        if len(betas) == 1:
+            factor = first_update_factor(counter, *map(float, betas[0].strip("()[]").split(",")))
+            small = factor < 1
+            times = 1 / factor if small else factor
+            size = f": it is {times:.3g} times too {'small' if small else 'large'}"
+        fields = {"counter": f"{counter:,}", "moments": listed(now.moments), "size": size,
+                  "later": f"{counter + 1:,}"}  # fmt: skip
+        numbers = {"counter": counter, "first_update_factor": factor}
+        return self._finding(AHEAD, Severity.WARNING, now, fields, numbers=numbers)
+
+    def _finding(
+        self,
+        cause: str,
+        severity: Severity,
+        now: _Holdings,
+        fields: Mapping[str, object],
+        ranks: Iterable[int] = (),
+        *,
+        key: str = "",
+        numbers: Mapping[str, object] | None = None,
+    ) -> FaultEvidence:
+        count = self._counts[key or cause] = self._counts.get(key or cause, 0) + 1
+        where = {"start": f"{now.step:,}", "parameters": f"{now.num_parameters:,}", **fields}
+        return FaultEvidence(
+            cause=cause,
+            severity=severity,
+            ranks=tuple(ranks),
+            first_step=now.step,
+            last_step=now.step,
+            count=count,
+            fields=where,
+            numbers={**fields, **(numbers or {})},
+            key=key,
+        )
+
+
+def mismatch(now: _Holdings, saved: _Holdings, others: Iterable[_Holdings] = ()) -> Mismatch | None:
+    """Return how an optimizer's state differs from a saved one with the same parameters.
+
+    It is a warning where all state is missing, which may be on purpose, and a note where nothing
+    says whose it is and the counters agree: a checkpoint may hold rounded moments.
+    """
+    if saved.is_empty:
+        return None
+    was = f"{listed(saved.moments)} of {count(saved.num_parameters, 'parameter')}"
+    if now.is_empty:
+        return f"it holds nothing, and {was} were saved", [], Severity.WARNING
+    if now.is_zero and not saved.is_zero:
+        words = f"{listed(now.moments)} are zero, and those saved were not"
+        return words, [], Severity.WARNING
+    return _lost(now, saved) or _moved(now, saved, others) or _counted(now, saved)
+
+
+def _lost(now: _Holdings, saved: _Holdings) -> Mismatch | None:
+    """Return which parameters have no moments that had some."""
+    more_W = now.get("without") - saved.get("without")
+    if not (more_W > 0).any():
+        return None
+    before = {name for name in saved.values if name.startswith("without: ")}
+    names = [n for n in now.values if n.startswith("without: ") and n not in before]
+    shown = [name.removeprefix("without: ") for name in names[:3]]
+    number = count(int(more_W.max()), "parameter")
+    words = f"the moments of {number} ({listed(shown)}{', …' if len(names) > 3 else ''}) are lost"
+    ranks = _unless_all(np.flatnonzero(more_W > 0).tolist(), len(more_W))
+    return words, ranks, Severity.ERROR
+
+
+def _moved(now: _Holdings, saved: _Holdings, others: Iterable[_Holdings]) -> Mismatch | None:
+    """Return whose the bits of moments are, where they are not what was saved."""
+    changed = {key: now.differs(saved, f"{key}: bits") for key in saved.moments}
+    changed = {key: ranks for key, ranks in changed.items() if ranks}
+    if not changed:
+        return None
+    width = len(now.get(f"{_PARAMETERS}: bits"))
+    ranks = _unless_all(sorted({r for ranks in changed.values() for r in ranks}), width)
+    words = _whose(now, saved, changed, others)
+    if words:
+        return words, ranks, Severity.ERROR
+    words = f"{listed(list(changed))} are not what was saved"
+    counted = _counted(now, saved)
+    if counted:
+        return f"{words}, and {counted[0]}", ranks, Severity.ERROR
+    return words, ranks, Severity.NOTE
+
+
+def _whose(
+    now: _Holdings,
+    saved: _Holdings,
+    changed: Mapping[str, list[int]],
+    others: Iterable[_Holdings],
+) -> str:
+    """Return where the bits of changed moments come from, in words; empty if that is unknown."""
+    for key in changed:
+        for other in saved.moments:
+            if other != key and _same(now, key, saved, other):
+                return f"{key} holds what was saved as {other}"
+    for older in others:
+        if all(_same(now, key, older, key) for key in saved.moments):
+            return f"its moments are those saved in step {older.step:,}"
+    for key, own in changed.items():
+        words = copied_values(now.get(f"{key}: bits"), saved.get(f"{key}: bits"), own)
+        if words:
+            return f"{key} is another rank's: {words}"
+    if all(not now.differs(saved, f"{key}: bits in any order") for key in changed):
+        return f"{listed(list(changed))} have gone to other parameters than when saved"
+    return ""
+
+
+def _same(now: _Holdings, key: str, saved: _Holdings, other: str) -> bool:
+    return bool((now.get(f"{key}: bits") == saved.get(f"{other}: bits")).all())
+
+
+def _counted(now: _Holdings, saved: _Holdings) -> Mismatch | None:
+    if now.counter == saved.counter:
+        return None
+    words = f"its step counter is {_range(now.counter)} and was {_range(saved.counter)}"
+    return words, [], Severity.ERROR
+
+
+def _range(ends: tuple[int, int]) -> str:
+    lowest, highest = ends
+    return f"{lowest:,}" if lowest == highest else f"{lowest:,} to {highest:,}"
+
+
+def _unless_all(ranks: list[int], width: int) -> list[int]:
+    return [] if len(ranks) == width else ranks
+
+
+def first_update_factor(counter: int, beta1: float, beta2: float) -> float:
+    """Return Adam's first update with a counter that is ahead, over that with a counter of 0.
+
+    The moments are ``(1 - b1) g`` and ``(1 - b2) g²``, and are divided by ``1 - b^(counter + 1)``.
+
+    Example:
+        >>> round(1 / first_update_factor(1, 0.9, 0.999), 2)
+        1.34
+    """
+    mean = (1 - beta1) / (1 - beta1 ** (counter + 1))
+    square = (1 - beta2) / (1 - beta2 ** (counter + 1))
+    return mean / math.sqrt(square)
+
+
+CAUSE = "state.updates_lost"
+
+
+class LostUpdates(Detector):
+    """Parameters of 16 bits of which a whole kind rests, since rounding loses each update.
+
+    All of the kind, such as the weights of all ``RMSNorm`` layers, have kept their bits over a
+    window of updates, and the largest update is below half of the distance to the next value. So
+    neither a clamp nor a learning rate of 0 counts, nor stochastic rounding, nor a finer copy in
+    the optimizer.
+    """
+
+    def __init__(self) -> None:
+        self._faults: dict[str, PersistentFault] = {}
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report kinds that rest, or move again."""
+        rows = held_values(step.gathered.differences, StateKind.ROUNDED, KEY)
+        kinds: dict[str, dict[str, Any]] = defaultdict(dict)
+        for name, values_W in rows.items():
+            label, _, what = name.rpartition("|")
+            kinds[label][what] = values_W
+        for label, of in kinds.items():
+            known_W = of["parameters"] != MISSING_INT
+            rest = bool((of["at rest"] == of["parameters"])[known_W].all())
+            share, update, value = (
+                of[what][known_W].view(np.float64) for what in ("share", "update", "value")
+            )
+            lost = rest and 0 < share.max() < 1
+            fault = self._faults.get(label)
+            if not lost and (fault is None or not fault.close()):
+                continue
+            fault = self._faults.setdefault(label, PersistentFault())
+            if lost:
+                fault.see(step.gathered.step)
+            largest = int(share.argmax())
+            number = int(of["parameters"][known_W].max())
+            updates = int(of["updates"][known_W].max())
+            yield _evidence(label, fault, number, updates, float(update[largest]), value[largest])
+
+
+def _evidence(
+    label: str, fault: PersistentFault, number: int, updates: int, update: float, value: float
+) -> FaultEvidence:
+    kind, dtype, first = label.split("|")
+    half = half_step(float(value), dtype)
+    fields = {
+        "kind": kind,
+        "dtype": dtype,
+        "name": first,
+        "parameters": count(number, "parameter"),
+        "updates": count(updates, "update"),
+        "update": f"{update:.2g}",
+        "value": f"{value:.4g}",
+        "half": f"{half:.2g}",
+        "over": "" if fault.open else " Some move again.",
+    }
+    numbers = {"kind": kind, "parameters": number, "updates": updates, "largest_update": update,
+               "of_value": float(value), "half_step": half}  # fmt: skip
+    return fault.evidence(CAUSE, Severity.WARNING, (), fields, numbers, key=f"{CAUSE}:{kind}")
+
+
+def half_step(value: float, dtype: str) -> float:
+    """Return half of the distance from a value to the next one towards zero.
+
+    Example:
+        >>> half_step(1.0, "bfloat16"), half_step(1.5, "bfloat16")
+        (0.001953125, 0.00390625)
+    """
+    digits = {"bfloat16": 8, "float16": 11}[dtype]
+    mantissa, exponent = np.frexp(value)
+    step = 2.0 ** (int(exponent) - digits)
+    return step / 4 if mantissa == 0.5 else step / 2
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

@@ -1,17 +1,345 @@
-"""Reads the optimizer at its first call, where it is saved, and at both ends of some windows."""
+"""Reads the optimizer at its first call, where it is saved, and at both ends of some windows.
 
+It finds parameters of low precision that keep their bits because rounding loses their updates. A
+value keeps its bits if its update is below half of the distance to the next value. All small
+parameters of 16 bits are looked at, kind by kind (such as all weights of ``RMSNorm``), in growing
+windows of updates.
+"""
+
+import math
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rankscope.bus.probe import Job, MessagePart, Pending, Probe, StepEnd
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.optimizer import KEY
-from rankscope.evidence.optimizer.holdings import PendingHoldings
-from rankscope.evidence.optimizer.rounding import PendingRest, RestMeter, places_of
+from rankscope.evidence.state.readings import PendingDigests, PendingReading
+from rankscope.gradients.digest import word_of
+from rankscope.gradients.host import HostCopy
+from rankscope.gradients.kernels.bits import signed
 from rankscope.gradients.names import canonical_name
+from rankscope.wrappers.optimizers import all_of
+
+PARAMETERS = "parameters"
+COUNTER = "step"
+_SETTINGS = ("betas", "eps", "momentum", "weight_decay", "alpha", "dampening", "nesterov")
+_NO_SETTINGS = 8
+_MOST_NAMED = 8
+_UNREADABLE = word_of("cannot be read")
+
+
+class OptimizedParameter(NamedTuple):
+    """A parameter of an optimizer, as far as this worker holds it."""
+
+    parameter: Tensor  # of a DTensor, its local part
+    state: dict[str, Any]  # what the optimizer keeps for it; local parts likewise. Empty without.
+    group: Mapping[str, Any]
+    whole: Tensor  # the parameter as the optimizer has it
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        """Tensors of its state but for the step counter."""
+        size = self.parameter.numel()
+        return {
+            key: value
+            for key, value in self.state.items()
+            if isinstance(value, Tensor) and key != COUNTER and value.numel() >= min(2, size)
+        }
+
+    @property
+    def counter(self) -> Any:
+        """Its step counter, or that of its group: a number or a tensor; None without."""
+        return self.state.get(COUNTER, self.group.get(COUNTER) if self.state else None)
+
+
+def held_by(optimizer: Any) -> Iterator[OptimizedParameter]:
+    """Yield the parameters of which this worker holds elements, in the optimizer's order."""
+    for each in all_of(optimizer):
+        inner = getattr(each, "optim", each)  # of a ZeroRedundancyOptimizer: this worker's share
+        states = getattr(inner, "state", {})
+        for group in getattr(inner, "param_groups", ()):
+            for whole in group["params"]:
+                local = local_part(whole)
+                if local.numel():
+                    state = states.get(whole, {})
+                    yield OptimizedParameter(
+                        local, {k: local_part(v) for k, v in state.items()}, group, whole
+                    )
+
+
+def local_part(value: Any) -> Any:
+    """Return the part of a DTensor that this worker holds; anything else as it is."""
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+class PendingHoldings:
+    """What an optimizer held at one moment; its numbers may still be on the device."""
+
+    def __init__(self, optimizer: Any, name_of: Callable[[Tensor], str]) -> None:
+        reading = PendingDigests()
+        self._places: list[tuple[str, int, int]] = []  # kind, number of parameter, digest of zeros
+        self._known: Counter[str] = Counter()
+        self._names: list[str] = []
+        self._numbers: list[float] = []
+        counters: list[Tensor] = []
+        settings: set[str] = set()
+        for number, held in enumerate(held_by(optimizer)):
+            self._names.append(name_of(held.whole))
+            self._add(reading, PARAMETERS, number, held.parameter)
+            for key, moment in held.moments.items():
+                self._add(reading, key, number, moment)
+            counter = held.counter
+            if isinstance(counter, Tensor) and not counter.is_cpu:
+                counters.append(counter.detach().double().reshape(()))
+            elif counter is not None:
+                self._numbers.append(float(counter))
+            settings |= {f"{n} {held.group[n]}" for n in _SETTINGS if n in held.group}
+        self._known.update({f"setting {each}": 1 for each in sorted(settings)[:_NO_SETTINGS]})
+        self._counters = HostCopy(torch.stack(counters), own=True) if counters else None
+        self._reading = reading.begin()
+
+    def _add(self, reading: PendingDigests, kind: str, number: int, tensor: Tensor) -> None:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        self._known[f"{kind}: {dtype}"] += 1
+        self._places.append((kind, number, word_of(f"{tensor.dtype} {tensor.numel()}")))
+        try:
+            reading.add(tensor.detach())
+        except Exception:  # a tensor of an unusual kind
+            reading.add_word(_UNREADABLE)
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`read` would not wait."""
+        return self._reading.ready and (self._counters is None or self._counters.ready)
+
+    def read(self) -> dict[str, int]:
+        """Wait for the device; return integers by name.
+
+        Of the parameters and of each moment: ``held`` (number of tensors), ``zero`` (those that
+        are zero everywhere), ``bits`` (a digest of all), ``bits in any order`` (one that does not
+        depend on which parameter has which) and one name for each type. ``step: lowest`` and
+        ``step: highest`` are the counters; ``without: NAME`` is a parameter whose moments are
+        missing or zero, where others' are not; ``setting NAME VALUE`` is a setting.
+        """
+        found: dict[str, int] = defaultdict(int, self._known)
+        bits: dict[str, int] = defaultdict(int)
+        alive: set[int] = set()
+        digests, _ = self._reading.read()
+        for (kind, number, zeros), digest in zip(self._places, digests, strict=True):
+            found[f"{kind}: held"] += 1
+            found[f"{kind}: zero"] += digest == zeros
+            bits[f"{kind}: bits"] += digest * (word_of(f"part {number}") | 1)
+            bits[f"{kind}: bits in any order"] += digest
+            if kind != PARAMETERS and digest != zeros:
+                alive.add(number)
+        found |= {name: signed(total) for name, total in bits.items()}
+        counters = [*self._numbers, *([] if self._counters is None else self._counters.numpy())]
+        if counters:
+            found[f"{COUNTER}: lowest"] = int(min(counters))
+            found[f"{COUNTER}: highest"] = int(max(counters))
+        without = [name for number, name in enumerate(self._names) if number not in alive]
+        if alive:
+            found |= {f"without: {name}": 1 for name in without[:_MOST_NAMED]}
+            found["without"] = len(without)
+        return dict(found)
+
+
+WINDOW = 32
+"""Updates of the first window; each later one is twice as long."""
+
+_LOW = (torch.bfloat16, torch.float16)
+_LARGEST = 1 << 16  # elements
+_ADAM = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class Place(NamedTuple):
+    """Where a parameter is in the model: its name, and its kind, such as ``RMSNorm.weight``."""
+
+    name: str
+    kind: str
+
+
+def places_of(module: nn.Module) -> dict[int, Place]:
+    """Return the places of a model's parameters by id."""
+    places: dict[int, Place] = {}
+    for prefix, holder in module.named_modules():
+        for key, parameter in holder._parameters.items():
+            if parameter is not None:
+                name = f"{prefix}.{key}" if prefix else key
+                kind = f"{type(holder).__name__.removeprefix('FSDP')}.{key}"
+                places.setdefault(id(parameter), Place(name, kind))
+    return places
+
+
+@dataclass(slots=True)
+class _Kind:
+    """The parameters of a kind in one window."""
+
+    first: str  # name
+    dtype: str
+    numbers: list[int] = field(default_factory=list)  # of the readings
+    updates: list[Tensor] = field(default_factory=list)  # ``[3]``, see ``_largest_update``
+    finer: bool = False  # whether some may move otherwise
+
+
+@dataclass(frozen=True, slots=True)
+class PendingRest:
+    """Which parameters have kept their bits in a window, on the way to the host."""
+
+    num_updates: int
+    kinds: Mapping[str, _Kind]
+    before: PendingReading
+    after: PendingReading
+    sizes: Mapping[str, HostCopy]
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`read` would not wait."""
+        read = self.before.ready and self.after.ready
+        return read and all(copy.ready for copy in self.sizes.values())
+
+    def read(self) -> dict[str, int]:
+        """Wait for the device; return integers by name, floats by their bits.
+
+        The name begins with kind, type and first parameter, between bars.
+        """
+        before, _ = self.before.read()
+        after, _ = self.after.read()
+        found: dict[str, int] = {}
+        for name, kind in self.kinds.items():
+            at_rest = sum(before[number] == after[number] for number in kind.numbers)
+            values = {"parameters": len(kind.numbers), "at rest": at_rest}
+            values["updates"] = self.num_updates
+            share, update, value = max(self.sizes[name].numpy().reshape(-1, 3).tolist())
+            for what, number in (("share", share), ("update", update), ("value", value)):
+                values[what] = int(np.float64(number).view(np.int64))
+            label = f"{name}|{kind.dtype}|{kind.first}"
+            found |= {f"{label}|{what}": number for what, number in values.items()}
+        return found
+
+
+class RestMeter:
+    """Compares small parameters of 16 bits at both ends of a window of updates.
+
+    A window in which a learning rate rises does not count: a warm-up may begin below the precision.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any) -> None:
+        self._module = module
+        self._optimizer = optimizer
+        self._num_updates = 0
+        self._begun = 0
+        self._end = 1
+        self._rate = math.nan
+        self._before: PendingReading | None = None
+        self._ids: list[int] = []
+        self._off = False
+
+    def see_update(self) -> PendingRest | None:
+        """Count an update that has ended; return the window that ends with it, if it counts."""
+        self._num_updates += 1
+        if self._off or self._num_updates < self._end:
+            return None
+        held = [one for one in held_by(self._optimizer) if one.whole.dtype in _LOW]
+        held = [one for one in held if one.whole.requires_grad]
+        self._off = not held
+        if self._off:
+            return None
+        reading = PendingDigests()
+        for one in held:
+            if one.parameter.numel() <= _LARGEST:
+                reading.add(one.parameter.detach())
+            else:
+                reading.add_word(0)
+        now = reading.begin()
+        ids = [id(one.whole) for one in held]
+        rate = max(_number(one.group.get("lr")) for one in held)
+        pending = None
+        if self._before is not None and ids == self._ids and not rate > self._rate:
+            pending = self._compare(held, self._before, now)
+        length = WINDOW if self._before is None else 2 * (self._num_updates - self._begun)
+        self._before, self._ids, self._rate = now, ids, rate
+        self._begun, self._end = self._num_updates, self._num_updates + length
+        return pending
+
+    @torch.no_grad()
+    def _compare(
+        self, held: list[OptimizedParameter], before: PendingReading, after: PendingReading
+    ) -> PendingRest | None:
+        places = places_of(self._module)
+        kinds: dict[str, _Kind] = {}
+        for number, one in enumerate(held):
+            place = places.get(id(one.whole))
+            if place is None:
+                continue
+            dtype = str(one.parameter.dtype).removeprefix("torch.")
+            kind = kinds.setdefault(place.kind, _Kind(place.name, dtype))
+            kind.numbers.append(number)
+            update = None if one.parameter.numel() > _LARGEST else _update_of(one)
+            if update is None:
+                kind.finer = True
+            else:
+                kind.updates.append(_largest_update(one.parameter, update))
+        kinds = {name: kind for name, kind in kinds.items() if not kind.finer}
+        if not kinds:
+            return None
+        sizes = {n: HostCopy(torch.stack(kind.updates), own=True) for n, kind in kinds.items()}
+        return PendingRest(self._num_updates - self._begun, kinds, before, after, sizes)
+
+
+def _update_of(held: OptimizedParameter) -> Tensor | None:
+    """Return the size of the last update of each element; None where the rule is not known.
+
+    That of Adam and its relatives, and of SGD with momentum. An optimizer that keeps a finer copy
+    of the parameter has more moments than these.
+    """
+    moments = held.moments
+    group = held.group
+    rate = group.get("lr")
+    decay = group.get("weight_decay", 0.0)
+    size = held.parameter.abs().float() * decay
+    if {"exp_avg", "exp_avg_sq"} <= moments.keys() <= set(_ADAM) and held.counter is not None:
+        first, second = group["betas"]
+        square = moments["exp_avg_sq"].float() / (1 - second**held.counter)
+        mean = moments["exp_avg"].float().abs() / (1 - first**held.counter)
+        adam: Tensor = (mean / (square.sqrt() + group["eps"]) + size) * rate
+        return adam
+    if moments.keys() == {"momentum_buffer"}:
+        momentum: Tensor = (moments["momentum_buffer"].float().abs() + size) * rate
+        return momentum
+    return None
+
+
+def _largest_update(parameter: Tensor, update: Tensor) -> Tensor:
+    """Return the largest share of an update in what moves its value, with both: float32 ``[3]``.
+
+    What moves a value is half of the distance to the next one towards zero: where it is a power of
+    two, that is half of the distance away from zero.
+    """
+    value = parameter.abs().float().flatten()
+    mantissa, exponent = torch.frexp(value)
+    gap = torch.ldexp(torch.full_like(value, torch.finfo(parameter.dtype).eps), exponent - 1)
+    half = torch.where(mantissa == 0.5, gap / 4, gap / 2).where(value > 0, torch.zeros_like(value))
+    update = update.flatten()
+    share = (update / half).nan_to_num(nan=0.0, posinf=math.inf)
+    at = share.argmax()
+    return torch.stack([share[at], update[at], value[at]])
+
+
+def _number(value: object) -> float:
+    """Return a number, or one in a tensor on the host; NaN for anything else."""
+    if isinstance(value, Tensor):
+        return float(value) if value.is_cpu and value.numel() == 1 else math.nan
+    return float(value) if isinstance(value, int | float) else math.nan
+
 
 _PAUSE = 100  # times the host's time for a reading, until the next one: at most 1 % of the time
 
@@ -34,11 +362,7 @@ class PendingOptimizer:
 
 
 class OptimizerProbe(Probe):
-    """Reads what the optimizer holds: before the session's first update, and where it is saved.
-
-    Args:
-        job: The training.
-    """
+    """Reads what the optimizer holds: before the session's first update, and where it is saved."""
 
     def __init__(self, job: Job) -> None:
         self._job = job

@@ -27,7 +27,7 @@ from rankscope.stats.budget import (
 )
 from rankscope.stats.direction import upper_triangle
 from rankscope.stats.exchangeability import ExchangeabilityTest
-from rankscope.stats.flagged import HEALED
+from rankscope.stats.units import HEALED
 
 FEWEST = 3
 MOST = 64
@@ -40,12 +40,7 @@ Pair = tuple[int, int]
 
 
 class AlikePairs(Detector):
-    """Finds workers whose gradients resemble each other more than those of other pairs.
-
-    Args:
-        num_workers: W.
-        not_compared: Returns the workers to leave out of the step.
-    """
+    """Finds workers whose gradients resemble each other more than those of other pairs."""
 
     SETTINGS = ("_num_workers", "_not_compared", "_pairs")
 

@@ -16,7 +16,7 @@ A gross value needs no past: it is a fixed multiple of the largest of its peers'
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -35,17 +35,11 @@ KEY_AT_ONCE = "gross-value"
 
 
 class Gross(NamedTuple):
-    """A column in which a value can be gross.
-
-    Attributes:
-        name: Its name.
-        label: Its name in findings.
-        times: A value is gross from this multiple of the largest of its peers on.
-    """
+    """A column in which a value can be gross."""
 
     name: str
     label: str
-    times: float
+    times: float  # a value is gross from this multiple of the largest of its peers on
 
 
 GROSS = (
@@ -73,12 +67,7 @@ _FREELY = 8  # steps with gross values that are all reported
 
 
 class GrossOutliers(Stateful):
-    """Remembers how far out a value has been, and reports values far beyond that.
-
-    Args:
-        labels: Names of the signals in words ``[S]``.
-        num_workers: W.
-    """
+    """Remembers how far out a value has been, and reports values far beyond that."""
 
     SETTINGS = ("_labels", "_num_workers")
 
@@ -97,45 +86,41 @@ class GrossOutliers(Stateful):
         self._steps += 1
         if self._num_workers < _FEWEST_WORKERS:
             return []
-        found = (self._see_largest(z_SW, step), self._see_again(z_SW, step))
-        return [evidence for evidence in found if evidence is not None]
-
-    def _see_largest(self, z_SW: NDArray[np.float32], step: int) -> FaultEvidence | None:
-        largest = float(z_SW.max())
+        signal, worker = divmod(int(z_SW.argmax()), z_SW.shape[1])
+        largest = float(z_SW[signal, worker])
+        label = self._labels[signal]
+        found = []
         broken = largest >= 2 * self._record
         self._record = max(self._record, largest)
-        if not broken or self._steps <= _WARM_UP:
-            return None
-        signal, worker = np.unravel_index(int(z_SW.argmax()), z_SW.shape)
-        self._ranks.add(int(worker))
-        self._seen.append(step)
-        return self._evidence(int(signal), int(worker), largest)
+        if broken and self._steps > _WARM_UP:
+            self._ranks.add(worker)
+            self._seen.append(step)
+            found.append(self._evidence(label, worker, largest))
+        if largest >= AGAIN_FROM and self._steps > _FIRST_SCALES:
+            found += self._see_again(label, worker, largest, step)
+        return found
 
-    def _see_again(self, z_SW: NDArray[np.float32], step: int) -> FaultEvidence | None:
+    def _see_again(self, label: str, worker: int, z: float, step: int) -> Iterable[FaultEvidence]:
         """Count far-out values by worker; report if chance does not explain them, then rarely."""
-        signal, worker = np.unravel_index(int(z_SW.argmax()), z_SW.shape)
-        z = float(z_SW[signal, worker])
-        if z < AGAIN_FROM or self._steps <= _FIRST_SCALES:
-            return None
-        self._recent = [*self._recent, (step, int(worker))][-_MOST_COUNTED:]
+        self._recent = [*self._recent, (step, worker)][-_MOST_COUNTED:]
         own = [at for at, whose in self._recent if whose == worker]
         count = len(own)
         total = len(self._recent)
         chance = self._num_workers * _at_least(count, total, 1 / self._num_workers)
         if chance > CHANCE or count < 2 * self._count_reported:
-            return None
+            return
         self._count_reported = count
-        return FaultEvidence(
+        yield FaultEvidence(
             cause="inconclusive",
             severity=Severity.NOTE,
-            ranks=(int(worker),),
+            ranks=(worker,),
             first_step=own[0],
             last_step=step,
             count=count,
             fields={
                 "count": f"{count:,}",
                 "total": f"{total:,}",
-                "what": self._labels[int(signal)],
+                "what": label,
                 "step": f"{step:,}",
                 "z": f"{z:,.0f}",
                 "chance": f"{chance:.0e}",
@@ -144,7 +129,7 @@ class GrossOutliers(Stateful):
             key=KEY_AGAIN,
         )
 
-    def _evidence(self, signal: int, worker: int, z: float) -> FaultEvidence:
+    def _evidence(self, label: str, worker: int, z: float) -> FaultEvidence:
         return FaultEvidence(
             cause="inconclusive",
             severity=Severity.NOTE,
@@ -155,13 +140,13 @@ class GrossOutliers(Stateful):
             fields={
                 "step": f"{self._seen[-1]:,}",
                 "ranks": name_ranks([worker]),
-                "what": self._labels[signal],
+                "what": label,
                 "z": f"{z:,.0f}",
             },
             numbers={
                 "steps": self._seen[-_STEPS_TOLD:],
                 "robust_standard_deviations": z,
-                "signal": self._labels[signal],
+                "signal": label,
             },
             key=KEY,
         )
@@ -186,9 +171,6 @@ class GrossValues(Stateful):
     any before, or the third within 50 steps. Ratios of a signal that has been negative, as losses
     in reinforcement learning are, mean nothing. A worker whose values are ten times the others' is
     seen through their spread: hence 8, not 10.
-
-    Args:
-        num_workers: W.
     """
 
     SETTINGS = ("_num_workers",)

@@ -1,16 +1,280 @@
-"""The detectors of workers that differ from the others, or are too much alike."""
+"""Workers that differ from the others: which, since when, in which signals, and by how much.
 
+Each step compares the workers in loss, gradient norm and direction, and in norm and direction of
+every group of parameters (:mod:`rankscope.stats.exchangeability`).
+
+Amounts of data (label tokens, samples, length of sequences, padding) are compared like losses and
+gradients, with three exceptions. Small differences count as none: a sampler that sorts by length
+deals the longest of each few samples to the same worker, always. A difference that most steps do
+not show is forgotten: an epoch's last batch is short, on the same worker each time. Neither depends
+on the rank, so the workers remain exchangeable. And a difference without a majority is a note:
+lengths that differ by domain are the rule. Losses and gradients are compared whatever the amounts.
+
+Legend of shapes: S signals, W workers.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rankscope.bus.detector import Check, CheckedRun, Detector, RunFacts
-from rankscope.bus.step import MAX_PAIRED_WORKERS
+from rankscope.bus.detector import Check, CheckedRun, Detector, FaultEvidence, RunFacts
+from rankscope.bus.evidence import Compares
+from rankscope.bus.finding import Severity
+from rankscope.bus.step import MAX_PAIRED_WORKERS, MISSING_INT, GatheredStep
+from rankscope.bus.steps import Step, StepBatch
+from rankscope.evidence.canary.verdict import CanaryCause, judge, results_of
 from rankscope.evidence.outliers.alike import AlikePairs
-from rankscope.evidence.outliers.amounts import UnequalAmounts
-from rankscope.evidence.outliers.outliers import WorkerOutliers
-from rankscope.evidence.outliers.parts import SignalSet, total_signals
-from rankscope.stats.budget import OUTLIERS, alarm_level
+from rankscope.evidence.outliers.blame import Fault, OutlierSearch
+from rankscope.evidence.outliers.gross import GrossOutliers, GrossValues
+from rankscope.evidence.outliers.parts import (
+    Levelled,
+    SignalSet,
+    compared_groups,
+    group_signals,
+    groups_of,
+    log_sizes,
+    of_usual_size,
+    total_signals,
+    totals_of,
+)
+from rankscope.stats.arrays import Floats
+from rankscope.stats.bets import AT_ONCE
+from rankscope.stats.budget import AMOUNTS, OUTLIERS, alarm_level
+from rankscope.stats.state import State, StateError
+
+FACTOR = 1.75
+"""Ratio to the median, or one over it, from which an amount counts as different."""
+
+DIFFERENCE = 0.25
+"""The same for shares, as a difference."""
+
+
+class UnequalAmounts(OutlierSearch):
+    """Finds workers whose amount of data differs from the others'."""
+
+    FAMILY = AMOUNTS
+    SHARE = 1.0
+    KEY = "amount"
+    TIE = "amounts-differ"
+
+    def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
+        self._amounts = Levelled(num_workers, total_signals(Compares.AMOUNTS))
+        super().__init__(num_workers, self._amounts, hosts)
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report faults that begin, change, grow or heal."""
+        if self._num_workers < 2:
+            return ()
+        self._steps += 1
+        workers = step.gathered.workers
+        # The amount of a repeated batch is no new draw.
+        usable_W = step.recurrence.ages_W == 0
+        values_SW, different = self._levels(workers, usable_W)
+        self._amounts.see(values_SW, usable_W, step.gathered.step, different=different)
+        return self._find(step.gathered)
+
+    def _levels(
+        self, workers: Mapping[str, NDArray[np.generic]], usable_W: NDArray[np.bool_]
+    ) -> tuple[Floats, bool]:
+        """Return the values of all signals, and whether some differ from most."""
+        signals = self._amounts.signals
+        values_SW = np.array([_known(workers[signal.name], signal.name) for signal in signals])
+        values_SW[:, ~usable_W] = np.nan
+        rows = zip(values_SW, signals, strict=True)
+        differ = [_level(row_W, relative=one.how.relative) for row_W, one in rows]
+        return values_SW, any(differ)
+
+    def _evidence(self, fault: Fault) -> FaultEvidence:
+        evidence = super()._evidence(fault)
+        return replace(evidence, severity=Severity.NOTE) if fault.tie else evidence
+
+
+def _known(column_W: NDArray[np.generic], name: str) -> Floats:
+    """Return a column with NaN where it is unknown; 0 samples are unknown, too."""
+    unknown = 0 if name == "num_samples" else MISSING_INT
+    values_W: Floats = np.where(column_W == unknown, np.nan, column_W).astype(np.float64)
+    return values_W
+
+
+def _level(values_W: Floats, *, relative: bool) -> bool:
+    """Set values near the median to the median; return whether others are left."""
+    present = np.flatnonzero(np.isfinite(values_W))
+    if len(present) < 2 or (values_W[present] == values_W[present[0]]).all():
+        return False
+    with np.errstate(divide="ignore"):
+        own = np.log(values_W[present]) if relative else values_W[present]
+    middle = np.median(own)
+    limit = math.log(FACTOR) if relative else DIFFERENCE
+    if len(values_W) == 2:  # the middle lies between them
+        limit /= 2
+    with np.errstate(invalid="ignore"):
+        near = ~(np.abs(own - middle) >= limit)
+    values_W[present[near]] = np.median(values_W[present])
+    return not near.all()
+
+
+class WorkerOutliers(OutlierSearch):
+    """Finds workers that differ from the others."""
+
+    FAMILY = OUTLIERS
+    SHARE = 0.5
+    KEY = "outlier"
+    TIE = "workers-differ"
+
+    def __init__(self, num_workers: int, hosts: Sequence[str] = ()) -> None:
+        super().__init__(num_workers, SignalSet(num_workers, total_signals()), hosts)
+        signals = self._totals.signals
+        self._gross = GrossOutliers([signal.how.label for signal in signals], num_workers)
+        self._values = GrossValues(num_workers)
+        self._left_out: list[int] = []
+
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
+        """Process consecutive steps; yield faults that begin, change, grow or heal."""
+        if self._num_workers < 2:
+            yield from ([] for _ in steps)
+            return
+        usable_TW = _usable(steps)
+        sizes_TW = log_sizes(steps.columns.column("loss_weight"))
+        at = 0
+        while at < len(steps):
+            piece = self._next_piece(steps, at)
+            rows = slice(at, at + len(piece))
+            yield from self._observe_piece(piece, usable_TW[rows], sizes_TW[rows])
+            at += len(piece)
+
+    def _next_piece(self, steps: StepBatch, start: int) -> list[Step]:
+        """Return the steps from ``start`` on with the same groups, as many as are best compared."""
+        names = compared_groups(steps[start].report)
+        if names and names != self._group_names:
+            self._groups = SignalSet(self._num_workers, group_signals(names))
+            for worker in self.flagged:
+                self._groups.test.flag(worker)
+        piece = [steps[start]]
+        num_values = self._num_values(steps[start])
+        for at in range(start + 1, len(steps)):
+            names = compared_groups(steps[at].report)
+            num_values += self._num_values(steps[at])
+            if num_values > AT_ONCE or (names and names != self._group_names):
+                break
+            piece.append(steps[at])
+        return piece
+
+    @property
+    def _group_names(self) -> list[str]:
+        return [] if self._groups is None else self._groups.group_names
+
+    def _num_values(self, step: Step) -> int:
+        parts = self._parts if compared_groups(step.report) else (self._totals,)
+        return sum(len(part.signals) for part in parts) * self._num_workers
+
+    def _observe_piece(
+        self, piece: Sequence[Step], usable_TW: NDArray[np.bool_], sizes_TW: Floats
+    ) -> Iterator[Iterable[FaultEvidence]]:
+        numbers = [step.gathered.step for step in piece]
+        signals = self._totals.signals
+        values_TSW = np.array([totals_of(step, signals) for step in piece])
+        values_TSW = np.where(usable_TW[:, None], values_TSW, np.nan)
+        totals = self._totals.observe(values_TSW, sizes_TW, numbers)
+        in_groups = [bool(compared_groups(step.report)) for step in piece]
+        groups = self._observe_groups(piece, in_groups, usable_TW, sizes_TW)
+        for step, usable_W, has_groups in zip(piece, usable_TW, in_groups, strict=True):
+            self._steps += 1
+            next(totals)
+            if has_groups:
+                next(groups)
+            self._left_out = (~usable_W).nonzero()[0].tolist()
+            yield self._judge_step(step)
+
+    def _observe_groups(
+        self,
+        piece: Sequence[Step],
+        in_groups: Sequence[bool],
+        usable_TW: NDArray[np.bool_],
+        sizes_TW: Floats,
+    ) -> Iterator[int]:
+        """Process the groups of the steps that measure them, one with each iteration."""
+        if self._groups is None or not any(in_groups):
+            return iter(())
+        measured = [step for step, has_groups in zip(piece, in_groups, strict=True) if has_groups]
+        values_TSW = np.array([groups_of(step, len(self._groups.signals)) for step in measured])
+        values_TSW = np.where(usable_TW[in_groups][:, None], values_TSW, np.nan)
+        numbers = [step.gathered.step for step in measured]
+        return self._groups.observe(values_TSW, sizes_TW[in_groups], numbers)
+
+    def _judge_step(self, step: Step) -> list[FaultEvidence]:
+        self._see_canary(step.gathered)
+        found = self._find(step.gathered)
+        gross = self._gross.observe(self._z_of_unsuspected(), step.gathered.step)
+        values = self._values.observe(step.gathered, self.not_compared)
+        return [*values, *gross, *found]
+
+    @property
+    def not_compared(self) -> tuple[int, ...]:
+        """Workers that differ, or could not be compared in the last step."""
+        return tuple(sorted({*self.flagged, *self._left_out}))
+
+    def _see_canary(self, gathered: GatheredStep) -> None:
+        """Note where a canary shows that a worker which differs in most steps has other data."""
+        results = results_of(gathered) if self.flagged else None
+        if results is None or judge(results).verdict is not CanaryCause.DATA:
+            return
+        suspect = results.suspect
+        for fault in self._faults:
+            if fault.active == fault.ranks == [suspect] and suspect in self.steadily_flagged:
+                fault.agreed = gathered.step
+                fault.reported_count = 0  # report it again
+
+    def _z_of_unsuspected(self) -> NDArray[np.float32]:
+        z_SW = self._totals.test.z_SU
+        flagged = list(self.flagged)
+        if flagged:
+            z_SW = z_SW.copy()
+            z_SW[:, flagged] = 0
+        return z_SW
+
+    def state(self) -> State:
+        """Return a copy of its state."""
+        groups = self._groups
+        return {
+            **super().state(),
+            "groups": None if groups is None else groups.state(),
+            "group_names": self._group_names,
+            "gross": self._gross.state(),
+            "values": self._values.state(),
+        }
+
+    def restore(self, state: State) -> None:
+        """Continue from the state of another detector; StateError if it does not fit."""
+        super().restore(state)
+        try:
+            if state["groups"] is not None:
+                names = state["group_names"]
+                self._groups = SignalSet(self._num_workers, group_signals(names))
+                self._groups.restore(state["groups"])
+            self._gross.restore(state["gross"])
+            self._values.restore(state["values"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"this is not the state of a search for outliers: {error}") from error
+
+
+def _usable(steps: StepBatch) -> NDArray[np.bool_]:
+    """Return which workers can be compared in each step ``[T, W]``.
+
+    A worker that repeats a batch, or has one of another size (at the end of an epoch), differs
+    without fault. And of workers with the same batch one stands for all.
+    """
+    usable_TW = np.array([step.recurrence.ages_W == 0 for step in steps])
+    for at, step in enumerate(steps):
+        if not step.alike("num_samples"):
+            usable_TW[at] &= of_usual_size(step.gathered.workers["num_samples"])
+        for group in step.identical:
+            usable_TW[at, list(group[1:])] = False
+    return usable_TW
+
 
 MOST_STEPS = 64
 """Limit of :func:`fewest_steps`."""

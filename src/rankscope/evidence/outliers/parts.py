@@ -12,15 +12,15 @@ Legend of shapes: T steps, S signals, U units (workers).
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.evidence import Compares, Source, Table
+from rankscope.bus.evidence import Column, Compared, Compares, Source, Table
 from rankscope.bus.step import StepReport
 from rankscope.bus.steps import Step
 from rankscope.evidence import compared_columns
-from rankscope.evidence.outliers.words import WorkerSignal
 from rankscope.stats.arrays import Floats, Ints, median, median_of_known
 from rankscope.stats.bets import Rows, worker_bets
 from rankscope.stats.exchangeability import ExchangeabilityTest, as_slice
@@ -34,12 +34,29 @@ _LEAST_SQUARES = 0.01
 """Sum of squared sizes below which a slope counts as none."""
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerSignal:
+    """A signal of the worker as a whole, or of one of its groups of parameters."""
+
+    declared: Column  # its declaration; one in which workers are compared
+    group: str = ""  # group of parameters; empty for the worker as a whole
+
+    @property
+    def name(self) -> str:
+        """Column in the record."""
+        return self.declared.name
+
+    @property
+    def how(self) -> Compared:
+        """How it is compared."""
+        assert self.declared.compared is not None
+        return self.declared.compared
+
+
 class SizeEffect(Stateful):
     """Learns how signals follow sizes, and removes the effect, in constant memory.
 
-    Args:
-        relative_S: Whether a signal follows a power of the size; if not, its logarithm.
-        num_units: U.
+    ``relative_S``: whether a signal follows a power of the size; if not, its logarithm.
     """
 
     SETTINGS = ("_relative_S",)
@@ -52,13 +69,8 @@ class SizeEffect(Stateful):
     def adjust(self, values_TSU: Floats, sizes_TU: Floats) -> Floats:
         """Return the values as of units of the median size, and learn from each step in turn.
 
-        Args:
-            values_TSU: Values of all signals in consecutive steps, NaN where a unit has none.
-            sizes_TU: Logarithm of the size of each unit's data; NaN where it is unknown.
-
-        Returns:
-            The values themselves in steps in which a size is unknown or none differs, and of two
-            units: a fault of one of them would look like a rule.
+        ``sizes_TU`` are logarithms. The values stay as they are in steps in which a size is unknown
+        or none differs, and of two units: a fault of one of them would look like a rule.
         """
         if sizes_TU.shape[1] < _FEWEST:
             return values_TSU
@@ -116,9 +128,7 @@ def _relative_sizes(
 ) -> tuple[Floats, NDArray[np.bool_]]:
     """Return sizes over their median, as logarithms, and in which steps they are of use.
 
-    Args:
-        present_TU: The units that are compared; others have a size of 0 in the result.
-        sizes_TU: Logarithms of sizes.
+    ``present_TU``: the units that are compared; others have a size of 0 in the result.
     """
     sizes_TU = np.where(present_TU, sizes_TU, np.nan)
     known_T = (np.isfinite(sizes_TU) == present_TU).all(axis=1)
@@ -131,33 +141,20 @@ def _relative_sizes(
 
 
 class SignalSet(Stateful):
-    """The signals of workers as wholes, or those of their groups.
+    """The signals of workers as wholes, or those of their groups."""
 
-    Attributes:
-        signals: The signals.
-        group_names: Their groups of parameters, in order.
-        test: Compares the workers in them.
-    """
-
-    SETTINGS = ("signals", "group_names", "_relative_S")
+    SETTINGS = ("signals", "group_names")
 
     def __init__(self, num_workers: int, signals: Sequence[WorkerSignal]) -> None:
         self.signals = tuple(signals)
         self.group_names = list(dict.fromkeys(signal.group for signal in signals if signal.group))
         equal_S = np.full(len(signals), 1 / len(signals))
         relative_S = np.array([signal.how.relative for signal in signals])
-        self._relative_S = relative_S
         self.test = ExchangeabilityTest(num_workers, equal_S, relative_S, worker_bets())
         self._size_effect = SizeEffect(relative_S, num_workers)
 
     def observe(self, values_TSW: Floats, sizes_TW: Floats, steps: Sequence[int]) -> Iterator[int]:
-        """Process consecutive steps, one with each iteration; see :class:`ExchangeabilityTest`.
-
-        Args:
-            values_TSW: Values of all signals, NaN where a worker has none or is not compared.
-            sizes_TW: Logarithms of the sizes whose effect is removed.
-            steps: The numbers of the steps.
-        """
+        """Process consecutive steps, one with each iteration; see :class:`ExchangeabilityTest`."""
         return self.test.observe(self._size_effect.adjust(values_TSW, sizes_TW), steps)
 
 
@@ -175,14 +172,7 @@ class Levelled(SignalSet):
     def see(
         self, values_SW: Floats, usable_W: NDArray[np.bool_], step: int, *, different: bool
     ) -> None:
-        """Process a step.
-
-        Args:
-            values_SW: Values of all signals, NaN where there is none.
-            usable_W: Which workers are compared.
-            step: Its number.
-            different: Whether some value differs from the usual one.
-        """
+        """Process a step; ``different`` if some value differs from the usual one."""
         self._shown = min(self._shown + 1, _MOST_KEPT) if different else self._shown - 1
         if self._shown < 0:
             self._shown = 0

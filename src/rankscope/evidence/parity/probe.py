@@ -1,23 +1,520 @@
-"""Records the first steps of a watched training for ``rankscope parity``."""
+"""Keeps what ``rankscope parity`` compares of the first steps of a training, on one rank.
 
-from collections.abc import Mapping, Sequence
+Everything is measured where it lies: no rank gathers anything, and each writes one file for each
+step. The training keeps its bits, but for changes that the comparison asks for before the first
+step: :class:`Start`.
+"""
+
+import functools
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
 
-from rankscope.bus.parity import FOLDER
+from rankscope.bus.parity import (
+    BUFFER,
+    FOLDER,
+    GRADIENT,
+    HELD,
+    MOMENT,
+    START,
+    UNCLIPPED,
+    UPDATE,
+    RankStep,
+    TensorFigures,
+    file_of_step,
+    folder_of_rank,
+)
 from rankscope.bus.probe import Job, Probe
-from rankscope.evidence.parity.recorder import ParityRecorder, RecordPlace
+from rankscope.evidence.loss.probe import LossMeter, PendingLosses
+from rankscope.evidence.optimizer.probe import OptimizedParameter, held_by
+from rankscope.evidence.parity.figures import (
+    FigureMeter,
+    Held,
+    Labels,
+    Named,
+    Part,
+    labels_among,
+    labels_before,
+    pieces_in,
+)
+from rankscope.evidence.parity.start import Start, set_up
+from rankscope.evidence.randomness.probe import OF_TORCH, RandomMeter
+from rankscope.evidence.samples.probe import SampleMeter
+from rankscope.files import make_folder, replace
+from rankscope.gradients.names import canonical_name
+from rankscope.wrappers.clipping import CLIP
+from rankscope.wrappers.labels import shifts_labels
 from rankscope.wrappers.optimizers import all_of
+from rankscope.wrappers.surroundings import outside
+
+_log = logging.getLogger("rankscope")
+
+_SETTINGS = ("lr", "betas", "momentum", "weight_decay", "eps", "alpha", "dampening", "nesterov")
+_MOST_DREW = 8
+_COARSE = {torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+
+@dataclass(frozen=True, slots=True)
+class RecordPlace:
+    """Where a recorder stands."""
+
+    folder: Path  # the folder of all ranks' files
+    rank: int = 0
+    world: int = 1
+    data_ranks: Sequence[int] = (0,)  # ranks whose samples together are the global batch
+
+
+@dataclass(slots=True)
+class _Step:
+    """The step that is being recorded."""
+
+    figures: dict[str, TensorFigures] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    labels: Labels | None = None
+    passes: int = 0
+    updated: bool = False
+    unclipped: dict[str, TensorFigures] = field(default_factory=dict)
+    before: dict[str, Tensor | Part] = field(default_factory=dict)
+    counters: dict[str, float] = field(default_factory=dict)
+    settings: list[dict[str, Any]] = field(default_factory=list)
+
+
+def _recorded(work: Callable[..., None]) -> Callable[..., None]:
+    """Call a method outside of the training's surroundings, while the recorder is active.
+
+    A failure ends the record, never the training.
+    """
+
+    @functools.wraps(work)
+    def call(self: "ParityRecorder", *args: Any, **more: Any) -> None:
+        if not self.active:
+            return
+        try:
+            with torch.no_grad():
+                outside(functools.partial(work, self, *args, **more))
+        except Exception as error:
+            self.fail(error)
+
+    return call
+
+
+class ParityRecorder:
+    """Records the first steps of a model.
+
+    The caller passes on what happens, in this order: :meth:`begin_pass`, :meth:`end_pass`,
+    :meth:`see_roots`, :meth:`see_reduced`, :meth:`before_update`, :meth:`after_update`.
+    """
+
+    repeating = False  # no pass is the recorder's own
+
+    def __init__(
+        self,
+        module: nn.Module,
+        place: RecordPlace,
+        num_steps: int,
+        start: Start | None = None,
+        *,
+        first_step: int = 0,
+    ) -> None:
+        self._module = module
+        self._place = place
+        self._last = first_step + num_steps
+        self._start = start
+        self.present_step = first_step
+        self._first = first_step
+        self._failed = ""
+        self._begun = False
+        self._now = _Step()
+        named = [*module.named_parameters(), *_float_buffers(module)]
+        self._names = {id(tensor): canonical_name(name) for name, tensor in named}
+        self._shapes = {canonical_name(n): list(t.shape) for n, t in named}
+        self._flat: dict[int, tuple[Held, ...]] = {}
+        self._trained = {id(p) for p in module.parameters() if p.requires_grad}
+        device = next((t.device for _, t in named), torch.device("cpu"))
+        sizes = {canonical_name(n): t.numel() * (2 if t.is_complex() else 1) for n, t in named}
+        self._meter = FigureMeter(sizes, device)
+        self._shifted = shifts_labels(module)
+        self._samples = SampleMeter()
+        self._losses = LossMeter(shifted=self._shifted)
+        self._random = RandomMeter(device)
+        self._compute = torch.float32
+        self._drew: list[str] = []
+        self._others: set[str] = set()
+        self._inner_hooks: list[Any] = []
+        self._stop_listening: Callable[[], object] = (
+            CLIP.subscribe(before=self._see_clipping) if CLIP.exists else lambda: None
+        )
+
+    @property
+    def active(self) -> bool:
+        """Whether it still records."""
+        return not self._failed and self.present_step < self._last
+
+    @property
+    def training(self) -> bool:
+        """Whether the present forward pass counts."""
+        return self.active and torch.is_grad_enabled()
+
+    @_recorded
+    def loss(self, value: Any, weight: Any = None, **more: Any) -> None:
+        """Take a loss: see :meth:`rankscope.Scope.loss`."""
+        self._losses.give(value, weight, **more)
+
+    @_recorded
+    def samples(self, samples: Any) -> None:
+        """Take the identity of samples: see :meth:`rankscope.Scope.batch`."""
+        self._samples.give(samples)
+
+    def see_other(self, optimizer: Any) -> None:
+        """An optimizer is called that holds no parameter of the model."""
+        self._others.add(type(optimizer).__name__)
+
+    def close(self) -> None:
+        """Write the last step, and listen no more."""
+        self._end_step()
+        self._stop_listening()
+        self._forget_inner_hooks()
+
+    def knows(self, optimizer: Any) -> bool:
+        """Return whether an optimizer holds a parameter of the model."""
+        return any(self._held(p) for each in all_of(optimizer) for p in _parameters(each))
+
+    def fail(self, error: Exception) -> None:
+        """End the record, and say so in its files."""
+        self._failed = f"{type(error).__name__}: {error}"
+        self._now = _Step()
+        _log.warning("parity records no more of this training: %s", self._failed, exc_info=True)
+        try:
+            failed = {"failed": self._failed}
+            self._write(RankStep(self._place.rank, self.present_step, failed, {}))
+        except Exception:
+            _log.debug("nor could it write that", exc_info=True)
+
+    @_recorded
+    def begin_pass(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """A forward pass of the training begins: the first one after an update ends a step."""
+        self._end_step()
+        if not self.active:
+            return
+        if not self._begun:
+            self._begin_step()
+        now = self._now
+        now.passes += 1
+        self._samples.see(args, kwargs)
+        labels = labels_among(kwargs, shifted=self._shifted)
+        if labels is not None:
+            now.facts["given labels"] = now.facts.get("given labels", Labels()).plus(labels)
+        self._random.before_forward()
+
+    def _begin_step(self) -> None:
+        self._begun = True
+        now = self._now
+        first = self.present_step == self._first
+        now.facts["random"] = {name: str(one) for name, one in self._random.held().items()}
+        if first:
+            now.facts["shapes"] = self._shapes
+            now.facts["trained"] = [n for i, n in self._names.items() if i in self._trained]
+            now.facts["types"] = sorted({str(p.dtype) for p in self._module.parameters()})
+            self._watch_inside()
+            if self._start is not None:
+                set_up(self._start, self._module, self._place.rank)
+        now.figures[START] = self._meter.measure(self._named(self._module.parameters()))
+        buffers = [b for _, b in _float_buffers(self._module)]
+        now.figures[BUFFER] = self._meter.measure(self._named(buffers))
+        if first and self._start is not None:
+            self._start.perturb(self._module)
+
+    @_recorded
+    def end_pass(self, output: Any, kwargs: Mapping[str, Any]) -> None:
+        """A forward pass of the training has ended."""
+        self._random.after_forward()
+        self._forget_inner_hooks()
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(loss, Tensor):
+            self._add_labels(labels_before([loss]))
+        self._losses.see(output, kwargs)
+
+    @_recorded
+    def see_roots(self, roots: Sequence[Any]) -> None:
+        """A backward pass is about to begin."""
+        if self._now.labels is None or "labels by root" in self._now.facts:
+            found = labels_before([r for r in roots if isinstance(r, Tensor)])
+            if found is not None:
+                self._now.facts["labels by root"] = True
+            self._add_labels(found)
+
+    def _add_labels(self, labels: Labels | None) -> None:
+        if labels is not None:
+            self._now.labels = (self._now.labels or Labels()).plus(labels)
+
+    @_recorded
+    def see_reduced(self) -> None:
+        """A backward pass has ended, and its reduction."""
+        if self._begun and not self._now.updated:
+            self._now.unclipped = {UNCLIPPED: self._meter.measure(self._gradients())}
+            self._now.facts.pop("clipping seen", None)
+
+    @_recorded
+    def _see_clipping(self, parameters: Any, max_norm: Any, *args: Any, **more: Any) -> None:
+        """Keep the gradients that the training is about to clip, which it may have unscaled."""
+        now = self._now
+        if not self._begun or now.updated:
+            return
+        several = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if not any(id(p) in self._names for p in several):
+            return
+        now.facts.setdefault("limits", []).append(float(max_norm))
+        if "clipping seen" not in now.facts:
+            now.facts["clipping seen"] = True
+            now.unclipped = {UNCLIPPED: self._meter.measure(self._gradients())}
+
+    @_recorded
+    def before_update(self, optimizer: Any) -> None:
+        """An optimizer, or several as one, is about to be called."""
+        if not self._begun:
+            return
+        now = self._now
+        now.updated = True
+        given = [  # in flat tensors
+            (name, part(flat.grad))
+            for each in all_of(optimizer)
+            for flat in _parameters(each)
+            if id(flat) not in self._names and flat.grad is not None
+            for name, part in self._held(flat)
+        ]
+        if given:
+            self._add(GRADIENT, self._meter.measure(given))
+        elif GRADIENT not in now.figures:
+            now.figures[GRADIENT] = self._meter.measure(self._gradients())
+        if self.present_step == self._first and any(held.state for held in held_by(optimizer)):
+            now.figures.update(self._moments(optimizer, HELD))
+            now.facts["held counters"] = {
+                **now.facts.get("held counters", {}), **self._counters(optimizer)
+            }  # fmt: skip
+        for each in all_of(optimizer):
+            for parameter in _parameters(each):
+                held = self._held(parameter)
+                copy = parameter.detach().clone() if held else parameter
+                now.before.update((name, part(copy)) for name, part in held)
+
+    def _held(self, tensor: Tensor) -> tuple[Held, ...]:
+        """Return the parameters of the model that an optimizer's tensor holds elements of."""
+        name = self._names.get(id(tensor))
+        if name is not None:
+            return (Held(name, lambda same: same),)
+        found = self._flat.get(id(tensor))
+        if found is None:
+            found = self._flat[id(tensor)] = tuple(pieces_in(tensor, self._module, self._names))
+        return found
+
+    @_recorded
+    def after_update(self, optimizer: Any) -> None:
+        """An optimizer has been called."""
+        if not self._begun:
+            return
+        now = self._now
+        after = [
+            (name, part(p))
+            for each in all_of(optimizer)
+            for p in _parameters(each)
+            for name, part in self._held(p)
+            if name in now.before
+        ]
+        self._add(UPDATE, self._meter.differences(after, now.before))
+        for name, _ in after:
+            now.before.pop(name, None)
+        for kind, figures in self._moments(optimizer, MOMENT).items():
+            self._add(kind, figures)
+        now.counters.update(self._counters(optimizer))
+        for each in all_of(optimizer):
+            now.settings += [_settings_of(each, group) for group in each.param_groups]
+
+    def _add(self, kind: str, figures: TensorFigures) -> None:
+        known = self._now.figures.get(kind)
+        if known is not None:
+            figures = TensorFigures(
+                known.names + figures.names,
+                known.places + figures.places,
+                np.concatenate([known.squares_PQ, figures.squares_PQ]),
+                np.concatenate([known.sketches_PQK, figures.sketches_PQK]),
+            )
+        self._now.figures[kind] = figures
+
+    def _moments(self, optimizer: Any, kind: str) -> dict[str, TensorFigures]:
+        by_moment: dict[str, list[Named]] = {}
+        for held in held_by(optimizer):
+            for key, (name, part) in itertools.product(held.moments, self._held(held.whole)):
+                value = _state_of(optimizer, held).get(key)
+                if isinstance(value, Tensor) and value.shape == held.whole.shape:
+                    by_moment.setdefault(f"{kind}{key}", []).append((name, part(value)))
+        return {key: self._meter.measure(named) for key, named in by_moment.items()}
+
+    def _counters(self, optimizer: Any) -> dict[str, float]:
+        counters: dict[str, float] = {}
+        for held in held_by(optimizer):
+            if held.counter is not None:
+                of = self._held(held.whole)
+                counters.update((name, float(held.counter)) for name, _ in of)
+        return counters
+
+    @_recorded
+    def _end_step(self) -> None:
+        if not self._now.updated:
+            return
+        now = self._now
+        losses, multipliers = self._losses.collect()
+        arrays = PendingLosses(losses, multipliers, 1.0).read().arrays
+        samples = [np.asarray(s if isinstance(s, np.ndarray) else s.numpy(), np.int64).reshape(-1)
+                   for s in self._samples.collect()]  # fmt: skip
+        used = int(self._random.collect().get("rng_used", 0))
+        given = now.facts.pop("given labels", None)
+        labels = now.labels or given
+        now.facts.pop("labels by root", None)
+        facts = {
+            **now.facts,
+            "world": self._place.world,
+            "data_ranks": list(self._place.data_ranks),
+            "passes": now.passes,
+            "compute": str(self._compute),
+            "labels": None if labels is None else list(labels),
+            "counters": now.counters,
+            "settings": now.settings,
+            "drew": self._drew,
+            "others": sorted(self._others),
+            "drawn": bool(used & OF_TORCH),
+        }
+        figures = {**now.unclipped, **now.figures}
+        losses_U, weights_U, multipliers_M = (
+            np.frombuffer(bytes(arrays.get(name, b"")), np.float64)
+            for name in ("losses_U", "weights_U", "multipliers_M")
+        )
+        self._write(
+            RankStep(
+                self._place.rank,
+                self.present_step,
+                facts,
+                figures,
+                np.concatenate(samples) if samples else np.empty(0, np.int64),
+                losses_U,
+                weights_U,
+                multipliers_M,
+            )
+        )
+        self._now = _Step()
+        self._begun = False
+        self.present_step += 1
+
+    def _write(self, step: RankStep) -> None:
+        folder = self._place.folder / folder_of_rank(self._place.rank)
+        if not folder.is_dir():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(folder, 0o755)
+        replace(folder / file_of_step(step.step), step.pack())
+
+    def _gradients(self) -> list[Named]:
+        return [
+            (self._names[id(p)], p.grad)
+            for p in self._module.parameters()
+            if p.grad is not None and id(p) in self._names
+        ]
+
+    def _named(self, tensors: Iterable[Tensor]) -> list[Named]:
+        return [(self._names[id(t)], t) for t in tensors if id(t) in self._names]
+
+    # Inside of the first forward pass ---------------------------------------------------------
+
+    def _watch_inside(self) -> None:
+        """See which layers draw random numbers, and in which type they compute, in one pass."""
+        if any(getattr(m, "_compiled_call_impl", None) for m in self._module.modules()):
+            return
+        for name, module in self._module.named_modules():
+            if any(True for _ in module.children()):
+                continue
+            watch = _Inside(self, canonical_name(name) or type(module).__name__)
+            self._inner_hooks.append(module.register_forward_pre_hook(watch.before))
+            self._inner_hooks.append(module.register_forward_hook(watch.after))
+
+    def _forget_inner_hooks(self) -> None:
+        for hook in self._inner_hooks:
+            hook.remove()
+        self._inner_hooks.clear()
+
+    def see_layer(self, name: str, output: Any, *, drew: bool) -> None:
+        """A layer of the model has computed."""
+        if drew and len(self._drew) < _MOST_DREW and name not in self._drew:
+            self._drew.append(name)
+        if isinstance(output, Tensor) and output.dtype in _COARSE:
+            coarser = _COARSE[output.dtype] > _COARSE.get(self._compute, 0.0)
+            self._compute = output.dtype if coarser else self._compute
+
+
+class _Inside:
+    """The hooks of one layer; only torch's own generators are read, and none is moved."""
+
+    def __init__(self, recorder: ParityRecorder, name: str) -> None:
+        self._recorder = recorder
+        self._name = name
+        self._states: list[Tensor] = []
+
+    def before(self, module: nn.Module, args: Any) -> None:
+        """A layer is about to compute."""
+        self._states = _states()
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """It has."""
+        states = zip(self._states, _states(), strict=False)
+        drew = any(not torch.equal(old, new) for old, new in states)
+        self._recorder.see_layer(self._name, output, drew=drew)
+
+
+def _states() -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state())
+    return states
+
+
+def _float_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(n, b) for n, b in module.named_buffers() if b.is_floating_point()]
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+
+
+def _state_of(optimizer: Any, held: OptimizedParameter) -> Mapping[str, Any]:
+    """Return the state as the optimizer has it: not the local parts alone."""
+    for each in all_of(optimizer):
+        state: Mapping[str, Any] = getattr(getattr(each, "optim", each), "state", {})
+        if held.whole in state:
+            return state[held.whole]  # type: ignore[index, no-any-return]
+    return {}
+
+
+def _settings_of(optimizer: Any, group: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {"optimizer": type(optimizer).__name__}
+    for name in _SETTINGS:
+        value = group.get(name)
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = float(value)
+        if isinstance(value, int | float) and math.isfinite(value):
+            found[name] = value
+        elif isinstance(value, list | tuple):
+            found[name] = [float(one) for one in value]
+    return found
 
 
 class ParityProbe(Probe):
-    """Passes on what happens to a recorder.
-
-    Args:
-        job: The training.
-    """
+    """Passes on what happens to a recorder."""
 
     def __init__(self, job: Job) -> None:
         ranks = dist.get_process_group_ranks(job.wrapped.group)

@@ -1,15 +1,128 @@
-"""Changes of a training before its first step that a comparison asks for."""
+"""Changes of a training before its first step that a comparison asks for.
+
+Parameters and buffers of one layout may be read into another one. Each rank writes its parts into
+one file in the format of safetensors, with their places beside them; a rank of another layout reads
+what overlaps with its own parts.
+"""
 
 import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from rankscope.evidence.parity.place import part_of
-from rankscope.evidence.parity.saved import load_tensors, save_tensors
+from rankscope.errors import RunError
+from rankscope.evidence.parity.figures import part_of
+from rankscope.files import replace
 from rankscope.gradients.names import canonical_name
+
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_METADATA = "__metadata__"
+_LENGTH = 8
+
+
+class _Box(NamedTuple):
+    """A part of a whole tensor: where it begins in each dimension, and its content."""
+
+    first: tuple[int, ...]
+    values: Tensor
+
+
+def save_tensors(folder: Path, rank: int, tensors: Mapping[str, Tensor]) -> None:
+    """Write this rank's parts of floating-point tensors; of copies, one rank's alone."""
+    header: dict[str, Any] = {}
+    places = {}
+    parts = []
+    at = 0
+    for name, tensor in tensors.items():
+        part = part_of(tensor)
+        if not _is_first_copy(tensor, rank) or part.tensor.dtype not in _NAMES:
+            continue
+        content = part.tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+        key = f"{name}@{rank}"
+        header[key] = {
+            "dtype": _NAMES[part.tensor.dtype],
+            "shape": list(part.tensor.shape),
+            "data_offsets": [at, at + len(content)],
+        }
+        places[key] = [name, list(part.first)]
+        parts.append(content)
+        at += len(content)
+    text = json.dumps({_METADATA: {"places": json.dumps(places)}, **header}).encode()
+    folder.mkdir(parents=True, exist_ok=True)
+    head = len(text).to_bytes(_LENGTH, "little") + text
+    replace(folder / f"rank-{rank:05d}.safetensors", b"".join([head, *parts]))
+
+
+def load_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Copy what is saved into this rank's parts; RunError where a tensor is not all there."""
+    boxes: dict[str, list[_Box]] = {}
+    for file in sorted(folder.glob("rank-*.safetensors")):
+        for name, box in _read(file):
+            boxes.setdefault(name, []).append(box)
+    for name, tensor in tensors.items():
+        part = part_of(tensor)
+        copied = sum(_copy(box, part.first, part.tensor) for box in boxes.get(name, ()))
+        if copied != part.tensor.numel():
+            raise RunError(f"{folder} holds {copied} of {part.tensor.numel()} elements of {name}")
+
+
+def _is_first_copy(tensor: Tensor, rank: int) -> bool:
+    if not isinstance(tensor, DTensor):
+        return rank == 0
+    axes = enumerate(tensor.placements)
+    mesh = tensor.device_mesh
+    return all(not p.is_replicate() or mesh.get_local_rank(axis) == 0 for axis, p in axes)
+
+
+def _read(file: Path) -> Iterator[tuple[str, _Box]]:
+    content = bytearray(file.read_bytes())
+    try:
+        begin = _LENGTH + int.from_bytes(content[:_LENGTH], "little")
+        header = json.loads(bytes(content[_LENGTH:begin]))
+        places = json.loads(header.pop(_METADATA)["places"])
+        for key, (name, first) in places.items():
+            one = header[key]
+            count = math.prod(one["shape"])
+            dtype = _TYPES[one["dtype"]]
+            at = begin + int(one["data_offsets"][0])
+            if count:
+                values = torch.frombuffer(content, dtype=torch.uint8, count=count * dtype.itemsize,
+                                          offset=at).clone().view(dtype)  # fmt: skip
+            else:
+                values = torch.empty(0, dtype=dtype)
+            yield str(name), _Box(tuple(map(int, first)), values.view(one["shape"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise RunError(f"{file} holds no parameters that can be read ({error})") from error
+
+
+def _copy(box: _Box, first: Sequence[int], own: Tensor) -> int:
+    """Copy where a saved part overlaps with a rank's own; return the number of elements."""
+    if box.values.dim() != own.dim():
+        return 0
+    for dim, (theirs, mine) in enumerate(zip(box.first, first, strict=True)):
+        low = max(theirs, mine)
+        high = min(theirs + box.values.shape[dim], mine + own.shape[dim])
+        if high <= low:
+            return 0
+    source, target = box.values, own
+    for dim, (theirs, mine) in enumerate(zip(box.first, first, strict=True)):
+        low = max(theirs, mine)
+        high = min(theirs + box.values.shape[dim], mine + own.shape[dim])
+        source = source.narrow(dim, low - theirs, high - low)
+        target = target.narrow(dim, low - mine, high - low)
+    target.copy_(source)
+    return target.numel()
+
 
 _SHARE = 0.25
 _DROPOUTS = (
@@ -20,19 +133,14 @@ _DROPOUTS = (
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Changes before the first forward pass.
+    """Changes before the first forward pass."""
 
-    Attributes:
-        eps: Relative size of the moves of a quarter of the parameters' elements; 0 for none.
-        no_dropout: Whether dropout is switched off.
-        save_to: Folder to which each rank writes its parameters and buffers; None for none.
-        load_from: Folder of such files, from which they are read; None for none.
-    """
-
+    # relative size of the moves of a quarter of the parameters' elements; 0 for none
     eps: float = 0.0
-    no_dropout: bool = False
+    no_dropout: bool = False  # whether dropout is switched off
+    # folder to which each rank writes its parameters and buffers; None for none
     save_to: Path | None = None
-    load_from: Path | None = None
+    load_from: Path | None = None  # folder of such files, from which they are read; None for none
 
     def perturb(self, module: nn.Module) -> None:
         """Move a quarter of the elements of each parameter by ``eps`` of their size, up or down.
@@ -59,13 +167,7 @@ class Start:
 def set_up(start: Start, module: nn.Module, rank: int) -> None:
     """Make the changes that the record of the start is to show.
 
-    Args:
-        start: The changes.
-        module: The model.
-        rank: This rank.
-
-    Raises:
-        RunError: What is to be loaded does not fit, or what is to be saved cannot be written.
+    Raises RunError: what is to be loaded does not fit, or what is to be saved cannot be written.
     """
     if start.no_dropout:
         switch_off_dropout(module)

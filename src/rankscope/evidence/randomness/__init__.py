@@ -22,8 +22,26 @@ COLUMNS = (
 KEY = "random"
 """Its name in messages, and the beginning of the names of its rows in the table of digests."""
 
-GENERATORS = {1: "Python's", 2: "numpy's", 4: "torch's on the CPU", 8: "the accelerator's"}
-"""Names of the generators in findings, by their bits in the column ``rng_used``."""
+PYTHON = 1
+NUMPY = 2
+TORCH = 4
+ACCELERATOR = 8
+"""The generators, as bits of the column ``rng_used``."""
+
+GENERATORS = {
+    PYTHON: "Python's",
+    NUMPY: "numpy's",
+    TORCH: "torch's on the CPU",
+    ACCELERATOR: "the accelerator's",
+}
+"""Their names in findings."""
+
+DIGESTS = {
+    "rng_digest": TORCH | ACCELERATOR,
+    "rng_digest_python": PYTHON,
+    "rng_digest_numpy": NUMPY,
+}
+"""Whose states a column digests."""
 
 BETWEEN_BITS = 4
 """How far they are shifted there, of those that moved between the passes of two steps."""

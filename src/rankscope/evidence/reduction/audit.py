@@ -19,16 +19,16 @@ Legend of shapes: W workers, G groups.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.bus.detector import Detector, FaultEvidence
+from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep, StepReport
 from rankscope.bus.steps import SharedWork, StepBatch
 from rankscope.bus.weighting import common_scale
-from rankscope.bus.words import count, listed
+from rankscope.bus.words import count, shortened
 from rankscope.evidence.reduction.levels import (
     ELEMENT,
     LOSSY,
@@ -71,13 +71,11 @@ class ReductionAudit(Detector):
     It needs ``watch(reduced="sketch")`` and two or more groups of parameters: with one
     (``groups="none"``) the residual is recorded but not judged.
 
-    Args:
-        num_workers: W.
-        reduced_in: Name of the type in which each group is meant to be reduced, such as
-            ``bfloat16``; float32 where a group has none. Groups of an unknown type are not judged.
-        hook: Whether a communication hook reduces, which may compress from some step on.
-        by_loop: Whether the training's own loop reduces: over some workers alone, where the others
-            share the work on their samples.
+    ``reduced_in``: name of the type in which each group is meant to be reduced, such as
+    ``bfloat16``; float32 where a group has none. Groups of an unknown type are not judged.
+    ``hook``: whether a communication hook reduces, which may compress from some step on.
+    ``by_loop``: whether the training's own loop reduces: over some workers alone, where the others
+    share the work on their samples.
     """
 
     SETTINGS = ("_num_workers", "_expected", "_hook", "_by_loop")
@@ -139,7 +137,8 @@ class ReductionAudit(Detector):
         histories = [self._groups.setdefault(name, GroupHistory()) for name in gathered.groups]
         local_G = np.isfinite(lengths_G) & (lengths_G > 0)
         may_be_lost_G = local_G & ~self._may_overflow(gathered)
-        if not _is_finite(gathered.workers.get("reduced_norm")):
+        reduced_W = gathered.workers.get("reduced_norm")
+        if reduced_W is None or not np.isfinite(reduced_W).all():
             residuals_WG = _with_lost(residuals_WG, may_be_lost_G, histories)
         usable_G = np.isfinite(residuals_WG).all(axis=0) & local_G
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -310,8 +309,31 @@ class ReductionAudit(Detector):
     def _evidence(self, key: str) -> FaultEvidence:
         fault = self._found[key]
         types = sorted({self._expected.type_of(group) for group in fault.groups})
-        against = f"where rounding gives {fault.limit:.1g} at most"
-        return fault.evidence(key, name_groups(fault.groups), against, " or ".join(types))
+        lasting = key in (LOW_PRECISION, LOSSY)
+        return FaultEvidence(
+            cause="numerics.reduction_error",
+            key=key,
+            severity=Severity.WARNING if lasting else Severity.ERROR,
+            ranks=fault.ranks,
+            first_step=fault.first,
+            last_step=fault.last,
+            count=fault.steps,
+            groups=fault.groups,
+            fields={
+                "where": name_groups(fault.groups),
+                "residual": f"{fault.residual:.2g}",
+                "against": f"where rounding gives {fault.limit:.1g} at most",
+                "steps": count(fault.steps, "audited step"),
+                "fits": fault.fits,
+                "meant": " or ".join(types),
+            },
+            numbers={
+                "residual": fault.residual,
+                "limit": fault.limit,
+                "steps": fault.steps,
+                "fits": fault.fits,
+            },
+        )
 
 
 def _sums_of_steps(reports: Sequence[StepReport]) -> dict[int, Floats]:
@@ -346,14 +368,8 @@ def _with_lost(
     return np.where(lost_WG, 1.0, residuals_WG)
 
 
-def _is_finite(values_W: NDArray[Any] | None) -> bool:
-    """Return whether all workers have a number, and it is finite."""
-    return values_W is not None and bool(np.isfinite(values_W).all())
-
-
 def name_groups(groups: Sequence[str]) -> str:
     """Return groups as words, a long list cut: ``the groups a, b, c, d and 3 others``."""
     if len(groups) == 1:
         return f"group {groups[0]}"
-    rest = [count(len(groups) - _NAMED, "other")] if len(groups) > _NAMED else []
-    return f"the groups {listed([*groups[:_NAMED], *rest])}"
+    return f"the groups {shortened(groups, _NAMED)}"

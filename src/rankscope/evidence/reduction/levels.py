@@ -27,9 +27,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rankscope.bus.detector import FaultEvidence
-from rankscope.bus.finding import Severity
-from rankscope.bus.words import count
 from rankscope.stats.arrays import Floats
 from rankscope.stats.rounding import UNIT_ROUNDOFF, Algorithm, predicted_error
 from rankscope.stats.state import Stateful
@@ -68,15 +65,10 @@ _SMALLEST = {
 
 
 def sums_of_gradients(norms_WG: Floats, cosine_rest_WG: Floats) -> Floats:
-    """Estimate the norm of the sum of the workers' gradients, for each group.
+    """Estimate the norm of the sum of the workers' gradients, for each group ``[..., G]``.
 
-    Args:
-        norms_WG: Norms of the local gradients ``[..., W, G]``.
-        cosine_rest_WG: Cosine of each with the sum of all others; NaN where it has none.
-
-    Returns:
-        ``[..., G]``: not above the truth where gradients oppose each other, but for the error of
-        the cosines; NaN where no cosine is known.
+    It is not above the truth where gradients oppose each other, but for the error of the cosines;
+    NaN where no cosine with the others' sum ``[..., W, G]`` is known.
     """
     known_WG = np.isfinite(cosine_rest_WG) & (norms_WG > 0)
     some_G = np.logical_or.reduce(known_WG.reshape(-1, known_WG.shape[-1]))
@@ -109,16 +101,14 @@ def sums_of_gradients(norms_WG: Floats, cosine_rest_WG: Floats) -> Floats:
 class ExpectedResiduals:
     """How large residuals may be, from the types in which groups are meant to be reduced.
 
-    Args:
-        num_workers: W.
-        reduced_in: Name of that type by group; float32 where a group has none.
+    ``reduced_in``: name of that type by group; float32 where a group has none.
     """
 
     def __init__(self, num_workers: int, reduced_in: Mapping[str, str] | None) -> None:
         self._num_workers = num_workers
         self._meant = dict(reduced_in or {})
         types = {"float32", *self._meant.values()} & UNIT_ROUNDOFF.keys()
-        self._most = {dtype: most_error(num_workers, dtype) for dtype in types}
+        self._most = {dtype: max(_errors(num_workers, dtype)) for dtype in types}
 
     def type_of(self, group: str) -> str:
         """Return the name of the type in which a group is meant to be reduced."""
@@ -129,13 +119,7 @@ class ExpectedResiduals:
     ) -> tuple[Floats, Floats]:
         """Return limits of the residuals of a single healthy step, and of many in a row ``[G]``.
 
-        Args:
-            groups: Their names.
-            kappas_G: How much each group's gradients cancel.
-            sums_G: Norm of the sum of the workers' gradients.
-
-        Returns:
-            Infinite where a type, or the cancellation of gradients, is unknown.
+        Infinite where a type, or the cancellation of gradients, is unknown.
         """
         types = [self.type_of(group) for group in groups]
         rounding_G = np.array([self._most.get(t, math.inf) for t in types])
@@ -150,13 +134,7 @@ class ExpectedResiduals:
         return np.where(unknown_G, np.inf, once_G), np.where(unknown_G, np.inf, lasting_G)
 
     def types_that_fit(self, residual: float, kappa: float, meant: str) -> tuple[str, ...]:
-        """Return the names of 16-bit types whose rounding gives such a residual.
-
-        Args:
-            residual: Typical residual of groups.
-            kappa: How much their gradients cancel, typically.
-            meant: The type that they are meant to be reduced in; only narrower ones fit.
-        """
+        """Return the names of 16-bit types, narrower than meant, that explain a residual."""
         squared = max(kappa, 1e-3) ** -2
         others = max(self._num_workers - 1, 1)
         cosine = min((squared - 1) / others, 1.0)
@@ -167,11 +145,6 @@ class ExpectedResiduals:
             if wider and min(errors) / NEAR <= residual <= max(errors) * NEAR:
                 fitting.append(dtype)
         return tuple(fitting)
-
-
-def most_error(num_workers: int, dtype: str) -> float:
-    """Return the largest relative error that a type is predicted to give, however it is used."""
-    return max(_errors(num_workers, dtype))
 
 
 def _errors(
@@ -214,18 +187,11 @@ _KNOWN = 4  # steps whose cosines are known, before others are judged by them
 
 @dataclass
 class Streak(Stateful):
-    """Steps in a row that share something.
-
-    Attributes:
-        since: The first of them.
-        last: The last of them.
-        steps: How many they are; 0: none.
-        worst: Largest residual in them.
-    """
+    """Steps in a row that share something."""
 
     since: int = 0
     last: int = 0
-    steps: int = 0
+    steps: int = 0  # how many they are; 0: none
     worst: float = 0.0
 
     def extend(self, step: int, residual: float) -> None:
@@ -240,29 +206,20 @@ class Streak(Stateful):
 
 @dataclass
 class GroupHistory(Stateful):
-    """A group's residuals so far; all are those of the workers' (lower) median.
-
-    Attributes:
-        usual: The last ones.
-        kappas: Cancellation of the gradients, in the last steps where it is known.
-        high: The present high steps in a row that have not been reported.
-        lasting: The present steps in a row above the limit of many healthy steps.
-        well: Whether some step was not high.
-        sudden: Whether the last step was reported as a single one.
-        residual: The last one.
-        kappa: Cancellation of the gradients then.
-        once: Limit of a single healthy step then.
-    """
+    """A group's residuals so far; all are those of the workers' (lower) median."""
 
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
+    # cancellation of the gradients, in the last steps where it is known
     kappas: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
+    # the present high steps in a row that have not been reported
     high: Streak = field(default_factory=Streak)
+    # the present steps in a row above the limit of many healthy steps
     lasting: Streak = field(default_factory=Streak)
-    well: bool = False
-    sudden: bool = False
+    well: bool = False  # whether some step was not high
+    sudden: bool = False  # whether the last step was reported as a single one
     residual: float = 0.0
-    kappa: float = 1.0
-    once: float = 0.0
+    kappa: float = 1.0  # cancellation of the gradients then
+    once: float = 0.0  # limit of a single healthy step then
 
     def kappa_of(self, now: float) -> float:
         """Return how much gradients cancel: in this step, else at most by their past, or NaN.
@@ -293,20 +250,13 @@ class GroupHistory(Stateful):
         common: float,
         at_once: bool,
     ) -> tuple[bool, Streak | None]:
-        """Process a step's residual.
+        """Process a step's residual, that of the median worker.
 
-        Args:
-            step: Its number.
-            residual: Residual of the median worker.
-            limit: Result of :meth:`limit` for it.
-            once: Limit of a single healthy step.
-            lasting: Limit of many healthy steps in a row.
-            common: Usual residual of this step, if most groups err and did so before; else 0.
-            at_once: Whether an exception may be reported in its own step.
+        ``common``: usual residual of this step, if most groups err and did so before; else 0.
+        ``at_once``: whether an exception may be reported in its own step.
 
-        Returns:
-            Whether this step is an exception, and the steps before if they were one. Of steps in a
-            row, only the first is reported at once: the others may begin a lasting error.
+        Returns whether this step is an exception, and the steps before if they were one. Of steps
+        in a row, only the first is reported at once: the others may begin a lasting error.
         """
         high = residual > max(limit, common)
         exception = None
@@ -345,38 +295,3 @@ class ReductionFault(Stateful):
     residual: float
     limit: float
     fits: str = ""
-
-    def evidence(self, key: str, where: str, against: str, meant: str) -> FaultEvidence:
-        """Return it as evidence.
-
-        Args:
-            key: The kind of error.
-            where: The parameters, in words.
-            against: The expected residual, in words.
-            meant: Names of the types in which these are meant to be reduced.
-        """
-        lasting = key in (LOW_PRECISION, LOSSY)
-        return FaultEvidence(
-            cause="numerics.reduction_error",
-            key=key,
-            severity=Severity.WARNING if lasting else Severity.ERROR,
-            ranks=self.ranks,
-            first_step=self.first,
-            last_step=self.last,
-            count=self.steps,
-            groups=self.groups,
-            fields={
-                "where": where,
-                "residual": f"{self.residual:.2g}",
-                "against": against,
-                "steps": count(self.steps, "audited step"),
-                "fits": self.fits,
-                "meant": meant,
-            },
-            numbers={
-                "residual": self.residual,
-                "limit": self.limit,
-                "steps": self.steps,
-                "fits": self.fits,
-            },
-        )

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import check_room
 from rankscope.evidence.canary.layout import layout_of, whole_of
-from rankscope.evidence.randomness.private import KINDS
+from rankscope.evidence.randomness.probe import KINDS
 from rankscope.evidence.reference.micro_batch import coarser
 from rankscope.evidence.reference.reference import WholeModel
 from rankscope.evidence.reference.tensor_parallel import along, find_tensor_parallel

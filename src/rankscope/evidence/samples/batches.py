@@ -111,13 +111,8 @@ def _nested(values: Iterable[Any], depth: int) -> Iterator[Any]:
     for value in islice(values, _BREADTH):
         yield value
         if depth:
-            yield from _nested(_held_by(value), depth - 1)
-
-
-def _held_by(value: object) -> Iterable[Any]:
-    if isinstance(value, (list, tuple)):
-        return value
-    return _by_name(_members(value))
+            held = value if isinstance(value, (list, tuple)) else _by_name(_members(value))
+            yield from _nested(held, depth - 1)
 
 
 def _by_name(members: Mapping[Any, Any]) -> list[Any]:
@@ -144,13 +139,10 @@ _HIGHEST = (1 << 63) - 1
 
 
 def ids_of(samples: object) -> NDArray[np.int64]:
-    """Return one number per id.
+    """Return one number per id; UsageError where one has no content that all workers see alike.
 
-    Integers stand for themselves; everything else is digested: text, bytes, other numbers, UUIDs,
-    dates, paths, and tuples or lists of these.
-
-    Raises:
-        UsageError: It is no iterable of ids, or an id has no content that all workers see alike.
+    Integers stand for themselves; text, bytes, UUIDs, dates, paths, and tuples of these are
+    digested.
     """
     if isinstance(samples, np.ndarray) and samples.dtype.kind in "iu":
         return samples.astype(np.int64).reshape(-1)
@@ -196,24 +188,16 @@ def _content(sample: Any) -> bytes:
     if isinstance(sample, (tuple, list)):
         numbers = np.array([_number(part) for part in sample], np.int64)
         return b"\0tuple " + numbers.tobytes()
-    if isinstance(sample, float) and math.isnan(sample):
-        raise _refused(sample, "NaN is no id")
-    if (
-        sample is None
-        or isinstance(sample, (Mapping, Set, Tensor))
-        or not _repr_shows_content(sample)
-    ):
-        raise _refused(sample, f"got {type(sample).__name__}")
+    kind: type[object] = type(sample)
+    shows_address = kind.__repr__ is object.__repr__ or callable(sample)
+    problem = ""
+    if sample is None or isinstance(sample, (Mapping, Set, Tensor)) or shows_address:
+        problem = f"got {type(sample).__name__}"
+    elif isinstance(sample, float) and math.isnan(sample):
+        problem = "NaN is no id"
+    if problem:
+        raise UsageError(
+            f"batch() expected numbers, text, UUIDs or tuples of these as ids, {problem}; "
+            "pass one id per sample"
+        )
     return f"\0{type(sample).__qualname__} {sample!r}".encode("utf-8", "surrogatepass")
-
-
-def _repr_shows_content(sample: object) -> bool:
-    """Return whether an object's ``repr`` shows its content, not its address in memory."""
-    return type(sample).__repr__ is not object.__repr__ and not callable(sample)
-
-
-def _refused(sample: object, what: str) -> UsageError:
-    return UsageError(
-        f"batch() expected numbers, text, UUIDs or tuples of these as ids, {what}; "
-        "pass one id per sample"
-    )

@@ -4,12 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.bus.messages import Columns, Combiner, Derived, Layout, Messages
 from rankscope.bus.step import MISSING_INT, GatheredStep
-from rankscope.stats.arrays import Ints
-from rankscope.stats.ragged import Ragged
+from rankscope.stats.arrays import Ints, Ragged
+from rankscope.stats.draws import in_order
 
 
 class Samples(Combiner):
@@ -55,10 +54,5 @@ def derive(gathered: GatheredStep) -> Derived:
     if drawn == 0:
         return Derived({"samples_drawn": np.nan, "samples_distinct": np.nan})
     whole = named_W.sum() == drawn
-    distinct = _num_distinct(np.concatenate(gathered.samples)) if whole else np.nan
+    distinct = float(len(in_order(np.concatenate(gathered.samples)))) if whole else np.nan
     return Derived({"samples_drawn": float(drawn), "samples_distinct": distinct})
-
-
-def _num_distinct(values: NDArray[np.int64]) -> float:
-    ordered = np.sort(values)
-    return float(1 + np.count_nonzero(ordered[1:] != ordered[:-1]))

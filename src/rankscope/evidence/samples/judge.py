@@ -1,13 +1,175 @@
-"""The detectors of samples: duplicates, overlaps, order, resumption."""
+"""The detectors of samples; unequal micro-batches and data that nobody draws are here."""
 
-from rankscope.bus.detector import Check, CheckedRun, Detector, RunFacts
-from rankscope.evidence.samples.coverage import EpochCoverage, SplitTwice
-from rankscope.evidence.samples.duplicates import DuplicateBatches, SameResults
-from rankscope.evidence.samples.epochs import RepeatedOrder
-from rankscope.evidence.samples.micro_batches import UnequalMicroBatches
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from rankscope.bus.detector import (
+    Check,
+    CheckedRun,
+    Detector,
+    FaultEvidence,
+    PersistentFault,
+    RunFacts,
+)
+from rankscope.bus.finding import Severity
+from rankscope.bus.replicas import minority_ranks, name_values
+from rankscope.bus.steps import Step, StepBatch
+from rankscope.bus.words import count, listed
 from rankscope.evidence.samples.overlap import OverlappingShards
-from rankscope.evidence.samples.repeats import FilledBatches, RepeatedBatches
+from rankscope.evidence.samples.repeats import (
+    DuplicateBatches,
+    FilledBatches,
+    RepeatedBatches,
+    RepeatedOrder,
+    SameResults,
+)
 from rankscope.evidence.samples.resume import ResumeMismatch
+from rankscope.stats.samples import ThinningLedger
+
+_SURE = 16
+
+
+class UnequalMicroBatches(Detector):
+    """Numbers of micro-batches that differ between workers, the same in most steps.
+
+    Numbers that differ now and then are healthy: an epoch ends with fewer on some workers, or
+    batches are cut by tokens, and the numbers change from step to step. So steps vote (Boyer and
+    Moore, 1991): each one counts for the usual numbers, or against them. Sixteen more steps for
+    than against are needed.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._usual: tuple[int, ...] = ()
+        self._votes = 0
+        self._since = -1
+        self._first: dict[tuple[int, ...], int] = {}  # steps, of those seen since all was usual
+        self._span = PersistentFault()
+        self._reported: tuple[int, ...] = ()
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report numbers that differ in most steps, and the end of that."""
+        if self._num_workers < 2 or not step.all_known("micro_batches"):
+            return ()
+        number = step.gathered.step
+        counts = tuple(step.gathered.workers["micro_batches"].tolist())
+        self._vote(counts, number)
+        if self._votes < _SURE or counts != self._usual:
+            return ()
+        if len(set(counts)) > 1:
+            if self._reported != counts:
+                self._span = PersistentFault()
+                self._reported = counts
+            self._span.see(number, first=self._since, before=number - self._since)
+            return (self._evidence(),)
+        return (self._evidence(),) if self._span.close() else ()
+
+    def _vote(self, counts: tuple[int, ...], step: int) -> None:
+        if counts == self._usual:
+            self._votes = min(self._votes + 1, _SURE)
+            if self._votes == _SURE:
+                self._first = {}
+            return
+        if len(self._first) < _SURE:
+            self._first.setdefault(counts, step)
+        if self._votes:
+            self._votes -= 1
+        else:
+            self._usual = counts
+            self._votes = 1
+            self._since = self._first.get(counts, step)
+
+    def _evidence(self) -> FaultEvidence:
+        return self._span.evidence(
+            "data.micro_batches",
+            Severity.WARNING,
+            minority_ranks(self._reported),
+            {"what": name_values(self._reported)},
+            {"steps": self._span.count, "micro_batches": list(self._reported[:64])},
+        )
+
+
+SPLIT_TWICE = "data-split-twice"
+
+_NAMED_SHARE = 0.9
+_CONTENT_SHARE = 0.5  # where samples are not named: the data may hold a content several times
+
+
+class EpochCoverage(Detector):
+    """Samples of the data set that are never drawn, though the drawn ones come again.
+
+    The workers have drawn D different samples, and then as many draws have brought no new one: so
+    the rest is out of their reach. An epoch that ends early in a new order, or drawing with
+    replacement, would have brought some. Fewer samples than two global batches may be left out:
+    samplers drop what does not fill a batch.
+    """
+
+    SETTINGS = ("_length",)
+
+    def __init__(self, length: int | None, *, replaces: bool = False) -> None:
+        self._length = 0 if length is None or replaces else length
+        self._ledger = ThinningLedger(1 << 16)
+        self._named = True
+        self._global_batch = 0
+        self._since = 0
+        self._span = PersistentFault()
+
+    def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
+        """Process consecutive steps; yield what is never drawn, as soon as that shows."""
+        if not self._length:
+            yield from ([] for _ in steps)
+            return
+        drawn = steps.columns.samples
+        for step, now in zip(steps, self._ledger.observe(drawn), strict=True):
+            length = int(drawn.lengths[step.index])
+            self._global_batch = max(self._global_batch, length)
+            self._since = 0 if now.counts.new else self._since + length
+            distinct, _ = self._ledger.scale_up(now.remembered)
+            yield self._look(step, round(distinct)) if length else []
+
+    def _look(self, step: Step, distinct: int) -> list[FaultEvidence]:
+        self._named = self._named and step.all_true("samples_named")
+        share = _NAMED_SHARE if self._named else _CONTENT_SHARE
+        left_out = self._length - distinct
+        missing = distinct < share * self._length and left_out > 2 * self._global_batch
+        if missing and self._since >= distinct:
+            self._span.see(step.gathered.step)
+        elif not self._span.close():
+            return []
+        fields = {"distinct": f"{distinct:,}", "length": f"{self._length:,}"}
+        numbers = {"samples_distinct": distinct, "data_set": self._length}
+        return [self._span.evidence("data.coverage", Severity.WARNING, (), fields, numbers)]
+
+
+class SplitTwice(Detector):
+    """Data that the loaders split into more parts than there are processes."""
+
+    SETTINGS = ("_splits", "_world_size")
+
+    def __init__(self, splits: Sequence[tuple[str, int]], world_size: int) -> None:
+        self._splits = tuple(splits)
+        self._world_size = world_size
+        self._seen = False
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Report once, in the first step."""
+        parts = int(np.prod([number for _, number in self._splits], dtype=np.int64))
+        if self._seen or not self._world_size or parts <= self._world_size:
+            return ()
+        self._seen = True
+        fields = {
+            "what": listed([f"{name} into {count(n, 'part')}" for name, n in self._splits]),
+            "parts": f"{parts:,}",
+            "processes": count(self._world_size, "process", "processes"),
+        }
+        numbers = {"splits": [list(one) for one in self._splits], "parts": parts}
+        span = PersistentFault()
+        span.see(step.gathered.step)
+        key = SPLIT_TWICE
+        return (span.evidence("data.coverage", Severity.WARNING, (), fields, numbers, key=key),)
 
 
 def make_judges(run: RunFacts) -> tuple[Detector, ...]:

@@ -13,13 +13,11 @@ from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.steps import Groups, Step, StepBatch
 from rankscope.bus.words import count
-from rankscope.evidence.samples.epochs import Padding
+from rankscope.evidence.samples.repeats import Padding
 from rankscope.stats.arrays import Ints
-from rankscope.stats.draws import DrawnSamples
-from rankscope.stats.samples import SampleCounts
-from rankscope.stats.sorted_map import count_common
+from rankscope.stats.draws import DrawnSamples, count_common
+from rankscope.stats.samples import Followed, SampleCounts, ThinningLedger
 from rankscope.stats.state import Stateful
-from rankscope.stats.thinning import Followed, ThinningLedger
 
 SURE = 1e-6
 LIKELY = 1e-4
@@ -62,12 +60,6 @@ class OverlappingShards(Detector):
 
     The few samples that a sampler adds at an epoch's end, so that all workers have equally many,
     are a note of their own.
-
-    Args:
-        num_workers: W.
-        capacity: Different samples to remember.
-        repeats: Whether workers are meant to repeat each other's samples.
-        seeds: Seed of each rank's sampler, None where unknown; empty when all are.
     """
 
     SETTINGS = ("_num_workers", "_repeats", "_where")
@@ -146,7 +138,7 @@ class OverlappingShards(Detector):
         self._global_batch = max(self._global_batch, sum(lengths))
         self._new_since += counts.new if self._overlaps else 0
         near = self._near(followed, counts.repeated_cross)
-        if not counts.repeats and self._pending.is_empty:
+        if not (counts.repeats or self._pending.steps or self._pending.own):
             return ()
         self._overlaps = self._overlaps or counts.repeated_cross + counts.shared > 0
         again = counts.repeated_own + counts.repeated_cross
@@ -273,23 +265,10 @@ class _Account(Stateful):
         self._links_W = np.zeros(num_workers, np.int64)
         self._alike: set[int] = set()
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no step added anything."""
-        return not (self.steps or self.own)
-
     def add(
         self, step: int, counts: SampleCounts, lengths: Sequence[int], groups: Groups, near: int
     ) -> None:
-        """Add one step.
-
-        Args:
-            step: Its number.
-            counts: Counts of its followed samples.
-            lengths: Samples drawn by each worker that drew any.
-            groups: Workers with identical batches.
-            near: Cross repeats that follow so closely that a file's order explains them.
-        """
+        """Add one step; ``near`` cross repeats are so close that a file's order explains them."""
         cross = counts.repeated_cross
         own = counts.repeated_own
         workers = len(lengths)

@@ -1,15 +1,160 @@
-"""Batches that came before, and batches of one sample."""
+"""The detectors of batches that are the same: on several workers, again, in each epoch.
 
-from collections.abc import Iterable
+A sampler without ``set_epoch`` deals the same batches in the same order in each epoch. No worker
+differs from another then, and no metric of a single step shows it.
+
+Samples that a sampler repeats at an epoch's end, so that all workers have equally many, are no
+fault. They explain repeats in the record.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT
-from rankscope.bus.steps import Recurrence, Step
-from rankscope.bus.words import count
+from rankscope.bus.steps import Recurrence, SharedWork, Step
+from rankscope.bus.words import count, name_ranks
 from rankscope.stats.arrays import Ints
+from rankscope.stats.draws import count_common, in_order
+from rankscope.stats.samples import SampleCounts
+from rankscope.stats.state import Stateful
+
+SAME_RESULTS = "data-same-results"
+PARTS = "data-parts-of-one-model"
+"""Key of batches that are known to be the same by what came of them."""
+
+_RARE = 0.1
+_STEPS_OF_PARTS = 3
+_MOST_NAMED = 4
+"""Groups that coincide in a smaller share of the steps of the most frequent one are not named."""
+
+
+class DuplicateBatches(Detector):
+    """Whole batches that are the same on two or more workers.
+
+    Small batches can coincide by chance, so at least three different samples must coincide, in
+    one step or in consecutive steps of the same workers.
+
+    Workers that share the work on each sample are no duplicates, as in graph or context parallelism
+    under a wrapper over all ranks: they fall into groups of one size, each of which has one loss,
+    and gradients that differ. Where the training's own loop reduces, as in tensor parallelism that
+    is written by hand, one group may be all workers; that is a note.
+    """
+
+    SETTINGS = ("_num_workers", "_repeats", "_by_loop")
+
+    _key = ""
+
+    def __init__(self, num_workers: int, *, repeats: bool = False, by_loop: bool = False) -> None:
+        self._num_workers = num_workers
+        self._repeats = repeats
+        self._by_loop = by_loop
+        self._parts = PersistentFault(_STEPS_OF_PARTS)
+        self._streaks: dict[tuple[int, ...], tuple[int, int]] = {}
+        self._groups: dict[tuple[int, ...], int] = {}
+        self._useful = num_workers
+        self._sharing = SharedWork()
+        self._span = PersistentFault()
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report identical batches once enough samples coincide."""
+        samples = step.gathered.samples
+        groups = step.identical
+        if groups and self._share_samples(step):
+            groups = ()
+            everyone = range(self._num_workers) if self._by_loop else ()
+            if self._parts.observe(step.gathered.step, everyone):
+                return (self._parts_evidence(),)
+        found = {group: len(in_order(samples[group[0]])) for group in groups}
+        return self._observe(step.gathered.step, found)
+
+    def _observe(
+        self, number: int, found: Mapping[tuple[int, ...], int]
+    ) -> Iterable[FaultEvidence]:
+        """Process the groups of workers that coincide in a step, and in how much."""
+        if not found:
+            self._streaks = {}
+            return ()
+        streaks: dict[tuple[int, ...], tuple[int, int]] = {}
+        certain: list[tuple[int, ...]] = []
+        for group, more in found.items():
+            first, coincidences = self._streaks.get(group, (number, 0))
+            coincidences += more
+            streaks[group] = first, coincidences
+            if coincidences >= 3:
+                certain.append(group)
+        self._streaks = streaks
+        if not certain:
+            return ()
+        first = min(streaks[group][0] for group in certain)
+        self._span.see(number, first=first, before=number - first)
+        for group in certain:
+            self._groups[group] = self._groups.get(group, 0) + 1
+        self._useful = self._num_workers - sum(len(group) - 1 for group in certain)
+        return (self._evidence(),)
+
+    def _share_samples(self, step: Step) -> bool:
+        """Return whether all workers share the work on samples with others."""
+        groups = self._sharing.observe(step)
+        whole = self._sharing.places(self._num_workers) is not None
+        return groups == step.identical and whole and (len(groups) > 1 or self._by_loop)
+
+    def _parts_evidence(self) -> FaultEvidence:
+        groups = self._sharing.groups
+        names = [name_ranks(group) for group in groups[:_MOST_NAMED]]
+        more = [count(len(groups) - _MOST_NAMED, "other group")] if groups[_MOST_NAMED:] else []
+        return self._parts.evidence(
+            "data.duplicate_batches",
+            Severity.NOTE,
+            self._parts.ranks,
+            {"groups": "; ".join([*names, *more])},
+            {"steps": self._parts.count, "groups": [list(group) for group in groups[:16]]},
+            key=PARTS,
+        )
+
+    def _evidence(self) -> FaultEvidence:
+        most = max(self._groups.values())
+        usual = sorted(group for group, n in self._groups.items() if n >= _RARE * most)
+        ranks = {rank for group in usual for rank in group}
+        return self._span.evidence(
+            "data.duplicate_batches",
+            Severity.NOTE if self._repeats else Severity.ERROR,
+            ranks,
+            {"workers": self._num_workers, "useful": count(self._useful, "worker")},
+            {
+                "steps": self._span.count,
+                "groups": [list(group) for group in usual[:16]],
+                "workers_with_own_batches": self._useful,
+            },
+            key=self._key,
+        )
+
+
+class SameResults(DuplicateBatches):
+    """Workers with the same loss and the same gradient, to the last bit, in steps without samples.
+
+    Their samples are not seen, as where the training calls a method of the model and never the
+    model itself. Three steps must coincide: of different batches none does.
+    """
+
+    _key = SAME_RESULTS
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report workers whose results coincide."""
+        gathered = step.gathered
+        if not gathered.observed or any(map(len, gathered.samples)):
+            return ()
+        ranks_of: dict[tuple[float, float], list[int]] = {}
+        columns = gathered.workers["loss"].tolist(), gathered.workers["grad_norm"].tolist()
+        for rank, results in enumerate(zip(*columns, strict=True)):
+            if all(map(math.isfinite, results)) and results[1] > 0:
+                ranks_of.setdefault(results, []).append(rank)
+        found = {tuple(ranks): 1 for ranks in ranks_of.values() if len(ranks) > 1}
+        return self._observe(gathered.step, found)
+
 
 FEW = 16
 """So few batches that a worker with no others learns them by heart."""
@@ -27,10 +172,6 @@ class RepeatedBatches(Detector):
     workers have new ones. Where all repeat their batches, it is an overfitting test or a small
     data set; and a worker that meets a batch of the epoch before by chance does not do so 24 times
     in a row.
-
-    Args:
-        num_workers: W.
-        repeats: Whether the training means to repeat its batches.
     """
 
     SETTINGS = ("_num_workers", "_intended")
@@ -71,9 +212,6 @@ class FilledBatches(Detector):
     Lost data leave such batches: zeros, or one sample in place of those that could not be read. A
     batch without a label that counts only keeps workers in step, and is passed over. Where a step
     has several micro-batches, a batch is one of them.
-
-    Args:
-        repeats: Whether the training means to repeat its samples.
     """
 
     SETTINGS = ("_intended",)
@@ -137,3 +275,157 @@ def _filler(samples: Ints, size: int) -> int | None:
     ordered = np.sort(samples)
     again = ordered[size - 1 :] == ordered[: len(ordered) - size + 1]
     return int(ordered[again.argmax()]) if again.any() else None
+
+
+class PeriodFinder(Stateful):
+    """Counts steps in a row whose batches came before, all ``period`` steps ago.
+
+    ``run`` is the number of these steps, from ``first`` on; 0 if the last one's did not.
+    """
+
+    def __init__(self) -> None:
+        self._earliest = 0
+        self.period = 0
+        self.run = 0
+        self.first = -1
+
+    def restart(self, step: int) -> None:
+        """Compare with no step before this one from now on."""
+        self._earliest = step
+        self.period = self.run = 0
+
+    def observe(self, step: int, before: int) -> None:
+        """Process a step, in order; ``before`` is the latest one with the same batches, or -1."""
+        if before < self._earliest:
+            self.period = self.run = 0
+        elif step - before == self.period:
+            self.run += 1
+        else:
+            self.period = step - before
+            self.run = 1
+            self.first = step
+
+
+_LEAST_STEPS = 8
+_SHARE = 4  # of a period must have come again
+
+
+class RepeatedOrder(Detector):
+    """The batches of all workers come again in the same order.
+
+    A step's batch is identified by the digests of all workers' batches in the order of ranks. It
+    must have come before with one constant period, in 8 steps in a row and in a quarter of the
+    period. So a single batch that comes twice proves nothing. Exact for periods up to 2^19 steps.
+
+    Steps are not compared across a restart: a job that begins again from an older checkpoint
+    repeats some of them, as it should.
+    """
+
+    SETTINGS = ("_intended",)
+
+    def __init__(self, *, repeats: bool = False) -> None:
+        self._intended = repeats
+        self._finder = PeriodFinder()
+        self._ended = False
+        self._on_purpose = 0
+        self._span = PersistentFault()
+        self._period = -1
+        self._severity = Severity.NOTE
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step's batches; report while they come again in the same order."""
+        gathered = step.gathered
+        digests_W = gathered.workers["batch_digest"]
+        if self._ended:
+            self._ended = False
+            self._on_purpose = 0
+            self._finder.restart(gathered.step)
+        if not step.some_known("batch_digest"):
+            return ()
+        ages_W = step.recurrence.ages_W
+        again_W = ((ages_W > 0) & (ages_W < FEW)) | (digests_W == MISSING_INT)
+        self._on_purpose = self._on_purpose + 1 if again_W.all() else 0
+        finder = self._finder
+        finder.observe(gathered.step, step.recurrence.before)
+        if finder.run < max(_LEAST_STEPS, finder.period / _SHARE):
+            return ()
+        few = finder.period < FEW or self._on_purpose >= finder.run
+        severity = Severity.NOTE if few or self._intended else Severity.WARNING
+        if not self._span.count or severity > self._severity:
+            self._span = PersistentFault()
+            self._period = finder.period
+            self._severity = severity
+        self._span.see(gathered.step, first=finder.first, before=finder.run - 1)
+        return (self._evidence(),)
+
+    def close(self) -> Iterable[FaultEvidence]:
+        """End the run; a step after this is one of a restarted job."""
+        self._ended = True
+        return ()
+
+    def _evidence(self) -> FaultEvidence:
+        span = self._span
+        return span.evidence(
+            "data.repeated_order",
+            self._severity,
+            (),
+            {"before": f"{span.first - self._period:,}", "period": count(self._period, "step")},
+            {"period": self._period, "repeated_steps": span.count},
+        )
+
+
+KEY = "padding-duplicates"
+
+_NONE = np.empty(0, np.int64)
+
+
+class Padding(Stateful):
+    """Detects padding at the end of the first epoch, where repeats begin.
+
+    A step with some new samples and a few repeats is padded if no step before it repeats any, the
+    next one draws nothing new, so a new epoch has begun, and the repeats are fewer than workers,
+    or all come from the epoch's first step.
+    """
+
+    SETTINGS = ("_num_workers",)
+
+    def __init__(self, num_workers: int) -> None:
+        self._num_workers = num_workers
+        self._start = _NONE
+        self._looking = num_workers > 1
+        self._repeats = 0
+        self._step = -1
+
+    def observe(self, step: int, counts: SampleCounts, samples: Ints) -> Iterable[FaultEvidence]:
+        """Process a step's samples and their counts; report once, after the first epoch's end."""
+        if not self._looking or not counts.drawn:
+            return ()
+        if self._repeats:
+            found = () if counts.new else self.end_epoch()
+            self._looking = False
+            self._start = _NONE
+            return found
+        repeats = counts.drawn - counts.new
+        if repeats:
+            few = repeats < self._num_workers
+            of_the_start = count_common(samples, self._start) == repeats
+            self._looking = counts.new > 0 and (few or of_the_start)
+            self._repeats = repeats
+            self._step = step
+        if not len(self._start):
+            self._start = in_order(samples)
+        return ()
+
+    def end_epoch(self) -> Iterable[FaultEvidence]:
+        """Report the padding of the last step, if any: a new epoch has begun."""
+        padded = self._looking and self._repeats > 0
+        self._looking = self._looking and not padded
+        return (self._evidence(),) if padded else ()
+
+    def _evidence(self) -> FaultEvidence:
+        span = PersistentFault()
+        span.see(self._step)
+        fields = {"step": f"{self._step:,}", "repeats": count(self._repeats, "sample")}
+        numbers = {"repeated": self._repeats}
+        cause = "data.overlapping_shards"
+        return span.evidence(cause, Severity.NOTE, (), fields, numbers, key=KEY)

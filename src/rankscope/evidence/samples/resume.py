@@ -9,20 +9,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep
 from rankscope.bus.steps import Step, StepBatch
 from rankscope.bus.words import count, name_ranks
-from rankscope.stats.arrays import Ints
-from rankscope.stats.draws import DrawnSamples, Draws, differs_from_previous
-from rankscope.stats.share import SampleShare
-from rankscope.stats.sorted_map import SortedMap
+from rankscope.stats.arrays import Bools, Ints
+from rankscope.stats.draws import DrawnSamples, Draws, SampleShare, SortedMap, differs_from_previous
 from rankscope.stats.state import Stateful
-
-Bools = NDArray[np.bool_]
 
 _CHUNK = 8  # draws that decide together whether a new epoch has begun
 _EARLY_STEPS = 4
@@ -53,10 +48,6 @@ class RestartWatch(Stateful):
     more of them than sampling with replacement would repeat, too.
 
     Beyond ``capacity`` different samples, only a random share of them is followed.
-
-    Args:
-        num_workers: W.
-        capacity: Different samples to remember, 12 bytes each.
     """
 
     SETTINGS = ("_capacity",)
@@ -112,18 +103,19 @@ class RestartWatch(Stateful):
         self._end = self._last_step
 
     def observe(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
-        """Process the samples of consecutive steps, one with each iteration.
+        """Process the samples of consecutive steps; yield how the restarted job went on.
 
-        Yields how the restarted job went on, in the step that shows it, and for MIXED in later
-        steps that show more of it.
+        It is known in the step that shows it, and MIXED again in later steps that show more of it.
         """
+
+        def fits(samples: Ints) -> bool:
+            some = int(np.count_nonzero(self._share.admits(samples)))
+            return len(self._last) + some <= self._capacity
+
         begin = 0
-        for piece in drawn.pieces():
-            some = int(np.count_nonzero(self._share.admits(piece.flat)))
-            together = len(piece) < 2 or len(self._last) + some <= self._capacity
-            for few in (piece,) if together else piece.single_steps():
-                yield from self._process(steps[begin : begin + len(few)], few)
-                begin += len(few)
+        for few in drawn.fitting_pieces(fits):
+            yield from self._process(steps[begin : begin + len(few)], few)
+            begin += len(few)
 
     def _process(self, steps: Sequence[int], drawn: DrawnSamples) -> Iterator[Resumption | None]:
         """Process steps that share no sample: a single one, or several if there is room."""
@@ -151,9 +143,6 @@ class RestartWatch(Stateful):
         again_U = (last_U >= self.interrupted) & (last_U < self.boundary)
         again_D = again_U[samples_U.searchsorted(draws.samples)]
         again_W = np.bincount(draws.ranks[again_D], minlength=draws.shape[1])
-        return self._judge(last_U, again_U, again_W)
-
-    def _judge(self, last_U: Ints, again_U: Bools, again_W: Ints) -> Resumption | None:
         rest = self._num_of_rest(last_U)
         decided_before = self._is_decided()
         self._steps += 1
@@ -280,10 +269,6 @@ class ResumeMismatch(Detector):
       back to a checkpoint from the epoch's start. A changing learning rate decides which.
     - The last few steps in the same order: the checkpoint was a little older than the last step.
       That is a note.
-
-    Args:
-        num_workers: W.
-        capacity: Different samples to remember; beyond it, a random share of them is followed.
     """
 
     def __init__(self, num_workers: int, capacity: int = 1 << 18) -> None:

@@ -26,8 +26,7 @@ from rankscope.evidence.state.roles import (
     role_differences,
     unchanged_differences,
 )
-from rankscope.stats.arrays import Ints
-from rankscope.stats.ragged import Ragged
+from rankscope.stats.arrays import Ints, Ragged
 
 MOST_AGAIN = 4
 """Differences of one kind in a step, besides new ones: one is enough to prove that it lasts."""

@@ -8,8 +8,9 @@ is refused before it runs; random generators are put back.
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.evidence.canary.alone import alone
 from rankscope.evidence.canary.batch import CanaryDeclined
-from rankscope.evidence.canary.layout import local_of
+from rankscope.evidence.canary.layout import local_of, whole_of
 from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.canary.state import RandomGenerators
 
@@ -31,13 +32,7 @@ _HOOKS = "hooks"
 
 @dataclass(frozen=True, slots=True)
 class UpdateInput:
-    """What an optimizer holds of one parameter, or of a part of it.
-
-    Attributes:
-        value: The parameter.
-        gradient: Its gradient.
-        state: Its state, by name.
-    """
+    """What an optimizer holds of one parameter, or of a part of it."""
 
     value: Tensor
     gradient: Tensor
@@ -57,10 +52,6 @@ class UpdateInput:
         }
         return UpdateInput(self.value, gradient, state)
 
-    def times(self, factor: float) -> "UpdateInput":
-        """Return the same with a multiple of the gradient."""
-        return UpdateInput(self.value, self.gradient * factor, self.state)
-
 
 def _moved(tensor: Tensor, eps: float, seed: int) -> Tensor:
     draw = torch.Generator(tensor.device).manual_seed(seed)
@@ -70,19 +61,11 @@ def _moved(tensor: Tensor, eps: float, seed: int) -> Tensor:
 
 
 class LoneOptimizer:
-    """Updates one parameter of an optimizer as if it had no other.
+    """Updates one parameter of an optimizer as if it had no other; CanaryDeclined if it cannot.
 
-    Args:
-        optimizer: The optimizer.
-        parameter: The parameter.
-        of_training: Addresses of the storages of the training's tensors.
-
-    Attributes:
-        computed_in: The coarsest type of floating-point numbers that any operation has returned.
-        random: Whether any operation may have drawn random numbers.
-
-    Raises:
-        CanaryDeclined: The optimizer cannot be copied.
+    ``of_training`` are addresses of the storages of the training's tensors. ``computed_in`` is the
+    coarsest type of floating-point numbers that any operation has returned, ``random`` whether any
+    may have drawn random numbers.
     """
 
     def __init__(
@@ -105,15 +88,10 @@ class LoneOptimizer:
                     raise CanaryDeclined("it wraps another optimizer")
 
     def update(self, held: UpdateInput, *others: UpdateInput, seed: int | None = None) -> Tensor:
-        """Return the whole parameter after a step of the optimizer.
+        """Return the whole parameter after a step of the optimizer; CanaryDeclined without one.
 
-        Args:
-            held: What the copy holds of the parameter.
-            others: What it holds of further parameters, which come before it in the same group.
-            seed: Seed of all random generators; None to leave them as they are.
-
-        Raises:
-            CanaryDeclined: The step cannot run on a copy.
+        ``others`` come before the parameter in the same group. ``seed`` is that of all random
+        generators; None leaves them as they are.
         """
         try:
             return self._update([*others, held], seed)
@@ -202,7 +180,12 @@ class LoneOptimizer:
 
     def _group(self, made: Sequence[nn.Parameter], memo: dict[int, Any]) -> dict[str, Any]:
         """Return the settings of the parameter's group for other parameters."""
-        group, place = place_in(self._optimizer, self._parameter)
+        group, place = next(
+            (group, place)
+            for group in self._optimizer.param_groups
+            for place, each in enumerate(group["params"])
+            if each is self._parameter
+        )
         settings = {
             name: _copied(value, memo)
             for name, value in group.items()
@@ -211,16 +194,6 @@ class LoneOptimizer:
         if "param_names" in group:
             settings["param_names"] = [group["param_names"][place]] * len(made)
         return {"params": list(made), **settings}
-
-
-def place_in(optimizer: torch.optim.Optimizer, parameter: Tensor) -> tuple[dict[str, Any], int]:
-    """Return a parameter's group, and its place there."""
-    return next(
-        (group, place)
-        for group in optimizer.param_groups
-        for place, each in enumerate(group["params"])
-        if each is parameter
-    )
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:
@@ -234,12 +207,7 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 class _Watched:
-    """Callbacks of a step on a copy: none of it may change the training.
-
-    Args:
-        of_training: Addresses of the storages of the training's tensors.
-        generators: The random generators, to be put back.
-    """
+    """Callbacks of a step on a copy: none of it may change the training."""
 
     def __init__(self, of_training: frozenset[int], generators: RandomGenerators) -> None:
         self._of_training = of_training
@@ -247,11 +215,7 @@ class _Watched:
         self.types = _Types()
 
     def before_write(self, tensor: Tensor) -> None:
-        """Refuse to write into the training.
-
-        Raises:
-            CanaryDeclined: The tensor is the training's.
-        """
+        """Refuse to write into the training: CanaryDeclined."""
         if address_of(tensor) in self._of_training:
             raise CanaryDeclined("its step changes other tensors than the parameter's own")
 
@@ -284,3 +248,113 @@ class _Types(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Return whether ranks hold parts of a tensor."""
+    return isinstance(tensor, DTensor) and any(not p.is_replicate() for p in tensor.placements)
+
+
+def own_part(parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> UpdateInput:
+    """Return what this rank's optimizer holds of a parameter: its own part, as plain tensors."""
+    own = {n: local_of(v) if isinstance(v, Tensor) else v for n, v in state.items()}
+    return UpdateInput(local_of(parameter.detach()), local_of(gradient), own)
+
+
+def why_apart(parameter: Tensor, state: Mapping[str, Any]) -> str:
+    """Return why the state of a shared parameter cannot be put together; empty if it can."""
+    if not is_shared(parameter):
+        return ""
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            known = isinstance(value, DTensor) or value.numel() == 1
+            if not known and value.shape != local_of(parameter).shape:
+                return f"its state {name} belongs to a part of the parameter, and has another shape"
+        elif not isinstance(value, bool | int | float | str | type(None)):
+            return f"its state {name} is a {type(value).__name__}, which cannot be put together"
+    return ""
+
+
+def whole(parameter: Tensor, gradient: Tensor, state: Mapping[str, Any]) -> UpdateInput:
+    """Return what an optimizer would hold of the whole parameter.
+
+    All ranks that hold a part of it call this, for the same parameters in the same order.
+    """
+    like = parameter if isinstance(parameter, DTensor) and is_shared(parameter) else None
+    put_together = {n: _whole(v, like) if isinstance(v, Tensor) else v for n, v in state.items()}
+    return UpdateInput(_whole(parameter.detach(), like), _whole(gradient, like), put_together)
+
+
+def _whole(tensor: Tensor, like: DTensor | None) -> Tensor:
+    if isinstance(tensor, DTensor) or like is None:
+        return whole_of(tensor)
+    if tensor.shape != local_of(like).shape or tensor.numel() == 1:
+        return tensor
+    spread = DTensor.from_local(
+        tensor,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+    return whole_of(spread)
+
+
+class Cuts:
+    """The cuts by which a whole parameter becomes this rank's part; CanaryDeclined if unknown."""
+
+    def __init__(self, parameter: Tensor, value: Tensor) -> None:
+        self._cuts: list[tuple[str, int, int, int]] = []  # name of the axis, dim, parts, own part
+        if not isinstance(parameter, DTensor):
+            return
+        mesh = parameter.device_mesh
+        names = mesh.mesh_dim_names or ("",) * mesh.ndim
+        for axis, placement in enumerate(parameter.placements):
+            if placement.is_replicate():
+                continue
+            dim = getattr(placement, "dim", None)
+            if dim is None:
+                raise CanaryDeclined(f"a parameter is laid out over a mesh as {placement}")
+            cut = names[axis], int(dim), mesh.size(axis), mesh.get_local_rank(axis)
+            self._cuts.append(cut)
+        local = local_of(parameter.detach())
+        for _ in range(2):  # FSDP2 cuts what the axes after its own have cut
+            self._cuts.reverse()
+            own = self.part(value)
+            if own.shape == local.shape and bool((own == local).all()):
+                return
+        raise CanaryDeclined("a parameter is laid out over a mesh in an order that is not known")
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor, as a view."""
+        for _, dim, parts, at in self._cuts:
+            tensor = _cut(tensor, dim, parts, at)
+        return tensor
+
+    def steps(self, held: UpdateInput) -> Iterator[tuple[str, UpdateInput, "Cuts"]]:
+        """Yield the parts after each cut: the axes so far in words, a part, the cuts to follow."""
+        axes: list[str] = []
+        for number, one in enumerate(self._cuts, start=1):
+            axis, dim, parts, at = one
+            if parts == 1:
+                continue
+            shape = held.value.shape
+            parts_of = partial(_cut_alike, shape=shape, dim=dim, parts=parts, at=at)
+            state = {name: parts_of(value) for name, value in held.state.items()}
+            held = UpdateInput(parts_of(held.value), parts_of(held.gradient), state)
+            axes.append(axis)
+            rest = copy.copy(self)
+            rest._cuts = self._cuts[number:]
+            yield " and ".join(filter(None, axes)), held, rest
+
+
+def _cut_alike(value: Any, *, shape: torch.Size, dim: int, parts: int, at: int) -> Any:
+    """Return a part of what has this shape, and anything else as it is."""
+    alike = isinstance(value, Tensor) and value.shape == shape
+    return _cut(value, dim, parts, at) if alike else value
+
+
+def _cut(tensor: Tensor, dim: int, parts: int, at: int) -> Tensor:
+    cuts = tensor.chunk(parts, dim)
+    return cuts[at] if at < len(cuts) else tensor.narrow(dim, 0, 0)

@@ -3,8 +3,8 @@
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,13 +12,80 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import check_room, is_out_of_memory
-from rankscope.evidence.canary.layout import local_of
+from rankscope.evidence.canary.layout import layout_of, local_of
 from rankscope.evidence.canary.replay import in_short
-from rankscope.evidence.update.again import LoneOptimizer, UpdateInput, address_of
-from rankscope.evidence.update.choice import Chosen, choose
-from rankscope.evidence.update.parts import Cuts, is_shared, own_part, whole, why_apart
-from rankscope.evidence.update.share import FIELDS, PartOfUpdate, UpdateShare
+from rankscope.evidence.update.again import (
+    Cuts,
+    LoneOptimizer,
+    UpdateInput,
+    address_of,
+    is_shared,
+    own_part,
+    whole,
+    why_apart,
+)
+from rankscope.evidence.update.compare import FIELDS, PartOfUpdate, UpdateShare
 from rankscope.wrappers.rendezvous import Rendezvous
+
+MOST = 8
+"""Parameters of one optimizer whose update is computed again, in a large model."""
+
+_MOST_OF_SMALL = 64
+_SMALL = 2**22
+"""Elements of all parameters up to which all of them are chosen."""
+
+LARGEST = 2**26
+"""Elements of all parameters that are chosen, at most: copies must fit beside the training."""
+
+
+class Chosen(NamedTuple):
+    """A parameter whose update is computed again."""
+
+    name: str
+    parameter: Tensor
+    group: int
+
+
+def choose(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], turn: int
+) -> tuple[list[Chosen], int]:
+    """Return some parameters of an optimizer, and the number of those that it trains.
+
+    Parameters of one group and type that have the same shape and layout are of one kind. A small
+    model's are all chosen, a large one's one by one from each kind. ``turn`` rises, and is equal on
+    all ranks.
+    """
+    kinds: dict[tuple[Any, ...], list[Chosen]] = {}
+    every = []
+    for number, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            if not parameter.requires_grad or not parameter.is_floating_point():
+                continue
+            name = names.get(id(parameter), f"parameter {place} of group {number}")
+            one = Chosen(name, parameter, number)
+            every.append(one)
+            if parameter.layout is torch.strided:
+                layout = layout_of(parameter)
+                kind = number, parameter.dtype, tuple(parameter.shape), layout and layout[1]
+                kinds.setdefault(kind, []).append(one)
+    small = sum(one.parameter.numel() for one in every) <= _SMALL
+    if small:
+        fitting = [one for of_kind in kinds.values() for one in of_kind]
+        return _from(fitting, turn, _MOST_OF_SMALL), len(every)
+    picked = _from([of_kind[turn % len(of_kind)] for of_kind in kinds.values()], turn, MOST)
+    room = LARGEST
+    fitting = []
+    for one in sorted(picked, key=lambda each: each.parameter.numel()):
+        room -= one.parameter.numel()
+        fitting += [one] if room >= 0 else []
+    return fitting, len(every)
+
+
+def _from(each: Sequence[Chosen], turn: int, most: int) -> list[Chosen]:
+    """Return at most so many, those in turn."""
+    first = turn * most % len(each) if len(each) > most else 0
+    return [*each[first:], *each[:first]][:most]
+
 
 AGREE_SECONDS = 30.0
 """The longest wait of a rank for the others to agree on gathering whole parameters."""
@@ -32,46 +99,30 @@ _NOT_MET = "the ranks that hold parts of its parameters did not meet at watch()"
 
 @dataclass(slots=True, eq=False)
 class _Watch:
-    """A chosen parameter between a forward pass and the end of its step.
-
-    Attributes:
-        chosen: The parameter.
-        copied_to: The model's own copy of it, which the training writes after the update.
-        before: This rank's part of it in the forward pass; then as the optimizer is called.
-        expected: The same after the update, computed again.
-        after: The same after the update.
-        spread: Squared distance of what was computed from values that were moved by roundings.
-        moved: Squared change between the forward pass and the optimizer's call.
-        random: Whether its optimizer draws random numbers.
-        trials: The same where each part along some axes was updated by itself.
-        driven: Which elements have a gradient.
-        numbers: The numbers in the order of ``FIELDS``, on its device.
-        distances: Squared distances from the trials.
-    """
+    """A chosen parameter between a forward pass and the end of its step."""
 
     chosen: Chosen
+    # the model's own copy of it, which the training writes after the update
     copied_to: Tensor | None
-    before: Tensor
-    expected: Tensor | None = None
-    after: Tensor | None = None
+    before: Tensor  # this rank's part of it in the forward pass; then as the optimizer is called
+    expected: Tensor | None = None  # the same after the update, computed again
+    after: Tensor | None = None  # the same after the update
+    # squared distance of what was computed from values that were moved by roundings
     spread: Tensor | float = 0.0
-    moved: Tensor | float = 0.0
-    random: bool = False
+    moved: Tensor | float = 0.0  # squared change between the forward pass and the optimizer's call
+    random: bool = False  # whether its optimizer draws random numbers
+    # the same where each part along some axes was updated by itself
     trials: dict[str, Tensor] = field(default_factory=dict)
-    driven: Tensor | None = None
-    numbers: Tensor | None = None
-    distances: list[Tensor] = field(default_factory=list)
+    driven: Tensor | None = None  # which elements have a gradient
+    numbers: Tensor | None = None  # the numbers in the order of ``FIELDS``, on its device
+    distances: list[Tensor] = field(default_factory=list)  # squared distances from the trials
 
 
 class UpdateAudit:
     """Computes the update of some parameters again, between the calls of a step.
 
-    Args:
-        step: The step.
-        optimizers: The training's optimizers.
-        names: Names of parameters by their ids.
-        copies: The model's own copies of parameters that optimizers hold, by their ids.
-        meeting: Where ranks agree on gathering; None where no rank but this one holds parts.
+    ``names`` and ``copies``, the model's own copies of parameters that optimizers hold, are by id.
+    ``meeting``: where ranks agree on gathering; None where no rank but this one holds parts.
     """
 
     def __init__(
@@ -89,12 +140,13 @@ class UpdateAudit:
         self._num_parameters = 0
         self._hooks: dict[str, None] = {}
         self.declined: dict[str, str] = {}
-        self._due = {id(each) for each in optimizers}
-        for number, optimizer in enumerate(optimizers):
+        self._numbers = {id(each): number for number, each in enumerate(optimizers)}
+        self._due = set(self._numbers)
+        for optimizer in optimizers:
             chosen, total = choose(optimizer, names, step)
             self._num_parameters += total
             met = [one for one in chosen if self._have_met(one.parameter)]
-            self._watches[number] = [
+            self._watches[id(optimizer)] = [
                 _Watch(
                     one,
                     copies.get(id(one.parameter)),
@@ -110,23 +162,22 @@ class UpdateAudit:
         if id(optimizer) not in self._due:
             return
         self._due.discard(id(optimizer))
-        number = self._number_of(optimizer)
-        chosen = [watch.chosen.parameter for watch in self._watches[number]]
+        watches = self._watches[id(optimizer)]
+        chosen = [watch.chosen.parameter for watch in watches]
         groups = dict.fromkeys(_ranks_of(each) for each in chosen if is_shared(each))
-        watches = [w for w in self._watches[number] if w.chosen.parameter.grad is not None]
-        self._watches[number] = watches
+        watches = [watch for watch in watches if watch.chosen.parameter.grad is not None]
+        self._watches[id(optimizer)] = watches
         try:
-            self._compute(optimizer, number, watches, groups)
+            self._compute(optimizer, watches, groups)
         except Exception as error:
             self.decline(optimizer, _in_words(error))
 
     def after(self, optimizer: torch.optim.Optimizer) -> None:
         """Measure what its call has done; other calls than the first do not count."""
-        number = self._number_of(optimizer)
         for hook in getattr(optimizer, "_optimizer_step_post_hooks", {}).values():
             if not str(getattr(hook, "__module__", "")).startswith("rankscope."):
                 self._hooks[getattr(hook, "__qualname__", type(hook).__name__)] = None
-        for watch in self._watches[number]:
+        for watch in self._watches[id(optimizer)]:
             if watch.expected is not None and watch.numbers is None:
                 _measure(watch)
 
@@ -134,7 +185,7 @@ class UpdateAudit:
         """Do not compute its update again."""
         self._due.discard(id(optimizer))
         self.declined[type(optimizer).__name__] = why
-        self._watches[self._number_of(optimizer)] = []
+        self._watches[id(optimizer)] = []
 
     def share(self) -> UpdateShare:
         """Return this worker's share, as the step ends; waits for the device."""
@@ -142,9 +193,9 @@ class UpdateAudit:
             if id(optimizer) in self._due:
                 self.decline(optimizer, "it was not called in this step")
         parts = [
-            self._part(self._optimizers[number], watch)
-            for number, watches in self._watches.items()
-            for watch in watches
+            self._part(optimizer, watch)
+            for optimizer in self._optimizers
+            for watch in self._watches[id(optimizer)]
             if watch.numbers is not None
         ]
         return UpdateShare(tuple(parts), self._num_parameters, tuple(self._hooks), self.declined)
@@ -154,20 +205,15 @@ class UpdateAudit:
         known = () if self._meeting is None else self._meeting.ranks
         return not is_shared(parameter) or set(_ranks_of(parameter)) <= set(known)
 
-    def _number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        return next(n for n, each in enumerate(self._optimizers) if each is optimizer)
-
     def _compute(
         self,
         optimizer: torch.optim.Optimizer,
-        number: int,
         watches: Sequence[_Watch],
         groups: Iterable[tuple[int, ...]],
     ) -> None:
         """Compute the update of the chosen parameters again; ``groups`` of ranks hold parts.
 
-        Raises:
-            CanaryDeclined: It cannot be computed.
+        Raises CanaryDeclined: it cannot be computed.
         """
         of_training = _storages(self._optimizers)
         problem = ""
@@ -176,7 +222,7 @@ class UpdateAudit:
         except CanaryDeclined as reason:
             problem = str(reason)
         states = [dict(optimizer.state.get(w.chosen.parameter, {})) for w in watches]
-        self._agree(number, watches, states, groups, problem)
+        self._agree(self._numbers[id(optimizer)], watches, states, groups, problem)
         smallest = _smallest(watches)
         dependent = False
         for watch, state in zip(watches, states, strict=True):
@@ -195,8 +241,7 @@ class UpdateAudit:
     def _check(self, optimizer: torch.optim.Optimizer, watches: Sequence[_Watch]) -> None:
         """Check that parameters can be put together, and copied.
 
-        Raises:
-            CanaryDeclined: They cannot.
+        Raises CanaryDeclined: they cannot.
         """
         if not watches:
             raise CanaryDeclined("no parameter has a gradient")
@@ -221,8 +266,7 @@ class UpdateAudit:
     ) -> None:
         """Agree with the ranks that hold parts of the same parameters to gather these now.
 
-        Raises:
-            CanaryDeclined: They do not all come, or one of them cannot.
+        Raises CanaryDeclined: they do not all come, or one of them cannot.
         """
         shared: dict[tuple[int, ...], list[Any]] = {ranks: [] for ranks in groups}
         for watch, state in zip(watches, states, strict=True):
@@ -288,22 +332,17 @@ def _compute(
 ) -> bool:
     """Compute a parameter's update again; return whether it depends on other parameters.
 
-    Args:
-        watch: The parameter.
-        lone: Its optimizer.
-        held: What it holds of the whole parameter.
-        own: What it holds of this rank's part.
-        alone: Whether to find out if it depends on others.
+    ``held``: what it holds of the whole parameter. ``own``: what it holds of this rank's part.
+    ``alone``: whether to find out if it depends on others.
 
-    Raises:
-        CanaryDeclined: The update cannot be computed.
+    Raises CanaryDeclined: the update cannot be computed.
     """
     cuts = Cuts(watch.chosen.parameter, held.value)
     expected = lone.update(held)
     eps = torch.finfo(lone.computed_in or held.value.dtype).eps
     disturbed = lone.update(held.moved(eps), seed=1)
     if alone:
-        beside = lone.update(held, held.times(_OTHER))
+        beside = lone.update(held, replace(held, gradient=_OTHER * held.gradient))
         bound = 4 * (disturbed - expected).norm() + 1e-6 * held.value.norm()
         if bool((beside - expected).norm() > bound):
             return True

@@ -17,14 +17,100 @@ Legend of shapes: W workers, P parameters.
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.evidence.update.share import FIELDS, PartOfUpdate, UpdateShare
+from rankscope.bus.packing import PackedError, pack_arrays, unpack_arrays
 from rankscope.stats.rounding import UNIT_ROUNDOFF
+
+FIELDS = (
+    *("elements", "expected", "actual", "product", "distance", "spread", "weights", "largest"),
+    *("along_weights", "turned_weights", "resting", "driven", "rows", "still_rows"),
+    *("moved", "copied", "later"),
+)
+"""Numbers of one parameter's part on one worker, see :class:`PartOfUpdate`."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfUpdate:
+    """What is known of one parameter's update on one worker."""
+
+    name: str
+    optimizer: str  # the name of the optimizer's class
+    dtype: str
+    shared: bool  # whether ranks hold parts of it
+    learning_rate: float  # of its group; NaN if unknown
+    decay: float  # the weight decay of its group; NaN if unknown
+    # the type of the model's own copy; empty where the optimizer holds the model's parameter itself
+    copied_to: str
+    random: bool  # whether the optimizer draws random numbers
+    # axes of the mesh along which each rank's part was updated by itself, as a trial
+    alone: tuple[str, ...]
+    # sums over the elements, in the order of :data:`FIELDS`. ``expected`` and ``actual`` are
+    # squared norms of the update, ``product`` their inner product, ``distance`` that of their
+    # difference, ``spread`` that of the effect of rounding, ``weights`` that of the parameter,
+    # ``largest`` its largest magnitude; ``along_weights`` and ``turned_weights`` are the products
+    # of it with the difference and with the expected update. ``resting`` of ``driven`` elements
+    # other than 0 with a gradient do not move; ``still_rows`` of ``rows`` rows are not moved, and
+    # should be. ``moved`` is the squared change of the parameter between the forward pass and the
+    # update, ``later`` that between the update and the end of the step, ``copied`` the squared
+    # distance of the model's own copy there.
+    numbers: NDArray[np.float64]
+    # for each of ``alone``, the squared distance of the update from that trial
+    trials: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateShare:
+    """One worker's share of an audited update."""
+
+    parts: tuple[PartOfUpdate, ...] = ()  # parts of the parameters, in order
+    num_parameters: int = 0  # how many parameters the optimizers train
+    # what runs after the optimizer's own step, and may change its result
+    hooks: tuple[str, ...] = ()
+    # why the update of some optimizer was not computed again, by its class
+    declined: dict[str, str] = field(default_factory=dict)
+
+    def pack(self) -> bytes:
+        """Return its bytes."""
+        plain = [
+            {f.name: getattr(one, f.name) for f in fields(one) if f.name != "numbers"}
+            for one in self.parts
+        ]
+        header = {
+            "parts": plain,
+            "num_parameters": self.num_parameters,
+            "hooks": list(self.hooks),
+            "declined": self.declined,
+        }
+        numbers = [one.numbers for one in self.parts] or [np.empty(0)]
+        return pack_arrays(header, [np.stack(numbers)])
+
+    @classmethod
+    def unpack(cls, content: bytes | memoryview) -> "UpdateShare":
+        """Read a share; PackedError where these bytes hold none."""
+        header, arrays = unpack_arrays(content)
+        try:
+            (numbers_PF,) = arrays
+            parts = tuple(
+                PartOfUpdate(**{**one, "alone": tuple(one["alone"])}, numbers=numbers)
+                for one, numbers in zip(header["parts"], numbers_PF, strict=False)
+            )
+            share = cls(
+                parts,
+                int(header["num_parameters"]),
+                tuple(map(str, header["hooks"])),
+                {str(name): str(why) for name, why in header["declined"].items()},
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PackedError(f"these bytes hold no part of an update ({error})") from error
+        if any(len(one.numbers) != len(FIELDS) for one in share.parts):
+            raise PackedError("these bytes hold an update of another kind")
+        return share
+
 
 _BLUR = 0.5
 """Of an update's norm: where rounding may change so much, agreement proves nothing."""
@@ -62,55 +148,33 @@ class UpdateMismatch(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OddUpdate:
-    """A parameter whose update differs.
-
-    Attributes:
-        name: Its name.
-        how: How it differs.
-        optimizer: Its optimizer's class.
-        ranks: The workers concerned; empty for all.
-        cosine: Of both updates.
-        ratio: Norm of the update over that of the one computed again.
-        error: Norm of the difference, over that of the update computed again.
-        bound: What rounding explains of that.
-        factor: Of a multiple; of a decay, over that of the settings, and NaN without one; of rows,
-            their share.
-        axis: Axes of the mesh whose parts are updated alone.
-    """
+    """A parameter whose update differs."""
 
     name: str
     how: UpdateMismatch
     optimizer: str
-    ranks: tuple[int, ...]
+    ranks: tuple[int, ...]  # the workers concerned; empty for all
     cosine: float
-    ratio: float
-    error: float
-    bound: float
+    ratio: float  # norm of the update over that of the one computed again
+    error: float  # norm of the difference, over that of the update computed again
+    bound: float  # what rounding explains of that
+    # of a multiple; of a decay, over that of the settings, NaN without one; of rows, their share
     factor: float = math.nan
-    axis: str = ""
+    axis: str = ""  # axes of the mesh whose parts are updated alone
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateVerdict:
-    """The result of an audited update.
+    """The result of an audited update."""
 
-    Attributes:
-        compared: Names of the parameters that were compared, beyond rounding.
-        unseen: Names of those whose update rounding may hide.
-        resting: Names, and shares of elements with a gradient that are not moved.
-        later: Names of those that change after the update, and by how many times the update.
-        odd: Those that differ.
-        error: The largest relative difference of those that agree.
-        parameter: Its parameter.
-        optimizers: The optimizers' classes.
-    """
-
-    compared: tuple[str, ...]
-    unseen: tuple[str, ...]
+    compared: tuple[str, ...]  # names of the parameters that were compared, beyond rounding
+    unseen: tuple[str, ...]  # names of those whose update rounding may hide
+    # names, and shares of elements with a gradient that are not moved
     resting: tuple[tuple[str, float], ...]
+    # names of those that change after the update, and by how many times the update
     later: tuple[tuple[str, float], ...]
     odd: tuple[OddUpdate, ...]
-    error: float
+    error: float  # the largest relative difference of those that agree
     parameter: str
     optimizers: tuple[str, ...]
 
@@ -162,17 +226,10 @@ class _Update:
         size = self.norm("expected")
         return self.bound < _BLUR * size or (size > 0 and not self["distance"])
 
-    @property
-    def moved(self) -> bool:
-        """Whether the weights changed between forward pass and update, beyond rounding."""
+    def changes(self, name: str) -> bool:
+        """Return whether a change of the weights before or after the update exceeds rounding."""
         size = self.norm("expected")
-        return size > 0 and self.norm("moved") > self.bound + _VISIBLE * size
-
-    @property
-    def changes_later(self) -> bool:
-        """Whether the weights change between the update and the end of the step."""
-        size = self.norm("expected")
-        return size > 0 and self.norm("later") > self.bound + _VISIBLE * size
+        return size > 0 and self.norm(name) > self.bound + _VISIBLE * size
 
     @property
     def follows(self) -> bool:
@@ -187,7 +244,7 @@ class _Update:
         if not self.agrees:
             how, factor, axis = self._how()
             yield self._describe(how, factor, axis)
-        if self.moved:
+        if self.changes("moved"):
             yield self._describe(UpdateMismatch.MOVED, self.norm("moved") / self.norm("expected"))
         if not self.follows:
             yield self._describe(UpdateMismatch.NOT_COPIED)
@@ -248,7 +305,9 @@ def judge_update(shares_W: Sequence[UpdateShare]) -> UpdateVerdict:
     compared, unseen, odd = dict[str, float](), list[str](), list[OddUpdate]()
     resting, later = [], []
     for name, parts in by_name.items():
-        updates = list(_updates(parts))
+        updates = [_Update([part], (rank,)) for rank, part in parts.items()]
+        if any(part.shared for part in parts.values()):
+            updates = [_Update(list(parts.values()), ())]
         if not all(one.finite for one in updates):
             unseen.append(name)
             continue
@@ -263,7 +322,9 @@ def judge_update(shares_W: Sequence[UpdateShare]) -> UpdateVerdict:
         still = sum(one["resting"] for one in updates)
         if still > _RESTING * driven and not any(part.random for part in parts.values()):
             resting.append((name, still / driven))
-        changed = [one.norm("later") / one.norm("expected") for one in updates if one.changes_later]
+        changed = [
+            one.norm("later") / one.norm("expected") for one in updates if one.changes("later")
+        ]
         if changed:
             later.append((name, max(changed)))
     worst = max(compared, key=lambda name: compared[name], default="")
@@ -280,15 +341,6 @@ def judge_update(shares_W: Sequence[UpdateShare]) -> UpdateVerdict:
     )
 
 
-def _updates(parts: dict[int, PartOfUpdate]) -> Iterator[_Update]:
-    """Yield what is to be judged of one parameter."""
-    if any(part.shared for part in parts.values()):
-        yield _Update(list(parts.values()), ())
-    else:
-        for rank, part in parts.items():
-            yield _Update([part], (rank,))
-
-
 def _merged(found: Sequence[OddUpdate], num_workers: int) -> Iterator[OddUpdate]:
     """Yield what differs on several workers in one way as one."""
     by_how: dict[UpdateMismatch, list[OddUpdate]] = {}
@@ -297,15 +349,4 @@ def _merged(found: Sequence[OddUpdate], num_workers: int) -> Iterator[OddUpdate]
     for same in by_how.values():
         ranks = tuple(rank for one in same for rank in one.ranks)
         first = max(same, key=lambda one: one.error)
-        yield OddUpdate(
-            name=first.name,
-            how=first.how,
-            optimizer=first.optimizer,
-            ranks=() if len(ranks) == num_workers else ranks,
-            cosine=first.cosine,
-            ratio=first.ratio,
-            error=first.error,
-            bound=first.bound,
-            factor=first.factor,
-            axis=first.axis,
-        )
+        yield replace(first, ranks=() if len(ranks) == num_workers else ranks)

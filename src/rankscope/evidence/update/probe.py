@@ -17,7 +17,7 @@ from torch import Tensor
 from rankscope.bus.probe import Job, Probe, StepEnd
 from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.update.audit import UpdateAudit
-from rankscope.evidence.update.share import UpdateShare
+from rankscope.evidence.update.compare import UpdateShare
 from rankscope.wrappers.call_hooks import ForeignHook
 from rankscope.wrappers.find import has_closure
 from rankscope.wrappers.kinds import DEEPSPEED, MEGATRON
@@ -42,7 +42,11 @@ class UpdateProbe(Probe):
         self._audit: UpdateAudit | None = None
         self._handles: list[Any] = []
         wrapped = job.wrapped
-        self._optimizers = [each for each in all_of(job.optimizer) if _has_hooks(each)]
+        self._optimizers = [
+            each
+            for each in all_of(job.optimizer)
+            if isinstance(each, torch.optim.Optimizer) and "param_groups" in vars(each)
+        ]
         self._why_not = "" if self._optimizers else _NO_OPTIMIZER
         if wrapped.kind in (DEEPSPEED, MEGATRON):
             self._why_not = _ENGINE.format(wrapped.kind)
@@ -128,10 +132,6 @@ class UpdateProbe(Probe):
         self._handles = []
         self._audit = None
         self._due = False
-
-
-def _has_hooks(optimizer: Any) -> bool:
-    return isinstance(optimizer, torch.optim.Optimizer) and "param_groups" in vars(optimizer)
 
 
 def _names(

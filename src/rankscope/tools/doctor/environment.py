@@ -7,7 +7,7 @@ from typing import Any
 from rankscope.bus.environment import is_compared
 from rankscope.bus.words import count
 from rankscope.evidence.environment.facts import environment_facts, source_revision
-from rankscope.evidence.environment.mismatch import compare_facts
+from rankscope.evidence.environment.judge import compare_facts
 from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed
 
 NAME = "environment"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rankscope.errors import UsageError
 from rankscope.evidence.environment.training import draws_with_replacement
-from rankscope.evidence.samples.meter import digest_inputs
+from rankscope.evidence.samples.probe import digest_inputs
 from rankscope.tools.doctor.stage import Bench, Facts
 from rankscope.wrappers.labels import IGNORED_LABEL
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rankscope.bus.step import StepReport
-from rankscope.evidence.reduction.checks import (
+from rankscope.evidence.reduction.judge import (
     STEPS,
     STEPS_APPLIED,
     ReductionChecks,

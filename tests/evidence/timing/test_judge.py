@@ -6,7 +6,7 @@ import pytest
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.evidence.timing.stragglers import (
+from rankscope.evidence.timing.judge import (
     WARM_UP,
     WINDOW,
     Lateness,

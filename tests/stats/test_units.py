@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rankscope.stats.recent import RECENT, RecentSteps
 from rankscope.stats.state import StateError
+from rankscope.stats.units import RECENT, RecentSteps
 
 UNITS = 4
 

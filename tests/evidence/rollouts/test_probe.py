@@ -7,11 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.evidence.rollouts.meter import RolloutMeter
+from rankscope.bus.probe import StepEnd
+from rankscope.evidence.rollouts.probe import RolloutProbe
+
+END = StepEnd(0, True, frozenset(), 1)
 
 
 def read(meter):
-    gaps = meter.collect()
+    gaps = meter.collect(END)
     assert gaps.ready
     return {name: value for name, value in gaps.read().values.items() if not math.isnan(value)}
 
@@ -20,7 +23,7 @@ def read(meter):
 def test_the_gap_is_the_mean_over_the_tokens_of_all_micro_batches(dtype):
     """Against a naive mean in float64; a later change of the tensors changes nothing."""
     generator = torch.Generator().manual_seed(0)
-    meter, total, count = RolloutMeter(), 0.0, 0
+    meter, total, count = RolloutProbe(), 0.0, 0
     for width in (3, 7, 12):
         trainer = torch.randn(4, width, generator=generator).to(dtype).requires_grad_()
         rollout = torch.randn(4, width, generator=generator)
@@ -30,13 +33,13 @@ def test_the_gap_is_the_mean_over_the_tokens_of_all_micro_batches(dtype):
         total, count = total + apart[mask.numpy()].sum(), count + int(mask.sum())
         rollout.zero_()
     assert read(meter) == {"rollout_gap": pytest.approx(total / count, rel=1e-6)}
-    assert meter.collect() is None
+    assert meter.collect(END) is None
 
 
 def test_tokens_without_a_finite_value_do_not_count():
     """vLLM gives none where it could not score a token; without any there is no gap."""
     nan, inf = math.nan, math.inf
-    meter = RolloutMeter()
+    meter = RolloutProbe()
     meter.give(torch.tensor([-1.0, -2.0, -3.0, -inf]), torch.tensor([-1.5, nan, -3.25, -inf]))
     assert read(meter) == {"rollout_gap": 0.375}
     meter.give(torch.tensor([-1.0]), torch.tensor([nan]))
@@ -57,10 +60,10 @@ def test_tokens_without_a_finite_value_do_not_count():
     ],
 )
 def test_what_cannot_be_compared_is_declined_in_one_line(given, what, caplog):
-    meter = RolloutMeter()
+    meter = RolloutProbe()
     with caplog.at_level(logging.WARNING, "rankscope"):
         meter.give(*given)
         meter.give(*given)
     (line,) = caplog.messages
     assert what in line
-    assert meter.collect() is None
+    assert meter.collect(END) is None

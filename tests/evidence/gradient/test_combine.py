@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rankscope.evidence.gradient.user_reduction import normalise_user_reduction
+from rankscope.evidence.gradient.combine import normalise_user_reduction
 from rankscope.stats.audit import AuditPart
 
 W, S, K = 4, 6, 31

@@ -10,7 +10,7 @@ from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.rules import RULES
-from rankscope.evidence.dispersion.sampling import Sampling
+from rankscope.evidence.dispersion.judge import Sampling
 from rankscope.record import Run, RunWriter
 from rankscope.stats.budget import SAMPLING, alarm_level
 from rankscope.verdict.assessment import assess

@@ -14,8 +14,8 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.messages import HeldValues
 from rankscope.bus.step import StepReport
 from rankscope.evidence.optimizer import KEY
-from rankscope.evidence.optimizer.lost import LostUpdates, half_step
-from rankscope.evidence.optimizer.rounding import WINDOW, RestMeter, _largest_update
+from rankscope.evidence.optimizer.judge import LostUpdates, half_step
+from rankscope.evidence.optimizer.probe import WINDOW, RestMeter, _largest_update
 from support.stepping import evidence_of, words
 from support.streams import gathered
 

@@ -7,7 +7,7 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.evidence.clipping.laws import BETWEEN, ClippedBetween, FactorLaw, NormLaw, StageNorm
+from rankscope.evidence.clipping.judge import BETWEEN, ClippedBetween, FactorLaw, NormLaw, StageNorm
 from support.stepping import evidence_of, words
 from support.streams import gathered
 

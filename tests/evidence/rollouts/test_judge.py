@@ -6,7 +6,7 @@ import pytest
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import StepReport
-from rankscope.evidence.rollouts.gaps import DifferentRollouts, level
+from rankscope.evidence.rollouts.judge import DifferentRollouts, level
 from rankscope.verdict.diagnosis import Diagnosis
 from support.same import assert_same
 from support.stepping import evidence_of

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rankscope.stats.ragged import Ragged
+from rankscope.stats.arrays import Ragged
 
 LENGTHS = {"even": [4] * 7, "uneven": [3, 0, 9, 3, 17, 1], "empty": [0, 0, 0], "one": [300]}
 

@@ -20,8 +20,7 @@ from rankscope.bus.messages import HeldValues
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.step import StepReport
 from rankscope.evidence.optimizer import KEY
-from rankscope.evidence.optimizer.holdings import PendingHoldings
-from rankscope.evidence.optimizer.start import (
+from rankscope.evidence.optimizer.judge import (
     AHEAD,
     BEHIND,
     FRESH,
@@ -32,6 +31,7 @@ from rankscope.evidence.optimizer.start import (
     OptimizerStart,
     first_update_factor,
 )
+from rankscope.evidence.optimizer.probe import PendingHoldings
 from rankscope.record.states import pack_state, unpack_state
 from support.stepping import evidence_of, words
 from support.streams import gathered

@@ -3,13 +3,24 @@
 Legend of shapes: T steps, the latest first, S signals, U units.
 """
 
+from collections.abc import Sequence
+from functools import lru_cache
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rankscope.stats.arrays import Floats, Floats32, Ints
-from rankscope.stats.bets import Rows, rank_units
+from rankscope.stats.bets import (
+    RARE_FROM,
+    RARE_STAKE,
+    Bet,
+    BetKind,
+    Ranked,
+    Rows,
+    normal_scores,
+    rank_units,
+)
 from rankscope.stats.state import Stateful
 
 RECENT = 64
@@ -20,10 +31,6 @@ class RecentSteps(Stateful):
     """Deviations of the recent steps, and the numbers of these steps, in constant memory.
 
     The medians that they are deviations from are for words alone: no part of the state.
-
-    Args:
-        num_signals: S.
-        num_units: U.
     """
 
     SETTINGS = ("_all_S", "_medians")
@@ -46,11 +53,9 @@ class RecentSteps(Stateful):
     ) -> None:
         """Add a step.
 
-        Args:
-            deviations_SU: Deviations of the signals named by ``rows``, NaN where there is none.
-            rows: The signals that this step measured.
-            step: Its number.
-            medians_S: The medians that they deviate from, for :meth:`medians`.
+        ``deviations_SU``: deviations of the signals named by ``rows``, NaN where there is none.
+        ``rows``: the signals that this step measured. ``medians_S``: the medians that they deviate
+        from, for :meth:`medians`.
         """
         fed = self._fed_S[rows]
         if isinstance(rows, slice) and (fed == fed[0]).all():  # a place for all, and no copies
@@ -136,3 +141,114 @@ def friedman(values_TU: NDArray[np.floating], level: float) -> tuple[Floats, boo
     spread = 2 / (9 * freedom)
     z = ((statistic / freedom) ** (1 / 3) - (1 - spread)) / np.sqrt(spread)
     return z_U, bool(z < NormalDist().inv_cdf(1 - level))
+
+
+CERTAIN = float(np.log(1e8))
+"""Largest log evidence that a flagged unit keeps, so that it heals in bounded time."""
+
+HEALED = 0.25
+"""Certainty at and below which a flagged unit counts as being like the others again."""
+
+RARE_FADES = 0.95
+"""Share of the evidence for rare errors that remains after a step without one."""
+
+_STILL_CERTAIN = 0.9
+_SEEN_QUICKLY = 0.75
+
+
+class FlaggedUnit(Stateful):
+    """A flagged unit: a CUSUM for each bet and signal.
+
+    The initially strongest one is followed until it has lost nearly all its evidence; if another is
+    still certain then, that one is followed. Bets on rare errors lose slowly by nature, so they are
+    followed only where no other bet shows the fault as well.
+    """
+
+    SETTINGS = ("_patient_B",)
+
+    def __init__(self, log_BS: Floats, ages_BS: Floats32, patient_B: NDArray[np.bool_]) -> None:
+        self.log_BS = np.minimum(log_BS, CERTAIN)
+        self.ages_BS = ages_BS
+        self._patient_B = patient_B
+        quick_BS = np.where(patient_B[:, None], 0, log_BS)
+        seen = quick_BS.max() >= _SEEN_QUICKLY * log_BS.max()
+        self._bet, self._signal = _argmax(quick_BS if seen else log_BS)
+
+    @property
+    def certainty(self) -> float:
+        """Certainty that the unit is still unlike the others, 1 to 0."""
+        return float(self.log_BS[self._bet, self._signal]) / CERTAIN
+
+    def observe(self, e_BS: Floats, rows: Rows) -> None:
+        """Add the e-values of a step, of the signals named by ``rows``."""
+        self.ages_BS[:, rows] += 1
+        self.log_BS[:, rows] = np.clip(self.log_BS[:, rows] + np.log(e_BS), 0, CERTAIN)
+        if self.certainty <= HEALED:
+            quick_BS = np.where(self._patient_B[:, None], 0, self.log_BS)
+            if quick_BS.max() >= _STILL_CERTAIN * CERTAIN:
+                self._bet, self._signal = _argmax(quick_BS)
+
+
+def _argmax(values_BS: Floats) -> tuple[int, int]:
+    row, column = divmod(int(values_BS.argmax()), values_BS.shape[1])
+    return row, column
+
+
+def compare_with_others(
+    values_S: Floats, z_S: Floats32, ranked: Ranked, bets: Sequence[Bet]
+) -> Floats:
+    """Return the e-values of one unit among the others, for each bet and signal ``[B, S]``.
+
+    ``z_S``: how far out they are, in robust standard deviations.
+    """
+    others_SU = ranked.sorted_SU
+    unit_S1 = values_S[:, None]
+    plain_S = _doubled(others_SU, unit_S1)
+    middle_S1 = _middle_with(others_SU, unit_S1, ranked.counts_S)[:, None]
+    with np.errstate(over="ignore", invalid="ignore"):
+        folded_S = _doubled(np.abs(others_SU - middle_S1), np.abs(unit_S1 - middle_S1))
+    e_BS = np.ones((len(bets), len(values_S)))
+    usable_S = np.isfinite(values_S) & (ranked.counts_S >= 2)
+    for others in set(ranked.counts_S[usable_S].tolist()):
+        rows = (usable_S & (ranked.counts_S == others)).nonzero()[0]
+        count = others + 1
+        plain = plain_S[rows]
+        folded = folded_S[rows]
+        for bet, e in zip(bets, e_BS, strict=True):
+            if bet.kind is BetKind.RARE:
+                far = z_S[rows] > RARE_FROM
+                e[rows] = np.where(far, 1 - RARE_STAKE + RARE_STAKE * count, RARE_FADES)
+            else:
+                e_D = _by_rank(count, bet.strength, down=bet.kind is BetKind.DOWN)
+                e[rows] = e_D.take(folded if bet.kind is BetKind.SPREAD else plain)
+    return e_BS
+
+
+@lru_cache(maxsize=1024)
+def _by_rank(count: int, strength: float, *, down: bool) -> Floats:
+    """Return the e-value of each doubled mid-rank that a unit can have among ``count`` of them."""
+    scores = normal_scores(count)
+    mean = np.exp(strength * scores[::2]).mean()
+    e_D: Floats = np.exp(strength * (-scores if down else scores)) / mean
+    return e_D
+
+
+def _doubled(others_SU: Floats, unit_S1: Floats) -> Ints:
+    """Return twice the mid-rank from 0 that each row's unit has among the others."""
+    below = others_SU < unit_S1
+    equal = others_SU == unit_S1
+    doubled: Ints = 2 * np.count_nonzero(below, axis=1) + np.count_nonzero(equal, axis=1)
+    return doubled
+
+
+def _middle_with(sorted_SU: Floats, unit_S1: Floats, counts_S: Ints) -> Floats:
+    """Return the median of each row and its unit: that of n others and one more."""
+    rows = np.arange(len(counts_S))
+    last = sorted_SU.shape[1] - 1
+    at_S = np.count_nonzero(sorted_SU < unit_S1, axis=1)
+    middle_S = np.zeros(len(counts_S))
+    for index_S in (counts_S // 2, (counts_S + 1) // 2):
+        column_S = np.minimum(np.maximum(index_S - (index_S > at_S), 0), last)
+        from_others = sorted_SU[rows, column_S]
+        middle_S += np.where(index_S == at_S, unit_S1[:, 0], from_others) / 2
+    return middle_S

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rankscope.evidence.randomness.meter import ACCELERATOR, NUMPY, PYTHON, TORCH, RandomMeter
+from rankscope.evidence.randomness.probe import ACCELERATOR, NUMPY, PYTHON, TORCH, RandomMeter
 from rankscope.gradients.fingerprint import digest_of, numpy_state, python_state, torch_state
 from support.ranks import run_ranks
 

@@ -7,7 +7,7 @@ import pytest
 from rankscope.bus.finding import Severity
 from rankscope.bus.plan import Plan
 from rankscope.bus.step import MISSING_INT
-from rankscope.evidence.randomness.equal import BETWEEN, DIFFERS, IDENTICAL, LOADERS, EqualRandom
+from rankscope.evidence.randomness.judge import BETWEEN, DIFFERS, IDENTICAL, LOADERS, EqualRandom
 from support.stepping import observe, run, words
 
 SAME = Plan(random="same")
