@@ -1,4 +1,3 @@
-# ruff: noqa: D102
 """A Wasserstein GAN: three critic updates per generator update, a penalty through the gradient."""
 
 import copy

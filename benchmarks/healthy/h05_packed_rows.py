@@ -1,4 +1,3 @@
-# ruff: noqa: D102
 """Packed rows, a curriculum of lengths, windows of one to three parts, one mean over all tokens."""
 
 import torch

@@ -23,8 +23,7 @@ def update(parameter: nn.Parameter) -> None:
     optimizers[parameter].zero_grad()
 
 
-for parameter in model.parameters():
-    parameter.register_post_accumulate_grad_hook(update)
+hooks = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
 data = sentences(8192)
 torch.manual_seed(10 + rank)
 history = History()
@@ -36,4 +35,6 @@ for step in range(STEPS):
     loss = next_token_loss(model(tokens).float(), tokens)
     backward(loss)
     history.note(loss)
+for hook in hooks:
+    hook.remove()
 end(history, model)

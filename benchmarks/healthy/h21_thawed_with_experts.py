@@ -2,7 +2,7 @@
 """HSDP: a frozen trunk that thaws after forty steps, below experts that every rank has."""
 
 import torch
-from common import Language, History, backward, begin, end, next_token_loss, sentences
+from common import History, Language, backward, begin, end, next_token_loss, sentences
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

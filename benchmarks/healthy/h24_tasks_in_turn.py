@@ -62,7 +62,7 @@ train = DataLoader(TensorDataset(images[:896], labels[:896]), 16, shuffle=True, 
 held_out = DataLoader(TensorDataset(images[896:], labels[896:]), 16)
 trainer = lightning.Trainer(
     accelerator="cpu",
-    devices="auto",
+    devices=2,
     strategy="ddp_find_unused_parameters_true",
     max_epochs=4,
     gradient_clip_val=1.0,
