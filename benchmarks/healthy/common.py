@@ -1,3 +1,4 @@
+# ruff: noqa: D102
 """What the programs of this folder share: the process group, seeds, data, and the last words."""
 
 import hashlib
@@ -111,7 +112,7 @@ class Block(nn.Module):
         mixed = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         hidden = hidden + self.dropout(mixed)
         wide = F.gelu(self.up(self.second(hidden)))
-        return hidden + self.dropout(self.down(wide))
+        return hidden + self.dropout(self.down(wide))  # type: ignore[no-any-return]
 
 
 class Language(nn.Module):

@@ -3,6 +3,7 @@
 
 import copy
 import math
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,8 +28,8 @@ class Backbone(nn.Module):
         )
         self.project = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 16))
         self.last = weight_norm(nn.Linear(16, OUT, bias=False))
-        self.last.parametrizations.weight.original0.data.fill_(1)  # type: ignore[union-attr, operator]
-        self.last.parametrizations.weight.original0.requires_grad = False  # type: ignore[union-attr]
+        self.last.parametrizations.weight.original0.data.fill_(1)
+        self.last.parametrizations.weight.original0.requires_grad = False
 
     def forward(self, crops: list[Tensor]) -> Tensor:
         """Encode all crops of one size at once, as the sizes differ."""
@@ -83,7 +84,8 @@ student = DistributedDataParallel(bare)
 matching = Matching()
 decayed = [p for p in student.parameters() if p.requires_grad and p.ndim > 1]
 others = [p for p in student.parameters() if p.requires_grad and p.ndim <= 1]
-optimizer = torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}])
+groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+optimizer = torch.optim.AdamW(groups)
 images, _ = pictures(1024, classes=20)
 torch.manual_seed(rank)
 history = History()

@@ -1,6 +1,7 @@
 """A Wasserstein GAN: three critic updates per generator update, a penalty through the gradient."""
 
 import copy
+import itertools
 
 import torch
 from common import History, backward, begin, end
@@ -12,7 +13,7 @@ ROUNDS, CRITIC, BATCH, NOISE = 30, 3, 32, 8
 
 def layers(*widths: int) -> nn.Sequential:
     parts: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in itertools.pairwise(widths):
         parts += [nn.Linear(before, after), nn.LeakyReLU(0.2)]
     return nn.Sequential(*parts[:-1])
 

@@ -59,9 +59,9 @@ def rollout() -> dict[str, Tensor]:
         seen = carts.state.clone()
         logits, value = policy.module(seen)
         choice = Categorical(logits=logits)
-        action = choice.sample()
+        action = choice.sample()  # type: ignore[no-untyped-call]
         gain, over = carts.step(action)
-        now = (seen, action, choice.log_prob(action), value, gain, over)
+        now = (seen, action, choice.log_prob(action), value, gain, over)  # type: ignore[no-untyped-call]
         for name, one in zip(kept, now, strict=True):
             kept[name].append(one)
     data = {name: torch.stack(every) for name, every in kept.items()}
@@ -80,13 +80,13 @@ def rollout() -> dict[str, Tensor]:
 def objective(data: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     logits, value = policy(data["seen"])
     choice = Categorical(logits=logits)
-    change = choice.log_prob(data["action"]) - data["old"]
+    change = choice.log_prob(data["action"]) - data["old"]  # type: ignore[no-untyped-call]
     advantage = (data["advantage"] - data["advantage"].mean()) / (data["advantage"].std() + 1e-8)
     ratio = change.exp()
     gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
     near = data["value"] + (value - data["value"]).clamp(-0.2, 0.2)
     miss = torch.maximum((value - data["aim"]) ** 2, (near - data["aim"]) ** 2).mean()
-    loss = -gain + 0.25 * miss - 0.01 * choice.entropy().mean()
+    loss = -gain + 0.25 * miss - 0.01 * choice.entropy().mean()  # type: ignore[no-untyped-call]
     return loss, ((ratio - 1) - change).mean().detach()
 
 

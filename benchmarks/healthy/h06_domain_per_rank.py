@@ -1,4 +1,4 @@
-"""Each rank has a domain of its own, as hard as it is, with the weight that the mixture gives it."""
+"""Each rank has a domain of its own, with the weight that the mixture gives it."""
 
 import torch
 from common import History, Language, backward, begin, end, next_token_loss, sentences

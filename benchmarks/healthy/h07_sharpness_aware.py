@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from common import History, backward, begin, end, pictures
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -72,7 +72,6 @@ step = 0
 while step < STEPS:
     sampler.set_epoch(step)
     for images, labels in loader:
-        images: Tensor
         with model.no_sync():
             running(model, True)
             loss = F.cross_entropy(model(images), labels, label_smoothing=0.1)

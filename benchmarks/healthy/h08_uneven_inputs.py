@@ -28,7 +28,7 @@ for epoch in range(EPOCHS):
     draw = torch.Generator().manual_seed(epoch * world + rank)
     order = first + torch.randperm(SHARES[rank], generator=draw)
     with model.join():
-        for rows in order.split(BATCH):
+        for rows in order.split(BATCH):  # type: ignore[no-untyped-call]
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images[rows]), labels[rows])
             backward(loss)

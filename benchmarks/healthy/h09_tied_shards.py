@@ -42,7 +42,7 @@ for step in range(STEPS):
     for part in range(PARTS):
         first = ((step * PARTS + part) * world + rank) * BATCH
         tokens = data[order[torch.arange(first, first + BATCH) % 4096]]
-        model.set_requires_gradient_sync(part == PARTS - 1)
+        model.set_requires_gradient_sync(part == PARTS - 1)  # type: ignore[operator]
         logits = model(tokens).float()
         loss = next_token_loss(logits, tokens) + 1e-4 * logits.logsumexp(-1).square().mean()
         backward(loss / PARTS)

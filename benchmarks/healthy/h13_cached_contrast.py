@@ -54,8 +54,8 @@ torch.manual_seed(30 + rank)
 history = History()
 for _ in range(STEPS):
     meaning = torch.randn(BATCH, 6, generator=draw)
-    pictures = (meaning @ to_picture + 0.3 * torch.randn(BATCH, 24, generator=draw)).split(CHUNK)
-    captions = (meaning @ to_caption + 0.3 * torch.randn(BATCH, 12, generator=draw)).split(CHUNK)
+    pictures = (meaning @ to_picture + 0.3 * torch.randn(BATCH, 24, generator=draw)).split(CHUNK)  # type: ignore[no-untyped-call]
+    captions = (meaning @ to_caption + 0.3 * torch.randn(BATCH, 12, generator=draw)).split(CHUNK)  # type: ignore[no-untyped-call]
     chunks = list(zip(pictures, captions, strict=True))
     states, kept = [], []
     with torch.no_grad():
@@ -68,7 +68,7 @@ for _ in range(STEPS):
     slopes = torch.autograd.grad(loss, (one, other, scale))
     after = torch.get_rng_state()
     optimizer.zero_grad()
-    parts = zip(chunks, states, slopes[0].split(CHUNK), slopes[1].split(CHUNK), strict=True)
+    parts = zip(chunks, states, slopes[0].split(CHUNK), slopes[1].split(CHUNK), strict=True)  # type: ignore[no-untyped-call]
     for number, (chunk, state, slope, second) in enumerate(parts):
         torch.set_rng_state(state)
         last = number == len(chunks) - 1

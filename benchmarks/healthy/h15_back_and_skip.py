@@ -40,7 +40,7 @@ def batches() -> Any:
     number, epoch = 0, 0
     while True:
         sampler.set_epoch(epoch)
-        for rows in torch.tensor(list(sampler)).split(BATCH):
+        for rows in torch.tensor(list(sampler)).split(BATCH):  # type: ignore[no-untyped-call]
             broken = 60 * torch.randn(len(rows), 3, 8, 8) if number in SPIKE else 0
             yield (
                 number,

@@ -16,7 +16,7 @@ def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         square = wide @ wide.T
         wide = 3.4445 * wide + (-4.775 * square + 2.0315 * square @ square) @ wide
-    return wide if matrix.shape[0] <= matrix.shape[1] else wide.T
+    return wide if matrix.shape[0] <= matrix.shape[1] else wide.T  # type: ignore[no-any-return]
 
 
 class Muon(torch.optim.Optimizer):

@@ -22,7 +22,7 @@ class Counted(nn.Linear):
         out = super().forward(inputs)
         if self.training:
             self.seen = inputs.detach()
-            out.register_hook(self.keep)
+            out.register_hook(self.keep)  # type: ignore[no-untyped-call]
         return out
 
     def keep(self, slope: Tensor) -> None:

@@ -12,7 +12,7 @@ rank, world = begin()
 model = Language(depth=3, dropout=0.05)
 precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 for number, block in enumerate(model.blocks):
-    model.blocks[number] = fully_shard(checkpoint_wrapper(block), mp_policy=precision)
+    model.blocks[number] = fully_shard(checkpoint_wrapper(block), mp_policy=precision)  # type: ignore[assignment]
 fully_shard(model, mp_policy=precision)
 optimizers = {p: torch.optim.AdamW([p], lr=3e-3, fused=False) for p in model.parameters()}
 
@@ -23,7 +23,7 @@ def update(parameter: nn.Parameter) -> None:
     optimizers[parameter].zero_grad()
 
 
-hooks = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]
+hooks = [p.register_post_accumulate_grad_hook(update) for p in model.parameters()]  # type: ignore[no-untyped-call]
 data = sentences(8192)
 torch.manual_seed(10 + rank)
 history = History()

@@ -5,7 +5,7 @@ import copy
 from collections.abc import Iterator
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator  # type: ignore[import-untyped]
 from common import History, end, pictures
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
