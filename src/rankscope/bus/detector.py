@@ -38,7 +38,7 @@ class RunFacts:
     plan: Plan = field(default_factory=Plan)
     # by group, the type in which its gradient is meant to be reduced; None if unknown
     reduced_in: Mapping[str, str] | None = None
-    comm_hook: bool = False  # whether a communication hook of the training's own reduces gradients
+    comm_hook: str = ""  # name of the training's own communication hook that reduces gradients
     # seed of each rank's sampler, None where it is not known
     sampler_seeds: Sequence[int | None] = ()
     # whether all ranks' data loaders are known to draw with replacement

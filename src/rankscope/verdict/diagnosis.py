@@ -177,13 +177,14 @@ def hosts_of(info: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(map(str, hosts)) if all(hosts) else ()
 
 
-def has_comm_hook(info: Mapping[str, Any]) -> bool:
-    """Return whether a communication hook reduces, other than rankscope's.
+def comm_hook_of(info: Mapping[str, Any]) -> str:
+    """Return the name of the communication hook that reduces, other than rankscope's, or nothing.
 
     ``info`` is of the run, or the facts of one rank: hooks are the same on all of them.
     """
     names = str(_at(info, "training", "reduction", "hook") or "")
-    return any(not name.startswith("rankscope.") for name in names.split(", ") if name)
+    theirs = (name for name in names.split(", ") if not name.startswith("rankscope."))
+    return next(theirs, "")
 
 
 def diagnosis_of(run: Run) -> Diagnosis:
@@ -203,7 +204,7 @@ def diagnosis_of(run: Run) -> Diagnosis:
             tuple(environments) if all(environments) else (),
             plan,
             reduced_in=reduced_in if isinstance(reduced_in, Mapping) else None,
-            comm_hook=has_comm_hook(info),
+            comm_hook=comm_hook_of(info),
             sampler_seeds=tuple(by_rank(info, "sampler_seed")),
             with_replacement=bool(replaced) and all(one is True for one in replaced),
             data_splits=[(str(name), int(parts)) for name, parts in splits],

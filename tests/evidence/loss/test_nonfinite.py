@@ -12,3 +12,13 @@ def test_a_scaler_that_begins_too_high_is_a_note_until_its_scale_has_fallen_to_1
         found += observe(detector, step, grad_scale=[2.0 ** (40 - step)] * 4, **columns)
     severities = [each.severity for each in found]
     assert severities == [Severity.NOTE] * 40 + [Severity.WARNING] * 20
+
+
+def test_what_the_optimizer_got_decides():
+    """A loop without a scaler drops an overflow, and its next pass belongs to the same step."""
+    severities = []
+    for reduced in (1.0, float("nan")):
+        columns = {"nonfinite": [True] * 4, "loss": [1.0] * 4, "optimizer_steps": [1] * 4}
+        (found,) = observe(NonFinite(), 0, reduced_norm=[reduced] * 4, **columns)
+        severities.append(found.severity)
+    assert severities == [Severity.NOTE, Severity.ERROR]

@@ -163,10 +163,14 @@ def test_a_factor_of_some_parameters_is_told_and_they_are_named():
     assert "the gradients of block.weight were multiplied by 0.5" in words(found[-1])
 
 
-@pytest.mark.parametrize("factor", [0.0, 4.0])
-def test_what_no_clipping_does_is_a_warning_at_once(factor):
-    [found] = tell(ChangedLater(), changed(0, factor))
+def test_what_no_clipping_does_is_a_warning_at_once():
+    [found] = tell(ChangedLater(), changed(0, 4.0))
     assert found.severity is Severity.WARNING
+
+
+def test_a_layer_that_is_held_back_is_a_note():
+    found = tell(ChangedLater(), *(changed(n, 0.0) for n in range(9)))
+    assert {one.severity for one in found} == {Severity.NOTE}
 
 
 def test_clipping_by_value_or_layer_is_a_note_and_by_norm_nothing():

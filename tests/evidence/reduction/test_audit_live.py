@@ -3,7 +3,7 @@
 import pytest
 
 from rankscope import Run
-from rankscope.verdict.diagnosis import diagnose_run, has_comm_hook
+from rankscope.verdict.diagnosis import comm_hook_of, diagnose_run
 from support import audit_jobs
 from support.ranks import run_ranks
 
@@ -65,9 +65,9 @@ def test_a_hook_that_begins_to_compress_later(jobs):
     ],
 )
 def test_only_hooks_of_the_training_itself_count(hook, theirs):
-    assert has_comm_hook({"training": {"reduction": {"hook": hook}}}) == theirs
-    assert not has_comm_hook({"training": {"reduction": {"class": "FSDPModule"}}})
-    assert not has_comm_hook({})
+    assert bool(comm_hook_of({"training": {"reduction": {"hook": hook}}})) == theirs
+    assert not comm_hook_of({"training": {"reduction": {"class": "FSDPModule"}}})
+    assert not comm_hook_of({})
 
 
 def test_a_reduction_in_bfloat16(jobs):

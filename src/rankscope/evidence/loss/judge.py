@@ -41,7 +41,8 @@ class NonFinite(Detector):
 
     It is an error where the optimizer was called all the same, or may have been. A gradient scaler
     overflows now and then on purpose, and the optimizer skips that step: then a bad loss is a
-    warning, and so are very many skipped steps although the scale has fallen to 1.
+    warning, and so are very many skipped steps although the scale has fallen to 1. So is a step
+    whose reduced gradient is finite: the training has dropped what was not.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class NonFinite(Detector):
         in_loss = _has_bad_loss(gathered, ranks)
         for rank in ranks.tolist():
             self._seen[rank] = "loss" if in_loss else self._seen.get(rank, "gradient")
-        skipped = _was_skipped(gathered)
+        skipped = _was_skipped(gathered) or _was_dropped(gathered)
         self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
         self._applied = self._applied or skipped is False
         stuck = self._skips_in_a_row >= _SKIPS_IN_A_ROW and not common_scale(gathered) > 1
@@ -165,6 +166,11 @@ def _was_skipped(gathered: GatheredStep) -> bool | None:
     if (calls_W == MISSING_INT).any():
         return None
     return not calls_W.any()
+
+
+def _was_dropped(gathered: GatheredStep) -> bool | None:
+    """Return whether the optimizer got a finite gradient all the same; None if not or unknown."""
+    return bool(np.isfinite(gathered.workers["reduced_norm"]).all()) or None
 
 
 def _has_bad_loss(gathered: GatheredStep, ranks: Ints) -> bool:

@@ -49,6 +49,7 @@ ALIKE = 3.0
 
 _NAMED = 4  # groups that a sentence names
 _LARGEST_FLOAT16 = 65504.0
+_COMPRESSING = ("powerSGD_hook", "quantization", "fp16_compress", "FP16_COMPRESS", "bf16_compress")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,8 @@ class ReductionAudit(Detector):
 
     ``reduced_in``: name of the type in which each group is meant to be reduced, such as
     ``bfloat16``; float32 where a group has none. Groups of an unknown type are not judged.
-    ``hook``: whether a communication hook reduces, which may compress from some step on.
+    ``hook``: name of the communication hook that reduces, which may compress from some step on; a
+    lasting error is a note where it is one of torch's that do.
     ``by_loop``: whether the training's own loop reduces: over some workers alone, where the others
     share the work on their samples.
     """
@@ -85,7 +87,7 @@ class ReductionAudit(Detector):
         num_workers: int,
         reduced_in: Mapping[str, str] | None = None,
         *,
-        hook: bool = False,
+        hook: str = "",
         by_loop: bool = False,
     ) -> None:
         self._num_workers = num_workers
@@ -309,11 +311,14 @@ class ReductionAudit(Detector):
     def _evidence(self, key: str) -> FaultEvidence:
         fault = self._found[key]
         types = sorted({self._expected.type_of(group) for group in fault.groups})
-        lasting = key in (LOW_PRECISION, LOSSY)
+        severity = Severity.ERROR
+        if key in (LOW_PRECISION, LOSSY):
+            meant = any(name in self._hook for name in _COMPRESSING)
+            severity = Severity.NOTE if meant else Severity.WARNING
         return FaultEvidence(
             cause="numerics.reduction_error",
             key=key,
-            severity=Severity.WARNING if lasting else Severity.ERROR,
+            severity=severity,
             ranks=fault.ranks,
             first_step=fault.first,
             last_step=fault.last,
@@ -326,6 +331,7 @@ class ReductionAudit(Detector):
                 "steps": count(fault.steps, "audited step"),
                 "fits": fault.fits,
                 "meant": " or ".join(types),
+                "hook": self._hook.rpartition(".")[2],
             },
             numbers={
                 "residual": fault.residual,

@@ -171,9 +171,10 @@ class ChangedLater(Detector):
     """Gradients of some parameters that change between the reduction and the optimizer.
 
     Clipping by norm and unscaling have one factor for all parameters of a step. Different factors
-    are reported: as a note, since clipping by value or by layer does that, and as a warning where
-    the factor is the same in three readings (to 0.1 %), above 1, or 0. Above 1 proves nothing where
-    the job has other ranks beside the workers: gradients may be summed over these.
+    are reported: as a note, since clipping by value or by layer does that, as does a layer that is
+    held back, with 0. It is a warning where the factor is the same in three readings (to 0.1 %) or
+    above 1. That proves nothing where the job has other ranks beside the workers: gradients may be
+    summed over these.
     """
 
     SETTINGS = ("_other_axes",)
@@ -203,7 +204,7 @@ class ChangedLater(Detector):
         apart = max(self._factors) - min(self._factors)
         steady = len(self._factors) == ERROR_FROM and apart <= _STEADY * abs(last)
         above = last > 1 + _SAME_FACTOR and not self._other_axes
-        serious = steady or above or last == 0
+        serious = (steady and last != 0) or above
         names = list(self._names)
         return seen.evidence(
             CHANGED_LATER,

@@ -414,6 +414,8 @@ def odd_factors(
     if common == 0 or (2 * len(odd) >= len(factors) and not untouched):
         return math.nan, ()
     ratios = [factors[number] / common for number in odd]
+    if 0.0 in ratios:  # taken away, which says nothing of the others
+        return 0.0, tuple(number for number in odd if factors[number] == 0)
     return max(ratios, key=lambda ratio: abs(ratio - 1), default=1.0), tuple(odd)
 
 
