@@ -9,9 +9,8 @@ from rankscope.bus.finding import Severity
 from rankscope.evidence.reduction.audit import ReductionAudit
 from rankscope.evidence.reduction.levels import STEPS, sums_of_gradients
 from rankscope.stats.direction import gram, leave_one_out
-from rankscope.verdict.rules import describe
 from support.reductions import SIZES, audited, flipped, gradients, healthy, reduced, watch
-from support.stepping import evidence_of
+from support.stepping import describe, evidence_of
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 8])
