@@ -10,10 +10,12 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rankscope.bus.finding import Finding
-from rankscope.bus.step import GatheredStep
+
+if TYPE_CHECKING:
+    from rankscope.bus.step import GatheredStep
 
 Content = bytes | bytearray | memoryview
 """Bytes; ``len`` is their number."""
@@ -282,7 +284,11 @@ class Director:
         """Process a probe's message; ``rank`` is None for a rank of another run."""
 
     def observe(
-        self, step: GatheredStep, changed: Sequence[Finding], known: Sequence[Finding], newest: int
+        self,
+        step: "GatheredStep",
+        changed: Sequence[Finding],
+        known: Sequence[Finding],
+        newest: int,
     ) -> Iterable[Request]:
         """Process the next step; return requests to the probes.
 
