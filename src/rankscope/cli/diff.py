@@ -12,6 +12,7 @@ from rich.text import Text
 from rankscope.cli.output import (
     JsonOption,
     heading,
+    labelled,
     labels,
     plain,
     points,
@@ -84,31 +85,23 @@ def diff(
     if run_a.resolve() == run_b.resolve():
         raise UsageError(f"{run_a} and {run_b} are one run: name two")
     comparison = compare_runs(Run.open(run_a), Run.open(run_b), offset=offset)
-    written = _written(comparison, html, png)
-    if as_json:
-        print_json({**comparison.to_json(), "written": [str(path) for path in written]})
-    else:
-        render_comparison(comparison, terminal())
-        for path in written:
-            terminal().print(
-                Text.assemble(("  Written: ", "bold"), plain(str(path))), soft_wrap=True
-            )
-    if not comparison.identical:
-        raise typer.Exit(1)
-
-
-def _written(comparison: "Comparison", html: Path | None, png: Path | None) -> list[Path]:
-    """Write the requested files; MissingExtraError if the extra ``web`` is not installed."""
     written = []
     if html is not None:
         with needs_extra(html.name, "web"):
-            from rankscope.tools.diff.figures import write_diff_page
-        written.append(write_diff_page(comparison, html))
+            from rankscope.tools.comparison_pages import write_diff_page
+        written.append(str(write_diff_page(comparison, html)))
     if png is not None:
         with needs_extra(png.name, "web"):
-            from rankscope.tools.diff.figures import write_diff_figure
-        written.append(write_diff_figure(comparison, png))
-    return written
+            from rankscope.tools.comparison_pages import write_diff_figure
+        written.append(str(write_diff_figure(comparison, png)))
+    if as_json:
+        print_json({**comparison.to_json(), "written": written})
+    else:
+        render_comparison(comparison, terminal())
+        for path in written:
+            terminal().print(labelled("  Written", path), soft_wrap=True)
+    if not comparison.identical:
+        raise typer.Exit(1)
 
 
 def render_comparison(comparison: "Comparison", console: Console) -> None:
@@ -126,7 +119,7 @@ def render_comparison(comparison: "Comparison", console: Console) -> None:
         ),
     )
     console.print()
-    show(console, Text.assemble(("What to do: ", "bold"), plain(comparison.advice)))
+    show(console, labelled("What to do", comparison.advice))
     if not comparison.identical:
         heading(console, "Where they part")
         show(console, _numbers(comparison))

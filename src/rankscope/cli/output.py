@@ -234,6 +234,11 @@ def plain(words: str, style: str = "") -> Text:
     return Text(printable(words), style=style)
 
 
+def labelled(label: str, words: str) -> Text:
+    """Return words with a label before them."""
+    return Text.assemble((f"{label}: ", "bold"), plain(words))
+
+
 def _nearest(error: UnicodeError) -> tuple[str, int]:
     """Return the replacement of the signs that an encoding lacks, and where they end."""
     assert isinstance(error, UnicodeEncodeError)

@@ -271,9 +271,7 @@ def _has_several_ranks() -> bool:
 def _may_train(model: Any, bare: Sequence[Any] = ()) -> bool:
     """Return whether a backward pass can follow a call of a model that goes data parallel.
 
-    Args:
-        model: The model that is called.
-        bare: Models that go data parallel without wrapper.
+    The ``bare`` models go data parallel without wrapper.
     """
     import torch
     import torch.distributed as dist

@@ -42,14 +42,10 @@ _MEET_SECONDS = 20.0
 class ParityJob:
     """What is recorded, and what changes before the first step.
 
-    Attributes:
-        steps: Steps to record.
-        first_step: Number of the first one.
-        stops: Whether the training ends at the beginning of the step after the last.
-        eps: Relative size of the moves of a quarter of the parameters' elements; 0 for none.
-        no_dropout: Whether dropout is switched off.
-        save_start: Whether the start is written beside the record.
-        load_start: Folder of another training's start; empty for none.
+    The first of ``steps`` has the number ``first_step``; the training ends (``stops``) at the
+    beginning of the step after the last. ``eps`` is the relative size of the moves of a quarter of
+    the parameters' elements, 0 for none. ``save_start`` writes the start beside the record;
+    ``load_start`` is the folder of another training's start, empty for none.
     """
 
     steps: int

@@ -50,16 +50,9 @@ MAX_RECORDS = 4096
 class BaseConfig:
     """Size and training of the tiny model; part of the cache's key.
 
-    Attributes:
-        hidden: Width.
-        layers: Transformer blocks.
-        heads: Attention heads.
-        intermediate: Width of the MLP.
-        vocab_size: Tokens learned at most.
-        positions: Longest sample that the model reads.
-        train_length: Longest sample in the base training; longer ones are cut.
-        batch_size: Samples per step.
-        learning_rate: Highest learning rate of AdamW; it warms up and decays to a tenth.
+    ``vocab_size`` tokens are learned at most; samples longer than ``train_length`` are cut in the
+    base training, and the model reads ``positions``. The learning rate of AdamW warms up and decays
+    to a tenth.
     """
 
     hidden: int = 96
@@ -275,7 +268,11 @@ def _write(entry: Path, model: Any, tokenizer: Any) -> None:
             if entry.is_dir() and _read(entry) is None:
                 shutil.rmtree(entry, ignore_errors=True)
             if not entry.exists():
-                _rename(fresh, entry)
+                try:
+                    fresh.rename(entry)
+                except OSError:
+                    if not entry.is_dir():  # not a race that another process has won
+                        raise
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
     except OSError as error:
@@ -283,11 +280,3 @@ def _write(entry: Path, model: Any, tokenizer: Any) -> None:
             f"the base model cannot be cached in {entry.parent} ({error.strerror}): free space "
             "there, or set XDG_CACHE_HOME to a directory that can be written"
         ) from error
-
-
-def _rename(fresh: Path, entry: Path) -> None:
-    try:
-        fresh.rename(entry)
-    except OSError:
-        if not entry.is_dir():  # not a race that another process has won
-            raise

@@ -132,7 +132,9 @@ def encode(records: Sequence[Record], tokenizer: Any, max_length: int) -> Encode
     prompt_lengths: list[int] = []
     indices: list[int] = []
     truncated = 0
-    for record, head, tail in _encoded(records, tokenizer):
+    heads = _ids(tokenizer, [prompt(record) for record in records])
+    tails = _ids(tokenizer, [record.output for record in records])
+    for record, head, tail in zip(records, heads, tails, strict=True):
         prompt_length = len(prefix) + len(head)
         if prompt_length >= max_length:
             continue
@@ -165,19 +167,13 @@ def _prefix(tokenizer: Any) -> list[int]:
     return [bos] if bos is not None and full[:1] == [bos] and plain[:1] != [bos] else []
 
 
-def _encoded(
-    records: Sequence[Record], tokenizer: Any
-) -> Iterator[tuple[Record, list[int], list[int]]]:
-    for start in range(0, len(records), _CHUNK):
-        chunk = records[start : start + _CHUNK]
-        heads = _ids(tokenizer, [prompt(record) for record in chunk])
-        tails = _ids(tokenizer, [record.output for record in chunk])
-        yield from zip(chunk, heads, tails, strict=True)
-
-
 def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-    ids: list[list[int]] = encoded["input_ids"]
+    ids: list[list[int]] = []
+    for start in range(0, len(texts), _CHUNK):
+        chunk = texts[start : start + _CHUNK]
+        ids += tokenizer(
+            chunk, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
     return ids
 
 
