@@ -19,19 +19,17 @@ import builtins
 import contextlib
 import functools
 import logging
-import multiprocessing
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from multiprocessing import util
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.bus.words import printable
-from rankscope.integrations.hooks import AfterImport, BackwardCalls, CallHook, reaches
+from rankscope.integrations.hooks import AfterImport, BackwardCalls, CallHook, at_end, reaches
 from rankscope.integrations.run_script import PID_VARIABLE, ScriptJob
 from rankscope.private import Patch
 from rankscope.record.stores import Store
@@ -319,9 +317,7 @@ class Ending:
         """Close the run when the process ends, or its process group before."""
         self._watching = watching
         self._pid = os.getpid()
-        atexit.register(self._finish)
-        if multiprocessing.parent_process() is not None:  # which may end without atexit
-            util.Finalize(self, self._finish, exitpriority=100)
+        at_end(self, self._finish)
 
     def notice_exit_codes(self) -> None:
         """Remember the exit code of the script: a run that fails is incomplete.

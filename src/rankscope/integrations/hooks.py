@@ -1,9 +1,12 @@
 """Hooks into a script that are never on its stack; torch is not imported for them."""
 
+import atexit
+import multiprocessing
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
+from multiprocessing import util
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -144,3 +147,10 @@ def reaches(roots: Iterable[Any], is_wanted: Callable[[Any], bool]) -> bool:
         seen.add(node)
         waiting.extend(before for before, _ in node.next_functions)
     return False
+
+
+def at_end(owner: Any, finish: Callable[[], None]) -> None:
+    """Call a function of an object when the process ends."""
+    atexit.register(finish)
+    if multiprocessing.parent_process() is not None:  # which may end without atexit
+        util.Finalize(owner, finish, exitpriority=100)

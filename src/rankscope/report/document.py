@@ -221,7 +221,10 @@ def render(
         **context,
         style=Markup(style()),
         scripts=[Markup(script) for script in scripts],
-        script_digests=[_digest(script) for script in scripts],
+        script_digests=[
+            base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+            for script in scripts
+        ],
         figures=json_markup({"specs": figures, "datasets": columns(tables), "configs": configs()}),
     )
 
@@ -342,7 +345,3 @@ def cause_text(name: str) -> Markup:
 
 def _script(source: str) -> str:
     return source.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -447,9 +447,9 @@ def _cells(num_workers: int, *, framed: bool) -> list[Spec]:
     ]
 
 
-def timeline_rows(findings: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return rows of the timeline from the page's findings, in their order."""
-    return [
+def timeline(tables: Tables, findings: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> Spec:
+    """Return the page's findings, in order, as spans of steps: severity in colour and shape."""
+    rows: list[Row] = [
         {
             "at": index,
             "anchor": finding["anchor"],
@@ -463,10 +463,6 @@ def timeline_rows(findings: Sequence[Mapping[str, Any]]) -> list[Row]:
         }
         for index, finding in enumerate(findings[:MAX_FINDINGS])
     ]
-
-
-def timeline(tables: Tables, rows: Sequence[Row], steps: Sequence[int]) -> Spec:
-    """Return the findings as spans of steps, by severity in colour and shape."""
     domain = [
         min([steps[0], *(r["first"] for r in rows)]),
         max([steps[1], *(r["last"] for r in rows)]),

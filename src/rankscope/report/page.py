@@ -104,12 +104,11 @@ def _timeline_figure(
     step = source.steps["step"]
     if not findings or not len(step):
         return {}
-    rows = figures.timeline_rows(findings)
     if len(findings) > figures.MAX_FINDINGS:
         notes["timeline"] = (
             f"The first {figures.MAX_FINDINGS} of {len(findings)} findings are drawn."
         )
-    chart = figures.timeline(source.tables, rows, (int(step[0]), int(step[-1])))
+    chart = figures.timeline(source.tables, findings, (int(step[0]), int(step[-1])))
     return {"timeline": chart}
 
 

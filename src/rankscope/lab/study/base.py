@@ -83,20 +83,9 @@ def load_base(
 ) -> tuple[nn.Module, Any]:
     """Return the base model and its tokenizer from the cache; train them first if need be.
 
-    Two processes that train at the same time both write, each a directory of its own; the first
-    one to finish gives it its final name, and the other reads that one.
-
-    Args:
-        records: What to train on.
-        seed: Decides the initial weights and the order of the records.
-        steps: Optimizer steps; 0 leaves the weights random.
-        config: Size and training.
-        cache_dir: Where to keep the model; ``cache_root()`` when None.
-
-    Raises:
-        DataError: There are no records to learn from.
-        UsageError: The cache cannot be written.
-        MissingExtraError: ``transformers`` is not installed.
+    Two processes that train at the same time both write, each a directory of its own; the first one
+    to finish gives it its final name, and the other reads that one. The seed decides the initial
+    weights and the order of the records; 0 steps leave the weights random.
     """
     config = config or BaseConfig()
     root = cache_dir or cache_root()
@@ -116,18 +105,10 @@ def load_base(
 
 
 def train_tokenizer(records: Sequence[Record], vocab_size: int = VOCAB_SIZE) -> Any:
-    """Learn a tokenizer; the same records give the same tokenizer.
+    """Learn a ``PreTrainedTokenizerFast``; the same records give the same tokenizer.
 
-    Args:
-        records: Where the text comes from; only the first ``MAX_RECORDS`` are read.
-        vocab_size: Largest number of learned tokens, specials and single bytes included.
-
-    Returns:
-        A ``transformers.PreTrainedTokenizerFast``, so that it is saved into checkpoints.
-
-    Raises:
-        DataError: There are no records.
-        MissingExtraError: ``transformers`` or ``tokenizers`` is not installed.
+    Only the first ``MAX_RECORDS`` are read; DataError if there are none. ``vocab_size`` is the
+    largest number of learned tokens, specials and single bytes included.
     """
     if not records:
         raise DataError(

@@ -23,12 +23,9 @@ _CHUNK = 2048
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """One sample.
+    """One sample: its record's index in the file; prompt, response and end token ``[length]``.
 
-    Attributes:
-        index: Its record's index in the file.
-        input_ids: Prompt, response and end token, int32 ``[length]``.
-        prompt_length: Tokens of the prompt; the labels begin behind them.
+    The labels begin behind the ``prompt_length`` tokens of the prompt.
     """
 
     index: int
@@ -40,14 +37,10 @@ class EncodedSample:
 class EncodedSet:
     """Encoded samples in flat arrays, so that tens of thousands stay small; a map-style data set.
 
-    Attributes:
-        tokens: All samples' token ids one after another, int32.
-        starts: Where each sample begins, and the end of the last, int64 ``[N + 1]``.
-        prompt_lengths: Tokens of each prompt, int32 ``[N]``.
-        indices: Each sample's index in the file, int64 ``[N]``.
-        pad_token_id: What shorter samples of a batch are filled up with.
-        truncated: Samples whose response is cut off in part by the maximum length; kept.
-        skipped_truncated: Samples whose response is cut off entirely; left out.
+    ``tokens`` are all samples' one after another, ``starts`` ``[N + 1]`` where each begins, and the
+    end of the last; ``indices`` ``[N]`` are those in the file. Samples whose response is cut off by
+    the maximum length are kept (``truncated``), or left out if all of it is
+    (``skipped_truncated``).
     """
 
     tokens: NDArray[np.int32]

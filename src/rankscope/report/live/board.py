@@ -143,7 +143,18 @@ class Board:
         return runs_sheet(rows, self._clock(), where, MAX_DIRECTORIES if self._cut else None)
 
     def _rows(self) -> list[Glance]:
-        return in_order([self._row(place) for place in self._scan(0).values()])
+        rows = []
+        for place in self._scan(0).values():
+            try:
+                at = self._stamp(place)
+                rows.append(
+                    unreadable(place, "not there any more")
+                    if at is None
+                    else self._glance(place, at)
+                )
+            except RunError as error:
+                rows.append(unreadable(place, _without(self.root, error)))
+        return in_order(rows)
 
     def _run_sheet(self, run_id: str) -> Sheet | None:
         place = self._find(run_id)
@@ -279,15 +290,6 @@ class Board:
                 known = at.token, unreadable(place, _without(self.root, error), at.changed)
             self._glances[place.id] = known
         return known[1]
-
-    def _row(self, place: ListedPlace) -> Glance:
-        try:
-            at = self._stamp(place)
-            return (
-                unreadable(place, "not there any more") if at is None else self._glance(place, at)
-            )
-        except RunError as error:
-            return unreadable(place, _without(self.root, error))
 
     def _find(self, run_id: str) -> ListedPlace | None:
         known = self._places.get(run_id)
