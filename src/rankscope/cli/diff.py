@@ -10,6 +10,7 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from rankscope.cli.output import (
+    HtmlOption,
     JsonOption,
     heading,
     labelled,
@@ -19,6 +20,7 @@ from rankscope.cli.output import (
     print_json,
     show,
     terminal,
+    verdict_head,
 )
 from rankscope.errors import UsageError
 from rankscope.report import needs_extra
@@ -56,12 +58,7 @@ def diff(
             show_default="0, unless equal batches prove another",
         ),
     ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html", metavar="FILE", help="Write a page to this file.", show_default=False
-        ),
-    ] = None,
+    html: HtmlOption = None,
     png: Annotated[
         Path | None,
         typer.Option(
@@ -106,18 +103,10 @@ def diff(
 
 def render_comparison(comparison: "Comparison", console: Console) -> None:
     """Print the verdict on two runs: the class, its evidence, and what to do."""
-    sign, colour = _LOOK[comparison.kind]
     console.print()
-    show(
-        console,
-        Text.assemble(
-            (f"{sign} {str(comparison.kind).upper()}", f"bold {colour}"),
-            "  ",
-            plain(f"{Path(comparison.run_a).name} · {Path(comparison.run_b).name}", "dim"),
-            "\n",
-            plain(comparison.headline, "bold"),
-        ),
-    )
+    names = f"{Path(comparison.run_a).name} · {Path(comparison.run_b).name}"
+    word = str(comparison.kind).upper()
+    show(console, verdict_head(_LOOK[comparison.kind], word, names, comparison.headline))
     console.print()
     show(console, labelled("What to do", comparison.advice))
     if not comparison.identical:

@@ -22,7 +22,16 @@ from rich.text import Text
 
 from rankscope.agent.processes import ending_of
 from rankscope.bus.parity import FOLDER
-from rankscope.cli.output import JsonOption, labelled, plain, points, print_json, show, terminal
+from rankscope.cli.output import (
+    HtmlOption,
+    JsonOption,
+    labelled,
+    plain,
+    points,
+    print_json,
+    show,
+    terminal,
+)
 from rankscope.errors import RankscopeError, RunError, UsageError
 from rankscope.integrations.parity import ParityJob
 from rankscope.integrations.run_script import VARIABLE, ScriptJob, command_for, name_of
@@ -83,12 +92,7 @@ def parity(
         ),
     ] = None,
     as_json: JsonOption = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html", metavar="FILE", help="Write a page to this file.", show_default=False
-        ),
-    ] = None,
+    html: HtmlOption = None,
 ) -> None:
     """Run a training at two layouts, and find the first thing that differs between them.
 

@@ -26,6 +26,7 @@ from rankscope.cli.output import (
     readable_lines,
     show,
     table,
+    verdict_head,
 )
 from rankscope.record import Run
 from rankscope.report.study_words import (
@@ -140,14 +141,8 @@ def render_study(study_dir: Path, console: Console) -> None:
 
 def verdict_lines(severity: str, headline: str, title: str) -> Text:
     """Return a verdict, its subject, and its headline below."""
-    sign, colour = LOOK[severity]
-    return Text.assemble(
-        (f"{sign} {'TOO EARLY' if severity == 'early' else severity.upper()}", f"bold {colour}"),
-        ("  ", ""),
-        plain(title, "dim"),
-        "\n",
-        plain(headline, "bold"),
-    )
+    word = "TOO EARLY" if severity == "early" else severity.upper()
+    return verdict_head(LOOK[severity], word, title, headline)
 
 
 def _finding(finding: Mapping[str, Any]) -> Text:

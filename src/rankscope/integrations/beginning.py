@@ -1,4 +1,9 @@
-"""Begins to watch a model that a script is about to train, on all ranks or on none."""
+"""Begins to watch a model that a script is about to train, on all ranks or on none.
+
+Where the job has other axes, such as a pipeline's, ranks whose models have other trained parameters
+hold other parts of a model. Those with the same ones are the workers of a model without wrapper, if
+the training has made a process group of exactly them.
+"""
 
 import hashlib
 import logging

@@ -241,7 +241,7 @@ class SingleProcessRun:
             if not _has_group():
                 if not reaches(caller.f_locals["tensors"], _is_of_parameter):
                     return
-                report_single_process_run(self._job, _has_group)
+                report_single_process_run(self._job)
         except Exception:
             _log.debug("the parameters of a backward pass are unknown", exc_info=True)
         if self._calls is not None:
@@ -404,15 +404,15 @@ def report_if_nothing_was_watched() -> None:
         print_line(NOTHING)
 
 
-def report_single_process_run(job: ScriptJob, has_group: Callable[[], bool]) -> None:
+def report_single_process_run(job: ScriptJob) -> None:
     """Print at exit of rank 0 that this process, one of several, has trained by itself.
 
-    Nothing is printed if ``has_group`` returns that there is a process group after all.
+    Nothing is printed if there is a process group after all.
     """
     pid = os.getpid()
 
     def report() -> None:
-        if pid != os.getpid() or has_group():
+        if pid != os.getpid() or _has_group():
             return
         job.mark_reported()
         if os.environ.get("RANK", "0") == "0":

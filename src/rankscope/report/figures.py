@@ -1,7 +1,13 @@
-"""The curves of one run, each defined once, for the page and for PNG files alike.
+"""The figures of one run, each defined once, for the page and for PNG files alike.
 
-A figure holds data and roles; colours come from the configuration in ``document``. On the page, the
-script shares a parameter ``pinned`` (a rank) among all figures that have one.
+A figure holds data and roles; colours come from the configuration in ``document``. In maps of
+workers, colours show the distance of one from the others in the same steps, so that a trend which
+all share does not hide it; the values themselves are in the tooltip.
+
+On the page, the script reads three conventions: it shares a parameter ``pinned`` (a rank) among all
+figures that have one; a parameter ``frame`` is driven by a slider whose labels travel in
+``usermeta``; a click on a row of the timeline sets the parameter ``finding`` to ``{anchor: [id]}``,
+where id is that of the finding's article.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,7 @@
-"""The page of one run with its figures; and sheets of these as PNG files."""
+"""The page of one run with its figures; and sheets of these as PNG files.
+
+Reading and drawing stay bounded at any length of a run and any number of workers.
+"""
 
 import json
 import re

@@ -1,10 +1,12 @@
-"""From a run's arrays to the few rows that a figure draws.
+"""From a run's arrays to the few rows that figures draw: curves, bands, lines, maps of all workers.
 
 Long runs are thinned in bins of steps, and each bin keeps its lowest and its highest value: a
-spike of a single step stays visible at any length. Rows are lists of plain dictionaries; an
+spike of a single step stays visible at any length. An overview holds a run of any length in a few
+hundred bins, with the mean, the lowest and the highest value of each worker in every bin. Groups of
+parameters are shown as means over the last observed steps. Rows are lists of plain dictionaries; an
 undefined value becomes None, which figures leave blank.
 
-Shapes: T steps, W workers.
+Shapes: T steps, B bins, W workers, R rows of a map, G groups.
 """
 
 import itertools

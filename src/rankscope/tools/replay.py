@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankscope.bus.batches import PlainBatch
+from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError, UsageError
 from rankscope.evidence.canary.batch import CanaryDeclined, samples_of
@@ -120,8 +121,7 @@ def replay(bundle: ReplayBundle, model: nn.Module) -> Replayed | None:
     if dist.is_initialized() and dist.get_rank() > 0:
         return None
     results = _results(bundle, [row.results for row in rows_W])
-    states_W = np.array([row.state for row in rows_W])
-    verdict = judge(results, differing=_minority(states_W))
+    verdict = judge(results, differing=minority_ranks([row.state for row in rows_W]))
     programs_W = [row.program for row in rows_W if row.program is not None]
     if verdict.verdict is not CanaryCause.DATA and len(programs_W) == len(rows_W):
         verdict = explain(verdict, compare_programs(programs_W, verdict.ranks))
@@ -194,15 +194,6 @@ def _results(
         peer_digests_W=column(against_W, "digest"),
         projected=all(one.projected for one in first_W),
     )
-
-
-def _minority(digests_W: Any) -> tuple[int, ...]:
-    values, counts = np.unique(digests_W, return_counts=True)
-    if len(values) < 2:
-        return ()
-    most = int(counts.argmax())
-    settled = 2 * counts[most] > len(digests_W)
-    return tuple(r for r, d in enumerate(digests_W) if not settled or d != values[most])
 
 
 def _with_samples(

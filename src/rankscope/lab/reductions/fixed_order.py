@@ -9,6 +9,10 @@ FSDP2 reduces the gradients of a module with one reduce-scatter, and lets anothe
 the bytes of a reduce-scatter, and adds them up in rank order, as
 :class:`~rankscope.lab.reductions.reduction.OrderedMean` does for DDP.
 
+Under DDP that mean takes the place of the all-reduce, in a communication hook. A hook cannot be
+taken out of a DDP model again, so a model gets this one at most once, and whoever comes later finds
+it there.
+
 Legend of shapes: W workers of a process group, N elements of a shard.
 """
 

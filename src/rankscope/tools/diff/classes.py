@@ -1,4 +1,4 @@
-"""From the first parting of two runs to its class."""
+"""From the first parting of two runs to its class, and the verdict in words."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Whether collectives return what they should, and the same bits each time.
+"""Whether collectives return what they should, and the same bits each time; how fast ranks are.
 
 Patterns of small integers have known results: sums of integers up to 256 are exact in fp32, bf16
 and fp16, in whatever order they are added, so any other result is wrong. Sums of ill-conditioned

@@ -1,4 +1,7 @@
-"""The preflight: the place of this rank, where all meet, and the order of the stages."""
+"""The preflight: the order of the stages, and how every worker goes through them.
+
+Rank 0 judges, and names workers that hang or fail.
+"""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The parts of the preflight: stages, each run by every worker and judged by rank 0."""
+"""The parts of the preflight: stages, which rank 0 judges, and functions of the user's."""
 
 import importlib
 import sys

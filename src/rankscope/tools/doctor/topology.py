@@ -1,4 +1,4 @@
-"""The ranks that are there, against the launcher's promise; whether all join one process group."""
+"""The ranks that are there, against the launcher's promise; their process group and environment."""
 
 import os
 import socket

@@ -1,5 +1,6 @@
 """Puts the files of all ranks of a recorded training together, shards by their places.
 
+A resumed training stands beside one that went on: what it starts with is what the other one held.
 Legend of shapes: Q parts of a tensor by position; k numbers in a sketch.
 """
 

@@ -1,4 +1,4 @@
-"""The answer of a comparison."""
+"""The answer of a comparison, and what a difference of two tensors looks like, in words."""
 
 import math
 from collections.abc import Mapping
