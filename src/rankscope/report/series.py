@@ -58,9 +58,9 @@ def extremes(values_T: Floats, num_bins: int = MAX_BINS) -> Ints:
     return np.array(sorted(keep), dtype=np.int64)
 
 
-def curve(steps_T: Ints, values_T: Floats, num_bins: int = MAX_BINS) -> list[Row]:
+def curve(steps_T: Ints, values_T: Floats) -> list[Row]:
     """Return rows ``{step, value}`` of one curve, thinned with its extremes kept."""
-    kept = extremes(values_T, num_bins)
+    kept = extremes(values_T)
     return _rows(step=steps_T[kept], value=values_T[kept])
 
 
@@ -127,10 +127,10 @@ def frames(steps_T: Ints, cosines_TWW: Floats) -> tuple[list[str], list[Row]]:
     ]
 
 
-def coverage(steps_R: Ints, samples_R: Sequence[Ints], num_bins: int = MAX_BINS) -> list[Row]:
+def coverage(steps_R: Ints, samples_R: Sequence[Ints]) -> list[Row]:
     """Return rows ``{step, drawn, distinct}``: samples so far, and different ones among them.
 
-    R rows of the samples table in increasing order of steps; about ``num_bins`` rows come back.
+    R rows of the samples table in increasing order of steps; about ``2 * MAX_BINS`` rows come back.
     """
     sizes_R = np.array([len(samples) for samples in samples_R], dtype=np.int64)
     if not sizes_R.sum() or sizes_R.sum() > MAX_SAMPLES:
@@ -142,7 +142,7 @@ def coverage(steps_R: Ints, samples_R: Sequence[Ints], num_bins: int = MAX_BINS)
     steps_T, last = np.unique(steps_N[::-1], return_index=True)
     ends = len(steps_N) - 1 - last
     distinct_T = np.cumsum(is_new_N)[ends]
-    kept = np.unique(np.linspace(0, len(steps_T) - 1, 2 * num_bins).astype(np.int64))
+    kept = np.unique(np.linspace(0, len(steps_T) - 1, 2 * MAX_BINS).astype(np.int64))
     return _rows(step=steps_T[kept], drawn=(ends + 1)[kept], distinct=distinct_T[kept])
 
 

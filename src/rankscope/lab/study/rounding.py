@@ -161,6 +161,7 @@ SMALL_CONFIG = BaseConfig(
 MAX_LENGTH = 96
 NUM_RECORDS = 2048
 NUM_EVALUATED = 64
+_EVALUATED_AT_ONCE = 16
 BUCKET_ELEMENTS = 1 << 15
 """A bucket of these small models, about a fifth of them, as 25 MB are of a model of 30 M."""
 
@@ -457,15 +458,15 @@ def _evaluate(
         comparison.result.evaluation.append(own - loss)
 
 
-def mean_loss(model: nn.Module, samples: EncodedSet, size: int = 16) -> float:
+def mean_loss(model: nn.Module, samples: EncodedSet) -> float:
     """Return the mean loss over all label tokens, in nats; logits to loss in float64."""
     order = np.argsort(samples.lengths, kind="stable").tolist()
     total = 0.0
     tokens = 0
     model.eval()
     with torch.no_grad():
-        for start in range(0, len(order), size):
-            inputs, _ = samples.collate(order[start : start + size])
+        for start in range(0, len(order), _EVALUATED_AT_ONCE):
+            inputs, _ = samples.collate(order[start : start + _EVALUATED_AT_ONCE])
             targets = inputs.pop("labels")[:, 1:]
             logits = model(**inputs).logits[:, :-1].double()
             total += float(

@@ -24,6 +24,7 @@ from rankscope.tools.parity.reading import Recording, SideStep, Whole
 from rankscope.tools.parity.result import Answer, Difference, Kind, Phase, describe, likely, times
 
 _MOST_NOTES = 4
+_MOST_NAMED = 3
 _LEAST_SCALER = 32.0
 _ALONG = 0.8
 _MUCH = 0.02
@@ -547,6 +548,7 @@ def _settings_apart(a: SideStep, b: SideStep) -> str:
     return ""
 
 
-def _named(names: Sequence[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+def _named(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMED])
+    more = len(names) - _MOST_NAMED
+    return f"{shown} and {more} more" if more > 0 else shown
