@@ -17,7 +17,7 @@ import numpy as np
 from rankscope.bus.evidence import Table
 from rankscope.record import Run
 from rankscope.record.rollup_values import bins_of_steps
-from rankscope.report import bins, figures, series
+from rankscope.report import figures, series
 from rankscope.report.document import png_of
 from rankscope.report.parts import Tables, sized
 
@@ -69,7 +69,7 @@ def main() -> None:
     tables = Tables()
     steps, values_TW = runs["D20-w4-s0"].per_worker("cosine_rest")
     smooth_TW = np.apply_along_axis(np.convolve, 0, values_TW, np.full(10, 0.1), "valid")
-    lines = bins.lines(bins_of_steps(steps[9:], smooth_TW), range(values_TW.shape[1]))
+    lines = series.lines(bins_of_steps(steps[9:], smooth_TW), range(values_TW.shape[1]))
     title = "each worker's cosine with the sum of the others, mean of 10 steps; rank 1 stands out"
     chart = sized(figures.worker_lines(tables, lines, "cosine", [1]), 820, HEIGHT)
     picture = png_of({**chart, "title": title}, tables, scale=1.5)

@@ -519,7 +519,7 @@ USES = (
     Use(
         _DDP,
         "_comm_hooks _get_ddp_logging_data",
-        "evidence.environment.training wrappers.ddp_step lab.reductions.bucket_means"
+        "evidence.environment.training wrappers.ddp_step lab.reductions.fixed_order"
         " lab.reductions.order_free",
         "whether, and in which hook, something else reduces",
         "the run's facts name no hook; fixed_order and order_free refuse",
@@ -527,21 +527,21 @@ USES = (
     Use(
         _DDP,
         "_join_config _divide_by_initial_world_size",
-        "wrappers.ddp_step lab.reductions.bucket_means",
+        "wrappers.ddp_step lab.reductions.fixed_order",
         "over how many workers a mean is taken in model.join()",
         "fixed_order and order_free refuse, or divide by the initial number",
     ),
     Use(
         _DDP,
         "_module_parameters",
-        "wrappers.find lab.reductions.bucket_means",
+        "wrappers.find lab.reductions.fixed_order",
         "which parameters DDP reduces",
         "it counts as reducing all",
     ),
     Use(
         _DDP,
         "_use_python_reducer _delay_all_reduce_params",
-        "wrappers.find lab.reductions.bucket_means",
+        "wrappers.find lab.reductions.fixed_order",
         "ways of reducing in which hooks do not see local gradients",
         "they count as not being used",
     ),
@@ -666,7 +666,7 @@ USES = (
     Use(
         "torch.distributed.distributed_c10d",
         "_world",
-        "integrations.worker_group",
+        "integrations.beginning",
         "the process groups of a training, whose model without wrapper has workers in one of them",
         "all ranks are its workers, or it is not watched",
     ),

@@ -170,7 +170,7 @@ def test_runs_of_other_models_are_bad_input(command, tmp_path):
 def test_a_missing_extra_is_named(command, tmp_path, monkeypatch):
     write_training(tmp_path / "a", Training(steps=3))
     write_training(tmp_path / "b", Training(steps=3))
-    figures = ("rankscope.report.", "rankscope.tools.diff.figures")
+    figures = ("rankscope.report.", "rankscope.tools.comparison_pages")
     for name in [name for name in sys.modules if name.startswith(figures)]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jinja2", None)

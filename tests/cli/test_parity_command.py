@@ -13,10 +13,9 @@ import pytest
 from cli.test_main import HELP, call, options_of
 from rankscope.cli import parity as command
 from rankscope.cli.output import terminal
-from rankscope.cli.parity import render_answer
+from rankscope.cli.parity import Command, CommandError, render_answer, run_commands
 from rankscope.integrations.parity import ParityJob
-from rankscope.integrations.parity_run import Command, CommandError, run_commands
-from rankscope.tools.parity.page import write_parity_page
+from rankscope.tools.comparison_pages import write_parity_page
 from rankscope.tools.parity.result import Answer, Difference, Kind, Phase
 
 OPTIONS = {

@@ -43,7 +43,7 @@ def prepare():
     sys.path.insert(0, str(HERE))
     importlib.import_module("patients")
     importlib.import_module("rankscope.tools.doctor.preflight")
-    speed = importlib.import_module("rankscope.tools.doctor.speed")
+    speed = importlib.import_module("rankscope.tools.doctor.collectives")
     speed.ROUNDS = speed.MOST_REPETITIONS = 2
 
 

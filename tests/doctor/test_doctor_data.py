@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from rankscope.tools.doctor import Status, loader
-from rankscope.tools.doctor.loader import chance_of_few, compare
-from rankscope.tools.doctor.loader_facts import label_tokens_of, look, samples_of
+from rankscope.tools.doctor.loader import chance_of_few, compare, label_tokens_of, look, samples_of
 
 
 def one(results, name):

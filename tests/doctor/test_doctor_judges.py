@@ -6,9 +6,9 @@ from torch import nn
 
 from rankscope.bus.replicas import minority_ranks
 from rankscope.errors import UsageError
-from rankscope.tools.doctor import Status, collectives, environment, model, speed, topology
-from rankscope.tools.doctor.functions import find_function, in_one_line
+from rankscope.tools.doctor import Status, collectives, model, topology
 from rankscope.tools.doctor.meeting import RankPlace, find_place
+from rankscope.tools.doctor.stage import find_function, in_one_line
 
 
 def one(results, name):
@@ -110,7 +110,7 @@ def test_places():
 )
 def test_environment(changes, status, words):
     usual = {"torch": "2.13", "python": "3.11", "LOCAL_RANK": "0", "revision": "cafe"}
-    [result] = environment.judge([usual, usual, {**usual, **changes}, usual])
+    [result] = topology.judge_environment([usual, usual, {**usual, **changes}, usual])
     assert result.status is status
     assert words in result.found
     assert result.ranks == (() if status is Status.OK else (2,))
@@ -198,18 +198,18 @@ def test_the_bound_of_rounding_holds_in_any_order_and_the_sums_cancel(dtype):
 
 
 def timing(compute=0.03, load=1.0):
-    latency = dict.fromkeys(speed.SIZES, 1e-3)
+    latency = dict.fromkeys(collectives.AMOUNTS, 1e-3)
     return {"latency": latency, "compute": compute, "waiting": 0.0, "load": load, "cores": 2}
 
 
 def test_slow_ranks_are_named_with_the_load_of_their_host():
-    results = speed.judge([timing(), timing(0.031), timing(0.06, load=9.0), timing()])
+    results = collectives.judge_speed([timing(), timing(0.031), timing(0.06, load=9.0), timing()])
     slow = one(results, "stragglers")
     assert (slow.status, slow.ranks) == (Status.NOTE, (2,))
     assert "rank 2 2.0 ×; load 9.0 on 2 cores at rank 2" in slow.found
     bandwidth = one(results, "bandwidth")
     assert bandwidth.numbers["25 MB"]["bytes_per_second"] == pytest.approx(25e9)
-    assert one(speed.judge([timing()] * 4), "stragglers").status is Status.OK
+    assert one(collectives.judge_speed([timing()] * 4), "stragglers").status is Status.OK
 
 
 # Model

@@ -301,10 +301,10 @@ def test_of_a_container_of_one_optimizer_that_one_is_found():
     model = nn.Linear(3, 3)
     inner = torch.optim.SGD(model.parameters(), lr=1)
     container = Container(inner)
-    assert CallerContext(model).optimizers() == [inner]
+    assert CallerContext(model).optimizers([model]) == [inner]
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1)
     container.optimizers.append(other)
-    assert container in CallerContext(model).optimizers()
+    assert container in CallerContext(model).optimizers([model])
 
 
 def test_optimizers_of_a_model_are_found():
@@ -312,10 +312,14 @@ def test_optimizers_of_a_model_are_found():
     small = torch.optim.SGD(model[1].parameters(), lr=1)
     large = torch.optim.SGD(model[0].parameters(), lr=1)
     wrapping, foreign = Wrapping(large), torch.optim.SGD(other.parameters(), lr=1)
-    assert [id(found) for found in CallerContext(model).optimizers()] == [id(large), id(small)]
-    assert [id(found) for found in CallerContext(other).optimizers()] == [id(foreign)]
+    assert [id(found) for found in CallerContext(model).optimizers([model])] == [
+        id(large),
+        id(small),
+    ]
+    assert [id(found) for found in CallerContext(other).optimizers([other])] == [id(foreign)]
     assert wrapping.param_groups is large.param_groups
-    assert CallerContext(nn.Linear(1, 1)).optimizers() == []
+    lone = nn.Linear(1, 1)
+    assert CallerContext(lone).optimizers([lone]) == []
 
 
 def test_hooks_of_all_optimizers_are_called_as_ever_while_one_is_looked_at(monkeypatch, tmp_path):

@@ -15,7 +15,7 @@ from numerics.diff_runs import Training, flip, initial, write_training
 from rankscope.bus.step import StepReport
 from rankscope.record import Run
 from rankscope.tools.diff import Comparison, DiffClass, Moment, compare_runs
-from rankscope.tools.diff.words import workers_in_words
+from rankscope.tools.diff.classes import workers_in_words
 
 TRACES = pytest.mark.parametrize("traced", [True, False], ids=["traces", "no traces"])
 

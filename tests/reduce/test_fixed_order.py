@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope.bus.evidence import Table
 from rankscope.errors import UnsupportedError
-from rankscope.lab.reductions.bucket_means import BucketMeans
+from rankscope.lab.reductions.fixed_order import BucketMeans
 from rankscope.lab.reductions.reduction import OrderedMean
 from support.benchmarks import load_benchmark
 from support.ddp import PLAIN, flat_gradient, gather_rows, local_gradient, make_ddp

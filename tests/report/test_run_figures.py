@@ -10,7 +10,7 @@ import vl_convert
 from rankscope.agent.assembly import summarize
 from rankscope.bus.evidence import Table
 from rankscope.record import Run, RunWriter
-from rankscope.report import bins, figures, write_report
+from rankscope.report import figures, series, write_report
 from rankscope.report.document import VEGALITE
 from rankscope.report.page import run_view
 from rankscope.report.parts import Tables
@@ -90,7 +90,7 @@ def test_the_cosine_has_its_null_where_micro_batches_tell_it(tmp_path: Path, acc
 
 
 def test_the_group_maps_are_means_of_the_last_observed_steps(page: Page, rich_run: Run):
-    found = bins.last_groups(rich_run)
+    found = series.last_groups(rich_run)
     assert found is not None
     assert found.names == ["embed", "layers.0", "head"]
     assert (found.num_steps, found.last_step) == (30, 38)
@@ -110,12 +110,12 @@ def test_the_group_maps_are_means_of_the_last_observed_steps(page: Page, rich_ru
 
 
 def test_groups_shown_are_bounded(rich_run: Run, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bins, "MAX_GROUP_STEPS", 4)
-    found = bins.last_groups(rich_run)
+    monkeypatch.setattr(series, "MAX_GROUP_STEPS", 4)
+    found = series.last_groups(rich_run)
     assert found is not None
     assert (found.num_steps, found.last_step) == (4, 38)
-    monkeypatch.setattr(bins, "MAX_GROUPS", 1)
-    assert [row["group"] for row in bins.norm_rows(found)] == ["layers.0"]
+    monkeypatch.setattr(series, "MAX_GROUPS", 1)
+    assert [row["group"] for row in series.norm_rows(found)] == ["layers.0"]
 
 
 def test_the_timeline_leads_to_each_finding(page: Page, rich_run: Run):
@@ -168,7 +168,7 @@ def test_a_run_of_many_workers_has_maps_of_bounded_size(tmp_path: Path):
     run = record_run(tmp_path / "run", num_workers=96, num_steps=3)
     page = Page(write_report(run).read_text(encoding="utf-8"))
     rows = rows_of(page, "map-loss", "deviation")
-    assert {len(row["deviation"]) for row in rows} == {bins.MAX_ROWS}
+    assert {len(row["deviation"]) for row in rows} == {series.MAX_ROWS}
     assert "A row holds up to 2 workers" in page.words
     ranks = {row["rank"] for row in rows_of(page, "workers-loss", "rank")}
     assert len(ranks) == 48

@@ -134,7 +134,7 @@ def test_a_failed_write_leaves_nothing_behind(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(base, "_rename", full)
+    monkeypatch.setattr(Path, "rename", full)
     with pytest.raises(UsageError, match="No space left on device"):
         _load(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
-from rankscope.cli.output import JsonOption, plain, print_json, show, terminal
+from rankscope.cli.output import JsonOption, labelled, plain, print_json, show, terminal
 from rankscope.cli.report import run_result
-from rankscope.cli.verdict import labelled, verdict_lines
+from rankscope.cli.verdict import verdict_lines
 from rankscope.errors import MissingExtraError, UsageError
 from rankscope.record import Run
 from rankscope.report import write_comparison
@@ -40,8 +39,16 @@ def demo(
     _prepare(output, overwrite=overwrite)
     console = terminal(stderr=as_json)
     show(console, plain(f"Training on {WORKERS} workers, twice; it takes half a minute …", "dim"))
-    runs = _train(output)
-    line = _write_page(runs, output)
+    from rankscope.lab.study.demo import train_both
+
+    train_both(output, WORKERS, STEPS)
+    runs = {name: Run.open(output / name) for name in TRAININGS}
+    try:
+        healthy, faulty = runs.values()
+        page = write_comparison(healthy, faulty, output / "report.html")
+        line = labelled("  Side by side", str(page))
+    except MissingExtraError as error:
+        line = plain(f"  {error}", "yellow")
     if as_json:
         print_json({name: run_result(run) for name, run in runs.items()})
     else:
@@ -66,13 +73,6 @@ def _prepare(output: Path, *, overwrite: bool) -> None:
         shutil.rmtree(output / name)
 
 
-def _train(output: Path) -> dict[str, Run]:
-    from rankscope.lab.study.demo import train_both
-
-    train_both(output, WORKERS, STEPS)
-    return {name: Run.open(output / name) for name in TRAININGS}
-
-
 def _show(run: Run) -> None:
     assessment = assess(run)
     verdict = verdict_of(run, assessment)
@@ -90,13 +90,3 @@ def _show(run: Run) -> None:
             ),
         )
     show(console, labelled("What to do", assessment.recommendation))
-
-
-def _write_page(runs: dict[str, Run], output: Path) -> Text:
-    """Write the page, and return its place."""
-    healthy, faulty = runs.values()
-    try:
-        page = write_comparison(healthy, faulty, output / "report.html")
-        return labelled("  Side by side", str(page))
-    except MissingExtraError as error:
-        return plain(f"  {error}", "yellow")

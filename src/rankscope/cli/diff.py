@@ -10,14 +10,17 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from rankscope.cli.output import (
+    HtmlOption,
     JsonOption,
     heading,
+    labelled,
     labels,
     plain,
     points,
     print_json,
     show,
     terminal,
+    verdict_head,
 )
 from rankscope.errors import UsageError
 from rankscope.report import needs_extra
@@ -55,12 +58,7 @@ def diff(
             show_default="0, unless equal batches prove another",
         ),
     ] = None,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html", metavar="FILE", help="Write a page to this file.", show_default=False
-        ),
-    ] = None,
+    html: HtmlOption = None,
     png: Annotated[
         Path | None,
         typer.Option(
@@ -84,49 +82,33 @@ def diff(
     if run_a.resolve() == run_b.resolve():
         raise UsageError(f"{run_a} and {run_b} are one run: name two")
     comparison = compare_runs(Run.open(run_a), Run.open(run_b), offset=offset)
-    written = _written(comparison, html, png)
+    written = []
+    if html is not None:
+        with needs_extra(html.name, "web"):
+            from rankscope.tools.comparison_pages import write_diff_page
+        written.append(str(write_diff_page(comparison, html)))
+    if png is not None:
+        with needs_extra(png.name, "web"):
+            from rankscope.tools.comparison_pages import write_diff_figure
+        written.append(str(write_diff_figure(comparison, png)))
     if as_json:
-        print_json({**comparison.to_json(), "written": [str(path) for path in written]})
+        print_json({**comparison.to_json(), "written": written})
     else:
         render_comparison(comparison, terminal())
         for path in written:
-            terminal().print(
-                Text.assemble(("  Written: ", "bold"), plain(str(path))), soft_wrap=True
-            )
+            terminal().print(labelled("  Written", path), soft_wrap=True)
     if not comparison.identical:
         raise typer.Exit(1)
 
 
-def _written(comparison: "Comparison", html: Path | None, png: Path | None) -> list[Path]:
-    """Write the requested files; MissingExtraError if the extra ``web`` is not installed."""
-    written = []
-    if html is not None:
-        with needs_extra(html.name, "web"):
-            from rankscope.tools.diff.figures import write_diff_page
-        written.append(write_diff_page(comparison, html))
-    if png is not None:
-        with needs_extra(png.name, "web"):
-            from rankscope.tools.diff.figures import write_diff_figure
-        written.append(write_diff_figure(comparison, png))
-    return written
-
-
 def render_comparison(comparison: "Comparison", console: Console) -> None:
     """Print the verdict on two runs: the class, its evidence, and what to do."""
-    sign, colour = _LOOK[comparison.kind]
     console.print()
-    show(
-        console,
-        Text.assemble(
-            (f"{sign} {str(comparison.kind).upper()}", f"bold {colour}"),
-            "  ",
-            plain(f"{Path(comparison.run_a).name} · {Path(comparison.run_b).name}", "dim"),
-            "\n",
-            plain(comparison.headline, "bold"),
-        ),
-    )
+    names = f"{Path(comparison.run_a).name} · {Path(comparison.run_b).name}"
+    word = str(comparison.kind).upper()
+    show(console, verdict_head(_LOOK[comparison.kind], word, names, comparison.headline))
     console.print()
-    show(console, Text.assemble(("What to do: ", "bold"), plain(comparison.advice)))
+    show(console, labelled("What to do", comparison.advice))
     if not comparison.identical:
         heading(console, "Where they part")
         show(console, _numbers(comparison))

@@ -129,7 +129,17 @@ def render_checkup(results: Sequence["CheckResult"], seconds: float, console: Co
             ),
         )
     console.print()
-    show(console, _verdict(results, seconds))
+    from rankscope.tools.doctor import worst
+
+    sign, colour = _LOOK[worst(results)]
+    show(
+        console,
+        Text.assemble(
+            (f"{sign} ", f"bold {colour}"),
+            plain(verdict_in_words(results), "bold"),
+            (f"\nChecked in {seconds:.1f} s", "dim"),
+        ),
+    )
     console.print()
 
 
@@ -167,14 +177,3 @@ def verdict_in_words(results: Sequence["CheckResult"]) -> str:
     left = len(results) - done
     skipped = f"; {left} skipped" if left else ""
     return f"Ready: {count(done, 'check')} made, nothing wrong{noted}{skipped}."
-
-
-def _verdict(results: Sequence["CheckResult"], seconds: float) -> Text:
-    from rankscope.tools.doctor import worst
-
-    sign, colour = _LOOK[worst(results)]
-    return Text.assemble(
-        (f"{sign} ", f"bold {colour}"),
-        plain(verdict_in_words(results), "bold"),
-        (f"\nChecked in {seconds:.1f} s", "dim"),
-    )

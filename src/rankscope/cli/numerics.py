@@ -16,8 +16,8 @@ from rankscope.cli.output import JsonOption, plain, print_json, show, table, ter
 from rankscope.errors import MissingExtraError, RunError, UsageError
 from rankscope.files import replace
 from rankscope.lab.numerics import write_numerics_page
-from rankscope.lab.numerics.gradients import GradientKind, LocalGradients, read, save, synthetic
-from rankscope.lab.numerics.spread import USUAL_WORKERS, SumOptions, measure
+from rankscope.lab.numerics.gradients import GradientKind, read, save, synthetic
+from rankscope.lab.numerics.spread import SumOptions, measure, usual_workers
 from rankscope.lab.numerics.spread import types as types_in_words
 from rankscope.lab.numerics.summation import TYPES
 
@@ -103,7 +103,9 @@ def numerics(
     Exit code: 0; 2 bad usage or input.
     """
     names = tuple(dict.fromkeys(word.strip() for word in types.split(",") if word.strip()))
-    options = SumOptions(workers=_numbers(workers), orders=orders, types=names, seed=_seed(seed))
+    options = SumOptions(
+        workers=_world_sizes(workers), orders=orders, types=names, seed=_seed(seed)
+    )
     _check(gradients, kind, at_step, save_file)
     steps = _training_steps(training_steps, builtin=gradients is None and kind is None)
     with _progress(enabled=not as_json) as report:
@@ -112,11 +114,20 @@ def numerics(
         elif kind is not None:
             local = synthetic(kind, options.workers[-1], seed=seed)
         else:
-            local = _record(options, at_step, report)
+            from rankscope.lab.study.rounding import record_gradients
+
+            local = record_gradients(
+                options.workers[-1], step=at_step, seed=options.seed, progress=report
+            )
         if save_file is not None:
             save(local, save_file)
         sums = measure(local, options, report)
-        growth = _grow(steps, seed, report) if steps else None
+        growth = None
+        if steps:
+            from rankscope.lab.study.rounding import run_growth
+            from rankscope.lab.study.rounding_result import GrowthOptions
+
+            growth = run_growth(GrowthOptions(steps=steps, seed=seed), report)
     grown = None if growth is None else growth.to_json()
     result = {"sums": sums, "growth": grown}
     text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
@@ -131,19 +142,6 @@ def numerics(
             render_sums(sums, [] if growth is None else growth.sentences(), terminal())
     for line in lines:
         terminal(stderr=as_json).print(line, soft_wrap=True)
-
-
-def _record(options: SumOptions, at_step: int, report: OnProgress) -> LocalGradients:
-    from rankscope.lab.study.rounding import record_gradients
-
-    return record_gradients(options.workers[-1], step=at_step, seed=options.seed, progress=report)
-
-
-def _grow(steps: int, seed: int, report: OnProgress) -> Any:
-    from rankscope.lab.study.rounding import run_growth
-    from rankscope.lab.study.rounding_result import GrowthOptions
-
-    return run_growth(GrowthOptions(steps=steps, seed=seed), report)
 
 
 def _check(
@@ -173,7 +171,7 @@ def _seed(seed: int) -> int:
     return seed
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def _world_sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(",") if word.strip())
     except ValueError:
@@ -183,11 +181,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _write(directory: Path, text: str, sums: dict[str, Any], growth: Any) -> list[Text]:
-    """Write the result, and the page where its packages are installed; return their places.
-
-    Raises:
-        UsageError: It cannot be written.
-    """
+    """Write the result, and the page where its packages are installed; return their places."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         replace(directory / RESULT_FILE, f"{text}\n".encode())
@@ -235,7 +229,7 @@ def render_sums(sums: Values, more: Sequence[str], console: Console) -> None:
         ),
     )
     numbers = [world["workers"] for world in sums["worlds"]]
-    workers = USUAL_WORKERS if USUAL_WORKERS in numbers else numbers[-1]
+    workers = usual_workers(sums)
     first = sums["cells"][0]["inputs"]
     _titled(console, "Two orders of a ring differ by", _by_world(sums, "difference_relative"))
     _titled(console, "Error, and below it what rounding predicts", _by_world(sums, None))
@@ -264,23 +258,24 @@ def _led(sentence: str) -> Text:
     return Text.assemble(plain(lead + colon, "bold"), plain(rest)) if colon else plain(sentence)
 
 
-def _head(cell: Values) -> str:
+def _two_lines(cell: Values) -> str:
     return types_in_words(cell).replace(" added in ", "\nin ")
-
-
-def _ring(rows: Sequence[Values]) -> list[Values]:
-    return [row for row in rows if row["algorithm"] == "ring"]
 
 
 def _by_world(sums: Values, column: str | None) -> Grid:
     """Return one row for each world size and one column for each combination of types."""
-    cells = _ring(sums["cells"])
+    cells = [cell for cell in sums["cells"] if cell["algorithm"] == "ring"]
     numbers = [world["workers"] for world in sums["worlds"]]
-    heads = [_head(cell) for cell in cells if cell["workers"] == numbers[0]]
+    heads = [_two_lines(cell) for cell in cells if cell["workers"] == numbers[0]]
     grid = table("workers", *heads, right=heads)
     for workers in numbers:
         own = [cell for cell in cells if cell["workers"] == workers]
-        shown = [_error(cell) if column is None else _relative(cell[column]) for cell in own]
+        shown = [
+            f"{_relative(cell['error_relative'])}\n({_relative(cell['predicted_relative'])})"
+            if column is None
+            else _relative(cell[column])
+            for cell in own
+        ]
         grid.add_row(str(workers), *shown)
     return grid
 
@@ -303,8 +298,10 @@ def _by_scheme(sums: Values, workers: int, inputs: str) -> Grid:
                 f"{'all ' if cell['all_orders'] else ''}{cell['num_orders']}",
                 str(cell["distinct_results"]),
                 f"{100 * cell['share_differing']:.1f} %",
-                _ulp(cell["spread_ulp"]["median"]),
-                _ulp(cell["spread_ulp"]["p99"]),
+                *(
+                    "–" if value is None else f"{value:,.0f}"
+                    for value in (cell["spread_ulp"]["median"], cell["spread_ulp"]["p99"])
+                ),
                 _relative(cell["error_relative"]),
                 _relative(cell["bound_relative"]),
             )
@@ -313,10 +310,11 @@ def _by_scheme(sums: Values, workers: int, inputs: str) -> Grid:
 
 def _by_layer(sums: Values) -> Grid:
     rows: dict[str, list[Values]] = {}
-    for row in _ring(sums["layers"]):
-        rows.setdefault(row["layer"], []).append(row)
+    for row in sums["layers"]:
+        if row["algorithm"] == "ring":
+            rows.setdefault(row["layer"], []).append(row)
     worst = sorted(rows, key=lambda name: -(rows[name][0]["error_relative"] or 0.0))[:MAX_LAYERS]
-    heads = [_head(row) for row in next(iter(rows.values()))]
+    heads = [_two_lines(row) for row in next(iter(rows.values()))]
     grid = table("layer", *heads, right=heads)
     for name in rows:
         if name in worst:
@@ -326,15 +324,7 @@ def _by_layer(sums: Values) -> Grid:
     return grid
 
 
-def _error(row: Values) -> str:
-    return f"{_relative(row['error_relative'])}\n({_relative(row['predicted_relative'])})"
-
-
 def _relative(value: float | None) -> str:
     if value is None:
         return "–"
     return "0" if value == 0 else f"{value:.1e}"
-
-
-def _ulp(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -27,6 +28,13 @@ OnFailure = Callable[[str], None]
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 """The option that all commands have which print a result."""
+
+
+HtmlOption = Annotated[
+    Path | None,
+    typer.Option("--html", metavar="FILE", help="Write a page to this file.", show_default=False),
+]
+"""The option of the commands that compare two trainings."""
 
 
 def function_option(words: str) -> Any:
@@ -232,6 +240,23 @@ def points(console: Console, sentences: Iterable[str]) -> None:
 def plain(words: str, style: str = "") -> Text:
     """Return text from records: never read as markup, without control characters."""
     return Text(printable(words), style=style)
+
+
+def verdict_head(look: tuple[str, str], word: str, subject: str, headline: str) -> Text:
+    """Return a verdict with its sign and colour, its subject, and its headline below."""
+    sign, colour = look
+    return Text.assemble(
+        (f"{sign} {word}", f"bold {colour}"),
+        "  ",
+        plain(subject, "dim"),
+        "\n",
+        plain(headline, "bold"),
+    )
+
+
+def labelled(label: str, words: str) -> Text:
+    """Return words with a label before them."""
+    return Text.assemble((f"{label}: ", "bold"), plain(words))
 
 
 def _nearest(error: UnicodeError) -> tuple[str, int]:

@@ -1,28 +1,45 @@
 """``rankscope parity``: whether two layouts of a training train the same."""
 
+import contextlib
+import os
+import shlex
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from rankscope.agent.processes import ending_of
 from rankscope.bus.parity import FOLDER
-from rankscope.cli.output import JsonOption, plain, points, print_json, show, terminal
-from rankscope.cli.verdict import labelled
-from rankscope.errors import RankscopeError, UsageError
+from rankscope.cli.output import (
+    HtmlOption,
+    JsonOption,
+    labelled,
+    plain,
+    points,
+    print_json,
+    show,
+    terminal,
+)
+from rankscope.errors import RankscopeError, RunError, UsageError
+from rankscope.integrations.parity import ParityJob
+from rankscope.integrations.run_script import VARIABLE, ScriptJob, command_for, name_of
 from rankscope.report import needs_extra
-
-if TYPE_CHECKING:
-    from rankscope.integrations.parity import ParityJob
-    from rankscope.integrations.parity_run import Command
-    from rankscope.tools.parity.reading import Recording
-    from rankscope.tools.parity.result import Answer
+from rankscope.tools.parity.bounds import Bounds, identical
+from rankscope.tools.parity.compare import compare
+from rankscope.tools.parity.reading import NotRecordedError, Recording, joined, part_of, read_side
+from rankscope.tools.parity.result import Answer, Kind, Phase
 
 MAX_TENSORS = 3
 """Tensors that the terminal shows."""
@@ -75,12 +92,7 @@ def parity(
         ),
     ] = None,
     as_json: JsonOption = False,
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html", metavar="FILE", help="Write a page to this file.", show_default=False
-        ),
-    ] = None,
+    html: HtmlOption = None,
 ) -> None:
     """Run a training at two layouts, and find the first thing that differs between them.
 
@@ -90,8 +102,6 @@ def parity(
 
     Exit code: 0 the same within rounding; 1 not the same; 2 not comparable, or bad usage or input.
     """
-    from rankscope.tools.parity.result import Answer, Kind
-
     for option, words in (("-a", a), ("-b", b)):
         if not words.strip():
             raise UsageError(f"{option} expected a command, got nothing")
@@ -110,12 +120,11 @@ def parity(
     sides = {"A": a, "B": b if b2 is None else f"{b}; resumed by {b2}"}
     written = [] if html is None else [_write_page(answer, html, sides)]
     if as_json:
-        print_json({**answer.to_json(), "written": [str(path) for path in written]})
+        print_json({**answer.to_json(), "written": written})
     else:
         render_answer(answer, terminal())
         for path in written:
-            line = Text.assemble(("  Written: ", "bold"), plain(str(path)))
-            terminal().print(line, soft_wrap=True)
+            terminal().print(labelled("  Written", path), soft_wrap=True)
     if answer.exit_code:
         raise typer.Exit(answer.exit_code)
 
@@ -133,28 +142,23 @@ class _Pair:
     same_start: bool
     no_dropout: bool
 
-    def compare(self) -> "Answer":
+    def compare(self) -> Answer:
         """Run both and compare them."""
-        side_a, side_b = self._run(self.steps)
-        return self._compared(side_a, side_b)
+        return self.compared(*self.run(self.steps))
 
-    def resume(self, at: int, resumed: str) -> "Answer":
+    def resume(self, at: int, resumed: str) -> Answer:
         """Run A on end, B up to a step and on from there; compare all of them."""
-        from rankscope.tools.parity.resumption import joined, part_of
-
-        side_a, side_b = self._run(at)
-        answer = self._compared(part_of(side_a, 0, at), side_b)
+        side_a, side_b = self.run(at)
+        answer = self.compared(part_of(side_a, 0, at), side_b)
         if answer.exit_code:
             return answer
         job = self._job(self.steps - at, first_step=at)
         later = self._recorded("b2", resumed, job, name="the resumption of B")
-        self._check(later, self.steps - at, "the resumption of B")
-        return self._compared(*joined(side_a, later, at), exact=_identical(side_a, side_b))
+        _check(later, self.steps - at, "the resumption of B")
+        return self.compared(*joined(side_a, later, at), exact=identical(side_a, side_b))
 
-    def _run(self, steps_of_b: int) -> "tuple[Recording, Recording]":
-        from rankscope.integrations.parity_run import Command, run_commands
-        from rankscope.tools.parity.reading import read_side
-
+    def run(self, steps_of_b: int) -> tuple[Recording, Recording]:
+        """Run A, unless it is recorded, and B."""
         recorded = _recorded_run(self.a)
         job_a = self._job(self.steps, save_start=self.same_start)
         start = str((recorded or self.folder / "a") / "start") if self.same_start else ""
@@ -166,19 +170,15 @@ class _Pair:
         run_commands(commands, self.timeout, together=self.parallel and not self.same_start)
         side_a = read_side(recorded or self.folder / "a", "A")
         side_b = read_side(self.folder / "b", "B")
-        self._check(side_a, self.steps, "A")
-        self._check(side_b, steps_of_b, "B")
+        _check(side_a, self.steps, "A")
+        _check(side_b, steps_of_b, "B")
         return side_a, side_b
 
-    def _compared(self, a: "Recording", b: "Recording", *, exact: bool = False) -> "Answer":
+    def compared(self, a: Recording, b: Recording, *, exact: bool = False) -> Answer:
         """Compare two sides, by a perturbation run unless the answer does not depend on it."""
-        from rankscope.tools.parity.bounds import Bounds
-        from rankscope.tools.parity.compare import compare
-        from rankscope.tools.parity.result import Phase
-
         answer = compare(Bounds(a, b))
         before = (Phase.START, Phase.SAMPLES, Phase.LABELS)
-        if exact or answer.exit_code == 2 or answer.stage in before or _identical(a, b):
+        if exact or answer.exit_code == 2 or answer.stage in before or identical(a, b):
             return answer
         of_b = _recorded_run(self.a) is not None or b.roundoff > a.roundoff
         original, command = (b, self.b) if of_b else (a, self.a)
@@ -188,9 +188,7 @@ class _Pair:
         moved = self._recorded("moved", command, job, name=f"{original.name}, run once more,")
         return compare(Bounds(a, b, original, moved))
 
-    def _recorded(self, place: str, command: str, job: "ParityJob", *, name: str) -> "Recording":
-        from rankscope.integrations.parity_run import Command, run_commands
-        from rankscope.tools.parity.reading import read_side
+    def _recorded(self, place: str, command: str, job: ParityJob, *, name: str) -> Recording:
 
         folder = self.folder / place
         commands = [Command(name, command, folder, job)]
@@ -198,28 +196,20 @@ class _Pair:
         run_commands(commands, self.timeout, together=False)
         return read_side(folder, name)
 
-    def _check(self, side: "Recording", steps: int, name: str) -> None:
-        from rankscope.tools.parity.reading import NotRecordedError
-
-        if len(side.steps) < steps:
-            raise NotRecordedError(f"{name} ended after {len(side.steps)} of {steps} steps")
-
-    def _job(self, steps: int, **more: "int | float | str | bool") -> "ParityJob":
-        from rankscope.integrations.parity import ParityJob
+    def _job(self, steps: int, **more: int | float | str | bool) -> ParityJob:
 
         return replace(ParityJob(steps, no_dropout=self.no_dropout), **more)  # type: ignore[arg-type]
 
 
-def _announce(commands: "Sequence[Command]") -> None:
+def _check(side: Recording, steps: int, name: str) -> None:
+    if len(side.steps) < steps:
+        raise NotRecordedError(f"{name} ended after {len(side.steps)} of {steps} steps")
+
+
+def _announce(commands: Sequence["Command"]) -> None:
     """Say what is being run: a training may take long before its first step."""
     words = "; ".join(f"{each.name.rstrip(',')}: {each.text}" for each in commands)
     terminal(stderr=True).print(plain(f"  Running {words} …", "dim"), soft_wrap=True)
-
-
-def _identical(a: "Recording", b: "Recording") -> bool:
-    from rankscope.tools.parity.bounds import identical
-
-    return identical(a, b)
 
 
 def _recorded_run(given: str) -> Path | None:
@@ -250,13 +240,13 @@ def _records(run_dir: Path | None) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_page(answer: "Answer", html: Path, sides: Mapping[str, str]) -> Path:
+def _write_page(answer: Answer, html: Path, sides: Mapping[str, str]) -> str:
     with needs_extra(html.name, "web"):
-        from rankscope.tools.parity.page import write_parity_page
-    return write_parity_page(answer, html, sides)
+        from rankscope.tools.comparison_pages import write_parity_page
+    return str(write_parity_page(answer, html, sides))
 
 
-def render_answer(answer: "Answer", console: Console) -> None:
+def render_answer(answer: Answer, console: Console) -> None:
     """Print the answer, in at most twelve lines on a terminal of usual width."""
     sign, colour = _LOOK[str(answer.kind)]
     where = f"  {answer.stage}, step {answer.step}" if answer.stage is not None else ""
@@ -278,3 +268,144 @@ def render_answer(answer: "Answer", console: Console) -> None:
     for note in (*answer.notes[:3], answer.limits):
         if note:
             show(console, plain(note, "dim"))
+
+
+GRACE_SECONDS = 10.0
+"""How long processes may take to end after a signal."""
+
+_LOG = "output.txt"
+_MOST_WORDS = 200
+
+
+class CommandError(RunError):
+    """A training's command has failed, or did not end in time."""
+
+
+@dataclass(slots=True)
+class Command:
+    """A training that is recorded: its name in messages, its command line, what is recorded.
+
+    The run's directory must not hold a record.
+    """
+
+    name: str
+    text: str
+    directory: Path
+    parity: ParityJob
+    _process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it; CommandError if it cannot be, UsageError without such a script or command."""
+        words = shlex.split(self.text)
+        command = command_for(words, module=False, original=[sys.executable])
+        self.directory.mkdir(parents=True, exist_ok=True)
+        name = name_of(words, module=False)
+        job = ScriptJob(str(self.directory.absolute()), name, parity=asdict(self.parity))
+        with (self.directory / _LOG).open("wb") as log:
+            try:
+                self._process = subprocess.Popen(
+                    command,
+                    env=job.to_environment(dict(os.environ)),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise CommandError(f"{self.name} cannot be started: {error}") from error
+
+    def wait(self, until: float) -> None:
+        """Wait for its end, until a time of the monotonic clock; CommandError if it fails."""
+        assert self._process is not None
+        try:
+            code = self._process.wait(max(until - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            self.end()
+            raise CommandError(
+                f"{self.name} had not ended in time and was ended; give a longer --timeout, or see "
+                f"where it hangs: {self._last_words()}"
+            ) from None
+        self._end_others()
+        if code:
+            raise CommandError(f"{self.name} {ending_of(code)}: {self._last_words()}")
+
+    def end(self) -> None:
+        """End all its processes; does nothing after its end."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_SECONDS)
+            with contextlib.suppress(OSError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._end_others()
+
+    def _end_others(self) -> None:
+        """End processes that it has started in sessions of their own, as torchrun does."""
+        for number in self._others():
+            with contextlib.suppress(OSError):
+                os.kill(number, signal.SIGTERM)
+        until = time.monotonic() + GRACE_SECONDS
+        while (left := self._others()) and time.monotonic() < until:
+            time.sleep(0.05)
+        for number in left:
+            with contextlib.suppress(OSError):
+                os.kill(number, signal.SIGKILL)
+
+    def _others(self) -> list[int]:
+        """Return the processes whose environment holds this job."""
+        mark = f'"run_dir": "{self.directory.absolute()}"'.encode()
+        found = []
+        for place in Path("/proc").glob("[0-9]*"):
+            if int(place.name) == os.getpid():
+                continue
+            with contextlib.suppress(OSError):
+                environment = (place / "environ").read_bytes()
+                if f"{VARIABLE}=".encode() in environment and mark in environment:
+                    found.append(int(place.name))
+        return found
+
+    def _last_words(self) -> str:
+        """Return the last lines that name an error, or the last one at all."""
+        with contextlib.suppress(OSError):
+            text = (self.directory / _LOG).read_text("utf-8", "replace")
+            lines = [line.strip() for line in text.splitlines() if line.strip()]
+            errors = [line for line in lines if "Error" in line and "elastic" not in line]
+            own = [line for line in errors if not line.startswith("raise")] or lines
+            if own:
+                return own[-1 if not errors else 0][:_MOST_WORDS]
+        return "it printed nothing"
+
+
+def run_commands(commands: list[Command], seconds: float, *, together: bool) -> None:
+    """Run commands, one after the other or side by side; each may take so many seconds.
+
+    CommandError when one has failed; all others have been ended.
+    """
+    before = _raise_at_sigterm()
+    try:
+        for command in commands:
+            command.start()
+            if not together:
+                command.wait(time.monotonic() + seconds)
+        until = time.monotonic() + seconds
+        for command in commands if together else ():
+            command.wait(until)
+    finally:
+        for command in commands:
+            command.end()
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+def _raise_at_sigterm() -> Any:
+    """Make SIGTERM an exception, so that trainings are ended; return the handler before."""
+    if threading.current_thread() is not threading.main_thread():
+        return None
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    return signal.signal(signal.SIGTERM, leave)

@@ -13,6 +13,7 @@ from rankscope.bus.words import count, name_ranks
 from rankscope.cli.output import (
     JsonOption,
     function_option,
+    labelled,
     labels,
     plain,
     print_json,
@@ -20,7 +21,6 @@ from rankscope.cli.output import (
     table,
     terminal,
 )
-from rankscope.cli.verdict import labelled
 from rankscope.errors import UsageError
 from rankscope.evidence.canary.bundle import (
     ReplayBundle,
@@ -131,11 +131,8 @@ def verdict_in_words(verdict: CanaryVerdict, results: CanaryResults) -> str:
             f"which of {ranks} is wrong: {size}. It is not the data; {reason}."
         )
     computes = "computes a different result" if alone else "compute different results"
-    return f"{ranks.capitalize()} {computes} from the same batch: {size}. {_sentence(reason)}"
-
-
-def _sentence(words: str) -> str:
-    return f"{words[:1].upper()}{words[1:]}."
+    reason = f"{reason[:1].upper()}{reason[1:]}."
+    return f"{ranks.capitalize()} {computes} from the same batch: {size}. {reason}"
 
 
 def _show_saved(path: Path, bundle: ReplayBundle, *, as_json: bool) -> CanaryVerdict | None:
@@ -145,7 +142,8 @@ def _show_saved(path: Path, bundle: ReplayBundle, *, as_json: bool) -> CanaryVer
     console = terminal()
     _head(console, path, bundle)
     if bundle.results is None or bundle.verdict is None:
-        _line(console, "The run has not replayed these batches. Give --model to run them here.")
+        words = "The run has not replayed these batches. Give --model to run them here."
+        show(console, plain(words))
     else:
         _show_verdict(console, bundle.verdict, bundle.results)
         _table(console, "The canary inside the run", bundle.results)
@@ -220,11 +218,7 @@ def _show_verdict(console: Console, verdict: CanaryVerdict, results: CanaryResul
     sign, word, colour = _LOOK[verdict.verdict is CanaryCause.DATA]
     head = Text.assemble((f"{sign} {word}", f"bold {colour}"), (f"  {verdict.verdict}", "dim"))
     show(console, head)
-    _line(console, verdict_in_words(verdict, results))
-
-
-def _line(console: Console, words: str) -> None:
-    show(console, plain(words))
+    show(console, plain(verdict_in_words(verdict, results)))
 
 
 def _table(console: Console, title: str, results: CanaryResults) -> None:
@@ -256,7 +250,7 @@ def _samples(console: Console, bundle: ReplayBundle, replayed: "Replayed") -> No
     if not replayed.worst:
         if replayed.note:
             console.print()
-            _line(console, replayed.note[0].upper() + replayed.note[1:] + ".")
+            show(console, plain(replayed.note[0].upper() + replayed.note[1:] + "."))
         return
     console.print()
     title = f"Rank {bundle.suspect}'s samples with the largest loss, each alone, in evaluation mode"
@@ -266,7 +260,7 @@ def _samples(console: Console, bundle: ReplayBundle, replayed: "Replayed") -> No
     for sample in replayed.worst:
         grid.add_row(str(sample.index), f"{sample.loss:.4g}", str(sample.digest))
     show(console, grid)
-    _line(console, f"Median of rank {bundle.peer}'s samples: {replayed.peer_median:.4g}")
+    show(console, plain(f"Median of rank {bundle.peer}'s samples: {replayed.peer_median:.4g}"))
 
 
 def _bits(digests_W: Any, rank: int) -> str:

@@ -1,10 +1,13 @@
 """``rankscope report``: the verdict of a run or a study and its files, or a directory's runs."""
 
+import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,19 +17,7 @@ from rich.text import Text
 
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.words import count
-from rankscope.cli.output import JsonOption, heading, plain, show, table, terminal
-from rankscope.cli.report_files import (
-    STDOUT,
-    Format,
-    Writers,
-    chosen_formats,
-    json_text,
-    places,
-    print_paths,
-    run_writers,
-    study_writers,
-    write_files,
-)
+from rankscope.cli.output import JsonOption, heading, labelled, plain, show, table, terminal
 from rankscope.cli.verdict import (
     LOOK,
     NARROW,
@@ -35,10 +26,11 @@ from rankscope.cli.verdict import (
     render_study,
     render_summary,
 )
-from rankscope.errors import RankscopeError, RunError, UsageError
+from rankscope.errors import MissingExtraError, RankscopeError, RunError, UsageError
 from rankscope.files import is_directory, is_file, to_plain
 from rankscope.record import Run
 from rankscope.record.stores import at_hand
+from rankscope.report import write_figures, write_report, write_run_figures, write_study_report
 from rankscope.report.live import catalog
 from rankscope.report.live.catalog import (
     MAX_DIRECTORIES,
@@ -49,10 +41,97 @@ from rankscope.report.live.catalog import (
     stamp,
     unreadable,
 )
+from rankscope.report.markdown import run_markdown, study_markdown
 from rankscope.report.study_words import headline_of, is_study, open_study
 from rankscope.verdict.assessment import Assessment, assess
 from rankscope.verdict.diagnosis import SEEN_LIVE, diagnose_run
 from rankscope.verdict.rules import explanations, page_of, ranked
+from rankscope.verdict.words import writable
+
+
+class Format(StrEnum):
+    """The formats of a report, in the order in which they are written."""
+
+    HTML = "html"
+    PNG = "png"
+    MD = "md"
+    JSON = "json"
+
+
+NAMES = {
+    Format.HTML: "report.html",
+    Format.PNG: "figures",
+    Format.MD: "report.md",
+    Format.JSON: "report.json",
+}
+"""File names of the formats without --output; ``figures`` is a directory of PNG files."""
+STDOUT = Path("-")
+
+
+def chosen_formats(given: Sequence[str] | None, html: bool | None) -> list[Format]:
+    """Return the formats to write.
+
+    ``given`` are the values of --format, each a name or several with commas between them;
+    ``html`` is True with --html, False with --no-html, None with neither.
+
+    """
+    names = [name.strip().lower() for item in given or () for name in item.split(",")]
+    known = [str(one) for one in Format]
+    for name in names:
+        if name not in known:
+            raise typer.BadParameter(
+                f"'{name}' is not one of {', '.join(known)}", param_hint="'--format'"
+            )
+    wanted = set(names) if given else {"html"}
+    wanted = wanted | {"html"} if html else wanted
+    wanted = wanted - {"html"} if html is False else wanted
+    return [one for one in Format if str(one) in wanted]
+
+
+def places(directory: Path, formats: Sequence[Format], output: Path | None) -> dict[Format, Path]:
+    """Return where each format goes.
+
+    ``output`` is a file for one format (for PNG its directory), a directory for several, ``-`` for
+    standard output, or None for the run's or the study's directory.
+
+    """
+    if output is None:
+        return {one: directory / NAMES[one] for one in formats}
+    if output == STDOUT and (len(formats) != 1 or formats[0] not in {Format.MD, Format.JSON}):
+        raise UsageError("--output - takes one format that is text: --format md or --format json")
+    if len(formats) == 1 and not (is_directory(output) and formats[0] is not Format.PNG):
+        return {formats[0]: output}
+    return {one: output / NAMES[one] for one in formats}
+
+
+def json_text(result: Mapping[str, Any]) -> str:
+    """Return a result as JSON; undefined numbers become null."""
+    return json.dumps(to_plain(result), indent=2, allow_nan=False) + "\n"
+
+
+def _seen(markdown: Path, pictures: Sequence[Path]) -> list[str]:
+    """Return the pictures' paths as seen from the Markdown file."""
+    if markdown == STDOUT:
+        return [path.as_posix() for path in pictures]
+    return [Path(os.path.relpath(path, markdown.parent)).as_posix() for path in pictures]
+
+
+def _put(path: Path, text: str) -> Path:
+    """Write a text to a file, or to standard output; RunError if that fails."""
+    text = writable(text)
+    if path == STDOUT:
+        sys.stdout.write(text)
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RunError(
+            f"cannot write {path}: {error.strerror or error}; "
+            "make the directory writable or name another file"
+        ) from error
+    return path
+
 
 _LOOK = {**LOOK, UNREADABLE: ("?", "red")}
 
@@ -131,13 +210,6 @@ class Listing:
         }
 
 
-def is_directory_of_runs(path: Path) -> bool:
-    """Return whether a path is a directory that is neither a run's nor a study's."""
-    return is_directory(path) and not any(
-        is_file(path / name) for name in ("run.json", "study.json")
-    )
-
-
 def _headline(each: Glance) -> str:
     since = "" if each.since_step is None else f", since step {each.since_step:,}"
     return f"{each.headline}{since}"
@@ -171,22 +243,51 @@ class _Wanted:
     quiet: bool
     full: bool
 
-    @property
-    def shows(self) -> bool:
-        """Whether the verdict is printed."""
-        return not self.as_json and not self.quiet
-
-    def deliver(self, writers: Writers, result: dict[str, Any], show: Callable[[], None]) -> None:
+    def deliver(
+        self,
+        result: dict[str, Any],
+        show: Callable[[], None],
+        *,
+        page: Callable[[Path], Path],
+        pictures: Callable[[Path], list[Path]],
+        markdown: Callable[[list[str]], str],
+    ) -> None:
         """Write the files; then show the verdict and their paths, or print the result as JSON.
 
-        The verdict is shown, too, when a file cannot be written.
+        The verdict is shown, too, when a file cannot be written. ``markdown`` takes the paths of
+        the pictures.
         """
+        written: dict[Format, list[Path]] = {}
+
+        def write(one: Format, path: Path) -> list[Path]:
+            if one is Format.HTML:
+                return [page(path)]
+            if one is Format.PNG:
+                return pictures(path)
+            if one is Format.JSON:
+                return [_put(path, json_text(result))]
+            return [_put(path, markdown(_seen(path, written.get(Format.PNG, []))))]
+
         try:
-            written = write_files(writers, self.where, explicit=self.explicit)
+            for one, path in self.where.items():
+                try:
+                    written[one] = write(one, path)
+                except MissingExtraError as error:  # the other formats are written
+                    if self.explicit:
+                        raise
+                    terminal(stderr=True).print(plain(str(error)), soft_wrap=True)
         except RankscopeError:
-            if self.shows:
+            if not self.as_json and not self.quiet:
                 show()
             raise
+        self._show(written, result, show)
+
+    def _show(
+        self,
+        written: Mapping[Format, Sequence[Path]],
+        result: dict[str, Any],
+        show: Callable[[], None],
+    ) -> None:
         if self.as_json:
             paths = [str(path) for files in written.values() for path in files]
             result |= {"written": paths} if self.explicit else {}
@@ -194,7 +295,10 @@ class _Wanted:
             sys.stdout.write(json_text({**result, "report": str(pages[0]) if pages else None}))
         elif not self.quiet:
             show()
-            print_paths(written)
+            for one, files in written.items():
+                label = "  Report" if one is Format.HTML else "  Written"
+                for path in files:
+                    terminal().print(labelled(label, str(path)), soft_wrap=True)
 
 
 def report(
@@ -261,12 +365,19 @@ def report(
         if again:
             raise UsageError(f"--again takes a run, and {path} is a study: name one of its runs")
         severity = _report_study(path, wanted)
-    elif is_directory_of_runs(path):
+    elif is_directory(path) and not any(
+        is_file(path / name) for name in ("run.json", "study.json")
+    ):
         if again or formats or output:
             raise UsageError(
                 f"{path} is no run: name one of the runs in it (see them without options)"
             )
-        severity = _list_runs(path, wanted)
+        listing = Listing(path)
+        if as_json:
+            sys.stdout.write(json_text(listing.to_json()))
+        else:
+            listing.render(terminal())
+        severity = listing.worst
     else:
         severity = _report_run(path, wanted, again=again)
     if severity is not None and severity >= Severity[fail_on.name]:
@@ -294,7 +405,13 @@ def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:
         if differences is not None:
             render_differences(differences, run.status, terminal())
 
-    wanted.deliver(run_writers(run, assessment, lambda: result), result, show)
+    wanted.deliver(
+        result,
+        show,
+        page=partial(write_report, run),
+        pictures=partial(write_run_figures, run),
+        markdown=partial(run_markdown, run, assessment),
+    )
     severities = [finding.severity for finding in run.findings()]
     if assessment.severity is not None:
         severities.append(assessment.severity)
@@ -308,27 +425,26 @@ def run_result(
     assessment = assessment or assess(run)
     found = ranked(run.findings())
     causes = explanations(found)
+    findings = [
+        {
+            **finding.to_json(),
+            "consequence_of": getattr(causes[finding.id], "id", None),
+            "page": page_of(finding.id, finding.cause),
+        }
+        for finding in found
+    ]
     return {
         "kind": "run",
         "path": str(run.path),
         "status": run.status,
-        "severity": _name(assessment.severity),
+        "severity": None if assessment.severity is None else str(assessment.severity),
         "headline": assessment.headline,
         "statements": list(assessment.statements),
         "recommendation": assessment.recommendation,
         "command": assessment.command or None,
         "values": assessment.values,
-        "findings": [_with_context(finding, causes[finding.id]) for finding in found],
+        "findings": findings,
         **({} if differences is None else {"differences": differences}),
-    }
-
-
-def _with_context(finding: Finding, cause: Finding | None) -> dict[str, Any]:
-    """Return a finding with its cause among the findings, and its page of the documentation."""
-    return {
-        **finding.to_json(),
-        "consequence_of": None if cause is None else cause.id,
-        "page": page_of(finding.id, finding.cause),
     }
 
 
@@ -357,15 +473,6 @@ def _comparable(finding: Finding) -> dict[str, Any]:
     return event
 
 
-def _list_runs(path: Path, wanted: _Wanted) -> Severity | None:
-    listing = Listing(path)
-    if wanted.as_json:
-        sys.stdout.write(json_text(listing.to_json()))
-    else:
-        listing.render(terminal())
-    return listing.worst
-
-
 def _report_study(path: Path, wanted: _Wanted) -> Severity | None:
     study = open_study(path)
     word, headline = headline_of(study.entries)
@@ -377,10 +484,11 @@ def _report_study(path: Path, wanted: _Wanted) -> Severity | None:
         "headline": headline,
         "entries": [entry.values for entry in study.entries],
     }
-    writers = study_writers(study, lambda: result)
-    wanted.deliver(writers, result, lambda: render_study(path, terminal()))
+    wanted.deliver(
+        result,
+        lambda: render_study(path, terminal()),
+        page=partial(write_study_report, path),
+        pictures=partial(write_figures, path),
+        markdown=partial(study_markdown, study),
+    )
     return worst
-
-
-def _name(severity: Severity | None) -> str | None:
-    return None if severity is None else str(severity)

@@ -132,6 +132,10 @@ def run_script(
     words = list(words or ())
     try:
         check_interpreter()
+        if sink:
+            from rankscope.sinks.specs import plan_sinks
+
+            plan_sinks(sink)
         command = command_for(words, module=module, original=sys.orig_argv)
         options: dict[str, Any] = {
             "tier": str(tier),
@@ -144,7 +148,7 @@ def run_script(
             "canary": not no_canary,
             "announce": not no_announce,
             **({"verify_at": verify_at} if verify_at else {}),
-            **({"sinks": _sinks(sink)} if sink else {}),
+            **({"sinks": sink} if sink else {}),
         }
     except UsageError as error:
         raise typer.BadParameter(str(error)) from error
@@ -179,22 +183,13 @@ def _budget(given: str) -> float | None:
 def _plan(given: str | None) -> dict[str, Any] | None:
     if given is None:
         return None
-    text = given if given.lstrip().startswith("{") else _read(given)
+    text = given
+    if not given.lstrip().startswith("{"):
+        try:
+            text = read_file(Path(given)).decode()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--plan expected JSON or a file, got {given}: {error}") from error
     return Plan.of(_json("--plan", text)).to_json()
-
-
-def _sinks(given: list[str]) -> list[str]:
-    from rankscope.sinks.specs import plan_sinks
-
-    plan_sinks(given)
-    return given
-
-
-def _read(path: str) -> str:
-    try:
-        return read_file(Path(path)).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--plan expected JSON or a file, got {path}: {error}") from error
 
 
 def _json(option: str, text: str) -> dict[str, Any]:

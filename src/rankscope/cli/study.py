@@ -103,6 +103,8 @@ def study(
 
     if learning_rate is not None and learning_rate <= 0:
         raise UsageError(f"--learning-rate must be positive, got {learning_rate}")
+    both = reading is ReadingOption.BOTH
+    readings = tuple(ShardReading) if both else (ShardReading(reading.value),)
     config = StudyConfig(
         data=data,
         model=model,
@@ -111,7 +113,7 @@ def study(
         steps=steps,
         batch_size=batch_size,
         accumulation=accumulation,
-        readings=_readings(reading),
+        readings=readings,
         settings=_settings(settings),
         seed=seed,
         limit=limit,
@@ -131,10 +133,6 @@ def study(
         else:
             render_study(output, terminal())
     terminal(stderr=as_json).print(line, soft_wrap=True)
-
-
-def _readings(option: ReadingOption) -> tuple[ShardReading, ...]:
-    return tuple(ShardReading) if option is ReadingOption.BOTH else (ShardReading(option.value),)
 
 
 def _settings(text: str) -> tuple[Setting, ...]:

@@ -17,13 +17,22 @@ from rich.text import Text
 
 from rankscope.bus.finding import Finding
 from rankscope.bus.words import count, listed
-from rankscope.cli.output import LONGEST, heading, plain, points, readable_lines, show, table
+from rankscope.cli.output import (
+    LONGEST,
+    heading,
+    labelled,
+    plain,
+    points,
+    readable_lines,
+    show,
+    table,
+    verdict_head,
+)
 from rankscope.record import Run
 from rankscope.report.study_words import (
     MEANS,
     RATIO,
     Entry,
-    Study,
     alike,
     cells_of,
     headline_of,
@@ -107,8 +116,15 @@ def render_study(study_dir: Path, console: Console) -> None:
     show(console, verdict_lines(severity, headline, study.name))
     show(console, plain(study.caption, "dim"))
     console.print()
-    columns = _columns(study, console.width)
-    show(console, _study_table(study, columns))
+    width = min(console.width, LONGEST)
+    names = cells_of(study.entries[0])
+    columns = [name for name in names if width >= _LEAST_WIDTHS.get(name, 0)]
+    grid = table(*columns, right=columns[2:])
+    for entry in study.entries:
+        cells = cells_of(entry)
+        colours = {"Verdict": LOOK[entry.severity][1]}
+        grid.add_row(*(plain(cells[name], colours.get(name, "")) for name in columns))
+    show(console, grid)
     ratio = RATIO if "× sampling" in columns else ""
     show(console, plain(f"{study.settings} {MEANS} {ratio}".strip(), "dim"))
     given: dict[str, str] = {}
@@ -124,14 +140,8 @@ def render_study(study_dir: Path, console: Console) -> None:
 
 def verdict_lines(severity: str, headline: str, title: str) -> Text:
     """Return a verdict, its subject, and its headline below."""
-    sign, colour = LOOK[severity]
-    return Text.assemble(
-        (f"{sign} {'TOO EARLY' if severity == 'early' else severity.upper()}", f"bold {colour}"),
-        ("  ", ""),
-        plain(title, "dim"),
-        "\n",
-        plain(headline, "bold"),
-    )
+    word = "TOO EARLY" if severity == "early" else severity.upper()
+    return verdict_head(LOOK[severity], word, title, headline)
 
 
 def _finding(finding: Mapping[str, Any]) -> Text:
@@ -167,20 +177,6 @@ def numbers_grid(tiles: Sequence[Mapping[str, str]], *, narrow: bool) -> Rendera
     return grid
 
 
-def _columns(study: Study, width: int) -> list[str]:
-    names = cells_of(study.entries[0])
-    return [name for name in names if min(width, LONGEST) >= _LEAST_WIDTHS.get(name, 0)]
-
-
-def _study_table(study: Study, columns: Sequence[str]) -> RenderableType:
-    rows = [cells_of(entry) for entry in study.entries]
-    grid = table(*columns, right=columns[2:])
-    for entry, cells in zip(study.entries, rows, strict=True):
-        colours = {"Verdict": LOOK[entry.severity][1]}
-        grid.add_row(*(plain(cells[name], colours.get(name, "")) for name in columns))
-    return grid
-
-
 def _entry(entries: Sequence[Entry], given: dict[str, str]) -> Text:
     """Return an assessment; advice that is ``given`` already is not repeated."""
     entry = entries[0]
@@ -205,11 +201,6 @@ def show_command(command: str, console: Console) -> None:
         console.print(labelled("  Run", command), soft_wrap=True)
 
 
-def labelled(label: str, words: str) -> Text:
-    """Return words with a label before them."""
-    return Text.assemble((f"{label}: ", "bold"), plain(words))
-
-
 SUMMARY_LINES = 12
 """Lines on a terminal of 80 columns at most, with the two that point to more."""
 
@@ -218,11 +209,7 @@ _SENTENCE = re.compile(r"(?<=[.!?]) (?=[A-Z])")
 
 
 def render_summary(run: Run, assessment: Assessment, console: Console) -> None:
-    """Print a run's verdict in :data:`SUMMARY_LINES` lines; on a narrow terminal, in a few more.
-
-    Raises:
-        RunError: The findings cannot be read.
-    """
+    """Print a run's verdict in :data:`SUMMARY_LINES` lines; on a narrow terminal, in a few more."""
     found = ranked(run.findings())
     causes = explanations(found)
     heads = [finding for finding in found if causes[finding.id] is None]

@@ -15,7 +15,7 @@ incomplete if an exception is being handled then.
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -60,19 +60,16 @@ def watch(accelerator: Any, model: Any, optimizer: Any = None, **options: Any) -
             "watch() compares workers, and this job has one process; start several with "
             "accelerate launch --num_processes N, or leave the line out"
         )
-    config = {**_settings(accelerator), **(options.pop("config", None) or {})}
-    scope = start.watch(model, optimizer, config=config, **options)
-    scope.until_closed(Patch(accelerator, "end_training", partial(_closing, scope)))
-    return scope
-
-
-def _settings(accelerator: Any) -> Mapping[str, Any]:
-    return {
+    config = {
         "accelerate": hf_accelerate.__version__,
         "distributed_type": str(accelerator.distributed_type.value),
         "mixed_precision": str(accelerator.mixed_precision),
         "gradient_accumulation_steps": int(accelerator.gradient_accumulation_steps),
+        **(options.pop("config", None) or {}),
     }
+    scope = start.watch(model, optimizer, config=config, **options)
+    scope.until_closed(Patch(accelerator, "end_training", partial(_closing, scope)))
+    return scope
 
 
 def _closing(scope: Scope, original: Callable[..., Any]) -> Callable[..., Any]:

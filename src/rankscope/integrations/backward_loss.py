@@ -69,14 +69,10 @@ class TakesLosses(Protocol):
 class BackwardLoss:
     """Gives a scope the losses on which ``backward`` is called, where they depend on its model.
 
-    That is on an output of its last forward pass, or on its parameters, as the training calls
-    a method in its place, or another part of the model, or the forward pass itself calls
+    That is on an output of its last forward pass, or on its parameters, as the training calls a
+    method in its place, or another part of the model, or the forward pass itself calls
     ``backward``. They only count when the model's output has no ``.loss`` that backward goes
-    through.
-
-    Args:
-        scope: Of the training.
-        models: The parts of its model, the first one's forward pass begins a micro-batch.
+    through. The forward pass of the first of ``models``, its parts, begins a micro-batch.
     """
 
     def __init__(self, scope: TakesLosses, models: Sequence[nn.Module]) -> None:
@@ -175,17 +171,13 @@ class BackwardLoss:
 
 
 class Unscaled(NamedTuple):
-    """The loss behind the root of a backward pass.
+    """The loss behind the root of a backward pass, a scalar, and the ``factor`` on it.
 
-    Attributes:
-        loss: The loss, a scalar.
-        factor: The factor on it; None without one, or when ``loss`` does not have it.
-        constant: The part of ``factor`` that may belong to the loss: all but a gradient scaler's.
-            None behind a mean, NaN where only the backward pass shows it.
-        summed: Number of label tokens in the sum, and its divisor; None where the loss is no sum
-            over label tokens.
-        tokens: Number of label tokens in the mean; None where the loss is no mean over label
-            tokens.
+    The factor is None without one, or when ``loss`` does not have it. ``constant`` is the part of
+    it that may belong to the loss: all but a gradient scaler's; None behind a mean, NaN where only
+    the backward pass shows it. ``summed`` is the number of label tokens in the sum, and its divisor
+    (None where the loss is no such sum); ``tokens`` is their number in the mean (None where it is
+    no mean).
     """
 
     loss: Tensor
@@ -196,11 +188,9 @@ class Unscaled(NamedTuple):
 
 
 def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
-    """Return the loss behind the root of a backward pass.
+    """Return the loss behind the scalar on which ``backward`` is called.
 
-    Args:
-        root: The scalar on which ``backward`` is called.
-        outputs: The model's scalar outputs by their node of the graph; None for other outputs.
+    ``outputs`` are the model's scalar outputs by their node of the graph; None for other outputs.
     """
     constant = 1.0
     multiplied: list[float] = []
@@ -216,7 +206,9 @@ def unscaled(root: Tensor, outputs: dict[Any, Tensor | None]) -> Unscaled:
         factor, before = step
         if isinstance(factor, Tensor):
             scaler.append(factor)
-        elif _undoes(factor, multiplied) and not is_mean_node(before):
+        elif not is_mean_node(before) and any(
+            each != 1 and math.isclose(factor * each, 1) for each in multiplied
+        ):
             return Unscaled(root, math.prod(scaler, start=constant))  # a mean times its number
         else:
             constant *= factor
@@ -269,11 +261,41 @@ def _constant(node: Any) -> tuple[Tensor | float, Any] | None:
     return None
 
 
-def _undoes(factor: float, others: Sequence[float]) -> bool:
-    return any(each != 1 and math.isclose(factor * each, 1) for each in others)
-
-
 def _number(saved: Tensor) -> float | None:
     """Return the number in a saved tensor, if it is one of Python's."""
     plain = saved.dim() == 0 and saved.device.type == "cpu" and saved.dtype in _NUMBERS
     return float(saved) if plain else None
+
+
+_log = logging.getLogger("rankscope")
+
+Weigh = Callable[..., Tensor | float]
+"""Takes a batch, returns its number of label tokens, or one number per sample."""
+
+
+class LabelTokens:
+    """Calls the user's function, until its first exception; without one, numbers are unknown."""
+
+    def __init__(self, weigh: Weigh | None) -> None:
+        self._weigh = weigh
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a function."""
+        return self._weigh is not None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | float | None:
+        """Return the function's result for a batch; None without one."""
+        if self._weigh is None:
+            return None
+        try:
+            return self._weigh(*args, **kwargs)
+        except Exception as error:
+            self._weigh = None
+            _log.warning(
+                "weight expected a function from a batch to its number of label tokens, but it "
+                "raised %s: %s; losses are recorded without weights from now on",
+                type(error).__name__,
+                error,
+            )
+            return None

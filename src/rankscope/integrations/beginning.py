@@ -1,5 +1,11 @@
-"""Begins to watch a model that a script is about to train, on all ranks or on none."""
+"""Begins to watch a model that a script is about to train, on all ranks or on none.
 
+Where the job has other axes, such as a pipeline's, ranks whose models have other trained parameters
+hold other parts of a model. Those with the same ones are the workers of a model without wrapper, if
+the training has made a process group of exactly them.
+"""
+
+import hashlib
 import logging
 import sys
 from collections import Counter
@@ -18,7 +24,7 @@ from rankscope.errors import RunError, UnsupportedError
 from rankscope.integrations.backward_loss import BackwardLoss
 from rankscope.integrations.rollouts import follow_calling_trainer
 from rankscope.integrations.run_script import ScriptJob
-from rankscope.integrations.worker_group import find_worker_group
+from rankscope.private import find
 from rankscope.session.meetings import stages_begin_apart
 from rankscope.session.scope import Scope
 from rankscope.session.start import log_to_stderr, watch
@@ -53,21 +59,11 @@ class Watching:
 
 
 def begin(model: nn.Module, job: ScriptJob, called: Sequence[Optimizer] = ()) -> Watching | None:
-    """Watch a model from now on, unless the script does so itself.
+    """Watch a model from now on, unless the script does so itself: then return None.
 
-    Every rank of the model's data-parallel group calls it before its first training step; the
-    ranks agree through the store, without a collective.
-
-    Args:
-        model: The model that the training calls.
-        job: The script to watch, and its options.
-        called: Optimizers that were called before, in this order.
-
-    Returns:
-        The training that is watched; None if there is nothing to do.
-
-    Raises:
-        RankscopeError: It cannot be watched; the same on all ranks.
+    Every rank of the model's data-parallel group calls it before its first training step; the ranks
+    agree through the store, without a collective. ``called`` are optimizers that were called
+    before, in this order. A RankscopeError, the same on all ranks, says why it cannot be watched.
     """
     log_to_stderr()
     wrapped = find_wrapper(model)
@@ -127,13 +123,9 @@ class CallerContext:
         self.is_watched = any(not scope._closed for scope in found[Scope])
         """Whether the script watches itself."""
 
-    def optimizers(self, models: Sequence[nn.Module] = ()) -> list[Optimizer]:
-        """Return the optimizers of models, the one of the most elements first.
-
-        Args:
-            models: Which models; none: the one whose training begins.
-        """
-        parameters = [p for model in models or [self._model] for p in model.parameters()]
+    def optimizers(self, models: Sequence[nn.Module]) -> list[Optimizer]:
+        """Return the optimizers of models, the one of the most elements first."""
+        parameters = [p for model in models for p in model.parameters()]
         place = {id(parameter): number for number, parameter in enumerate(parameters)}
         ranked = []
         for optimizer in _without_wrappers(self._optimizers):
@@ -275,7 +267,8 @@ def _is_copied(module: nn.Module, copies: list[Tensor]) -> bool:
     own = [p for p in module.parameters() if p.requires_grad]
     if not copies or len(own) != len(copies) or any(p.grad is None for p in own):
         return False
-    pairs = list(zip(sorted(own, key=_shape), sorted(copies, key=_shape), strict=True))
+    ordered = (sorted(some, key=lambda tensor: tuple(tensor.shape)) for some in (own, copies))
+    pairs = list(zip(*ordered, strict=True))
     if any(p.shape != copy.shape or p.device != copy.device for p, copy in pairs):
         return False
     own_K = torch.cat([_first_of(each) for each, _ in pairs])
@@ -283,18 +276,8 @@ def _is_copied(module: nn.Module, copies: list[Tensor]) -> bool:
     return float((own_K - copied_K).norm()) < _APART * float(copied_K.norm())
 
 
-def _shape(tensor: Tensor) -> tuple[int, ...]:
-    return tuple(tensor.shape)
-
-
 def _log_unwatched(context: CallerContext, watched: Sequence[nn.Module], *, found: bool) -> None:
-    """Log, on rank 0, the models that are not watched.
-
-    Args:
-        context: Of the model whose training begins.
-        watched: The models that are.
-        found: Whether there is an optimizer at all.
-    """
+    """Log, on rank 0, the models that are not watched, and if no optimizer was ``found``."""
     if dist.get_rank() != 0:
         return
     others = [model for model in context.other_models() if model not in watched]
@@ -305,3 +288,37 @@ def _log_unwatched(context: CallerContext, watched: Sequence[nn.Module], *, foun
         )
     if not found:
         _log.info("rankscope found no optimizer of the model")
+
+
+def find_worker_group(model: nn.Module) -> Any:
+    """Return the process group of the workers of a model without wrapper; None for all ranks.
+
+    Every rank of the job calls it at the same point of the program; it makes no collective call.
+    """
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    c10d: Any = dist.distributed_c10d
+    store = c10d.PrefixStore("rankscope-run/workers", default_store())
+    store.set(str(rank), parameters_digest(model))
+    if agree(c10d.PrefixStore("met", store), num_ranks):
+        return None
+    digests = store.multi_get([str(other) for other in range(num_ranks)])
+    ranks = [other for other, digest in enumerate(digests) if digest == digests[rank]]
+    if len(ranks) == num_ranks:
+        return None
+    group = group_of(ranks) if len(ranks) > 1 else None
+    problem = "" if group is not None else f"rank {rank} has no group of its model's workers"
+    return None if agree(c10d.PrefixStore("found", store), num_ranks, problem) else group
+
+
+def parameters_digest(model: nn.Module) -> str:
+    """Return a digest of the names and shapes of a model's trained parameters."""
+    trained = sorted((n, tuple(p.shape)) for n, p in model.named_parameters() if p.requires_grad)
+    return hashlib.blake2b(repr(trained).encode(), digest_size=16).hexdigest()
+
+
+def group_of(ranks: list[int]) -> Any:
+    """Return the training's process group of exactly these ranks; None if it made none."""
+    for group in find("torch.distributed.distributed_c10d._world.pg_map") or ():
+        if isinstance(group, dist.ProcessGroup) and dist.get_process_group_ranks(group) == ranks:
+            return group
+    return None

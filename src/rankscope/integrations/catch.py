@@ -19,19 +19,17 @@ import builtins
 import contextlib
 import functools
 import logging
-import multiprocessing
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from multiprocessing import util
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from rankscope.bus.words import printable
-from rankscope.integrations.hooks import AfterImport, BackwardCalls, CallHook, reaches
+from rankscope.integrations.hooks import AfterImport, BackwardCalls, CallHook, at_end, reaches
 from rankscope.integrations.run_script import PID_VARIABLE, ScriptJob
 from rankscope.private import Patch
 from rankscope.record.stores import Store
@@ -243,7 +241,7 @@ class SingleProcessRun:
             if not _has_group():
                 if not reaches(caller.f_locals["tensors"], _is_of_parameter):
                     return
-                report_single_process_run(self._job, _has_group)
+                report_single_process_run(self._job)
         except Exception:
             _log.debug("the parameters of a backward pass are unknown", exc_info=True)
         if self._calls is not None:
@@ -271,9 +269,7 @@ def _has_several_ranks() -> bool:
 def _may_train(model: Any, bare: Sequence[Any] = ()) -> bool:
     """Return whether a backward pass can follow a call of a model that goes data parallel.
 
-    Args:
-        model: The model that is called.
-        bare: Models that go data parallel without wrapper.
+    The ``bare`` models go data parallel without wrapper.
     """
     import torch
     import torch.distributed as dist
@@ -321,9 +317,7 @@ class Ending:
         """Close the run when the process ends, or its process group before."""
         self._watching = watching
         self._pid = os.getpid()
-        atexit.register(self._finish)
-        if multiprocessing.parent_process() is not None:  # which may end without atexit
-            util.Finalize(self, self._finish, exitpriority=100)
+        at_end(self, self._finish)
 
     def notice_exit_codes(self) -> None:
         """Remember the exit code of the script: a run that fails is incomplete.
@@ -410,15 +404,15 @@ def report_if_nothing_was_watched() -> None:
         print_line(NOTHING)
 
 
-def report_single_process_run(job: ScriptJob, has_group: Callable[[], bool]) -> None:
+def report_single_process_run(job: ScriptJob) -> None:
     """Print at exit of rank 0 that this process, one of several, has trained by itself.
 
-    Nothing is printed if ``has_group`` returns that there is a process group after all.
+    Nothing is printed if there is a process group after all.
     """
     pid = os.getpid()
 
     def report() -> None:
-        if pid != os.getpid() or has_group():
+        if pid != os.getpid() or _has_group():
             return
         job.mark_reported()
         if os.environ.get("RANK", "0") == "0":

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import rankscope
 from rankscope.errors import UsageError
-from rankscope.integrations.label_tokens import LabelTokens, Weigh
+from rankscope.integrations.backward_loss import LabelTokens, Weigh
 from rankscope.private import Patch
 from rankscope.wrappers.deepspeed import is_deepspeed
 from rankscope.wrappers.labels import count_label_tokens, shifts_labels

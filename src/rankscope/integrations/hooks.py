@@ -1,9 +1,12 @@
 """Hooks into a script that are never on its stack; torch is not imported for them."""
 
+import atexit
+import multiprocessing
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from importlib.machinery import ModuleSpec
+from multiprocessing import util
 from types import FrameType, ModuleType
 from typing import Any
 
@@ -15,8 +18,7 @@ _MOST_NODES = 1000
 class AfterImport:
     """A finder that finds nothing of its own, and calls functions when modules have been loaded.
 
-    Args:
-        wanted: The function to call with a module, by the module's full name.
+    The functions ``wanted``, by a module's full name, get the module.
     """
 
     def __init__(self, wanted: dict[str, Callable[[ModuleType], None]]) -> None:
@@ -64,14 +66,10 @@ def _act_after(loader: Any, act: Callable[[ModuleType], None]) -> None:
 
 
 class CallHook:
-    """A ``__call__`` of a class that passes the instance to a function first.
+    """A ``__call__`` of a class that passes the instance to ``before`` first.
 
     It is a descriptor: Python gets the method from it and calls that itself. So it is never on the
     stack while the method runs.
-
-    Args:
-        holder: The class that gets the hook.
-        before: Called with the instance before each call of it.
     """
 
     def __init__(self, holder: Any, before: Callable[[Any], None]) -> None:
@@ -112,12 +110,10 @@ class CallerHook:
 
 
 class BackwardCalls:
-    """Calls ``see`` at every call of torch's ``backward`` from now on.
+    """Calls ``see`` at every call of ``torch.autograd``'s ``backward`` from now on.
 
-    Args:
-        autograd: The module ``torch.autograd``.
-        see: Called with the frame of ``backward``, whose local variable ``tensors`` holds the
-            roots; must not raise.
+    It gets the frame of ``backward``, whose local variable ``tensors`` holds the roots; it must not
+    raise.
     """
 
     def __init__(self, autograd: Any, see: Callable[[FrameType], None]) -> None:
@@ -139,12 +135,7 @@ class BackwardCalls:
 
 
 def reaches(roots: Iterable[Any], is_wanted: Callable[[Any], bool]) -> bool:
-    """Return whether a backward pass from ``roots`` comes to a wanted node among the first 1,000.
-
-    Args:
-        roots: Tensors.
-        is_wanted: Called with nodes of autograd's graph.
-    """
+    """Return whether a backward pass from roots meets a wanted node among the first 1,000."""
     waiting: deque[Any] = deque(root.grad_fn for root in roots)
     seen: set[Any] = set()
     while waiting and len(seen) < _MOST_NODES:
@@ -156,3 +147,10 @@ def reaches(roots: Iterable[Any], is_wanted: Callable[[Any], bool]) -> bool:
         seen.add(node)
         waiting.extend(before for before, _ in node.next_functions)
     return False
+
+
+def at_end(owner: Any, finish: Callable[[], None]) -> None:
+    """Call a function of an object when the process ends."""
+    atexit.register(finish)
+    if multiprocessing.parent_process() is not None:  # which may end without atexit
+        util.Finalize(owner, finish, exitpriority=100)

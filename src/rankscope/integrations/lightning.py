@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import Tensor
 
 from rankscope.errors import MissingExtraError, UnsupportedError, UsageError
-from rankscope.integrations.label_tokens import LabelTokens, Weigh
+from rankscope.integrations.backward_loss import LabelTokens, Weigh
 from rankscope.private import Patch
 from rankscope.session.start import watch
 from rankscope.wrappers.surroundings import outside
@@ -84,7 +84,16 @@ class RankscopeCallback(Callback):
                 "which backward pass belongs to which step is unknown; watch a training with "
                 "one, or leave the callback out"
             )
-        config = {**_facts(trainer), **(self._options.get("config") or {})}
+        config = {
+            "framework": "lightning",
+            "strategy": type(trainer.strategy).__name__,
+            "precision": str(trainer.precision),
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "gradient_clip_val": trainer.gradient_clip_val,
+            "max_epochs": trainer.max_epochs,
+            "max_steps": trainer.max_steps,
+            **(self._options.get("config") or {}),
+        }
         loader = trainer.train_dataloader
         options: dict[str, Any] = {"loader": loader if hasattr(loader, "worker_init_fn") else None}
         options |= {**self._options, "config": config}
@@ -128,20 +137,6 @@ class RankscopeCallback(Callback):
         return backward(closure_loss, *args, **kwargs)
 
     def _give(self, loss: Tensor) -> None:
-        if self.scope is not None:
-            outside(self._give_to, self.scope, loss)
-
-    def _give_to(self, scope: "Scope", loss: Tensor) -> None:
-        scope.loss(loss, self._label_tokens(self._batch))
-
-
-def _facts(trainer: Any) -> dict[str, Any]:
-    return {
-        "framework": "lightning",
-        "strategy": type(trainer.strategy).__name__,
-        "precision": str(trainer.precision),
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "gradient_clip_val": trainer.gradient_clip_val,
-        "max_epochs": trainer.max_epochs,
-        "max_steps": trainer.max_steps,
-    }
+        scope = self.scope
+        if scope is not None:
+            outside(lambda: scope.loss(loss, self._label_tokens(self._batch)))

@@ -7,23 +7,20 @@ model, a call of its ``training_step`` counts as a forward pass. No monitor and 
 This module imports nothing heavy: it is loaded with torch in every process of the job.
 """
 
-import atexit
 import contextlib
 import functools
 import logging
-import multiprocessing
 import os
 import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import util
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from rankscope.bus.parity import FOLDER
-from rankscope.integrations.hooks import AfterImport, CallHook
+from rankscope.integrations.hooks import AfterImport, CallHook, at_end
 from rankscope.integrations.run_script import ScriptJob
 from rankscope.private import Patch
 
@@ -42,14 +39,10 @@ _MEET_SECONDS = 20.0
 class ParityJob:
     """What is recorded, and what changes before the first step.
 
-    Attributes:
-        steps: Steps to record.
-        first_step: Number of the first one.
-        stops: Whether the training ends at the beginning of the step after the last.
-        eps: Relative size of the moves of a quarter of the parameters' elements; 0 for none.
-        no_dropout: Whether dropout is switched off.
-        save_start: Whether the start is written beside the record.
-        load_start: Folder of another training's start; empty for none.
+    The first of ``steps`` has the number ``first_step``; the training ends (``stops``) at the
+    beginning of the step after the last. ``eps`` is the relative size of the moves of a quarter of
+    the parameters' elements, 0 for none. ``save_start`` writes the start beside the record;
+    ``load_start`` is the folder of another training's start, empty for none.
     """
 
     steps: int
@@ -243,9 +236,7 @@ class _Training:
         ]
         self._backward = Patch(torch.autograd, "backward", self._around_backward)
         self._losses.install()
-        atexit.register(self._finish)
-        if multiprocessing.parent_process() is not None:  # which may end without atexit
-            util.Finalize(self, self._finish, exitpriority=100)
+        at_end(self, self._finish)
 
     @_recording
     def before_forward(self, model: Any, args: Any, kwargs: Any) -> None:

@@ -74,12 +74,7 @@ def watch(
 
 
 def _context() -> Any:
-    """Return Ray Train's context of this worker.
-
-    Raises:
-        MissingExtraError: Ray Train is not installed.
-        UsageError: This is no worker of Ray Train.
-    """
+    """Return Ray Train's context of this worker; UsageError if this is none."""
     try:
         import ray.train
     except ImportError as error:
@@ -96,11 +91,7 @@ def _context() -> Any:
 
 
 def _default_directory(context: Any) -> Path:
-    """Return a directory beside the checkpoints of this worker's experiment.
-
-    Raises:
-        UsageError: They are not on a file system that is mounted here.
-    """
+    """Return a directory beside the checkpoints of this worker's experiment."""
     import pyarrow.fs
 
     storage = context.get_storage()

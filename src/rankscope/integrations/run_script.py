@@ -34,17 +34,12 @@ _AS_MODULE = re.compile(r"-([A-Za-z]*)m(.*)")
 
 @dataclass(frozen=True, slots=True)
 class ScriptJob:
-    """A script that is to be watched.
+    """A script that is to be watched, with further options of :func:`rankscope.watch`.
 
-    Attributes:
-        run_dir: Absolute path of the run's directory: scripts may change their working directory.
-        script: Short name of the script.
-        options: Further options of :func:`rankscope.watch`.
-        started: When the command was called, in seconds since 1970.
-        unreported: Path of a file that exists until a process of this host knows whether it is
-            watched; empty if none could be made.
-        parity: Options of a record for ``rankscope parity``, which then stands in the place of
-            the monitor; None without. See :class:`rankscope.integrations.parity.ParityJob`.
+    ``run_dir`` is absolute: scripts may change their working directory. The file ``unreported``
+    exists until a process of this host knows whether it is watched (empty if none could be made).
+    ``parity`` are options of a record for ``rankscope parity``, which then stands in the place of
+    the monitor; see :class:`rankscope.integrations.parity.ParityJob`.
     """
 
     run_dir: str
@@ -75,24 +70,15 @@ class ScriptJob:
 
     @classmethod
     def of_this_process(cls) -> "ScriptJob":
-        """Return the job that this process belongs to.
-
-        Raises:
-            KeyError: It belongs to none.
-        """
+        """Return the job that this process belongs to; KeyError if it belongs to none."""
         return cls(**json.loads(os.environ[VARIABLE]))
 
 
 def command_for(words: Sequence[str], *, module: bool, original: Sequence[str]) -> list[str]:
-    """Return the command line of the training.
+    """Return the command line of the training; UsageError without such a script or command.
 
-    Args:
-        words: The script, module or command, and its arguments.
-        module: Whether the first word is a module.
-        original: The command line of this Python, whose own flags (``-u``, ``-X …``) are kept.
-
-    Raises:
-        UsageError: There is no such script or command.
+    ``words`` are the script, module or command, and its arguments; ``original`` is the command line
+    of this Python, whose own flags (``-u``, ``-X …``) are kept.
     """
     if not words:
         raise UsageError("rankscope run expected a script and its arguments, got nothing")
@@ -114,12 +100,7 @@ def command_for(words: Sequence[str], *, module: bool, original: Sequence[str]) 
 
 
 def interpreter_flags(original: Sequence[str], arguments: Sequence[str]) -> list[str]:
-    """Return Python's own flags from a command line.
-
-    Args:
-        original: The whole command line: ``python -u -m rankscope run …``.
-        arguments: Its last part, which the program sees.
-    """
+    """Return Python's own flags from its command line, whose last part are ``arguments``."""
     head = list(original[1 : len(original) - len(arguments)])
     if not head:
         return []
@@ -151,11 +132,7 @@ def name_of(words: Sequence[str], *, module: bool) -> str:
 
 
 def check_interpreter() -> None:
-    """Make sure that Python will import from the startup folder.
-
-    Raises:
-        UsageError: Flags of Python switch its environment off.
-    """
+    """Raise a UsageError if Python will not import from the startup folder."""
     if sys.flags.isolated or sys.flags.ignore_environment or sys.flags.no_site:
         raise UsageError(
             "rankscope run reaches the script through Python's environment, which the flags -I, "
@@ -164,11 +141,7 @@ def check_interpreter() -> None:
 
 
 def become(command: Sequence[str], job: ScriptJob) -> None:
-    """Replace this process by the training; returns only if that fails.
-
-    Raises:
-        UsageError: The command cannot be started.
-    """
+    """Replace this process by the training; UsageError if that fails."""
     sys.stdout.flush()
     sys.stderr.flush()
     job = replace(job, unreported=_new_file())

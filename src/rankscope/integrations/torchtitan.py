@@ -85,11 +85,7 @@ def _close_both(scope: "Scope", close: Callable[[], None]) -> None:
 
 
 class TitanOptimizers(torch.optim.Optimizer):
-    """Several optimizers that step together, to look at as one; it cannot step itself.
-
-    Args:
-        optimizers: The optimizers, in the order in which they step.
-    """
+    """Several optimizers that step together, in this order, as one; it cannot step itself."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         # It has nothing of its own, so no super().__init__.
@@ -124,12 +120,7 @@ class TitanOptimizers(torch.optim.Optimizer):
 
 
 class _Losses:
-    """A loss function that also gives a scope each loss, per label token.
-
-    Args:
-        loss_fn: Returns the sum of the losses of all label tokens.
-        scope: The scope; does nothing once it is closed.
-    """
+    """A loss function, a sum over label tokens, that also gives a scope each loss per token."""
 
     def __init__(self, loss_fn: Callable[..., torch.Tensor], scope: "Scope") -> None:
         self._loss_fn = loss_fn

@@ -71,7 +71,13 @@ class RankscopeCallback(TrainerCallback):
         if trainer.accelerator.num_processes == 1:
             _log.warning("rankscope compares workers; this training has one, and is not watched")
             return
-        options = {**_taken_from(kwargs), **self._options}
+        processing = kwargs.get("processing_class")
+        tokenizer = getattr(processing, "tokenizer", processing)
+        options = {
+            "loader": kwargs.get("train_dataloader"),
+            "tokenizer": tokenizer if hasattr(tokenizer, "get_vocab") else None,
+            **self._options,
+        }
         options["config"] = {**_arguments(args), **(self._options.get("config") or {})}
         self.scope = start.watch(trainer.model_wrapped, trainer.optimizer, **options)
         loss = TrainerLoss(trainer, self.scope)
@@ -168,11 +174,7 @@ class TrainerLoss:
 
 
 def _calling_trainer() -> Any:
-    """Return the trainer that calls the callback: its handler passes the bare model only.
-
-    Raises:
-        UnsupportedError: No trainer does.
-    """
+    """Return the trainer that calls the callback: its handler passes the bare model only."""
     for frame in callers():
         caller = frame.f_locals.get("self")
         if isinstance(caller, Trainer):
@@ -181,15 +183,6 @@ def _calling_trainer() -> Any:
         "RankscopeCallback expected to be called by a transformers.Trainer; in a loop of your own "
         "call rankscope.watch(model, optimizer, run_dir=…)"
     )
-
-
-def _taken_from(passed: Mapping[str, Any]) -> dict[str, Any]:
-    processing = passed.get("processing_class")
-    tokenizer = getattr(processing, "tokenizer", processing)
-    return {
-        "loader": passed.get("train_dataloader"),
-        "tokenizer": tokenizer if hasattr(tokenizer, "get_vocab") else None,
-    }
 
 
 def _arguments(args: Any) -> dict[str, Any]:

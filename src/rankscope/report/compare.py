@@ -14,8 +14,8 @@ from rankscope.bus.evidence import Table
 from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.record.tables import step_range
-from rankscope.report import bins, series
-from rankscope.report.document import render, write_text
+from rankscope.report import series
+from rankscope.report.document import render, write_bytes
 from rankscope.report.parts import (
     Spec,
     Tables,
@@ -111,8 +111,8 @@ def compare_view(tables: Tables, run_a: Run, run_b: Run, key: str = "") -> Compa
 def overlay_view(tables: Tables, runs: Mapping[str, Run]) -> CompareView:
     """Make the view of up to 26 runs, by id; one that cannot be read is left out.
 
-    Raises:
-        RunError: None of them can be read.
+    RunError if none of them can.
+
     """
     sides: list[Side] = []
     for run_id, run in runs.items():
@@ -130,7 +130,7 @@ def write_compare_page(run_a: Run, run_b: Run, path: Path) -> Path:
     view = compare_view(tables, run_a, run_b)
     title = " and ".join(side.verdict.title for side in view.sides)
     page = render("compare.html", {"view": view, "title": title}, view.specs, tables)
-    return write_text(path, page)
+    return write_bytes(path, page.encode())
 
 
 def _side(at: int, run: Run, run_id: str = "", *, dashes: tuple[int, ...]) -> Side:
@@ -188,8 +188,10 @@ def _bands(tables: Tables, runs: Sequence[Run]) -> Spec:
         "y2": {"field": "high"},
         "color": colours("run", list(ascii_uppercase[: len(runs)])),
     }
-    ranges = [bins.band(bins.known_bins(run.overview("loss"))) for run in runs]
-    source = tables.add(_lettered(dict(zip(ascii_uppercase, ranges, strict=False))))
+    ranges = [series.band(series.known_bins(run.overview("loss"))) for run in runs]
+    lettered = zip(ascii_uppercase, ranges, strict=False)
+    rows = [{**row, "run": letter} for letter, band in lettered for row in band]
+    source = tables.add(rows)
     return layer("area", source, encoding, opacity=0.16, strokeWidth=0)
 
 
@@ -202,7 +204,8 @@ def _lines(
     behind: Sequence[Spec] = (),
 ) -> Spec:
     """Return curves over each other by letter, with letters at their ends and a tooltip."""
-    source = tables.add(_lettered(curves))
+    lettered = [{**row, "run": letter} for letter, rows in curves.items() for row in rows]
+    source = tables.add(lettered)
     place = {
         "x": step_axis(),
         "y": channel("value:Q", axis={"title": None}, scale=scale),
@@ -229,7 +232,3 @@ def _lines(
         dots,
     ]
     return layered(layers, height, [pointed("near", dots, ["step", "run"]), zoomable(dots)])
-
-
-def _lettered(curves: Mapping[str, Sequence[Row]]) -> list[Row]:
-    return [{**row, "run": letter} for letter, rows in curves.items() for row in rows]

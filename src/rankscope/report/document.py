@@ -40,22 +40,11 @@ class Palette:
 
     Figures name roles ("mean", "worker", "expected"), never colours; the configuration gives the
     roles their colours. So one definition of a figure serves the light page, the dark page and PNG
-    files.
-
-    Attributes:
-        surface: Behind figures.
-        ink: Text and the averaged curve, the most prominent mark.
-        soft: Labels of axes, secondary text.
-        hairline: Grid lines and rules.
-        worker: Lines of single workers.
-        band: The range between the lowest and the highest worker.
-        named: Workers that a finding names.
-        focus: The worker under the pointer.
-        measured: A measured curve or point.
-        expected: What sampling alone would give.
-        settings: One colour for each of the study's settings, also for categories in general.
-        diverging: Cosine from −1 over 0 to 1; distances from the middle, below and above.
-        severities: Findings that are a note, a warning, an error.
+    files. ``ink`` is the averaged curve's, too, the most prominent mark; ``soft`` is for labels and
+    secondary text, ``focus`` for the worker under the pointer, ``named`` for those that a finding
+    names, ``expected`` for what sampling alone would give. ``settings`` also colour categories in
+    general; ``diverging`` goes from -1 over 0 to 1; ``severities`` are those of a note, a warning,
+    an error.
     """
 
     surface: str
@@ -114,7 +103,20 @@ def config(palette: Palette) -> dict[str, Any]:
         "font": FONT,
         "padding": {"left": 2, "right": 6, "top": 6, "bottom": 2},
         "view": {"stroke": None, "continuousHeight": 220},
-        "axis": _axis(palette),
+        "axis": {
+            "labelColor": palette.soft,
+            "titleColor": palette.soft,
+            "titleFontWeight": 400,
+            "titleFontSize": 11,
+            "labelFontSize": 11,
+            "titlePadding": 8,
+            "labelPadding": 5,
+            "domainColor": palette.expected,
+            "tickColor": palette.expected,
+            "tickSize": 4,
+            "gridColor": palette.hairline,
+            "labelFlush": False,
+        },
         "axisX": {"grid": False, "tickCount": 6},
         "axisY": {"tickCount": 5, "domain": False, "ticks": False},
         "header": {
@@ -147,23 +149,6 @@ def config(palette: Palette) -> dict[str, Any]:
     }
 
 
-def _axis(palette: Palette) -> dict[str, Any]:
-    return {
-        "labelColor": palette.soft,
-        "titleColor": palette.soft,
-        "titleFontWeight": 400,
-        "titleFontSize": 11,
-        "labelFontSize": 11,
-        "titlePadding": 8,
-        "labelPadding": 5,
-        "domainColor": palette.expected,
-        "tickColor": palette.expected,
-        "tickSize": 4,
-        "gridColor": palette.hairline,
-        "labelFlush": False,
-    }
-
-
 def _mark_styles(palette: Palette) -> dict[str, Any]:
     def line(color: str, width: float, **more: Any) -> dict[str, Any]:
         return {"color": color, "strokeWidth": width, "strokeJoin": "round", **more}
@@ -171,6 +156,10 @@ def _mark_styles(palette: Palette) -> dict[str, Any]:
     def words(color: str, **more: Any) -> dict[str, Any]:
         return {"color": color, "font": FONT, "fontSize": 11, **more}
 
+    severities: dict[str, Any] = {}  # the span of a finding's steps, and the sign at its beginning
+    for name, colour in zip(("note", "warning", "error"), palette.severities, strict=True):
+        severities[f"{name}-span"] = {"color": colour, "strokeWidth": 5, "strokeOpacity": 0.4}
+        severities[f"{name}-sign"] = {"color": colour, "strokeWidth": 2}
     return {
         "mean": line(palette.ink, 2.2),
         "measured": line(palette.measured, 1.8),
@@ -195,21 +184,12 @@ def _mark_styles(palette: Palette) -> dict[str, Any]:
             "fontSize": 11,
         },
         "guide": line(palette.hairline, 1),
-        **_severity_styles(palette),
+        **severities,
         "soft-label": words(palette.soft),
         "ink-label": words(palette.ink),
         "named-label": words(palette.named, fontWeight=600),
         "measured-label": words(palette.measured, fontWeight=600),
     }
-
-
-def _severity_styles(palette: Palette) -> dict[str, Any]:
-    """Return the styles of findings: of the span of steps, and of the sign at its beginning."""
-    styles: dict[str, Any] = {}
-    for name, colour in zip(("note", "warning", "error"), palette.severities, strict=True):
-        styles[f"{name}-span"] = {"color": colour, "strokeWidth": 5, "strokeOpacity": 0.4}
-        styles[f"{name}-sign"] = {"color": colour, "strokeWidth": 2}
-    return styles
 
 
 _TEMPLATES = Path(__file__).parent / "templates"
@@ -241,7 +221,10 @@ def render(
         **context,
         style=Markup(style()),
         scripts=[Markup(script) for script in scripts],
-        script_digests=[_digest(script) for script in scripts],
+        script_digests=[
+            base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+            for script in scripts
+        ],
         figures=json_markup({"specs": figures, "datasets": columns(tables), "configs": configs()}),
     )
 
@@ -253,11 +236,6 @@ def fill(template: str, **context: Any) -> str:
     """
     page: str = _environment().get_template(template).render(context)
     return words.writable(page)
-
-
-def write_text(path: Path, text: str) -> Path:
-    """Write a file whole: a reader sees the old one or the new one; RunError if that fails."""
-    return write_bytes(path, text.encode())
 
 
 def write_bytes(path: Path, content: bytes) -> Path:
@@ -367,7 +345,3 @@ def cause_text(name: str) -> Markup:
 
 def _script(source: str) -> str:
     return source.replace("</script", "<\\/script").replace("<!--", "<\\!--")
-
-
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

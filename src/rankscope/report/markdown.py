@@ -5,9 +5,8 @@ Text from records is escaped: a name can neither make markup nor call anyone.
 
 import html
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rankscope.bus.words import printable
 from rankscope.record import Run
@@ -52,14 +51,24 @@ def run_markdown(run: Run, assessment: Assessment, pictures: Sequence[str] = ())
     """Return the verdict of a run as Markdown; paths of PNG files are relative to the file."""
     verdict = verdict_of(run, assessment)
     tiles = [[escaped(tile[part]) for part in ("label", "value", "note")] for tile in verdict.tiles]
+    rows = [
+        (
+            f"{SIGNS[finding['severity']]} {finding['severity']}",
+            *(escaped(finding[part]) for part in ("title", "ranks", "steps")),
+            code(finding["cause"]),
+        )
+        for finding in verdict.findings
+    ]
     parts = [
         _heading(verdict.severity, assessment.headline),
         f"**{escaped(verdict.title)}** · {escaped(verdict.line)}",
         f"**What to do.** {escaped(assessment.recommendation)}",
-        _table(("", "Finding", "Where", "When", "Cause"), map(_finding_row, verdict.findings))
-        if verdict.findings
-        else "No findings.",
-        *map(_finding, verdict.findings),
+        _table(("", "Finding", "Where", "When", "Cause"), rows) if rows else "No findings.",
+        *(
+            f"**{escaped(finding['title'])}.** {escaped(finding['explanation'])} "
+            f"*Check next:* {escaped(finding['next_check'])}"
+            for finding in verdict.findings
+        ),
         "### Key numbers",
         _table(("", "", ""), [(label, f"**{value}**", note) for label, value, note in tiles]),
         *_listed("### What the measurements say", assessment.statements),
@@ -93,21 +102,6 @@ def _heading(severity: str, headline: str) -> str:
     repeated = headline.lower().startswith(severity) or severity == "early"
     word = "" if repeated else f"{severity.capitalize()}: "
     return f"## {SIGNS[severity]} {word}{escaped(headline)}"
-
-
-def _finding_row(finding: Mapping[str, Any]) -> tuple[str, ...]:
-    return (
-        f"{SIGNS[finding['severity']]} {finding['severity']}",
-        *(escaped(finding[part]) for part in ("title", "ranks", "steps")),
-        code(finding["cause"]),
-    )
-
-
-def _finding(finding: Mapping[str, Any]) -> str:
-    return (
-        f"**{escaped(finding['title'])}.** {escaped(finding['explanation'])} "
-        f"*Check next:* {escaped(finding['next_check'])}"
-    )
 
 
 def _entry(entries: Sequence[Entry]) -> str:

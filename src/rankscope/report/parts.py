@@ -17,6 +17,7 @@ Spec = dict[str, Any]
 
 DOT = {"filled": True, "opacity": 1}
 """Options of a point that is a filled dot."""
+_RANK_TICKS = 8
 _TYPES = {"Q": "quantitative", "O": "ordinal", "N": "nominal"}
 
 
@@ -117,13 +118,11 @@ def zoomable(at: Spec) -> Spec:
     return {"name": "zoom", "select": select, "bind": "scales", "views": [at["name"]]}
 
 
-def step_axis(
-    title: str | None = "step", ticks: int = 6, field: str = "step", **scale: Any
-) -> Spec:
+def step_axis(ticks: int = 6, field: str = "step", **scale: Any) -> Spec:
     """Return the horizontal axis of every curve: whole steps; ``scale`` adds to its scale."""
     whole = "datum.value % 1 ? '' : datum.label"  # tickMinStep fails where the axis is short
     axis = {
-        "title": title,
+        "title": "step",
         "format": ",d",
         "tickMinStep": 1,
         "tickCount": ticks,
@@ -132,13 +131,13 @@ def step_axis(
     return channel(f"{field}:Q", axis=axis, scale={"nice": False, "zero": False, **scale})
 
 
-def rank_axis(num_workers: int, ticks: int = 8) -> Spec:
+def rank_axis(num_workers: int) -> Spec:
     """Return an axis of ranks, labelled at multiples of 1, 2 or 5 times a power of ten.
 
     ``tickMinStep`` does not keep halves away where the axis is short.
     """
     steps = (size * 10**power for power in count() for size in (1, 2, 5))
-    every = next(step for step in steps if step * ticks >= num_workers)
+    every = next(step for step in steps if step * _RANK_TICKS >= num_workers)
     return {"title": "rank", "format": ",d", "values": list(range(0, num_workers, every))}
 
 

@@ -1,19 +1,25 @@
-"""From a run's arrays to the few rows that a figure draws.
+"""From a run's arrays to the few rows that figures draw: curves, bands, lines, maps of all workers.
 
 Long runs are thinned in bins of steps, and each bin keeps its lowest and its highest value: a
-spike of a single step stays visible at any length. Rows are lists of plain dictionaries; an
+spike of a single step stays visible at any length. An overview holds a run of any length in a few
+hundred bins, with the mean, the lowest and the highest value of each worker in every bin. Groups of
+parameters are shown as means over the last observed steps. Rows are lists of plain dictionaries; an
 undefined value becomes None, which figures leave blank.
 
-Shapes: T steps, W workers.
+Shapes: T steps, B bins, W workers, R rows of a map, G groups.
 """
 
 import itertools
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rankscope.bus.evidence import Table
+from rankscope.record import Columns, Overview, Run
+from rankscope.record.rollups import thinned
 from rankscope.stats.arrays import Floats, Ints
 
 Row = dict[str, Any]
@@ -35,13 +41,8 @@ MAX_SAMPLES = 30_000_000
 def extremes(values_T: Floats, num_bins: int = MAX_BINS) -> Ints:
     """Return the indices that keep the shape of a curve: lowest and highest of every bin.
 
-    Args:
-        values_T: The curve, NaN where undefined.
-        num_bins: Bins of equal width; at most twice as many indices come back, plus two.
-
-    Returns:
-        Increasing indices into ``values_T``, the first and last included; all of them if there
-        are at most ``2 * num_bins``.
+    With bins of equal width, at most twice as many increasing indices come back, plus two: the
+    first and last included, all of them if there are at most ``2 * num_bins``.
     """
     length = len(values_T)
     if length <= 2 * num_bins:
@@ -57,9 +58,9 @@ def extremes(values_T: Floats, num_bins: int = MAX_BINS) -> Ints:
     return np.array(sorted(keep), dtype=np.int64)
 
 
-def curve(steps_T: Ints, values_T: Floats, num_bins: int = MAX_BINS) -> list[Row]:
+def curve(steps_T: Ints, values_T: Floats) -> list[Row]:
     """Return rows ``{step, value}`` of one curve, thinned with its extremes kept."""
-    kept = extremes(values_T, num_bins)
+    kept = extremes(values_T)
     return _rows(step=steps_T[kept], value=values_T[kept])
 
 
@@ -109,13 +110,8 @@ def deviations(values_TW: Floats) -> list[Row]:
 def frames(steps_T: Ints, cosines_TWW: Floats) -> tuple[list[str], list[Row]]:
     """Return a heatmap's frames: the mean over the run first, then single steps.
 
-    Args:
-        steps_T: Steps in which gradients were observed.
-        cosines_TWW: Pairwise cosines of these steps, NaN where undefined.
-
-    Returns:
-        A label per frame, and rows ``{frame, cosines}`` whose flat list has W² values row by row,
-        None where undefined. Steps are thinned to ``MAX_CELLS`` cells in all.
+    Returns a label per frame, and rows ``{frame, cosines}`` whose flat list has W² values row by
+    row, None where undefined. Steps are thinned to ``MAX_CELLS`` cells in all.
     """
     length, num_workers = cosines_TWW.shape[:2]
     most = int(np.clip(MAX_CELLS // max(num_workers**2, 1), 8, 400))
@@ -131,10 +127,10 @@ def frames(steps_T: Ints, cosines_TWW: Floats) -> tuple[list[str], list[Row]]:
     ]
 
 
-def coverage(steps_R: Ints, samples_R: Sequence[Ints], num_bins: int = MAX_BINS) -> list[Row]:
+def coverage(steps_R: Ints, samples_R: Sequence[Ints]) -> list[Row]:
     """Return rows ``{step, drawn, distinct}``: samples so far, and different ones among them.
 
-    R rows of the samples table in increasing order of steps; about ``num_bins`` rows come back.
+    R rows of the samples table in increasing order of steps; about ``2 * MAX_BINS`` rows come back.
     """
     sizes_R = np.array([len(samples) for samples in samples_R], dtype=np.int64)
     if not sizes_R.sum() or sizes_R.sum() > MAX_SAMPLES:
@@ -146,7 +142,7 @@ def coverage(steps_R: Ints, samples_R: Sequence[Ints], num_bins: int = MAX_BINS)
     steps_T, last = np.unique(steps_N[::-1], return_index=True)
     ends = len(steps_N) - 1 - last
     distinct_T = np.cumsum(is_new_N)[ends]
-    kept = np.unique(np.linspace(0, len(steps_T) - 1, 2 * num_bins).astype(np.int64))
+    kept = np.unique(np.linspace(0, len(steps_T) - 1, 2 * MAX_BINS).astype(np.int64))
     return _rows(step=steps_T[kept], drawn=(ends + 1)[kept], distinct=distinct_T[kept])
 
 
@@ -184,3 +180,287 @@ def plains(values_N: NDArray[Any], digits: int = 6) -> list[float | int | None]:
     for index in np.flatnonzero(~known_N | unusual_N).tolist():
         short[index] = plain(values_N[index], digits)
     return short
+
+
+MAX_ROWS = 64
+"""Rows of a map: with more workers, each row holds several and shows the farthest of them."""
+MIN_LINE_BINS = 20
+NEARBY = 9
+"""Bins over which the workers' usual distance from their median is taken."""
+
+MAX_GROUP_STEPS = 32
+"""Steps that are averaged."""
+MAX_TABLE_ROWS = 400_000
+"""Rows of the table that are read for it, though always the last flush."""
+MAX_GROUPS = 96
+"""Groups that are shown: of more, those in which a worker is farthest from the others."""
+
+_MAD_TO_STD = 1.4826
+_MEAN_DEVIATION_TO_STD = 1.2533
+_ROUNDING = 1e-6
+"""Distances below this share of the median come from rounding."""
+
+
+def known_bins(view: Overview) -> Overview:
+    """Return an overview without the bins in which no worker has a finite value."""
+    kept = np.isfinite(view.mean_BW).any(axis=1)
+    return Overview(*(getattr(view, field.name)[kept] for field in fields(view)))
+
+
+def band(view: Overview) -> list[Row]:
+    """Return rows ``{step, low, high}``: the workers' range in each bin, None where undefined."""
+    low_B, high_B = _range(view)
+    rows = [
+        {"step": int(step), "low": plain(low), "high": plain(high)}
+        for step, low, high in zip(view.first_B, low_B, high_B, strict=True)
+    ]
+    if rows and view.last_B[-1] > view.first_B[-1]:
+        rows.append({**rows[-1], "step": int(view.last_B[-1])})
+    return rows
+
+
+def range_at(view: Overview, steps: Sequence[int]) -> list[tuple[float | None, float | None]]:
+    """Return the workers' lowest and highest value in the bins that hold the given steps."""
+    if not len(view.first_B):
+        return [(None, None)] * len(steps)
+    low_B, high_B = _range(view)
+    at = np.searchsorted(view.first_B, steps, side="right") - 1
+    inside = (at >= 0) & (np.asarray(steps) <= view.last_B[at])
+    return [
+        (plain(low_B[b]), plain(high_B[b])) if ok else (None, None)
+        for b, ok in zip(at, inside, strict=True)
+    ]
+
+
+def _range(view: Overview) -> tuple[Floats, Floats]:
+    low_BW = np.where(np.isfinite(view.low_BW), view.low_BW, np.nan)
+    high_BW = np.where(np.isfinite(view.high_BW), view.high_BW, np.nan)
+    low_B: Floats = np.fmin.reduce(low_BW, axis=1, initial=np.nan)
+    high_B: Floats = np.fmax.reduce(high_BW, axis=1, initial=np.nan)
+    return low_B, high_B
+
+
+def chosen(view: Overview, named: Iterable[int] = ()) -> list[int]:
+    """Return the ranks to draw as lines, see :func:`chosen_workers`."""
+    return chosen_workers(np.vstack([view.mean_BW, view.low_BW, view.high_BW]), named)
+
+
+def lines(view: Overview, ranks: Sequence[int]) -> list[Row]:
+    """Return rows ``{step, rank, value}`` of the given workers: lowest and highest of each bin."""
+    most = max(MIN_LINE_BINS, MAX_POINTS // (2 * max(len(ranks), 1)))
+    view = thinned(view, most)
+    steps = list(zip(view.first_B.tolist(), view.last_B.tolist(), strict=True))
+    points: list[tuple[int, int, float]] = []
+    for rank in ranks:
+        before = -np.inf
+        columns = (steps, view.low_BW[:, rank].tolist(), view.high_BW[:, rank].tolist())
+        for (first, last), low, high in zip(*columns, strict=True):
+            one, other = (low, high) if low >= before else (high, low)
+            if low == high or first == last:
+                points.append((first, rank, low))
+            else:
+                points += [(first, rank, one), (last, rank, other)]
+            before = other
+    values = plains(np.array([value for _, _, value in points]))
+    return [
+        {"step": step, "rank": int(rank), "value": value}
+        for (step, rank, _), value in zip(points, values, strict=True)
+    ]
+
+
+def robust_units(values_BW: Floats, *, nearby: int = NEARBY) -> Floats:
+    """Return each value's distance from the workers' median, in robust standard deviations.
+
+    The unit of a bin is 1.4826 times the median absolute deviation over workers (1.2533 times the
+    mean one where more than half of the workers are equal), as the median over the bins nearby: of
+    few workers, one bin alone would give a poor unit.
+
+    ``values_BW`` has at least one finite value in every bin. A unit is 0 where the workers do not
+    differ by more than rounding, NaN where undefined.
+    """
+    values_BW = np.where(np.isfinite(values_BW), values_BW, np.nan)
+    median_B1 = _median_of_workers(values_BW)[:, None]
+    apart_BW = values_BW - median_B1
+    unit_B = _MAD_TO_STD * _median_of_workers(np.abs(apart_BW))
+    mean_B = _MEAN_DEVIATION_TO_STD * np.nanmean(np.abs(apart_BW), axis=1)
+    unit_B = np.where(unit_B > _ROUNDING * np.abs(median_B1[:, 0]), unit_B, mean_B)
+    unit_B = _nearby(unit_B, min(nearby, len(unit_B) - (len(unit_B) + 1) % 2))
+    real_B = unit_B > _ROUNDING * np.abs(median_B1[:, 0])
+    unit_B1 = np.where(real_B, unit_B, 1.0)[:, None]
+    units_BW: Floats = np.where(np.isnan(apart_BW), np.nan, real_B[:, None] * apart_BW / unit_B1)
+    return units_BW
+
+
+def _median_of_workers(values_BW: Floats) -> Floats:
+    """Return the median of the known values in each bin; numpy's nanmedian goes row by row."""
+    if np.isfinite(values_BW).all():
+        known_B: Floats = np.median(values_BW, axis=1)
+        return known_B
+    sorted_BW = np.sort(values_BW, axis=1)  # NaN last
+    counts_B = np.isfinite(values_BW).sum(axis=1)
+    middle_B2 = np.stack([(counts_B - 1) // 2, counts_B // 2], axis=1)
+    medians_B: Floats = np.take_along_axis(sorted_BW, middle_B2, axis=1).mean(axis=1)
+    return medians_B
+
+
+def _nearby(values_B: Floats, width: int) -> Floats:
+    """Return the median over so many bins around each."""
+    if width <= 1:
+        return values_B
+    padded = np.pad(values_B, width // 2, mode="edge")
+    windows = np.lib.stride_tricks.sliding_window_view(padded, width)
+    medians: Floats = np.median(windows, axis=1)
+    return medians
+
+
+def farthest(view: Overview) -> tuple[Floats, Floats]:
+    """Return each bin's and worker's distance from the others, and its value, ``[B, W]`` each.
+
+    A bin of several steps is compared three times, by the workers' means, lowest and highest
+    values in it; the comparison that sets the worker farthest apart counts. Distances are in robust
+    units; the overview has known bins only.
+    """
+    units_3BW = np.stack([robust_units(v) for v in (view.mean_BW, view.low_BW, view.high_BW)])
+    sizes_3BW = np.where(np.isnan(units_3BW), -1.0, np.abs(units_3BW))
+    pick_1BW = sizes_3BW.argmax(axis=0)[None]
+    values_3BW = np.stack([view.mean_BW, view.low_BW, view.high_BW])
+    units_BW = np.take_along_axis(units_3BW, pick_1BW, axis=0)[0]
+    return units_BW, np.take_along_axis(values_3BW, pick_1BW, axis=0)[0]
+
+
+def row_edges(num_workers: int, max_rows: int = MAX_ROWS) -> Ints:
+    """Return the first rank of each row of a map, and W at the end."""
+    num_rows = min(num_workers, max_rows)
+    return (np.arange(num_rows + 1) * num_workers) // max(num_rows, 1)
+
+
+def map_rows(view: Overview, widest: int = 1) -> list[Row]:
+    """Return a worker × time map: rows ``{first, last, until, deviation, value, rank}``.
+
+    One row per bin of steps that has values. ``until`` is where its cells end, to the right of the
+    last step: cells of a measured step reach to the next one over ``widest`` steps at most. Lists
+    hold R cells each, from rank 0 on: the distance from the median in robust units, the value, and
+    the rank that both belong to. None where undefined.
+    """
+    view = known_bins(view)
+    if not len(view.first_B):
+        return []
+    cells = cells_of(*farthest(view))
+    times = zip(view.first_B, view.last_B, _ends(view, widest), strict=True)
+    return [
+        {"first": int(first), "last": int(last), "until": int(until), **row}
+        for (first, last, until), row in zip(times, cells, strict=True)
+    ]
+
+
+def cells_of(units_BW: Floats, values_BW: Floats, max_rows: int = MAX_ROWS) -> list[Row]:
+    """Return rows ``{deviation, value, rank}`` of lists: the farthest worker of each cell."""
+    sizes_BW = np.where(np.isnan(units_BW), -1.0, np.abs(units_BW))
+    spans = itertools.pairwise(row_edges(units_BW.shape[1], max_rows))
+    ranks_BR = np.stack([a + sizes_BW[:, a:b].argmax(axis=1) for a, b in spans], axis=1)
+    units = plains(np.round(np.take_along_axis(units_BW, ranks_BR, axis=1), 2).ravel())
+    values = plains(np.take_along_axis(values_BW, ranks_BR, axis=1).ravel(), 4)
+    size = ranks_BR.shape[1]
+    return [
+        {"deviation": units[at : at + size], "value": values[at : at + size], "rank": ranks}
+        for at, ranks in zip(itertools.count(0, size), ranks_BR.tolist(), strict=False)
+    ]
+
+
+def _ends(view: Overview, widest: int) -> Ints:
+    """Return where each bin's cells end: at the next bin, unless more steps are missing."""
+    after_B = view.last_B + 1
+    next_B = np.append(view.first_B[1:], after_B[-1:] + widest - 1)
+    ends_B: Ints = np.where(next_B - after_B < widest, next_B, after_B)
+    return ends_B
+
+
+@dataclass(frozen=True, slots=True)
+class BinnedGroups:
+    """Means over the last observed steps, NaN where unknown.
+
+    Groups are in the model's order; ``cosine_GW`` is the cosine with the sum of all others.
+    """
+
+    names: list[str]
+    norm_GW: Floats
+    cosine_GW: Floats
+    num_steps: int
+    last_step: int
+
+
+def last_groups(run: Run) -> BinnedGroups | None:
+    """Return the groups' means over the last observed steps, None if there are no groups."""
+    columns = _last_rows(run)
+    if columns is None:
+        return None
+    places: dict[str, int] = {}
+    at = [places.setdefault(name, len(places)) for name in columns["group"].tolist()]
+    steps = np.unique(columns["step"])
+    shape = (len(places), max(run.num_workers, int(columns["rank"].max()) + 1))
+    cells = np.array(at) * shape[1] + columns["rank"]
+    return BinnedGroups(
+        names=[str(name) for name in places],
+        norm_GW=_means_of(cells, columns["grad_norm"], shape),
+        cosine_GW=_means_of(cells, columns["cosine_rest"], shape),
+        num_steps=len(steps),
+        last_step=int(steps[-1]),
+    )
+
+
+def norm_rows(groups: BinnedGroups) -> list[Row]:
+    """Return rows ``{group, deviation, value, rank}`` of a map of gradient norms.
+
+    The deviation is the power of two by which a worker's norm exceeds the workers' median: 1 is
+    twice the median, -1 is half of it.
+    """
+    norm_GW = np.where(groups.norm_GW > 0, groups.norm_GW, np.nan)
+    names, values_GW = _known_groups(groups.names, norm_GW)
+    if not names:
+        return []
+    powers_GW = np.log2(values_GW) - np.log2(np.nanmedian(values_GW, axis=1, keepdims=True))
+    return _group_rows(names, powers_GW, values_GW)
+
+
+def direction_rows(groups: BinnedGroups) -> list[Row]:
+    """Return rows of the cosines with the sum of all others, in robust units."""
+    names, values_GW = _known_groups(groups.names, groups.cosine_GW)
+    return _group_rows(names, robust_units(values_GW, nearby=1), values_GW) if names else []
+
+
+def _known_groups(names: list[str], values_GW: Floats) -> tuple[list[str], Floats]:
+    """Return the groups of which some worker has a value."""
+    known = np.flatnonzero(np.isfinite(values_GW).any(axis=1))
+    return [names[index] for index in known], values_GW[known]
+
+
+def _group_rows(names: list[str], units_GW: Floats, values_GW: Floats) -> list[Row]:
+    rows = [
+        {"group": name, **row}
+        for name, row in zip(names, cells_of(units_GW, values_GW), strict=True)
+    ]
+    if len(rows) <= MAX_GROUPS:
+        return rows
+    size_G = np.where(np.isnan(units_GW), 0.0, np.abs(units_GW)).max(axis=1)
+    return [rows[index] for index in sorted(np.argsort(-size_G, kind="stable")[:MAX_GROUPS])]
+
+
+def _last_rows(run: Run) -> Columns | None:
+    """Return the rows of the last observed steps, None without any."""
+    names = ("step", "rank", "group", "grad_norm", "cosine_rest")
+    columns = run.latest(Table.GROUPS, *names, max_rows=MAX_TABLE_ROWS)
+    steps = np.unique(columns["step"])
+    if not len(steps):
+        return None
+    kept = columns["step"] >= steps[-MAX_GROUP_STEPS:][0]
+    return {name: values[kept] for name, values in columns.items()}
+
+
+def _means_of(cells: np.ndarray, values: Floats, shape: tuple[int, int]) -> Floats:
+    known = np.isfinite(values)
+    size = shape[0] * shape[1]
+    sums = np.bincount(cells[known], values[known], size)
+    counts = np.bincount(cells[known], minlength=size)
+    means = np.divide(sums, counts, out=np.full(size, np.nan), where=counts > 0)
+    result: Floats = means.reshape(shape)
+    return result

@@ -1,6 +1,6 @@
 """The page and the figures of a study: its settings side by side, and each of its runs."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,10 +8,10 @@ import numpy as np
 
 from rankscope.bus.evidence import Table
 from rankscope.record import Run
-from rankscope.report import bins, series
-from rankscope.report.document import png_of, render, write_bytes, write_text
-from rankscope.report.maps import heatmap
-from rankscope.report.page import RunView, run_view
+from rankscope.report import series
+from rankscope.report.document import png_of, render, write_bytes
+from rankscope.report.figures import heatmap
+from rankscope.report.page import MAX_HEATMAP_WORKERS, RunView, run_view
 from rankscope.report.parts import (
     DOT,
     Spec,
@@ -30,7 +30,6 @@ from rankscope.report.parts import (
     tip,
     titled,
 )
-from rankscope.report.run_figures import MAX_HEATMAP_WORKERS
 from rankscope.report.series import Row
 from rankscope.report.study_words import (
     MEANS,
@@ -78,25 +77,16 @@ class StudyRun:
         return self.setting.upper()
 
 
-def in_order(values: Sequence[str], known: Sequence[str]) -> list[str]:
+def in_order(values: Iterable[str], known: Collection[str]) -> list[str]:
     """Return the different values, known ones first and in their usual order."""
     different = list(dict.fromkeys(values))
     rest = [value for value in different if value not in known]
     return [value for value in known if value in different] + rest
 
 
-def readings(runs: Sequence[StudyRun]) -> list[str]:
-    """Return the readings of a study, sharded first."""
-    return in_order([run.reading for run in runs], list(READING_WORDS))
-
-
-def settings(runs: Sequence[StudyRun]) -> list[str]:
-    """Return the settings of a study, in order."""
-    return in_order([run.setting for run in runs], list(SETTING_WORDS))
-
-
-def _setting_colour(runs: Sequence[StudyRun], legend: str = "") -> Spec:
-    return colours("setting", [setting.upper() for setting in settings(runs)], legend)
+def setting_labels(runs: Sequence[StudyRun]) -> list[str]:
+    """Return the settings of a study as they are shown, in order."""
+    return [name.upper() for name in in_order([run.setting for run in runs], SETTING_WORDS)]
 
 
 def loss_domain(runs: Sequence[StudyRun]) -> list[float]:
@@ -117,7 +107,7 @@ def dashboard(tables: Tables, runs: Sequence[StudyRun]) -> Spec:
     encoding = {
         "x": step_axis(),
         "y": channel("value:Q", axis={"title": None}, scale={"zero": False}),
-        "color": _setting_colour(runs, "stroke"),
+        "color": colours("setting", setting_labels(runs), "stroke"),
         "strokeDash": {**dash, "legend": shown},
     }
     return layered([layer("line", tables.add(rows), encoding, style="setting")], 170)
@@ -148,20 +138,18 @@ def metric_panel(
     encoding = {
         "x": step_axis(ticks=4),
         "y": channel("value:Q", axis={"title": None}, scale={"domain": list(domain)}),
-        "color": _setting_colour(runs),
+        "color": colours("setting", setting_labels(runs)),
         "tooltip": [channel("setting:N"), step_tip(), tip("value", "value")],
     }
     return layered([layer("line", tables.add(rows), encoding, style="setting")], 170)
 
 
-def metric_domain(runs: Sequence[StudyRun], name: str) -> list[float]:
-    """Return one vertical domain for a metric over all runs."""
-    return rate_domain(*(column(run.metrics[name], "value") for run in runs), floor=0.01)
-
-
 def progression(tables: Tables, runs: Sequence[StudyRun], name: str) -> Spec:
     """Return a metric's mean by setting, one connected line per reading, with its values."""
-    labels = {name: f"{name.upper()}|{SHORT_WORDS.get(name, '')}" for name in settings(runs)}
+    labels = {
+        name: f"{name.upper()}|{SHORT_WORDS.get(name, '')}"
+        for name in in_order([run.setting for run in runs], SETTING_WORDS)
+    }
     tops = {run.setting: _highest(runs, run.setting, name) for run in runs}
     rows = [
         {
@@ -176,7 +164,7 @@ def progression(tables: Tables, runs: Sequence[StudyRun], name: str) -> Spec:
     room = 0.16 * (high - low)
     scale = {"domain": [low - room, high + room / 2], "nice": False}
     axis = {"title": None, "labelAngle": 0, "labelExpr": "split(datum.label, '|')"}
-    kinds = readings(runs)
+    kinds = in_order([run.reading for run in runs], READING_WORDS)
     source = tables.add(rows)
     place = {
         "x": channel("setting:N", sort=list(labels.values()), axis=axis),
@@ -245,7 +233,7 @@ def metrics_sheet(tables: Tables, runs: Sequence[StudyRun]) -> Spec:
 def _by_reading(panels: Sequence[tuple[StudyRun, Spec]]) -> list[Spec]:
     """Return a row of titled panels for each reading."""
     rows = []
-    for reading in readings([run for run, _ in panels]):
+    for reading in in_order([run.reading for run, _ in panels], READING_WORDS):
         name, _, words = READING_WORDS.get(reading, reading).partition(": ")
         row = [
             titled(panel, run.label, SETTING_WORDS.get(run.setting, ""))
@@ -296,7 +284,7 @@ def write_study_page(study_dir: Path, path: Path | None = None) -> Path:
         "colours": _colours(study.entries),
     }
     page = render("study.html", context, specs, tables)
-    return write_text(path or study.path / "report.html", page)
+    return write_bytes(path or study.path / "report.html", page.encode())
 
 
 def _assessed(study: Study, panels: Sequence[Panel]) -> list[list[Panel]]:
@@ -324,7 +312,7 @@ def write_study_figures(study_dir: Path, folder: Path | None = None) -> list[Pat
 
 def _compared(entry: Entry, run: Run) -> StudyRun:
     """Collect the data of one run for the comparing figures."""
-    losses = bins.known_bins(run.overview("loss"))
+    losses = series.known_bins(run.overview("loss"))
     columns = run.columns(Table.STEPS, "step", "loss_mean", *METRICS)
     step = columns["step"]
     cosines: list[series.Row] = []
@@ -338,7 +326,7 @@ def _compared(entry: Entry, run: Run) -> StudyRun:
         num_workers=run.num_workers,
         means={name: entry.number(name) for name in METRICS},
         loss_mean=series.curve(step, columns["loss_mean"]),
-        loss_lines=bins.lines(losses, bins.chosen(losses)),
+        loss_lines=series.lines(losses, series.chosen(losses)),
         metrics={name: series.curve(step, columns[name]) for name in METRICS},
         cosines=cosines,
     )
@@ -352,8 +340,8 @@ def _comparison(tables: Tables, runs: Sequence[StudyRun]) -> dict[str, Spec]:
     losses = loss_domain(runs)
     for name in METRICS:
         specs[f"progression-{name}"] = progression(tables, runs, name)
-        domain = metric_domain(runs, name)
-        for reading in readings(runs):
+        domain = rate_domain(*(column(run.metrics[name], "value") for run in runs), floor=0.01)
+        for reading in in_order([run.reading for run in runs], READING_WORDS):
             members = [run for run in runs if run.reading == reading]
             panel = metric_panel(tables, members, name, domain)
             specs[f"{name}-{reading}"] = panel
@@ -367,13 +355,13 @@ def _comparison(tables: Tables, runs: Sequence[StudyRun]) -> dict[str, Spec]:
 
 
 def _grouped(entries: Sequence[Entry]) -> list[tuple[str, list[Entry]]]:
-    order = in_order([entry.reading for entry in entries], list(READING_WORDS))
+    order = in_order([entry.reading for entry in entries], READING_WORDS)
     return [(name, [entry for entry in entries if entry.reading == name]) for name in order]
 
 
 def _colours(entries: Sequence[Entry]) -> list[tuple[str, str, str]]:
     """Return setting, its words and its colour by position: the figures' legend."""
-    order = in_order([entry.setting for entry in entries], list(SETTING_WORDS))
+    order = in_order([entry.setting for entry in entries], SETTING_WORDS)
     return [
         (name.upper(), SETTING_WORDS.get(name, ""), f"var(--setting-{index % 4})")
         for index, name in enumerate(order)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from rankscope.bus.finding import Severity
-from rankscope.bus.words import count
+from rankscope.bus.words import count, listed
 from rankscope.errors import RunError
 from rankscope.files import is_directory, is_file, parse, read_file, unreadable
 from rankscope.record import Run
@@ -87,13 +87,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """A study's directory.
-
-    Attributes:
-        path: The directory.
-        info: The content of ``study.json``; empty without that file.
-        entries: The summary's entries, sharded first, in the order of the settings.
-    """
+    """A study's directory, its ``study.json``, and its summary's entries in order."""
 
     path: Path
     info: dict[str, Any]
@@ -129,11 +123,7 @@ class Study:
         return " · ".join(part for part in parts if part)
 
     def pairs(self) -> Iterator[tuple[Entry, Run | None]]:
-        """Yield each entry with its run, None where the run's directory is not there.
-
-        Raises:
-            RunError: A run is there but cannot be read.
-        """
+        """Yield each entry with its run, None where the run's directory is not there."""
         for entry in self.entries:
             path = self.path / entry.text("run")
             yield entry, Run.open(path) if entry.text("run") and is_directory(path) else None
@@ -145,11 +135,7 @@ def is_study(path: Path) -> bool:
 
 
 def open_study(path: Path | str) -> Study:
-    """Read a study's directory.
-
-    Raises:
-        RunError: It has no usable ``summary.json``.
-    """
+    """Read a study's directory; RunError if it has no usable ``summary.json``."""
     path = Path(path)
     if not is_study(path):
         raise RunError(f"{path} is not a study: it has no summary.json; check the path")
@@ -277,9 +263,14 @@ def _numbers_of(entries: Sequence[Entry], reading: str) -> str:
     members = [entry for entry in entries if entry.reading == reading]
     if not members:
         return ""
-    cosines = _listed([(entry, number(entry.number("cosine_mean"))) for entry in members])
+    cosines = listed(
+        [
+            f"{number(entry.number('cosine_mean'))} under {entry.setting.upper()}"
+            for entry in members
+        ]
+    )
     samples = [
-        (entry, f"{number(int(entry.number('distinct_samples') or 0))}")
+        f"{number(int(entry.number('distinct_samples') or 0))} under {entry.setting.upper()}"
         for entry in members
         if entry.distinct_share is not None
     ]
@@ -287,10 +278,5 @@ def _numbers_of(entries: Sequence[Entry], reading: str) -> str:
     sentence = f"Here the mean cosine is {cosines}."
     if samples:
         of_drawn = f" of {number(drawn.pop())} drawn" if len(drawn) == 1 else ""
-        sentence += f" Different samples{of_drawn}: {_listed(samples)}."
+        sentence += f" Different samples{of_drawn}: {listed(samples)}."
     return sentence
-
-
-def _listed(pairs: Sequence[tuple[Entry, str]]) -> str:
-    words = [f"{value} under {entry.setting.upper()}" for entry, value in pairs]
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"

@@ -2,8 +2,8 @@
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rankscope.bus.packing import PlainBatch
+from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError, UsageError
 from rankscope.evidence.canary.batch import CanaryDeclined, samples_of
@@ -34,7 +35,7 @@ from rankscope.evidence.canary.verdict import (
     judge,
 )
 from rankscope.files import open_file
-from rankscope.tools.doctor.functions import find_function
+from rankscope.tools.doctor.stage import find_function
 
 WORST = 5
 """Samples that are listed, those whose loss is NaN and then those with the largest."""
@@ -51,15 +52,11 @@ class SampleLoss:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """The result of a replay.
+    """The result of a replay: what each rank computed, and the verdict on it.
 
-    Attributes:
-        results: The losses and digests that each rank computed.
-        verdict: The verdict on them.
-        worst: The suspect's samples with the largest loss, where the verdict is data; those whose
-            loss is NaN come first.
-        peer_median: Median loss of the peer's samples whose loss is a number; NaN when unknown.
-        note: Why there are no samples, if so.
+    ``worst`` are the suspect's samples with the largest loss, where the verdict is data; those
+    whose loss is NaN come first. ``peer_median`` is the median loss of the peer's samples (NaN when
+    unknown); ``note`` says why there are no samples, if so.
     """
 
     results: CanaryResults
@@ -70,15 +67,11 @@ class Replayed:
 
 
 def load_model(name: str, checkpoint: Path | None) -> nn.Module:
-    """Return the model that a function makes, with the parameters of a checkpoint.
+    """Return the model that the function ``MODULE:FUNCTION`` makes, with a checkpoint's parameters.
 
-    Args:
-        name: ``MODULE:FUNCTION``; the module may lie in the working directory.
-        checkpoint: A state dict, as safetensors or as ``torch.save`` writes it.
-
-    Raises:
-        UsageError: There is no such function, or it returns no model.
-        RunError: The checkpoint cannot be used.
+    The module may lie in the working directory; the checkpoint is a state dict, as safetensors or
+    as ``torch.save`` writes it. UsageError without such a function or model, RunError if the
+    checkpoint cannot be used.
     """
     try:
         model = find_function("--model", name)()
@@ -99,13 +92,24 @@ def load_model(name: str, checkpoint: Path | None) -> nn.Module:
     return model
 
 
+@contextmanager
+def join_ranks() -> Iterator[None]:
+    """Join the other ranks of a torchrun job, if this is one, until the block ends."""
+    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+        yield
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 def replay(bundle: ReplayBundle, model: nn.Module) -> Replayed | None:
     """Run the suspect's batch twice and the peer's once on every rank, and compare.
 
     The model runs in training mode. Under torchrun all ranks call it; rank 0 alone gets a result.
-
-    Raises:
-        RunError: This rank cannot run the batches.
+    RunError if this rank cannot run the batches.
     """
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     try:
@@ -114,11 +118,10 @@ def replay(bundle: ReplayBundle, model: nn.Module) -> Replayed | None:
     except CanaryDeclined as error:
         raise RunError(f"these batches cannot be replayed on this model: {error}") from error
     rows_W = _gather(own)
-    if _rank() > 0:
+    if dist.is_initialized() and dist.get_rank() > 0:
         return None
     results = _results(bundle, [row.results for row in rows_W])
-    states_W = np.array([row.state for row in rows_W])
-    verdict = judge(results, differing=_minority(states_W))
+    verdict = judge(results, differing=minority_ranks([row.state for row in rows_W]))
     programs_W = [row.program for row in rows_W if row.program is not None]
     if verdict.verdict is not CanaryCause.DATA and len(programs_W) == len(rows_W):
         verdict = explain(verdict, compare_programs(programs_W, verdict.ranks))
@@ -127,30 +130,11 @@ def replay(bundle: ReplayBundle, model: nn.Module) -> Replayed | None:
     return _with_samples(bundle, model.eval(), device, Replayed(results, verdict))
 
 
-def join_ranks() -> AbstractContextManager[Any]:
-    """Join the other ranks of a torchrun job, if this is one, until the block ends."""
-    return _Ranks() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else nullcontext()
-
-
-class _Ranks:
-    def __enter__(self) -> None:
-        dist.init_process_group("gloo")
-
-    def __exit__(self, *_: object) -> None:
-        dist.destroy_process_group()
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
 class _Row(NamedTuple):
     """One rank's results of the suspect's batch, of its second run, and of the peer's batch.
 
-    Attributes:
-        results: The results.
-        state: Digest of parameters and buffers.
-        program: What the first run's forward pass ran; None if unknown.
+    ``state`` is a digest of parameters and buffers; ``program`` is what the first run's forward
+    pass ran, None if unknown.
     """
 
     results: tuple[CanaryResult, CanaryResult, CanaryResult]
@@ -192,38 +176,24 @@ def _results(
     bundle: ReplayBundle, results_W: list[tuple[CanaryResult, CanaryResult, CanaryResult]]
 ) -> CanaryResults:
     first_W, again_W, against_W = zip(*results_W, strict=True)
-    digests, again, against = (
-        np.array([one.digest for one in run_W], np.int64) for run_W in (first_W, again_W, against_W)
-    )
-    losses, again_losses, peer_losses = (
-        np.array([one.loss for one in run_W]) for run_W in (first_W, again_W, against_W)
-    )
-    norms, again_norms, peer_norms = (
-        np.array([one.grad_norm for one in run_W]) for run_W in (first_W, again_W, against_W)
-    )
+
+    def column(run_W: Sequence[CanaryResult], name: str) -> Any:
+        return np.array([getattr(one, name) for one in run_W])
+
     return CanaryResults(
         suspect=bundle.suspect,
         peer=bundle.peer,
-        losses_W=losses,
-        norms_W=norms,
-        digests_W=digests,
-        again_W=again,
-        again_losses_W=again_losses,
-        again_norms_W=again_norms,
-        peer_losses_W=peer_losses,
-        peer_norms_W=peer_norms,
-        peer_digests_W=against,
+        losses_W=column(first_W, "loss"),
+        norms_W=column(first_W, "grad_norm"),
+        digests_W=column(first_W, "digest"),
+        again_W=column(again_W, "digest"),
+        again_losses_W=column(again_W, "loss"),
+        again_norms_W=column(again_W, "grad_norm"),
+        peer_losses_W=column(against_W, "loss"),
+        peer_norms_W=column(against_W, "grad_norm"),
+        peer_digests_W=column(against_W, "digest"),
         projected=all(one.projected for one in first_W),
     )
-
-
-def _minority(digests_W: Any) -> tuple[int, ...]:
-    values, counts = np.unique(digests_W, return_counts=True)
-    if len(values) < 2:
-        return ()
-    most = int(counts.argmax())
-    settled = 2 * counts[most] > len(digests_W)
-    return tuple(r for r, d in enumerate(digests_W) if not settled or d != values[most])
 
 
 def _with_samples(
@@ -258,10 +228,12 @@ def _with_samples(
 
 
 def _load_checkpoint(model: nn.Module, file: Path) -> None:
-    read = _read_safetensors if file.suffix == ".safetensors" else _read_torch
     try:
         open_file(file).close()  # a pipe would be waited for
-        state = read(file)
+        if file.suffix == ".safetensors":
+            state = _read_safetensors(file)
+        else:
+            state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise RunError(f"cannot read the checkpoint {file} ({error})") from error
     if not isinstance(state, Mapping) or not all(isinstance(v, Tensor) for v in state.values()):
@@ -276,10 +248,6 @@ def _load_checkpoint(model: nn.Module, file: Path) -> None:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise RunError(f"the checkpoint {file} does not fit the model ({error})") from error
-
-
-def _read_torch(file: Path) -> Any:
-    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _read_safetensors(file: Path) -> Any:

@@ -8,9 +8,8 @@ import pytest
 from rankscope.bus.parity import HELD, MOMENT
 from rankscope.tools.parity.bounds import Bounds
 from rankscope.tools.parity.compare import compare
-from rankscope.tools.parity.reading import SideStep, Whole
+from rankscope.tools.parity.reading import SideStep, Whole, joined, part_of
 from rankscope.tools.parity.result import Kind, Phase
-from rankscope.tools.parity.resumption import joined, part_of
 from tools.parity.test_compare import SHAPES, sketched, training
 
 TORCH = "torch's on the CPU"

@@ -8,6 +8,8 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rankscope.lab.numerics.spread import usual_workers
+from rankscope.lab.numerics.summation import TYPES
 from rankscope.report.parts import (
     DOT,
     Spec,
@@ -27,7 +29,6 @@ from rankscope.report.series import Row
 
 Values = Mapping[str, Any]
 
-TYPES = ("float32", "bfloat16", "float16")
 RING = "ring"
 TREE = "tree"
 WIDE = "ring, added in float32"
@@ -64,12 +65,6 @@ PAIRS = {
     "data": (FAMILIES[3], "other data order", False),
 }
 """Colour, label, and whether the line is dashed, of each pair of trainings that is drawn."""
-
-
-def usual_workers(sums: Values) -> int:
-    """Return the world size that single numbers are given for: 8 if measured, else the largest."""
-    numbers = [int(world["workers"]) for world in sums["worlds"]]
-    return 8 if 8 in numbers else max(numbers)
 
 
 def types_of(sums: Values) -> list[str]:
@@ -319,14 +314,9 @@ def curves(
 ) -> Spec:
     """Return one series of every pair over steps, on a logarithmic axis, labelled at its end.
 
-    Args:
-        tables: The data.
-        growth: Pairs of trainings.
-        name: A series of the pairs: ``distance``, ``evaluation``, …
-        height: Pixels.
-        room: Length of the axis of steps, the labels included, in terms of the steps.
-        others: The same with other seeds, drawn faintly behind.
-        domain: Ends of the vertical axis; empty to fit the values.
+    ``name`` is a series of the pairs: ``distance``, ``evaluation``, … The axis of steps, the labels
+    included, is ``room`` times as long as the steps. Pairs of ``others``, with other seeds, are
+    drawn faintly behind; ``domain`` are the ends of the vertical axis, empty to fit the values.
     """
     rows = growth_rows(growth, name)
     behind = [

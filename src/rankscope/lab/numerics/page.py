@@ -4,26 +4,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rankscope.bus.words import listed
 from rankscope.lab.numerics import figures
 from rankscope.lab.numerics.figures import Values
-from rankscope.lab.numerics.spread import size
-from rankscope.report.document import png_of, render, write_bytes, write_text
+from rankscope.lab.numerics.spread import size, usual_workers
+from rankscope.report.document import png_of, render, write_bytes
 from rankscope.report.parts import Spec, Tables, headed, sized, titled
 
 PAGE = "numerics.html"
 
 
 def write_page(directory: Path, sums: Values, growth: Values | None = None) -> Path:
-    """Write ``numerics.html`` and its figures as ``numerics-*.png`` into a directory.
-
-    Args:
-        directory: Made if need be.
-        sums: The JSON form of measured sums (see ``rankscope.lab.numerics.spread``).
-        growth: The JSON form of pairs of trainings; None when none was run.
-
-    Returns:
-        The page's path.
-    """
+    """Write ``numerics.html`` and its figures as ``numerics-*.png`` into a directory."""
     tables = Tables()
     specs = _sum_specs(tables, sums)
     if growth is not None:
@@ -43,11 +35,17 @@ def write_page(directory: Path, sums: Values, growth: Values | None = None) -> P
         "summary": growth["summary"] if growth else "",
         "facts": list(_facts(sums, growth)),
     }
-    page = write_text(Path(directory) / PAGE, render("numerics.html", context, specs, tables))
+    page = write_bytes(
+        Path(directory) / PAGE, render("numerics.html", context, specs, tables).encode()
+    )
     sheets = {
         "error": _error_sheet(tables, sums),
         "spread": _spread_sheet(tables, sums),
-        "layers": _layer_sheet(tables, sums),
+        "layers": headed(
+            sized(figures.layer_errors(tables, sums, height=150), 880),
+            "The error layer by layer",
+            "In a ring. Points: measured. Ticks: expected from rounding.",
+        ),
     }
     if growth is not None:
         sheets["growth"] = growth_sheet(tables, growth)
@@ -98,15 +96,6 @@ def _spread_sheet(tables: Tables, sums: Values) -> Spec:
     return headed(sheet, "What the order of the same sum changes", f"In a ring. {named}.")
 
 
-def _layer_sheet(tables: Tables, sums: Values) -> Spec:
-    """Return the error of each layer."""
-    return headed(
-        sized(figures.layer_errors(tables, sums, height=150), 880),
-        "The error layer by layer",
-        "In a ring. Points: measured. Ticks: expected from rounding.",
-    )
-
-
 def growth_sheet(tables: Tables, growth: Values, others: Sequence[Values] = ()) -> Spec:
     """Return how parameters part, and its effect on the held-out loss; other seeds are faint."""
     words = (
@@ -147,16 +136,17 @@ def _growth_specs(tables: Tables, growth: Values) -> dict[str, Spec]:
 
 def _lead(sums: Values) -> str:
     source = sums["source"]
+    workers = [str(number) for number in sums["options"]["workers"]]
     return (
         f"{source['num_gradients']} local gradients of {source['num_elements']:,} elements each "
-        f"({source['name']}), summed on {_numbers(sums['options']['workers'])} workers with every "
+        f"({source['name']}), summed on {listed(workers)} workers with every "
         "algorithm, in many orders, and compared with float64."
     )
 
 
 def _tiles(sums: Values, growth: Values | None) -> Iterator[tuple[str, str, str]]:
     """Yield label, value and note of the five most informative numbers."""
-    workers = figures.usual_workers(sums)
+    workers = usual_workers(sums)
     cells = {
         (cell["inputs"], cell["sums"]): cell
         for cell in sums["cells"]
@@ -239,7 +229,3 @@ def _split(sentence: str) -> tuple[str, str]:
     if not colon:
         return "", sentence
     return heading, rest[:1].upper() + rest[1:]
-
-
-def _numbers(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values[:-1])) + f" and {values[-1]}" if values[1:] else str(values[0])

@@ -69,7 +69,7 @@ class Divide(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """The types of a reduction, and when it divides.
+    """The types of a reduction, and when it divides; the mean comes back in the buffer's type.
 
     Attributes:
         inputs: Type of the buffer: ``float32``, ``bfloat16`` or ``float16``.
@@ -88,11 +88,6 @@ class Arithmetic:
         for name in (self.inputs, self.sums):
             if name not in TYPES:
                 raise UsageError(f"expected one of the types {', '.join(TYPES)}, got {name!r}")
-
-    @property
-    def result(self) -> str:
-        """Type of the mean that comes back: that of the buffer."""
-        return self.inputs
 
 
 def round_to(values: Array, dtype: str) -> Array:
@@ -136,7 +131,7 @@ def reduce_buffers(
         bucket_elements: Elements of a bucket.
 
     Returns:
-        The mean ``[N]``, in numbers of the type ``arithmetic.result``.
+        The mean ``[N]``, in numbers of the type ``arithmetic.inputs``.
 
     Raises:
         UsageError: The order does not fit.
@@ -173,7 +168,7 @@ def reduce_buffers(
             total = _add_chain((buffers_WN[row, column] for row in rows), arithmetic.sums)
         if arithmetic.divide is Divide.AFTER:
             total = round_to(total / np.float32(num_workers), arithmetic.sums)
-        return round_to(total, arithmetic.result)
+        return round_to(total, arithmetic.inputs)
 
 
 def num_buckets(num_elements: int, bucket_elements: int = BUCKET_ELEMENTS) -> int:
@@ -196,7 +191,7 @@ def worst_factor(num_workers: int, scheme: Scheme, arithmetic: Arithmetic) -> fl
         factor *= 1 + unit_in
     if num_workers & (num_workers - 1):  # no power of two
         factor *= 1 + (unit_in if arithmetic.divide is Divide.BEFORE else unit_sums)
-    if arithmetic.result != arithmetic.sums:
+    if arithmetic.inputs != arithmetic.sums:
         factor *= 1 + unit_in
     return factor - 1
 
@@ -276,14 +271,10 @@ def _checked(
     return order
 
 
-def _add(first: Array, second: Array, dtype: str) -> Array:
-    return round_to(first + second, dtype)
-
-
 def _add_chain(terms: Iterator[Array], dtype: str) -> Array:
     total = next(terms)
     for term in terms:
-        total = _add(total, term, dtype)
+        total = round_to(total + term, dtype)
     return total
 
 
@@ -292,7 +283,7 @@ def _add_tree(terms: list[Array], dtype: str) -> Array:
     while len(terms) > 1:
         pairs = zip(terms[::2], terms[1::2], strict=False)
         left_over = terms[-1:] if len(terms) % 2 else []
-        terms = [_add(first, second, dtype) for first, second in pairs] + left_over
+        terms = [round_to(first + second, dtype) for first, second in pairs] + left_over
     return terms[0]
 
 
@@ -300,8 +291,8 @@ def _add_halving(terms: list[Array], dtype: str) -> Array:
     """Add the upper half to the lower half; those beyond a power of two are added first."""
     width = 1 << int(math.log2(len(terms)))
     for extra in range(width, len(terms)):
-        terms[extra - width] = _add(terms[extra - width], terms[extra], dtype)
+        terms[extra - width] = round_to(terms[extra - width] + terms[extra], dtype)
     while width > 1:
         width //= 2
-        terms = [_add(terms[i], terms[i + width], dtype) for i in range(width)]
+        terms = [round_to(terms[i] + terms[i + width], dtype) for i in range(width)]
     return terms[0]

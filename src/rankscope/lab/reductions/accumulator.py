@@ -123,11 +123,7 @@ class Accumulator:
 
 
 def add_bounds(bounds_P3: Tensor) -> Tensor:
-    """Return the bounds of the sum of accumulators.
-
-    Args:
-        bounds_P3: ``[P, ..., 3]``, of each of them.
-    """
+    """Return the bounds of the sum of accumulators, from ``[P, ..., 3]`` of each of them."""
     return torch.cat([bounds_P3[..., :1].sum(0), bounds_P3[..., 1:].amax(0)], dim=-1)
 
 
@@ -240,8 +236,7 @@ def native_functions() -> "_Native | None":
 class _Native:
     """The functions in C, on one thread, without holding the interpreter's lock.
 
-    Raises:
-        NoLibraryError: There is no library, or ``RANKSCOPE_NATIVE=0`` forbids it.
+    NoLibraryError if there is no library, or ``RANKSCOPE_NATIVE=0`` forbids it.
     """
 
     def __init__(self) -> None:
@@ -265,11 +260,7 @@ class _Native:
 
 
 def _check(native: _Native) -> None:
-    """Compare with plain torch on numbers of all magnitudes.
-
-    Raises:
-        ArithmeticError: The bits differ.
-    """
+    """Compare with plain torch on numbers of all magnitudes; ArithmeticError if bits differ."""
     generator = torch.Generator(device="cpu").manual_seed(8)
     exponents = torch.randint(-100, 30, (2, 1009), generator=generator, device="cpu").float()
     numbers = torch.randn(2, 1009, generator=generator, dtype=torch.float32, device="cpu")

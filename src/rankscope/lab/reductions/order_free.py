@@ -24,13 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.lab.reductions.accumulator import DTYPES, Accumulator
-from rankscope.lab.reductions.bucket_means import (
+from rankscope.lab.reductions.fixed_order import (
     BucketMeans,
     BucketReduction,
     obstacle,
     try_all_to_all,
 )
-from rankscope.lab.reductions.reduction import Arena, DigitExchange, DigitSums, Exchange
+from rankscope.lab.reductions.reduction import Arena, DigitSums, Exchange
 from rankscope.wrappers.call_hooks import ModuleHook
 from rankscope.wrappers.micro_batch_stream import MicroBatchStream, register_stream
 from rankscope.wrappers.passes import BackwardEnd, in_backward, tensors_in
@@ -80,12 +80,7 @@ def order_free(model: nn.Module, *, average: Average = "workers") -> None:
 
 
 class OrderFree(BucketReduction):
-    """The state of an order-free reduction.
-
-    Args:
-        model: A model that nothing stands in the way of; only a weak reference is kept.
-        average: See :func:`order_free`.
-    """
+    """The state of an order-free reduction of a model that nothing stands in the way of."""
 
     def __init__(self, model: DistributedDataParallel, average: Average) -> None:
         self._sums = DigitSums(model.process_group, model.device)
@@ -149,8 +144,7 @@ class OrderFree(BucketReduction):
     def _begin_pass(self) -> None:
         """At the beginning of a backward pass, forget the sums that the training has cleared.
 
-        Raises:
-            UnsupportedError: There are gradients that no accumulator holds.
+        UnsupportedError if there are gradients that no accumulator holds.
         """
         self._abandon()  # the rest of a pass that raised
         carried_over = []
@@ -182,9 +176,6 @@ class OrderFree(BucketReduction):
         for member in members:
             member.forget()
         return exchange
-
-    def _finish(self, exchange: DigitExchange) -> None:
-        self._sums.finish(exchange)
 
     def _arena(self, members: list["_Gradient"]) -> Arena:
         """Return the digits of a bucket's parameters side by side; moved there if they are not."""

@@ -75,12 +75,9 @@ def add_up(values_WN: Tensor, into: Tensor, divisor: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A buffer under way.
+    """A ``buffer`` ``[n]`` under way: in the end the result, with which ``result`` then completes.
 
-    Attributes:
-        buffer: ``[n]``: in the end the result.
-        works: The communication that collects what the result is made of.
-        result: Completes with the buffer, once it holds the result.
+    ``works`` are the communication that collects what the result is made of.
     """
 
     buffer: Tensor
@@ -112,10 +109,6 @@ class Reduction:
     Every worker starts and finishes exchanges in the same order with equal sizes, and finishes (or
     abandons) one before it starts the next. The memory that is kept is that of the largest buffer
     since :meth:`trim`.
-
-    Args:
-        group: The workers.
-        device: Where the buffers are.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -169,9 +162,7 @@ class Reduction:
 class OrderedExchange(Exchange):
     """A buffer whose values of all workers are being collected; in the end, their mean.
 
-    Attributes:
-        pieces_WN: All workers' values of this worker's piece.
-        ends_WE: All workers' last n mod W values.
+    That is this worker's piece of all, and the last n mod W values of all.
     """
 
     pieces_WN: Tensor
@@ -187,11 +178,9 @@ class OrderedMean(Reduction):
         """Divisor of the sums."""
 
     def start(self, buffer: Tensor) -> OrderedExchange:
-        """Begin to average a buffer; returns at once.
+        """Begin to average a contiguous buffer of floating-point numbers; returns at once.
 
-        Args:
-            buffer: ``[n]``, contiguous, of a real floating-point dtype. It must not be touched
-                before ``result`` of the returned exchange completes.
+        It must not be touched before ``result`` of the returned exchange completes.
         """
         whole, end = self._split(buffer)
         length = whole.numel() // self._num_workers
@@ -242,9 +231,7 @@ class OrderedMean(Reduction):
 class Arena:
     """The digits of a bucket's parameters, one after the other; they are moved here for good.
 
-    Args:
-        sums: The parameters' accumulators, in the bucket's order.
-        num_workers: Into how many equal pieces the digits are cut; the last one is padded.
+    They are cut into equal pieces, one for each worker; the last one is padded.
     """
 
     def __init__(self, sums: list[Accumulator], num_workers: int) -> None:
@@ -273,11 +260,8 @@ class Arena:
 class DigitExchange(Exchange):
     """A bucket whose digits of all workers are being collected; in the end, the reduced gradient.
 
-    Attributes:
-        arena: The digits that travel.
-        divisor: What the sum is divided by.
-        digits: ``[W or 1, N, 2]``: digits of this worker's piece.
-        bounds: ``[W, P, 3]``: all workers' bounds.
+    ``digits`` are those of this worker's piece ``[W or 1, N, 2]``, ``bounds`` all workers' ``[W, P,
+    3]``.
     """
 
     arena: Arena
@@ -292,10 +276,7 @@ class DigitSums(Reduction):
     def start(self, buffer: Tensor, arena: Arena, divisor: int) -> DigitExchange:
         """Begin to reduce a bucket; returns at once. The arena's sums are new ones afterwards.
 
-        Args:
-            buffer: ``[n]``: the bucket; it must not be touched before ``result`` completes.
-            arena: The accumulators of its parameters; no deposits before ``result`` completes.
-            divisor: What the sum is divided by.
+        No deposits, and nothing that touches the buffer, before ``result`` completes.
         """
         assert buffer.numel() == arena.num_elements
         bounds_P3 = arena.take_bounds(self._num_workers)

@@ -50,16 +50,9 @@ MAX_RECORDS = 4096
 class BaseConfig:
     """Size and training of the tiny model; part of the cache's key.
 
-    Attributes:
-        hidden: Width.
-        layers: Transformer blocks.
-        heads: Attention heads.
-        intermediate: Width of the MLP.
-        vocab_size: Tokens learned at most.
-        positions: Longest sample that the model reads.
-        train_length: Longest sample in the base training; longer ones are cut.
-        batch_size: Samples per step.
-        learning_rate: Highest learning rate of AdamW; it warms up and decays to a tenth.
+    ``vocab_size`` tokens are learned at most; samples longer than ``train_length`` are cut in the
+    base training, and the model reads ``positions``. The learning rate of AdamW warms up and decays
+    to a tenth.
     """
 
     hidden: int = 96
@@ -90,20 +83,9 @@ def load_base(
 ) -> tuple[nn.Module, Any]:
     """Return the base model and its tokenizer from the cache; train them first if need be.
 
-    Two processes that train at the same time both write, each a directory of its own; the first
-    one to finish gives it its final name, and the other reads that one.
-
-    Args:
-        records: What to train on.
-        seed: Decides the initial weights and the order of the records.
-        steps: Optimizer steps; 0 leaves the weights random.
-        config: Size and training.
-        cache_dir: Where to keep the model; ``cache_root()`` when None.
-
-    Raises:
-        DataError: There are no records to learn from.
-        UsageError: The cache cannot be written.
-        MissingExtraError: ``transformers`` is not installed.
+    Two processes that train at the same time both write, each a directory of its own; the first one
+    to finish gives it its final name, and the other reads that one. The seed decides the initial
+    weights and the order of the records; 0 steps leave the weights random.
     """
     config = config or BaseConfig()
     root = cache_dir or cache_root()
@@ -123,18 +105,10 @@ def load_base(
 
 
 def train_tokenizer(records: Sequence[Record], vocab_size: int = VOCAB_SIZE) -> Any:
-    """Learn a tokenizer; the same records give the same tokenizer.
+    """Learn a ``PreTrainedTokenizerFast``; the same records give the same tokenizer.
 
-    Args:
-        records: Where the text comes from; only the first ``MAX_RECORDS`` are read.
-        vocab_size: Largest number of learned tokens, specials and single bytes included.
-
-    Returns:
-        A ``transformers.PreTrainedTokenizerFast``, so that it is saved into checkpoints.
-
-    Raises:
-        DataError: There are no records.
-        MissingExtraError: ``transformers`` or ``tokenizers`` is not installed.
+    Only the first ``MAX_RECORDS`` are read; DataError if there are none. ``vocab_size`` is the
+    largest number of learned tokens, specials and single bytes included.
     """
     if not records:
         raise DataError(
@@ -275,7 +249,11 @@ def _write(entry: Path, model: Any, tokenizer: Any) -> None:
             if entry.is_dir() and _read(entry) is None:
                 shutil.rmtree(entry, ignore_errors=True)
             if not entry.exists():
-                _rename(fresh, entry)
+                try:
+                    fresh.rename(entry)
+                except OSError:
+                    if not entry.is_dir():  # not a race that another process has won
+                        raise
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
     except OSError as error:
@@ -283,11 +261,3 @@ def _write(entry: Path, model: Any, tokenizer: Any) -> None:
             f"the base model cannot be cached in {entry.parent} ({error.strerror}): free space "
             "there, or set XDG_CACHE_HOME to a directory that can be written"
         ) from error
-
-
-def _rename(fresh: Path, entry: Path) -> None:
-    try:
-        fresh.rename(entry)
-    except OSError:
-        if not entry.is_dir():  # not a race that another process has won
-            raise

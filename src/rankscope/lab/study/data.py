@@ -39,13 +39,9 @@ FIXED_TEXTS = (INSTRUCTION_HEAD, INSTRUCTION_HEAD_WITH_INPUT, INPUT_HEAD, RESPON
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An instruction with its answer.
+    """An instruction with its answer; ``input`` is often empty, ``output`` never blank.
 
-    Attributes:
-        index: Position in the file, from 0: the identity of the sample.
-        instruction: What to do.
-        input: What to do it with; often empty.
-        output: The answer; never blank.
+    ``index`` is the position in the file, from 0: the identity of the sample.
     """
 
     index: int
@@ -73,15 +69,10 @@ def prompt(record: Record) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RecordSet:
-    """The records of a study.
+    """The records of a study, and those ``held_out`` that the base model is trained on.
 
-    Attributes:
-        records: Those that the study draws from.
-        held_out: Those that the base model is trained on; disjoint from ``records``.
-        name: What the data is called in reports.
-        digest: Hex digest of the content of ``records``, indices included.
-        skipped_empty: Records left out of ``records`` because their output is blank.
-        total: Records in the file, blank ones included.
+    ``digest`` is a hex digest of the content of ``records``, indices included; ``skipped_empty``
+    are left out because their output is blank; ``total`` counts the file's, blank ones included.
     """
 
     records: tuple[Record, ...]

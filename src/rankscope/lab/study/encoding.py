@@ -23,12 +23,9 @@ _CHUNK = 2048
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """One sample.
+    """One sample: its record's index in the file; prompt, response and end token ``[length]``.
 
-    Attributes:
-        index: Its record's index in the file.
-        input_ids: Prompt, response and end token, int32 ``[length]``.
-        prompt_length: Tokens of the prompt; the labels begin behind them.
+    The labels begin behind the ``prompt_length`` tokens of the prompt.
     """
 
     index: int
@@ -40,14 +37,10 @@ class EncodedSample:
 class EncodedSet:
     """Encoded samples in flat arrays, so that tens of thousands stay small; a map-style data set.
 
-    Attributes:
-        tokens: All samples' token ids one after another, int32.
-        starts: Where each sample begins, and the end of the last, int64 ``[N + 1]``.
-        prompt_lengths: Tokens of each prompt, int32 ``[N]``.
-        indices: Each sample's index in the file, int64 ``[N]``.
-        pad_token_id: What shorter samples of a batch are filled up with.
-        truncated: Samples whose response is cut off in part by the maximum length; kept.
-        skipped_truncated: Samples whose response is cut off entirely; left out.
+    ``tokens`` are all samples' one after another, ``starts`` ``[N + 1]`` where each begins, and the
+    end of the last; ``indices`` ``[N]`` are those in the file. Samples whose response is cut off by
+    the maximum length are kept (``truncated``), or left out if all of it is
+    (``skipped_truncated``).
     """
 
     tokens: NDArray[np.int32]
@@ -132,7 +125,9 @@ def encode(records: Sequence[Record], tokenizer: Any, max_length: int) -> Encode
     prompt_lengths: list[int] = []
     indices: list[int] = []
     truncated = 0
-    for record, head, tail in _encoded(records, tokenizer):
+    heads = _ids(tokenizer, [prompt(record) for record in records])
+    tails = _ids(tokenizer, [record.output for record in records])
+    for record, head, tail in zip(records, heads, tails, strict=True):
         prompt_length = len(prefix) + len(head)
         if prompt_length >= max_length:
             continue
@@ -165,19 +160,13 @@ def _prefix(tokenizer: Any) -> list[int]:
     return [bos] if bos is not None and full[:1] == [bos] and plain[:1] != [bos] else []
 
 
-def _encoded(
-    records: Sequence[Record], tokenizer: Any
-) -> Iterator[tuple[Record, list[int], list[int]]]:
-    for start in range(0, len(records), _CHUNK):
-        chunk = records[start : start + _CHUNK]
-        heads = _ids(tokenizer, [prompt(record) for record in chunk])
-        tails = _ids(tokenizer, [record.output for record in chunk])
-        yield from zip(chunk, heads, tails, strict=True)
-
-
 def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
-    ids: list[list[int]] = encoded["input_ids"]
+    ids: list[list[int]] = []
+    for start in range(0, len(texts), _CHUNK):
+        chunk = texts[start : start + _CHUNK]
+        ids += tokenizer(
+            chunk, add_special_tokens=False, return_attention_mask=False, verbose=False
+        )["input_ids"]
     return ids
 
 

@@ -47,17 +47,10 @@ def launch(
 ) -> None:
     """Run ``work(*args)`` in ``num_workers`` processes under torch's elastic launcher.
 
-    Args:
-        work: A function of a module, which finds the launcher's variables in its environment.
-        num_workers: Number of processes.
-        args: Its arguments; they are pickled.
-        error_log: File for the traceback of a worker that failed.
-        preloaded: Modules that every worker imports: loaded once, in the process that all of them
-            are forked from.
-
-    Raises:
-        WorkerFailedError: A worker raised or died.
-        KeyboardInterrupt: A signal came, under :func:`stopping_once`; the workers have ended.
+    ``work`` is a function of a module, which finds the launcher's variables in its environment; its
+    arguments are pickled. Modules that are ``preloaded`` are loaded once, in the process that all
+    workers are forked from. WorkerFailedError when a worker raised or died, with its traceback in
+    ``error_log``; KeyboardInterrupt when a signal came, under :func:`stopping_once`.
     """
     config = LaunchConfig(
         min_nodes=1,

@@ -147,12 +147,8 @@ def build_pangu() -> nn.Module:
 def load_published(weights: Path) -> tuple[nn.Module, Any]:
     """Return the model with published weights in fp32, and their tokenizer.
 
-    Args:
-        weights: Directory with ``*.safetensors`` files and a ``tokenizer.json`` or a
-            ``tokenizer.model``. Code in it is never run.
-
-    Raises:
-        UsageError: A file is missing or damaged, or does not fit the architecture.
+    The directory holds ``*.safetensors`` files and a ``tokenizer.json`` or a ``tokenizer.model``;
+    code in it is never run. UsageError if a file is missing, damaged, or does not fit.
     """
     config = pangu_config()
     shards = sorted(weights.glob("*.safetensors"))

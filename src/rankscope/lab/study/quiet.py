@@ -12,6 +12,8 @@ import torch
 
 from rankscope.errors import MissingExtraError
 
+_LONGEST_REASON = 200
+
 
 @contextmanager
 def quiet_hub() -> Iterator[None]:
@@ -84,11 +86,11 @@ def save_checkpoint(model: Any, tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(folder)
 
 
-def reason(error: BaseException, limit: int = 200) -> str:
+def reason(error: BaseException) -> str:
     """Return why a library failed, in part of a line: the first sentences of its message."""
     text = " ".join(str(error).split()) or type(error).__name__
-    if len(text) <= limit:
+    if len(text) <= _LONGEST_REASON:
         return text.rstrip(".")
-    cut = text[:limit]
+    cut = text[:_LONGEST_REASON]
     sentence, dot, _ = cut.rpartition(". ")
     return sentence if dot else cut.rpartition(" ")[0] + " …"

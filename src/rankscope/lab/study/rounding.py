@@ -161,6 +161,7 @@ SMALL_CONFIG = BaseConfig(
 MAX_LENGTH = 96
 NUM_RECORDS = 2048
 NUM_EVALUATED = 64
+_EVALUATED_AT_ONCE = 16
 BUCKET_ELEMENTS = 1 << 15
 """A bucket of these small models, about a fifth of them, as 25 MB are of a model of 30 M."""
 
@@ -240,13 +241,11 @@ def make_optimizer(options: GrowthOptions, model: nn.Module) -> torch.optim.Opti
 class StudiedReduction:
     """The way in which the workers' gradients become one.
 
-    Attributes:
-        num_workers: W, a divisor of the number of micro-batches M; each worker adds up M / W.
-        arrival: Whether workers are added in an order that is drawn anew for each bucket and step,
-            as they would come in; else always from the first to the last.
-        dtype: Type of the buffer and of its partial sums, as in ``numerics.summation``.
-        loss_scale: Factor of the loss before backward, by which the gradient is divided again, so
-            that small values survive a 16-bit buffer; None: no scale.
+    The ``num_workers`` divide the number of micro-batches M; each adds up M / W. With ``arrival``
+    they are added in an order that is drawn anew for each bucket and step, as they would come in;
+    else always from the first to the last. Buffer and partial sums have the ``dtype``. A
+    ``loss_scale`` is a factor of the loss before backward, by which the gradient is divided again,
+    so that small values survive a 16-bit buffer; None: no scale.
     """
 
     num_workers: int
@@ -256,18 +255,11 @@ class StudiedReduction:
 
 
 class Reducer:
-    """Averages gradients in one way; keeps the loss's scale and the drawn orders.
+    """Averages gradients in one way; keeps the loss's scale and the orders drawn by ``seed``.
 
     W gradients lie in the rows of one tensor. What a job would do over the network is done here,
     partial sum by partial sum, so that two trainings can differ in the reduction alone.
-
-    Attributes:
-        num_skipped: Steps whose scaled gradient overflowed; a scaler leaves them out.
-
-    Args:
-        reduction: How to add.
-        bucket_elements: Elements of one bucket.
-        seed: Decides the orders of arrival.
+    ``num_skipped`` counts the steps whose scaled gradient overflowed; a scaler leaves them out.
     """
 
     def __init__(self, reduction: StudiedReduction, bucket_elements: int, seed: int) -> None:
@@ -348,7 +340,14 @@ class _Training:
             loss = self.model(**inputs).loss
             loss.backward()
             losses.append(float(loss.detach()))
-            gradients.append(torch.cat([_gradient(p).flatten() for p in self._parameters]))
+            gradients.append(
+                torch.cat(
+                    [
+                        (torch.zeros_like(p) if p.grad is None else p.grad).flatten()
+                        for p in self._parameters
+                    ]
+                )
+            )
             self._optimizer.zero_grad()
         self.loss = float(np.mean(losses))
         mean_P = self.reducer.reduce(torch.stack(gradients))
@@ -459,15 +458,15 @@ def _evaluate(
         comparison.result.evaluation.append(own - loss)
 
 
-def mean_loss(model: nn.Module, samples: EncodedSet, size: int = 16) -> float:
+def mean_loss(model: nn.Module, samples: EncodedSet) -> float:
     """Return the mean loss over all label tokens, in nats; logits to loss in float64."""
     order = np.argsort(samples.lengths, kind="stable").tolist()
     total = 0.0
     tokens = 0
     model.eval()
     with torch.no_grad():
-        for start in range(0, len(order), size):
-            inputs, _ = samples.collate(order[start : start + size])
+        for start in range(0, len(order), _EVALUATED_AT_ONCE):
+            inputs, _ = samples.collate(order[start : start + _EVALUATED_AT_ONCE])
             targets = inputs.pop("labels")[:, 1:]
             logits = model(**inputs).logits[:, :-1].double()
             total += float(
@@ -496,7 +495,3 @@ def _reduction(pair: str, options: GrowthOptions) -> StudiedReduction:
         WORKERS: StudiedReduction(2 * workers),
         DATA: StudiedReduction(workers),
     }[pair]
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

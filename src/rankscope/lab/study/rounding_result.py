@@ -110,11 +110,8 @@ class GrowthOptions:
 class Law:
     """A law of growth, fitted by least squares to the logarithm of a distance.
 
-    Attributes:
-        name: ``power`` (``distance ~ n^exponent``, n the number of steps since the two parted) or
-            ``exponential`` (``distance ~ 2^(n / doubling_steps)``).
-        rate: The exponent, or doublings per step.
-        residual: Root mean square of the fit's error, in decades.
+    ``power``: ``distance ~ n^rate``, n the number of steps since the two parted; ``exponential``:
+    ``distance ~ 2^(n rate)``. ``residual`` is the root mean square of the fit's error, in decades.
     """
 
     name: str
@@ -124,13 +121,9 @@ class Law:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How fast a distance grows from the first step that has one to its largest value.
+    """How a distance grows from its first step (from 1) to its largest value, by a factor.
 
-    Attributes:
-        first_step: Where the growing part begins, from 1.
-        last_step: Where it ends.
-        factor: How many times as large it is then.
-        laws: The fitted laws, the one that describes it first; empty with too few points.
+    The law that describes it is the first of ``laws``; there are none with too few points.
     """
 
     first_step: int
@@ -199,21 +192,14 @@ def _line(x: NDArray[np.floating[Any]], y: NDArray[np.floating[Any]]) -> tuple[f
 class PairResult:
     """Two trainings, step by step; every list has one entry per step.
 
-    Attributes:
-        name: The pair: a key of :data:`TITLES`.
-        distance: ``|a - b| / |a|`` of all parameters after the step, Euclidean.
-        gradient_distance: The same of the reduced gradients of the step.
-        max_ulp: Largest distance of two parameters in units in the last place. It is huge where a
-            parameter near 0 has changed its sign.
-        median_ulp: Median of that distance over the parameters whose bits differ; 0: none do.
-        differing: Share of the parameters whose bits differ.
-        loss_difference: Second training's loss on the step's global batch minus the first's.
-        evaluation: Second training's loss minus the first's on held-out samples, at the steps of
-            the result's ``evaluated``.
-        layers: ``{group, first_step, distance}`` of each group of parameters: when its bits first
-            differed (None: never), and its relative distance in the end.
-        growth: How ``distance`` grows; None when it is 0 throughout.
-        skipped: Steps that the scaler of the loss left out.
+    ``name`` is a key of :data:`TITLES`; ``distance`` is ``|a - b| / |a|`` of all parameters after
+    the step, Euclidean. ``max_ulp`` is the largest distance of two parameters in units in the last
+    place, huge where one near 0 has changed its sign; ``median_ulp`` the median over those whose
+    bits differ, 0 if none do; ``differing`` their share. ``loss_difference`` (on the step's global
+    batch) and ``evaluation`` (on held-out samples, at the result's ``evaluated``) are second minus
+    first. Each of ``layers`` is ``{group, first_step, distance}``: when its bits first differed
+    (None: never), and its relative distance in the end. ``growth`` is None when the distance is 0
+    throughout; ``skipped`` are the steps that the scaler of the loss left out.
     """
 
     name: str
@@ -258,13 +244,8 @@ class PairResult:
 class GrowthResult:
     """Trainings beside a first one that they differ from in one thing each.
 
-    Attributes:
-        options: The options as plain values.
-        facts: Model, data, parameters, tokens per step: shown to readers.
-        evaluated: Steps after which the held-out loss was taken.
-        loss: The first training's loss on each step's global batch, nats per token.
-        evaluation: Its loss on held-out samples at ``evaluated``.
-        pairs: The comparisons.
+    ``loss`` is the first one's on each step's global batch, ``evaluation`` its loss on held-out
+    samples after the steps ``evaluated``, in nats per token; ``facts`` are shown to readers.
     """
 
     options: Mapping[str, Any]

@@ -57,7 +57,11 @@ def run_study(
         WorkerFailedError: A worker failed.
     """
     quiet_deepspeed()
-    _require_extra()
+    try:
+        import tokenizers  # noqa: F401
+        import transformers  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("rankscope study", "study") from error
     if resume and overwrite:
         raise UsageError("--resume keeps a study and --overwrite removes it; give one of them")
     run = _run_inside if inside_torchrun() else _run_here
@@ -69,7 +73,10 @@ def run_study(
             raise SystemExit(130) from error  # rank 0 reports it for all
         raise StudyInterrupted(_how_to_go_on(output)) from error
     except OSError as error:
-        raise _unwritable(output, error) from error
+        raise RunError(
+            f"{error.filename or output} cannot be written ({error.strerror or error}); make room, "
+            "or choose another --output"
+        ) from error
 
 
 def _run_here(config: StudyConfig, output: Path, *, resume: bool, overwrite: bool) -> list[Entry]:
@@ -90,7 +97,12 @@ def _run_inside(
     device = worker.join_process_group()
     try:
         first = dist.get_rank() == 0
-        _fail_together(partial(_check_ranks, config), here=first)
+        if dist.get_world_size() != config.workers:
+            problem = (
+                f"torchrun started {dist.get_world_size()} ranks, the study has --workers "
+                f"{config.workers}; make them equal"
+            )
+            raise UsageError(problem) if first else SystemExit(2)
         check = partial(_check, config, output, resume=resume, overwrite=overwrite)
         answer = [_fail_together(check, here=first)]
         dist.broadcast_object_list(answer)
@@ -103,14 +115,6 @@ def _run_inside(
         return _finish(config, output) if first else None
     finally:
         dist.destroy_process_group()
-
-
-def _check_ranks(config: StudyConfig) -> None:
-    if dist.get_world_size() != config.workers:
-        raise UsageError(
-            f"torchrun started {dist.get_world_size()} ranks, the study has --workers "
-            f"{config.workers}; make them equal"
-        )
 
 
 def _prepare_on_each_machine(config: StudyConfig) -> PreparedModel:
@@ -145,25 +149,10 @@ def _fail_together(work: Callable[[], T], *, here: bool) -> T | None:
     return result
 
 
-def _require_extra() -> None:
-    try:
-        import tokenizers  # noqa: F401
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError("rankscope study", "study") from error
-
-
 def _how_to_go_on(output: Path) -> str:
     if (output / STUDY_FILE).exists():
         return f"Interrupted. What was measured is in {output}; continue with --resume."
     return "Interrupted before the first training; nothing was written."
-
-
-def _unwritable(output: Path, error: OSError) -> RunError:
-    return RunError(
-        f"{error.filename or output} cannot be written ({error.strerror or error}); make room, or "
-        "choose another --output"
-    )
 
 
 def _check(

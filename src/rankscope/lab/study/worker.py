@@ -7,8 +7,6 @@ import random
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from logging.handlers import BufferingHandler
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +20,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    TaskID,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -32,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.lab.study.config import Combination, Precision, StudyConfig
-from rankscope.lab.study.encoding import IGNORED, EncodedSet, draw_batches
+from rankscope.lab.study.encoding import IGNORED, draw_batches
 from rankscope.lab.study.launch import is_echo
 from rankscope.lab.study.models import LoadedModel, PreparedModel, load
 from rankscope.lab.study.quiet import quiet_transformers, save_checkpoint
@@ -66,19 +63,12 @@ def run_combinations(
     device: torch.device,
 ) -> None:
     """Train under each combination in turn; every worker calls it."""
-    job = StudyJob(
-        config=config,
-        output=output,
-        samples=prepared.samples,
-        load=partial(load, config, prepared.held_out, torch.device("cpu")),
-        device=device,
-        facts=prepared.facts,
-    )
     with StudyProgress(config, enabled=dist.get_rank() == 0) as progress:
         progress.print_left_out(prepared.facts)
         for combination in todo:
             with _deferred_warnings(progress.print_line):
-                train(job, combination, progress.start(combination))
+                on_step = progress.start(combination)
+                train(config, output, prepared, combination, device, on_step)
 
 
 @contextlib.contextmanager
@@ -121,34 +111,22 @@ def join_process_group() -> torch.device:
     return device
 
 
-@dataclass(frozen=True, slots=True)
-class StudyJob:
-    """The parts that every training of a study shares on one worker.
-
-    ``load`` loads a fresh copy of the base model, and its tokenizer; ``facts`` of model and data go
-    into ``run.json``.
-    """
-
-    config: StudyConfig
-    output: Path
-    samples: EncodedSet
-    load: Callable[[], LoadedModel]
-    device: torch.device
-    facts: dict[str, Any]
-
-
 def train(
-    job: StudyJob, combination: Combination, on_step: Callable[[rankscope.StepReport | None], None]
+    config: StudyConfig,
+    output: Path,
+    prepared: PreparedModel,
+    combination: Combination,
+    device: torch.device,
+    on_step: Callable[[rankscope.StepReport | None], None],
 ) -> None:
     """Fine-tune under one combination, watched, and save the model.
 
     ``on_step`` is called after each step, on every worker, with the last gathered report.
     """
-    config = job.config
     rank = dist.get_rank()
     _seed_everything(combination.setting.seed_of(rank, config.seed))
-    loaded = job.load()
-    model = loaded.model.to(job.device)
+    loaded = load(config, prepared.held_out, torch.device("cpu"))
+    model = loaded.model.to(device)
     _seed_everything(combination.setting.seed_of(rank, config.seed))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(
@@ -156,18 +134,18 @@ def train(
     )
     batches = draw_batches(
         combination,
-        num_samples=len(job.samples),
+        num_samples=len(prepared.samples),
         batch_size=config.batch_size,
         rank=rank,
         num_workers=dist.get_world_size(),
         seed=config.seed,
     )
-    run_dir = job.output / "runs" / combination.name
+    run_dir = output / "runs" / combination.name
     run_facts = {
         "reading": combination.reading,
         "setting": combination.setting,
         "study": config.to_json(),
-        **job.facts,
+        **prepared.facts,
     }
     with rankscope.watch(
         ddp,
@@ -181,46 +159,36 @@ def train(
         announce=False,  # the table of all configurations follows
     ) as scope:
         for _ in range(config.steps):
-            _train_step(job, ddp, optimizer, batches, scope)
+            for micro in range(config.accumulation):
+                batch, record_ids = prepared.samples.collate(next(batches))
+                batch = {name: each.to(device, non_blocking=True) for name, each in batch.items()}
+                scope.batch(record_ids)
+                last = micro == config.accumulation - 1
+                with contextlib.nullcontext() if last else ddp.no_sync():
+                    losses, tokens = _losses_per_sample(ddp, batch, config.precision)
+                    scope.loss(losses, weight=tokens)
+                    loss = (losses * tokens).sum() / tokens.sum()
+                    (loss / config.accumulation).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
             on_step(scope.latest)
         if config.saves(combination):
-            _save(loaded, job.output / "models" / combination.name)
-
-
-def _train_step(
-    job: StudyJob,
-    ddp: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[list[int]],
-    scope: rankscope.Scope,
-) -> None:
-    accumulation = job.config.accumulation
-    for micro in range(accumulation):
-        batch, record_ids = job.samples.collate(next(batches))
-        scope.batch(record_ids)
-        last = micro == accumulation - 1
-        with contextlib.nullcontext() if last else ddp.no_sync():
-            losses, tokens = _losses_per_sample(job, ddp, batch)
-            scope.loss(losses, weight=tokens)
-            loss = (losses * tokens).sum() / tokens.sum()
-            (loss / accumulation).backward()  # type: ignore[no-untyped-call]
-    optimizer.step()
-    optimizer.zero_grad()
+            _save(loaded, output / "models" / combination.name)
 
 
 def _losses_per_sample(
-    job: StudyJob, ddp: DistributedDataParallel, batch: dict[str, Tensor]
+    ddp: DistributedDataParallel, batch: dict[str, Tensor], precision: Precision
 ) -> tuple[Tensor, Tensor]:
     """Return the mean loss per label token of each sample ``[B]``, and its label tokens ``[B]``."""
-    batch = {name: tensor.to(job.device, non_blocking=True) for name, tensor in batch.items()}
-    with autocast(job.config.precision, job.device):
+    device = batch["labels"].device
+    with autocast(precision, device):
         logits = ddp(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     targets = batch["labels"][:, 1:]
     present = targets != IGNORED
     token_losses = F.cross_entropy(
         logits[:, :-1][present].float(), targets[present], reduction="none"
     )
-    spread = torch.zeros(present.shape, device=job.device).masked_scatter(present, token_losses)
+    spread = torch.zeros(present.shape, device=device).masked_scatter(present, token_losses)
     tokens = present.sum(1)
     return spread.sum(1) / tokens, tokens
 
@@ -307,17 +275,13 @@ class StudyProgress:
         def on_step(report: rankscope.StepReport | None) -> None:
             nonlocal done
             done += 1
-            self._advance(combination, task, done, report)
+            metrics = "" if report is None else describe(report)
+            self._bars.update(task, completed=done, metrics=metrics)
+            if self._enabled and not self._console.is_terminal and done == self._steps:
+                words = [f"{combination.name}: {done} steps", metrics]
+                self.print_line("; ".join(filter(None, words)))
 
         return on_step
-
-    def _advance(
-        self, combination: Combination, task: TaskID, done: int, report: rankscope.StepReport | None
-    ) -> None:
-        metrics = "" if report is None else describe(report)
-        self._bars.update(task, completed=done, metrics=metrics)
-        if self._enabled and not self._console.is_terminal and done == self._steps:
-            self.print_line("; ".join(filter(None, [f"{combination.name}: {done} steps", metrics])))
 
 
 def describe(report: rankscope.StepReport) -> str:

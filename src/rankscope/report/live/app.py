@@ -21,7 +21,7 @@ import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from html import escape
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
 
 import anyio.to_thread
@@ -39,7 +39,7 @@ from starlette.responses import (
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rankscope.report.live.board import RUNS, Board, compare_topic, overlay_topic, run_topic
+from rankscope.report.live.board import RUNS, Board
 from rankscope.report.live.sheets import (
     GZIP_LEVEL,
     Sheet,
@@ -47,7 +47,6 @@ from rankscope.report.live.sheets import (
     news_of,
     packed,
     page_of,
-    start_of,
     words_sheet,
 )
 
@@ -197,7 +196,6 @@ def _with_headers(send: Send) -> Send:
 
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[\w.-]+)(?::\d{0,5})?")
 
-_T = TypeVar("_T")
 
 POLL_SECONDS = 1.0
 """Seconds between two looks for news of the topics of open pages."""
@@ -205,6 +203,9 @@ _COST = 5.0
 """The same as a multiple of the time of a look: a slow disk is not kept busy."""
 
 _PING_SECONDS = 15
+_PING = functools.partial(ServerSentEvent, "ping", event="ping")
+"""Makes the event that shows a page that the stream is alive; its script sees no comments."""
+
 _FOR_GOOD = "public, max-age=31536000, immutable"
 _HTML = "text/html; charset=utf-8"
 _COMPRESSED = {"content-encoding": "gzip"}
@@ -241,7 +242,8 @@ class Hub:
         try:
             yield {"event": "hello", "data": topic}
             while not self._closed:
-                self._start()
+                if self._task is None or self._task.done():
+                    self._task = asyncio.create_task(self._look())
                 await self._looked.wait()
                 version = self._versions.get(topic)
                 if version is None or self._closed or (sent and version == have):
@@ -260,10 +262,6 @@ class Hub:
         """End all streams; call it in the event loop."""
         self._closed = True
         self._looked.set()
-
-    def _start(self) -> None:
-        if self._task is None or self._task.done():
-            self._task = asyncio.create_task(self._look())
 
     async def _look(self) -> None:
         loop = asyncio.get_running_loop()
@@ -300,7 +298,11 @@ def make_app(
         Route("/events", pages.events),
         Route("/assets/{tag}/{name}", pages.asset),
     ]
-    handlers: Any = {404: _nothing_here, 500: _broken}
+
+    async def broken(request: Request, error: Exception) -> Response:
+        return Response("This page cannot be shown; see the terminal of rankscope serve.", 500)
+
+    handlers: Any = {404: _nothing_here, 500: broken}
     app = Starlette(routes=routes, exception_handlers=handlers)
     return RequestGuard(app, token=token, own_names_only=own_names_only)
 
@@ -321,27 +323,29 @@ class _Pages:
         """
         task = self._reading.get(topic)
         if task is None:
-            task = asyncio.create_task(_elsewhere(functools.partial(self._board.sheet, topic)))
+            task = asyncio.create_task(anyio.to_thread.run_sync(self._board.sheet, topic))
             self._reading[topic] = task
             task.add_done_callback(lambda _: self._reading.pop(topic, None))
         return await asyncio.shield(task)
 
     async def runs(self, request: Request) -> Response:
-        only = await _elsewhere(self._board.only_run)
+        only = await anyio.to_thread.run_sync(self._board.only_run)
         if only is not None:
             return RedirectResponse(f"/run/{quote(only)}", 307)
         return await self.page(request)
 
     async def page(self, request: Request) -> Response:
         topic = _topic_of(request)
-        if not await _elsewhere(functools.partial(self._board.has, topic)):
+        if not await anyio.to_thread.run_sync(self._board.has, topic):
             return await _nothing_here(request)
         return StreamingResponse(self._page(topic), headers=_COMPRESSED, media_type=_HTML)
 
     async def _page(self, topic: str) -> AsyncIterator[bytes]:
         """Yield a page: how it begins at once, so that scripts are loaded while a run is read."""
         packing = zlib.compressobj(GZIP_LEVEL, wbits=_GZIP_FORMAT)
-        start = await _elsewhere(functools.partial(start_of, topic))
+        empty = Sheet.of("", "")
+        page = await anyio.to_thread.run_sync(page_of, empty, topic)
+        start = page.partition("<title>")[0]  # scripts and style, whatever the page shows
         yield packing.compress(start.encode()) + packing.flush(zlib.Z_SYNC_FLUSH)
 
         sheet = await self._sheet(topic) or _NO_RUN
@@ -350,7 +354,7 @@ class _Pages:
             page = page_of(sheet, topic)
             return packing.compress(page.removeprefix(start).encode()) + packing.flush()
 
-        yield await _elsewhere(rest)
+        yield await anyio.to_thread.run_sync(rest)
 
     async def news(self, request: Request) -> Response:
         topic = _topic_of(request)
@@ -359,7 +363,9 @@ class _Pages:
         sheet = await self._sheet(topic)
         if sheet is None:
             return _compressed(packed("{}"), "application/json", 404)
-        content = await _elsewhere(lambda: packed(news_of(sheet, self._board.figures_of(since))))
+        content = await anyio.to_thread.run_sync(
+            lambda: packed(news_of(sheet, self._board.figures_of(since)))
+        )
         return _compressed(content, "application/json")
 
     async def events(self, request: Request) -> Response:
@@ -367,12 +373,12 @@ class _Pages:
         if not topic or await self._sheet(topic) is None:
             return Response(status_code=404)
         stream = self._hub.follow(topic, request.query_params.get("have", ""))
-        return EventSourceResponse(stream, ping=_PING_SECONDS, ping_message_factory=_ping)
+        return EventSourceResponse(stream, ping=_PING_SECONDS, ping_message_factory=_PING)
 
     async def asset(self, request: Request) -> Response:
         tag = request.path_params["tag"]
         name = request.path_params["name"]
-        found = await _elsewhere(functools.partial(asset, tag, name))
+        found = await anyio.to_thread.run_sync(asset, tag, name)
         if found is None:
             return Response(status_code=404)
         headers = {"cache-control": _FOR_GOOD}
@@ -385,23 +391,14 @@ _NO_RUN = words_sheet(
 )
 
 
-def _ping() -> ServerSentEvent:
-    """Return the event that shows a page that the stream is alive; its script sees no comments."""
-    return ServerSentEvent("ping", event="ping")
-
-
-async def _elsewhere(work: Callable[[], _T]) -> _T:
-    return await anyio.to_thread.run_sync(work)
-
-
 def _topic_of(request: Request) -> str:
     path = request.url.path.removeprefix("/api")
     if path.startswith("/run/"):
-        return run_topic(request.path_params["id"])
+        return f"run:{request.path_params['id']}"
     if path == "/compare":
-        return compare_topic(request.query_params.get("a", ""), request.query_params.get("b", ""))
+        return f"compare:{request.query_params.get('a', '')}:{request.query_params.get('b', '')}"
     if path == "/overlay":
-        return overlay_topic(request.query_params.getlist("run"))
+        return f"overlay:{':'.join(request.query_params.getlist('run'))}"
     return RUNS
 
 
@@ -412,9 +409,5 @@ def _compressed(
 
 
 async def _nothing_here(request: Request, error: Exception | None = None) -> Response:
-    page = await _elsewhere(lambda: packed(page_of(_NO_RUN, "")))
+    page = await anyio.to_thread.run_sync(lambda: packed(page_of(_NO_RUN, "")))
     return _compressed(page, _HTML, 404)
-
-
-async def _broken(request: Request, error: Exception) -> Response:
-    return Response("This page cannot be shown; see the terminal of rankscope serve.", 500)

@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,21 +51,7 @@ MAX_VERSIONS = 200
 """Versions of pages for which it is known which figures they showed."""
 
 RUNS = "runs"
-
-
-def run_topic(run_id: str) -> str:
-    """Return the topic of a run's page."""
-    return f"run:{run_id}"
-
-
-def compare_topic(first: str, second: str) -> str:
-    """Return the topic of a page that compares two runs."""
-    return f"compare:{first}:{second}"
-
-
-def overlay_topic(run_ids: Iterable[str]) -> str:
-    """Return the topic of a page that lays runs over each other."""
-    return f"overlay:{':'.join(run_ids)}"
+"""Topic of the page of all runs; others are ``run:ID``, ``compare:ID:ID``, ``overlay:ID:…``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +60,6 @@ class _Kept:
     content: Sheet
     made: float
     cost: float
-
-    def serves(self, token: str, now: float, refresh_seconds: float) -> bool:
-        """Return whether this content is the current one, or too young to be made again."""
-        pause = max(refresh_seconds, REFRESH_COST * self.cost) if refresh_seconds else 0.0
-        return self.token == token or now - self.made < pause
 
 
 class Board:
@@ -117,7 +98,7 @@ class Board:
     def read_ahead(self) -> None:
         """Read the runs that stand first in the list."""
         for row in self._rows()[:READ_AHEAD]:
-            self.sheet(run_topic(row.place.id))
+            self.sheet(f"run:{row.place.id}")
 
     def has(self, topic: str) -> bool:
         """Return whether there is, or was, such a page: a run of any state, or one without runs."""
@@ -162,7 +143,18 @@ class Board:
         return runs_sheet(rows, self._clock(), where, MAX_DIRECTORIES if self._cut else None)
 
     def _rows(self) -> list[Glance]:
-        return in_order([self._row(place) for place in self._scan(0).values()])
+        rows = []
+        for place in self._scan(0).values():
+            try:
+                at = self._stamp(place)
+                rows.append(
+                    unreadable(place, "not there any more")
+                    if at is None
+                    else self._glance(place, at)
+                )
+            except RunError as error:
+                rows.append(unreadable(place, _without(self.root, error)))
+        return in_order(rows)
 
     def _run_sheet(self, run_id: str) -> Sheet | None:
         place = self._find(run_id)
@@ -174,15 +166,15 @@ class Board:
                 return self._gone_sheet(place)
             seen = self._glance(place, at)
             content = self._content(
-                run_topic(run_id), at.token, lambda: run_content(Run.open(place.path))
+                f"run:{run_id}", at.token, lambda: run_content(Run.open(place.path))
             )
         except RunError as error:
-            return words_sheet(f"{place.name} cannot be read", self._words(error))
+            return words_sheet(f"{place.name} cannot be read", _without(self.root, error))
         others = [other for other in self._scan().values() if other.id != run_id]
         return run_sheet(seen, content, self._clock(), others, None)
 
     def _gone_sheet(self, place: ListedPlace) -> Sheet:
-        kept = self._contents.get(run_topic(place.id))
+        kept = self._contents.get(f"run:{place.id}")
         known = self._glances.get(place.id)
         if kept is None or known is None:
             return words_sheet(
@@ -206,12 +198,12 @@ class Board:
             if stamps[0] is None or stamps[1] is None:
                 raise RunError("one of these runs is not there any more: choose another")
             content = self._content(
-                compare_topic(first, second),
+                f"compare:{first}:{second}",
                 f"{stamps[0].token} {stamps[1].token}",
                 lambda: compared_content(Run.open(one.path), Run.open(other.path)),
             )
         except RunError as error:
-            return compared_sheet(None, runs, ids, self._words(error))
+            return compared_sheet(None, runs, ids, _without(self.root, error))
         return compared_sheet(content, runs, ids)
 
     def _overlaid_sheet(self, topic: str, run_ids: Sequence[str]) -> Sheet:
@@ -230,44 +222,42 @@ class Board:
         try:
             return self._content(topic, " ".join(tokens), lambda: overlaid_content(_opened(chosen)))
         except RunError as error:
-            return words_sheet("These runs cannot be shown over each other", self._words(error))
+            return words_sheet(
+                "These runs cannot be shown over each other", _without(self.root, error)
+            )
 
     # What pages are made from -----------------------------------------------------------------
 
     def _content(self, topic: str, token: str, make: Callable[[], Sheet]) -> Sheet:
         """Return a page's content, made again if its run has changed.
 
-        Raises:
-            RunError: It cannot be made, and none was made before.
+        RunError if it cannot be made, and none was made before.
         """
         with self._making[topic]:
             kept = self._contents.get(topic)
             failed = self._failed.get(topic)
             began = time.monotonic()
-            if kept is not None and kept.serves(token, began, self._refresh_seconds):
-                content = kept.content
-                cost = kept.cost
-                made = kept.made
-                token = kept.token
+            if kept is not None and (kept.token == token or self._is_young(kept, began)):
+                latest = kept
             elif kept is None and failed is not None and failed[0] == token:
                 raise failed[1]
             else:
                 content = self._made(topic, token, make)
                 made = time.monotonic()
-                cost = made - began
+                latest = _Kept(token, content, made, made - began)
             with self._lock:
-                self._contents[topic] = _Kept(token, content, made, cost)
+                self._contents[topic] = latest
                 self._contents.move_to_end(topic)
                 while len(self._contents) > MAX_CONTENTS:
                     self._contents.popitem(last=False)
-            return content
+            return latest.content
+
+    def _is_young(self, kept: _Kept, now: float) -> bool:
+        pause = max(self._refresh_seconds, REFRESH_COST * kept.cost)
+        return self._refresh_seconds > 0 and now - kept.made < pause
 
     def _made(self, topic: str, token: str, make: Callable[[], Sheet]) -> Sheet:
-        """Return content made now, or the content made before while that fails.
-
-        Raises:
-            RunError: It cannot be made, and none was made before.
-        """
+        """Return content made now, or the content made before while that fails."""
         try:
             with _in_words():
                 content = make()
@@ -281,11 +271,7 @@ class Board:
         return content
 
     def _stamp(self, place: ListedPlace) -> Stamp | None:
-        """Return the state of a run's files, None if it is gone.
-
-        Raises:
-            RunError: A file of it must not be read.
-        """
+        """Return the state of a run's files, None if it is gone; RunError if one is forbidden."""
         at = stamp(place, self.root)
         if at is None:
             self._gone.setdefault(place.id, self._clock())
@@ -301,22 +287,9 @@ class Board:
                 with _in_words():
                     known = at.token, glance(place, at)
             except RunError as error:
-                known = at.token, unreadable(place, self._words(error), at.changed)
+                known = at.token, unreadable(place, _without(self.root, error), at.changed)
             self._glances[place.id] = known
         return known[1]
-
-    def _row(self, place: ListedPlace) -> Glance:
-        try:
-            at = self._stamp(place)
-            return (
-                unreadable(place, "not there any more") if at is None else self._glance(place, at)
-            )
-        except RunError as error:
-            return unreadable(place, self._words(error))
-
-    def _words(self, error: RunError) -> str:
-        """Return an error as viewers read it: with paths below the served directory."""
-        return str(error).replace(f"{self.root}/", "")
 
     def _find(self, run_id: str) -> ListedPlace | None:
         known = self._places.get(run_id)
@@ -333,6 +306,11 @@ class Board:
                 self._cut = cut
                 self._scanned = now
         return self._here
+
+
+def _without(root: Path, error: RunError) -> str:
+    """Return an error as viewers read it: with paths below the served directory."""
+    return str(error).replace(f"{root}/", "")
 
 
 def _opened(chosen: Mapping[str, ListedPlace]) -> dict[str, Run]:

@@ -66,10 +66,8 @@ _UNPLAIN = re.compile(r"[^A-Za-z0-9_-]+")
 class ListedPlace:
     """The place of a run.
 
-    Attributes:
-        id: Its name in addresses: letters, digits and ``. _ - ~ /`` only.
-        path: Its directory.
-        name: The path below the served directory, for people.
+    ``id`` is its name in addresses: letters, digits and ``. _ - ~ /`` only; ``name``, for people,
+    is the path below the served directory.
     """
 
     id: str
@@ -103,8 +101,6 @@ def places(root: Path) -> FoundRuns:
     first. So where there are more than ``MAX_DIRECTORIES``, the ones left out are those that lie
     among many: 20,000 folders of a data set hide no run beside them.
 
-    Args:
-        root: The served directory, without links in its path.
     """
     if Run.is_run(root):
         name = root.name or "run"
@@ -145,9 +141,7 @@ def id_of(name: str) -> str:
 def stamp(place: ListedPlace, root: Path) -> Stamp | None:
     """Return the state of a run's files; None when the run is gone.
 
-    Raises:
-        RunError: A file or table of it is a link out of the served directory, or the directory
-            cannot be read.
+    RunError if a file of it is a link out of the served directory, or the directory is unreadable.
     """
     lines = []
     changed = 0.0
@@ -232,26 +226,14 @@ def _is_directory(entry: os.DirEntry[str], *, links: bool) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """The summary of a run in the list of runs.
+    """The summary of a run in the list of runs; times are in seconds since 1970.
 
-    Attributes:
-        place: Where it lies.
-        title: Its name.
-        severity: ``error``, ``warning``, ``note``, ``early``, ``healthy``, or ``unreadable``.
-        headline: The problem in a few words; empty without any.
-        since_step: The first step that shows the worst finding.
-        since: When that was, in seconds since 1970.
-        ended: ``running``, or how the run ended.
-        num_workers: W.
-        num_steps: Recorded steps.
-        last_step: The last of them, None without any.
-        last_time: When it was taken, in seconds since 1970.
-        changed: When the youngest file was written, likewise.
-        patience: Seconds without a change after which it counts as stalled.
-        spark: Points of the averaged loss between 0 (bottom) and 1, None where it is undefined.
-        last_loss: The last averaged loss, None where it is unknown.
-        settings: The settings of the run, by name, as text: host, seed, learning rate, the values
-            of its configuration.
+    ``severity`` is one of ``ORDER``; ``headline`` names the problem (empty without any),
+    ``since_step`` and ``since`` are the first step that shows the worst finding, and when it was;
+    ``ended`` is ``running``, or how the run ended; ``changed`` is when the youngest file was
+    written; after ``patience`` seconds without a change it counts as stalled. ``spark`` are points
+    of the averaged loss between 0 (bottom) and 1, None where it is undefined. ``settings`` are text
+    by name: host, seed, learning rate, the values of its configuration.
     """
 
     place: ListedPlace
@@ -289,11 +271,6 @@ class Glance:
         return " ".join(f"{100 * i / width:.1f},{22 - 20 * value:.1f}" for i, value in known)
 
 
-def glance(place: ListedPlace, at: Stamp) -> Glance:
-    """Summarise a run; RunError if it cannot be read."""
-    return _look(place, at, Run.open(place.path))
-
-
 def unreadable(place: ListedPlace, why: str, changed: float = 0.0) -> Glance:
     """Return the row of a run that cannot be read."""
     return Glance(
@@ -306,7 +283,9 @@ def in_order(glances: list[Glance]) -> list[Glance]:
     return sorted(glances, key=lambda g: (ORDER.index(g.severity), -g.changed, g.place.id))
 
 
-def _look(place: ListedPlace, at: Stamp, run: Run) -> Glance:
+def glance(place: ListedPlace, at: Stamp) -> Glance:
+    """Summarise a run; RunError if it cannot be read."""
+    run = Run.open(place.path)
     columns = run.steps("time", *COLUMNS)
     coverage = coverage_of(run, columns)
     known = step_range(run.path, Table.STEPS)
@@ -340,7 +319,7 @@ def _look(place: ListedPlace, at: Stamp, run: Run) -> Glance:
         num_workers=run.num_workers,
         num_steps=num_steps,
         last_step=None if known is None else known[1],
-        last_time=_finite(float(last_T[-1])) if len(last_T) else None,
+        last_time=_time_at(last_T, -1) if len(last_T) else None,
         changed=at.changed,
         patience=_patience(last_T),
         spark=_spark(columns["loss_mean"]),
@@ -405,11 +384,12 @@ def _last_known(values_T: Floats) -> float | None:
 
 def _time_of(finding: Finding, step_T: Ints, time_T: Floats) -> float | None:
     at = int(np.searchsorted(step_T, finding.first_step))
-    return _finite(float(time_T[at])) if at < len(time_T) else None
+    return _time_at(time_T, at) if at < len(time_T) else None
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _time_at(time_T: Floats, at: int) -> float | None:
+    time = float(time_T[at])
+    return time if math.isfinite(time) else None
 
 
 def _patience(time_T: Floats) -> float:

@@ -67,7 +67,7 @@ class _Protocol(H11Protocol):
         if answering:
             self._stop_watching()
         elif self._late is None:
-            self._late = self.loop.call_later(self.seconds, self._leave)
+            self._late = self.loop.call_later(self.seconds, self.transport.abort)
 
     def _stop_watching(self) -> None:
         if self._late is not None:
@@ -79,12 +79,9 @@ class _Protocol(H11Protocol):
         before = self._unsent
         self._unsent = self.transport.get_write_buffer_size()
         if 0 < before <= self._unsent:
-            self._leave()
+            self.transport.abort()
         else:
             self._look = self.loop.call_later(self.seconds, self._look_at_answer)
-
-    def _leave(self) -> None:
-        self.transport.abort()
 
 
 class LiveServer(uvicorn.Server):
@@ -121,7 +118,11 @@ class LiveServer(uvicorn.Server):
         if not is_directory(directory):
             why = "is a file" if directory.is_file() else "is not there"
             raise UsageError(f"{directory} {why}: name the directory of a run, or one of runs")
-        _check(token)
+        if token and not (token.isprintable() and len(token) <= _TOKEN_SIGNS):
+            raise UsageError(
+                f"--token expected up to {_TOKEN_SIGNS} printable characters, got {token[:40]!a}: "
+                "choose another, or leave it out and one is made"
+            )
         own = is_loopback(host)
         self.token = token or (None if own else secrets.token_urlsafe(16))
         self._socket = _listen(host, port)
@@ -161,14 +162,6 @@ class LiveServer(uvicorn.Server):
         self._hub.close()
         await asyncio.sleep(0)
         await super().shutdown(sockets)
-
-
-def _check(token: str | None) -> None:
-    if token and not (token.isprintable() and len(token) <= _TOKEN_SIGNS):
-        raise UsageError(
-            f"--token expected up to {_TOKEN_SIGNS} printable characters, got {token[:40]!a}: "
-            "choose another, or leave it out and one is made"
-        )
 
 
 def _listen(host: str, port: int) -> socket.socket:

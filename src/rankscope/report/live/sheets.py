@@ -179,11 +179,6 @@ def words_sheet(title: str, words: str) -> Sheet:
     return Sheet.of(title, fill("live_words.html", heading=title, words=words))
 
 
-def start_of(topic: str) -> str:
-    """Return the beginning of a topic's page, whatever it shows: its scripts and style."""
-    return page_of(Sheet.of("", ""), topic).partition("<title>")[0]
-
-
 def page_of(sheet: Sheet, topic: str) -> str:
     """Return a sheet as a whole page that follows a topic of ``Hub``; empty for none."""
     return fill(

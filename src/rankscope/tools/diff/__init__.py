@@ -1,6 +1,22 @@
 """Two runs compared: where they first part, by how much, and whether rounding explains it."""
 
-from rankscope.tools.diff.compare import compare_runs
+from collections.abc import Iterable
+
+import numpy as np
+
+from rankscope import Run
+from rankscope.stats.rounding import UNIT_ROUNDOFF
+from rankscope.tools.diff.classes import DifferenceCase, different, identical
+from rankscope.tools.diff.parting import CURVES, curves_of, first_parting, growth_of
+from rankscope.tools.diff.reading import (
+    DiffSide,
+    align,
+    changes_between,
+    check_models,
+    layouts_differ,
+    precision_change,
+    types_of,
+)
 from rankscope.tools.diff.result import (
     Alignment,
     Change,
@@ -12,6 +28,7 @@ from rankscope.tools.diff.result import (
     Moment,
     Parting,
 )
+from rankscope.tools.diff.signals import Pair
 
 __all__ = [
     "Alignment",
@@ -25,3 +42,48 @@ __all__ = [
     "Parting",
     "compare_runs",
 ]
+
+
+def compare_runs(run_a: Run, run_b: Run, *, offset: int | None = None) -> Comparison:
+    """Compare two recorded runs of one training, on as many or on other workers.
+
+    Args:
+        run_a: An open run.
+        run_b: Another one.
+        offset: Step of A minus step of B; None: derived from batches and step numbers.
+
+    Returns:
+        Where they first part, by how much, how that grows, and its class.
+
+    Raises:
+        RunError: A file is damaged, a run is empty, they have no step in common, or they train
+            other models.
+    """
+    a = DiffSide(run_a)
+    b = DiffSide(run_b)
+    check_models(a, b)
+    alignment = align(a, b, offset)
+    at_a = int(np.searchsorted(a.steps_T, alignment.steps_a[0]))
+    at_b = int(np.searchsorted(b.steps_T, alignment.steps_b[0]))
+    types = [types_of(a), types_of(b)]
+    changes = changes_between(a, b)
+    precision = precision_change(a, b, at_a, at_b)
+    if precision is not None:
+        changes = (precision, *changes)
+        types[1] = [*types[1], "bfloat16"]  # its type is unknown: take the coarsest
+    dtypes = _coarsest(types[0]), _coarsest(types[1])
+    pair = Pair(a, b, alignment, other_types=layouts_differ(a, b, at_a, at_b))
+    signals = pair.signals()
+    parting = first_parting(pair, signals, _coarsest(dtypes))
+    curves = curves_of(pair)
+    if parting is None:
+        return identical(pair, changes, curves)
+    at = int(np.searchsorted(alignment.steps_a, parting.step))
+    case = DifferenceCase(pair, signals, parting, at, changes, dtypes)
+    grown = [growth_of(curve) for name in CURVES for curve in curves if curve.name == name]
+    growth = next((growth for growth in grown if growth is not None), None)
+    return different(case, curves, growth)
+
+
+def _coarsest(types: Iterable[str]) -> str:
+    return max(types, key=UNIT_ROUNDOFF.__getitem__)

@@ -1,21 +1,33 @@
-"""From the first parting of two runs to its class."""
+"""From the first parting of two runs to its class, and the verdict in words."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
+from rankscope.bus.words import name_ranks
 from rankscope.stats.rounding import UNIT_ROUNDOFF
 from rankscope.tools.diff.parting import (
+    jump_of,
     most_apart,
     predicted,
     single_element,
     spike,
     tensors_at,
 )
-from rankscope.tools.diff.reading import Disagreement
-from rankscope.tools.diff.result import Change, DiffClass, Jump, Moment, Parting
+from rankscope.tools.diff.reading import Disagreement, dealt_otherwise
+from rankscope.tools.diff.result import (
+    Change,
+    Comparison,
+    Curve,
+    DiffClass,
+    DifferenceGrowth,
+    Jump,
+    Moment,
+    Parting,
+)
 from rankscope.tools.diff.signals import ComparedColumn, Pair
 
 REDUCTION_ALLOWANCE = 30.0
@@ -65,15 +77,9 @@ class DifferenceCase:
         """Return the differences of these kinds."""
         return tuple(change for change in self.changes if change.kind in kinds)
 
-    @property
-    def coarsest(self) -> str:
-        """The type with the largest rounding errors."""
-        return max(self.dtypes, key=UNIT_ROUNDOFF.__getitem__)
-
-    def differs(self, *moments: Moment, at: int | None = None) -> list[ComparedColumn]:
-        """Return the signals of these moments that differ in a pair, by default the first."""
-        row = self.at if at is None else at
-        return [s for s in self.signals if s.moment in moments and s.differs_PW[row].any()]
+    def differs(self, moment: Moment) -> list[ComparedColumn]:
+        """Return the signals of a moment that differ where the runs first part."""
+        return [s for s in self.signals if s.moment is moment and s.differs_PW[self.at].any()]
 
 
 def judge(case: DifferenceCase, jump: Jump | None) -> Judgement:
@@ -151,7 +157,11 @@ def _before(case: DifferenceCase) -> Judgement:
         )
     typed = case.of_kind("dtype")
     if typed and case.parting.relative <= _allowance(case, Moment.BEFORE):
-        return _rounding(case, ["The parameters are the same ones, rounded to another type."])
+        return Judgement(
+            DiffClass.ROUNDING,
+            ["The parameters are the same ones, rounded to another type."],
+            settings=typed,
+        )
     return Judgement(
         DiffClass.STATE, ["Parameters, buffers or optimizer state differ before any step."]
     )
@@ -162,24 +172,25 @@ def _computed(case: DifferenceCase) -> Judgement:
     moment = case.parting.moment
     size = size_of(case)
     allowed = _allowance(case, moment)
-    fits = size <= allowed
     shown = sign_of_bug(case)
     if shown is not None:
         return shown
-    if fits or (math.isnan(size) and _next_size(case) <= _allowance(case, Moment.LOSS)):
-        return _rounding(case, _sizes(size, allowed))
-    if moment is Moment.REDUCED and _like_16_bits(case, size):
-        return _rounding(case, ["The distance is that of a reduction in 16 bits."])
-    return _beyond_rounding(case, size, allowed)
+    if size <= allowed or (math.isnan(size) and _next_size(case) <= _allowance(case, Moment.LOSS)):
+        reasons = _sizes(size, allowed)
+    elif moment is Moment.REDUCED and _like_16_bits(case, size):
+        reasons = ["The distance is that of a reduction in 16 bits."]
+    else:
+        return _beyond_rounding(case, size, allowed)
+    return Judgement(DiffClass.ROUNDING, reasons, settings=case.of_kind("dtype"))
 
 
 def _beyond_rounding(case: DifferenceCase, size: float, allowed: float) -> Judgement:
     reasons = _sizes(size, allowed)
-    named = case.of_kind("dtype", "training", "reduction")
-    if case.at == 0 or named:
-        named = named or (() if case.of_kind("seed") else case.of_kind("config"))
-        if named:
-            return Judgement(DiffClass.CONFIGURATION, reasons, settings=named)
+    changes = case.of_kind("dtype", "training", "reduction")
+    if case.at == 0 or changes:
+        changes = changes or (() if case.of_kind("seed") else case.of_kind("config"))
+        if changes:
+            return Judgement(DiffClass.CONFIGURATION, reasons, settings=changes)
         unequal = _unequal_weights(case)
         if unequal:
             return Judgement(DiffClass.CONFIGURATION, [*reasons, unequal])
@@ -233,19 +244,20 @@ def sign_of_bug(case: DifferenceCase) -> Judgement | None:
 def size_of(case: DifferenceCase) -> float:
     """Return the relative distance where the runs first part; NaN where only digests differ."""
     signals = case.differs(case.parting.moment)
-    sizes = [float(np.nanmax(s.relative_PW[case.at])) for s in signals if _known(s, case.at)]
+    sizes = [
+        float(np.nanmax(s.relative_PW[case.at]))
+        for s in signals
+        if not np.isnan(s.relative_PW[case.at]).all()
+    ]
     if case.parting.num_tensors is not None:
         return case.parting.relative if not math.isnan(case.parting.relative) else math.inf
     return max(sizes, default=math.nan)
 
 
-def _known(signal: ComparedColumn, at: int) -> bool:
-    return not bool(np.isnan(signal.relative_PW[at]).all())
-
-
 def _allowance(case: DifferenceCase, moment: Moment) -> float:
     """Return the relative distance up to which rounding explains a parting."""
-    compute = COMPUTE_ALLOWANCE[case.coarsest] * UNIT_ROUNDOFF[case.coarsest]
+    coarsest = max(case.dtypes, key=UNIT_ROUNDOFF.__getitem__)
+    compute = COMPUTE_ALLOWANCE[coarsest] * UNIT_ROUNDOFF[coarsest]
     if moment is not Moment.REDUCED:
         return compute
     typed = bool(case.of_kind("dtype"))
@@ -272,7 +284,7 @@ def _next_size(case: DifferenceCase) -> float:
     """Return the largest relative distance of losses in the next step; 0 without one."""
     at = case.at + 1
     losses = [s for s in case.signals if s.name == "loss"]
-    if at >= len(case.pair) or not losses or not _known(losses[0], at):
+    if at >= len(case.pair) or not losses or np.isnan(losses[0].relative_PW[at]).all():
         return 0.0
     return float(np.nanmax(losses[0].relative_PW[at]))
 
@@ -327,10 +339,6 @@ def _later_event(case: DifferenceCase) -> Judgement | None:
     return None
 
 
-def _rounding(case: DifferenceCase, reasons: list[str]) -> Judgement:
-    return Judgement(DiffClass.ROUNDING, reasons, settings=case.of_kind("dtype"))
-
-
 def _sizes(size: float, allowed: float) -> list[str]:
     if math.isnan(size):
         return [
@@ -341,3 +349,244 @@ def _sizes(size: float, allowed: float) -> list[str]:
         return ["One of the two is infinite or not a number."]
     word = "within" if size <= allowed else "beyond"
     return [f"The relative distance is {size:.2g}, {word} what rounding explains ({allowed:.2g})."]
+
+
+MAX_NAMED = 4
+"""Settings or workers that a sentence names."""
+MAX_TENSORS = 100
+"""Tensors that a comparison lists, those farthest apart first."""
+
+
+def identical(pair: Pair, changes: tuple[Change, ...], curves: tuple[Curve, ...]) -> Comparison:
+    """Return the comparison of two runs without a difference."""
+    explanation = [pair.alignment.words[:1].upper() + pair.alignment.words[1:] + "."]
+    if not pair.a.traces or not pair.b.traces:
+        explanation.append(
+            "Compared: samples, losses, gradient norms, settings, random generators, and digests "
+            "of parameters, optimizer state and reduced gradients as they took turns."
+        )
+    else:
+        explanation.append("Compared: all of that, and every traced tensor, bit by bit.")
+    if changes:
+        some = ", ".join(change.name for change in changes[:MAX_NAMED])
+        explanation.append(f"What differs in their settings has changed no bit: {some}.")
+    return Comparison(
+        run_a=pair.a.name,
+        run_b=pair.b.name,
+        kind=DiffClass.IDENTICAL,
+        headline=f"All {len(pair):,} common steps are equal in every bit that was recorded.",
+        explanation=tuple(explanation),
+        advice=_ADVICE[DiffClass.IDENTICAL],
+        causes=(),
+        alignment=pair.alignment,
+        changes=changes,
+        curves=curves,
+    )
+
+
+def different(
+    case: DifferenceCase, curves: tuple[Curve, ...], growth: DifferenceGrowth | None
+) -> Comparison:
+    """Judge a difference, and put the judgement into words."""
+    pair = case.pair
+    parting = case.parting
+    jump = jump_of(pair, curves)
+    judgement = judge(case, jump)
+    explanation = [_where(parting), *judgement.reasons]
+    explanation += _of_data(pair, case) if parting.moment is Moment.DATA else []
+    if not math.isnan(parting.predicted):
+        explanation.append(
+            f"Rounding of a reduction over these workers predicts {parting.predicted:.2g} here."
+        )
+    if growth is not None and judgement.kind in (DiffClass.ROUNDING, DiffClass.JUMP):
+        explanation.append(grows(growth))
+    explanation.append(parting.resolution)
+    apart = tensors_at(pair, case.at, parting.moment)
+    relative = {} if apart is None else apart.relative()
+    if judgement.tensor and not parting.tensor:
+        parting = replace(parting, tensor=judgement.tensor)
+    return Comparison(
+        run_a=pair.a.name,
+        run_b=pair.b.name,
+        kind=judgement.kind,
+        headline=_headline(pair, case, judgement),
+        explanation=tuple(explanation),
+        advice=_ADVICE[judgement.kind],
+        causes=tuple(_causes(pair, case, judgement)),
+        alignment=pair.alignment,
+        parting=parting,
+        growth=growth,
+        jump=jump if judgement.kind is DiffClass.JUMP else None,
+        changes=case.changes,
+        curves=curves,
+        tensors=dict(list(relative.items())[:MAX_TENSORS]),
+    )
+
+
+_ADVICE = {
+    DiffClass.IDENTICAL: "Nothing to do.",
+    DiffClass.ROUNDING: (
+        "No sign of a bug. To get the same bits, remove the causes named here: equal types, equal "
+        "number of workers, and a reduction whose order is fixed."
+    ),
+    DiffClass.DATA: (
+        "Compare the samplers' seeds, the shuffling and the sharding of both runs; what follows in "
+        "numbers has this cause."
+    ),
+    DiffClass.STATE: (
+        "Compare the seeds and the checkpoint: parameters, buffers, optimizer state and random "
+        "generators must all be restored."
+    ),
+    DiffClass.CONFIGURATION: "Make the named settings equal, then compare again.",
+    DiffClass.JUMP: (
+        "Rounding does not explain it: check this step, this tensor and these workers for memory "
+        "or hardware errors and for code that runs in this step only; run rankscope report on both."
+    ),
+}
+
+
+def _short(name: str) -> str:
+    """Return a setting's name without the prefix that all have."""
+    return name.removeprefix("training.").replace(".groups.0.", ".")
+
+
+def named(change: Change) -> str:
+    """Return a difference with both values, in words."""
+    return f"{_short(change.name)}: {change.a} in A, {change.b} in B"
+
+
+def grows(growth: DifferenceGrowth) -> str:
+    """Return how a distance grows, in words."""
+    span = f"from {growth.first:.2g} to {growth.last:.2g} in {growth.num_steps} steps"
+    if growth.shape == "exponential":
+        rate = f"by a factor of {growth.factor:.3g} per step"
+    elif growth.shape == "power":
+        rate = f"like the number of steps to the power {growth.exponent:.2g}"
+    else:
+        rate = "by no clear law"
+    return f"The distance of the {growth.curve} grows {span}, {rate}."
+
+
+def _headline(pair: Pair, case: DifferenceCase, judgement: Judgement) -> str:
+    parting = case.parting
+    kind = judgement.kind
+    step = int(pair.alignment.steps_a[case.at if judgement.at is None else judgement.at])
+    if kind is DiffClass.DATA:
+        return f"The runs train on different data from step {step} on."
+    if kind is DiffClass.STATE:
+        what = "random generators" if parting.moment is Moment.RANDOM else "state"
+        return f"The runs begin step {step} with different {what}."
+    if kind is DiffClass.CONFIGURATION:
+        some = ", ".join(_short(change.name) for change in judgement.settings[:MAX_NAMED])
+        what = some or parting.signal
+        return f"The runs are configured differently ({what}); they part in step {step}."
+    where = f" in {judgement.tensor}" if judgement.tensor else ""
+    if kind is DiffClass.JUMP:
+        return f"A sudden difference{where} in step {step}, more than rounding explains."
+    if judgement.settings:
+        cause = "another type"
+    else:
+        same = pair.alignment.same_width
+        cause = "another order of summation" if same else "another number of workers"
+    return f"The runs differ by rounding alone ({cause}), from step {step} on."
+
+
+def _where(parting: Parting) -> str:
+    words = f"They first part in step {parting.step}"
+    if parting.step_b != parting.step:
+        words += f" (step {parting.step_b} of B)"
+    words += f", in the {parting.moment}"
+    if parting.ranks and parting.moment is not Moment.DATA:
+        words += f" of {workers_in_words(parting.ranks)}"
+    if parting.num_tensors is not None:
+        words += f": {parting.num_tensors[0]} of {parting.num_tensors[1]} tensors"
+        words += f", {parting.tensor} most" if parting.num_tensors[0] > 1 else f", {parting.tensor}"
+    elif not math.isnan(parting.value_a):
+        words += f": {parting.signal} {parting.value_a:.9g} in A, {parting.value_b:.9g} in B"
+    else:
+        words += f" ({parting.signal})"
+    return words + "."
+
+
+def _of_data(pair: Pair, case: DifferenceCase) -> list[str]:
+    step_a = case.parting.step
+    step_b = case.parting.step_b
+    one = pair.a.samples.get(step_a)
+    other = pair.b.samples.get(step_b)
+    if one is None or other is None:
+        return [f"Batches differ on {workers_in_words(case.parting.ranks)}, by their digests."]
+    moved = dealt_otherwise(one, other) if pair.alignment.same_width else None
+    if moved:
+        who = "; ".join(f"worker {rank} of B has worker {owner}'s" for rank, owner in moved.items())
+        return [
+            "The global batch is the same, but it is dealt to other workers: "
+            f"{who}. Their mean differs by rounding only."
+        ]
+    if pair.a.batches.get(step_a) == pair.b.batches.get(step_b):
+        return ["The global batch is the same, but its samples lie on other workers."]
+    words = []
+    if case.parting.ranks:
+        words.append(f"Other samples on {workers_in_words(case.parting.ranks)}.")
+    ids = _ids(one)
+    words.append(f"{len({*ids} & {*_ids(other)})} of {len(ids)} samples of this step are in both.")
+    common = zip(pair.alignment.steps_a.tolist(), pair.alignment.steps_b.tolist(), strict=True)
+    pairs = [(pair.a.samples.get(s, {}), pair.b.samples.get(t, {})) for s, t in common]
+    if sorted(i for left, _ in pairs for i in _ids(left)) == sorted(
+        i for _, right in pairs for i in _ids(right)
+    ):
+        words.append("Over all compared steps both have the same samples, in another order.")
+    return words
+
+
+def _ids(samples: Mapping[int, Any]) -> list[int]:
+    return [int(i) for ids in samples.values() for i in ids]
+
+
+def _causes(pair: Pair, case: DifferenceCase, judgement: Judgement) -> list[str]:
+    """Return possible causes, most probable first."""
+    kind = judgement.kind
+    found = [named(change) for change in judgement.settings]
+    if kind is DiffClass.ROUNDING:
+        if not pair.alignment.same_width:
+            one, other = pair.alignment.num_workers
+            found.append(f"number of workers: {one} in A, {other} in B")
+        found += [named(c) for c in case.of_kind("reduction", "environment")]
+        found += _order_of_samples(pair, case)
+        found += [
+            f"run {name} continues {side.info['continues']}: in the first step after a restart, "
+            "DDP adds up in other buckets"
+            for name, side in (("A", pair.a), ("B", pair.b))
+            if "continues" in side.info and case.at == 0
+        ]
+    elif kind is DiffClass.DATA:
+        found += [named(c) for c in case.of_kind("seed", "loader", "config")]
+    elif kind is DiffClass.STATE:
+        found += [named(c) for c in case.of_kind("seed", "config", "environment")]
+        found += [
+            f"run {name} continues {side.info['continues']}: not all state was restored"
+            for name, side in (("A", pair.a), ("B", pair.b))
+            if "continues" in side.info
+        ]
+    elif kind is DiffClass.CONFIGURATION:
+        found += [named(c) for c in case.of_kind("training", "dtype", "config")]
+        if not found and not math.isnan(case.parting.value_a):
+            shown = case.parting
+            found.append(f"{shown.signal}: {shown.value_a:.9g} in A, {shown.value_b:.9g} in B")
+    else:
+        found += [named(c) for c in case.of_kind("environment")]
+    return list(dict.fromkeys(found))
+
+
+def _order_of_samples(pair: Pair, case: DifferenceCase) -> list[str]:
+    """Return the workers whose batch holds the same samples in another order."""
+    if not pair.alignment.same_width:
+        return []
+    one = pair.a.samples.get(case.parting.step, {})
+    other = pair.b.samples.get(case.parting.step_b, {})
+    ranks = [r for r, ids in one.items() if r in other and ids.tolist() != other[r].tolist()]
+    return [f"order of the samples inside the batch of {workers_in_words(ranks)}"] if ranks else []
+
+
+def workers_in_words(ranks: Sequence[int]) -> str:
+    """Return ``worker 2``, ``workers 0–3``, or ``workers 0, 2 and 5``."""
+    return name_ranks(ranks, limit=MAX_NAMED).replace("rank", "worker", 1)

@@ -46,7 +46,8 @@ def first_parting(pair: Pair, signals: Sequence[ComparedColumn], dtype: str) -> 
     moment = list(Moment)[order]
     showing = [s for s in signals if s.moment is moment and s.differs_PW[at].any()]
     best = showing[0]
-    relative = _largest(best.relative_PW[at][best.differs_PW[at]])
+    apart_W = best.relative_PW[at][best.differs_PW[at]]
+    relative = math.nan if np.isnan(apart_W).all() else float(np.nanmax(apart_W))
     apart = tensors_at(pair, at, moment)
     steps = pair.alignment
     shown = Parting(
@@ -172,11 +173,6 @@ def _with_tensors(shown: Parting, apart: TensorDistance) -> Parting:
         relative=total,
         ulp=total / (2 * UNIT_ROUNDOFF[shown.dtype]),
     )
-
-
-def _largest(values: np.ndarray) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.max()) if len(known) else math.nan
 
 
 def _resolution(pair: Pair, at: int, moment: Moment, apart: TensorDistance | None) -> str:

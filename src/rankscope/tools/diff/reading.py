@@ -1,8 +1,9 @@
-"""Two runs read for the comparison: each alone, and which steps and batches of them correspond.
+"""Two runs read for the comparison: each alone, their common steps, and settings that differ.
 
 T steps, W workers, G groups, N tensors.
 """
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rankscope import Run
+from rankscope.bus.environment import is_compared
 from rankscope.bus.evidence import DType, Table
 from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
@@ -20,7 +22,8 @@ from rankscope.evidence import find_column
 from rankscope.record.rollups import Cells
 from rankscope.record.schema import to_numpy
 from rankscope.stats.arrays import Floats, Ints
-from rankscope.tools.diff.result import Alignment
+from rankscope.stats.rounding import UNIT_ROUNDOFF
+from rankscope.tools.diff.result import Alignment, Change
 
 _TRACED = ("step", "kind", "name", "digest", "norm", "sketch")
 
@@ -192,10 +195,8 @@ def align(a: DiffSide, b: DiffSide, given: int | None = None) -> Alignment:
     Steps of equal number are, unless batches prove another offset: a run that continues another may
     count on from another number, and one that starts in the middle of another counts from 0.
     Another offset needs the same global batch in 90 % of the steps, and either a run that is known
-    to continue another, or equal losses where they begin.
+    to continue another, or equal losses where they begin. RunError without a common step.
 
-    Raises:
-        RunError: They have no step in common.
     """
     plain = _overlap(a, b, 0)
     offset = given or 0
@@ -225,11 +226,6 @@ def align(a: DiffSide, b: DiffSide, given: int | None = None) -> Alignment:
     )
 
 
-def same_samples(a: Mapping[int, Any], b: Mapping[int, Any]) -> bool:
-    """Return whether two dicts of samples by rank hold the same global batch."""
-    return _all_of(a) == _all_of(b)
-
-
 def dealt_otherwise(a: Mapping[int, Any], b: Mapping[int, Any]) -> dict[int, int] | None:
     """Return which worker of B has whose batch of A, where B's are A's in another order.
 
@@ -250,8 +246,13 @@ def dealt_otherwise(a: Mapping[int, Any], b: Mapping[int, Any]) -> dict[int, int
     return moved
 
 
-def _all_of(samples: Mapping[int, Any]) -> bytes:
-    return b"" if not samples else np.sort(np.concatenate(list(samples.values()))).tobytes()
+def same_samples(a: Mapping[int, Any], b: Mapping[int, Any]) -> bool:
+    """Return whether two dicts of samples by rank hold the same global batch."""
+    one, other = (
+        b"" if not samples else np.sort(np.concatenate(list(samples.values()))).tobytes()
+        for samples in (a, b)
+    )
+    return one == other
 
 
 def _overlap(a: DiffSide, b: DiffSide, offset: int) -> Any:
@@ -323,3 +324,152 @@ def _words(a: DiffSide, b: DiffSide, offset: int, count: int) -> str:
     if a.num_workers != b.num_workers:
         words += f"; {a.num_workers} workers in A, {b.num_workers} in B"
     return words
+
+
+# What differs in their settings ------------------------------------------------------------------
+
+_PLACES = re.compile(
+    r"(^|[._])(run_?dir|output\w*|path|dir|directory|name|id|time|date|log\w*|resume\w*)$"
+)
+_SEED = re.compile(r"(^|[._-])seeds?($|[._-])")
+_TYPE = re.compile(r"(dtype|precision|autocast|bf16|fp16|\bamp\b|parameters\.types|\.layout$)")
+_LIKE_TYPE = re.compile(r"bfloat16|float16|float32|float64|bf16|fp16|fp32")
+_OF_A_JOB = frozenset(
+    {"WORLD_SIZE", "LOCAL_WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+)
+MAX_VALUE = 80
+KINDS = ("dtype", "training", "reduction", "config", "seed", "loader", "environment", "monitor")
+"""Kinds of settings, the decisive ones first."""
+_HOOKS = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+def check_models(a: DiffSide, b: DiffSide) -> None:
+    """Raise RunError when two models have other numbers of parameters, or no name in common."""
+    one, other = (_nested(side.info, "training", "parameters") for side in (a, b))
+    for name in ("tensors", "elements"):
+        if name in one and name in other and one[name] != other[name]:
+            raise RunError(
+                f"{a.name} and {b.name} train other models ({one[name]:,} and {other[name]:,} "
+                f"{name} of parameters): give two runs of the same model"
+            )
+    names = [{name for each in side.traces.values() for name in each.names} for side in (a, b)]
+    groups = [set(_nested(side.info, "options").get("groups") or ()) for side in (a, b)]
+    for what, (left, right) in (("parameter", names), ("group of parameters", groups)):
+        if left and right and not left & right:
+            raise RunError(
+                f"{a.name} and {b.name} train other models: they have no {what} in common; give "
+                "two runs of the same model"
+            )
+
+
+def _nested(info: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    found: Any = info
+    for name in names:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
+def layouts_differ(a: DiffSide, b: DiffSide, at_a: int, at_b: int) -> bool:
+    """Return whether two runs keep their tensors in known, different layouts."""
+    one = a.column("state_layout")[at_a, 0]
+    other = b.column("state_layout")[at_b, 0]
+    return bool(one != other and MISSING_INT not in (one, other))
+
+
+def types_of(side: DiffSide) -> list[str]:
+    """Return the recorded types in which a run computes, keeps and adds up its gradients."""
+    types = [str(name) for name in _nested(side.info, "training", "parameters", "types")]
+    types += [str(name) for name in _nested(side.info, "options", "reduced_in").values()]
+    hook = str(_nested(side.info, "training", "reduction").get("hook"))
+    types += [dtype for word, dtype in _HOOKS.items() if word in hook]
+    return [name for name in types if name in UNIT_ROUNDOFF] or ["float32"]
+
+
+def changes_between(a: DiffSide, b: DiffSide) -> tuple[Change, ...]:
+    """Return the settings and facts of ``run.json`` that differ, the decisive ones first.
+
+    Names of directories, hosts and processes are no settings.
+    """
+    found = []
+    for part in ("training", "config", "options"):
+        one = _flat(a.info.get(part), part)
+        other = _flat(b.info.get(part), part)
+        if not one or not other:
+            continue  # an older record does not have it
+        for name in sorted(one.keys() | other.keys()):
+            left = one.get(name)
+            right = other.get(name)
+            if left != right and not _PLACES.search(name):
+                found.append(Change(name, _short(left), _short(right), _kind(name, left, right)))
+    if any(change.name.startswith("training.parameters.types") for change in found):
+        found = [change for change in found if change.name != "training.parameters.layout"]
+    found += _environment(a, b)
+    return tuple(sorted(found, key=lambda change: KINDS.index(change.kind)))
+
+
+def precision_change(a: DiffSide, b: DiffSide, at_a: int, at_b: int) -> Change | None:
+    """Return the difference between the forward passes' precisions in a step; None if none."""
+    one = a.column("precision")[at_a, 0]
+    other = b.column("precision")[at_b, 0]
+    missing = min(int(one), int(other)) == MISSING_INT
+    if missing or one == other:
+        return None
+    left, right = (f"digest {int(value) % 2**32:08x}" for value in (one, other))
+    return Change("precision of the forward pass", left, right, "dtype")
+
+
+def _environment(a: DiffSide, b: DiffSide) -> list[Change]:
+    one, other = (_facts_of(side) for side in (a, b))
+    names = [n for n in sorted(one.keys() | other.keys()) if is_compared(n) and n not in _OF_A_JOB]
+    return [
+        Change(f"environment.{name}", _short(one.get(name)), _short(other.get(name)), "environment")
+        for name in names
+        if one.get(name) != other.get(name)
+    ]
+
+
+def _facts_of(side: DiffSide) -> dict[str, Any]:
+    ranks = side.info.get("ranks")
+    if not isinstance(ranks, list) or not ranks or not isinstance(ranks[0], Mapping):
+        return {}
+    facts = {name: ranks[0][name] for name in ("torch", "threads") if name in ranks[0]}
+    environment = ranks[0].get("environment")
+    return {**facts, **environment} if isinstance(environment, Mapping) else facts
+
+
+def _flat(value: Any, name: str) -> dict[str, Any]:
+    """Return nested settings by dotted name."""
+    if isinstance(value, Mapping):
+        found: dict[str, Any] = {}
+        for key, item in value.items():
+            found |= _flat(item, f"{name}.{key}")
+        return found
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        found = {}
+        for index, item in enumerate(value):
+            found |= _flat(item, f"{name}.{index}")
+        return found
+    return {} if value is None and "." not in name else {name: value}
+
+
+def _kind(name: str, left: Any, right: Any) -> str:
+    if name.startswith("options.reduced_in"):
+        return "dtype"
+    if name.startswith("options."):
+        return "monitor"
+    if _SEED.search(name):
+        return "seed"
+    if name.startswith("training.loader"):
+        return "loader"
+    if _TYPE.search(name) or _LIKE_TYPE.search(f"{left} {right}"):
+        return "dtype"
+    if name.startswith("training.reduction"):
+        return "reduction"
+    return "training" if name.startswith("training.") else "config"
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, str | list):
+        text = value if isinstance(value, str) else str(value)
+        return text if len(text) <= MAX_VALUE else text[: MAX_VALUE - 1] + "…"
+    return value

@@ -38,13 +38,9 @@ class Moment(StrEnum):
 class Alignment:
     """Which steps of two runs are compared. P pairs of steps.
 
-    Attributes:
-        steps_a: The steps of run A ``[P]``.
-        steps_b: The steps of run B, one by one ``[P]``.
-        offset: Step of A minus step of B.
-        num_workers: W of A and of B.
-        by_samples: Whether equal batches decided the offset; otherwise step numbers did.
-        words: How they were aligned, in one sentence.
+    ``steps_a`` and ``steps_b`` ``[P]`` correspond one by one; ``offset`` is the step of A minus
+    that of B, decided by equal batches (``by_samples``) or by step numbers; ``num_workers`` is W of
+    A and of B.
     """
 
     steps_a: Ints
@@ -64,21 +60,12 @@ class Alignment:
 class Parting:
     """Where two runs first part.
 
-    Attributes:
-        step: The step of run A.
-        step_b: The same step in run B.
-        moment: The first event in it that differs.
-        signal: The column, or the kind of tensor, that shows it.
-        ranks: The workers that show it; empty when it has no worker.
-        tensor: The tensor that parts first, or the one that parts most; empty when not known.
-        num_tensors: How many tensors part in this moment, of how many; None without traces.
-        value_a: The value in A, if it is one.
-        value_b: The value in B.
-        relative: Relative distance; NaN where unknown.
-        ulp: The same in units in the last place (root mean square, for tensors).
-        dtype: The type whose last place is meant.
-        predicted: Relative distance that rounding alone predicts here; NaN where nothing does.
-        resolution: How finely the runs were recorded here, in one sentence.
+    ``step`` is that of A, ``step_b`` that of B; ``signal`` is the column, or the kind of tensor,
+    that shows it, on ``ranks`` (empty when it has no worker). ``tensor`` parts first or most, empty
+    when not known; ``num_tensors`` part, of how many (None without traces). ``relative`` distance,
+    ``ulp`` (its root mean square, for tensors) of ``dtype``, and the distance ``predicted`` by
+    rounding alone are NaN where unknown. ``resolution`` says how finely the runs were recorded
+    here.
     """
 
     step: int
@@ -101,12 +88,8 @@ class Parting:
 class Change:
     """A setting or a fact in which the runs differ.
 
-    Attributes:
-        name: Its dotted name: ``training.optimizer.lr``, ``environment.torch``.
-        a: Its value in run A.
-        b: Its value in run B.
-        kind: Its subject: ``dtype``, ``training``, ``reduction``, ``config``, ``seed``,
-            ``loader``, ``environment`` or ``monitor``.
+    ``name`` is dotted (``training.optimizer.lr``, ``environment.torch``); ``kind`` is ``dtype``,
+    ``training``, ``reduction``, ``config``, ``seed``, ``loader``, ``environment`` or ``monitor``.
     """
 
     name: str
@@ -117,12 +100,9 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """A relative distance over the steps. P pairs of steps.
+    """A relative distance over the steps of run A: ``loss``, ``gradient`` or ``parameters``.
 
-    Attributes:
-        name: ``loss``, ``gradient`` or ``parameters``.
-        steps: Steps of run A ``[P]``.
-        values: Relative distance ``[P]``; 0 where equal, NaN where not known.
+    ``values`` ``[P]`` are 0 where equal, NaN where not known.
     """
 
     name: str
@@ -132,16 +112,10 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class DifferenceGrowth:
-    """How the distance grows after the runs have parted.
+    """How the distance of a curve grows after the runs have parted.
 
-    Attributes:
-        curve: Name of the curve.
-        shape: ``exponential``, ``power`` or ``flat``.
-        factor: Growth per step, when exponential.
-        exponent: p in ``distance ~ steps^p``, when a power.
-        first: The first distance.
-        last: The last one.
-        num_steps: How many steps the fit has seen.
+    The ``shape`` is ``exponential`` (by ``factor`` per step), ``power`` (``distance ~
+    steps^exponent``) or ``flat``; the fit has seen ``num_steps`` steps.
     """
 
     curve: str
@@ -155,15 +129,9 @@ class DifferenceGrowth:
 
 @dataclass(frozen=True, slots=True)
 class Jump:
-    """A sudden difference beyond the trend, after the runs had already parted.
+    """A sudden difference of a curve beyond the trend, after the runs had already parted.
 
-    Attributes:
-        step: Step of run A.
-        step_b: The same step in run B.
-        curve: The curve that jumps.
-        before: Largest distance before it, or the one that the trend lets expect.
-        after: The distance at the step.
-        tensor: The tensor that differs most, where known.
+    ``before`` is the largest distance before it, ``tensor`` the one that differs most, where known.
     """
 
     step: int
@@ -176,23 +144,10 @@ class Jump:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two runs compared.
+    """Two runs compared; ``tensors`` has relative distances where they part, largest first.
 
-    Attributes:
-        run_a: Path of run A.
-        run_b: Path of run B.
-        kind: The class.
-        headline: The verdict in one sentence.
-        explanation: The evidence for it, sentence by sentence.
-        advice: The next thing to do.
-        causes: Possible causes, most probable first.
-        alignment: Which steps were compared.
-        parting: Where they first part; None when identical.
-        growth: How the distance grows; None when unknown.
-        jump: A later jump; None without.
-        changes: Settings and facts in which the runs differ.
-        curves: Relative distances over the steps.
-        tensors: Relative distance by tensor where the runs first part, largest first.
+    ``causes`` are the most probable first; ``parting`` is None when identical, ``growth`` when
+    unknown, ``jump`` without a later one.
     """
 
     run_a: str

@@ -20,7 +20,6 @@ COLUMNS = {
         *("rng_digest", "rng_digest_python", "rng_digest_numpy"),
         *("rng_private", "loader_rng_torch", "loader_rng_python", "loader_rng_numpy"),
     ),
-    Moment.LOSS: ("nonfinite",),
     Moment.SETTINGS: ("lr", "weight_decay", "rates_digest", "settings_digest", "optimizer_steps"),
     Moment.AFTER: ("applied_digest", "param_digest", "optimizer_digest", "buffer_digest"),
 }
@@ -203,16 +202,16 @@ class Pair:
         same = self.alignment.same_width
         yield self._data()
         if same:
-            yield from self._columns(Moment.RANDOM)
+            yield from (self._column(name, Moment.RANDOM) for name in COLUMNS[Moment.RANDOM])
         yield self._before()
         yield self._floats(Moment.LOSS, "loss", *self.losses())
         if same:
-            yield from self._columns(Moment.LOSS)
+            yield self._column("nonfinite", Moment.LOSS)
             yield from self._local_gradients()
         else:
             yield self._only_one_diverged()
         yield from self._reduced()
-        yield from self._columns(Moment.SETTINGS)
+        yield from (self._column(name, Moment.SETTINGS) for name in COLUMNS[Moment.SETTINGS])
         for name in COLUMNS[Moment.AFTER]:
             if same or name in _OF_ALL_WORKERS:
                 yield self._column(name, Moment.AFTER)
@@ -306,9 +305,6 @@ class Pair:
             relative = np.where(apart == 0, 0.0, apart / size)
         relative[~known] = np.nan
         return ComparedColumn(moment, name, known & (one != other), relative)
-
-    def _columns(self, moment: Moment) -> Iterator[ComparedColumn]:
-        return (self._column(name, moment) for name in COLUMNS[moment])
 
     def _column(self, name: str, moment: Moment) -> ComparedColumn:
         """Compare a column of the workers by its declared type: number, digest or flag."""

@@ -21,8 +21,14 @@ from rankscope.bus.words import name_ranks
 from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch
 from rankscope.evidence.canary.replay import run_batch
 from rankscope.private import find, lacking
-from rankscope.tools.doctor.functions import not_given
-from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Options, Stage, Status, listed
+from rankscope.tools.doctor.stage import (
+    Bench,
+    CheckResult,
+    Facts,
+    Stage,
+    Status,
+    listed,
+)
 from rankscope.wrappers.passes import in_backward
 
 NAME = "determinism"
@@ -85,10 +91,10 @@ def judge(facts: Sequence[Facts]) -> list[CheckResult]:
     if ranks:
         return [_unrepeatable(facts, ranks, operators, numbers)]
     alerts = _merged(facts, "alerts")
-    found = (
-        f"{facts[0]['runs']} runs of the same batch, forward and backward, gave the same bits"
-        f"{_checked(facts)}"
-    )
+    found = f"{facts[0]['runs']} runs of the same batch, forward and backward, gave the same bits"
+    repeated = min(fact["operators_repeated"] for fact in facts)
+    if repeated:
+        found += f", and so did {repeated:,} operators one by one"
     if alerts:
         advice = (
             "They can give other bits from run to run, for other inputs or under load. Where runs "
@@ -108,9 +114,10 @@ def _unrepeatable(
     if operators:
         found += f": {listed(operators, _SHOWN)}"
     if fixed:
+        cost = float(median(fact["cost"] for fact in facts if fact["cost"] is not None))
         advice = (
             "torch.use_deterministic_algorithms(True) gives the same bits each time; a step takes "
-            f"{_cost(facts):.2g} times as long with it."
+            f"{cost:.2g} times as long with it."
         )
         if any(fact["device"] == "cuda" for fact in facts):
             advice += " Set CUBLAS_WORKSPACE_CONFIG=:4096:8 as well, before the start."
@@ -250,16 +257,6 @@ def _merged(facts: Sequence[Facts], key: str) -> list[str]:
     return sorted({str(name) for fact in facts for name in fact[key]})
 
 
-def _checked(facts: Sequence[Facts]) -> str:
-    repeated = min(fact["operators_repeated"] for fact in facts)
-    return f", and so did {repeated:,} operators one by one" if repeated else ""
-
-
-def _cost(facts: Sequence[Facts]) -> float:
-    """Return how many times as long a run takes with deterministic algorithms."""
-    return float(median(fact["cost"] for fact in facts if fact["cost"] is not None))
-
-
 class RepeatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs each operator twice on the same inputs; the computation gets the first results.
 
@@ -302,8 +299,7 @@ class RepeatedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _after_same_state(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
         """Return a function that runs an operator again from the present random state."""
-        random = torch.Tag.nondeterministic_seeded in func.tags
-        if not random:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
             return lambda: func(*args, **kwargs)
         leaves = _tree_flatten((args, kwargs))[0]
         generators = [value for value in leaves if isinstance(value, torch.Generator)]
@@ -367,16 +363,7 @@ def _copied(value: Any) -> Any:
 
 
 def _tensors(values: Any) -> list[Tensor]:
-    def found() -> Iterator[Tensor]:
-        for value in _tree_flatten(values)[0]:
-            if isinstance(value, Tensor):
-                yield value
-
-    return list(found())
+    return [value for value in _tree_flatten(values)[0] if isinstance(value, Tensor)]
 
 
-def stage(options: Options) -> Stage:
-    """Return the stage; it is skipped unless there are a model and batches."""
-    if options.model and options.loader:
-        return Stage(NAME, look, judge, needs_group=False)
-    return not_given(NAME, "--model and --loader")
+STAGE = Stage(NAME, look, judge, needs_group=False)

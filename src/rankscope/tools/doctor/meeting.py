@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from rankscope.errors import UsageError
 
-_c10d: Any = dist  # its stores have no types
+c10d: Any = dist  # its stores have no types
 Store = Any
 
 _ADDRESS = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -43,11 +43,7 @@ class RankPlace:
 
 
 def find_place(environment: Mapping[str, str]) -> RankPlace:
-    """Read the launcher's variables.
-
-    Raises:
-        UsageError: Some of them are missing, or are no numbers that fit together.
-    """
+    """Read the launcher's variables; UsageError if some are missing, or do not fit together."""
     if "RANK" not in environment:
         return RankPlace()
     missing = [name for name in _ADDRESS if not environment.get(name)]
@@ -73,24 +69,15 @@ def find_place(environment: Mapping[str, str]) -> RankPlace:
 
 
 def open_stores(place: RankPlace, seconds: float) -> tuple[Store, Store]:
-    """Open two connections to the place where workers meet: one for each of a worker's threads.
-
-    Raises:
-        UsageError: It cannot be reached.
-    """
+    """Open two connections to the place where workers meet: one for each of a worker's threads."""
     if not place.launched:
-        store = _c10d.HashStore()
+        store = c10d.HashStore()
         return store, store
     hosting = place.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     prefix = f"rankscope-doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     stores = (_connect(seconds, host=hosting), _connect(seconds, host=False))
-    first, second = (inside(store, prefix) for store in stores)
+    first, second = (c10d.PrefixStore(prefix, store) for store in stores)
     return first, second
-
-
-def inside(store: Store, name: str) -> Store:
-    """Return a part of a store, whose keys are not those of the rest."""
-    return _c10d.PrefixStore(name, store)
 
 
 def choose_device(place: RankPlace) -> torch.device:
@@ -123,11 +110,11 @@ class Meeting:
 
     def post(self, topic: str, value: Any) -> None:
         """Post this worker's value on a topic: plain JSON values."""
-        self._set(f"{topic}/{self.rank}", value)
+        self.announce(f"{topic}/{self.rank}", value)
 
     def announce(self, topic: str, value: Any = True) -> None:
         """Set the value of a topic that all workers share."""
-        self._set(topic, value)
+        self.store.set(topic, zlib.compress(json.dumps(value).encode()))
 
     def announced(self, topic: str) -> Any:
         """Return the value that was announced, or None before that."""
@@ -141,11 +128,7 @@ class Meeting:
         return {rank: self._get(key) for rank, key in keys.items()}
 
     def collect(self, topic: str, until: float) -> dict[int, Any]:
-        """Wait until all workers have posted, or until a time of ``time.monotonic``.
-
-        Returns:
-            The values posted by then, by rank.
-        """
+        """Return the values by rank once all workers have posted, or at a time of ``monotonic``."""
         keys = [f"{topic}/{rank}" for rank in range(self.num_ranks)]
         while not self.store.check(keys) and time.monotonic() < until:
             time.sleep(PAUSE)
@@ -163,9 +146,6 @@ class Meeting:
         """Return how many have called this for a topic, this call included."""
         return int(self.store.add(topic, 1))
 
-    def _set(self, key: str, value: Any) -> None:
-        self.store.set(key, zlib.compress(json.dumps(value).encode()))
-
     def _get(self, key: str) -> Any:
         return json.loads(zlib.decompress(self.store.get(key)))
 
@@ -174,7 +154,7 @@ def _connect(seconds: float, *, host: bool) -> Store:
     address = os.environ["MASTER_ADDR"]
     port = _number(os.environ, "MASTER_PORT")
     try:
-        return _c10d.TCPStore(
+        return c10d.TCPStore(
             address,
             port,
             is_master=host,

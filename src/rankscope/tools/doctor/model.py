@@ -89,7 +89,9 @@ def _described(
         found[name] = [list(tensor.shape), str(tensor.dtype).removeprefix("torch."), None]
         if id(tensor) in parts:
             found[name][0] = "a part"  # which may be of another size on each rank
-        elif not tensor.is_meta and not _is_split(tensor):
+        elif not tensor.is_meta and not (  # a type that shows that each rank holds a part
+            isinstance(tensor, DTensor) and any(isinstance(p, Shard) for p in tensor.placements)
+        ):
             pending.append((name, digest_tensor(tensor)))
     for name, digest in pending:
         found[name][2] = int(digest.item())
@@ -108,11 +110,6 @@ def _parts(model: nn.Module) -> frozenset[int]:
         if module.sharding_strategy is not ShardingStrategy.NO_SHARD
         for parameter in module.parameters()
     )
-
-
-def _is_split(tensor: Tensor) -> bool:
-    """Return whether the type of a tensor shows that each rank holds a part of it."""
-    return isinstance(tensor, DTensor) and any(isinstance(p, Shard) for p in tensor.placements)
 
 
 def dropouts(model: nn.Module) -> list[str]:

@@ -1,19 +1,23 @@
-"""The ranks that are there, against the launcher's promise; whether all join one process group."""
+"""The ranks that are there, against the launcher's promise; their process group and environment."""
 
 import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from rankscope.bus.environment import is_compared
 from rankscope.bus.replicas import minority_ranks
 from rankscope.bus.words import count, name_ranks
+from rankscope.evidence.environment.facts import environment_facts, source_revision
+from rankscope.evidence.environment.judge import compare_facts
 from rankscope.tools.doctor.meeting import choose_backend
-from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, ranks_by
+from rankscope.tools.doctor.stage import Bench, CheckResult, Facts, Stage, Status, listed, ranks_by
 
 NAME = "topology"
 GROUP = "process_group"
@@ -231,3 +235,40 @@ GROUP_STAGE = Stage(
     advice="Check that ranks reach each other over the network (interfaces, firewall), and that "
     "the backend is built into torch.",
 )
+
+
+ENVIRONMENT = "environment"
+
+
+def look_at_environment(bench: Bench) -> Facts:
+    """Return the environment of this rank; the source revision is that of the current folder."""
+    facts: dict[str, Any] = dict(environment_facts(bench.device))
+    for name in ("revision", "revision_changed"):
+        facts.pop(name, None)  # of the preflight's own files
+    return {**facts, **source_revision(Path.cwd())}
+
+
+def judge_environment(facts: Sequence[Facts]) -> list[CheckResult]:
+    """Name the differences between ranks, the gravest first, as a run's detector does."""
+    odd, words, severity = compare_facts(facts)
+    compared = sum(map(is_compared, {name for fact in facts for name in fact}))
+    numbers = {"compared": compared, "different": list(words)}
+    if odd:
+        status = Status[severity.name]
+        found = listed(words, 5, between="; ")
+        return [CheckResult(ENVIRONMENT, status, found, _ADVICE[status], numbers, odd)]
+    versions = (f"{name} {facts[0][name]}" for name in _VERSIONS if name in facts[0])
+    found = f"{count(compared, 'fact')} alike: {', '.join(versions)}"
+    return [CheckResult(ENVIRONMENT, Status.OK, found, numbers=numbers)]
+
+
+_VERSIONS = ("python", "torch", "numpy")
+_ADVICE = {
+    Status.NOTE: "Usually harmless; make these settings equal if runs must repeat.",
+    Status.WARNING: "Ranks that compute with other software, sources, flags or devices have other "
+    "gradients: bring all hosts to the same commit, install the same on them, and set flags on all "
+    "ranks alike.",
+}
+
+
+ENVIRONMENT_STAGE = Stage(ENVIRONMENT, look_at_environment, judge_environment, needs_group=False)

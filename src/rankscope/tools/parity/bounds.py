@@ -7,21 +7,20 @@ order of summation may change as well; later steps grow apart as they do in that
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rankscope.bus.parity import BUFFER, START, UPDATE
 from rankscope.tools.parity.reading import Recording, SideStep, Whole
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 _TIMES = 4.0
 """The most by which rounding of another layout exceeds the change that the perturbation made."""
 
 _SKETCH = 2e-6
 """Relative rounding of a sketch, which adds in float32."""
+
+_STORED = {"torch.bfloat16": 2.0**-8, "torch.float16": 2.0**-11}
+"""Unit roundoffs of types that round away much of an update."""
 
 _OF_LOSS = 16.0
 _OF_FACTOR = 4.0
@@ -32,11 +31,7 @@ _FEW = 4
 class Bounds:
     """Bounds of two sides.
 
-    Attributes:
-        a: One side.
-        b: The other.
-        original: The side that was run again; None without a perturbation run.
-        moved: The perturbation run.
+    ``moved`` is the perturbation run of the side ``original``, if there is one.
     """
 
     a: Recording
@@ -60,12 +55,8 @@ class Bounds:
         norm of their mean where they are independent of each other.
         """
         return max(
-            (s.passes + s.workers + 4) * math.sqrt(s.passes * s.workers) for s in self._sides
+            (s.passes + s.workers + 4) * math.sqrt(s.passes * s.workers) for s in (self.a, self.b)
         )
-
-    @property
-    def _sides(self) -> tuple[Recording, Recording]:
-        return self.a, self.b
 
     def of_start(self, norm: float) -> float:
         """Return the distance of equal starts: that of a change of type."""
@@ -90,14 +81,12 @@ class Bounds:
         Where rounding is large, it changes a tensor's direction much more than its length, so a
         factor is seen that is small beside the distance. Infinity without a perturbation run.
         """
-        if self.original is None or self.moved is None:
-            return math.inf
         key = (step, kind)
         if key not in self._factors:
-            steps = self.original.steps.get(step), self.moved.steps.get(step)
-            if steps[0] is None or steps[1] is None:
+            pair = self._perturbed(step)
+            if pair is None:
                 return math.inf
-            own, other = (each.figures.get(kind, {}) for each in steps if each is not None)
+            own, other = (each.figures.get(kind, {}) for each in pair)
             known = {n: abs(factor(one, other[n]) - 1) for n, one in own.items() if n in other}
             finite = sorted(value for value in known.values() if math.isfinite(value))
             usual = finite[len(finite) * 3 // 4] if finite else math.inf
@@ -109,11 +98,10 @@ class Bounds:
     def of_loss(self, step: int, first: float, second: float) -> float:
         """Return the difference of two losses up to which rounding explains it."""
         bound = (_SKETCH + _OF_LOSS * self.roundoff) * max(abs(first), abs(second))
-        if self.original is not None and self.moved is not None:
-            steps = self.original.steps.get(step), self.moved.steps.get(step)
-            if steps[0] is not None and steps[1] is not None:
-                change = abs(steps[0].loss - steps[1].loss) * self._growth(step)
-                bound += _TIMES * change if math.isfinite(change) else 0.0
+        pair = self._perturbed(step)
+        if pair is not None:
+            change = abs(pair[0].loss - pair[1].loss) * self._growth(step)
+            bound += _TIMES * change if math.isfinite(change) else 0.0
         return bound
 
     def _growth(self, step: int) -> float:
@@ -138,8 +126,8 @@ class Bounds:
     def _of_stored(self, step: int, name: str) -> float:
         """Return how much of an update the type of the parameters may round away."""
         sizes = []
-        for side in self._sides:
-            coarse = max((_stored(each) for each in side.types), default=0.0)
+        for side in (self.a, self.b):
+            coarse = max((_STORED.get(each, 0.0) for each in side.types), default=0.0)
             whole = side.steps[step].figures.get(START, {}).get(name)
             sizes.append(coarse * whole.norm if whole is not None else 0.0)
         return max(sizes)
@@ -148,21 +136,20 @@ class Bounds:
         """Return what the perturbation changed in each tensor, and in all, over their norm."""
         key = (step, kind)
         if key not in self._cached:
-            self._cached[key] = self._measure(step, kind)
+            pair = self._perturbed(step)
+            self._cached[key] = ({}, 0.0) if pair is None else _distances(*pair, kind)
         return self._cached[key]
 
-    def _measure(self, step: int, kind: str) -> tuple[dict[str, float], float]:
+    def _perturbed(self, step: int) -> tuple[SideStep, SideStep] | None:
+        """Return a step of the side that was run again, and of the perturbation run."""
         if self.original is None or self.moved is None:
-            return {}, 0.0
-        steps = self.original.steps.get(step), self.moved.steps.get(step)
-        if steps[0] is None or steps[1] is None:
-            return {}, 0.0
-        return _distances(steps[0], steps[1], kind)
+            return None
+        own, other = self.original.steps.get(step), self.moved.steps.get(step)
+        return None if own is None or other is None else (own, other)
 
 
 def _distances(first: SideStep, second: SideStep, kind: str) -> tuple[dict[str, float], float]:
-    before: Mapping[str, Whole] = first.figures.get(kind, {})
-    after: Mapping[str, Whole] = second.figures.get(kind, {})
+    before, after = first.figures.get(kind, {}), second.figures.get(kind, {})
     change = {name: distance(one, after[name]) for name, one in before.items() if name in after}
     total = math.sqrt(sum(one.norm**2 for one in before.values()))
     apart = math.sqrt(sum(value**2 for value in change.values()))
@@ -193,20 +180,11 @@ def spread_distance(first: Whole, second: Whole, size: int) -> float:
 
     An update of Adam has the sign of an element of the gradient: where that is zero but for
     rounding, two layouts go opposite ways. One element is in one number of a sketch, so the largest
-    numbers of the difference are left out, of tensors with many elements.
-
-    Args:
-        first: One update.
-        second: The other.
-        size: Number of elements.
+    numbers of the difference are left out, of tensors with many elements (``size``).
     """
     apart = np.sort(np.square(first.sketches_QK - second.sketches_QK), axis=None)
     few = 0 if size < _FEW * _FEW else _FEW
     return float(np.sqrt(apart[: len(apart) - few].sum()))
-
-
-def _stored(dtype: str) -> float:
-    return {"torch.bfloat16": 2.0**-8, "torch.float16": 2.0**-11}.get(dtype, 0.0)
 
 
 def identical(a: Recording, b: Recording) -> bool:

@@ -3,16 +3,28 @@
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from rankscope.bus.parity import BUFFER, GRADIENT, HELD, MOMENT, START, UNCLIPPED, UPDATE
+import numpy as np
+
+from rankscope.bus.parity import (
+    BUFFER,
+    GRADIENT,
+    HELD,
+    MOMENT,
+    QUARTERS,
+    START,
+    UNCLIPPED,
+    UPDATE,
+    WIDTH,
+)
 from rankscope.tools.parity.bounds import Bounds, distance, factor, spread_distance
-from rankscope.tools.parity.looks import describe, likely, times
 from rankscope.tools.parity.reading import Recording, SideStep, Whole
-from rankscope.tools.parity.result import Answer, Difference, Kind, Phase
+from rankscope.tools.parity.result import Answer, Difference, Kind, Phase, describe, likely, times
 
 _MOST_NOTES = 4
+_MOST_NAMED = 3
 _LEAST_SCALER = 32.0
 _ALONG = 0.8
 _MUCH = 0.02
@@ -84,9 +96,9 @@ class _Comparison:
         drawn = [side.name for side in self._sides if side.drawn]
         if drawn:
             self._notes.append(self._drew())
-        return self._made(
-            Kind.SAME, f"The same within rounding, over {_steps(len(steps))}.", len(steps)
-        )
+        plural = "s" if len(steps) != 1 else ""
+        headline = f"The same within rounding, over {len(steps)} step{plural}."
+        return self._made(Kind.SAME, headline, len(steps))
 
     def _step(self, number: int, a: SideStep, b: SideStep, *, first: bool) -> Answer | None:
         if first:
@@ -245,7 +257,8 @@ class _Comparison:
                 )
             return None
         names = {each.name for each in found}
-        equal_before = not names & {each.name for each in before} and self._knows_unclipped(a, b)
+        known = all(step.figures.get(UNCLIPPED) for step in (a, b))
+        equal_before = known and not names & {each.name for each in before}
         if equal_before and (_is_clipped(a) or _is_clipped(b)):
             for side, step in zip(self._sides, (a, b), strict=True):
                 self._note(_clipping_words(side.name, step))
@@ -330,12 +343,10 @@ class _Comparison:
         self, number: int, kind: str, a: SideStep, b: SideStep, *, start: bool = False
     ) -> list[Difference]:
         """Return the tensors of a kind that differ by more than rounding explains."""
-        own, other = a.figures.get(kind, {}), b.figures.get(kind, {})
         found = []
-        names = dict.fromkeys([*own, *other])
-        self._compared = max(len(names), 1)
-        for name in names:
-            first, second = own.get(name, Whole.zero()), other.get(name, Whole.zero())
+        both = _both(a, b, kind)
+        self._compared = max(len(both), 1)
+        for name, first, second in both:
             norm = max(first.norm, second.norm)
             bound = (
                 self._bounds.of_start(norm)
@@ -372,9 +383,6 @@ class _Comparison:
         if scale < _LEAST_SCALER or abs(exponent - round(exponent)) > 1e-4:
             return step
         return SideStep(figures={**step.figures, UNCLIPPED: after}, facts=step.facts)
-
-    def _knows_unclipped(self, a: SideStep, b: SideStep) -> bool:
-        return bool(a.figures.get(UNCLIPPED)) and bool(b.figures.get(UNCLIPPED))
 
     def _drew(self) -> str:
         layers = [*self._a.drew, *self._b.drew]
@@ -467,10 +475,12 @@ def _has_same_generators(own: Mapping[str, str], other: Mapping[str, str]) -> bo
     return all(own[name] == other.get(name) for name in own if name in _GENERATORS)
 
 
-def _both(a: SideStep, b: SideStep, kind: str) -> Iterable[tuple[str, Whole, Whole]]:
+def _both(a: SideStep, b: SideStep, kind: str) -> list[tuple[str, Whole, Whole]]:
+    """Return the figures of each tensor that a side has; a tensor of zeros where one has none."""
     own, other = a.figures.get(kind, {}), b.figures.get(kind, {})
-    for name in dict.fromkeys([*own, *other]):
-        yield name, own.get(name, Whole.zero()), other.get(name, Whole.zero())
+    zero = Whole(np.zeros(QUARTERS), np.zeros((QUARTERS, WIDTH)))
+    names = dict.fromkeys([*own, *other])
+    return [(name, own.get(name, zero), other.get(name, zero)) for name in names]
 
 
 def _beyond(each: Difference) -> float:
@@ -538,10 +548,7 @@ def _settings_apart(a: SideStep, b: SideStep) -> str:
     return ""
 
 
-def _named(names: Sequence[str], most: int = 3) -> str:
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
-def _steps(count: int) -> str:
-    return f"{count} step" if count == 1 else f"{count} steps"
+def _named(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMED])
+    more = len(names) - _MOST_NAMED
+    return f"{shown} and {more} more" if more > 0 else shown

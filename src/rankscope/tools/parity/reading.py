@@ -1,17 +1,18 @@
 """Puts the files of all ranks of a recorded training together, shards by their places.
 
+A resumed training stands beside one that went on: what it starts with is what the other one held.
 Legend of shapes: Q parts of a tensor by position; k numbers in a sketch.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rankscope.bus.packing import PackedError
-from rankscope.bus.parity import FOLDER, QUARTERS, WIDTH, RankStep
+from rankscope.bus.parity import FOLDER, HELD, MOMENT, RankStep
 from rankscope.errors import RunError
 from rankscope.files import read_file
 from rankscope.stats.arrays import Floats, Ints
@@ -22,12 +23,7 @@ _SAME_COPY = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """Figures of one whole tensor.
-
-    Attributes:
-        squares_Q: Sums of squares.
-        sketches_QK: Linear sketches.
-    """
+    """Sums of squares and linear sketches of one whole tensor."""
 
     squares_Q: Floats
     sketches_QK: Floats
@@ -37,21 +33,12 @@ class Whole:
         """Its norm."""
         return float(np.sqrt(self.squares_Q.sum()))
 
-    @classmethod
-    def zero(cls) -> "Whole":
-        """Return the figures of a tensor of zeros."""
-        return cls(np.zeros(QUARTERS), np.zeros((QUARTERS, WIDTH)))
-
 
 @dataclass(frozen=True, slots=True)
 class Unequal:
-    """Copies of one tensor that differ between ranks.
+    """Copies of one tensor on ``ranks`` that differ from that of the first rank that has one.
 
-    Attributes:
-        kind: Kind of figures.
-        name: The parameter.
-        ranks: Ranks whose copy differs from that of the first rank that has one.
-        relative: Largest distance, over the norm.
+    ``relative`` is the largest distance, over the norm.
     """
 
     kind: str
@@ -64,18 +51,12 @@ class Unequal:
 class SideStep:
     """One step of a training, of all its ranks.
 
-    Attributes:
-        figures: By kind and name.
-        unequal: Copies that differ.
-        samples: Identities of the global batch, each as often as it was drawn.
-        sample_ranks: The rank of each.
-        labels: Number and digest of the label tokens; None if unknown.
-        losses: Losses of micro-batches and samples.
-        weights: Label tokens behind each; NaN if unknown.
-        multipliers: Factors between losses and what ``backward`` was called on.
-        counters: Step counters of the optimizer by parameter.
-        facts: Of the first rank.
-        random: Digests of the random generators, by rank.
+    ``figures`` are by kind and name; ``samples`` are the identities of the global batch, each as
+    often as it was drawn, on the ranks ``sample_ranks``; ``labels`` are number and digest of the
+    label tokens (None if unknown); ``losses`` are of micro-batches and samples, with their label
+    tokens ``weights`` (NaN if unknown); ``multipliers`` lie between losses and what ``backward``
+    was called on; ``counters`` are the optimizer's by parameter; ``facts`` are those of the first
+    rank; ``random`` holds digests of the generators, by rank.
     """
 
     figures: dict[str, dict[str, Whole]] = field(default_factory=dict)
@@ -103,19 +84,10 @@ class SideStep:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A recorded training.
+    """A recorded training; ``passes`` are the micro-batches of a step and worker.
 
-    Attributes:
-        name: Its name in the answer.
-        steps: Its steps by number.
-        shapes: Shapes of all parameters and buffers, by name.
-        world: Number of ranks.
-        workers: Number of data-parallel workers.
-        passes: Micro-batches of a step and worker.
-        types: Types of the parameters.
-        compute: Coarsest type that a layer has returned.
-        drew: Layers that drew random numbers.
-        drawn: Whether random numbers were drawn inside the forward pass.
+    ``compute`` is the coarsest type that a layer has returned; the layers ``drew`` random numbers;
+    ``drawn``: some were drawn inside the forward pass.
     """
 
     name: str
@@ -143,15 +115,7 @@ class NotRecordedError(RunError):
 
 
 def read_side(directory: Path, name: str) -> Recording:
-    """Read a recorded training.
-
-    Args:
-        directory: The run's directory.
-        name: Its name in messages: ``A`` or ``B``.
-
-    Raises:
-        NotRecordedError: It holds no complete record.
-    """
+    """Read a recorded training with a name for messages; NotRecordedError if none is complete."""
     folder = directory / FOLDER
     by_step: dict[int, list[RankStep]] = {}
     for file in sorted(folder.glob("rank-*/step-*.bin")):
@@ -251,3 +215,37 @@ def _add(kind: str, ranks: Iterable[RankStep], found: SideStep) -> None:
         Unequal(kind, name, tuple(dict.fromkeys(of)), largest)
         for name, (of, largest) in differ.items()
     ]
+
+
+def part_of(side: Recording, first: int, stop: int) -> Recording:
+    """Return the steps ``[first, stop)`` of a side."""
+    return replace(side, steps={n: s for n, s in side.steps.items() if first <= n < stop})
+
+
+def joined(whole: Recording, resumed: Recording, at: int) -> tuple[Recording, Recording]:
+    """Return both sides from step ``at`` on, the first one of the resumed training.
+
+    What the whole training's optimizer held after the step before stands as what it held before the
+    first one, to be compared with the resumed one's.
+    """
+    later = part_of(whole, at, max(whole.steps) + 1)
+    before = whole.steps[at - 1]
+    moments = {
+        HELD + kind.removeprefix(MOMENT): figures
+        for kind, figures in before.figures.items()
+        if kind.startswith(MOMENT)
+    }
+    first = later.steps[at]
+    held = replace(
+        first,
+        figures={**first.figures, **moments},
+        facts={**first.facts, "held counters": dict(before.counters), "resumed": True},
+    )
+    held.facts = {**first_facts(whole), **first_facts(resumed), **held.facts}
+    return replace(later, steps={**later.steps, at: held}), resumed
+
+
+def first_facts(side: Recording) -> Mapping[str, object]:
+    """Return what is recorded in a side's first step alone."""
+    facts = side.steps[min(side.steps)].facts
+    return {name: facts[name] for name in ("trained", "shapes", "types") if name in facts}

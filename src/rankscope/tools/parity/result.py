@@ -1,9 +1,17 @@
-"""The answer of a comparison."""
+"""The answer of a comparison, and what a difference of two tensors looks like, in words."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
+
+import numpy as np
+
+from rankscope.bus.parity import QUARTERS
+from rankscope.bus.words import listed
+from rankscope.stats.arrays import Floats
+from rankscope.tools.parity.reading import Recording, Whole
 
 
 class Phase(StrEnum):
@@ -21,15 +29,11 @@ class Phase(StrEnum):
 
 
 class Kind(StrEnum):
-    """The three answers."""
+    """The three answers, in the order of the command's exit codes."""
 
     SAME = "the same within rounding"
     DIFFERENT = "not the same"
     NOT_COMPARABLE = "not comparable"
-
-
-EXIT_CODES = {Kind.SAME: 0, Kind.DIFFERENT: 1, Kind.NOT_COMPARABLE: 2}
-"""Exit code of the command by its answer."""
 
 
 ADVICE = {
@@ -50,13 +54,9 @@ ADVICE = {
 class Difference:
     """A tensor that differs by more than rounding explains.
 
-    Attributes:
-        name: The parameter.
-        distance: Distance of the two, over the larger norm.
-        bound: What rounding explains, over the same norm.
-        factor: B over A along A's direction; NaN if A is zero.
-        cosine: Between the two; NaN if one is zero.
-        look: What it looks like, in words.
+    ``distance`` and ``bound`` (what rounding explains) are over the larger norm; ``factor`` is B
+    over A along A's direction, ``cosine`` lies between the two; both are NaN if one is zero.
+    ``look`` is in words.
     """
 
     name: str
@@ -69,21 +69,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer.
+    """The answer: ``stage`` and ``step`` are where the two differ first (None and -1 without).
 
-    Attributes:
-        kind: Which of the three.
-        headline: It, in one sentence.
-        stage: Where the two differ first; None if they do not.
-        step: Step of the first difference; -1 without one.
-        differences: The tensors that differ there, those farthest beyond their bound first.
-        num_tensors: Number of tensors that were compared there.
-        notes: Further sentences.
-        could_miss: By stage, the relative size of the largest fault that could be missed, of the
-            median tensor and of the worst.
-        curves: For each tensor, distance over bound, the larger one of gradient and update, of
-            each step.
-        num_steps: Steps that were compared.
+    ``differences`` are those of ``num_tensors`` that differ there, farthest beyond their bound
+    first; ``could_miss`` is by stage the relative size of the largest fault that could be missed,
+    of the median tensor and of the worst; ``curves`` are distance over bound of each tensor and
+    step, the larger one of gradient and update.
     """
 
     kind: Kind
@@ -114,7 +105,7 @@ class Answer:
     @property
     def exit_code(self) -> int:
         """The command's exit code."""
-        return EXIT_CODES[self.kind]
+        return list(Kind).index(self.kind)
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON can hold it."""
@@ -124,20 +115,100 @@ class Answer:
             "advice": self.advice,
             "stage": None if self.stage is None else str(self.stage),
             "step": self.step,
-            "parameters": [
-                {
-                    "name": each.name,
-                    "distance": each.distance,
-                    "bound": each.bound,
-                    "factor": each.factor,
-                    "cosine": each.cosine,
-                    "look": each.look,
-                }
-                for each in self.differences
-            ],
+            "parameters": [asdict(each) for each in self.differences],
             "compared": self.num_tensors,
             "steps": self.num_steps,
             "notes": list(self.notes),
             "could_miss": {n: {"median": m, "worst": w} for n, (m, w) in self.could_miss.items()},
             "curves": {name: list(values) for name, values in self.curves.items()},
         }
+
+
+_PARALLEL = 0.999
+_NEAR = 0.01
+_CLOSE = 2e-4
+_ORDINALS = ("first", "second", "third", "last")
+
+
+def describe(name: str, first: Whole, second: Whole, bound: float) -> Difference:
+    """Return how a tensor of B differs from that of A."""
+    norm = max(first.norm, second.norm)
+    apart_Q = np.linalg.norm(first.sketches_QK - second.sketches_QK, axis=1)
+    distance = float(np.linalg.norm(apart_Q))
+    factor, cosine = _relation(first.sketches_QK, second.sketches_QK)
+    relative = distance / norm if norm > 0 else math.nan
+    share = bound / norm if norm > 0 else math.nan
+    if not math.isfinite(distance):
+        own, other = np.isfinite(first.norm), np.isfinite(second.norm)
+        look = "not finite in both" if own == other else f"not finite in {'B' if own else 'A'}"
+        return Difference(name, math.nan, share, math.nan, math.nan, look)
+    parts = apart_Q > bound / math.sqrt(QUARTERS)
+    held = first.squares_Q + second.squares_Q > 0
+    look = _look(factor, cosine, first.norm, second.norm)
+    if parts.any() and (held & ~parts).any():
+        where = np.flatnonzero(parts)
+        own = _relation(first.sketches_QK[where], second.sketches_QK[where])
+        norms = [math.sqrt(each.squares_Q[where].sum()) for each in (first, second)]
+        inside = _look(*own, *norms)
+        quarters = listed([_ORDINALS[part] for part in where])
+        look = f"{inside}, in the {quarters} quarter of its elements alone"
+    return Difference(name, relative, share, factor, cosine, look)
+
+
+def _relation(first: Floats, second: Floats) -> tuple[float, float]:
+    """Return the factor of B along A, and the cosine; NaN where one is zero."""
+    product = float((first * second).sum())
+    own, other = float(np.linalg.norm(first)), float(np.linalg.norm(second))
+    factor = product / own**2 if own > 0 else math.nan
+    cosine = product / (own * other) if own > 0 and other > 0 else math.nan
+    return factor, cosine
+
+
+def _look(factor: float, cosine: float, own: float, other: float) -> str:
+    largest = max(own, other)
+    if other <= 1e-6 * largest:
+        return "zero in B"
+    if own <= 1e-6 * largest:
+        return "zero in A"
+    if abs(cosine) >= _PARALLEL:
+        return times(factor)
+    return f"in another direction (cosine {cosine:.3g}, norm × {other / own:.3g})"
+
+
+def times(factor: float) -> str:
+    """Return a factor in words."""
+    if factor < 0:
+        return "the opposite sign" if abs(factor + 1) < _NEAR else f"× {factor:.4g}"
+    if abs(factor - 1) < _CLOSE:
+        return "nearly the same"
+    return f"× {factor:.4g}" if abs(factor - 1) < _NEAR else f"× {_number(factor)}"
+
+
+def likely(factor: float, sides: tuple[Recording, Recording]) -> str:
+    """Return what a factor of all may be the number of, in brackets; empty if of nothing."""
+    a, b = sides
+    counts = {
+        "workers": b.workers / a.workers,
+        "micro-batches": b.passes / a.passes,
+        "workers × micro-batches": b.workers * b.passes / (a.workers * a.passes),
+        "ranks": b.world / a.world,
+    }
+    for label, ratio in counts.items():
+        if ratio == 1:
+            continue
+        for value, words in (
+            (ratio, f"the ratio of {label}"),
+            (1 / ratio, f"1 over the ratio of {label}"),
+        ):
+            if abs(factor / value - 1) < _NEAR:
+                return f" ({words})"
+    return ""
+
+
+def _number(factor: float) -> str:
+    if abs(factor - round(factor)) < _NEAR * factor and factor > 1:
+        return str(round(factor))
+    inverse = 1 / factor if factor else math.inf
+    if abs(inverse - round(inverse)) < _NEAR * inverse and inverse > 1:
+        return f"1/{round(inverse)}"
+    return f"{factor:.3g}"

@@ -1,11 +1,12 @@
-"""The page and the figures of two runs compared: how far they lie apart, step by step."""
+"""The pages of ``rankscope diff`` and ``rankscope parity``: two trainings compared."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from rankscope.report.document import png_of, render, write_bytes, write_text
+from rankscope.report.document import png_of, render, write_bytes
 from rankscope.report.parts import (
     DOT,
     Spec,
@@ -24,7 +25,8 @@ from rankscope.report.parts import (
 )
 from rankscope.report.series import Row
 from rankscope.tools.diff import Comparison
-from rankscope.tools.diff.words import named
+from rankscope.tools.diff.classes import named
+from rankscope.tools.parity.result import Answer, Kind
 
 MAX_POINTS = 2000
 """Steps of a curve that are drawn; of longer ones an even choice, with the first and the last."""
@@ -52,7 +54,7 @@ def write_diff_page(comparison: Comparison, path: Path) -> Path:
         "changes": [named(change) for change in comparison.changes],
         "figure_names": tuple(figures),
     }
-    return write_text(path, render("diff.html", context, figures, tables))
+    return write_bytes(path, render("diff.html", context, figures, tables).encode())
 
 
 def write_diff_figure(comparison: Comparison, path: Path) -> Path:
@@ -135,3 +137,58 @@ def _chosen(count: int) -> Sequence[int]:
     if count <= MAX_POINTS:
         return list(range(count))
     return [int(at) for at in np.unique(np.linspace(0, count - 1, MAX_POINTS).astype(int))]
+
+
+_FAR = 100.0
+_ROW = 16
+_MOST_ROWS = 200
+
+_TONES = {Kind.SAME: "healthy", Kind.DIFFERENT: "error", Kind.NOT_COMPARABLE: "warning"}
+
+
+def write_parity_page(answer: Answer, path: Path, sides: Mapping[str, str]) -> Path:
+    """Write an answer as one HTML file that opens offline; ``sides`` are the commands by name."""
+    tables = Tables()
+    figures = {"apart": cells_of_parity(tables, answer)} if answer.curves else {}
+    context = {
+        "title": "Two layouts compared",
+        "severity": _TONES[answer.kind],
+        "answer": answer,
+        "sides": sides,
+        "figure_names": tuple(figures),
+    }
+    return write_bytes(path, render("parity.html", context, figures, tables).encode())
+
+
+def cells_of_parity(tables: Tables, answer: Answer) -> Spec:
+    """Return distance over bound of every parameter and step; beyond 1 it is more than rounding."""
+    names = sorted(answer.curves, key=lambda name: -max(answer.curves[name]))[:_MOST_ROWS]
+    order = [name for name in answer.curves if name in names]
+    rows: list[Row] = [
+        {"parameter": name, "step": str(step), "ratio": _shown(ratio)}
+        for name in order
+        for step, ratio in enumerate(answer.curves[name])
+    ]
+    scale = {"type": "log", "domain": [1 / _FAR, 1, _FAR], "clamp": True, "interpolate": "rgb"}
+    encoding = {
+        "x": channel("step:O", axis={"title": "step", "labelAngle": 0}),
+        "y": channel("parameter:N", sort=order, axis={"title": None, "labelLimit": 280}),
+        "color": channel(
+            "ratio:Q",
+            scale={**scale, "scheme": "redblue", "reverse": True},
+            legend={"title": "distance over rounding", "orient": "top"},
+        ),
+        "tooltip": [
+            channel("parameter:N", title="parameter"),
+            channel("step:O", title="step"),
+            tip("ratio", "distance over rounding"),
+        ],
+    }
+    cells = layer("rect", tables.add(rows), encoding, style="cell")
+    return layered([cells], max(60, _ROW * len(order)))
+
+
+def _shown(ratio: float) -> float:
+    if math.isnan(ratio) or math.isinf(ratio):
+        return 1e9
+    return float(f"{max(ratio, 1e-9):.4g}")
