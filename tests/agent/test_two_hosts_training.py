@@ -23,8 +23,8 @@ pytestmark = [
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_shared_batches.py"
 
-STEPS = {"mended": 160, "broken": 240, "cut": 180}
-CUT_SECONDS = {"mended": 5.0, "broken": 2.0, "cut": 0.0}
+STEPS = {"mended": 80, "broken": 90, "cut": 60}
+CUT_SECONDS = {"mended": 3.0, "broken": 0.0, "cut": 0.0}
 
 
 def num_bytes_sent(hosts):
@@ -32,12 +32,17 @@ def num_bytes_sent(hosts):
     return sum(map(int, re.findall(r"bytes_acked:(\d+)", hosts.connections(1, "agents", "-i"))))
 
 
+def wait_for(mark, job):
+    while not mark.exists() and job.poll() is None:
+        time.sleep(0.05)
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """Train 2 ranks on each host, three times; a third into it, the agents' link is cut.
 
-    In the first training, "mended", for five seconds; in the second, "broken", for two, and the
-    connection breaks; in the third, "cut", for good.
+    In the first training, "mended", for three seconds; in the second, "broken", for 25 steps, and
+    the connection breaks; in the third, "cut", for good.
 
     Returns:
         The folder of the records, what the ranks found, and what they printed.
@@ -53,13 +58,12 @@ def trained(tmp_path_factory):
         words = [str(word) for each in STEPS.items() for word in each]
         jobs = hosts.torchrun(SCRIPT, str(folder), *words, env=env, **pipe)
         for name, seconds in CUT_SECONDS.items():
-            mark = folder / f"{name}.mark"
-            while not mark.exists() and jobs[0].poll() is None:
-                time.sleep(0.05)
+            wait_for(folder / f"{name}.mark", jobs[0])
             wait_until(lambda: num_bytes_sent(hosts) > 100_000)  # the root knows of all ranks
             hosts.cut()
             time.sleep(seconds)
             if name == "broken":
+                wait_for(folder / f"{name}.later", jobs[0])
                 hosts.reset()
             if name != "cut":
                 hosts.mend()

@@ -1,7 +1,8 @@
 """torchrun this: ranks 1 and 2 train on the same batches, several times.
 
 Its arguments are a folder and, for each training, its name and how many steps it has. Where a
-third of them is done, a file NAME.mark is touched; at its end each rank writes NAME.RANK.json.
+third of them is done, a file NAME.mark is touched, and 25 steps later NAME.later; at its end each
+rank writes NAME.RANK.json.
 """
 
 import json
@@ -34,9 +35,11 @@ def train(run_dir: Path, steps: int) -> dict[str, object]:
         scope.loss(loss.detach(), weight=8)
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.04)
+        time.sleep(0.08)
         if step == steps // 3:
             run_dir.with_suffix(".mark").touch()
+        if step == steps // 3 + 25:
+            run_dir.with_suffix(".later").touch()
     scope.close()
     return {
         "training": run_dir.name,

@@ -52,10 +52,7 @@ class Job:
         return StepReport(step, {}, directions, None, cosines)
 
     def run(self, detector, num_steps, change=None, **columns):
-        told = []
-        for _ in range(num_steps):
-            told += evidence_of(detector, self.report(change, **columns))
-        return told
+        return evidence_of(detector, *(self.report(change, **columns) for _ in range(num_steps)))
 
 
 def times(column, ranks, factor):
