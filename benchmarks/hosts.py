@@ -20,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,9 @@ def main() -> None:
     parser.add_argument("--times", type=int, default=5, help="how often an agent is started")
     options = parser.parse_args()
     for part in options.parts.split(","):
-        measure = partial(measure_start, times=options.times) if part == "start" else PARTS[part]
+        measure: Callable[[str], Iterator[Row]] = PARTS[part]
+        if part == "start":
+            measure = partial(measure_start, times=options.times)
         rows = [{"engine": engine, **row} for engine in ENGINES for row in measure(engine)]
         print(f"{part}:\n\n{render(rows)}", flush=True)
 
