@@ -20,7 +20,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,8 @@ def spread(world: int) -> list[tuple[int, int]]:
     return [(0, 1), *itertools.pairwise(ends)]
 
 
-def measure_start(engine: str) -> Iterator[Row]:
-    """Import and connect, in a process of its own, five times; the least counts."""
+def measure_start(engine: str, times: int = 5) -> Iterator[Row]:
+    """Import and connect, in a process of its own, several times; the least counts."""
     imports = {"gloo": "torch.distributed", "zmq": "rankscope.agent.hosts"}[engine]
     code = (
         "import time, sys; t = time.perf_counter(); import numpy; n = time.perf_counter() - t\n"
@@ -66,9 +67,10 @@ def measure_start(engine: str) -> Iterator[Row]:
         f"sys.path.insert(0, {str(Path(__file__).parent)!r}); import hosts_serving\n"
         "print(s, hosts_serving.resident_mb())"
     )
-    outputs = [subprocess.check_output([sys.executable, "-c", code], text=True) for _ in range(5)]
-    times = [list(map(float, output.split())) for output in outputs]
-    yield {"import (s)": min(t for t, _ in times), "resident (MB)": min(m for _, m in times)}
+    command = [sys.executable, "-c", code]
+    outputs = [subprocess.check_output(command, text=True) for _ in range(times)]
+    seen = [list(map(float, output.split())) for output in outputs]
+    yield {"import (s)": min(t for t, _ in seen), "resident (MB)": min(m for _, m in seen)}
 
 
 def measure_hosts(engine: str) -> Iterator[Row]:
@@ -179,9 +181,12 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--times", type=int, default=5, help="how often an agent is started")
     options = parser.parse_args()
     for part in options.parts.split(","):
-        measure = PARTS[part]
+        measure: Callable[[str], Iterator[Row]] = PARTS[part]
+        if part == "start":
+            measure = partial(measure_start, times=options.times)
         rows = [{"engine": engine, **row} for engine in ENGINES for row in measure(engine)]
         print(f"{part}:\n\n{render(rows)}", flush=True)
 

@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import median
@@ -32,7 +33,9 @@ MICRO_BATCHES = (1, 4)
 _HEAP = Path(__file__).with_name("heap.c")
 
 
-def run_cases(rounds: int = ROUNDS, tokens: int = TOKENS) -> list[dict[str, Any]]:
+def run_cases(
+    rounds: int = ROUNDS, tokens: int = TOKENS, cases: Sequence[int] = MICRO_BATCHES
+) -> list[dict[str, Any]]:
     """Return a row for each number of micro-batches."""
     with tempfile.TemporaryDirectory() as folder:
         counted = {"PYTHONMALLOC": "malloc", "ARROW_DEFAULT_MEMORY_POOL": "system"}
@@ -43,10 +46,7 @@ def run_cases(rounds: int = ROUNDS, tokens: int = TOKENS) -> list[dict[str, Any]
             subprocess.run(command, check=True)
             counted["LD_PRELOAD"] = library
         with mock.patch.dict(os.environ, counted if compiler else {}):
-            return [
-                run_ranks(measure, 2, micro, bool(compiler), rounds, tokens)
-                for micro in MICRO_BATCHES
-            ]
+            return [run_ranks(measure, 2, micro, bool(compiler), rounds, tokens) for micro in cases]
 
 
 def measure(num_micro: int, counts: bool, rounds: int, tokens: int) -> dict[str, Any]:
@@ -116,8 +116,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--micro", type=int, nargs="+", default=MICRO_BATCHES)
     options = parser.parse_args()
-    rows = run_cases(options.rounds, options.tokens)
+    rows = run_cases(options.rounds, options.tokens, options.micro)
     Console(soft_wrap=True).print(render(rows, options.tokens), highlight=False)
 
 

@@ -1,5 +1,6 @@
 """Every command of ``benchmarks/`` runs in its smallest setting, here or in another test."""
 
+import importlib
 import os
 import runpy
 import sys
@@ -14,14 +15,14 @@ SMALL = {
     "agent_cost": "--workers 2 --steps 4 --batch 1",
     "audit": "--parts limits --sizes 10000",
     "evidence": "--pairs 1",
-    "hosts": "--parts start",
+    "hosts": "--parts start --times 1",
     "in_turns": "--model 2_layers --ranks 1 --blocks 1 --phase always_observed",
     "kernel": "--pairs 1 --bytes 1000000",
     "memory": "--cases 1 --steps 1 --tokens 16",
     "order_free": "--ranks 1 2 --steps 1 --width 8",
     "parity_pairs": "--only accumulation_1_and_2* --steps 1",
     "probe_cost": "--model 2_layers --steps 1 --no-parts",
-    "reference_step": "--rounds 1 --tokens 16",
+    "reference_step": "--rounds 1 --tokens 16 --micro 2",
     "reproducible": "--parts times --ranks 2 --pairs 1 --tokens 16",
     "sinks_cost": "",
     "sketch_error": "--seeds 1",
@@ -47,6 +48,9 @@ ELSEWHERE = {
 }
 """Tests that run, in small, what these commands run."""
 
+IN_NEW_PROCESSES = ("memory", "reference_step")
+"""Their ranks need a library that has to be there from the start; those of all others are forks."""
+
 NOT_HERE = {
     "gallery pictures": "draw what minutes of the fault bench have recorded",
     "parity_frameworks": "needs the environments of other frameworks",
@@ -54,6 +58,17 @@ NOT_HERE = {
     "chaos_training detection_training hosts_serving outside_jobs parity_training": "are processes"
     " that other benchmarks start",
 }
+
+
+def fork_ranks():
+    """Let ranks be forks of this process, which has imported what they need."""
+    starting = importlib.import_module("torch.multiprocessing.spawn")
+    start = starting.start_processes
+
+    def fork(work, args=(), nprocs=1, start_method=""):
+        return start(work, args, nprocs, start_method="fork")
+
+    starting.spawn = starting.start_processes = fork
 
 
 def main_of(script, words, folder):
@@ -64,6 +79,8 @@ def main_of(script, words, folder):
     sys.argv = [str(script), *words]
     sys.path.insert(0, str(script.parent))
     sys.stdout = os.fdopen(1, "w")
+    if script.stem not in IN_NEW_PROCESSES:
+        fork_ranks()
     runpy.run_path(str(script), run_name="__main__")
     sys.stdout.flush()
 

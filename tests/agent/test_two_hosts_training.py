@@ -23,8 +23,7 @@ pytestmark = [
 
 SCRIPT = Path(__file__).parents[1] / "support" / "train_shared_batches.py"
 
-STEPS = {"mended": 160, "broken": 240, "cut": 180}
-CUT_SECONDS = {"mended": 5.0, "broken": 2.0, "cut": 0.0}
+STEPS = {"mended": 80, "broken": 90, "cut": 60}
 
 
 def num_bytes_sent(hosts):
@@ -32,12 +31,17 @@ def num_bytes_sent(hosts):
     return sum(map(int, re.findall(r"bytes_acked:(\d+)", hosts.connections(1, "agents", "-i"))))
 
 
+def num_bytes_waiting(hosts):
+    """Return how much of what host 1's agent has sent has not arrived."""
+    return sum(int(line.split()[1]) for line in hosts.connections(1, "agents").splitlines())
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Train 2 ranks on each host, three times; a third into it, the agents' link is cut.
+    """Train 2 ranks on each host, three times; half into it, the agents' link is cut.
 
-    In the first training, "mended", for five seconds; in the second, "broken", for two, and the
-    connection breaks; in the third, "cut", for good.
+    In the first training, "mended", for three seconds; in the second, "broken", until something
+    has not arrived, and the connection breaks; in the third, "cut", for good.
 
     Returns:
         The folder of the records, what the ranks found, and what they printed.
@@ -52,14 +56,16 @@ def trained(tmp_path_factory):
         pipe = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         words = [str(word) for each in STEPS.items() for word in each]
         jobs = hosts.torchrun(SCRIPT, str(folder), *words, env=env, **pipe)
-        for name, seconds in CUT_SECONDS.items():
-            mark = folder / f"{name}.mark"
-            while not mark.exists() and jobs[0].poll() is None:
+        for name in STEPS:
+            while not (folder / f"{name}.mark").exists() and jobs[0].poll() is None:
                 time.sleep(0.05)
             wait_until(lambda: num_bytes_sent(hosts) > 100_000)  # the root knows of all ranks
             hosts.cut()
-            time.sleep(seconds)
+            (folder / f"{name}.on").touch()
+            if name == "mended":
+                time.sleep(3.0)
             if name == "broken":
+                wait_until(lambda: num_bytes_waiting(hosts) > 50_000)
                 hosts.reset()
             if name != "cut":
                 hosts.mend()

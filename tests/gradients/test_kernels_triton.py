@@ -39,13 +39,15 @@ def kernel(process):
     return InterpretedKernel(process, WIDTH, num_processors=2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("size", "start"),
-    [(1, 0), (3, 500), (WIDTH, 0), (WIDTH + 1, 0), (5 * WIDTH - 1, 1), (8191, 1_234_567),
-     (90 * WIDTH + 17, 2 * WIDTH - 5), (81 * WIDTH, 3 * WIDTH)],
+    ("size", "start", "dtype"),
+    [(1, 0, torch.bfloat16), (3, 500, torch.float16), (WIDTH, 0, torch.float32),
+     (WIDTH + 1, 0, torch.bfloat16), (8191, 1_234_567, torch.float16),
+     (81 * WIDTH, 3 * WIDTH, torch.float32),
+     *((5 * WIDTH - 1, 1, dtype) for dtype in DTYPES),
+     *((90 * WIDTH + 17, 2 * WIDTH - 5, dtype) for dtype in DTYPES)],
 )  # fmt: skip
-def test_totals_follow_their_definition(kernel, dtype, size, start):
+def test_totals_follow_their_definition(kernel, size, start, dtype):
     gradient = random(size, dtype)
     expect(measured(kernel, gradient, start=start), truth("weight", SEED, gradient, WIDTH, start))
 

@@ -21,6 +21,7 @@ from rankscope.evidence import columns_of
 from rankscope.record import Run, RunWriter
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import Diagnosis
+from support.stepping import events_of
 
 BATCH = 4
 DATASET = 6000
@@ -141,11 +142,12 @@ def record_run(
     writer = RunWriter(path, {**facts, **info})
     diagnosis = Diagnosis(RunFacts(num_workers))
     draw = sampler(reading, setting, num_workers)
+    reports = []
     for step in range(num_steps):
         batches = [draw(step, rank) for rank in range(num_workers)]
-        report = summarize(change(gathered(step, batches, num_steps)))
-        writer.add(report)
-        writer.add_findings(diagnosis.observe(report))
+        reports.append(summarize(change(gathered(step, batches, num_steps))))
+    writer.add_many(reports)
+    writer.add_findings(events_of(diagnosis, reports))
     writer.add_findings(diagnosis.close())
     writer.close()
     return Run.open(path)

@@ -7,22 +7,48 @@ import numpy as np
 from rankscope.bus.rules import finding_of
 from rankscope.bus.step import StepReport
 from rankscope.bus.steps import RecentBatches, StepBatch
+from rankscope.bus.steps import batches_of
 from support.streams import gathered
+
+AT_ONCE = 64
+"""Steps that are handed over together, as agents do when there are many; the test of
+``verdict/test_together.py`` is that this tells what steps do that come one by one."""
 
 _MEMORIES = WeakKeyDictionary()
 
 
-def evidence_of(detector, *reports, memory=None):
-    """Return what a detector finds in steps that it is given one at a time.
+def events_of(diagnosis, reports):
+    """Return what a diagnosis says of steps, in order."""
+    reports = list(reports)
+    return [
+        event
+        for first in range(0, len(reports), AT_ONCE)
+        for events in diagnosis.observe_many(reports[first : first + AT_ONCE])
+        for event in events
+    ]
+
+
+def told_of(detector, reports, memory=None):
+    """Return what a detector finds in each step.
 
     Without a ``memory``, the batches of earlier calls with this detector are remembered.
     """
-    found = []
-    for report in reports:
-        width = report.gathered.num_workers
+    told = []
+    for first in range(0, len(reports), AT_ONCE):
+        together = reports[first : first + AT_ONCE]
+        width = together[0].gathered.num_workers
         batches = memory or _MEMORIES.setdefault(detector, RecentBatches(width))
-        found += [one for told in detector.observe(StepBatch([report], batches)) for one in told]
-    return found
+        told += [
+            list(found)
+            for steps in batches_of(together, batches)
+            for found in detector.observe(steps)
+        ]
+    return told
+
+
+def evidence_of(detector, *reports, memory=None):
+    """Return all that a detector finds in steps; see :func:`told_of`."""
+    return [one for told in told_of(detector, reports, memory) for one in told]
 
 
 def observe(detector, step, width=4, **columns):

@@ -1,7 +1,8 @@
 """torchrun this: ranks 1 and 2 train on the same batches, several times.
 
-Its arguments are a folder and, for each training, its name and how many steps it has. Where a
-third of them is done, a file NAME.mark is touched; at its end each rank writes NAME.RANK.json.
+Its arguments are a folder and, for each training, its name and how many steps it has. Where half
+of them are done, a file NAME.mark is touched, and NAME.on is awaited; at its end each rank writes
+NAME.RANK.json.
 """
 
 import json
@@ -34,9 +35,11 @@ def train(run_dir: Path, steps: int) -> dict[str, object]:
         scope.loss(loss.detach(), weight=8)
         optimizer.step()
         optimizer.zero_grad()
-        time.sleep(0.04)
-        if step == steps // 3:
+        time.sleep(0.08)
+        if step == steps // 2:
             run_dir.with_suffix(".mark").touch()
+            while not run_dir.with_suffix(".on").exists():
+                time.sleep(0.01)
     scope.close()
     return {
         "training": run_dir.name,

@@ -17,6 +17,7 @@ from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import Diagnosis, diagnose_run
 from rankscope.verdict.verdicts import judge, statements
 from support.losses import mean_and_sem
+from support.stepping import events_of
 from support.streams import gathered, replicated, sharded, with_replacement
 
 STEPS = 30
@@ -50,10 +51,11 @@ def record(path, stream, steps=STEPS, num_workers=8, status="complete", **option
     """Record a run with its live findings; return it and them. ``running``: it is not closed."""
     diagnosis = Diagnosis(RunFacts(num_workers))
     writer = RunWriter(path / "run", {"num_workers": num_workers})
-    for t, batches in enumerate(islice(stream, steps)):
-        report = summarize(step_of(t, batches, **options))
-        writer.add(report)
-        writer.add_findings(diagnosis.observe(report))
+    reports = [
+        summarize(step_of(t, batches, **options)) for t, batches in enumerate(islice(stream, steps))
+    ]
+    writer.add_many(reports)
+    writer.add_findings(events_of(diagnosis, reports))
     writer.add_findings(diagnosis.close())
     writer.flush()
     if status != "running":

@@ -9,6 +9,7 @@ from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Severity
 from rankscope.verdict.diagnosis import Diagnosis
+from support.stepping import events_of
 from support.streams import (
     accumulated,
     gathered,
@@ -30,9 +31,7 @@ DUPLICATES, OVERLAP, NONFINITE, PADDING = (
 def diagnose(stream, num_steps, *, num_workers=8, named=True):
     """Return final findings by cause, and all events in order."""
     diagnosis = Diagnosis(RunFacts(num_workers))
-    events = [
-        e for report in reports(stream, num_steps, named=named) for e in diagnosis.observe(report)
-    ]
+    events = events_of(diagnosis, reports(stream, num_steps, named=named))
     events += diagnosis.close()
     return {finding.id: finding for finding in diagnosis.findings}, events
 

@@ -55,7 +55,7 @@ def test_tuples_that_another_thread_builds_are_left_alone():
     sys.setswitchinterval(1e-6)
     thread.start()
     try:
-        for _ in range(100):
+        for _ in range(30):
             assert live_objects(Marked)[Marked] == [marked]
     finally:
         stop.set()

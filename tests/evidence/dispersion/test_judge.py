@@ -16,7 +16,7 @@ from rankscope.stats.budget import SAMPLING, alarm_level
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import Diagnosis, diagnose_run
 from support.micro_jobs import Job, micro_step
-from support.stepping import describe, evidence_of
+from support.stepping import describe, told_of
 from support.streams import gathered
 
 SIMILAR, DIFFERENT = "sampling.too_similar", "sampling.too_different"
@@ -25,11 +25,8 @@ SIMILAR, DIFFERENT = "sampling.too_similar", "sampling.too_different"
 def watch(steps, num_workers=8, detector=None):
     """Return what the detector says, as pairs of step and evidence."""
     detector = detector or Sampling(num_workers)
-    return [
-        (step.step, evidence)
-        for step in steps
-        for evidence in evidence_of(detector, summarize(step))
-    ]
+    told = told_of(detector, list(map(summarize, steps)))
+    return [(step.step, one) for step, found in zip(steps, told, strict=True) for one in found]
 
 
 def steps_of(job, num_steps, start=0):

@@ -15,7 +15,7 @@ from rankscope.evidence import COLUMNS
 from rankscope.evidence.outliers.judge import WorkerOutliers
 from rankscope.record.schema import arrow_schema
 from rankscope.verdict.diagnosis import Diagnosis
-from support.stepping import describe, evidence_of
+from support.stepping import describe, events_of, evidence_of
 from support.streams import gathered
 
 NO_SAMPLES = np.empty(0, np.int64)
@@ -52,10 +52,7 @@ class Job:
         return StepReport(step, {}, directions, None, cosines)
 
     def run(self, detector, num_steps, change=None, **columns):
-        told = []
-        for _ in range(num_steps):
-            told += evidence_of(detector, self.report(change, **columns))
-        return told
+        return evidence_of(detector, *(self.report(change, **columns) for _ in range(num_steps)))
 
 
 def times(column, ranks, factor):
@@ -462,11 +459,12 @@ def test_heavy_tails_early_in_training_raise_hardly_a_note(width):
 
 def test_gross_values_of_a_run_that_has_them_now_and_then_are_told_a_few_times():
     """As of two workers whose losses are rounding errors by now."""
-    job, diagnosis, told = Job(2, seed=6), Diagnosis(RunFacts(2)), []
-    for step in range(3200):
-        factor = {3000: 40.0, 3100: 70.0}.get(step, 12.0)
-        change = times("loss", [1], factor if step % 100 == 0 else 1.0)
-        told += diagnosis.observe(job.report(change))
+    job, factors = Job(2, seed=6), {3000: 40.0, 3100: 70.0}
+    changes = [
+        times("loss", [1], factors.get(step, 12.0) if step % 100 == 0 else 1.0)
+        for step in range(3200)
+    ]
+    told = events_of(Diagnosis(RunFacts(2)), map(job.report, changes))
     notes = [one for one in told if one.id == "gross-value"]
     opened = [note.step for note in notes if note.status == "open"]
     assert opened == [*range(0, 800, 100), 3000]

@@ -15,7 +15,7 @@ from rankscope.evidence.timing.judge import (
     typical_worker,
 )
 from rankscope.verdict.diagnosis import Diagnosis, hosts_of
-from support.stepping import evidence_of
+from support.stepping import told_of
 from support.streams import gathered
 
 TWO_WINDOWS = WARM_UP + 2 * WINDOW
@@ -49,9 +49,8 @@ def report(step, busy_W):
 def watch(busy_TW, hosts=(), detector=None, start=0):
     """Return all evidence, in order."""
     detector = detector or Stragglers(busy_TW.shape[1], hosts)
-    found = []
-    for t, busy_W in enumerate(busy_TW, start=start):
-        found += [(t, one) for one in evidence_of(detector, report(t, busy_W))]
+    told = told_of(detector, [report(t, busy_W) for t, busy_W in enumerate(busy_TW, start=start)])
+    found = [(t, one) for t, several in enumerate(told, start=start) for one in several]
     return found + [(-1, one) for one in detector.close()]
 
 
