@@ -63,7 +63,7 @@ def reported(shares: list[AxesShare], steps: int = 5) -> list:
     axes = Axes(0, found.append)
     for step in range(steps):
         for each in shares:
-            axes.take(each.rank, step, json.dumps(each.to_json()).encode())
+            axes.take(each.rank, step, json.dumps(dataclasses.asdict(each)).encode())
     return found
 
 

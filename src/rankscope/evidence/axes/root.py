@@ -1,17 +1,28 @@
-"""Compares the ranks' shares of a step along the axes of a mesh."""
+"""Compares the ranks' shares of a step along the axes of a mesh.
+
+The norm of all gradients is the same in every clipped step, and never in two others. A model that
+is cut over another axis than that of the workers has one norm: the root of all squares, where what
+ranks along the axis hold alike counts once. Where another combination of the ranks' squares is the
+same in many steps and that norm is not, the training clips by the combination.
+"""
 
 import json
 import logging
+import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.director import DirectedRun, Director
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.rules import finding_of
 from rankscope.bus.words import count, name_ranks
-from rankscope.evidence.axes.norms import NormOverMesh, WrongNorm
-from rankscope.evidence.axes.share import AxesShare, loss_distance, lost_labels
+from rankscope.evidence.axes.share import AxesShare, Squares, loss_distance, lost_labels
 
 _log = logging.getLogger("rankscope")
 
@@ -20,6 +31,14 @@ LABELS = "loss.labels_lost"
 NORM = "clip-norm-over-mesh"
 
 _MOST_WAITING = 1024  # incomplete steps of ranks along an axis
+
+CLIPPED = 8
+"""Steps with the same combination of norms that prove that it is clipped by."""
+
+_KEPT = 64
+_RUN = "run "
+_VARIES = 10.0  # over rounding, so that a norm is not the one that is clipped by
+_ALIKE = 1e-3  # relative difference of squares that ranks hold alike
 
 
 @dataclass(slots=True)
@@ -31,10 +50,7 @@ class _Fault:
 
 
 class Axes(Director):
-    """The shares along the axes of one mesh.
-
-    ``report`` takes each finding that has changed.
-    """
+    """The shares along the axes of one mesh."""
 
     def __init__(self, first_step: int, report: Callable[[Finding], None]) -> None:
         self._first_step = first_step
@@ -90,7 +106,7 @@ class Axes(Director):
             }
             self._add(LABELS, axis, step, fields, {"axis": axis, "lost": lost, "offered": offered})
 
-    def _add_norm(self, step: int, wrong: WrongNorm) -> None:
+    def _add_norm(self, step: int, wrong: "WrongNorm") -> None:
         fields = {
             "norm": f"{wrong.norm:.3g}",
             "spread": f"{wrong.spread:.2g}",
@@ -126,6 +142,11 @@ class Axes(Director):
         self._report(finding)
 
 
+def make_director(run: DirectedRun) -> Axes:
+    """Return the director that compares what should agree along a mesh's axes."""
+    return Axes(run.first_step, run.report)
+
+
 _ALONE = "only the ranks of one data-parallel group count in the norm"
 _TWICE = "gradients that all ranks along {axis} hold alike count once for each of these ranks"
 _MASKS = (
@@ -139,6 +160,103 @@ _SUMS = (
 )
 
 
-def make_director(run: DirectedRun) -> Axes:
-    """Return the director that compares what should agree along a mesh's axes."""
-    return Axes(run.first_step, run.report)
+@dataclass(frozen=True, slots=True)
+class WrongNorm:
+    """A norm by which a training clips, and which is not that of all gradients."""
+
+    axis: str  # along which ranks count what all of them hold; empty if ``alone``
+    alone: bool  # whether only the ranks of one data-parallel group count in it
+    norm: float
+    spread: float  # relative spread of the norm of all gradients after clipping
+    steps: int
+
+
+class NormOverMesh:
+    """Follows the norm of all gradients after clipping, and the combinations in its place."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, dict[int, Squares]] = {}
+        self._norms: deque[dict[str, float]] = deque(maxlen=_KEPT)
+
+    def take(
+        self, rank: int, step: int, squares: Squares, lines: Mapping[str, tuple[int, ...]]
+    ) -> WrongNorm | None:
+        """Process a rank's squares of a step; return what is wrong once all ranks are there."""
+        there = self._steps.setdefault(step, {})
+        there[rank] = squares
+        if len(there) < squares.num_ranks:
+            if len(self._steps) > _KEPT:
+                del self._steps[min(self._steps)]
+            return None
+        del self._steps[step]
+        sizes = {axis: len(line) for axis, line in lines.items()}
+        norms = _combinations(there, sizes)
+        if norms is None:
+            return None
+        self._norms.append(norms)
+        return self._judge(max(each.rounding for each in there.values()))
+
+    def _judge(self, rounding: float) -> WrongNorm | None:
+        whole_T = np.array([norms[""] for norms in self._norms])
+        runs = [name for name in self._norms[-1] if name.startswith(_RUN)]
+        parts_RT = [np.array([norms.get(run, math.nan) for norms in self._norms]) for run in runs]
+        clipped_RT = [_where_largest(part_T, rounding) for part_T in parts_RT]
+        own_T = np.logical_and.reduce(clipped_RT)
+        a_part = max(part_T[-1] for part_T in parts_RT) < whole_T[-1] * (1 - _VARIES * rounding)
+        if a_part and own_T.sum() >= CLIPPED:
+            norm = float(parts_RT[0].max())
+            return WrongNorm("", True, norm, _spread(whole_T[own_T]), int(own_T.sum()))
+        for axis in (name for name in self._norms[-1] if name not in ("", *runs)):
+            norms_T = np.array([norms[axis] for norms in self._norms])
+            clipped_T = _where_largest(norms_T, rounding)
+            spread = _spread(whole_T[clipped_T])
+            if clipped_T.sum() >= CLIPPED and spread > _VARIES * rounding:
+                return WrongNorm(axis, False, float(norms_T.max()), spread, int(clipped_T.sum()))
+        return None
+
+
+def _where_largest(norms_T: NDArray[Any], rounding: float) -> NDArray[np.bool_]:
+    """Return in which steps a norm has its largest value."""
+    largest_T: NDArray[np.bool_] = norms_T >= norms_T.max() * (1 - 2 * rounding)
+    return largest_T
+
+
+def _combinations(
+    there: Mapping[int, Squares], sizes: Mapping[str, int]
+) -> dict[str, float] | None:
+    """Return norms of a step by name; None where they are not known.
+
+    They are the norm of all gradients by an empty name, the norm in which what is alike along an
+    axis counts once for each rank by the axis, and that of each data-parallel group by its number.
+    """
+    totals: dict[str, float] = {}
+    runs: dict[int, float] = {}
+    for squares in there.values():
+        for alike, square in squares.sums.items():
+            totals[alike] = totals.get(alike, 0.0) + square
+        runs[squares.run] = runs.get(squares.run, 0.0) + sum(squares.sums.values())
+    found = {"": 0.0, **dict.fromkeys(sizes, 0.0)}
+    for alike, total in totals.items():
+        over = alike.split(",") if alike else []
+        once = total / math.prod(sizes[axis] for axis in over)
+        for name in found:
+            found[name] += once * (sizes[name] if name in over else 1)
+    found |= {f"{_RUN}{number}": square for number, square in runs.items()}
+    if not all(0 < square < math.inf for square in found.values()) or not _are_copies(there):
+        return None
+    return {name: math.sqrt(square) for name, square in found.items()}
+
+
+def _are_copies(there: Mapping[int, Squares]) -> bool:
+    """Return whether data-parallel groups agree on what all of them should hold alike."""
+    alike: dict[str, dict[int, float]] = {}
+    for squares in there.values():
+        for name, square in squares.sums.items():
+            if name:
+                by_run = alike.setdefault(name, {})
+                by_run[squares.run] = by_run.get(squares.run, 0.0) + square
+    return all(_spread(np.array(list(by_run.values()))) <= _ALIKE for by_run in alike.values())
+
+
+def _spread(values: NDArray[Any]) -> float:
+    return float(np.ptp(values) / values.max())

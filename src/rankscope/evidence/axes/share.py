@@ -2,59 +2,46 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from rankscope.evidence.axes.norms import Squares
 from rankscope.stats.rounding import tolerance_of
 
 _TINY = 1e-12  # nats: below it a loss has no digits to compare
 
 
-@dataclass(frozen=True, slots=True)
-class AxesShare:
-    """One rank's share of a step.
+class Squares(NamedTuple):
+    """One rank's squares of its gradients' elements, summed, in a step.
 
-    Attributes:
-        rank: Its rank in the job.
-        lines: The ranks of the job along each axis, with this rank among them, by the axis's name.
-        cut: Axes over which the model is cut, so that the ranks compute one loss together.
-        sequences: Axes over which each sequence is cut.
-        losses: The loss of each micro-batch or sample, per label token.
-        weight: Number of label tokens behind them; None if unknown.
-        samples: Digest of the inputs that identify samples.
-        rows: Number of sequences.
-        tokens: Number of tokens in them; 0 if unknown.
-        dtype: The coarsest type in which the model computes.
-        random: Digest of the states of the random generators that the forward pass used; None if it
-            used none.
-        squares: The squares of its gradients that the optimizer gets; None if unknown.
+    In the sum over its ranks, copies inside a data-parallel group count once.
     """
 
-    rank: int
-    lines: Mapping[str, tuple[int, ...]]
-    cut: tuple[str, ...]
-    sequences: tuple[str, ...]
-    losses: tuple[float, ...]
-    weight: float | None
-    samples: int
-    rows: int
-    tokens: float
-    dtype: str
-    random: int | None
-    squares: Squares | None = None
+    run: int  # the lowest rank of its data-parallel group in the job
+    num_ranks: int
+    sums: dict[str, float]  # by axes that hold alike, joined by commas
+    rounding: float  # relative error of a norm after clipping
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
+
+@dataclass(frozen=True, slots=True)
+class AxesShare:
+    """One rank's share of a step."""
+
+    rank: int
+    lines: Mapping[str, tuple[int, ...]]  # ranks of the job along each axis, this one among them
+    cut: tuple[str, ...]  # axes over which the model is cut: the ranks compute one loss together
+    sequences: tuple[str, ...]  # axes over which each sequence is cut
+    losses: tuple[float, ...]  # the loss of each micro-batch or sample, per label token
+    weight: float | None  # number of label tokens behind them; None if unknown
+    samples: int  # digest of the inputs that identify samples
+    rows: int
+    tokens: float  # number of tokens in them; 0 if unknown
+    dtype: str  # the coarsest type in which the model computes
+    random: int | None  # digest of the states of generators that the forward pass used
+    squares: Squares | None = None  # of the gradients that the optimizer gets; None if unknown
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "AxesShare":
-        """Return the share of plain values.
-
-        Raises:
-            TypeError, ValueError, AttributeError: They are none of a share.
-        """
+        """Return the share of plain values."""
         lists = {name: tuple(values[name]) for name in ("cut", "sequences", "losses")}
         lines = {name: tuple(map(int, line)) for name, line in values["lines"].items()}
         squares = values["squares"] and Squares(*values["squares"])

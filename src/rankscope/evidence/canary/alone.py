@@ -68,9 +68,9 @@ SeeOperation = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
 @contextmanager
 def alone(
     device: torch.device,
-    callbacks: OperationCallbacks,
+    callbacks: OperationCallbacks,  # called before writes and draws
     given: Autocast | None = None,
-    see: SeeOperation | None = None,
+    see: SeeOperation | None = None,  # called after each operation
     *,
     communicates: bool = False,
 ) -> Iterator[None]:
@@ -81,14 +81,6 @@ def alone(
 
     Inside, operations that communicate raise :class:`CanaryDeclined`, and so do backward passes
     that accumulate into ``.grad``. If no model may run now, it is raised at once.
-
-    Args:
-        device: The device of the parameters.
-        callbacks: Called before writes and draws.
-        given: The autocast to run in; None for the one in force. It has no cache inside another
-            autocast, which would keep the cast weights.
-        see: Called after each operation.
-        communicates: Whether all ranks run the model together, so that operations may communicate.
     """
     why_not = why_wait()
     if why_not:

@@ -48,19 +48,14 @@ class CanaryDeclined(RankscopeError):  # noqa: N818 - an answer, not a failure
 
 
 class CapturedBatch:
-    """A batch on its way to the host.
-
-    Args:
-        structure: Its structure, as plain JSON.
-        arrays: Its tensors, those that numpy lacks as integers of the same bits.
-        samples: Digest of each sample, where a batch was recognised.
-    """
+    """A batch on its way to the host."""
 
     def __init__(
         self,
-        structure: Any,
+        structure: Any,  # its structure, as plain JSON
+        # its tensors, those that numpy lacks as integers of the same bits
         arrays: Sequence[HostCopy | NDArray[Any]],
-        samples: HostCopy | None = None,
+        samples: HostCopy | None = None,  # digest of each sample, where a batch was recognised
     ) -> None:
         self._structure = structure
         self._arrays = arrays
@@ -85,21 +80,10 @@ def capture_batch(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    moves_inputs: bool = False,
-    most_bytes: int = MAX_BATCH_BYTES,
+    moves_inputs: bool = False,  # to the model's device, as DDP does with ``device_ids``
+    most_bytes: int = MAX_BATCH_BYTES,  # larger batches are declined
 ) -> CapturedBatch:
-    """Return a copy of the inputs of a forward pass.
-
-    Args:
-        args: Arguments by position.
-        kwargs: Arguments by name.
-        moves_inputs: Whether the wrapper moves all tensors to the model's device, as DDP does when
-            it was given ``device_ids``.
-        most_bytes: Larger batches are declined.
-
-    Raises:
-        CanaryDeclined: It is too large, or holds a value that cannot be copied.
-    """
+    """Return a copy of the inputs of a forward pass."""
     keeper = _Keeper(moves_inputs, most_bytes)
     try:
         structure = keeper.keep((tuple(args), dict(kwargs)))
@@ -115,15 +99,7 @@ def capture_batch(
 def restore_batch(
     batch: PlainBatch, device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a forward pass, with new tensors.
-
-    Args:
-        batch: The batch.
-        device: Where tensors go that were not on the host on purpose.
-
-    Raises:
-        CanaryDeclined: The structure is damaged.
-    """
+    """Return the arguments of a forward pass, with new tensors."""
     tensors: dict[int, Tensor] = {}
     try:
         args, kwargs = _restore(batch.structure, batch.arrays, device, tensors)

@@ -15,18 +15,7 @@ _log = logging.getLogger("rankscope")
 
 
 def check_canary(wrapped: Wrapped, *, wanted: bool, every: int | None) -> bool:
-    """Return whether canaries run in a training.
-
-    Args:
-        wrapped: The model.
-        wanted: Whether the user left them on.
-        every: Steps from one scheduled canary to the next; None for a share of the time, see
-            :class:`rankscope.evidence.canary.schedule.Schedule`.
-
-    Raises:
-        UsageError: The options contradict each other.
-        UnsupportedError: ``every`` is given, and canaries cannot run.
-    """
+    """Return whether canaries run in a training."""
     if every is not None and (every < 1 or not wanted):
         raise UsageError(
             f"canary_every expected at least 1 step, and canary=True, got {every} and {wanted}"

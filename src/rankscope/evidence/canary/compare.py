@@ -41,12 +41,7 @@ class _Operation(NamedTuple):
 def compare_programs(
     programs_W: Sequence[Program], odd: Sequence[int]
 ) -> tuple[StateDifference, ...]:
-    """Return what sets the workers ``odd`` apart from the others, at most a few of each kind.
-
-    Args:
-        programs_W: The program of each worker.
-        odd: Workers whose results differ from the others'; all of them without a majority.
-    """
+    """Return what sets the workers ``odd`` apart from the others, at most a few of each kind."""
 
     def keep(values_W: Sequence[Any]) -> bool:
         return sets_apart(values_W, odd)

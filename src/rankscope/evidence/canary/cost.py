@@ -112,9 +112,6 @@ class StepMemory:
         """Check that there is memory for another step now, with gradients of ``parameters``.
 
         These count in full: a step's own may lie in buffers of the wrapper.
-
-        Raises:
-            CanaryDeclined: There is not enough, or it is not known.
         """
         if self._device.type == "cpu":
             return
@@ -133,11 +130,7 @@ class StepMemory:
 
 
 def check_gradient_room(parameters: Sequence[Tensor], device: torch.device) -> None:
-    """Check that an accelerator has room for a second gradient, and that no graph is captured.
-
-    Raises:
-        CanaryDeclined: There is no room, or a graph is captured.
-    """
+    """Check that an accelerator has room for a second gradient, and that no graph is captured."""
     if device.type == "cpu":
         return
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
@@ -147,11 +140,7 @@ def check_gradient_room(parameters: Sequence[Tensor], device: torch.device) -> N
 
 
 def check_room(needed: float, device: torch.device, what: str = "a second gradient") -> None:
-    """Check that an accelerator has room for so many bytes.
-
-    Raises:
-        CanaryDeclined: There is no room.
-    """
+    """Check that an accelerator has room for so many bytes."""
     free = None if device.type == "cpu" else _free(device)
     if free is not None and free < needed:
         raise CanaryDeclined(
@@ -204,11 +193,7 @@ class BroadcastBuffers:
             self._noted = canary, self._digest()
 
     def check(self, canary: object) -> None:
-        """Check that they have not changed since they were noted.
-
-        Raises:
-            CanaryDeclined: DDP is about to broadcast buffers that training changes.
-        """
+        """Check that they have not changed since they were noted."""
         noted = self._noted
         self._noted = None
         if self._ddp is None or not self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]

@@ -22,27 +22,17 @@ RUN = b"R"
 
 @dataclass(frozen=True, slots=True)
 class CanaryAnswer:
-    """A worker's answer to the announcement of a canary.
+    """A worker's answer to the announcement of a canary."""
 
-    Attributes:
-        capture_at: The planned step of the batch; identifies the canary.
-        step: The step of the batch, a later one where the announcement came late.
-        batch: The batch as :func:`~rankscope.bus.batches.pack_batch` packs it; empty if none.
-        autocast: Type of autocast in the training's forward pass; empty without.
-        versions: Releases that the training runs with.
-        declined: Why there is no batch, or no result.
-        late: Steps by which the batches came too late to be run.
-        ends: Whether this worker runs no canaries from now on.
-    """
-
-    capture_at: int
-    batch: bytes = b""
-    autocast: str = ""
+    capture_at: int  # the planned step of the batch; identifies the canary
+    batch: bytes = b""  # as pack_batch packs it; empty if none
+    autocast: str = ""  # type of autocast in the training's forward pass; empty without
+    # releases that the training runs with
     versions: Mapping[str, str] = field(default_factory=dict)
-    declined: str = ""
-    ends: bool = False
-    step: int = -1
-    late: int = 0
+    declined: str = ""  # why there is no batch, or no result
+    ends: bool = False  # whether this worker runs no canaries from now on
+    step: int = -1  # of the batch; a later one where the announcement came late
+    late: int = 0  # steps by which the batches came too late to be run
 
     def pack(self) -> bytes:
         """Return its bytes."""
@@ -51,11 +41,7 @@ class CanaryAnswer:
 
     @classmethod
     def unpack(cls, content: bytes | memoryview) -> "CanaryAnswer":
-        """Read one.
-
-        Raises:
-            PackedError: These bytes hold none.
-        """
+        """Read one."""
         header, batch = unpack_headed(content)
         try:
             return cls(batch=bytes(batch), **header)
@@ -69,11 +55,7 @@ def pack_plan(planned: Planned) -> bytes:
 
 
 def unpack_plan(content: bytes | memoryview) -> Planned:
-    """Read the announcement of a canary.
-
-    Raises:
-        PackedError: These bytes hold none.
-    """
+    """Read the announcement of a canary."""
     try:
         return Planned(**json.loads(bytes(content[1:])))
     except (ValueError, TypeError) as error:
@@ -87,11 +69,7 @@ def pack_run(planned: Planned, batches: tuple[bytes, bytes]) -> bytes:
 
 
 def unpack_run(content: bytes | memoryview) -> tuple[Planned, tuple[PlainBatch, PlainBatch]]:
-    """Read a canary and its batches, which are views of ``content``.
-
-    Raises:
-        PackedError: These bytes hold none.
-    """
+    """Read a canary and its batches, which are views of ``content``."""
     header, batches = unpack_headed(content[1:])
     try:
         planned, (first, second) = Planned(**header["planned"]), header["sizes"]

@@ -48,24 +48,16 @@ class _Ready:
 
 
 class CanaryProbe(Probe):
-    """Canaries of one watched model on one worker; all calls come on the training thread.
-
-    Args:
-        wrapped: The model.
-        rank: This worker's rank in its data-parallel group.
-        send: Takes a message for the root, see
-            :class:`rankscope.evidence.canary.messages.CanaryAnswer`; must not block.
-        first: A canary that needs no announcement.
-        leave_out: Takes the seconds of canaries, which do not count as overhead.
-    """
+    """Canaries of one watched model on one worker; all calls come on the training thread."""
 
     def __init__(
         self,
         wrapped: Wrapped,
         rank: int,
-        send: Callable[[bytes], None],
+        send: Callable[[bytes], None],  # a CanaryAnswer, to the root; must not block
         *,
-        first: Planned | None = None,
+        first: Planned | None = None,  # a canary that needs no announcement
+        # takes the seconds of canaries, which do not count as overhead
         leave_out: Callable[[float], None] = lambda seconds: None,
     ) -> None:
         self._leave_out = leave_out

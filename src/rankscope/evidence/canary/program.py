@@ -55,12 +55,7 @@ _PLAIN = (str, int, float, bool, type(None), torch.dtype)
 
 
 class ProgramRecorder:
-    """Records the program of one run of a batch.
-
-    Args:
-        module: The model.
-        device: The device of its parameters.
-    """
+    """Records the program of one run of a batch."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device

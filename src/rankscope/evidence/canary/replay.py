@@ -38,31 +38,21 @@ _COMMUNICATING = ("SyncBatchNorm", "FSDPModule", "FullyShardedDataParallel", "De
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """One worker's result on a batch.
+    """One worker's result on a batch."""
 
-    Attributes:
-        loss: Its loss, or a projection of the outputs where the model returns no loss.
-        grad_norm: L2 norm of its gradient.
-        digest: 64-bit digest of all bits of both.
-        projected: Whether ``loss`` is a projection.
-    """
-
-    loss: float
-    grad_norm: float
-    digest: int
-    projected: bool = False
+    loss: float  # its loss, or a projection of the outputs where the model returns no loss
+    grad_norm: float  # L2 norm of its gradient
+    digest: int  # 64-bit digest of all bits of both
+    projected: bool = False  # whether ``loss`` is a projection
 
 
 class PendingResult:
-    """A result that may still be on the device: scalars, the digest as int64.
-
-    Attributes:
-        program: What the forward pass ran; None where it was not recorded.
-    """
+    """A result that may still be on the device: scalars, the digest as int64."""
 
     def __init__(
         self, loss: Tensor, grad_norm: Tensor, digest: Tensor, *, projected: bool = False
     ) -> None:
+        # what the forward pass ran; None where it was not recorded
         self.program: PendingProgram | None = None
         self._projected = projected
         self._loss = HostCopy(loss.double())
@@ -83,20 +73,13 @@ class PendingResult:
 
 
 class PendingCanary:
-    """One worker's results of a canary, which may still be on the device.
-
-    Args:
-        suspect: The rank whose batch was run twice.
-        peer: The rank whose batch was run once.
-        results: Results of the suspect's batch, of its second run, and of the peer's batch; None in
-            a mere request of a canary.
-        took: The stopwatch of its time.
-    """
+    """One worker's results of a canary, which may still be on the device."""
 
     def __init__(
         self,
-        suspect: int,
-        peer: int,
+        suspect: int,  # the rank whose batch was run twice
+        peer: int,  # the rank whose batch was run once
+        # of the suspect's batch, twice, and the peer's; None in a mere request
         results: tuple[PendingResult, PendingResult, PendingResult] | None = None,
         took: Stopwatch | None = None,
     ) -> None:
@@ -140,31 +123,18 @@ class PendingCanary:
 
 
 def run_batch(
-    module: nn.Module,
-    batch: PlainBatch,
+    module: nn.Module,  # itself, not its data-parallel wrapper
+    batch: PlainBatch,  # the inputs of its forward pass
     device: torch.device,
     *,
-    seed: int,
-    backward_seed: int | None = None,
-    record: bool = False,
+    seed: int,  # seed of all random generators during the run
+    backward_seed: int | None = None,  # matters if that pass draws numbers by itself
+    record: bool = False,  # whether to record what the forward pass runs
 ) -> PendingResult:
     """Run a batch through a model, forward and backward, and put everything back.
 
     It runs under the autocast in force, with each module in its present mode (training or
     evaluation).
-
-    Args:
-        module: The model itself, not its data-parallel wrapper.
-        batch: The inputs of its forward pass.
-        device: The device of its parameters.
-        seed: Seed of all random generators during the run.
-        backward_seed: Another seed for the backward pass, which changes nothing unless that pass
-            draws random numbers of its own, as a careless recomputation does.
-        record: Whether to record what the forward pass runs.
-
-    Raises:
-        CanaryDeclined: It cannot run, or failed; the state is restored then, too.
-        NotPutBackError: Some state could not be restored.
     """
     try:
         check_module(module)
@@ -210,12 +180,7 @@ def _recorder_of(module: nn.Module, device: torch.device) -> ProgramRecorder | N
 def loss_without_gradient(
     module: nn.Module, batch: PlainBatch, device: torch.device, *, seed: int
 ) -> float:
-    """Return the loss of a batch, forward only; waits for the device.
-
-    Raises:
-        CanaryDeclined: It cannot run, or failed.
-        NotPutBackError: Some state could not be restored.
-    """
+    """Return the loss of a batch, forward only; waits for the device."""
     try:
         args, kwargs = restore_batch(batch, device)
         with (
@@ -240,11 +205,7 @@ def state_digest(module: nn.Module) -> int:
 
 
 def check_module(module: nn.Module) -> None:
-    """Check that a model can run on one worker alone.
-
-    Raises:
-        CanaryDeclined: Its forward pass needs the other workers.
-    """
+    """Check that a model can run on one worker alone."""
     for part in module.modules():
         for kind in type(part).__mro__:
             if kind.__name__ in _COMMUNICATING:
@@ -282,10 +243,6 @@ def check_graph(loss: Tensor, foreign: Set[Any]) -> None:
 
     Reentrant checkpointing can only accumulate them, and hides its parameters. A backward pass
     through a graph that the training still needs, behind a hidden state, would release it.
-
-    Args:
-        loss: The loss.
-        foreign: Nodes of the training's graphs.
     """
     nodes = [loss.grad_fn]
     seen = set()
@@ -318,9 +275,6 @@ def loss_of(output: Any) -> Tensor:
 
     The projection is the sum of each floating-point output times a fixed pattern of signs, in
     float32: it has a gradient, and a change of any element changes it.
-
-    Raises:
-        CanaryDeclined: There is no floating-point output.
     """
     loss = loss_in(output)
     if loss is not None:

@@ -45,25 +45,17 @@ _MAX_LATE = 128  # steps that an answer may be late, and four times the lead
 
 
 class CanaryDirector(Director):
-    """Canaries of one run.
-
-    Args:
-        num_workers: W.
-        every: Steps from one scheduled canary to the next; None for one at the beginning, and
-            more of them within :data:`~rankscope.evidence.canary.schedule.SHARE` of the time.
-        first_step: Number of the run's first step.
-        run_dir: Where replay bundles are saved; None for nowhere.
-        log: Takes lines for the log of the training.
-    """
+    """Canaries of one run."""
 
     def __init__(
         self,
         num_workers: int,
         *,
+        # None for one at the beginning, and more within SHARE of the time
         every: int | None = None,
         first_step: int = 0,
-        run_dir: Path | None = None,
-        log: Log | None = None,
+        run_dir: Path | None = None,  # where replay bundles are saved; None for nowhere
+        log: Log | None = None,  # takes lines for the log of the training
     ) -> None:
         self._num_workers = num_workers
         self._run_dir = run_dir

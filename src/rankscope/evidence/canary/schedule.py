@@ -39,19 +39,12 @@ class Schedule:
 
     Within a share there is one canary at the beginning, and after one of c seconds the next is due
     when c/share seconds have passed. After failures, the wait grows.
-
-    Args:
-        every: Steps from one canary to the next; None: nobody asked for a schedule.
-        share: Of the training's time, without ``every``.
-
-    Attributes:
-        by_default: Whether nobody asked for it.
     """
 
     def __init__(self, every: int | None = None, *, share: float = SHARE) -> None:
-        self._every = every
-        self.by_default = every is None
-        self._share = share
+        self._every = every  # steps from one canary to the next; None: nobody asked for a schedule
+        self.by_default = every is None  # whether nobody asked for it
+        self._share = share  # of the training's time, without ``every``
         self._cost = self._since = 0.0
         self._not_before = self._failures = 0
 
@@ -89,25 +82,15 @@ _LEAD_AFTER_FAILURES = 8 * LAG
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A canary to come.
+    """A canary to come."""
 
-    Attributes:
-        reason: Id of the finding behind it, ``scheduled`` or ``asked-for``.
-        suspect: The rank whose batch every worker runs twice.
-        peer: The rank whose batch every worker runs once.
-        capture_at: The step whose first batch these two keep.
-        run_at: The step before whose first forward pass every worker runs them.
-        attempt: 1, or 2 after one that came to nothing.
-        by_default: Whether nobody asked for it: then it may take nothing but its time.
-    """
-
-    reason: str
-    suspect: int
-    peer: int
-    capture_at: int
-    run_at: int
-    attempt: int = 1
-    by_default: bool = False
+    reason: str  # id of the finding behind it, ``scheduled`` or ``asked-for``
+    suspect: int  # the rank whose batch every worker runs twice
+    peer: int  # the rank whose batch every worker runs once
+    capture_at: int  # the step whose first batch these two keep
+    run_at: int  # the step before whose first forward pass every worker runs them
+    attempt: int = 1  # 1, or 2 after one that came to nothing
+    by_default: bool = False  # whether nobody asked for it: then it may take nothing but its time
 
     @property
     def of_finding(self) -> bool:
@@ -131,19 +114,13 @@ def first_scheduled(first_step: int, *, by_default: bool) -> Planned:
 
 
 class CanaryPlan:
-    """Decides on canaries; processes every step, in order.
-
-    Args:
-        num_workers: W; no canaries with one worker.
-        schedule: When canaries run without a finding; None for never.
-        first_step: Number of the run's first step.
-    """
+    """Decides on canaries; processes every step, in order."""
 
     def __init__(
         self, num_workers: int, schedule: Schedule | None = None, first_step: int = 0
     ) -> None:
-        self._num_workers = num_workers
-        self._schedule = schedule
+        self._num_workers = num_workers  # w; no canaries with one worker
+        self._schedule = schedule  # when canaries run without a finding; None for never
         self._num_scheduled = 0
         self.lead = LAG
         """Steps ahead of the newest one; more after canaries that workers received too late."""
@@ -159,24 +136,13 @@ class CanaryPlan:
     def observe(
         self,
         step: int,
-        findings: Sequence[Finding] = (),
+        findings: Sequence[Finding] = (),  # that opened or changed with it, or came again in it
         *,
-        requested: bool = False,
+        requested: bool = False,  # whether all workers asked for a canary in it
         newest: int | None = None,
-        seconds: float = math.nan,
+        seconds: float = math.nan,  # its wall time; NaN if unknown
     ) -> Planned | None:
-        """Process a step.
-
-        Args:
-            step: Its number.
-            findings: Those that opened or changed with it, and those that came again in it.
-            requested: Whether all workers asked for a canary in it.
-            newest: The newest step that any worker has ended; None if it is this one.
-            seconds: Its wall time; NaN if unknown.
-
-        Returns:
-            The canary that it led to, if any; also :attr:`current` from now on.
-        """
+        """Process a step."""
         self._step = step
         if self._num_workers < 2:
             return None
@@ -203,12 +169,7 @@ class CanaryPlan:
         return self.current
 
     def postpone(self, newest: int, late: int) -> Planned:
-        """Set a later step for the present canary, whose batches came late, and return it.
-
-        Args:
-            newest: The newest step that any worker has ended.
-            late: Steps by which they came late.
-        """
+        """Set a later step for the present canary, whose batches came late, and return it."""
         assert self.current is not None
         self.lead = min(max(2 * self.lead, self.lead + 2 * late), MOST_LEAD)
         return self.run_at(newest)

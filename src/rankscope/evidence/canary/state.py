@@ -39,35 +39,21 @@ class NotPutBackError(RankscopeError):
 
 @dataclass(frozen=True, slots=True)
 class PreservedState:
-    """Functions for a run whose state is put back after it.
+    """Functions for a run whose state is put back after it."""
 
-    Attributes:
-        seed: Seeds all random generators.
-        before_write: Takes each tensor that an operation is about to write into.
-        before_draw: Takes each generator that an operation may draw from.
-        nodes: The nodes of the training's graphs that lead to tensors of the modules.
-    """
-
-    seed: Callable[[int], None]
+    seed: Callable[[int], None]  # seeds all random generators
+    # takes each tensor that an operation is about to write into
     before_write: Callable[[Tensor], None]
+    # takes each generator that an operation may draw from
     before_draw: Callable[[torch.Generator], None]
-    nodes: frozenset[Any]
+    nodes: frozenset[Any]  # the nodes of the training's graphs that lead to tensors of the modules
 
 
 @contextmanager
 def preserved_state(
     module: nn.Module, device: torch.device, *, seed: int | None
 ) -> Iterator[PreservedState]:
-    """Run a block with seeded random generators, and put everything back after it.
-
-    Args:
-        module: The module whose forward pass is run inside.
-        device: The device of its parameters.
-        seed: Seed of all random generators inside, equal on all workers; None to leave them.
-
-    Raises:
-        NotPutBackError: Some state could not be put back; all else was.
-    """
+    """Run a block with seeded random generators, and put everything back after it."""
     found = _ReachableState(module)
     generators = RandomGenerators(device, found.generators)
     tensors = SavedTensors(found.parameters, found.tensors)
@@ -97,11 +83,7 @@ def preserved_state(
 
 
 def _restore_all(steps: Iterable[Callable[[], None]]) -> None:
-    """Run all restore steps: one that fails does not stop the rest.
-
-    Raises:
-        NotPutBackError: One has failed.
-    """
+    """Run all restore steps: one that fails does not stop the rest."""
     failures: list[Exception] = []
     for step in steps:
         try:
@@ -222,14 +204,10 @@ class RandomGenerators:
     These are the global ones of Python, numpy, torch and the accelerator; those of a module, or of
     the file of its class, which a training may have seeded by rank; and others of torch's, once an
     operation uses them.
-
-    Args:
-        device: The device of the model's parameters.
-        own: Generators that modules hold, of :data:`KINDS`.
     """
 
     def __init__(self, device: torch.device, own: Iterable[Any] = ()) -> None:
-        self._device = device
+        self._device = device  # the device of the model's parameters
         self._on_device: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._seed: int | None = None
         self._own = {

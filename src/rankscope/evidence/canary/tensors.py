@@ -52,11 +52,7 @@ class SavedTensors:
             parameter.grad = None
 
     def before_write(self, tensor: Tensor) -> None:
-        """Copy the tensors that share memory with ``tensor``, which is about to be written.
-
-        Raises:
-            CanaryDeclined: One of them cannot be put back.
-        """
+        """Copy the tensors that share memory with ``tensor``, which is about to be written."""
         for storage in _storages(tensor):
             with self._copying:
                 for saved in self._unwritten.get(storage, ()):
@@ -88,11 +84,7 @@ class _SavedTensor:
         self._bits: Tensor | None = None
 
     def save_bits(self) -> None:
-        """Copy its content.
-
-        Raises:
-            CanaryDeclined: It is of a kind that cannot be copied back, or would have another graph.
-        """
+        """Copy its content."""
         if self.node is not None and self.tensor.grad_fn is self.node:
             raise CanaryDeclined(
                 "a canary puts back what the forward pass changes, and this one writes into a "

@@ -78,16 +78,13 @@ class CanaryVerdicts(Detector):
 
     A canary on which all workers agree proves a fault in the data only while the suspect differs
     from the others in most steps. Else there is no finding, as in a healthy run.
-
-    Args:
-        num_workers: W.
-        suspected: Returns the workers that differ from the others at present, in most steps.
     """
 
     SETTINGS = ("_num_workers", "_suspected")
 
     def __init__(self, num_workers: int, suspected: Callable[[], Sequence[int]] = tuple) -> None:
         self._num_workers = num_workers
+        # returns the workers that differ from the others at present, in most steps
         self._suspected = suspected
         self._differing: dict[int, int] = {}  # the last step of each, by rank
         self._left_out_at: int | None = None  # last step in which unreduced parameters differed
@@ -241,19 +238,12 @@ def _others(verdict: CanaryCause, fault: _CanaryFault, num_workers: int) -> str:
 
 def why(
     verdict: CanaryCause,
-    reasons: Sequence[str],
-    hooks: Sequence[str],
+    reasons: Sequence[str],  # what sets them apart, in words
+    hooks: Sequence[str],  # hooks that set them apart, in words
     *,
-    compared: bool,
+    compared: bool,  # whether it is known what all workers ran
 ) -> str:
-    """Return why workers differ, as far as it is known: a sentence without its end.
-
-    Args:
-        verdict: The verdict.
-        reasons: What sets them apart, in words.
-        hooks: Hooks that set them apart, in words.
-        compared: Whether it is known what all workers ran.
-    """
+    """Return why workers differ, as far as it is known: a sentence without its end."""
     if verdict is CanaryCause.STATE:
         named = f" ({_named(reasons)})" if reasons else ""
         return f"parameters or buffers are known to differ{named}"

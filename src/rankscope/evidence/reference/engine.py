@@ -38,11 +38,7 @@ class EngineModel(WholeModel):
         self.copies = num_workers if self._shards.replicated else 1
 
     def check(self) -> None:
-        """Check that a worker can run the model alone, and that gradients can be read.
-
-        Raises:
-            CanaryDeclined: One of the two is impossible.
-        """
+        """Check that a worker can run the model alone, and that gradients can be read."""
         super().check()
         if not self._shards.available:
             raise CanaryDeclined(

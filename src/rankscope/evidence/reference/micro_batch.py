@@ -57,31 +57,16 @@ Gradients = Sequence[Tensor | None]
 
 
 class MicroBatch:
-    """One forward pass of a training, and the gradients of its outputs.
-
-    Args:
-        module: The model itself, not its data-parallel wrapper.
-        device: The device of its parameters.
-        args: Its inputs by position.
-        kwargs: Its inputs by name.
-        inner: Whether the second run also compares outputs from which others were computed, such
-            as logits: the loss alone may hide differences beyond rounding.
-
-    Attributes:
-        root: The value on which its backward pass was called; NaN if that was called on more, None
-            before it.
-
-    Raises:
-        CanaryDeclined: The inputs cannot be copied.
-    """
+    """One forward pass of a training, and the gradients of its outputs."""
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module,  # the model itself, not its data-parallel wrapper
         device: torch.device,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         *,
+        # whether to compare logits as well: the loss alone may hide differences
         inner: bool = False,
     ) -> None:
         self._inner = inner
@@ -97,6 +82,8 @@ class MicroBatch:
         self._parameters = [(p, digest_tensor(p)) for p in module.parameters()]
         self._returned: list[_Returned] = []
         self._num_tensors = 0
+        # the value on which its backward pass was called; NaN if that was called on more, None
+        # before it
         self.root: Tensor | float | None = None
 
     @property
@@ -146,9 +133,6 @@ class MicroBatch:
         That is the sum of the outputs' products with their gradients: a loss that is computed
         outside of the model stays linear in what the model returns. The forward pass runs in
         ``mode``. The caller provides the context, and puts all changed state back.
-
-        Raises:
-            CanaryDeclined: The model returns other tensors.
         """
         args, kwargs = restore_batch(self._batch.plain(), self._device)
         self._generators.put_back()
@@ -204,27 +188,13 @@ class MicroBatch:
 
     def gradients(
         self,
-        module: nn.Module,
+        module: nn.Module,  # the model, or a plain copy, with the parameters of the forward pass
         parameters: Sequence[Tensor],
         *,
         rounds_in: torch.dtype | None = None,
-        compared: bool = True,
+        compared: bool = True,  # whether the outputs have to be those of the training
     ) -> Gradients:
-        """Compute the gradients of the training's loss once more.
-
-        Args:
-            module: The model, or a plain copy, with the parameters of the forward pass.
-            parameters: The parameters whose gradients are computed.
-            rounds_in: The type in which layers round; None if it is that of the training.
-            compared: Whether the outputs have to be those of the training.
-
-        Returns:
-            One for each parameter; None where it has no part in the loss.
-
-        Raises:
-            CanaryDeclined: They cannot be computed, or the forward pass does not repeat itself.
-            NotPutBackError: Some state that the run has changed could not be put back.
-        """
+        """Compute the gradients of the training's loss once more."""
         self.check_kept()
         changed = [p for p in self.changed(module) if p.requires_grad]
         if changed:
@@ -306,55 +276,35 @@ class MicroBatch:
 
 
 class LossAgain(NamedTuple):
-    """What one more run of a micro-batch's forward pass returned.
+    """What one more run of a micro-batch's forward pass returned."""
 
-    Attributes:
-        total: What backward was called on, up to a constant.
-        size: The sum of the absolute values of its terms, which bounds its rounding.
-        far: Largest relative distance of an output from the training's.
-    """
-
-    total: float
-    size: float
-    far: float
+    total: float  # what backward was called on, up to a constant
+    size: float  # sum of the absolute terms, which bounds its rounding
+    far: float  # largest relative distance of an output from the training's
 
 
 class _Returned:
-    """An output of the training's forward pass.
-
-    Args:
-        tensor: The tensor.
-        compared: Whether the second run compares it.
-
-    Attributes:
-        layout: How ranks share it; None of a plain tensor.
-        dtype: Its type.
-        place: Its place among all tensors of the output.
-        number: Its value, if it is one number.
-        above: Outputs that were computed from it, such as the loss from logits.
-        gradient: Its gradient, if that does not pass through those.
-        norm: The norm of this rank's part of its gradient, if that may pass through those.
-        arrived: Whether it has got a gradient.
-        backward: The autocast of the backward pass.
-        lost: The error at the arrival of the gradient; empty without.
-    """
+    """An output of the training's forward pass."""
 
     def __init__(self, tensor: Tensor, *, compared: bool) -> None:
         self.shape = tensor.shape
-        self.layout = layout_of(tensor)
+        self.layout = layout_of(tensor)  # how ranks share it; None of a plain tensor
         local = local_of(tensor)
         self.projection = project(local) if compared else None
         self.spread = _norm(local) / max(local.numel(), 1) ** 0.5
         self.dtype = tensor.dtype
-        self.place = 0
+        self.place = 0  # its place among all tensors of the output
+        # its value, if it is one number
         self.number = local.detach().clone() if local.numel() == 1 else None
+        # outputs that were computed from it, such as the loss from logits
         self.above: list[_Returned] = []
-        self.gradient: Tensor | None = None
+        self.gradient: Tensor | None = None  # its gradient, if that does not pass through those
+        # of this rank's part of its gradient, if it may pass through those
         self.norm: Tensor | None = None
         self._inner: Layout | None = None
-        self.lost = ""
-        self.arrived = False
-        self.backward = Autocast.in_force(tensor.device)
+        self.lost = ""  # the error at the arrival of the gradient; empty without
+        self.arrived = False  # whether it has got a gradient
+        self.backward = Autocast.in_force(tensor.device)  # the autocast of the backward pass
 
     def distance(self, tensor: Tensor) -> float:
         """Return the relative distance of an output of another run; 0 where none is compared."""
@@ -383,11 +333,7 @@ class _Returned:
                 self.gradient = self.gradient + gradient
 
     def check_inside(self, inside: Tensor | None) -> None:
-        """Check that the whole gradient came through the outputs that were computed from this one.
-
-        Raises:
-            CanaryDeclined: It did not: the loss depends on several of the model's outputs.
-        """
+        """Check that the whole gradient came through the outputs computed from this one."""
         norm = 0.0 if inside is None else float(_norm(part_in(self._inner, inside)))
         seen = float(self.norm) if self.norm is not None else 0.0
         if not abs(norm - seen) <= 0.01 * seen:

@@ -172,11 +172,7 @@ class ReferenceProbe(Probe):
         self.see_reduced()
 
     def recompute(self) -> None:
-        """Compute the gradient again; the optimizer is about to be called.
-
-        Raises:
-            NotPutBackError: Some state of the model could not be put back.
-        """
+        """Compute the gradient again; the optimizer is about to be called."""
         start = time.perf_counter()
         step = self._due
         self._unwatch_roots()
@@ -219,9 +215,6 @@ class ReferenceProbe(Probe):
         """Measure directional derivatives, together with all ranks of the job.
 
         Where a rank has computed the gradient alone, none measures.
-
-        Raises:
-            CanaryDeclined: They cannot be measured.
         """
         problem = "a rank has computed it alone" if alone else ""
         trained = [micro for micro in self._passes if micro.trained]
@@ -299,11 +292,7 @@ class ReferenceProbe(Probe):
         self._passes.append(self._inside)
 
     def _check(self, step: int) -> None:
-        """Check that the gradient can be computed again, on all ranks that gather parameters.
-
-        Raises:
-            CanaryDeclined: It cannot.
-        """
+        """Check that the gradient can be computed again, on all ranks that gather parameters."""
         problem = self._problem()
         if self._meeting is not None:
             spread = sum(micro.num_spread for micro in self._passes)  # gathered, too
@@ -382,12 +371,7 @@ def _model(wrapped: Wrapped) -> ReferenceModel:
 
 
 def _sharded(wrapped: Wrapped) -> ShardedModel:
-    """Return a model under FSDP2.
-
-    Raises:
-        CanaryDeclined: A step involves ranks other than its workers and those that share their
-            parameters.
-    """
+    """Return a model under FSDP2."""
     model = ShardedModel(wrapped.wrapper)
     axes = {} if wrapped.mesh is None else wrapped.mesh.axes
     shared = model.tensor_parallel

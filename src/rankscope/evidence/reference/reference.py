@@ -65,11 +65,7 @@ class ReferenceModel(Protocol):
         """The axis along which ranks share its parameters; None if each worker is one rank."""
 
     def check(self) -> None:
-        """Check that a worker can run the model alone.
-
-        Raises:
-            CanaryDeclined: It cannot.
-        """
+        """Check that a worker can run the model alone."""
 
     def digests(self) -> dict[str, int]:
         """Return digests of its parameters, where healthy workers hold the same; else nothing."""
@@ -115,22 +111,15 @@ class WholeModel:
 
 
 class ReferenceStep:
-    """Measures one worker's share of a reference step.
-
-    Args:
-        model: The model.
-        device: The device of its gradients.
-        num_workers: W, which limits the size of a message.
-        seed: Seed of all signs; equal on all workers.
-    """
+    """Measures one worker's share of a reference step."""
 
     def __init__(
         self, model: ReferenceModel, device: torch.device, num_workers: int, seed: int
     ) -> None:
         self._model = model
-        self._device = device
-        self._num_workers = num_workers
-        self._seed = seed
+        self._device = device  # the device of its gradients
+        self._num_workers = num_workers  # w, which limits the size of a message
+        self._seed = seed  # seed of all signs; equal on all workers
         self._sketcher: Sketcher | None = None
         self._reduced: GradientTotals | None = None
 
@@ -140,20 +129,12 @@ class ReferenceStep:
         return self._model.tensor_parallel is not None
 
     def see_reduced(self, num_micro: int) -> None:
-        """Measure the reduced ``.grad`` of ``num_micro`` micro-batches; the last call counts.
-
-        Raises:
-            CanaryDeclined: The message would be too large.
-        """
+        """Measure the reduced ``.grad`` of ``num_micro`` micro-batches; the last call counts."""
         sketcher = self._prepare(num_micro)
         self._reduced = self._measure_grad(sketcher)
 
     def check(self, num_micro: int) -> None:
-        """Check that the gradient can be computed again.
-
-        Raises:
-            CanaryDeclined: It cannot.
-        """
+        """Check that the gradient can be computed again."""
         self._model.check()
         self._prepare(num_micro)
 
@@ -162,10 +143,6 @@ class ReferenceStep:
 
         The last one is computed twice, to measure operations that add in any order. Collective
         operations come first.
-
-        Raises:
-            CanaryDeclined: It cannot be computed.
-            NotPutBackError: Some changed state could not be put back.
         """
         sketcher = self._prepare(len(micro_batches))
         given = self._measure_grad(sketcher)

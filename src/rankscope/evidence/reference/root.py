@@ -33,15 +33,7 @@ _MOST_STEPS = 4  # that wait for the workers' other messages
 
 
 class Verifications(Director):
-    """Reference steps of one run.
-
-    Args:
-        num_workers: W.
-        plan: The user's plan.
-        report: Takes each finding.
-        by_loop: Whether the training's own loop reduces.
-        silent_steps: Steps that yield no findings, since nobody asked for them.
-    """
+    """Reference steps of one run."""
 
     def __init__(
         self,
@@ -49,7 +41,8 @@ class Verifications(Director):
         plan: Plan,
         report: Callable[[Finding], None],
         *,
-        by_loop: bool = False,
+        by_loop: bool = False,  # whether the training's own loop reduces
+        # steps that yield no findings, since nobody asked for them
         silent_steps: Collection[int] = (),
     ) -> None:
         self._by_loop = by_loop

@@ -40,48 +40,31 @@ def width_for(num_parameters: int, num_micro: int, num_workers: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceShare:
-    """One worker's part of a reference step.
-
-    Attributes:
-        names: Names of the parameters ``[P]``.
-        types: Their types ``[P]``, such as ``float32``.
-        terms_MPK: Sketches of the gradient of each micro-batch's backward pass, computed again by
-            itself.
-        norms_MP: Their norms, not estimated.
-        given_PK: Sketches of ``.grad`` at the optimizer's call.
-        reduced_PK: Sketches of ``.grad`` after the reduction; ``[0, k]`` if unknown.
-        unsteady_P: Norm of the difference between two computations of the last micro-batch, one of
-            which rounds otherwise if ranks along another axis share the parameters.
-        replicas_PK: In that case, sums of ``given_PK`` over these ranks for parameters that each of
-            them holds whole, 0 for the rest; ``[0, k]`` without such an axis.
-        copies: The number of workers that hold each element of ``.grad``. With fewer than W, each
-            has a shard, and the sketches of the shards add up to the whole one's.
-        summed_workers: The reduced gradient over the workers' mean gradient: 1 for a mean, W for a
-            sum.
-        axis: Name of that axis.
-        clips: Whether torch clipped gradients in the step, before the optimizer's call.
-        declined: The reason why all of this is missing; empty if it is not.
-        slopes: Directional derivatives, which all ranks have measured instead; None without.
-        digests: Digests of the parameters by name, where each worker holds all of them.
-        roots_M: The value on which the backward pass of each micro-batch was called; empty if
-            unknown.
-    """
+    """One worker's part of a reference step."""
 
     names: tuple[str, ...] = ()
-    types: tuple[str, ...] = ()
+    types: tuple[str, ...] = ()  # their types ``[P]``, such as ``float32``
+    # sketches of each micro-batch's gradient, computed again
     terms_MPK: Floats32 = field(default_factory=lambda: np.empty((0, 0, 1), np.float32))
-    norms_MP: Floats = field(default_factory=lambda: np.empty((0, 0)))
+    norms_MP: Floats = field(default_factory=lambda: np.empty((0, 0)))  # their norms, not estimated
+    # of ``.grad`` at the optimizer's call
     given_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
+    # of ``.grad`` after the reduction; ``[0, k]`` if unknown
     reduced_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
+    # norm between two computations of the last one
     unsteady_P: Floats = field(default_factory=lambda: np.empty(0))
+    # sums over the axis of what each rank holds whole; or ``[0, k]``
     replicas_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
-    copies: int = 1
-    summed_workers: float = 1.0
-    axis: str = ""
-    clips: bool = False
-    declined: str = ""
+    copies: int = 1  # workers that hold each element; if fewer than W, shards add up
+    summed_workers: float = 1.0  # 1 for a mean, W for a sum
+    axis: str = ""  # along which ranks share the parameters; empty without
+    clips: bool = False  # whether torch clipped gradients in the step, before the optimizer's call
+    declined: str = ""  # the reason why all of this is missing; empty if it is not
+    # directional derivatives, which all ranks have measured instead; None without
     slopes: Slopes | None = None
+    # digests of the parameters by name, where each worker holds all of them
     digests: Mapping[str, int] = field(default_factory=dict)
+    # the value on which the backward pass of each micro-batch was called; empty if unknown
     roots_M: tuple[float, ...] = ()
 
     def pack(self) -> bytes:
@@ -102,11 +85,7 @@ class ReferenceShare:
 
     @classmethod
     def unpack(cls, content: bytes | memoryview) -> "ReferenceShare":
-        """Read a share; its arrays are views of ``content``.
-
-        Raises:
-            PackedError: These bytes hold none.
-        """
+        """Read a share; its arrays are views of ``content``."""
         header, arrays = unpack_arrays(content)
         if any(array.dtype.kind != "f" for array in arrays):
             raise PackedError("expected floats in a part of a reference step")

@@ -43,11 +43,7 @@ _MADE_BY = ("torch.distributed.fsdp", "torch.distributed._composable")
 
 
 class ShardedModel:
-    """A model under FSDP2, for a reference step.
-
-    Raises:
-        CanaryDeclined: Ranks share its parameters in a way that cannot be undone.
-    """
+    """A model under FSDP2, for a reference step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -65,11 +61,7 @@ class ShardedModel:
         return 1 / self._trained[0].group.reduced_scale
 
     def check(self) -> None:
-        """Check that a whole copy can be made and run.
-
-        Raises:
-            CanaryDeclined: It cannot.
-        """
+        """Check that a whole copy can be made and run."""
         if len(parameters_by_mesh(self._model)) > 1:
             raise CanaryDeclined("experts lie on another mesh: no worker can run the model alone")
         if any(p.tensor.device != p.group.device for p in self._managed.values()):
@@ -128,11 +120,7 @@ class GatheredModel:
         self.parameters = {p.name: p.tensor for p in self._managed if p.tensor.requires_grad}
 
     def check(self) -> None:
-        """Check that a copy can be made and run.
-
-        Raises:
-            CanaryDeclined: It cannot.
-        """
+        """Check that a copy can be made and run."""
         if len(parameters_by_mesh(self._model)) > 1:
             raise CanaryDeclined("experts lie on another mesh than the rest")
         if any(p.tensor.device != p.group.device for p in self._managed):

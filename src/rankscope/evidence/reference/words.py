@@ -48,25 +48,16 @@ def verified(
     found: Verification,
     step: int,
     num_workers: int,
-    num_micro: int,
+    num_micro: int,  # the most micro-batches of a worker
     *,
-    by_loop: bool = False,
-    clips: bool = False,
+    by_loop: bool = False,  # whether the training's own loop reduces
+    clips: bool = False,  # known to: it called torch in the step, or the plan has a limit
 ) -> Finding:
     """Return the finding of a reference step.
 
     A loop that reduces by itself may clip before its gradient is seen, may intend a sum, and may
     leave the reduction to its optimizer. A gradient that became smaller after the reduction agrees
     where it is known that the training clips; elsewhere the factor is a note.
-
-    Args:
-        found: The result.
-        step: The step.
-        num_workers: W.
-        num_micro: The most micro-batches of a worker.
-        by_loop: Whether the training's own loop reduces.
-        clips: Whether the training is known to clip: it called torch in the step, or the plan has
-            a limit.
     """
     if by_loop and any(odd.how is GradientMismatch.NOT_REDUCED for odd in found.odd):
         return declined(_BY_OPTIMIZER, (), step)
@@ -112,20 +103,11 @@ def derived(
     slopes: Slopes,
     step: int,
     num_workers: int,
-    num_micro: int,
+    num_micro: int,  # micro-batches of a worker
     *,
     by_loop: bool = False,
 ) -> Finding:
-    """Return the finding of directional derivatives.
-
-    Args:
-        found: The result.
-        slopes: The derivatives.
-        step: The step.
-        num_workers: W.
-        num_micro: Micro-batches of a worker.
-        by_loop: Whether the training's own loop reduces, so that clipping is not seen apart.
-    """
+    """Return the finding of directional derivatives."""
     if found.answer is SlopeAnswer.UNCLEAR:
         return declined(_UNCLEAR, (), step)
     guess = _guess_factor(found.factor, num_workers, num_micro, slopes.num_ranks // num_workers)
@@ -215,13 +197,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def declined(why: str, ranks: Sequence[int], step: int) -> Finding:
-    """Return the finding of a step whose gradient was not computed again.
-
-    Args:
-        why: The reason, without a full stop.
-        ranks: The workers with that reason; empty for all.
-        step: The step.
-    """
+    """Return the finding of a step whose gradient was not computed again."""
     named = f" ({name_ranks(ranks)})" if ranks else ""
     fields = {"step": f"{step:,}", "why": why, "who": named}
     return _finding("verify.declined", Severity.NOTE, tuple(ranks), step, fields, {"why": why})

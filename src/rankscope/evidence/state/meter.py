@@ -40,48 +40,29 @@ class StateMeter:
 
     No call waits for the device, raises, or changes anything. Unreadable tensors have a digest of
     their own, missing gradients the digest 0.
-
-    Args:
-        module: The model, without what wraps it for data parallelism.
-        optimizer: The optimizer; None if it is not known, or if its state is not replicated.
-        replicated: Whether workers hold the same parameters; if not, only buffers are compared.
-        reduces: Returns whether the gradient of a parameter is reduced at all; None if all are.
-        left_out: Names of parameters and buffers that each worker may have for itself.
-        broadcasts: Returns whether DDP has broadcast buffers before the forward pass that is about
-            to enter the module; None where it never does.
-        lasting: Returns the lasting tensor of a parameter that is replaced while the model
-            computes; None if all parameters last.
-        device: Where the model lives.
-        max_items: Digests, at most, for each step.
-        num_slots: Steps of one cycle of the digest schedule.
-        spacing: Steps from slot to slot, once a run has begun.
-        local_steps: Steps in a row that share a slot, without spacing, so that one of them follows
-            an average of the workers' parameters; 0 for one slot per step.
-        sums_by_hand: Whether some gradients may be summed over other axes of a mesh after the
-            reduction; then changes after the reduction are not recorded.
-        shards: Whether to read each worker's gradient shards of parameters that are not replicated,
-            only to find changes between the reduction and the optimizer.
-        summed: Names of parameters whose gradients are summed over other ranks in between.
     """
 
     def __init__(
         self,
         module: nn.Module,
+        # None if unknown, or if its state is not replicated
         optimizer: torch.optim.Optimizer | None,
         *,
-        replicated: bool,
+        replicated: bool,  # if not, only buffers are compared
+        # whether a gradient is reduced at all; None if all are
         reduces: Callable[[Tensor], bool] | None = None,
-        left_out: Container[str] = (),
+        left_out: Container[str] = (),  # that each worker may have for itself
+        # whether DDP has just broadcast buffers; None where it never does
         broadcasts: Callable[[], bool] | None = None,
-        lasting: Lasting | None = None,
-        device: torch.device | None = None,
-        max_items: int = 32,
-        num_slots: int = 64,
-        spacing: int = 1,
-        local_steps: int = 0,
-        sums_by_hand: bool = False,
-        shards: bool = False,
-        summed: Container[str] = (),
+        lasting: Lasting | None = None,  # None if all parameters last
+        device: torch.device | None = None,  # where the model lives
+        max_items: int = 32,  # digests, at most, for each step
+        num_slots: int = 64,  # steps of one cycle of the digest schedule
+        spacing: int = 1,  # steps from slot to slot, once a run has begun
+        local_steps: int = 0,  # in a row that share a slot, so that one follows an average
+        sums_by_hand: bool = False,  # over other axes of a mesh: later changes are not recorded
+        shards: bool = False,  # read shards too, for changes after the reduction
+        summed: Container[str] = (),  # names of parameters summed over other ranks in between
     ) -> None:
         self._module = module
         self._summed = summed
@@ -167,12 +148,7 @@ class StateMeter:
             seen.broadcast = self._read(self._slot.cached.broadcast, rows.slices, tensors)
 
     def see_local(self, name: str, gradient: Tensor) -> None:
-        """Take the local gradient of a parameter, before the reduction; the last one counts.
-
-        Args:
-            name: The parameter's canonical name.
-            gradient: Any shape; it may be overwritten as soon as this returns.
-        """
+        """Take the local gradient of a parameter, before the reduction; the last one counts."""
         if name not in self._slot.wanted:
             return
         if not gradient.is_cpu:
@@ -237,11 +213,7 @@ class StateMeter:
         seen.weights, seen.starts = cached.leaves
 
     def _add_kept(self, tensors: list[Tensor | None], slot: DigestSlot) -> list[object] | None:
-        """Append the optimizer state of a slot's parameters, with which ``tensors`` begins.
-
-        Returns:
-            Names of that state; None if some of it may be no tensor.
-        """
+        """Append the optimizer state of a slot's parameters, with which ``tensors`` begins."""
         states = getattr(self._optimizer, "state", None)
         marks: list[object] = []
         if not isinstance(states, dict):

@@ -27,19 +27,12 @@ _FEWEST_PASSES = 2
 
 @dataclass(frozen=True, slots=True)
 class PendingPasses:
-    """Copies of a few tensors at moments of one step, perhaps still on the device.
+    """Copies of a few tensors at moments of one step, perhaps still on the device."""
 
-    Attributes:
-        copies: One for each moment, as bytes.
-        names: Names of the tensors.
-        frozen: Which of them are parameters that are not trained.
-        ends: Where the bytes of each end.
-    """
-
-    copies: Sequence[HostCopy]
-    names: Sequence[str]
-    frozen: Sequence[bool]
-    ends: Sequence[int]
+    copies: Sequence[HostCopy]  # one for each moment, as bytes
+    names: Sequence[str]  # names of the tensors
+    frozen: Sequence[bool]  # which of them are parameters that are not trained
+    ends: Sequence[int]  # where the bytes of each end
 
     @property
     def ready(self) -> bool:

@@ -64,28 +64,17 @@ class TensorPlace:
 
 
 class FoundState(NamedTuple):
-    """A parameter or buffer of a model; equal on workers with equal models, but for the module.
+    """A parameter or buffer of a model; equal on workers with equal models, but for the module."""
 
-    Attributes:
-        holder: The module that it belongs to.
-        prefix: The module's name.
-        key: Its name in the module.
-        is_buffer: Whether it is a buffer.
-        shape: Its shape; of a DTensor, that of the whole.
-        length: Elements on a worker; of a DTensor, about a shard's.
-        dtype: Its dtype.
-        trained: Whether it requires a gradient.
-        broadcast: Of a running statistic, whether DDP broadcasts it before each step; else None.
-    """
-
-    holder: nn.Module
-    prefix: str
-    key: str
+    holder: nn.Module  # the module that it belongs to
+    prefix: str  # the module's name
+    key: str  # its name in the module
     is_buffer: bool
-    shape: tuple[int, ...]
-    length: int
+    shape: tuple[int, ...]  # its shape; of a DTensor, that of the whole
+    length: int  # elements on a worker; of a DTensor, about a shard's
     dtype: torch.dtype
-    trained: bool
+    trained: bool  # whether it requires a gradient
+    # of a running statistic, whether DDP broadcasts it before each step; else None
     broadcast: bool | None = None
 
     @property
@@ -125,29 +114,19 @@ class Item:
 
 
 class DigestSchedule:
-    """The slots in which the parameters and buffers of a model are compared, one after the other.
-
-    Args:
-        found: Parameters and buffers of the model.
-        replicated: Whether workers hold the same parameters; if not, only buffers are compared.
-        shards: Whether gradients of parameters that are not replicated are compared as well.
-        called: Whether the optimizer's call can be observed.
-        kept: Whether the optimizer's state is compared, of all trained parameters: workers may
-            update shares of them, and then only the owner of each keeps some.
-        num_slots: The most slots of one cycle.
-        max_items: The most digests of a slot.
-    """
+    """The slots in which a model's parameters and buffers are compared, one after the other."""
 
     def __init__(
         self,
-        found: Sequence[FoundState],
+        found: Sequence[FoundState],  # parameters and buffers of the model
         *,
-        replicated: bool,
+        replicated: bool,  # if not, only buffers are compared
+        # whether gradients of parameters that are not replicated are compared as well
         shards: bool = False,
-        called: bool,
-        kept: bool,
-        num_slots: int,
-        max_items: int,
+        called: bool,  # whether the optimizer's call can be observed
+        kept: bool,  # whether the optimizer's state is compared, of all trained parameters
+        num_slots: int,  # the most slots of one cycle
+        max_items: int,  # the most digests of a slot
     ) -> None:
         self.found = found
         end = 8 if replicated else 7  # owners may train different parameters
@@ -178,19 +157,12 @@ class DigestSchedule:
 
 def survey(
     module: nn.Module,
-    left_out: Container[str] = (),
+    left_out: Container[str] = (),  # that each worker may have for itself
     lasting: Lasting | None = None,
     *,
-    broadcast: bool = False,
+    broadcast: bool = False,  # whether DDP broadcasts buffers
 ) -> list[FoundState]:
-    """Return the parameters and buffers of a model, each once, in the order of its modules.
-
-    Args:
-        module: The model.
-        left_out: Names of parameters and buffers that each worker may have for itself.
-        lasting: Returns the lasting tensor of a parameter; None if all parameters last.
-        broadcast: Whether DDP broadcasts buffers.
-    """
+    """Return the parameters and buffers of a model, each once, in the order of its modules."""
     found: list[FoundState] = []
     seen: set[int] = set()
     for prefix, holder in module.named_modules():

@@ -20,14 +20,10 @@ from rankscope.wrappers.kinds import FSDP2, MEGATRON
 
 
 class SentNames:
-    """Names of the digested items, which are equal on all workers: the first one sends them once.
-
-    Args:
-        sends: Whether this worker sends names.
-    """
+    """Names of the digested items, equal on all workers: the first one sends them once."""
 
     def __init__(self, *, sends: bool) -> None:
-        self.sends = sends
+        self.sends = sends  # whether this worker sends names
         self._items: set[int] = set()
 
     def are_new(self, items: int) -> bool:
@@ -96,28 +92,19 @@ class PendingStateMessage:
 
 
 class StateProbe(Probe):
-    """Compares one worker's state exactly.
-
-    Args:
-        meter: Digests state; None where nothing is compared.
-        tracer: Traces tensors; None without.
-        passes: Copies a few tensors at each forward pass; None where nothing is compared.
-        names: Names that the root has received.
-        replica: Workers with equal numbers hold the same parameters; None where each parameter has
-            one owner.
-        updates_all: Whether the model holds the new state as soon as ``optimizer.step`` returns.
-            Then it is read there, before the script may change it. Else it is read when the step is
-            collected.
-    """
+    """Compares one worker's state exactly."""
 
     def __init__(
         self,
-        meter: StateMeter | None,
-        tracer: TraceMeter | None,
+        meter: StateMeter | None,  # digests state; None where nothing is compared
+        tracer: TraceMeter | None,  # traces tensors; None without
+        # copies a few tensors at each forward pass; None where nothing is compared
         passes: PassMeter | None,
-        names: SentNames,
+        names: SentNames,  # names that the root has received
         *,
-        replica: int | None,
+        replica: int | None,  # equal numbers hold equal parameters; None: one owner each
+        # whether the model holds the new state as soon as ``optimizer.step`` returns. Then it is
+        # read there, before the script may change it. Else it is read when the step is collected
         updates_all: bool,
     ) -> None:
         self._meter = meter

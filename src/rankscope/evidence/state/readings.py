@@ -228,24 +228,18 @@ class CachedReading:
 
 
 class PendingReading:
-    """Digests and sums of squares of N parts, some of which devices may still compute.
-
-    Args:
-        digests: Digests from the host, below 2^64.
-        squares: Sums of squares from the host.
-        launched: Sets of parts that devices read.
-        single: Single digests on devices, with the part's number.
-        single_squares: More sums of squares of single parts, with the part's number.
-    """
+    """Digests and sums of squares of N parts, some of which devices may still compute."""
 
     __slots__ = ("_arrived", "_digests", "_launched", "_squares", "_terms")
 
     def __init__(
         self,
-        digests: list[int],
-        squares: list[float],
-        launched: Sequence[Launched] = (),
+        digests: list[int],  # digests from the host, below 2^64
+        squares: list[float],  # sums of squares from the host
+        launched: Sequence[Launched] = (),  # sets of parts that devices read
+        # single digests on devices, with the part's number
         single: Sequence[tuple[int, PendingDigest]] = (),
+        # more sums of squares of single parts, with the part's number
         single_squares: Sequence[tuple[int, float | Tensor]] = (),
     ) -> None:
         self._digests = digests

@@ -101,25 +101,17 @@ class Local(NamedTuple):
 
 
 class CachedReadings:
-    """Readings of a slot's earlier steps.
-
-    Attributes:
-        state: Parameters and optimizer state.
-        buffers: Buffers before the first forward pass.
-        marks: Names of the optimizer state that was read.
-        leaves: Weights of its parts, and the number of each slice's first part.
-        gradients: Reduced gradients and applied gradients.
-        broadcast: Running statistics after their broadcast.
-        local: Gradients before the reduction, by the names of their parameters.
-    """
+    """Readings of a slot's earlier steps."""
 
     def __init__(self) -> None:
-        self.state = CachedReading()
-        self.buffers = CachedReading()
-        self.marks: list[object] = []
+        self.state = CachedReading()  # parameters and optimizer state
+        self.buffers = CachedReading()  # buffers before the first forward pass
+        self.marks: list[object] = []  # names of the optimizer state that was read
+        # weights of its parts, and the number of each slice's first part
         self.leaves: tuple[Sequence[int], Sequence[int]] = ((), ())
-        self.gradients = CachedReading()
-        self.broadcast = CachedReading()
+        self.gradients = CachedReading()  # reduced gradients and applied gradients
+        self.broadcast = CachedReading()  # running statistics after their broadcast
+        # gradients before the reduction, by the names of their parameters
         self.local: dict[tuple[str, ...], Local] = {}
 
 
@@ -166,30 +158,19 @@ class DigestSlot:
 
 @dataclass(slots=True)
 class Seen:
-    """The readings of one step; None for those that were not taken.
+    """The readings of one step; None for those that were not taken."""
 
-    Attributes:
-        state: Parameters, then optimizer state, after the step.
-        weights: Weights of the leaves of the optimizer state.
-        starts: Number of each slice's first leaf.
-        gradients: Reduced gradients and applied gradients.
-        before: The last reading of gradients.
-        local: Gradients before the reduction, by the numbers of the slices of the reduced
-            gradient; later ones count.
-        reduced: Which slices of the reduced gradient are reduced at all; None if all are.
-        broadcast: Running statistics right after DDP has broadcast them.
-        buffers: Buffers as the step's first forward pass finds them.
-    """
-
-    state: PendingReading | None
-    weights: Sequence[int]
-    starts: Sequence[int]
-    gradients: dict[StateKind, PendingReading]
-    before: CachedReading | None
+    state: PendingReading | None  # parameters, then optimizer state, after the step
+    weights: Sequence[int]  # weights of the leaves of the optimizer state
+    starts: Sequence[int]  # number of each slice's first leaf
+    gradients: dict[StateKind, PendingReading]  # reduced gradients and applied gradients
+    before: CachedReading | None  # the last reading of gradients
+    # before the reduction, by numbers of slices; later ones count
     local: dict[tuple[int, ...], PendingReading]
+    # which slices of the reduced gradient are reduced at all; None if all are
     reduced: Sequence[bool] | None
-    broadcast: PendingReading | None = None
-    buffers: PendingReading | None = None
+    broadcast: PendingReading | None = None  # running statistics right after DDP has broadcast them
+    buffers: PendingReading | None = None  # buffers as the step's first forward pass finds them
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,32 +191,21 @@ class PendingRoles:
 
 
 class PendingState:
-    """The digests of one step on their way to the host.
-
-    Args:
-        slot: The items to read.
-        seen: The readings.
-        layout: Digest of the plan; None without one.
-        sent: Whether DDP broadcasts running statistics; else they are buffers like others.
-        roles: Roles of the worker's parameters; None in most steps.
-        finds_changed: Whether to find gradients that were changed after the reduction.
-        replicated: Whether other workers hold the same reduced gradients; if not, their digests
-            are left out, since they would only differ.
-        summed: Names of parameters whose gradients are summed over other ranks after the
-            reduction, which is no change of them.
-    """
+    """The digests of one step on their way to the host."""
 
     def __init__(
         self,
         slot: DigestSlot,
         seen: Seen,
-        layout: int | None,
+        layout: int | None,  # digest of the plan; None without one
         *,
+        # whether DDP broadcasts running statistics; else they are buffers like others
         sent: bool = True,
-        roles: PendingRoles | None = None,
+        roles: PendingRoles | None = None,  # roles of the worker's parameters; None in most steps
+        # whether to find gradients that were changed after the reduction
         finds_changed: bool = True,
-        replicated: bool = True,
-        summed: Container[str] = (),
+        replicated: bool = True,  # else digests of gradients would only differ, and are left out
+        summed: Container[str] = (),  # over other ranks after the reduction, which is no change
     ) -> None:
         self._finds_changed = finds_changed
         self._summed = summed
@@ -264,13 +234,7 @@ class PendingState:
         return all(reading.ready for reading in readings)
 
     def read(self) -> tuple[StateDigests, dict[str, float | int]]:
-        """Wait for the device.
-
-        Returns:
-            The digests, and LOCAL signals: ``state_layout`` and, where they were read,
-            ``param_digest``, ``buffer_digest``, ``optimizer_digest``, ``reduced_digest``,
-            ``applied_digest``, ``applied_scale`` and ``applied_spread``.
-        """
+        """Wait for the device."""
         slot = self._slot
         values: dict[str, float | int] = {}
         if self._layout is not None:

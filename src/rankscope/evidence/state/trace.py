@@ -65,15 +65,7 @@ class TraceReader:
     def read(
         self, tensors: Iterable[tuple[StateKind, str, Tensor]], digests: Iterable[DigestRow] = ()
     ) -> "PendingRows":
-        """Start to read tensors as they are now.
-
-        Args:
-            tensors: Kind, canonical name, and a tensor of any shape, layout and dtype.
-            digests: Further rows, without norm and sketch.
-
-        Returns:
-            One row per tensor, in order, then those of ``digests``.
-        """
+        """Start to read tensors as they are now."""
         rows: list[tuple[StateKind, str]] = []
         reading = PendingDigests()
         owners: list[int] = []
@@ -154,24 +146,15 @@ class TraceReader:
 
 
 class PendingRows:
-    """Rows of a trace on their way to the host. P pieces of the tensors.
-
-    Args:
-        rows: Kind and name of each tensor.
-        num_read: How many of them were read in pieces; the others have a digest only.
-        digests: Digests of all rows.
-        owners_P: The row to which each piece belongs.
-        sketches: float64 ``[P, k]``.
-        squared_norms: float64 ``[P]``.
-    """
+    """Rows of a trace on their way to the host. P pieces of the tensors."""
 
     def __init__(
         self,
-        rows: list[tuple[StateKind, str]],
-        num_read: int,
+        rows: list[tuple[StateKind, str]],  # kind and name of each tensor
+        num_read: int,  # how many of them were read in pieces; the others have a digest only
         digests: PendingReading,
-        owners_P: NDArray[np.int64],
-        sketches: HostCopy,
+        owners_P: NDArray[np.int64],  # the row to which each piece belongs
+        sketches: HostCopy,  # float64 ``[P, k]``
         squared_norms: HostCopy,
     ) -> None:
         self._rows = rows
@@ -232,25 +215,19 @@ class PendingTrace:
 
 
 class TraceMeter:
-    """Traces a training on one rank; all calls come on the training thread, none waits.
-
-    Args:
-        module: The model, without what wraps it for data parallelism.
-        parameters: The parameters that are trained, by canonical name, whole on this rank.
-        device: Where they live.
-        optimizer: The optimizer, if known: its state at the start is digested.
-        every: Steps that are multiples of this are traced.
-        leave_out: Takes the seconds that were spent, which do not count as overhead.
-    """
+    """Traces a training on one rank; all calls come on the training thread, none waits."""
 
     def __init__(
         self,
         module: nn.Module,
+        # the parameters that are trained, by canonical name, whole on this rank
         parameters: Mapping[str, Tensor],
         device: torch.device,
+        # the optimizer, if known: its state at the start is digested
         optimizer: torch.optim.Optimizer | None,
         *,
-        every: int,
+        every: int,  # steps that are multiples of this are traced
+        # takes the seconds that were spent, which do not count as overhead
         leave_out: Callable[[float], None],
     ) -> None:
         self._module = module

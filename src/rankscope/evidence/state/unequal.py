@@ -69,17 +69,6 @@ class UnequalState(Detector):
     share the work on the same samples hold parts of one model there: each is compared with those at
     the same place of other groups. Frozen parameters may follow that place by themselves, as those
     of parallel experts do.
-
-    Args:
-        num_workers: W.
-        local_buffers: Whether workers are meant to keep buffers of their own.
-        replicated: Whether all parameters are meant to be equal, those too that are left out of
-            the reduction.
-        local_steps: Steps from one average of the workers' parameters to the next; 0 where every
-            step's gradients are reduced. With local steps, gradients and optimizer state are not
-            compared, and parameters have to agree after one step in each so many.
-        by_loop: Whether the training's own loop reduces, or its optimizer.
-        unsaved: Names of buffers that no checkpoint holds.
     """
 
     SETTINGS = (
@@ -90,11 +79,11 @@ class UnequalState(Detector):
         self,
         num_workers: int,
         *,
-        local_buffers: bool = False,
-        local_steps: int = 0,
-        replicated: bool = False,
-        by_loop: bool = False,
-        unsaved: Sequence[str] = (),
+        local_buffers: bool = False,  # whether workers are meant to keep buffers of their own
+        local_steps: int = 0,  # from average to average; 0 where each step reduces
+        replicated: bool = False,  # all parameters are, those left out of the reduction too
+        by_loop: bool = False,  # whether the training's own loop reduces, or its optimizer
+        unsaved: Sequence[str] = (),  # names of buffers that no checkpoint holds
     ) -> None:
         self._num_workers = num_workers
         self._unsaved = frozenset(unsaved)
@@ -264,19 +253,13 @@ class UnequalState(Detector):
 
 
 class _Between(Stateful):
-    """The steps of one interval between two averages: in one of them, the workers have to agree.
-
-    Attributes:
-        steps: The number of steps that have been compared.
-        ranks: The workers that differ in the step in which fewest do.
-        names: Names of the differing parameters there.
-    """
+    """The steps of one interval between two averages: in one of them, the workers have to agree."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.steps = 0
-        self.ranks: list[int] = []
-        self.names: list[str] = []
+        self.steps = 0  # the number of steps that have been compared
+        self.ranks: list[int] = []  # the workers that differ in the step in which fewest do
+        self.names: list[str] = []  # names of the differing parameters there
 
     def add(self, ranks: list[int], names: list[str]) -> None:
         """Add a step in which parameters were compared."""

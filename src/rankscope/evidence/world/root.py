@@ -34,22 +34,15 @@ _SCALED = 0.01  # relative difference of two scales that is none
 
 
 class World(Director):
-    """Compares this run's units with the others of the job.
-
-    Args:
-        first_step: Number of the run's first step.
-        report: Takes each finding that has changed.
-        group_seed: Returns the seed of all ranks of this run; None where they differ.
-        independent: Whether groups that never meet are trainings of their own on purpose.
-    """
+    """Compares this run's units with the others of the job."""
 
     def __init__(
         self,
         first_step: int,
         report: Callable[[Finding], None],
-        group_seed: Callable[[], int | None],
+        group_seed: Callable[[], int | None],  # of all ranks of this run; None where they differ
         *,
-        independent: bool = False,
+        independent: bool = False,  # groups that never meet are trainings of their own on purpose
     ) -> None:
         self._first_step = first_step
         self._report = report

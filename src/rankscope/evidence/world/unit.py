@@ -12,7 +12,7 @@ Legend of shapes: E elements; P parameters, of each of which the same number of 
 
 import base64
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
@@ -44,53 +44,28 @@ ELEMENTS = 4
 class Unit:
     """The parameters that one group of ranks reduces together, as its first rank publishes them.
 
-    Attributes:
-        ranks: The ranks of the job that reduce them.
-        main: Whether they are most of their run's; others are reduced over fewer ranks.
-        layout: Digest of their names, shapes and types.
-        names: Names of the parameters that are read.
-        dtype: The type of most of them.
-        divisor: The number by which the sum of gradients is divided; 0 if unknown.
-        wrapper: What reduces them, in words.
-        axes: The ranks of the job along other axes of their mesh, by name.
-        given_dir: The run directory that the user gave.
-        seed: The first rank's seed.
-        scale: What the training multiplies the reduced gradient by, relative to that of the main
-            unit; None if unknown.
-        whole: Whether the first rank runs the whole model, not a stage that is given activations.
-        readings: By number of steps since the run began, the elements ``[E]`` before that step: the
-            bytes of float32, in base64.
-        settings: Digest of the optimizer's settings at the same times.
-        batches: Digest of the first rank's batch in some steps.
+    An age is the number of steps since the run began.
     """
 
-    ranks: tuple[int, ...]
-    main: bool
-    layout: int
-    names: tuple[str, ...]
-    dtype: str
-    divisor: float
-    wrapper: str
-    axes: Mapping[str, tuple[int, ...]]
-    given_dir: str
-    seed: int
-    scale: float | None = None
-    whole: bool = True
-    readings: dict[int, str] = field(default_factory=dict)
-    settings: dict[int, int] = field(default_factory=dict)
-    batches: dict[int, int] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain JSON values."""
-        return asdict(self)
+    ranks: tuple[int, ...]  # of the job, that reduce them
+    main: bool  # they are most of their run's; others are reduced over fewer ranks
+    layout: int  # digest of their names, shapes and types
+    names: tuple[str, ...]  # of the parameters that are read
+    dtype: str  # of most of them
+    divisor: float  # of the sum of gradients; 0 if unknown
+    wrapper: str  # what reduces them, in words
+    axes: Mapping[str, tuple[int, ...]]  # ranks of the job along other axes of their mesh
+    given_dir: str  # the run directory that the user gave
+    seed: int  # of the first rank
+    scale: float | None = None  # of the reduced gradient, by the training, relative to the main's
+    whole: bool = True  # the first rank runs all of the model, not a stage given activations
+    readings: dict[int, str] = field(default_factory=dict)  # by age: float32 ``[E]`` in base64
+    settings: dict[int, int] = field(default_factory=dict)  # by age: digest of the optimizer's
+    batches: dict[int, int] = field(default_factory=dict)  # by age: digest of the first rank's
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Unit":
-        """Return the unit of plain values.
-
-        Raises:
-            TypeError, ValueError, AttributeError: They are none of a unit.
-        """
+        """Return the unit of plain values."""
         unit = cls(**values)
         unit.ranks = tuple(map(int, unit.ranks))
         unit.names = tuple(unit.names)
@@ -105,14 +80,17 @@ class Unit:
         return np.frombuffer(packed, np.float32).astype(np.float64)
 
 
+def _have_one_form(one: Unit, other: Unit) -> bool:
+    """Return whether two groups without a common rank have equal layouts of whole models."""
+    apart = not set(one.ranks) & set(other.ranks)
+    return one.layout == other.layout and one.whole and other.whole and apart
+
+
 def is_same_model(one: Unit, other: Unit) -> bool:
     """Return whether two groups began with one model: equal layout, and equal elements."""
     begins_E = one.elements(0)
     return (
-        one.layout == other.layout
-        and one.whole
-        and other.whole
-        and not set(one.ranks) & set(other.ranks)
+        _have_one_form(one, other)
         and len(np.unique(begins_E)) >= _FEWEST_DISTINCT
         and np.array_equal(begins_E, other.elements(0))
     )
@@ -128,10 +106,7 @@ def replicas_apart(one: Unit, other: Unit) -> tuple[int, list[str]] | None:
     drawn = one.batches.keys() & other.batches.keys()
     common = sorted(one.readings.keys() & other.readings.keys() - {0})
     alike = (
-        one.layout == other.layout
-        and one.whole
-        and other.whole
-        and not set(one.ranks) & set(other.ranks)
+        _have_one_form(one, other)
         and drawn
         and all(one.batches[at] == other.batches[at] for at in drawn)
         and all(one.settings.get(at) == other.settings.get(at) for at in common)
