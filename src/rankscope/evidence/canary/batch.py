@@ -6,6 +6,7 @@ never used.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,17 +25,8 @@ MAX_BATCH_BYTES = 64 * 2**20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMPY_KNOWS = frozenset(
     {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     }
 )
 
@@ -47,32 +39,26 @@ class CanaryDeclined(RankscopeError):  # noqa: N818 - an answer, not a failure
         self.out_of_memory = out_of_memory
 
 
+@dataclass(frozen=True, slots=True)
 class CapturedBatch:
     """A batch on its way to the host."""
 
-    def __init__(
-        self,
-        structure: Any,  # its structure, as plain JSON
-        # its tensors, those that numpy lacks as integers of the same bits
-        arrays: Sequence[HostCopy | NDArray[Any]],
-        samples: HostCopy | None = None,  # digest of each sample, where a batch was recognised
-    ) -> None:
-        self._structure = structure
-        self._arrays = arrays
-        self._samples = samples
+    structure: Any  # plain JSON
+    arrays: Sequence[HostCopy | NDArray[Any]]  # those that numpy lacks as integers of the same bits
+    samples: HostCopy | None = None  # digest of each, where a batch was recognised
 
     @property
     def ready(self) -> bool:
         """Whether :meth:`plain` would not wait."""
-        copies = [a for a in (*self._arrays, self._samples) if isinstance(a, HostCopy)]
+        copies = [a for a in (*self.arrays, self.samples) if isinstance(a, HostCopy)]
         return all(copy.ready for copy in copies)
 
     def plain(self) -> PlainBatch:
         """Wait for the device and return the batch."""
-        arrays = tuple(a.numpy() if isinstance(a, HostCopy) else a for a in self._arrays)
-        if self._samples is None:
-            return PlainBatch(self._structure, arrays)
-        return PlainBatch(self._structure, arrays, self._samples.numpy().astype(np.int64))
+        arrays = tuple(a.numpy() if isinstance(a, HostCopy) else a for a in self.arrays)
+        if self.samples is None:
+            return PlainBatch(self.structure, arrays)
+        return PlainBatch(self.structure, arrays, self.samples.numpy().astype(np.int64))
 
 
 @torch.no_grad()
@@ -99,7 +85,7 @@ def capture_batch(
 def restore_batch(
     batch: PlainBatch, device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a forward pass, with new tensors."""
+    """Return the arguments of a forward pass, with new tensors: on the host where they were."""
     tensors: dict[int, Tensor] = {}
     try:
         args, kwargs = _restore(batch.structure, batch.arrays, device, tensors)

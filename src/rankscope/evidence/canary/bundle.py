@@ -55,11 +55,7 @@ _INFO = "bundle.json"
 _FILES = ("suspect.npz", "peer.npz")
 _PLAIN: dict[str, Callable[[Any], Any]] = {
     "reason": str,
-    "step": int,
-    "suspect": int,
-    "peer": int,
-    "num_workers": int,
-    "seed": int,
+    **dict.fromkeys(("step", "suspect", "peer", "num_workers", "seed"), int),
     "autocast": str,
 }
 """Attributes of a bundle that are one text or number, in the order of the file."""
@@ -78,16 +74,14 @@ class ReplayBundle:
     step: int  # the step whose batches these are
     suspect: int  # the rank of the first batch
     peer: int  # the rank of the second
-    num_workers: int  # w of the run
+    num_workers: int
     seed: int  # seed of all random generators in every run of a batch
     autocast: str  # of the training's forward pass, such as ``bfloat16``; empty without
     batches: tuple[PlainBatch, PlainBatch]  # the batch of the suspect, and that of the peer
     finding: Finding | None = None  # the finding behind it, if any
-    # results of the workers in the live canary, once they are known
-    results: CanaryResults | None = None
+    results: CanaryResults | None = None  # of the live canary, once they are known
     verdict: CanaryVerdict | None = None
-    # releases of Python, torch, numpy and rankscope in the run
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # of Python, torch and the like
 
     @property
     def name(self) -> str:

@@ -40,17 +40,12 @@ class Stopwatch:
         self._device = device
         self._last: torch.Event | None = None
         self._start = time.perf_counter()
-        self._host = 0.0
+        self.host_seconds = 0.0  # on the training thread
 
     def stop(self) -> None:
         """End the piece of work."""
-        self._host = time.perf_counter() - self._start
+        self.host_seconds = time.perf_counter() - self._start
         self._last = None if self._first is None else _mark(self._device)
-
-    @property
-    def host_seconds(self) -> float:
-        """Seconds on the training thread until :meth:`stop`."""
-        return self._host
 
     @property
     def ready(self) -> bool:
@@ -63,7 +58,7 @@ class Stopwatch:
         device = 0.0
         if self._first is not None and self._last is not None and self._last.query():
             device = self._first.elapsed_time(self._last) / 1000
-        return self._before + max(self._host, device)
+        return self._before + max(self.host_seconds, device)
 
 
 def _mark(device: torch.device) -> torch.Event | None:
@@ -88,7 +83,8 @@ class StepMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stats = _stats_of(device)
+        on_device: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stats = getattr(on_device, "memory_stats", None)
         self._last: _Memory | None = None
         self._needed: int | None = None
 
@@ -166,13 +162,6 @@ def _free(device: torch.device, *, leave: int = 0) -> int | None:
         return None
     unused: int = on_device.memory_reserved(device) - on_device.memory_allocated(device)
     return unused + max(int(get_info(device)[0]) - leave, 0)
-
-
-def _stats_of(device: torch.device) -> Any:
-    """Return the allocator's statistics function, if it has one."""
-    if device.type == "cpu":
-        return None
-    return getattr(torch.get_device_module(device), "memory_stats", None)
 
 
 class BroadcastBuffers:

@@ -21,7 +21,7 @@ from rankscope.bus.batches import PlainBatch
 from rankscope.bus.probe import MessagePart
 from rankscope.evidence.canary.alone import ACCUMULATES, alone
 from rankscope.evidence.canary.batch import CanaryDeclined, restore_batch
-from rankscope.evidence.canary.compare import NAMES
+from rankscope.evidence.canary.combine import NAMES
 from rankscope.evidence.canary.cost import Stopwatch, check_gradient_room, is_out_of_memory
 from rankscope.evidence.canary.program import PendingProgram, ProgramRecorder, program_digest
 from rankscope.evidence.canary.state import NotPutBackError, preserved_state
@@ -52,8 +52,7 @@ class PendingResult:
     def __init__(
         self, loss: Tensor, grad_norm: Tensor, digest: Tensor, *, projected: bool = False
     ) -> None:
-        # what the forward pass ran; None where it was not recorded
-        self.program: PendingProgram | None = None
+        self.program: PendingProgram | None = None  # what the forward pass ran, if recorded
         self._projected = projected
         self._loss = HostCopy(loss.double())
         self._norm = HostCopy(grad_norm.double())
@@ -72,49 +71,42 @@ class PendingResult:
         return CanaryResult(loss, norm, int(self._digest.numpy()), self._projected)
 
 
+@dataclass(frozen=True, slots=True)
 class PendingCanary:
     """One worker's results of a canary, which may still be on the device."""
 
-    def __init__(
-        self,
-        suspect: int,  # the rank whose batch was run twice
-        peer: int,  # the rank whose batch was run once
-        # of the suspect's batch, twice, and the peer's; None in a mere request
-        results: tuple[PendingResult, PendingResult, PendingResult] | None = None,
-        took: Stopwatch | None = None,
-    ) -> None:
-        self._suspect = suspect
-        self._peer = peer
-        self._results = results
-        self._took = took
+    suspect: int  # the rank whose batch was run twice
+    peer: int  # the rank whose batch was run once
+    results: tuple[PendingResult, PendingResult, PendingResult] | None = None  # None: a request
+    took: Stopwatch | None = None
 
     @property
     def ready(self) -> bool:
         """Whether it can be read without waiting."""
-        timed = self._took is None or self._took.ready
-        return timed and (self._results is None or all(result.ready for result in self._results))
+        timed = self.took is None or self.took.ready
+        return timed and (self.results is None or all(result.ready for result in self.results))
 
     def read(self) -> MessagePart:
         """Wait for the device and return LOCAL columns."""
-        if self._results is None:
-            return MessagePart({"canary_of": self._suspect})
-        first, again, against = (result.read() for result in self._results)
+        if self.results is None:
+            return MessagePart({"canary_of": self.suspect})
+        first, again, against = (result.read() for result in self.results)
         values = {
-            "canary_of": self._suspect,
+            "canary_of": self.suspect,
             "canary_loss": first.loss,
             "canary_norm": first.grad_norm,
             "canary_digest": first.digest,
             "canary_again": again.digest,
             "canary_again_loss": again.loss,
             "canary_again_norm": again.grad_norm,
-            "canary_against": self._peer,
+            "canary_against": self.peer,
             "canary_against_loss": against.loss,
             "canary_against_norm": against.grad_norm,
             "canary_against_digest": against.digest,
             "canary_projected": first.projected,
-            "canary_seconds": math.nan if self._took is None else self._took.seconds,
+            "canary_seconds": math.nan if self.took is None else self.took.seconds,
         }
-        recorded = self._results[0].program
+        recorded = self.results[0].program
         if recorded is None:
             return MessagePart(values)
         program = recorded.read()
@@ -127,9 +119,9 @@ def run_batch(
     batch: PlainBatch,  # the inputs of its forward pass
     device: torch.device,
     *,
-    seed: int,  # seed of all random generators during the run
+    seed: int,
     backward_seed: int | None = None,  # matters if that pass draws numbers by itself
-    record: bool = False,  # whether to record what the forward pass runs
+    record: bool = False,  # what the forward pass runs
 ) -> PendingResult:
     """Run a batch through a model, forward and backward, and put everything back.
 
@@ -222,7 +214,8 @@ def check_module(module: nn.Module) -> None:
 
 def _result(loss: Tensor, gradients: Sequence[Tensor | None], *, projected: bool) -> PendingResult:
     present = [gradient for gradient in gradients if gradient is not None]
-    squares = [_dense(g).to(loss.device, torch.float32).square().sum() for g in present]
+    dense = [g.to_dense() if g.layout is not torch.strided else g for g in present]
+    squares = [g.to(loss.device, torch.float32).square().sum() for g in dense]
     norm = torch.stack(squares).sum().sqrt() if squares else loss.new_zeros(())
     digest = digest_tensor(loss)
     for gradient in gradients:
@@ -234,15 +227,12 @@ def _result(loss: Tensor, gradients: Sequence[Tensor | None], *, projected: bool
 _MIX = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as a signed number
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.layout is not torch.strided else gradient
-
-
 def check_graph(loss: Tensor, foreign: Set[Any]) -> None:
     """Check that the gradients of a loss can be computed one by one, in a graph of its own.
 
     Reentrant checkpointing can only accumulate them, and hides its parameters. A backward pass
-    through a graph that the training still needs, behind a hidden state, would release it.
+    through a graph that the training still needs, behind a hidden state, would release it: its
+    nodes are ``foreign``.
     """
     nodes = [loss.grad_fn]
     seen = set()

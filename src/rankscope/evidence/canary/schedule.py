@@ -1,22 +1,28 @@
-"""When a canary runs, and of whose batch; decided at the root alone.
+"""When a canary runs, and of whose batch; decided at the root alone, and sent to the workers.
 
 A canary that is decided when step n is the newest one copies its batches in the forward passes of
 step n + 16 or later. It runs before the first forward pass of a step that is again 16 or more ahead
 of the arrival of both batches. A worker that receives the message too late answers by how much;
 then all run the same batches later, further ahead each time, until all have run them. The first
 canary on schedule needs no announcement, since the root may still be starting.
+
+Messages are JSON, followed by batches. The root announces a canary (:func:`pack_plan`); the suspect
+and the peer answer (:class:`CanaryAnswer`); the root sends both batches to all (:func:`pack_run`).
+Results are part of their step's message. Nothing is ever pickled.
 """
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
+from rankscope.bus.batches import PlainBatch, unpack_batch
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding
 from rankscope.bus.governor import LAG
 from rankscope.bus.pace import PACE
+from rankscope.bus.packing import PackedError, pack_headed, unpack_headed
 from rankscope.bus.step import MISSING_INT, GatheredStep
 
 FIRST_KEPT = PACE.first_kept
@@ -102,10 +108,6 @@ class Planned:
         """Seed of all random generators in it, equal on all workers."""
         return 0x5EED + self.capture_at
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
-        return asdict(self)
-
 
 def first_scheduled(first_step: int, *, by_default: bool) -> Planned:
     """Return the first canary on a run's schedule."""
@@ -119,7 +121,7 @@ class CanaryPlan:
     def __init__(
         self, num_workers: int, schedule: Schedule | None = None, first_step: int = 0
     ) -> None:
-        self._num_workers = num_workers  # w; no canaries with one worker
+        self._num_workers = num_workers  # no canaries with one
         self._schedule = schedule  # when canaries run without a finding; None for never
         self._num_scheduled = 0
         self.lead = LAG
@@ -139,10 +141,10 @@ class CanaryPlan:
         findings: Sequence[Finding] = (),  # that opened or changed with it, or came again in it
         *,
         requested: bool = False,  # whether all workers asked for a canary in it
-        newest: int | None = None,
+        newest: int | None = None,  # step that any worker has ended; None if it is this one
         seconds: float = math.nan,  # its wall time; NaN if unknown
     ) -> Planned | None:
-        """Process a step."""
+        """Process a step; return the canary that it led to, also ``current`` from now on."""
         self._step = step
         if self._num_workers < 2:
             return None
@@ -181,8 +183,8 @@ class CanaryPlan:
         if planned is None:
             return False
         self.lead = max(self.lead, min(2 * self.lead, _LEAD_AFTER_FAILURES))
-        if planned.reason == SCHEDULED:
-            self._end_scheduled(cost, failed=True)
+        if planned.reason == SCHEDULED and self._schedule is not None:
+            self._schedule.ended(self._step, cost, failed=True)
         if planned.attempt > 1 or planned.reason == SCHEDULED:
             return False
         again = replace(planned, attempt=planned.attempt + 1)
@@ -194,12 +196,9 @@ class CanaryPlan:
         planned = self.current
         self.current = None
         self.lead = max(self.lead // 2, LAG)
-        if planned is not None and planned.reason == SCHEDULED:
-            self._end_scheduled(cost, failed=False)
-
-    def _end_scheduled(self, cost: float, *, failed: bool) -> None:
-        assert self._schedule is not None
-        self._schedule.ended(self._step, cost, failed=failed)
+        scheduled = planned is not None and planned.reason == SCHEDULED
+        if scheduled and self._schedule is not None:
+            self._schedule.ended(self._step, cost, failed=False)
 
     def _add_scheduled(self, step: int, *, by_default: bool) -> None:
         """Add a canary on schedule, with each rank as suspect in turn."""
@@ -243,13 +242,74 @@ def all_requested(step: GatheredStep) -> bool | None:
     return None if np.any(requests_W) else False
 
 
-def comes_and_goes(finding: Finding) -> bool:
-    """Return whether its evidence counts how often it came lately."""
-    return TIMES_LATELY in finding.evidence
-
-
 def _can_be_explained(finding: Finding) -> bool:
     if finding.id.startswith(_NEED_NONE) or finding.cause not in TRIGGERS:
         return False
     times = finding.evidence.get(TIMES_LATELY, OFTEN)
     return finding.status == "open" and bool(finding.ranks) and times >= OFTEN
+
+
+PLAN = b"P"
+"""First byte of a canary's announcement."""
+
+RUN = b"R"
+"""First byte of a canary's batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryAnswer:
+    """A worker's answer to the announcement of a canary."""
+
+    capture_at: int  # the planned step of the batch; identifies the canary
+    batch: bytes = b""  # as pack_batch packs it; empty if none
+    autocast: str = ""  # type of autocast in the training's forward pass; empty without
+    versions: Mapping[str, str] = field(default_factory=dict)  # of what the training runs with
+    declined: str = ""  # why there is no batch, or no result
+    ends: bool = False  # whether this worker runs no canaries from now on
+    step: int = -1  # of the batch; a later one where the announcement came late
+    late: int = 0  # steps by which the batches came too late to be run
+
+    def pack(self) -> bytes:
+        """Return its bytes."""
+        header = asdict(self)
+        return pack_headed(header, header.pop("batch"))
+
+    @classmethod
+    def unpack(cls, content: bytes | memoryview) -> "CanaryAnswer":
+        """Read one."""
+        header, batch = unpack_headed(content)
+        try:
+            return cls(batch=bytes(batch), **header)
+        except TypeError as error:
+            raise PackedError(f"these bytes answer no canary ({error})") from error
+
+
+def pack_plan(planned: Planned) -> bytes:
+    """Return the announcement of a canary."""
+    return PLAN + json.dumps(asdict(planned)).encode()
+
+
+def unpack_plan(content: bytes | memoryview) -> Planned:
+    """Read the announcement of a canary."""
+    try:
+        return Planned(**json.loads(bytes(content[1:])))
+    except (ValueError, TypeError) as error:
+        raise PackedError(f"these bytes announce no canary ({error})") from error
+
+
+def pack_run(planned: Planned, batches: tuple[bytes, bytes]) -> bytes:
+    """Return a canary with the packed batches of the suspect and of the peer."""
+    sizes = [len(batch) for batch in batches]
+    return RUN + pack_headed({"planned": asdict(planned), "sizes": sizes}, *batches)
+
+
+def unpack_run(content: bytes | memoryview) -> tuple[Planned, tuple[PlainBatch, PlainBatch]]:
+    """Read a canary and its batches, which are views of ``content``."""
+    header, batches = unpack_headed(content[1:])
+    try:
+        planned, (first, second) = Planned(**header["planned"]), header["sizes"]
+        if first + second != len(batches):
+            raise PackedError(f"expected batches of {first} and {second} bytes, got {len(batches)}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise PackedError(f"these bytes hold no canary ({error})") from error
+    return planned, (unpack_batch(batches[:first]), unpack_batch(batches[first:]))

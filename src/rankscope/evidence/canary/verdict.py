@@ -187,7 +187,10 @@ def explain(verdict: CanaryVerdict, differences: Iterable[StateDifference]) -> C
 
 
 def judge(results: CanaryResults, *, differing: tuple[int, ...] = ()) -> CanaryVerdict:
-    """Return the verdict of a canary from its results."""
+    """Return the verdict of a canary from its results.
+
+    Parameters or buffers of the workers ``differing`` are known to differ from the others'.
+    """
     if results.missing:
         return CanaryVerdict(CanaryCause.INCONCLUSIVE, results.missing, np.nan)
     distances_W = _distances(results)

@@ -16,8 +16,7 @@ from rankscope.evidence.canary.alone import ACCUMULATES, Autocast, alone
 from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch, restore_batch
 from rankscope.evidence.canary.layout import Layout, layout_of, local_of, part_in, whole_of
 from rankscope.evidence.canary.replay import check_graph, in_short, project
-from rankscope.evidence.canary.state import generators_of, preserved_state
-from rankscope.evidence.canary.tensors import AT_ONCE_BYTES
+from rankscope.evidence.canary.state import AT_ONCE_BYTES, generators_of, preserved_state
 from rankscope.evidence.reference.words import some
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.names import canonical_name
