@@ -481,8 +481,8 @@ USES = (
     Use(
         "torch.nn.Module",
         "_modules _parameters _buffers",
-        "evidence.canary.program evidence.canary.state evidence.state.leaves evidence.state.plan"
-        " evidence.state.parameter_roles evidence.state.passes evidence.optimizer.rounding"
+        "evidence.canary.program evidence.canary.state evidence.state.holdings evidence.state.plan"
+        " evidence.state.passes evidence.optimizer.rounding"
         " wrappers.find integrations.beginning",
         "what hangs in a module, without the cost of its generators",
         _REFUSES + ", or " + _SWITCHES_OFF,

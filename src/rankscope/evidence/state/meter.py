@@ -15,8 +15,13 @@ from torch import Tensor, nn
 
 from rankscope.bus.pace import PACE
 from rankscope.bus.replicas import StateKind
-from rankscope.evidence.state.leaves import optimizer_state, signature, state_leaves
-from rankscope.evidence.state.parameter_roles import read_roles, replaced_parameters
+from rankscope.evidence.state.holdings import (
+    optimizer_state,
+    read_roles,
+    replaced_parameters,
+    signature,
+    state_leaves,
+)
 from rankscope.evidence.state.plan import DigestSchedule, Lasting, Slice, is_sharded, survey
 from rankscope.evidence.state.readings import CachedReading, PendingDigests, PendingReading, prepare
 from rankscope.evidence.state.roles import is_role_step
@@ -45,15 +50,12 @@ class StateMeter:
     def __init__(
         self,
         module: nn.Module,
-        # None if unknown, or if its state is not replicated
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | None,  # None if unknown, or if its state is sharded
         *,
         replicated: bool,  # if not, only buffers are compared
-        # whether a gradient is reduced at all; None if all are
-        reduces: Callable[[Tensor], bool] | None = None,
+        reduces: Callable[[Tensor], bool] | None = None,  # None if all gradients are reduced
         left_out: Container[str] = (),  # that each worker may have for itself
-        # whether DDP has just broadcast buffers; None where it never does
-        broadcasts: Callable[[], bool] | None = None,
+        broadcasts: Callable[[], bool] | None = None,  # buffers, by DDP, just now; None for never
         lasting: Lasting | None = None,  # None if all parameters last
         device: torch.device | None = None,  # where the model lives
         max_items: int = 32,  # digests, at most, for each step
@@ -90,7 +92,7 @@ class StateMeter:
         self._warned = False
         self._unsent = 0
         self._slot = NOTHING
-        self._seen = _nothing()
+        self._seen = Seen()
         self._first_step: int | None = None
         self._roles_due = False
         self._roles: PendingRoles | None = None
@@ -148,7 +150,10 @@ class StateMeter:
             seen.broadcast = self._read(self._slot.cached.broadcast, rows.slices, tensors)
 
     def see_local(self, name: str, gradient: Tensor) -> None:
-        """Take the local gradient of a parameter, before the reduction; the last one counts."""
+        """Take a local gradient by its parameter's canonical name; the last one counts.
+
+        It may be overwritten as soon as this returns.
+        """
         if name not in self._slot.wanted:
             return
         if not gradient.is_cpu:
@@ -213,7 +218,10 @@ class StateMeter:
         seen.weights, seen.starts = cached.leaves
 
     def _add_kept(self, tensors: list[Tensor | None], slot: DigestSlot) -> list[object] | None:
-        """Append the optimizer state of a slot's parameters, with which ``tensors`` begins."""
+        """Append the optimizer state of a slot's parameters, with which ``tensors`` begins.
+
+        Returns names of that state; None if some of it may be no tensor.
+        """
         states = getattr(self._optimizer, "state", None)
         marks: list[object] = []
         if not isinstance(states, dict):
@@ -239,7 +247,7 @@ class StateMeter:
             if tensor is None:
                 reading.add_word(0)
             else:
-                self._add(reading, tensor, part)
+                self._add(reading, tensor, part.start, part.stop)
         weights: list[int] = []
         starts = []
         for part in slot.optimizer.slices:
@@ -253,31 +261,26 @@ class StateMeter:
 
     def collect(self) -> PendingState:
         """Return the readings of the step, without waiting, and start anew."""
-        layout = None if self._plan is None else self._plan.layout
         slot = self._slot
         seen = self._seen
-        if slot is NOTHING:
-            pending = PendingState(slot, seen, layout, roles=self._roles)
-        else:
-            if self._reduces is not None:
-                seen.reduced = [self._is_reduced(part) for part in slot.reduced.slices]
-            sent = self._unsent <= _MOST_UNSENT
-            pending = PendingState(
-                slot,
-                seen,
-                layout,
-                sent=sent,
-                roles=self._roles,
-                finds_changed=not self._sums_by_hand,
-                replicated=self._replicated,
-                summed=self._summed,
-            )
+        if self._reduces is not None:
+            seen.reduced = [self._is_reduced(part) for part in slot.reduced.slices]
+        pending = PendingState(
+            slot,
+            seen,
+            layout=None if self._plan is None else self._plan.layout,
+            roles=self._roles,
+            sent=self._unsent <= _MOST_UNSENT,
+            finds_changed=not self._sums_by_hand,
+            replicated=self._replicated,
+            summed=self._summed,
+        )
         self._clear()
         return pending
 
     def _clear(self) -> None:
         self._slot = NOTHING
-        self._seen = _nothing()
+        self._seen = Seen()
         self._roles_due = False
         self._roles = self._replaced = None
 
@@ -301,11 +304,7 @@ class StateMeter:
         reading = PendingDigests()
         replaced = self._replaced or {}
         for tensor in (*found.left_out.values(), *replaced.values()):
-            try:
-                reading.add(tensor, 0, None)
-            except Exception as error:  # a tensor of an unusual kind
-                self._warn_once(error)
-                reading.add_unreadable(_UNREADABLE)
+            self._add(reading, tensor, 0, None)
         self._roles = PendingRoles(
             found.roles, tuple(found.left_out), tuple(replaced), self._begin(reading)
         )
@@ -362,7 +361,7 @@ class StateMeter:
             if tensor is None:
                 reading.add_word(0)
             else:
-                self._add(reading, tensor, part, norm=norm)
+                self._add(reading, tensor, part.start, part.stop, norm=norm)
         cached.learn(reading, tensors)
         return self._begin(reading)
 
@@ -398,10 +397,16 @@ class StateMeter:
             weights.append(1)
 
     def _add(
-        self, reading: PendingDigests, tensor: Tensor, part: Slice, *, norm: bool = False
+        self,
+        reading: PendingDigests,
+        tensor: Tensor,
+        start: int,
+        stop: int | None,
+        *,
+        norm: bool = False,
     ) -> None:
         try:
-            reading.add(tensor, part.start, part.stop, norm=norm)
+            reading.add(tensor, start, stop, norm=norm)
         except Exception as error:  # a tensor of an unusual kind
             self._warn_once(error)
             reading.add_unreadable(_UNREADABLE)
@@ -425,7 +430,3 @@ class StateMeter:
                 type(error).__name__,
                 error,
             )
-
-
-def _nothing() -> Seen:
-    return Seen(None, (), (), {}, None, {}, None)

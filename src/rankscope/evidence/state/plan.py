@@ -74,18 +74,12 @@ class FoundState(NamedTuple):
     length: int  # elements on a worker; of a DTensor, about a shard's
     dtype: torch.dtype
     trained: bool  # whether it requires a gradient
-    # of a running statistic, whether DDP broadcasts it before each step; else None
-    broadcast: bool | None = None
+    broadcast: bool | None = None  # of a running statistic: by DDP before each step; else None
 
     @property
     def name(self) -> str:
         """The canonical name."""
         return canonical_name(f"{self.prefix}.{self.key}" if self.prefix else self.key)
-
-    @property
-    def bytes(self) -> int:
-        """Size on a worker."""
-        return self.length * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +115,7 @@ class DigestSchedule:
         found: Sequence[FoundState],  # parameters and buffers of the model
         *,
         replicated: bool,  # if not, only buffers are compared
-        # whether gradients of parameters that are not replicated are compared as well
-        shards: bool = False,
+        shards: bool = False,  # compare gradients of parameters that are not replicated as well
         called: bool,  # whether the optimizer's call can be observed
         kept: bool,  # whether the optimizer's state is compared, of all trained parameters
         num_slots: int,  # the most slots of one cycle
@@ -178,18 +171,14 @@ def survey(
                 each = FoundState(
                     holder, prefix, key, is_buffer, shape, length, tensor.dtype, trained
                 )
-                apart = is_buffer and _drifts_apart(holder, key)
+                apart = (  # a forward pass in training changes it differently on each worker
+                    is_buffer
+                    and key in RUNNING_STATISTICS
+                    and isinstance(holder, _NORMS)
+                    and not isinstance(holder, nn.SyncBatchNorm)
+                )
                 found.append(each._replace(broadcast=broadcast if apart else None))
     return found
-
-
-def _drifts_apart(holder: nn.Module, key: str) -> bool:
-    """Return whether a forward pass in training changes a buffer differently on each worker."""
-    return (
-        key in RUNNING_STATISTICS
-        and isinstance(holder, _NORMS)
-        and not isinstance(holder, nn.SyncBatchNorm)
-    )
 
 
 def is_sharded(optimizer: object) -> bool:
@@ -216,18 +205,15 @@ def known_size(tensor: Tensor) -> tuple[tuple[int, ...], int]:
 def _kinds(each: FoundState, *, called: bool, kept: bool) -> Kinds:
     if not each.trained:
         return (StateKind.PARAMETER,)
-    kinds = [StateKind.PARAMETER]
-    if kept:
-        kinds.append(StateKind.OPTIMIZER)
-    kinds.append(StateKind.REDUCED)
-    if called:
-        kinds.append(StateKind.APPLIED)
-    return tuple(kinds)
+    optimizer = (StateKind.OPTIMIZER,) if kept else ()
+    applied = (StateKind.APPLIED,) if called else ()
+    return (StateKind.PARAMETER, *optimizer, StateKind.REDUCED, *applied)
 
 
 def _item(each: FoundState, kinds: Kinds) -> Item:
     place = TensorPlace(each.name, each.holder, each.key, each.is_buffer)
-    return Item(place.name, kinds, each.bytes, (Slice(place, each.length),))
+    size = each.length * each.dtype.itemsize
+    return Item(place.name, kinds, size, (Slice(place, each.length),))
 
 
 def _deal(whole: list[Item], num_slots: int, max_items: int) -> list[list[Item]]:

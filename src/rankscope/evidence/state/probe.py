@@ -19,29 +19,17 @@ from rankscope.wrappers.fsdp2_lookup import ShardLookup
 from rankscope.wrappers.kinds import FSDP2, MEGATRON
 
 
-class SentNames:
-    """Names of the digested items, equal on all workers: the first one sends them once."""
-
-    def __init__(self, *, sends: bool) -> None:
-        self.sends = sends  # whether this worker sends names
-        self._items: set[int] = set()
-
-    def are_new(self, items: int) -> bool:
-        """Return whether names have to be sent, once for each digest of them."""
-        if not self.sends or items in self._items:
-            return False
-        self._items.add(items)
-        return True
-
-
 @dataclass(frozen=True, slots=True)
 class PendingStateMessage:
-    """The digests and traces of one step; they may still be on the device."""
+    """The digests and traces of one step; they may still be on the device.
+
+    Names of the digested items are equal on all workers: the first one sends them once.
+    """
 
     state: PendingState | None
     trace: PendingTrace | None
     passes: PendingPasses | None
-    names: SentNames
+    sent: set[int] | None  # digests of the names that the root has; None on other workers
     replica: int | None
 
     @property
@@ -80,37 +68,38 @@ class PendingStateMessage:
         values.update(signals)
         arrays["digests_D"] = state.digests_D.tobytes()
         arrays["unchanged_D"] = state.unchanged_D.tobytes()
-        if len(state.names) and self.names.are_new(state.items):
+        if self.sent is not None and len(state.names) and state.items not in self.sent:
+            self.sent.add(state.items)
             kinds = [str(kind) for kind in state.kinds]
             names["items"] = [[state.items, kinds, list(state.names)]]
         if pending.changed:
             names["changed"] = list(pending.changed)
-        roles = pending.roles
-        if roles is not None:
-            names["roles"] = roles.to_json(named=self.names.sends)
+        if pending.roles is not None:
+            names["roles"] = pending.roles.read().to_json(named=self.sent is not None)
         return state.items
 
 
 class StateProbe(Probe):
-    """Compares one worker's state exactly."""
+    """Compares one worker's state exactly.
+
+    The new state is read as soon as the model holds it, before the script may change it; where it
+    holds it later, when the step is collected.
+    """
 
     def __init__(
         self,
         meter: StateMeter | None,  # digests state; None where nothing is compared
         tracer: TraceMeter | None,  # traces tensors; None without
-        # copies a few tensors at each forward pass; None where nothing is compared
-        passes: PassMeter | None,
-        names: SentNames,  # names that the root has received
+        passes: PassMeter | None,  # likewise at each forward pass
         *,
+        sends_names: bool,
         replica: int | None,  # equal numbers hold equal parameters; None: one owner each
-        # whether the model holds the new state as soon as ``optimizer.step`` returns. Then it is
-        # read there, before the script may change it. Else it is read when the step is collected
-        updates_all: bool,
+        updates_all: bool,  # the model holds the new state as soon as ``optimizer.step`` returns
     ) -> None:
         self._meter = meter
         self._tracer = tracer
         self._passes = passes
-        self._names = names
+        self._sent: set[int] | None = set() if sends_names else None
         self._replica = replica
         self._updates_all = updates_all
         self._step = -1
@@ -180,7 +169,7 @@ class StateProbe(Probe):
             trace, seconds = self._tracer.collect()
             end.leave_out(seconds)
         passes = None if self._passes is None else self._passes.collect()
-        return PendingStateMessage(state, trace, passes, self._names, self._replica)
+        return PendingStateMessage(state, trace, passes, self._sent, self._replica)
 
     def _collect_state(self, end: StepEnd) -> PendingState | None:
         if self._meter is None:
@@ -216,11 +205,21 @@ class StateProbe(Probe):
 def make_probe(job: Job) -> StateProbe:
     """Return the probe of a model's state."""
     wrapped = job.wrapped
+    tracer = None
+    if job.trace:
+        tracer = TraceMeter(
+            wrapped.module,
+            wrapped.parameters,
+            wrapped.device,
+            job.optimizer,
+            every=job.every,
+            leave_out=job.leave_out,
+        )
     return StateProbe(
         _meter(job) if job.exact else None,
-        _tracer(job) if job.trace else None,
+        tracer,
         PassMeter(wrapped.module) if job.exact else None,
-        SentNames(sends=job.rank == 0),
+        sends_names=job.rank == 0,
         replica=wrapped.replica,
         updates_all=not job.local_steps and _updates_all(wrapped, job.optimizer),
     )
@@ -228,6 +227,7 @@ def make_probe(job: Job) -> StateProbe:
 
 def _meter(job: Job) -> StateMeter:
     wrapped = job.wrapped
+    ranks = dist.get_process_group_ranks(wrapped.group) if wrapped.kind is FSDP2 else []
     return StateMeter(
         wrapped.module,
         job.optimizer if _keeps_state_alike(wrapped, job.optimizer) else None,
@@ -235,7 +235,7 @@ def _meter(job: Job) -> StateMeter:
         reduces=wrapped.reduces(),
         broadcasts=wrapped.broadcasts(),
         left_out=wrapped.left_out(),
-        lasting=_lasting(wrapped),
+        lasting=ShardLookup(wrapped.wrapper, ranks) if wrapped.kind is FSDP2 else None,
         device=wrapped.device,
         spacing=job.state_spacing,
         local_steps=job.local_steps,
@@ -243,24 +243,6 @@ def _meter(job: Job) -> StateMeter:
         shards=wrapped.kind is FSDP2 and wrapped.mesh is None,
         summed=job.channel.shared_weights,
     )
-
-
-def _tracer(job: Job) -> TraceMeter:
-    wrapped = job.wrapped
-    return TraceMeter(
-        wrapped.module,
-        wrapped.parameters,
-        wrapped.device,
-        job.optimizer,
-        every=job.every,
-        leave_out=job.leave_out,
-    )
-
-
-def _lasting(wrapped: Any) -> ShardLookup | None:
-    if wrapped.kind is not FSDP2:
-        return None
-    return ShardLookup(wrapped.wrapper, dist.get_process_group_ranks(wrapped.group))
 
 
 def _updates_all(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:

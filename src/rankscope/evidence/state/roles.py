@@ -96,7 +96,13 @@ class Roles:
 
 
 def role_differences(roles_W: Sequence[Mapping[str, Any]]) -> tuple[StateDifference, ...]:
-    """Return the differences of roles between workers, and roles that are faults on all of them."""
+    """Return the differences of roles between workers, and roles that are faults on all of them.
+
+    ``roles_W`` are :meth:`Roles.to_json`, the first one with names. Of the kind ``role`` are
+    parameters whose words differ, and those that all have in several places of the optimizer, if
+    all workers' parameters have one set of names; of the kind ``left-out``, parameters that are not
+    reduced and differ.
+    """
     first = roles_W[0]
     found: list[StateDifference] = []
     if "names" in first and all(one["of"] == first["of"] for one in roles_W):
@@ -196,7 +202,7 @@ class UnchangedParameters:
         updates: bool = False,  # whether the optimizer was called with a learning rate above 0
         owned: Container[str] | None = None,
     ) -> list[tuple[str, Role, bool]]:
-        """Process a step's digests."""
+        """Process a step's digests; return name, role, and whether it is unchanged, to record."""
         self._updates += updates
         by_name: dict[str, dict[StateKind, int]] = {}
         for kind, name, digest in zip(kinds, names, digests, strict=True):
