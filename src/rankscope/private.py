@@ -473,7 +473,7 @@ USES = (
     Use(
         "torch.distributed.tensor.DTensor",
         "_local_tensor",
-        "evidence.state.passes",
+        "evidence.state.probe",
         "this rank's part of a parameter, without an operation that a mode of the training's sees",
         _SWITCHES_OFF,
     ),
@@ -482,7 +482,7 @@ USES = (
         "torch.nn.Module",
         "_modules _parameters _buffers",
         "evidence.canary.program evidence.canary.state evidence.state.holdings evidence.state.plan"
-        " evidence.state.passes evidence.optimizer.rounding"
+        " evidence.state.probe evidence.optimizer.rounding"
         " wrappers.find integrations.beginning",
         "what hangs in a module, without the cost of its generators",
         _REFUSES + ", or " + _SWITCHES_OFF,
@@ -490,7 +490,7 @@ USES = (
     Use(
         "torch.nn.modules.batchnorm",
         "_NormBase _BatchNorm",
-        "evidence.state.plan evidence.state.passes tools.doctor.model",
+        "evidence.state.plan evidence.state.probe tools.doctor.model",
         "which buffers are running statistics",
         "running statistics of every module may differ; the preflight finds no batch norm",
     ),
@@ -591,7 +591,7 @@ USES = (
     Use(
         "torch.distributed",
         "_composable",
-        "evidence.reference.unsharded",
+        "evidence.reference.models",
         "which classes replicate puts in the place of a module's own",
         "no reference step under replicate",
     ),

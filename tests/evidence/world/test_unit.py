@@ -9,8 +9,7 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.packing import pack_headed
-from rankscope.evidence.world.root import World
-from rankscope.evidence.world.unit import Unit, first_apart, is_same_model, replicas_apart
+from rankscope.evidence.world.root import Unit, World, first_apart, is_same_model, replicas_apart
 
 ELEMENTS = 64
 

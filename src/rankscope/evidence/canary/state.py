@@ -50,10 +50,8 @@ class PreservedState:
     """Functions for a run whose state is put back after it."""
 
     seed: Callable[[int], None]  # seeds all random generators
-    # takes each tensor that an operation is about to write into
-    before_write: Callable[[Tensor], None]
-    # takes each generator that an operation may draw from
-    before_draw: Callable[[torch.Generator], None]
+    before_write: Callable[[Tensor], None]  # takes what is about to be written
+    before_draw: Callable[[torch.Generator], None]  # takes what may be drawn from
     nodes: frozenset[Any]  # the nodes of the training's graphs that lead to tensors of the modules
 
 

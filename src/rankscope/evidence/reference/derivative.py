@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from rankscope.evidence.canary.cost import check_room
 from rankscope.evidence.canary.state import PreservedState, preserved_state
 from rankscope.evidence.reference.decisions import Decisions
 from rankscope.evidence.reference.micro_batch import LossAgain, MicroBatch
+from rankscope.evidence.reference.models import GatheredModel
 from rankscope.evidence.reference.slopes import LENGTHS, Slopes, judge_slopes
 from rankscope.gradients.sketch import Sketcher
 from rankscope.stats.arrays import Floats, Ints
@@ -51,18 +52,8 @@ _MOST_SINGLE = 24  # parameters that are also moved one by one
 _SAME_LOSS = 1e-4  # relative: the ranks of a worker compute one loss
 
 
-Runnable = tuple[nn.Module, list[Tensor], list[Tensor | None]]
+_Runnable = tuple[nn.Module, list[Tensor], list[Tensor | None]]
 """A model, the memory of its trained parameters, and their gradients."""
-
-
-class RunnableCopy(Protocol):
-    """Makes a copy of a sharded model that all ranks can run together."""
-
-    def check(self) -> None:
-        """Check that the copy can be made; raises :class:`CanaryDeclined` if not."""
-
-    def opened(self) -> AbstractContextManager[Runnable]:
-        """Make the copy; all ranks call it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +74,7 @@ class DirectionalDerivative:
         device: torch.device,
         worker: int,  # number of this rank's worker; the ranks of a worker share its batch
         num_workers: int,
-        copy: "RunnableCopy | None" = None,  # None where the model holds its parameters itself
+        copy: GatheredModel | None = None,  # None where the model holds its parameters itself
     ) -> None:
         self._copy = copy
         self._module = module
@@ -114,22 +105,18 @@ class DirectionalDerivative:
     def measure(self, micro_batches: Sequence[MicroBatch], clipped: float) -> Slopes:
         """Return what was measured, equal on all ranks; waits for the device."""
         module, parameters = self._module, self._parameters
+        runnable: AbstractContextManager[_Runnable]
+        if self._copy is None:
+            gradients = [parameter.grad for parameter in parameters]  # the runs set them aside
+            runnable = nullcontext((module, parameters, gradients))
+        else:
+            runnable = self._copy.opened()
         try:
-            with self._runnable() as (
-                self._module,
-                self._parameters,
-                self._gradients,
-            ):
+            with runnable as (self._module, self._parameters, self._gradients):
                 return self._measure_all(micro_batches, clipped)
         finally:
             self._gradients = []
             self._module, self._parameters = module, parameters
-
-    def _runnable(self) -> "AbstractContextManager[Runnable]":
-        if self._copy is not None:
-            return self._copy.opened()
-        gradients = [parameter.grad for parameter in self._parameters]  # the runs set them aside
-        return nullcontext((self._module, self._parameters, gradients))
 
     def _measure_all(self, micro_batches: Sequence[MicroBatch], clipped: float) -> Slopes:
         first_PR = self._first_holders()
@@ -241,7 +228,7 @@ class DirectionalDerivative:
         copied_P = (first_PR == 0).all(axis=1)
         matrices = [p for p, copied in zip(self._parameters, copied_P, strict=True) if copied]
         widths = {size for p in matrices if p.dim() > 1 for size in p.shape}
-        constant = [_is_constant(p) for p in self._parameters]
+        constant = [not p.numel() or bool((p == p.reshape(-1)[0]).all()) for p in self._parameters]
         constant_P = _gather(np.array(constant, np.float64), self._device).max(axis=0)
         divided = {
             name.rpartition(".")[0]
@@ -397,10 +384,6 @@ def _signs(text: str, parameter: Tensor) -> Tensor:
 
 def _square(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None else float(tensor.float().square().sum(dtype=torch.float64))
-
-
-def _is_constant(parameter: Tensor) -> bool:
-    return not parameter.numel() or bool((parameter == parameter.reshape(-1)[0]).all())
 
 
 def _are_parts(losses_R: Floats, workers_R: Floats) -> bool:

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rankscope.bus.words import shortened
 from rankscope.evidence.canary.alone import ACCUMULATES, Autocast, alone
 from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch, restore_batch
 from rankscope.evidence.canary.layout import Layout, layout_of, local_of, part_in, whole_of
 from rankscope.evidence.canary.replay import check_graph, in_short, project
 from rankscope.evidence.canary.state import AT_ONCE_BYTES, generators_of, preserved_state
-from rankscope.evidence.reference.words import some
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.passes import hook_gradient, tensors_in
@@ -36,6 +36,7 @@ _SLACK = 32.0
 """Factor on both, where layers round otherwise than in the training."""
 
 _TINY = 1e-300
+_MOST_NAMED = 3
 _ELEMENTS = 1 << 22  # of logits, whose products would need eight bytes each
 _OTHER_TENSORS = "the model returns other tensors when a batch is run once more"
 _NOT_REPEATED = (
@@ -65,13 +66,12 @@ class MicroBatch:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         *,
-        # whether to compare logits as well: the loss alone may hide differences
-        inner: bool = False,
+        inner: bool = False,  # compare logits as well: the loss alone may hide differences
     ) -> None:
         self._inner = inner
         self._batch = capture_batch(args, kwargs, most_bytes=MOST_BATCH_BYTES)
         self._generators = generators_of(module, device)
-        self._autocast = Autocast.in_force(device)
+        self.autocast = Autocast.in_force(device)
         self._buffers = {
             name: (buffer, buffer._version, local_of(buffer.detach()).clone())
             for name, buffer in module.named_buffers()
@@ -81,9 +81,8 @@ class MicroBatch:
         self._parameters = [(p, digest_tensor(p)) for p in module.parameters()]
         self._returned: list[_Returned] = []
         self._num_tensors = 0
-        # the value on which its backward pass was called; NaN if that was called on more, None
-        # before it
         self.root: Tensor | float | None = None
+        """What its backward pass was called on; NaN if that was more than one, None before it."""
 
     @property
     def trained(self) -> bool:
@@ -116,11 +115,6 @@ class MicroBatch:
         """Epsilon of the coarsest type of the outputs and the autocast."""
         kinds = [self.computed_in, *(one.dtype for one in self._returned)]
         return max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
-
-    @property
-    def autocast(self) -> Autocast:
-        """The autocast of the forward pass."""
-        return self._autocast
 
     @property
     def _losses(self) -> "list[_Returned]":
@@ -157,7 +151,7 @@ class MicroBatch:
     @property
     def computed_in(self) -> torch.dtype:
         """The type of its autocast; float32 without one."""
-        return self._autocast.dtype if self._autocast.enabled else torch.float32
+        return self.autocast.dtype if self.autocast.enabled else torch.float32
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -201,7 +195,7 @@ class MicroBatch:
         args, kwargs = restore_batch(self._batch.plain(), self._device)
         with (
             preserved_state(module, self._device, seed=None) as run,
-            alone(self._device, run, self._autocast),
+            alone(self._device, run, self.autocast),
         ):
             self._generators.put_back()
             self._fill_buffers(module)
@@ -295,11 +289,9 @@ class _Returned:
         self.place = 0  # its place among all tensors of the output
         # its value, if it is one number
         self.number = local.detach().clone() if local.numel() == 1 else None
-        # outputs that were computed from it, such as the loss from logits
-        self.above: list[_Returned] = []
+        self.above: list[_Returned] = []  # computed from it, such as the loss from logits
         self.gradient: Tensor | None = None  # its gradient, if that does not pass through those
-        # of this rank's part of its gradient, if it may pass through those
-        self.norm: Tensor | None = None
+        self.norm: Tensor | None = None  # of this rank's part, if it may pass through those
         self._inner: Layout | None = None
         self.lost = ""  # the error at the arrival of the gradient; empty without
         self.arrived = False  # whether it has got a gradient
@@ -352,7 +344,8 @@ def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 def _names(module: nn.Module, parameters: Sequence[Tensor]) -> str:
     found = {id(parameter) for parameter in parameters}
-    return some([canonical_name(n) for n, p in module.named_parameters() if id(p) in found])
+    named = [canonical_name(n) for n, p in module.named_parameters() if id(p) in found]
+    return shortened(named, _MOST_NAMED)
 
 
 def _float(number: Tensor | None) -> float:

@@ -5,6 +5,7 @@ Legend of shapes: W workers, M micro-batches of one worker, P parameters, k numb
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
@@ -21,6 +22,10 @@ MOST_BYTES = 12 << 20
 MOST_BYTES_OF_ALL = 256 << 20
 """The most bytes of all workers' shares."""
 
+_NO_TERMS = partial(np.empty, (0, 0, 1), np.float32)
+_NO_NORMS = partial(np.empty, (0, 0))
+_NO_ROWS = partial(np.empty, (0, 1), np.float32)
+_NOTHING = partial(np.empty, 0)
 _FIELDS = ("terms_MPK", "norms_MP", "given_PK", "reduced_PK", "unsteady_P", "replicas_PK")
 
 
@@ -40,32 +45,29 @@ def width_for(num_parameters: int, num_micro: int, num_workers: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceShare:
-    """One worker's part of a reference step."""
+    """One worker's part of a reference step: sketches of gradients.
+
+    If ranks along another axis share the parameters, one of the two computations of the last
+    micro-batch rounds otherwise, and ``replicas_PK`` are sums over these ranks for parameters that
+    each of them holds whole, 0 for the rest; ``[0, k]`` without such an axis.
+    """
 
     names: tuple[str, ...] = ()
     types: tuple[str, ...] = ()  # their types ``[P]``, such as ``float32``
-    # sketches of each micro-batch's gradient, computed again
-    terms_MPK: Floats32 = field(default_factory=lambda: np.empty((0, 0, 1), np.float32))
-    norms_MP: Floats = field(default_factory=lambda: np.empty((0, 0)))  # their norms, not estimated
-    # of ``.grad`` at the optimizer's call
-    given_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
-    # of ``.grad`` after the reduction; ``[0, k]`` if unknown
-    reduced_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
-    # norm between two computations of the last one
-    unsteady_P: Floats = field(default_factory=lambda: np.empty(0))
-    # sums over the axis of what each rank holds whole; or ``[0, k]``
-    replicas_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
+    terms_MPK: Floats32 = field(default_factory=_NO_TERMS)  # of each micro-batch, computed again
+    norms_MP: Floats = field(default_factory=_NO_NORMS)  # their norms, not estimated
+    given_PK: Floats32 = field(default_factory=_NO_ROWS)  # of ``.grad`` at the optimizer's call
+    reduced_PK: Floats32 = field(default_factory=_NO_ROWS)  # when reduced; ``[0, k]`` if unknown
+    unsteady_P: Floats = field(default_factory=_NOTHING)  # norm between two of the last one
+    replicas_PK: Floats32 = field(default_factory=_NO_ROWS)  # sums of ``given_PK`` over the axis
     copies: int = 1  # workers that hold each element; if fewer than W, shards add up
     summed_workers: float = 1.0  # 1 for a mean, W for a sum
     axis: str = ""  # along which ranks share the parameters; empty without
     clips: bool = False  # whether torch clipped gradients in the step, before the optimizer's call
     declined: str = ""  # the reason why all of this is missing; empty if it is not
-    # directional derivatives, which all ranks have measured instead; None without
-    slopes: Slopes | None = None
-    # digests of the parameters by name, where each worker holds all of them
-    digests: Mapping[str, int] = field(default_factory=dict)
-    # the value on which the backward pass of each micro-batch was called; empty if unknown
-    roots_M: tuple[float, ...] = ()
+    slopes: Slopes | None = None  # which all ranks have measured instead; None without
+    digests: Mapping[str, int] = field(default_factory=dict)  # where workers hold all parameters
+    roots_M: tuple[float, ...] = ()  # what backward was called on; empty if unknown
 
     def pack(self) -> bytes:
         """Return its bytes: JSON, and arrays behind it."""

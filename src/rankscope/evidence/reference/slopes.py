@@ -38,9 +38,7 @@ class Slopes:
     usual_BD: Floats  # its usual size
     loss: float  # mean loss of the ranks
     error: float  # largest difference of a rank's loss between two runs
-    # the factor between losses and what backward was called on: summed over micro-batches, mean
-    # over ranks
-    scale: float
+    scale: float  # of what backward was called on: summed over micro-batches, mean over ranks
     rounds_in: float  # epsilon of the coarsest type of the forward pass
     num_ranks: int
     parts: bool  # whether the ranks of one worker have different losses
@@ -117,8 +115,7 @@ class SlopeVerdict:
     factor: float  # the gradient over the derivative, for most blocks
     blocks: tuple[BlockSlope, ...]
     odd_places: tuple[int, ...] = ()  # the numbers of blocks that differ from that
-    # whether the losses of a worker's ranks count as parts of one, to be added up
-    summed: bool = False
+    summed: bool = False  # the losses of a worker's ranks are added up
 
     @property
     def odd(self) -> tuple[BlockSlope, ...]:

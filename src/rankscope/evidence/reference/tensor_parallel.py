@@ -32,8 +32,7 @@ class TensorParallel:
     def __init__(self, axis: DeviceMesh, name: str, placements: Mapping[str, Placement]) -> None:
         self.name = name
         self.ranks = tuple(axis.mesh.flatten().tolist())  # the ranks along it
-        # this rank's replicas of parameters of a plain copy, where others' differ
-        self.replicas: dict[Tensor, Tensor] = {}
+        self.replicas: dict[Tensor, Tensor] = {}  # of a plain copy, where others' differ
         self._axis = axis  # the mesh along it
         self._cuts = {n: each for n, each in placements.items() if isinstance(each, Shard)}
 

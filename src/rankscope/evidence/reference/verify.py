@@ -97,22 +97,16 @@ class Verification:
 
     answer: ReferenceAnswer
     weighting: str  # intended or fitting best: a key of ``_weightings``
-    # largest relative norm of a difference over the parameters that agree; over all, if too few do
-    error: float = 0.0
+    error: float = 0.0  # largest relative one that agrees; of all, if too few do
     bound: float = 0.0  # the bound of rounding on it
     parameter: str = ""  # the parameter of that error
     dtype: str = "float32"
     factor: float = 1.0  # the given gradient over the reference
-    # the factor of all gradients after the reduction, if they differ by that alone
-    clipped: float = 1.0
+    clipped: float = 1.0  # factor of all gradients after the reduction, if that is all
     in_loss: bool = False  # whether the factor, or the weights, were there when backward was called
-    # the factor of most parameters' gradients after the reduction; NaN if unknown
-    changed: float = float("nan")
-    # for each worker and micro-batch, its weight over the intended one; empty where the weights
-    # were not fitted
-    ratios: tuple[tuple[float, ...], ...] = ()
-    # the parameters that differ, where most agree, or where nothing was reduced
-    odd: tuple[OddParameter, ...] = ()
+    changed: float = float("nan")  # the same of most parameters; NaN if unknown
+    ratios: tuple[tuple[float, ...], ...] = ()  # weights over the intended ones, if fitted
+    odd: tuple[OddParameter, ...] = ()  # where most agree, or nothing was reduced
     num_parameters: int = 0
     blur: float = 0.0  # the bound of rounding over the norm, for most parameters
 
@@ -165,7 +159,8 @@ class _Step:
         self.knows_scales = complete
         self.scales_N = np.concatenate(scales_W) if complete else np.ones(len(self.terms))
         self.given_W = _gathered([part.given_PK for part in parts_W], first.copies)
-        self.given = _distinct(self.given_W)
+        self.given = list({one_PK.tobytes(): one_PK for one_PK in self.given_W}.values())
+        """The gradients without those that are equal in all bits."""
         self.axis = first.axis
         replicas_W = [part.replicas_PK for part in parts_W]
         self.replicas_PK = _gathered(replicas_W, first.copies)[0] if self.axis else None
@@ -465,11 +460,6 @@ def _gathered(parts_W: Sequence[Floats32], copies: int) -> list[Floats]:
     if copies >= len(parts_W):
         return wide_W
     return [sum(wide_W, start=np.zeros(wide_W[0].shape)) / copies]
-
-
-def _distinct(given_W: Sequence[Floats]) -> list[Floats]:
-    """Return the gradients without those that are equal in all bits."""
-    return list({given_PK.tobytes(): given_PK for given_PK in given_W}.values())
 
 
 def _norms(values_PK: NDArray[np.floating]) -> Floats:

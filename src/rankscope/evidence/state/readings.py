@@ -237,10 +237,8 @@ class PendingReading:
         digests: list[int],  # digests from the host, below 2^64
         squares: list[float],  # sums of squares from the host
         launched: Sequence[Launched] = (),  # sets of parts that devices read
-        # single digests on devices, with the part's number
-        single: Sequence[tuple[int, PendingDigest]] = (),
-        # more sums of squares of single parts, with the part's number
-        single_squares: Sequence[tuple[int, float | Tensor]] = (),
+        single: Sequence[tuple[int, PendingDigest]] = (),  # digests on devices, by number
+        single_squares: Sequence[tuple[int, float | Tensor]] = (),  # likewise
     ) -> None:
         self._digests = digests
         self._squares = squares

@@ -74,10 +74,8 @@ class Roles:
 
     names: tuple[str, ...]  # canonical names of the parameters ``[N]``
     words: tuple[int, ...]  # their roles ``[N]``, see `role_word`
-    # digests of the parameters that are trained and not reduced, by name and shape
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    # digests of those in whose place the optimizer holds other tensors, by name
-    replaced: Mapping[str, int] = field(default_factory=dict)
+    left_out: Mapping[str, int] = field(default_factory=dict)  # digests, by name and shape
+    replaced: Mapping[str, int] = field(default_factory=dict)  # digests, by name
 
     def to_json(self, *, named: bool) -> dict[str, Any]:
         """Return it for a message: most parameters of a model have one role."""

@@ -107,12 +107,13 @@ class CachedReadings:
         self.state = CachedReading()  # parameters and optimizer state
         self.buffers = CachedReading()  # buffers before the first forward pass
         self.marks: list[object] = []  # names of the optimizer state that was read
-        # weights of its parts, and the number of each slice's first part
-        self.leaves: tuple[Sequence[int], Sequence[int]] = ((), ())
+        self.leaves: tuple[Sequence[int], Sequence[int]] = (
+            (),
+            (),
+        )  # weights, starts
         self.gradients = CachedReading()  # reduced gradients and applied gradients
         self.broadcast = CachedReading()  # running statistics after their broadcast
-        # gradients before the reduction, by the names of their parameters
-        self.local: dict[tuple[str, ...], Local] = {}
+        self.local: dict[tuple[str, ...], Local] = {}  # by names of parameters
 
 
 class DigestSlot:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.bus.packing import pack_headed
 from rankscope.bus.probe import Channel, Job, MessagePart, Probe
-from rankscope.evidence.world.unit import ELEMENTS, MOST_UNITS, Unit
+from rankscope.evidence.world.root import ELEMENTS, MOST_UNITS, Unit
 from rankscope.gradients.host import HostCopy
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import Wrapped
