@@ -6,6 +6,7 @@ Legend of shapes: W workers, M micro-batches of one worker, P parameters, k numb
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +23,10 @@ MOST_BYTES = 12 << 20
 MOST_BYTES_OF_ALL = 256 << 20
 """The most bytes of all workers' shares."""
 
-_NO_TERMS = partial(np.empty, (0, 0, 1), np.float32)
-_NO_NORMS = partial(np.empty, (0, 0))
-_NO_ROWS = partial(np.empty, (0, 1), np.float32)
-_NOTHING = partial(np.empty, 0)
+_NO_TERMS: Any = partial(np.empty, (0, 0, 1), np.float32)
+_NO_NORMS: Any = partial(np.empty, (0, 0))
+_NO_ROWS: Any = partial(np.empty, (0, 1), np.float32)
+_NOTHING: Any = partial(np.empty, 0)
 _FIELDS = ("terms_MPK", "norms_MP", "given_PK", "reduced_PK", "unsteady_P", "replicas_PK")
 
 
