@@ -41,13 +41,13 @@ class AxesProbe(Probe):
     def __init__(
         self,
         mesh: Any,  # with the link to the root that compares it; None inside one run
-        channel: Channel,  # the link to this run's root
+        channel: Channel,  # link to this run's root
         *,
-        lines: dict[str, tuple[int, ...]],  # the ranks along each axis
+        lines: dict[str, tuple[int, ...]],  # ranks along each axis
         cut: tuple[str, ...],  # axes over which the model is cut
         sequences: tuple[str, ...],  # axes over which sequences are cut
-        dtype: str,  # the coarsest type in which the model computes, without autocast
-        device: str,  # the kind of device that computes
+        dtype: str,  # coarsest type in which the model computes, without autocast
+        device: str,  # kind of device that computes
         spacing: int,  # steps from one share to the next, once a run has begun
         squares: "_SquareMeter | None",  # None inside one run, which compares gradients by itself
     ) -> None:

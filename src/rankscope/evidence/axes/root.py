@@ -165,7 +165,7 @@ class WrongNorm:
     """A norm by which a training clips, and which is not that of all gradients."""
 
     axis: str  # along which ranks count what all of them hold; empty if ``alone``
-    alone: bool  # whether only the ranks of one data-parallel group count in it
+    alone: bool  # only the ranks of one data-parallel group count in it
     norm: float
     spread: float  # relative spread of the norm of all gradients after clipping
     steps: int

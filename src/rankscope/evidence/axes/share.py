@@ -16,7 +16,7 @@ class Squares(NamedTuple):
     In the sum over its ranks, copies inside a data-parallel group count once.
     """
 
-    run: int  # the lowest rank of its data-parallel group in the job
+    run: int  # lowest rank of its data-parallel group in the job
     num_ranks: int
     sums: dict[str, float]  # by axes that hold alike, joined by commas
     rounding: float  # relative error of a norm after clipping
@@ -30,12 +30,12 @@ class AxesShare:
     lines: Mapping[str, tuple[int, ...]]  # ranks of the job along each axis, this one among them
     cut: tuple[str, ...]  # axes over which the model is cut: the ranks compute one loss together
     sequences: tuple[str, ...]  # axes over which each sequence is cut
-    losses: tuple[float, ...]  # the loss of each micro-batch or sample, per label token
+    losses: tuple[float, ...]  # loss of each micro-batch or sample, per label token
     weight: float | None  # number of label tokens behind them; None if unknown
     samples: int  # digest of the inputs that identify samples
     rows: int
     tokens: float  # number of tokens in them; 0 if unknown
-    dtype: str  # the coarsest type in which the model computes
+    dtype: str  # coarsest type in which the model computes
     random: int | None  # digest of the states of generators that the forward pass used
     squares: Squares | None = None  # of the gradients that the optimizer gets; None if unknown
 

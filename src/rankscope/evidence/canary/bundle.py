@@ -71,14 +71,14 @@ class ReplayBundle:
     """The batches, the seed and the results of a canary."""
 
     reason: str  # id of the finding behind it, ``scheduled`` or ``asked-for``
-    step: int  # the step whose batches these are
-    suspect: int  # the rank of the first batch
-    peer: int  # the rank of the second
+    step: int  # step whose batches these are
+    suspect: int  # rank of the first batch
+    peer: int  # rank of the second
     num_workers: int
-    seed: int  # seed of all random generators in every run of a batch
+    seed: int  # of all random generators in every run of a batch
     autocast: str  # of the training's forward pass, such as ``bfloat16``; empty without
-    batches: tuple[PlainBatch, PlainBatch]  # the batch of the suspect, and that of the peer
-    finding: Finding | None = None  # the finding behind it, if any
+    batches: tuple[PlainBatch, PlainBatch]  # of the suspect, and of the peer
+    finding: Finding | None = None  # behind it, if any
     results: CanaryResults | None = None  # of the live canary, once they are known
     verdict: CanaryVerdict | None = None
     versions: Mapping[str, str] = field(default_factory=dict)  # of Python, torch and the like

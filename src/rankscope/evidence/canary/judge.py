@@ -103,7 +103,7 @@ class CanaryVerdicts(Detector):
 
     def __init__(self, num_workers: int, suspected: Callable[[], Sequence[int]] = tuple) -> None:
         self._num_workers = num_workers
-        self._suspected = suspected  # the workers that differ at present, in most steps
+        self._suspected = suspected  # workers that differ at present, in most steps
         self._differing: dict[int, int] = {}  # the last step of each, by rank
         self._left_out_at: int | None = None  # last step in which unreduced parameters differed
         self._faults: dict[str, _CanaryFault] = {}

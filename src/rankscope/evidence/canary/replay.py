@@ -43,7 +43,7 @@ class CanaryResult:
     loss: float  # its loss, or a projection of the outputs where the model returns no loss
     grad_norm: float  # L2 norm of its gradient
     digest: int  # 64-bit digest of all bits of both
-    projected: bool = False  # whether ``loss`` is a projection
+    projected: bool = False  # ``loss`` is a projection
 
 
 class PendingResult:
@@ -75,8 +75,8 @@ class PendingResult:
 class PendingCanary:
     """One worker's results of a canary, which may still be on the device."""
 
-    suspect: int  # the rank whose batch was run twice
-    peer: int  # the rank whose batch was run once
+    suspect: int  # rank whose batch was run twice
+    peer: int  # rank whose batch was run once
     results: tuple[PendingResult, PendingResult, PendingResult] | None = None  # None: a request
     took: Stopwatch | None = None
 
@@ -116,7 +116,7 @@ class PendingCanary:
 
 def run_batch(
     module: nn.Module,  # itself, not its data-parallel wrapper
-    batch: PlainBatch,  # the inputs of its forward pass
+    batch: PlainBatch,  # inputs of its forward pass
     device: torch.device,
     *,
     seed: int,

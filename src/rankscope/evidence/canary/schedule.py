@@ -49,7 +49,7 @@ class Schedule:
 
     def __init__(self, every: int | None = None, *, share: float = SHARE) -> None:
         self._every = every  # steps from one canary to the next; None: nobody asked for a schedule
-        self.by_default = every is None  # whether nobody asked for it
+        self.by_default = every is None  # nobody asked for it
         self._share = share  # of the training's time, without ``every``
         self._cost = self._since = 0.0
         self._not_before = self._failures = 0
@@ -91,12 +91,12 @@ class Planned:
     """A canary to come."""
 
     reason: str  # id of the finding behind it, ``scheduled`` or ``asked-for``
-    suspect: int  # the rank whose batch every worker runs twice
-    peer: int  # the rank whose batch every worker runs once
-    capture_at: int  # the step whose first batch these two keep
-    run_at: int  # the step before whose first forward pass every worker runs them
+    suspect: int  # rank whose batch every worker runs twice
+    peer: int  # rank whose batch every worker runs once
+    capture_at: int  # step whose first batch these two keep
+    run_at: int  # step before whose first forward pass every worker runs them
     attempt: int = 1  # 1, or 2 after one that came to nothing
-    by_default: bool = False  # whether nobody asked for it: then it may take nothing but its time
+    by_default: bool = False  # nobody asked for it: then it may take nothing but its time
 
     @property
     def of_finding(self) -> bool:
@@ -140,7 +140,7 @@ class CanaryPlan:
         step: int,
         findings: Sequence[Finding] = (),  # that opened or changed with it, or came again in it
         *,
-        requested: bool = False,  # whether all workers asked for a canary in it
+        requested: bool = False,  # all workers asked for a canary in it
         newest: int | None = None,  # step that any worker has ended; None if it is this one
         seconds: float = math.nan,  # its wall time; NaN if unknown
     ) -> Planned | None:
@@ -260,12 +260,12 @@ RUN = b"R"
 class CanaryAnswer:
     """A worker's answer to the announcement of a canary."""
 
-    capture_at: int  # the planned step of the batch; identifies the canary
+    capture_at: int  # planned step of the batch; identifies the canary
     batch: bytes = b""  # as pack_batch packs it; empty if none
     autocast: str = ""  # type of autocast in the training's forward pass; empty without
     versions: Mapping[str, str] = field(default_factory=dict)  # of what the training runs with
     declined: str = ""  # why there is no batch, or no result
-    ends: bool = False  # whether this worker runs no canaries from now on
+    ends: bool = False  # this worker runs no canaries from now on
     step: int = -1  # of the batch; a later one where the announcement came late
     late: int = 0  # steps by which the batches came too late to be run
 

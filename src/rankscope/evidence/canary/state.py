@@ -52,7 +52,7 @@ class PreservedState:
     seed: Callable[[int], None]  # seeds all random generators
     before_write: Callable[[Tensor], None]  # takes what is about to be written
     before_draw: Callable[[torch.Generator], None]  # takes what may be drawn from
-    nodes: frozenset[Any]  # the nodes of the training's graphs that lead to tensors of the modules
+    nodes: frozenset[Any]  # of the training's graphs that lead to tensors of the modules
 
 
 @contextmanager

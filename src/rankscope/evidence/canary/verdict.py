@@ -56,8 +56,8 @@ class CanaryCause(StrEnum):
 class CanaryResults:
     """Results of W workers on the same two batches."""
 
-    suspect: int  # the rank whose batch was run twice
-    peer: int  # the rank whose batch was run once
+    suspect: int  # rank whose batch was run twice
+    peer: int  # rank whose batch was run once
     losses_W: Floats  # of the suspect's batch, or projections of its outputs
     norms_W: Floats  # norm of its gradient
     digests_W: Ints  # of all bits of both; ``MISSING_INT`` without a result
@@ -67,7 +67,7 @@ class CanaryResults:
     peer_digests_W: Ints  # digest of all bits of both
     again_losses_W: Floats = field(default_factory=lambda: np.empty(0))  # empty where not recorded
     again_norms_W: Floats = field(default_factory=lambda: np.empty(0))  # likewise
-    projected: bool = False  # whether the losses are projections of the outputs
+    projected: bool = False  # the losses are projections of the outputs
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -88,12 +88,12 @@ class CanaryVerdict:
     """The verdict of a canary, and the workers that it concerns."""
 
     verdict: CanaryCause
-    ranks: tuple[int, ...]  # the workers that differ, or lack a result; for data, the suspect
+    ranks: tuple[int, ...]  # workers that differ, or lack a result; for data, the suspect
     distance: float  # largest relative one from the median; NaN when results are missing
-    exact: bool = False  # whether all workers agree in every bit
+    exact: bool = False  # all workers agree in every bit
     reasons: tuple[str, ...] = ()  # what sets these workers apart, in words, the most telling first
-    hooks: tuple[str, ...] = ()  # hooks of modules that set them apart, in words
-    compared: bool = False  # whether it is known what all workers ran
+    hooks: tuple[str, ...] = ()  # of modules that set them apart, in words
+    compared: bool = False  # it is known what all workers ran
 
     @property
     def within_rounding(self) -> bool:

@@ -37,9 +37,9 @@ class AxisPart:
     rank: int
     axes: Mapping[str, tuple[int, ...]]  # ranks of the job along each, this one among them
     layout: int  # digest of the names, shapes and placements of all of its parameters
-    cut: tuple[str, ...]  # the axes over which some of them are cut
+    cut: tuple[str, ...]  # axes over which some of them are cut
     names: tuple[str, ...]
-    types: tuple[str, ...]  # the coarsest type in which each one's gradient is computed ``[N]``
+    types: tuple[str, ...]  # coarsest type in which each one's gradient is computed ``[N]``
     over_NA: NDArray[np.uint8]  # 0 cut over an axis, 1 whole on each rank, 2 stated by placement
     digests_2N: Ints  # of parameters before the step, and of gradients when applied
     norms_2N: Floats  # L2 norms of the same; NaN where there is none
@@ -99,15 +99,15 @@ class Replicated:
 
     name: str
     ranks: tuple[int, ...]  # the ranks of the job along the axis ``[T]``
-    placed: bool  # whether its placement is replicated; else it is a plain tensor
-    cuts: bool  # whether the axis cuts other parameters, so that the ranks share one model
-    parameter: float  # the distance of the ranks' values before the step, relative to its norm
+    placed: bool  # its placement is replicated; else it is a plain tensor
+    cuts: bool  # the axis cuts other parameters, so that the ranks share one model
+    parameter: float  # distance of the ranks' values before the step, relative to its norm
     gradient: float  # the same of the gradient at the optimizer's call; NaN if unknown
     odd: tuple[int, ...]  # the ranks that differ from most; all where no majority agrees
-    tolerance: float  # the distance that rounding may explain
+    tolerance: float  # distance that rounding may explain
     held: bool = True  # the ranks hold some elements: a shard of a small one may be empty
-    same: bool = True  # whether the ranks' values before the step are the same in all bits
-    digest: int = 0  # digest of the first rank's values
+    same: bool = True  # the ranks' values before the step are the same in all bits
+    digest: int = 0  # of the first rank's values
     factor: float = math.nan  # farthest rank's gradient over the first's; NaN if no multiple
 
     @property

@@ -82,7 +82,7 @@ class _Replicas:
 
     def __init__(self, mesh: Any, channel: Channel, *, spacing: int) -> None:
         self.mesh = mesh  # with the link to the root that compares it
-        self._channel = channel  # the link to this run's root
+        self._channel = channel  # link to this run's root
         self._pending: deque[tuple[int, _PendingPart]] = deque()
         self._meter: _ReplicaMeter | None = None
         try:
@@ -135,7 +135,7 @@ class _PendingPart:
 
     place: MeshPlace
     layout: int  # digest of all of its parameters
-    cut: tuple[str, ...]  # the axes over which some of them are cut
+    cut: tuple[str, ...]  # axes over which some of them are cut
     chosen: Sequence[ManagedParameter]  # the parameters that were read
     types: Sequence[str]  # type of each one's gradient computation
     rows: tuple[PendingRows, PendingRows | None]  # values before the step; gradients, if any

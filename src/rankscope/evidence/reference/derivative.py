@@ -292,7 +292,7 @@ class _Moves:
     sums_PX: Floats  # squares of gradients and parameters, and sizes, over all ranks ``[P, 3]``
     shares_P: Floats  # one over the number of ranks with the same part of a parameter
     first_P: Ints  # the first of these ranks
-    coarse: bool  # whether 16-bit types round the loss
+    coarse: bool  # 16-bit types round the loss
 
 
 class _Losses:

@@ -185,7 +185,7 @@ class MicroBatch:
         parameters: Sequence[Tensor],
         *,
         rounds_in: torch.dtype | None = None,
-        compared: bool = True,  # whether the outputs have to be those of the training
+        compared: bool = True,  # the outputs have to be those of the training
     ) -> Gradients:
         """Compute the gradients of the training's loss once more."""
         self.check_kept()
@@ -293,9 +293,9 @@ class _Returned:
         self.gradient: Tensor | None = None  # its gradient, if that does not pass through those
         self.norm: Tensor | None = None  # of this rank's part, if it may pass through those
         self._inner: Layout | None = None
-        self.lost = ""  # the error at the arrival of the gradient; empty without
-        self.arrived = False  # whether it has got a gradient
-        self.backward = Autocast.in_force(tensor.device)  # the autocast of the backward pass
+        self.lost = ""  # error at the arrival of the gradient; empty without
+        self.arrived = False  # it has got a gradient
+        self.backward = Autocast.in_force(tensor.device)  # autocast of the backward pass
 
     def distance(self, tensor: Tensor) -> float:
         """Return the relative distance of an output of another run; 0 where none is compared."""

@@ -45,7 +45,7 @@ class ReferenceStep:
         self._model = model
         self._device = device  # the device of its gradients
         self._num_workers = num_workers  # limits the size of a message
-        self._seed = seed  # seed of all signs; equal on all workers
+        self._seed = seed  # of all signs; equal on all workers
         self._sketcher: Sketcher | None = None
         self._reduced: GradientTotals | None = None
 

@@ -43,7 +43,7 @@ class Verifications(Director):
         plan: Plan,
         report: Callable[[Finding], None],
         *,
-        by_loop: bool = False,  # whether the training's own loop reduces
+        by_loop: bool = False,  # the training's own loop reduces
         silent_steps: Collection[int] = (),  # yield no findings: nobody asked for them
     ) -> None:
         self._by_loop = by_loop

@@ -64,7 +64,7 @@ class ReferenceShare:
     copies: int = 1  # workers that hold each element; if fewer than W, shards add up
     summed_workers: float = 1.0  # 1 for a mean, W for a sum
     axis: str = ""  # along which ranks share the parameters; empty without
-    clips: bool = False  # whether torch clipped gradients in the step, before the optimizer's call
+    clips: bool = False  # torch clipped gradients in the step, before the optimizer's call
     declined: str = ""  # the reason why all of this is missing; empty if it is not
     slopes: Slopes | None = None  # which all ranks have measured instead; None without
     digests: Mapping[str, int] = field(default_factory=dict)  # where workers hold all parameters

@@ -41,7 +41,7 @@ class Slopes:
     scale: float  # of what backward was called on: summed over micro-batches, mean over ranks
     rounds_in: float  # epsilon of the coarsest type of the forward pass
     num_ranks: int
-    parts: bool  # whether the ranks of one worker have different losses
+    parts: bool  # the ranks of one worker have different losses
     clipped: float  # factor of all gradients since the reduction; NaN if unknown
 
     def refined(
@@ -102,9 +102,9 @@ class BlockSlope:
     """One block's gradient over the derivative of the loss."""
 
     label: str  # what its parameters are called
-    ratio: float  # the quotient; NaN if it is unclear
+    ratio: float  # quotient; NaN if it is unclear
     bound: float
-    lacks: bool  # whether it is no multiple: a part is missing, or too much
+    lacks: bool  # it is no multiple: a part is missing, or too much
 
 
 @dataclass(frozen=True, slots=True)

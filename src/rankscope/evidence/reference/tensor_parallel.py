@@ -31,9 +31,9 @@ class TensorParallel:
 
     def __init__(self, axis: DeviceMesh, name: str, placements: Mapping[str, Placement]) -> None:
         self.name = name
-        self.ranks = tuple(axis.mesh.flatten().tolist())  # the ranks along it
+        self.ranks = tuple(axis.mesh.flatten().tolist())  # ranks along it
         self.replicas: dict[Tensor, Tensor] = {}  # of a plain copy, where others' differ
-        self._axis = axis  # the mesh along it
+        self._axis = axis  # mesh along it
         self._cuts = {n: each for n, each in placements.items() if isinstance(each, Shard)}
 
     def parts(self, names: Sequence[str], gradients: Gradients) -> Gradients:

@@ -87,8 +87,8 @@ class OddParameter:
     how: GradientMismatch  # how it differs
     factor: float  # its ratio to the reference; NaN if it is no multiple
     error: float  # relative norm of the difference
-    afterwards: bool  # whether it was changed after the reduction
-    axis: str = ""  # the axis over which it was not summed; empty if that is not how it differs
+    afterwards: bool  # it was changed after the reduction
+    axis: str = ""  # axis over which it was not summed; empty if that is not how it differs
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +98,17 @@ class Verification:
     answer: ReferenceAnswer
     weighting: str  # intended or fitting best: a key of ``_weightings``
     error: float = 0.0  # largest relative one that agrees; of all, if too few do
-    bound: float = 0.0  # the bound of rounding on it
+    bound: float = 0.0  # bound of rounding on it
     parameter: str = ""  # the parameter of that error
     dtype: str = "float32"
     factor: float = 1.0  # the given gradient over the reference
     clipped: float = 1.0  # factor of all gradients after the reduction, if that is all
-    in_loss: bool = False  # whether the factor, or the weights, were there when backward was called
+    in_loss: bool = False  # the factor, or the weights, were there when backward was called
     changed: float = float("nan")  # the same of most parameters; NaN if unknown
     ratios: tuple[tuple[float, ...], ...] = ()  # weights over the intended ones, if fitted
     odd: tuple[OddParameter, ...] = ()  # where most agree, or nothing was reduced
     num_parameters: int = 0
-    blur: float = 0.0  # the bound of rounding over the norm, for most parameters
+    blur: float = 0.0  # bound of rounding over the norm, for most parameters
 
     @property
     def ulps(self) -> float:

@@ -48,9 +48,9 @@ def verified(
     found: Verification,
     step: int,
     num_workers: int,
-    num_micro: int,  # the most micro-batches of a worker
+    num_micro: int,  # most micro-batches of a worker
     *,
-    by_loop: bool = False,  # whether the training's own loop reduces
+    by_loop: bool = False,  # the training's own loop reduces
     clips: bool = False,  # known to: it called torch in the step, or the plan has a limit
 ) -> Finding:
     """Return the finding of a reference step.

@@ -66,14 +66,14 @@ class TensorPlace:
 class FoundState(NamedTuple):
     """A parameter or buffer of a model; equal on workers with equal models, but for the module."""
 
-    holder: nn.Module  # the module that it belongs to
+    holder: nn.Module  # module that it belongs to
     prefix: str  # the module's name
     key: str  # its name in the module
     is_buffer: bool
     shape: tuple[int, ...]  # its shape; of a DTensor, that of the whole
     length: int  # elements on a worker; of a DTensor, about a shard's
     dtype: torch.dtype
-    trained: bool  # whether it requires a gradient
+    trained: bool  # it requires a gradient
     broadcast: bool | None = None  # of a running statistic: by DDP before each step; else None
 
     @property
@@ -116,10 +116,10 @@ class DigestSchedule:
         *,
         replicated: bool,  # if not, only buffers are compared
         shards: bool = False,  # compare gradients of parameters that are not replicated as well
-        called: bool,  # whether the optimizer's call can be observed
-        kept: bool,  # whether the optimizer's state is compared, of all trained parameters
-        num_slots: int,  # the most slots of one cycle
-        max_items: int,  # the most digests of a slot
+        called: bool,  # the optimizer's call can be observed
+        kept: bool,  # the optimizer's state is compared, of all trained parameters
+        num_slots: int,  # of one cycle, at most
+        max_items: int,  # digests of a slot, at most
     ) -> None:
         self.found = found
         end = 8 if replicated else 7  # owners may train different parameters
@@ -153,7 +153,7 @@ def survey(
     left_out: Container[str] = (),  # that each worker may have for itself
     lasting: Lasting | None = None,
     *,
-    broadcast: bool = False,  # whether DDP broadcasts buffers
+    broadcast: bool = False,  # DDP broadcasts buffers
 ) -> list[FoundState]:
     """Return the parameters and buffers of a model, each once, in the order of its modules."""
     found: list[FoundState] = []

@@ -303,7 +303,7 @@ class PendingPasses:
     """Copies of a few tensors at moments of one step, perhaps still on the device."""
 
     copies: Sequence[HostCopy]  # one for each moment, as bytes
-    names: Sequence[str]  # names of the tensors
+    names: Sequence[str]  # of the tensors
     frozen: Sequence[bool]  # which of them are parameters that are not trained
     ends: Sequence[int]  # where the bytes of each end
 

@@ -197,7 +197,7 @@ class UnchangedParameters:
         names: Sequence[str],
         digests: Sequence[int],
         *,
-        updates: bool = False,  # whether the optimizer was called with a learning rate above 0
+        updates: bool = False,  # the optimizer was called with a learning rate above 0
         owned: Container[str] | None = None,
     ) -> list[tuple[str, Role, bool]]:
         """Process a step's digests; return name, role, and whether it is unchanged, to record."""

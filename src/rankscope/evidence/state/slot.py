@@ -168,7 +168,7 @@ class Seen:
     weights: Sequence[int] = ()  # of the leaves of the optimizer state
     starts: Sequence[int] = ()  # number of each slice's first leaf
     gradients: dict[StateKind, PendingReading] = field(default_factory=dict)  # reduced, applied
-    before: CachedReading | None = None  # the last reading of gradients
+    before: CachedReading | None = None  # last reading of gradients
     local: dict[tuple[int, ...], PendingReading] = field(default_factory=dict)
     reduced: Sequence[bool] | None = None  # slices whose gradient is reduced; None if all are
     broadcast: PendingReading | None = None  # running statistics right after DDP has broadcast them

@@ -152,7 +152,7 @@ class PendingRows:
     rows: list[tuple[StateKind, str]]  # kind and name of each tensor
     num_read: int  # how many of them were read in pieces; the others have a digest only
     digests: PendingReading
-    owners_P: NDArray[np.int64]  # the row to which each piece belongs
+    owners_P: NDArray[np.int64]  # row to which each piece belongs
     sketches: HostCopy  # float64 ``[P, k]``
     squared_norms: HostCopy  # float64 ``[P]``
 

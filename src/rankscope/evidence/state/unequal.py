@@ -83,10 +83,10 @@ class UnequalState(Detector):
         self,
         num_workers: int,
         *,
-        local_buffers: bool = False,  # whether workers are meant to keep buffers of their own
+        local_buffers: bool = False,  # workers are meant to keep buffers of their own
         local_steps: int = 0,  # from average to average; 0 where each step reduces
         replicated: bool = False,  # all parameters are, those left out of the reduction too
-        by_loop: bool = False,  # whether the training's own loop reduces, or its optimizer
+        by_loop: bool = False,  # the training's own loop reduces, or its optimizer
         unsaved: Sequence[str] = (),  # names of buffers that no checkpoint holds
     ) -> None:
         self._num_workers = num_workers
@@ -261,9 +261,9 @@ class _Between(Stateful):
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.steps = 0  # the number of steps that have been compared
-        self.ranks: list[int] = []  # the workers that differ in the step in which fewest do
-        self.names: list[str] = []  # names of the differing parameters there
+        self.steps = 0  # number of steps that have been compared
+        self.ranks: list[int] = []  # workers that differ in the step in which fewest do
+        self.names: list[str] = []  # of the differing parameters there
 
     def add(self, ranks: list[int], names: list[str]) -> None:
         """Add a step in which parameters were compared."""
