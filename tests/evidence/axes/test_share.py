@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from rankscope.evidence.axes.root import Axes
-from rankscope.evidence.axes.share import AxesShare, loss_distance, lost_labels
+from rankscope.evidence.axes.root import Axes, AxesShare, loss_distance, lost_labels
 
 ROWS, LENGTH = 4, 16
 
