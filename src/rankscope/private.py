@@ -218,7 +218,7 @@ USES = (
         "torch.Tensor",
         "_version",
         "wrappers.accumulation wrappers.ddp_reading wrappers.fsdp2_accumulated wrappers.loop"
-        " evidence.canary.tensors evidence.reference.micro_batch wrappers.accumulator"
+        " evidence.canary.state evidence.reference.micro_batch wrappers.accumulator"
         " wrappers.megatron"
         " lab.reductions.order_free",
         "whether a gradient was written since it was read",
@@ -227,7 +227,7 @@ USES = (
     Use(
         "torch.Tensor",
         "_indices _values",
-        "evidence.canary.tensors gradients.kernels.flat gradients.sketch gradients.digest"
+        "evidence.canary.state gradients.kernels.flat gradients.sketch gradients.digest"
         " evidence.state.readings",
         "sparse gradients and state that is not coalesced",
         _SWITCHES_OFF,
@@ -235,7 +235,7 @@ USES = (
     Use(
         "torch.Tensor",
         "_is_view",
-        "evidence.canary.tensors",
+        "evidence.canary.state",
         "to put back what a canary's forward pass changes",
         "no canaries",
         need="canary",
@@ -243,7 +243,7 @@ USES = (
     Use(
         "torch.UntypedStorage",
         "_cdata",
-        "evidence.canary.tensors",
+        "evidence.canary.state",
         "whether two tensors share their memory",
         "no canaries",
         need="canary",
@@ -259,7 +259,7 @@ USES = (
     Use(
         "torch._C._autograd",
         "_unsafe_set_version_counter",
-        "evidence.canary.tensors",
+        "evidence.canary.state",
         "to put back how often a tensor was written",
         "no canaries",
         need="canary",
@@ -378,7 +378,7 @@ USES = (
     Use(
         "torch.utils._python_dispatch",
         "TorchDispatchMode is_traceable_wrapper_subclass",
-        "evidence.canary.alone evidence.canary.tensors evidence.reference.decisions"
+        "evidence.canary.alone evidence.canary.state evidence.reference.decisions"
         " evidence.update.again gradients.digest wrappers.reduced_product tools.doctor.determinism",
         "to see operators, and tensors that are made of others",
         _REFUSES,
@@ -473,7 +473,7 @@ USES = (
     Use(
         "torch.distributed.tensor.DTensor",
         "_local_tensor",
-        "evidence.state.passes",
+        "evidence.state.probe",
         "this rank's part of a parameter, without an operation that a mode of the training's sees",
         _SWITCHES_OFF,
     ),
@@ -481,8 +481,8 @@ USES = (
     Use(
         "torch.nn.Module",
         "_modules _parameters _buffers",
-        "evidence.canary.program evidence.canary.state evidence.state.leaves evidence.state.plan"
-        " evidence.state.parameter_roles evidence.state.passes evidence.optimizer.probe"
+        "evidence.canary.program evidence.canary.state evidence.state.holdings evidence.state.plan"
+        " evidence.state.probe evidence.optimizer.probe"
         " wrappers.find integrations.beginning",
         "what hangs in a module, without the cost of its generators",
         _REFUSES + ", or " + _SWITCHES_OFF,
@@ -490,7 +490,7 @@ USES = (
     Use(
         "torch.nn.modules.batchnorm",
         "_NormBase _BatchNorm",
-        "evidence.state.plan evidence.state.passes tools.doctor.model",
+        "evidence.state.plan evidence.state.probe tools.doctor.model",
         "which buffers are running statistics",
         "running statistics of every module may differ; the preflight finds no batch norm",
     ),
@@ -591,7 +591,7 @@ USES = (
     Use(
         "torch.distributed",
         "_composable",
-        "evidence.reference.unsharded",
+        "evidence.reference.models",
         "which classes replicate puts in the place of a module's own",
         "no reference step under replicate",
     ),

@@ -26,11 +26,10 @@ from rankscope.evidence.canary import probe as canary_probe
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.bundle import find_bundles, load_bundle
 from rankscope.evidence.canary.cost import StepMemory, is_out_of_memory
-from rankscope.evidence.canary.messages import CanaryAnswer
+from rankscope.evidence.canary.judge import CanaryVerdicts
 from rankscope.evidence.canary.probe import CanaryProbe
 from rankscope.evidence.canary.root import CanaryDirector
-from rankscope.evidence.canary.schedule import SPACING, Planned, first_scheduled
-from rankscope.evidence.canary.verdicts import CanaryVerdicts
+from rankscope.evidence.canary.schedule import SPACING, CanaryAnswer, Planned, first_scheduled
 from rankscope.wrappers.find import Wrapped
 from rankscope.wrappers.kinds import DDP
 from support.models import make_batch, make_model
@@ -389,7 +388,8 @@ class Allocator:
 
 
 def memory_of(allocator: Allocator, monkeypatch: Any) -> StepMemory:
-    monkeypatch.setattr(canary_memory, "_stats_of", lambda device: allocator.stats)
+    on_device = SimpleNamespace(memory_stats=allocator.stats)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: on_device)
     monkeypatch.setattr(canary_memory, "_free", lambda device, leave=0: allocator.free)
     return StepMemory(torch.device("cuda", 0))
 

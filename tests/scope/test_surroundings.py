@@ -15,8 +15,7 @@ import rankscope
 from rankscope import Run
 from rankscope.bus.packing import unpack_batch
 from rankscope.evidence.canary import schedule as canary_plan
-from rankscope.evidence.canary.messages import CanaryAnswer
-from rankscope.evidence.canary.schedule import ASKED_FOR, Planned
+from rankscope.evidence.canary.schedule import ASKED_FOR, CanaryAnswer, Planned
 from support.loops import PLAN, collect_warnings
 from support.ranks import run_ranks
 from support.surrounded_training import WRAPPERS, Training

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rankscope.bus.groups import group_parameters
-from rankscope.evidence.reference.engine import loss_scale
+from rankscope.evidence.reference.models import loss_scale
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.deepspeed import DeepSpeedTap

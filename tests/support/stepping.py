@@ -6,8 +6,7 @@ import numpy as np
 
 from rankscope.bus.rules import finding_of
 from rankscope.bus.step import StepReport
-from rankscope.bus.steps import RecentBatches, StepBatch
-from rankscope.bus.steps import batches_of
+from rankscope.bus.steps import RecentBatches, batches_of
 from support.streams import gathered
 
 AT_ONCE = 64

@@ -28,13 +28,13 @@ from rankscope.evidence.canary.bundle import (
     results_to_json,
     verdict_to_json,
 )
+from rankscope.evidence.canary.judge import why
 from rankscope.evidence.canary.verdict import (
     CanaryCause,
     CanaryResults,
     CanaryVerdict,
     describe_size,
 )
-from rankscope.evidence.canary.verdicts import why
 from rankscope.files import to_plain
 from rankscope.record.stores import at_hand
 

@@ -18,7 +18,7 @@ from rankscope.agent.launch import IN_THREAD
 from rankscope.bus.plan import Plan, Tier
 from rankscope.bus.words import make_printable
 from rankscope.errors import UsageError
-from rankscope.evidence.canary.check import check_canary
+from rankscope.evidence.canary.probe import check_canary
 from rankscope.evidence.environment.facts import compilation, environment_facts, vocabulary_digest
 from rankscope.evidence.environment.training import (
     draws_with_replacement,

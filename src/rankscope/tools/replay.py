@@ -19,7 +19,7 @@ from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError, UsageError
 from rankscope.evidence.canary.batch import CanaryDeclined, samples_of
 from rankscope.evidence.canary.bundle import ReplayBundle
-from rankscope.evidence.canary.compare import compare_programs
+from rankscope.evidence.canary.combine import compare_programs
 from rankscope.evidence.canary.replay import (
     CanaryResult,
     check_module,

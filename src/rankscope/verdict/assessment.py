@@ -12,7 +12,7 @@ from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.step import as_floats
 from rankscope.bus.words import count, name_ranks
 from rankscope.evidence.canary.bundle import latest_bundle
-from rankscope.evidence.canary.verdicts import CANARIES
+from rankscope.evidence.canary.judge import CANARIES
 from rankscope.record import Coverage, Run
 from rankscope.record.reader import MAX_STEPS
 from rankscope.record.states import START_FILE, read_number

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rankscope.evidence.axes.norms import CLIPPED, NormOverMesh, Squares
+from rankscope.evidence.axes.root import CLIPPED, NormOverMesh, Squares
 
 LINES = {0: (0, 1), 1: (0, 1), 2: (2, 3), 3: (2, 3)}
 """The ranks along ``tp``; ranks 0 and 2, and 1 and 3, average their gradients."""

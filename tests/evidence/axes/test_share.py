@@ -5,8 +5,7 @@ import json
 
 import pytest
 
-from rankscope.evidence.axes.root import Axes
-from rankscope.evidence.axes.share import AxesShare, loss_distance, lost_labels
+from rankscope.evidence.axes.root import Axes, AxesShare, loss_distance, lost_labels
 
 ROWS, LENGTH = 4, 16
 
@@ -63,7 +62,7 @@ def reported(shares: list[AxesShare], steps: int = 5) -> list:
     axes = Axes(0, found.append)
     for step in range(steps):
         for each in shares:
-            axes.take(each.rank, step, json.dumps(each.to_json()).encode())
+            axes.take(each.rank, step, json.dumps(dataclasses.asdict(each)).encode())
     return found
 
 

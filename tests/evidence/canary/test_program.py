@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from evidence.canary.test_schedule import results
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.evidence.canary.batch import capture_batch
-from rankscope.evidence.canary.compare import compare_programs, sets_apart
+from rankscope.evidence.canary.combine import compare_programs, sets_apart
 from rankscope.evidence.canary.program import program_digest
 from rankscope.evidence.canary.replay import run_batch
 from rankscope.evidence.canary.verdict import CanaryCause, CanaryVerdict, describe_size, explain

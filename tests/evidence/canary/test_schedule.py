@@ -10,21 +10,19 @@ from rankscope.bus.governor import LAG
 from rankscope.bus.packing import PackedError, PlainBatch, pack_batch, unpack_batch
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import MISSING_INT
-from rankscope.evidence.canary.messages import (
-    CanaryAnswer,
-    pack_plan,
-    pack_run,
-    unpack_plan,
-    unpack_run,
-)
 from rankscope.evidence.canary.schedule import (
     RETRY_AFTER,
     SHARE,
     SPACING,
+    CanaryAnswer,
     CanaryPlan,
     Planned,
     Schedule,
     all_requested,
+    pack_plan,
+    pack_run,
+    unpack_plan,
+    unpack_run,
 )
 from rankscope.evidence.canary.verdict import (
     CanaryCause,

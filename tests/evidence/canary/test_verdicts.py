@@ -11,7 +11,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.rules import LATENESS, RULES
 from rankscope.bus.step import MISSING_INT
-from rankscope.evidence.canary.verdicts import CanaryVerdicts
+from rankscope.evidence.canary.judge import CanaryVerdicts
 from rankscope.verdict.diagnosis import Diagnosis
 from support.stepping import describe, evidence_of
 from support.streams import gathered

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from rankscope.evidence.mesh.drift import TieVerdict
 from rankscope.evidence.mesh.part import Replicated
+from rankscope.evidence.mesh.root import TieVerdict
 
 EMBEDDING = "embedding.weight = head.weight"
 WORKERS = {0: 0, 1: 1}

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from rankscope.evidence.mesh.compare import AxisVerdict
 from rankscope.evidence.mesh.part import AxisPart, Replicated
-from rankscope.evidence.mesh.root import MeshAxes
+from rankscope.evidence.mesh.root import AxisVerdict, MeshAxes
 
 WORKERS = {0: 0, 4: 1}
 

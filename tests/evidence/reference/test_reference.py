@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.reference.micro_batch import MicroBatch
-from rankscope.evidence.reference.reference import ReferenceStep, WholeModel
+from rankscope.evidence.reference.models import WholeModel
+from rankscope.evidence.reference.reference import ReferenceStep
 
 CPU = torch.device("cpu")
 

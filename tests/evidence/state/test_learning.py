@@ -8,9 +8,9 @@ import pytest
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import StepReport
-from rankscope.evidence.state.learning import ALONE, HELD, NOTHING, TWICE, NotUpdated, role_words
+from rankscope.evidence.state.judge import ALONE, HELD, NOTHING, TWICE, NotUpdated
 from rankscope.evidence.state.roles import ROLES_EVERY, Role, role_word
-from rankscope.evidence.state.unequal import UnequalState
+from rankscope.evidence.state.unequal import UnequalState, role_words
 from rankscope.record.states import pack_state, unpack_state
 from support.stepping import evidence_of, words
 from support.streams import gathered

@@ -5,8 +5,8 @@ from torch import nn
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateKind
-from rankscope.evidence.state.learning import FROZEN_MOVES, OTHERS_MOVE, MovesInPasses
-from rankscope.evidence.state.passes import PassMeter
+from rankscope.evidence.state.judge import FROZEN_MOVES, OTHERS_MOVE, MovesInPasses
+from rankscope.evidence.state.probe import PassMeter
 from rankscope.evidence.state.roles import moved_in_passes
 from support.stepping import evidence_of
 

@@ -9,8 +9,7 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.packing import pack_headed
-from rankscope.evidence.world.root import World
-from rankscope.evidence.world.unit import Unit, first_apart, is_same_model, replicas_apart
+from rankscope.evidence.world.root import Unit, World, first_apart, is_same_model, replicas_apart
 
 ELEMENTS = 64
 
@@ -44,7 +43,7 @@ def test_groups_that_never_meet_are_apart_since_the_first_update_of_their_own():
     one, other = unit(0, 1, moves=1.0), unit(2, 3, moves=1.0)
     assert is_same_model(one, other)
     assert first_apart(one, other) == 1
-    assert Unit.from_json(json.loads(json.dumps(one.to_json()))) == one
+    assert Unit.from_json(json.loads(json.dumps(dataclasses.asdict(one)))) == one
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,7 @@ def test_parameters_of_one_constant_prove_nothing():
 def found(own: list[Unit], others: list[Unit], seed: int | None = None, **more):
     """Return what the director finds, by its cause."""
     world = World(10, lambda finding: None, lambda: seed, **more)
-    parts = [json.dumps(one.to_json()).encode() for one in (*own, *others)]
+    parts = [json.dumps(dataclasses.asdict(one)).encode() for one in (*own, *others)]
     world.take(0, 14, pack_headed([len(own), list(map(len, parts))], *parts))
     return world.findings
 

@@ -3,19 +3,24 @@
 import json
 import logging
 import math
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
 
 from rankscope.bus.pace import PACE
 from rankscope.bus.probe import Channel, Job, MessagePart, Probe
-from rankscope.evidence.axes.norms import Reading, SquareMeter
-from rankscope.evidence.axes.share import AxesShare
+from rankscope.evidence.axes.root import AxesShare, Squares
+from rankscope.gradients.host import Numbers, copy_numbers
 from rankscope.stats.arrays import digest_of
 from rankscope.stats.rounding import UNIT_ROUNDOFF
+from rankscope.wrappers.clipping import rounding_of
 from rankscope.wrappers.fsdp2_mesh import placements_of, sequence_lines
-from rankscope.wrappers.fsdp2_model import every_parameter
+from rankscope.wrappers.fsdp2_model import ManagedParameter, every_parameter
 from rankscope.wrappers.kinds import FSDP2
 
 _log = logging.getLogger("rankscope")
@@ -31,31 +36,20 @@ class AxesProbe(Probe):
     """Sends one rank's share of a step; all calls come on the training thread.
 
     A failure here only ends this comparison.
-
-    Args:
-        mesh: The mesh, with the link to the root that compares it; None inside one run.
-        channel: The link to this run's root.
-        lines: The ranks along each axis.
-        cut: Axes over which the model is cut.
-        sequences: Axes over which sequences are cut.
-        dtype: The coarsest type in which the model computes, without autocast.
-        device: The kind of device that computes.
-        spacing: Steps from one share to the next, once a run has begun.
-        squares: Reads the squares of the gradients; None inside one run, which compares them.
     """
 
     def __init__(
         self,
-        mesh: Any,
-        channel: Channel,
+        mesh: Any,  # with the link to the root that compares it; None inside one run
+        channel: Channel,  # link to this run's root
         *,
-        lines: dict[str, tuple[int, ...]],
-        cut: tuple[str, ...],
-        sequences: tuple[str, ...],
-        dtype: str,
-        device: str,
-        spacing: int,
-        squares: SquareMeter | None,
+        lines: dict[str, tuple[int, ...]],  # ranks along each axis
+        cut: tuple[str, ...],  # axes over which the model is cut
+        sequences: tuple[str, ...],  # axes over which sequences are cut
+        dtype: str,  # coarsest type in which the model computes, without autocast
+        device: str,  # kind of device that computes
+        spacing: int,  # steps from one share to the next, once a run has begun
+        squares: "_SquareMeter | None",  # None inside one run, which compares gradients by itself
     ) -> None:
         self._mesh = mesh
         self._channel = channel
@@ -68,7 +62,7 @@ class AxesProbe(Probe):
         self._rank = torch.distributed.get_rank()
         self._ended = False
         self._squares = squares
-        self._read: dict[int, Reading | None] = {}
+        self._read: dict[int, _Reading | None] = {}
         self._step = 0
 
     def begin_step(self, step: int, *, paused: bool) -> None:
@@ -98,7 +92,7 @@ class AxesProbe(Probe):
         if not self._is_due(step):
             return
         try:
-            content = json.dumps(self._share(part, reading).to_json()).encode()
+            content = json.dumps(asdict(self._share(part, reading))).encode()
             if self._mesh is not None and self._mesh.is_guest:
                 self._mesh.send(NAME, step, content)
             elif self._channel.has_room():
@@ -111,7 +105,7 @@ class AxesProbe(Probe):
         """Forget a step that was never finished."""
         self._read.pop(self._step, None)
 
-    def _share(self, part: MessagePart, reading: Reading | None) -> AxesShare:
+    def _share(self, part: MessagePart, reading: "_Reading | None") -> AxesShare:
         losses = np.frombuffer(bytes(part.arrays.get("losses_U", b"")), np.float64)
         weights = np.frombuffer(bytes(part.arrays.get("weights_U", b"")), np.float64)
         samples = bytes(part.arrays.get("samples_B", b""))
@@ -169,5 +163,67 @@ def _make(job: Job) -> AxesProbe | None:
         dtype=max(types, key=lambda each: UNIT_ROUNDOFF.get(each, 0.0)),
         device=job.wrapped.device.type,
         spacing=max(job.state_spacing, 1),
-        squares=SquareMeter(parameters, tuple(outer), place.ranks) if outer and place else None,
+        squares=_SquareMeter(parameters, tuple(outer), place.ranks) if outer and place else None,
     )
+
+
+class _SquareMeter:
+    """Sums up the squares of a rank's gradients, with one read of its shards.
+
+    Over ``axes`` FSDP2 does not average.
+    """
+
+    def __init__(
+        self, parameters: Sequence[ManagedParameter], axes: Sequence[str], ranks: Sequence[int]
+    ) -> None:
+        self._parameters = parameters
+        self._run = min(parameters[0].group.ranks)
+        self._num_ranks = len(ranks)
+        self._rounding = rounding_of([parameter.tensor for parameter in parameters])
+        names: dict[str, int] = {}
+        self._place: list[int] = []
+        self._share: list[float] = []
+        for parameter in parameters:
+            placements = placements_of(parameter)
+            alike = ",".join(axis for axis in axes if placements.get(axis, True))
+            self._place.append(names.setdefault(alike, len(names)))
+            self._share.append(1 / _copies(parameter, axes))
+        self._names = tuple(names)
+
+    @torch.no_grad()
+    def read(self) -> "_Reading | None":
+        """Begin to read the norms of all gradients; None without gradients."""
+        norms: list[torch.Tensor] = []
+        mix = np.zeros((len(self._names), len(self._parameters)))
+        for place, share, parameter in zip(self._place, self._share, self._parameters, strict=True):
+            gradient = parameter.tensor.grad
+            if gradient is not None:
+                mix[place, len(norms)] = share
+                own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                norms.append(torch.linalg.vector_norm(own).double())
+        if not norms:
+            return None
+        return _Reading(copy_numbers(torch.stack(norms), torch.float64), mix[:, : len(norms)])
+
+    def squares(self, reading: "_Reading") -> Squares:
+        """Wait for the device; return the sums with their names."""
+        sums_C = reading.mix_CP @ np.square(reading.norms_P.numpy())
+        sums = dict(zip(self._names, sums_C.tolist(), strict=True))
+        return Squares(self._run, self._num_ranks, sums, self._rounding)
+
+
+class _Reading(NamedTuple):
+    """Norms of gradients ``[P]``, perhaps on the device, and how their squares are added up."""
+
+    norms_P: Numbers
+    mix_CP: NDArray[np.float64]
+
+
+def _copies(parameter: ManagedParameter, axes: Sequence[str]) -> int:
+    """Return how many ranks of its data-parallel group hold a copy of what this rank holds."""
+    tensor = parameter.tensor
+    if not isinstance(tensor, DTensor) or not tensor.device_mesh.mesh_dim_names:
+        return 1
+    sizes = zip(tensor.device_mesh.mesh_dim_names, tensor.device_mesh.shape, strict=True)
+    alike = placements_of(parameter)
+    return math.prod(size for name, size in sizes if name not in axes and alike[name])

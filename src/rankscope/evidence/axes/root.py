@@ -1,25 +1,128 @@
-"""Compares the ranks' shares of a step along the axes of a mesh."""
+"""Compares the ranks' shares of a step along the axes of a mesh: losses, labels, and the norm.
+
+The norm of all gradients is the same in every clipped step, and never in two others. A model that
+is cut over another axis than that of the workers has one norm: the root of all squares, where what
+ranks along the axis hold alike counts once. Where another combination of the ranks' squares is the
+same in many steps and that norm is not, the training clips by the combination.
+"""
 
 import json
 import logging
+import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.rules import finding_of
 from rankscope.bus.words import count, name_ranks
-from rankscope.evidence.axes.norms import NormOverMesh, WrongNorm
-from rankscope.evidence.axes.share import AxesShare, loss_distance, lost_labels
-
-_log = logging.getLogger("rankscope")
+from rankscope.stats.rounding import tolerance_of
 
 LOSSES = "loss.differs_along_axis"
 LABELS = "loss.labels_lost"
 NORM = "clip-norm-over-mesh"
 
 _MOST_WAITING = 1024  # incomplete steps of ranks along an axis
+
+CLIPPED = 8
+"""Steps with the same combination of norms that prove that it is clipped by."""
+
+_KEPT = 64
+_RUN = "run "
+_VARIES = 10.0  # over rounding, so that a norm is not the one that is clipped by
+_ALIKE = 1e-3  # relative difference of squares that ranks hold alike
+_TINY = 1e-12  # nats: below it a loss has no digits to compare
+
+
+class Squares(NamedTuple):
+    """One rank's squares of its gradients' elements, summed, in a step.
+
+    In the sum over its ranks, copies inside a data-parallel group count once.
+    """
+
+    run: int  # lowest rank of its data-parallel group in the job
+    num_ranks: int
+    sums: dict[str, float]  # by axes that hold alike, joined by commas
+    rounding: float  # relative error of a norm after clipping
+
+
+@dataclass(frozen=True, slots=True)
+class AxesShare:
+    """One rank's share of a step."""
+
+    rank: int
+    lines: Mapping[str, tuple[int, ...]]  # ranks of the job along each axis, this one among them
+    cut: tuple[str, ...]  # axes over which the model is cut: the ranks compute one loss together
+    sequences: tuple[str, ...]  # axes over which each sequence is cut
+    losses: tuple[float, ...]  # loss of each micro-batch or sample, per label token
+    weight: float | None  # number of label tokens behind them; None if unknown
+    samples: int  # digest of the inputs that identify samples
+    rows: int
+    tokens: float  # number of tokens in them; 0 if unknown
+    dtype: str  # coarsest type in which the model computes
+    random: int | None  # digest of the states of generators that the forward pass used
+    squares: Squares | None = None  # of the gradients that the optimizer gets; None if unknown
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "AxesShare":
+        """Return the share of plain values."""
+        lists = {name: tuple(values[name]) for name in ("cut", "sequences", "losses")}
+        lines = {name: tuple(map(int, line)) for name, line in values["lines"].items()}
+        squares = values["squares"] and Squares(*values["squares"])
+        return cls(**{**values, **lists, "lines": lines, "squares": squares})
+
+
+def loss_distance(shares_T: Sequence[AxesShare]) -> float:
+    """Return by how much the losses along an axis differ, relative to the largest; 0 if they agree.
+
+    The ranks have the same samples, and together count more label tokens than these have: so they
+    cannot have divided the labels, and each computes the loss of all of them. A difference up to
+    :func:`~rankscope.stats.rounding.tolerance_of` is rounding.
+    """
+    first = shares_T[0]
+    alike = all(
+        (one.samples, one.rows, one.weight, len(one.losses))
+        == (first.samples, first.rows, first.weight, len(first.losses))
+        for one in shares_T
+    )
+    if not alike or first.weight is None or not first.tokens:
+        return 0.0
+    if len(shares_T) * first.weight <= first.tokens:
+        return 0.0
+    apart = 0.0
+    for losses_T in zip(*(one.losses for one in shares_T), strict=True):
+        largest = max(map(abs, losses_T))
+        if math.isfinite(largest) and largest > _TINY:
+            apart = max(apart, (max(losses_T) - min(losses_T)) / largest)
+    return apart if apart > max(tolerance_of(one.dtype) for one in shares_T) else 0.0
+
+
+def lost_labels(shares_T: Sequence[AxesShare]) -> tuple[int, int]:
+    """Return how many labels of one sequence's parts are never predicted, and how many could be.
+
+    Where every rank counts one label less than it has tokens in each row, labels are shifted inside
+    each part. The first token of a part is then predicted by nobody, though the part before it
+    could; only that of the sequence itself has nothing before it.
+    """
+    inside = all(
+        one.rows and one.weight == one.tokens - one.rows and one.tokens > one.rows
+        for one in shares_T
+    )
+    parts_differ = len({one.samples for one in shares_T}) == len(shares_T)
+    if not inside or not parts_differ or len({one.rows for one in shares_T}) > 1:
+        return 0, 0
+    rows = shares_T[0].rows
+    offered = round(sum(one.tokens for one in shares_T)) - rows
+    return rows * (len(shares_T) - 1), offered
+
+
+_log = logging.getLogger("rankscope")
 
 
 @dataclass(slots=True)
@@ -31,10 +134,7 @@ class _Fault:
 
 
 class Axes(Director):
-    """The shares along the axes of one mesh.
-
-    ``report`` takes each finding that has changed.
-    """
+    """The shares along the axes of one mesh."""
 
     def __init__(self, first_step: int, report: Callable[[Finding], None]) -> None:
         self._first_step = first_step
@@ -90,7 +190,7 @@ class Axes(Director):
             }
             self._add(LABELS, axis, step, fields, {"axis": axis, "lost": lost, "offered": offered})
 
-    def _add_norm(self, step: int, wrong: WrongNorm) -> None:
+    def _add_norm(self, step: int, wrong: "WrongNorm") -> None:
         fields = {
             "norm": f"{wrong.norm:.3g}",
             "spread": f"{wrong.spread:.2g}",
@@ -126,6 +226,11 @@ class Axes(Director):
         self._report(finding)
 
 
+def make_director(run: DirectedRun) -> Axes:
+    """Return the director that compares what should agree along a mesh's axes."""
+    return Axes(run.first_step, run.report)
+
+
 _ALONE = "only the ranks of one data-parallel group count in the norm"
 _TWICE = "gradients that all ranks along {axis} hold alike count once for each of these ranks"
 _MASKS = (
@@ -139,6 +244,103 @@ _SUMS = (
 )
 
 
-def make_director(run: DirectedRun) -> Axes:
-    """Return the director that compares what should agree along a mesh's axes."""
-    return Axes(run.first_step, run.report)
+@dataclass(frozen=True, slots=True)
+class WrongNorm:
+    """A norm by which a training clips, and which is not that of all gradients."""
+
+    axis: str  # along which ranks count what all of them hold; empty if ``alone``
+    alone: bool  # only the ranks of one data-parallel group count in it
+    norm: float
+    spread: float  # relative spread of the norm of all gradients after clipping
+    steps: int
+
+
+class NormOverMesh:
+    """Follows the norm of all gradients after clipping, and the combinations in its place."""
+
+    def __init__(self) -> None:
+        self._steps: dict[int, dict[int, Squares]] = {}
+        self._norms: deque[dict[str, float]] = deque(maxlen=_KEPT)
+
+    def take(
+        self, rank: int, step: int, squares: Squares, lines: Mapping[str, tuple[int, ...]]
+    ) -> WrongNorm | None:
+        """Process a rank's squares of a step; return what is wrong once all ranks are there."""
+        there = self._steps.setdefault(step, {})
+        there[rank] = squares
+        if len(there) < squares.num_ranks:
+            if len(self._steps) > _KEPT:
+                del self._steps[min(self._steps)]
+            return None
+        del self._steps[step]
+        sizes = {axis: len(line) for axis, line in lines.items()}
+        norms = _combinations(there, sizes)
+        if norms is None:
+            return None
+        self._norms.append(norms)
+        return self._judge(max(each.rounding for each in there.values()))
+
+    def _judge(self, rounding: float) -> WrongNorm | None:
+        whole_T = np.array([norms[""] for norms in self._norms])
+        runs = [name for name in self._norms[-1] if name.startswith(_RUN)]
+        parts_RT = [np.array([norms.get(run, math.nan) for norms in self._norms]) for run in runs]
+        clipped_RT = [_where_largest(part_T, rounding) for part_T in parts_RT]
+        own_T = np.logical_and.reduce(clipped_RT)
+        a_part = max(part_T[-1] for part_T in parts_RT) < whole_T[-1] * (1 - _VARIES * rounding)
+        if a_part and own_T.sum() >= CLIPPED:
+            norm = float(parts_RT[0].max())
+            return WrongNorm("", True, norm, _spread(whole_T[own_T]), int(own_T.sum()))
+        for axis in (name for name in self._norms[-1] if name not in ("", *runs)):
+            norms_T = np.array([norms[axis] for norms in self._norms])
+            clipped_T = _where_largest(norms_T, rounding)
+            spread = _spread(whole_T[clipped_T])
+            if clipped_T.sum() >= CLIPPED and spread > _VARIES * rounding:
+                return WrongNorm(axis, False, float(norms_T.max()), spread, int(clipped_T.sum()))
+        return None
+
+
+def _where_largest(norms_T: NDArray[Any], rounding: float) -> NDArray[np.bool_]:
+    """Return in which steps a norm has its largest value."""
+    largest_T: NDArray[np.bool_] = norms_T >= norms_T.max() * (1 - 2 * rounding)
+    return largest_T
+
+
+def _combinations(
+    there: Mapping[int, Squares], sizes: Mapping[str, int]
+) -> dict[str, float] | None:
+    """Return norms of a step by name; None where they are not known.
+
+    They are the norm of all gradients by an empty name, the norm in which what is alike along an
+    axis counts once for each rank by the axis, and that of each data-parallel group by its number.
+    """
+    totals: dict[str, float] = {}
+    runs: dict[int, float] = {}
+    for squares in there.values():
+        for alike, square in squares.sums.items():
+            totals[alike] = totals.get(alike, 0.0) + square
+        runs[squares.run] = runs.get(squares.run, 0.0) + sum(squares.sums.values())
+    found = {"": 0.0, **dict.fromkeys(sizes, 0.0)}
+    for alike, total in totals.items():
+        over = alike.split(",") if alike else []
+        once = total / math.prod(sizes[axis] for axis in over)
+        for name in found:
+            found[name] += once * (sizes[name] if name in over else 1)
+    found |= {f"{_RUN}{number}": square for number, square in runs.items()}
+    if not all(0 < square < math.inf for square in found.values()) or not _are_copies(there):
+        return None
+    return {name: math.sqrt(square) for name, square in found.items()}
+
+
+def _are_copies(there: Mapping[int, Squares]) -> bool:
+    """Return whether data-parallel groups agree on what all of them should hold alike."""
+    alike: dict[str, dict[int, float]] = {}
+    for squares in there.values():
+        for name, square in squares.sums.items():
+            if name:
+                by_run = alike.setdefault(name, {})
+                by_run[squares.run] = by_run.get(squares.run, 0.0) + square
+    return all(_spread(np.array(list(by_run.values()))) <= _ALIKE for by_run in alike.values())
+
+
+def _spread(values: NDArray[Any]) -> float:
+    return float(np.ptp(values) / values.max())

@@ -68,27 +68,22 @@ SeeOperation = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
 @contextmanager
 def alone(
     device: torch.device,
-    callbacks: OperationCallbacks,
+    callbacks: OperationCallbacks,  # called before writes and draws
     given: Autocast | None = None,
-    see: SeeOperation | None = None,
+    see: SeeOperation | None = None,  # called after each operation
     *,
     communicates: bool = False,
 ) -> Iterator[None]:
     """Keep the autocast in force without its cache, run eagerly, and forbid communication.
+
+    ``given`` is another autocast to run in. It has no cache inside another one, which would keep
+    the cast weights. Where all ranks run the model together, it ``communicates``.
 
     cuDNN does not benchmark its algorithms here: each worker would choose its own, and healthy
     workers would not agree in their bits.
 
     Inside, operations that communicate raise :class:`CanaryDeclined`, and so do backward passes
     that accumulate into ``.grad``. If no model may run now, it is raised at once.
-
-    Args:
-        device: The device of the parameters.
-        callbacks: Called before writes and draws.
-        given: The autocast to run in; None for the one in force. It has no cache inside another
-            autocast, which would keep the cast weights.
-        see: Called after each operation.
-        communicates: Whether all ranks run the model together, so that operations may communicate.
     """
     why_not = why_wait()
     if why_not:
@@ -180,26 +175,30 @@ def _touched_arguments(func: Any) -> list[tuple[int, str]]:
     ]
 
 
-def _without_accumulation(mode: TorchDispatchMode) -> AbstractContextManager[object]:
+def _without_accumulation(mode: TorchDispatchMode) -> Patch:
     """Refuse backward passes that accumulate gradients, before they begin.
 
-    ``backward`` of tensors and of :mod:`torch.autograd` meet in the engine, which all threads of
-    the process share. The backward passes of this run have its mode, which autograd passes on to
-    its threads.
+    The backward passes of this run have its mode, which autograd passes on to its threads.
     """
-    return Patch(Variable, "_execution_engine", lambda engine: _Engine(engine, mode))
+
+    def refuse(tensors: Any, gradients: Any) -> None:
+        if any(each is mode for each in _modes()):
+            raise CanaryDeclined(ACCUMULATES)
+
+    return watch_roots(refuse, lambda: None)
 
 
 def watch_roots(before: Callable[[Any, Any], None], after: Callable[[], None]) -> Patch:
     """Call functions around each backward pass that accumulates gradients, until it is removed.
 
-    ``before`` takes the tensors on which it is called, and their gradients. Both must not raise.
+    ``backward`` of tensors and of :mod:`torch.autograd` meet in the engine, which all threads of
+    the process share. ``before`` takes the tensors on which it is called, and their gradients.
     """
-    return Patch(Variable, "_execution_engine", lambda engine: _Watched(engine, before, after))
+    return Patch(Variable, "_execution_engine", lambda engine: _Engine(engine, before, after))
 
 
-class _Watched:
-    """Autograd's engine, with functions around each backward pass."""
+class _Engine:
+    """Autograd's engine, with functions around each backward pass that accumulates."""
 
     def __init__(
         self, engine: Any, before: Callable[[Any, Any], None], after: Callable[[], None]
@@ -220,38 +219,3 @@ class _Watched:
         if accumulates:
             self._after()
         return found
-
-
-class _Engine:
-    """Autograd's engine, without accumulation in a canary."""
-
-    def __init__(self, engine: Any, mode: TorchDispatchMode) -> None:
-        self._engine = engine
-        self._mode = mode
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def run_backward(
-        self,
-        tensors: Any,
-        grad_tensors: Any,
-        keep_graph: bool,
-        create_graph: bool,
-        inputs: Any = (),
-        allow_unreachable: bool = False,
-        accumulate_grad: bool = False,
-    ) -> Any:
-        """Run a backward pass, unless it is the canary's and accumulates."""
-        inside = any(mode is self._mode for mode in _modes())
-        if inside and accumulate_grad:
-            raise CanaryDeclined(ACCUMULATES)
-        return self._engine.run_backward(
-            tensors,
-            grad_tensors,
-            keep_graph,
-            create_graph,
-            inputs,
-            allow_unreachable=allow_unreachable,
-            accumulate_grad=accumulate_grad,
-        )

@@ -6,6 +6,7 @@ never used.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,17 +25,8 @@ MAX_BATCH_BYTES = 64 * 2**20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NUMPY_KNOWS = frozenset(
     {
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.float32,
-        torch.float64,
-        torch.complex64,
-        torch.complex128,
+        *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
     }
 )
 
@@ -47,37 +39,26 @@ class CanaryDeclined(RankscopeError):  # noqa: N818 - an answer, not a failure
         self.out_of_memory = out_of_memory
 
 
+@dataclass(frozen=True, slots=True)
 class CapturedBatch:
-    """A batch on its way to the host.
+    """A batch on its way to the host."""
 
-    Args:
-        structure: Its structure, as plain JSON.
-        arrays: Its tensors, those that numpy lacks as integers of the same bits.
-        samples: Digest of each sample, where a batch was recognised.
-    """
-
-    def __init__(
-        self,
-        structure: Any,
-        arrays: Sequence[HostCopy | NDArray[Any]],
-        samples: HostCopy | None = None,
-    ) -> None:
-        self._structure = structure
-        self._arrays = arrays
-        self._samples = samples
+    structure: Any  # plain JSON
+    arrays: Sequence[HostCopy | NDArray[Any]]  # those that numpy lacks as integers of the same bits
+    samples: HostCopy | None = None  # digest of each, where a batch was recognised
 
     @property
     def ready(self) -> bool:
         """Whether :meth:`plain` would not wait."""
-        copies = [a for a in (*self._arrays, self._samples) if isinstance(a, HostCopy)]
+        copies = [a for a in (*self.arrays, self.samples) if isinstance(a, HostCopy)]
         return all(copy.ready for copy in copies)
 
     def plain(self) -> PlainBatch:
         """Wait for the device and return the batch."""
-        arrays = tuple(a.numpy() if isinstance(a, HostCopy) else a for a in self._arrays)
-        if self._samples is None:
-            return PlainBatch(self._structure, arrays)
-        return PlainBatch(self._structure, arrays, self._samples.numpy().astype(np.int64))
+        arrays = tuple(a.numpy() if isinstance(a, HostCopy) else a for a in self.arrays)
+        if self.samples is None:
+            return PlainBatch(self.structure, arrays)
+        return PlainBatch(self.structure, arrays, self.samples.numpy().astype(np.int64))
 
 
 @torch.no_grad()
@@ -85,21 +66,10 @@ def capture_batch(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    moves_inputs: bool = False,
-    most_bytes: int = MAX_BATCH_BYTES,
+    moves_inputs: bool = False,  # to the model's device, as DDP does with ``device_ids``
+    most_bytes: int = MAX_BATCH_BYTES,  # larger batches are declined
 ) -> CapturedBatch:
-    """Return a copy of the inputs of a forward pass.
-
-    Args:
-        args: Arguments by position.
-        kwargs: Arguments by name.
-        moves_inputs: Whether the wrapper moves all tensors to the model's device, as DDP does when
-            it was given ``device_ids``.
-        most_bytes: Larger batches are declined.
-
-    Raises:
-        CanaryDeclined: It is too large, or holds a value that cannot be copied.
-    """
+    """Return a copy of the inputs of a forward pass."""
     keeper = _Keeper(moves_inputs, most_bytes)
     try:
         structure = keeper.keep((tuple(args), dict(kwargs)))
@@ -115,15 +85,7 @@ def capture_batch(
 def restore_batch(
     batch: PlainBatch, device: torch.device
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a forward pass, with new tensors.
-
-    Args:
-        batch: The batch.
-        device: Where tensors go that were not on the host on purpose.
-
-    Raises:
-        CanaryDeclined: The structure is damaged.
-    """
+    """Return the arguments of a forward pass, with new tensors: on the host where they were."""
     tensors: dict[int, Tensor] = {}
     try:
         args, kwargs = _restore(batch.structure, batch.arrays, device, tensors)

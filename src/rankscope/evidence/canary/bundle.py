@@ -55,11 +55,7 @@ _INFO = "bundle.json"
 _FILES = ("suspect.npz", "peer.npz")
 _PLAIN: dict[str, Callable[[Any], Any]] = {
     "reason": str,
-    "step": int,
-    "suspect": int,
-    "peer": int,
-    "num_workers": int,
-    "seed": int,
+    **dict.fromkeys(("step", "suspect", "peer", "num_workers", "seed"), int),
     "autocast": str,
 }
 """Attributes of a bundle that are one text or number, in the order of the file."""
@@ -72,36 +68,20 @@ _FLOAT_COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class ReplayBundle:
-    """The batches, the seed and the results of a canary.
+    """The batches, the seed and the results of a canary."""
 
-    Attributes:
-        reason: Id of the finding behind it, ``scheduled`` or ``asked-for``.
-        step: The step whose batches these are.
-        suspect: The rank of the first batch.
-        peer: The rank of the second.
-        num_workers: W of the run.
-        seed: Seed of all random generators in every run of a batch.
-        autocast: Type of autocast in the training's forward pass, such as ``bfloat16``; empty
-            without.
-        batches: The batch of the suspect, and that of the peer.
-        finding: The finding behind it, if any.
-        results: Results of the workers in the live canary, once they are known.
-        verdict: The verdict on them.
-        versions: Releases of Python, torch, numpy and rankscope in the run.
-    """
-
-    reason: str
-    step: int
-    suspect: int
-    peer: int
+    reason: str  # id of the finding behind it, ``scheduled`` or ``asked-for``
+    step: int  # step whose batches these are
+    suspect: int  # rank of the first batch
+    peer: int  # rank of the second
     num_workers: int
-    seed: int
-    autocast: str
-    batches: tuple[PlainBatch, PlainBatch]
-    finding: Finding | None = None
-    results: CanaryResults | None = None
+    seed: int  # of all random generators in every run of a batch
+    autocast: str  # of the training's forward pass, such as ``bfloat16``; empty without
+    batches: tuple[PlainBatch, PlainBatch]  # of the suspect, and of the peer
+    finding: Finding | None = None  # behind it, if any
+    results: CanaryResults | None = None  # of the live canary, once they are known
     verdict: CanaryVerdict | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)  # of Python, torch and the like
 
     @property
     def name(self) -> str:
@@ -114,11 +94,7 @@ def _file_name(reason: str) -> str:
 
 
 def save_bundle(run_dir: Path, bundle: ReplayBundle) -> Path:
-    """Write a bundle, or its results once they are known, atomically; return its directory.
-
-    Raises:
-        RunError: It cannot be written.
-    """
+    """Write a bundle, or its results once they are known, atomically; return its directory."""
     target = run_dir / FOLDER / bundle.name
     info = (json.dumps(_info(bundle), indent=2, allow_nan=False) + "\n").encode()
     if is_file(target / _INFO):
@@ -139,14 +115,7 @@ def save_bundle(run_dir: Path, bundle: ReplayBundle) -> Path:
 
 
 def load_bundle(path: Path) -> ReplayBundle:
-    """Read a bundle.
-
-    Args:
-        path: Its directory, or ``bundle.json`` in it.
-
-    Raises:
-        RunError: There is none, or it is damaged.
-    """
+    """Read a bundle."""
     folder = path.parent if path.name == _INFO else path
     try:
         info = parse(read_file(folder / _INFO))

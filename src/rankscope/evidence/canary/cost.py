@@ -40,17 +40,12 @@ class Stopwatch:
         self._device = device
         self._last: torch.Event | None = None
         self._start = time.perf_counter()
-        self._host = 0.0
+        self.host_seconds = 0.0  # on the training thread
 
     def stop(self) -> None:
         """End the piece of work."""
-        self._host = time.perf_counter() - self._start
+        self.host_seconds = time.perf_counter() - self._start
         self._last = None if self._first is None else _mark(self._device)
-
-    @property
-    def host_seconds(self) -> float:
-        """Seconds on the training thread until :meth:`stop`."""
-        return self._host
 
     @property
     def ready(self) -> bool:
@@ -63,7 +58,7 @@ class Stopwatch:
         device = 0.0
         if self._first is not None and self._last is not None and self._last.query():
             device = self._first.elapsed_time(self._last) / 1000
-        return self._before + max(self._host, device)
+        return self._before + max(self.host_seconds, device)
 
 
 def _mark(device: torch.device) -> torch.Event | None:
@@ -88,7 +83,8 @@ class StepMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stats = _stats_of(device)
+        on_device: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stats = getattr(on_device, "memory_stats", None)
         self._last: _Memory | None = None
         self._needed: int | None = None
 
@@ -112,9 +108,6 @@ class StepMemory:
         """Check that there is memory for another step now, with gradients of ``parameters``.
 
         These count in full: a step's own may lie in buffers of the wrapper.
-
-        Raises:
-            CanaryDeclined: There is not enough, or it is not known.
         """
         if self._device.type == "cpu":
             return
@@ -133,11 +126,7 @@ class StepMemory:
 
 
 def check_gradient_room(parameters: Sequence[Tensor], device: torch.device) -> None:
-    """Check that an accelerator has room for a second gradient, and that no graph is captured.
-
-    Raises:
-        CanaryDeclined: There is no room, or a graph is captured.
-    """
+    """Check that an accelerator has room for a second gradient, and that no graph is captured."""
     if device.type == "cpu":
         return
     capturing = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
@@ -147,11 +136,7 @@ def check_gradient_room(parameters: Sequence[Tensor], device: torch.device) -> N
 
 
 def check_room(needed: float, device: torch.device, what: str = "a second gradient") -> None:
-    """Check that an accelerator has room for so many bytes.
-
-    Raises:
-        CanaryDeclined: There is no room.
-    """
+    """Check that an accelerator has room for so many bytes."""
     free = None if device.type == "cpu" else _free(device)
     if free is not None and free < needed:
         raise CanaryDeclined(
@@ -179,13 +164,6 @@ def _free(device: torch.device, *, leave: int = 0) -> int | None:
     return unused + max(int(get_info(device)[0]) - leave, 0)
 
 
-def _stats_of(device: torch.device) -> Any:
-    """Return the allocator's statistics function, if it has one."""
-    if device.type == "cpu":
-        return None
-    return getattr(torch.get_device_module(device), "memory_stats", None)
-
-
 class BroadcastBuffers:
     """Checks whether a model's next forward pass will run with its present buffers.
 
@@ -204,11 +182,7 @@ class BroadcastBuffers:
             self._noted = canary, self._digest()
 
     def check(self, canary: object) -> None:
-        """Check that they have not changed since they were noted.
-
-        Raises:
-            CanaryDeclined: DDP is about to broadcast buffers that training changes.
-        """
+        """Check that they have not changed since they were noted."""
         noted = self._noted
         self._noted = None
         if self._ddp is None or not self._ddp.will_sync_module_buffers():  # type: ignore[no-untyped-call]

@@ -1,8 +1,27 @@
-"""The detector of canaries."""
+"""The detector of canaries: it compares all workers' results on the same two batches."""
 
-from rankscope.bus.detector import Check, CheckedRun, Detector, RunFacts
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rankscope.bus.detector import Check, CheckedRun, Detector, FaultEvidence, RunFacts
+from rankscope.bus.finding import Severity
 from rankscope.bus.governor import LAG
-from rankscope.evidence.canary.verdicts import CanaryVerdicts
+from rankscope.bus.replicas import StateKind
+from rankscope.bus.rules import LATENESS
+from rankscope.bus.steps import Step
+from rankscope.bus.words import count, name_ranks
+from rankscope.evidence.canary.verdict import (
+    CanaryCause,
+    CanaryResults,
+    CanaryVerdict,
+    describe_size,
+    differing_state,
+    judge_step,
+    results_of,
+)
+from rankscope.evidence.state.roles import ROLES_EVERY
+from rankscope.stats.state import Stateful
 
 CANARY_STEPS = 3 * LAG
 """Steps until the first canary is judged."""
@@ -19,3 +38,247 @@ def make_checks(run: CheckedRun) -> tuple[Check, ...]:
     what = "a worker that computes other results from the same batch"
     pending = "no canary has run yet" if run.canaries is False and not impossible else ""
     return (Check(what, CANARY_STEPS, impossible, pending),)
+
+
+DATA = "canary-data"
+CODE = "canary-code"
+DIFFERS = "canary-differs"
+NONDETERMINISTIC = "canary-nondeterministic"
+INCONCLUSIVE = "canary-inconclusive"
+CANARIES = (DATA, CODE, DIFFERS, NONDETERMINISTIC, INCONCLUSIVE)
+"""Findings of this detector."""
+
+_KINDS: Mapping[CanaryCause, tuple[str, str, list[str]]] = {
+    CanaryCause.DATA: (DATA, "data.worker_outlier", []),
+    CanaryCause.CODE: (CODE, "compute.code_differs", []),
+    CanaryCause.SETTINGS: (CODE, "env.mismatch", ["compute.code_differs"]),
+    CanaryCause.STATE: (DIFFERS, "state.parameters_differ", []),
+    CanaryCause.HARDWARE: (
+        DIFFERS,
+        "compute.worker_outlier",
+        ["compute.code_differs", "state.parameters_differ", "env.mismatch"],
+    ),
+    CanaryCause.NONDETERMINISTIC: (
+        NONDETERMINISTIC,
+        "compute.nondeterministic",
+        ["compute.worker_outlier"],
+    ),
+    CanaryCause.INCONCLUSIVE: (
+        INCONCLUSIVE,
+        "inconclusive",
+        [
+            "compute.code_differs",
+            "state.parameters_differ",
+            "env.mismatch",
+            "compute.worker_outlier",
+        ],
+    ),
+}
+"""By verdict: the finding and its rule, the cause, and other possible causes."""
+
+_BETWEEN = (CanaryCause.HARDWARE, CanaryCause.INCONCLUSIVE)
+_MOST_RECORDED = 16
+
+_SAME = (
+    "operations with their arguments, random numbers, parameters, settings and versions are the "
+    "same on all workers"
+)
+_UNKNOWN = (
+    "it is not known what each worker ran: dropout or evaluation mode, a mask, a branch on the "
+    "rank, or a library come before the device"
+)
+_MOST_REASONS = 3
+
+
+class CanaryVerdicts(Detector):
+    """Reports whether canaries prove data, code, state, hardware or non-determinism.
+
+    A canary on which all workers agree proves a fault in the data only while the suspect differs
+    from the others in most steps. Else there is no finding, as in a healthy run.
+    """
+
+    SETTINGS = ("_num_workers", "_suspected")
+
+    def __init__(self, num_workers: int, suspected: Callable[[], Sequence[int]] = tuple) -> None:
+        self._num_workers = num_workers
+        self._suspected = suspected  # workers that differ at present, in most steps
+        self._differing: dict[int, int] = {}  # the last step of each, by rank
+        self._left_out_at: int | None = None  # last step in which unreduced parameters differed
+        self._faults: dict[str, _CanaryFault] = {}
+
+    def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
+        """Process a step; report the result if all workers ran a canary in it."""
+        gathered = step.gathered
+        self._differing |= dict.fromkeys(differing_state(gathered), gathered.step)
+        differing = {r for r, last in self._differing.items() if gathered.step - last <= LATENESS}
+        if any(d.kind is StateKind.LEFT_OUT for d in gathered.differences):
+            self._left_out_at = gathered.step
+        results = results_of(gathered)
+        if results is None:
+            return self._settle(differing)
+        verdict = judge_step(gathered, results, differing=tuple(sorted(differing)))
+        if verdict.verdict is CanaryCause.DATA and results.suspect not in self._suspected():
+            return ()
+        if (  # workers hold parameters of their own, which explain other results
+            verdict.verdict in _BETWEEN
+            and self._left_out_at is not None
+            and gathered.step - self._left_out_at <= 2 * ROLES_EVERY
+        ):
+            return ()
+        key = _KINDS[verdict.verdict][0]
+        fault = self._faults.setdefault(key, _CanaryFault(gathered.step))
+        fault.add(gathered.step, verdict, results)
+        return (self._evidence(key, fault),)
+
+    def _settle(self, differing: set[int]) -> Iterable[FaultEvidence]:
+        """Change a verdict of hardware to state, if a digest shows a difference later."""
+        fault = self._faults.get(DIFFERS)
+        if fault is None or fault.verdict != CanaryCause.HARDWARE:
+            return ()
+        if not differing & set(fault.ranks):
+            return ()
+        fault.verdict = str(CanaryCause.STATE)
+        return (self._evidence(DIFFERS, fault),)
+
+    def _evidence(self, key: str, fault: "_CanaryFault") -> FaultEvidence:
+        verdict = CanaryCause(fault.verdict)
+        _, cause, other_causes = _KINDS[verdict]
+        numbers = {"canaries": fault.count, "verdict": str(verdict), **fault.numbers}
+        if other_causes:
+            numbers["other_causes"] = other_causes
+        return FaultEvidence(
+            cause=cause,
+            severity=self._severity(verdict, fault),
+            ranks=fault.ranks,
+            first_step=fault.first,
+            last_step=fault.last,
+            count=fault.count,
+            fields=_fields(fault, verdict, self._num_workers),
+            numbers=numbers,
+            key=key,
+        )
+
+    def _severity(self, verdict: CanaryCause, fault: "_CanaryFault") -> Severity:
+        """Return the severity; some workers may only add in any order, which is a note."""
+        some = len(fault.ranks) < self._num_workers
+        by_order = verdict is CanaryCause.NONDETERMINISTIC and fault.within_rounding and some
+        if verdict is CanaryCause.DATA or by_order:
+            return Severity.NOTE
+        if verdict is CanaryCause.STATE:
+            return Severity.ERROR
+        between = (CanaryCause.HARDWARE, CanaryCause.CODE, CanaryCause.SETTINGS)
+        if verdict in between and not fault.within_rounding:
+            return Severity.ERROR
+        return Severity.WARNING
+
+
+@dataclass
+class _CanaryFault(Stateful):
+    """The canaries that led to one finding."""
+
+    first: int
+    last: int = -1
+    count: int = 0
+    verdict: str = ""
+    ranks: tuple[int, ...] = ()
+    within_rounding: bool = True
+    size: str = ""
+    reasons: tuple[str, ...] = ()
+    hooks: tuple[str, ...] = ()
+    compared: bool = False
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, step: int, verdict: CanaryVerdict, results: CanaryResults) -> None:
+        """Add a canary."""
+        self.last = step
+        self.count += 1
+        self.verdict = str(verdict.verdict)
+        self.ranks = tuple(sorted({*self.ranks, *verdict.ranks}))
+        self.within_rounding = self.within_rounding and verdict.within_rounding
+        self.size = describe_size(results, verdict.ranks)
+        self.reasons = verdict.reasons
+        self.hooks = verdict.hooks
+        self.compared = verdict.compared
+        self.numbers = {
+            "suspect": results.suspect,
+            "peer": results.peer,
+            "distance": verdict.distance,
+            "same_bits": verdict.exact,
+            "differs": list(verdict.reasons),
+            "losses": results.losses_W[:_MOST_RECORDED].tolist(),
+            "gradient_norms": results.norms_W[:_MOST_RECORDED].tolist(),
+            "peer_losses": results.peer_losses_W[:_MOST_RECORDED].tolist(),
+            "peer_gradient_norms": results.peer_norms_W[:_MOST_RECORDED].tolist(),
+        }
+
+
+def _fields(fault: _CanaryFault, verdict: CanaryCause, num_workers: int) -> dict[str, object]:
+    numbers = fault.numbers
+    one = len(fault.ranks) == 1
+    others = ""  # what is known of the workers that repeat themselves
+    if fault.compared and len(fault.ranks) != num_workers:
+        others = f". The others repeat theirs, and {why(verdict, (), fault.hooks, compared=True)}"
+    return {
+        "step": f"{fault.last:,}",
+        "workers": count(num_workers, "worker"),
+        "computes": "computes a different result" if one else "compute different results",
+        "repeats": "does not repeat its own result" if one else "do not repeat their own results",
+        "size": fault.size,
+        "suspect": f"rank {numbers['suspect']}",
+        "peer": f"rank {numbers['peer']}",
+        "loss": f"{numbers['losses'][0]:.4g}",
+        "peer_loss": f"{numbers['peer_losses'][0]:.4g}",
+        "agree": "agree in every bit" if numbers["same_bits"] else "agree up to rounding",
+        "why": why(verdict, fault.reasons, fault.hooks, compared=fault.compared),
+        "others": others,
+        "check": _check(verdict, fault),
+    }
+
+
+def why(
+    verdict: CanaryCause,
+    reasons: Sequence[str],
+    hooks: Sequence[str],  # that set them apart
+    *,
+    compared: bool,  # it is known what all workers ran
+) -> str:
+    """Return why workers differ, as far as it is known: a sentence without its end."""
+    if verdict is CanaryCause.STATE:
+        named = f" ({_named(reasons)})" if reasons else ""
+        return f"parameters or buffers are known to differ{named}"
+    if reasons:
+        return f"what differs is {_named(reasons)}"
+    if not compared:
+        return _UNKNOWN
+    if verdict is CanaryCause.NONDETERMINISTIC:
+        device = "the device computes differently now and then"
+    else:
+        device = "the device computes differently"
+    hooked = f", or it is {_named(hooks)}" if hooks else ""
+    return f"{_SAME}, so {device}{hooked}"
+
+
+def _named(reasons: Sequence[str]) -> str:
+    shown = list(reasons[:_MOST_REASONS])
+    more = len(reasons) - len(shown)
+    return "; ".join([*shown, *([count(more, "other difference")] if more else [])])
+
+
+def _check(verdict: CanaryCause, fault: _CanaryFault) -> str:
+    named = name_ranks(fault.ranks)
+    if verdict is CanaryCause.STATE:
+        return (
+            "Compare parameters and buffers of the ranks: see the finding on them, which says "
+            "since when they differ, and load one checkpoint on all ranks"
+        )
+    if verdict is CanaryCause.CODE:
+        return (
+            f"Remove this difference from the model of {named}: look for a branch on the rank, a "
+            "mode or an option that is set on some ranks only, or another version of the code"
+        )
+    if verdict is CanaryCause.SETTINGS:
+        return f"Start {named} with the same settings, libraries and device as the others"
+    if not fault.compared:
+        return f"Compare code, settings and versions of {named} with another worker's"
+    look = f"Look at {_named(fault.hooks)}; else test" if fault.hooks else "Test"
+    return f"{look} the device of {named}, or move the rank to another one"

@@ -37,11 +37,7 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def part_in(layout: Layout | None, whole: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor, as a view; without layout, all of it.
-
-    Raises:
-        CanaryDeclined: It is laid out in another way than by parts or copies.
-    """
+    """Return this rank's part of a whole tensor, as a view; without layout, all of it."""
     for at, placement in enumerate(() if layout is None else layout[1]):
         assert layout is not None
         if type(placement) is Shard:

@@ -15,11 +15,20 @@ import torch
 
 from rankscope.bus.packing import PlainBatch, pack_batch
 from rankscope.bus.probe import Job, Probe, StepEnd
+from rankscope.bus.step import MAX_PAIRED_WORKERS
+from rankscope.errors import UnsupportedError, UsageError
 from rankscope.evidence.canary.batch import CanaryDeclined, CapturedBatch, capture_batch
 from rankscope.evidence.canary.cost import BroadcastBuffers, StepMemory, Stopwatch
-from rankscope.evidence.canary.messages import RUN, CanaryAnswer, unpack_plan, unpack_run
-from rankscope.evidence.canary.replay import PendingCanary, run_batch
-from rankscope.evidence.canary.schedule import Planned, first_scheduled
+from rankscope.evidence.canary.replay import PendingCanary, check_module, run_batch
+from rankscope.evidence.canary.schedule import (
+    RUN,
+    CanaryAnswer,
+    Planned,
+    first_scheduled,
+    unpack_plan,
+    unpack_run,
+)
+from rankscope.private import lacking
 from rankscope.wrappers.find import Wrapped
 from rankscope.wrappers.surroundings import why_wait
 
@@ -48,25 +57,16 @@ class _Ready:
 
 
 class CanaryProbe(Probe):
-    """Canaries of one watched model on one worker; all calls come on the training thread.
-
-    Args:
-        wrapped: The model.
-        rank: This worker's rank in its data-parallel group.
-        send: Takes a message for the root, see
-            :class:`rankscope.evidence.canary.messages.CanaryAnswer`; must not block.
-        first: A canary that needs no announcement.
-        leave_out: Takes the seconds of canaries, which do not count as overhead.
-    """
+    """Canaries of one watched model on one worker; all calls come on the training thread."""
 
     def __init__(
         self,
         wrapped: Wrapped,
         rank: int,
-        send: Callable[[bytes], None],
+        send: Callable[[bytes], None],  # a CanaryAnswer, to the root; must not block
         *,
-        first: Planned | None = None,
-        leave_out: Callable[[float], None] = lambda seconds: None,
+        first: Planned | None = None,  # a canary that needs no announcement
+        leave_out: Callable[[float], None] = lambda seconds: None,  # not counted as overhead
     ) -> None:
         self._leave_out = leave_out
         self._module = wrapped.module
@@ -173,30 +173,19 @@ class CanaryProbe(Probe):
         return self._due is not None or self._ready is not None
 
     def on_turn(self, step: int, *, early: bool) -> None:
-        """Run the canary that is due, if one is."""
-        self._leave_out(self.run_early(step) if early else self.run())
+        """Run the canary that is due, if one is.
 
-    def run(self) -> float:
-        """Run the canary that is due, if any, after DDP's broadcast; return its seconds.
-
-        If no model may run now, it waits for another forward pass of the step.
-        """
-        due = self._take_due()
-        return 0.0 if due is None else self._run(due)
-
-    def run_early(self, step: int) -> float:
-        """Run the canary that is due, if any, before DDP's forward pass; return its seconds.
-
-        It is declined if DDP is about to broadcast buffers that have changed since the last step.
+        If no model may run now, it waits for another forward pass of the step. ``early``, before
+        DDP's forward pass, it is declined if DDP is about to broadcast buffers that have changed
+        since the last step.
         """
         due = self._take_due()
         if due is not None:
-            return self._run(due, early=True)
-        if self._ready is None or step != self._ready.planned.run_at - 1:
-            return 0.0
-        start = time.perf_counter()
-        self._buffers.note(self._ready.planned)
-        return time.perf_counter() - start
+            self._leave_out(self._run(due, early=early))
+        elif early and self._ready is not None and step == self._ready.planned.run_at - 1:
+            start = time.perf_counter()
+            self._buffers.note(self._ready.planned)
+            self._leave_out(time.perf_counter() - start)
 
     def collect(self, end: StepEnd) -> PendingCanary | None:
         """Return the canary's part of the step's message, None if there is none; start anew."""
@@ -236,7 +225,7 @@ class CanaryProbe(Probe):
         name = str(autocast).removeprefix("torch.")
         self._captured = _Captured(planned, batch, step, name)
 
-    def _run(self, ready: _Ready, *, early: bool = False) -> float:
+    def _run(self, ready: _Ready, *, early: bool) -> float:
         planned = ready.planned
         suspect, peer = ready.batches
         took = Stopwatch(self._device, self._spent)
@@ -329,3 +318,40 @@ def make_probe(job: Job) -> CanaryProbe | None:
         first=first,
         leave_out=job.leave_out,
     )
+
+
+def check_canary(wrapped: Wrapped, *, wanted: bool, every: int | None) -> bool:
+    """Return whether canaries run in a training."""
+    if every is not None and (every < 1 or not wanted):
+        raise UsageError(
+            f"canary_every expected at least 1 step, and canary=True, got {every} and {wanted}"
+        )
+    if not wanted:
+        return False
+    reason = _why_not(wrapped)
+    if reason and every is not None:
+        raise UnsupportedError(f"canary_every cannot be kept: {reason}; leave it out")
+    if reason:
+        _log.info("no canaries in this run: %s", reason)
+    return not reason
+
+
+def _why_not(wrapped: Wrapped) -> str:
+    num_workers = wrapped.group.size()
+    if wrapped.kind.no_canary:
+        return wrapped.kind.no_canary
+    if any(kind.__name__ == "LightningModule" for kind in type(wrapped.module).__mro__):
+        return (
+            "Lightning runs training_step in place of the model's forward pass, with all that it "
+            "logs, which a canary cannot repeat"
+        )
+    if not 2 <= num_workers <= MAX_PAIRED_WORKERS:
+        return f"canaries compare 2 to {MAX_PAIRED_WORKERS} workers, got {num_workers}"
+    missing = lacking("canary")
+    if missing:
+        return f"torch {torch.__version__} lacks {', '.join(missing)}"
+    try:
+        check_module(wrapped.module)
+    except CanaryDeclined as declined:
+        return str(declined)
+    return ""

@@ -21,6 +21,7 @@ import logging
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
@@ -55,12 +56,7 @@ _PLAIN = (str, int, float, bool, type(None), torch.dtype)
 
 
 class ProgramRecorder:
-    """Records the program of one run of a batch.
-
-    Args:
-        module: The model.
-        device: The device of its parameters.
-    """
+    """Records the program of one run of a batch."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device
@@ -176,7 +172,7 @@ class ProgramRecorder:
                 module = frame.f_locals.get("self")
                 name = self._parts.get(id(module))
                 if isinstance(module, nn.Module) and called is not None:
-                    if called.f_code in _hook_codes(module):
+                    if called.f_code in map(_code_of, _hooks(module)):
                         return None
                     line = line or self._line_above(frame)
                     if name is not None:
@@ -207,22 +203,22 @@ class ProgramRecorder:
         return file
 
 
+@dataclass(frozen=True, slots=True)
 class PendingProgram:
     """A record whose digests may still be on the device."""
 
-    def __init__(self, facts: Mapping[str, Any], digests: HostCopy | None = None) -> None:
-        self._facts = facts
-        self._digests = digests
+    facts: Mapping[str, Any]
+    digests: HostCopy | None = None
 
     @property
     def ready(self) -> bool:
         """Whether it can be read without waiting."""
-        return self._digests is None or self._digests.ready
+        return self.digests is None or self.digests.ready
 
     def read(self) -> dict[str, Any]:
         """Wait for the device and return it as JSON can hold it."""
-        digests = [] if self._digests is None else self._digests.numpy().tolist()
-        return {**self._facts, "digests": digests}
+        digests = [] if self.digests is None else self.digests.numpy().tolist()
+        return {**self.facts, "digests": digests}
 
 
 def program_digest(program: Mapping[str, Any]) -> int:
@@ -271,10 +267,6 @@ def _hooks(module: nn.Module) -> list[Any]:
     return [hook for n in _HOOKS for hook in own.get(n, {}).values()]
 
 
-def _hook_codes(module: nn.Module) -> set[CodeType]:
-    return {code for hook in _hooks(module) if (code := _code_of(hook)) is not None}
-
-
 def _code_of(function: Any) -> CodeType | None:
     """Return the code that runs first where something is called."""
     while isinstance(function, MethodType | functools.partial):
@@ -284,9 +276,6 @@ def _code_of(function: Any) -> CodeType | None:
     return function.__code__ if isinstance(function, FunctionType) else None
 
 
-# Modules --------------------------------------------------------------------------------------
-
-
 def describe_module(module: nn.Module) -> str:
     """Return mode, class, code, attributes, hooks and frozen parameters of a module, as JSON."""
     own = vars(module)
@@ -294,7 +283,7 @@ def describe_module(module: nn.Module) -> str:
     facts = {
         "mode": "training" if module.training else "evaluation",
         "class": f"{kind.__module__}.{kind.__qualname__}",
-        "code": code_digest(kind),
+        "code": _digest_of_functions([getattr(kind, "forward", None)], kind),  # with what it calls
         "compiled": "yes" if own.get("_compiled_call_impl") is not None else "no",
         "hooks": ", ".join(map(_name_of, _hooks(module))),
         "frozen": ", ".join(n for n, p in own["_parameters"].items() if _is_frozen(p)) or "nothing",
@@ -331,11 +320,6 @@ def _name_of(function: Any) -> str:
     return str(getattr(function, "__qualname__", None) or _kind(function))
 
 
-def code_digest(kind: type) -> str:
-    """Return a digest of a module's code: its ``forward``, and what that calls by name."""
-    return _digest_of_functions([getattr(kind, "forward", None)], kind)
-
-
 def _digest_of_functions(functions: Sequence[Any], kind: type = object) -> str:
     """Return a digest of the bytecode of functions, and of those that they name.
 
@@ -355,13 +339,16 @@ def _digest_of_functions(functions: Sequence[Any], kind: type = object) -> str:
             parts.append(_name_of(function))
             continue
         codes = list(_codes(function.__code__))
-        parts += [f"{code.co_code.hex()} {_constants(code)} {code.co_names}" for code in codes]
+        for code in codes:
+            constants = [repr(one) for one in code.co_consts if not isinstance(one, CodeType)]
+            parts.append(f"{code.co_code.hex()} {constants} {code.co_names}")
         cells = [_content(cell) for cell in function.__closure__ or ()]
         values = [*cells, *(function.__defaults__ or ())]
         names = {name for code in codes for name in code.co_names}
         own = function.__globals__
         for name in sorted(names):
-            for value in (vars_of(kind, name), own.get(name)):
+            stored = next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), None)
+            for value in (stored, own.get(name)):
                 same_file = getattr(value, "__module__", None) == own.get("__name__")
                 if isinstance(value, FunctionType) and (same_file or value is not own.get(name)):
                     waiting.append(value)
@@ -372,20 +359,11 @@ def _digest_of_functions(functions: Sequence[Any], kind: type = object) -> str:
     return f"{digest_of(chr(10).join(parts).encode()):x}"[:8]
 
 
-def vars_of(kind: type, name: str) -> Any:
-    """Return an attribute of a class as it is stored, from the first class that has it."""
-    return next((vars(one)[name] for one in kind.__mro__ if name in vars(one)), None)
-
-
 def _codes(code: CodeType) -> Iterator[CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
-
-
-def _constants(code: CodeType) -> list[str]:
-    return [repr(value) for value in code.co_consts if not isinstance(value, CodeType)]
 
 
 def _content(cell: Any) -> Any:

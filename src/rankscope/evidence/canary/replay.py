@@ -21,7 +21,7 @@ from rankscope.bus.packing import PlainBatch
 from rankscope.bus.probe import MessagePart
 from rankscope.evidence.canary.alone import ACCUMULATES, alone
 from rankscope.evidence.canary.batch import CanaryDeclined, restore_batch
-from rankscope.evidence.canary.compare import NAMES
+from rankscope.evidence.canary.combine import NAMES
 from rankscope.evidence.canary.cost import Stopwatch, check_gradient_room, is_out_of_memory
 from rankscope.evidence.canary.program import PendingProgram, ProgramRecorder, program_digest
 from rankscope.evidence.canary.state import NotPutBackError, preserved_state
@@ -38,32 +38,21 @@ _COMMUNICATING = ("SyncBatchNorm", "FSDPModule", "FullyShardedDataParallel", "De
 
 @dataclass(frozen=True, slots=True)
 class CanaryResult:
-    """One worker's result on a batch.
+    """One worker's result on a batch."""
 
-    Attributes:
-        loss: Its loss, or a projection of the outputs where the model returns no loss.
-        grad_norm: L2 norm of its gradient.
-        digest: 64-bit digest of all bits of both.
-        projected: Whether ``loss`` is a projection.
-    """
-
-    loss: float
-    grad_norm: float
-    digest: int
-    projected: bool = False
+    loss: float  # its loss, or a projection of the outputs where the model returns no loss
+    grad_norm: float  # L2 norm of its gradient
+    digest: int  # 64-bit digest of all bits of both
+    projected: bool = False  # ``loss`` is a projection
 
 
 class PendingResult:
-    """A result that may still be on the device: scalars, the digest as int64.
-
-    Attributes:
-        program: What the forward pass ran; None where it was not recorded.
-    """
+    """A result that may still be on the device: scalars, the digest as int64."""
 
     def __init__(
         self, loss: Tensor, grad_norm: Tensor, digest: Tensor, *, projected: bool = False
     ) -> None:
-        self.program: PendingProgram | None = None
+        self.program: PendingProgram | None = None  # what the forward pass ran, if recorded
         self._projected = projected
         self._loss = HostCopy(loss.double())
         self._norm = HostCopy(grad_norm.double())
@@ -82,56 +71,42 @@ class PendingResult:
         return CanaryResult(loss, norm, int(self._digest.numpy()), self._projected)
 
 
+@dataclass(frozen=True, slots=True)
 class PendingCanary:
-    """One worker's results of a canary, which may still be on the device.
+    """One worker's results of a canary, which may still be on the device."""
 
-    Args:
-        suspect: The rank whose batch was run twice.
-        peer: The rank whose batch was run once.
-        results: Results of the suspect's batch, of its second run, and of the peer's batch; None in
-            a mere request of a canary.
-        took: The stopwatch of its time.
-    """
-
-    def __init__(
-        self,
-        suspect: int,
-        peer: int,
-        results: tuple[PendingResult, PendingResult, PendingResult] | None = None,
-        took: Stopwatch | None = None,
-    ) -> None:
-        self._suspect = suspect
-        self._peer = peer
-        self._results = results
-        self._took = took
+    suspect: int  # rank whose batch was run twice
+    peer: int  # rank whose batch was run once
+    results: tuple[PendingResult, PendingResult, PendingResult] | None = None  # None: a request
+    took: Stopwatch | None = None
 
     @property
     def ready(self) -> bool:
         """Whether it can be read without waiting."""
-        timed = self._took is None or self._took.ready
-        return timed and (self._results is None or all(result.ready for result in self._results))
+        timed = self.took is None or self.took.ready
+        return timed and (self.results is None or all(result.ready for result in self.results))
 
     def read(self) -> MessagePart:
         """Wait for the device and return LOCAL columns."""
-        if self._results is None:
-            return MessagePart({"canary_of": self._suspect})
-        first, again, against = (result.read() for result in self._results)
+        if self.results is None:
+            return MessagePart({"canary_of": self.suspect})
+        first, again, against = (result.read() for result in self.results)
         values = {
-            "canary_of": self._suspect,
+            "canary_of": self.suspect,
             "canary_loss": first.loss,
             "canary_norm": first.grad_norm,
             "canary_digest": first.digest,
             "canary_again": again.digest,
             "canary_again_loss": again.loss,
             "canary_again_norm": again.grad_norm,
-            "canary_against": self._peer,
+            "canary_against": self.peer,
             "canary_against_loss": against.loss,
             "canary_against_norm": against.grad_norm,
             "canary_against_digest": against.digest,
             "canary_projected": first.projected,
-            "canary_seconds": math.nan if self._took is None else self._took.seconds,
+            "canary_seconds": math.nan if self.took is None else self.took.seconds,
         }
-        recorded = self._results[0].program
+        recorded = self.results[0].program
         if recorded is None:
             return MessagePart(values)
         program = recorded.read()
@@ -140,31 +115,18 @@ class PendingCanary:
 
 
 def run_batch(
-    module: nn.Module,
-    batch: PlainBatch,
+    module: nn.Module,  # itself, not its data-parallel wrapper
+    batch: PlainBatch,  # inputs of its forward pass
     device: torch.device,
     *,
     seed: int,
-    backward_seed: int | None = None,
-    record: bool = False,
+    backward_seed: int | None = None,  # matters if that pass draws numbers by itself
+    record: bool = False,  # what the forward pass runs
 ) -> PendingResult:
     """Run a batch through a model, forward and backward, and put everything back.
 
     It runs under the autocast in force, with each module in its present mode (training or
     evaluation).
-
-    Args:
-        module: The model itself, not its data-parallel wrapper.
-        batch: The inputs of its forward pass.
-        device: The device of its parameters.
-        seed: Seed of all random generators during the run.
-        backward_seed: Another seed for the backward pass, which changes nothing unless that pass
-            draws random numbers of its own, as a careless recomputation does.
-        record: Whether to record what the forward pass runs.
-
-    Raises:
-        CanaryDeclined: It cannot run, or failed; the state is restored then, too.
-        NotPutBackError: Some state could not be restored.
     """
     try:
         check_module(module)
@@ -210,12 +172,7 @@ def _recorder_of(module: nn.Module, device: torch.device) -> ProgramRecorder | N
 def loss_without_gradient(
     module: nn.Module, batch: PlainBatch, device: torch.device, *, seed: int
 ) -> float:
-    """Return the loss of a batch, forward only; waits for the device.
-
-    Raises:
-        CanaryDeclined: It cannot run, or failed.
-        NotPutBackError: Some state could not be restored.
-    """
+    """Return the loss of a batch, forward only; waits for the device."""
     try:
         args, kwargs = restore_batch(batch, device)
         with (
@@ -240,11 +197,7 @@ def state_digest(module: nn.Module) -> int:
 
 
 def check_module(module: nn.Module) -> None:
-    """Check that a model can run on one worker alone.
-
-    Raises:
-        CanaryDeclined: Its forward pass needs the other workers.
-    """
+    """Check that a model can run on one worker alone."""
     for part in module.modules():
         for kind in type(part).__mro__:
             if kind.__name__ in _COMMUNICATING:
@@ -261,7 +214,8 @@ def check_module(module: nn.Module) -> None:
 
 def _result(loss: Tensor, gradients: Sequence[Tensor | None], *, projected: bool) -> PendingResult:
     present = [gradient for gradient in gradients if gradient is not None]
-    squares = [_dense(g).to(loss.device, torch.float32).square().sum() for g in present]
+    dense = [g.to_dense() if g.layout is not torch.strided else g for g in present]
+    squares = [g.to(loss.device, torch.float32).square().sum() for g in dense]
     norm = torch.stack(squares).sum().sqrt() if squares else loss.new_zeros(())
     digest = digest_tensor(loss)
     for gradient in gradients:
@@ -273,19 +227,12 @@ def _result(loss: Tensor, gradients: Sequence[Tensor | None], *, projected: bool
 _MIX = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as a signed number
 
 
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.layout is not torch.strided else gradient
-
-
 def check_graph(loss: Tensor, foreign: Set[Any]) -> None:
     """Check that the gradients of a loss can be computed one by one, in a graph of its own.
 
     Reentrant checkpointing can only accumulate them, and hides its parameters. A backward pass
-    through a graph that the training still needs, behind a hidden state, would release it.
-
-    Args:
-        loss: The loss.
-        foreign: Nodes of the training's graphs.
+    through a graph that the training still needs, behind a hidden state, would release it: its
+    nodes are ``foreign``.
     """
     nodes = [loss.grad_fn]
     seen = set()
@@ -318,9 +265,6 @@ def loss_of(output: Any) -> Tensor:
 
     The projection is the sum of each floating-point output times a fixed pattern of signs, in
     float32: it has a gradient, and a change of any element changes it.
-
-    Raises:
-        CanaryDeclined: There is no floating-point output.
     """
     loss = loss_in(output)
     if loss is not None:

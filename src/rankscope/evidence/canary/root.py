@@ -12,20 +12,21 @@ from pathlib import Path
 
 import numpy as np
 
-from rankscope.bus.finding import Finding
+from rankscope.bus.finding import TIMES_LATELY, Finding
 from rankscope.bus.packing import PackedError, unpack_batch
 from rankscope.bus.probe import DirectedRun, Director, Request
 from rankscope.bus.step import GatheredStep
 from rankscope.errors import RunError
 from rankscope.evidence.canary.bundle import ReplayBundle, save_bundle
-from rankscope.evidence.canary.messages import CanaryAnswer, pack_plan, pack_run
 from rankscope.evidence.canary.schedule import (
     SCHEDULED,
+    CanaryAnswer,
     CanaryPlan,
     Planned,
     Schedule,
     all_requested,
-    comes_and_goes,
+    pack_plan,
+    pack_run,
 )
 from rankscope.evidence.canary.verdict import (
     CanaryCause,
@@ -44,25 +45,16 @@ _MAX_LATE = 128  # steps that an answer may be late, and four times the lead
 
 
 class CanaryDirector(Director):
-    """Canaries of one run.
-
-    Args:
-        num_workers: W.
-        every: Steps from one scheduled canary to the next; None for one at the beginning, and
-            more of them within :data:`~rankscope.evidence.canary.schedule.SHARE` of the time.
-        first_step: Number of the run's first step.
-        run_dir: Where replay bundles are saved; None for nowhere.
-        log: Takes lines for the log of the training.
-    """
+    """Canaries of one run."""
 
     def __init__(
         self,
         num_workers: int,
         *,
-        every: int | None = None,
+        every: int | None = None,  # None: one at the beginning, and more within a share of the time
         first_step: int = 0,
-        run_dir: Path | None = None,
-        log: Log | None = None,
+        run_dir: Path | None = None,  # where replay bundles are saved; None for nowhere
+        log: Log | None = None,  # takes lines for the log of the training
     ) -> None:
         self._num_workers = num_workers
         self._run_dir = run_dir
@@ -101,7 +93,9 @@ class CanaryDirector(Director):
                 "the same step",
             )
         out += self._send_batches()
-        again = [one for one in known if comes_and_goes(one) and one.last_step == step.step]
+        again = [  # their evidence counts how often they came lately
+            one for one in known if TIMES_LATELY in one.evidence and one.last_step == step.step
+        ]
         new = self._plan.observe(
             step.step,
             [*changed, *again],
@@ -183,7 +177,8 @@ class CanaryDirector(Director):
         if step.step == planned.run_at:
             results = results_of(step)
             cost = _largest(step, "canary_seconds", 0.0)
-            if results is not None and _is_of(results, planned):
+            ranks = planned.suspect, planned.peer
+            if results is not None and (results.suspect, results.peer) == ranks:
                 self._conclude(planned, step, results, cost)
                 return []
         if self._declined or step.step >= planned.run_at + patience:
@@ -260,10 +255,6 @@ class CanaryDirector(Director):
             save_bundle(self._run_dir, self._bundle)
         except RunError as error:
             self._log(logging.WARNING, f"a replay bundle is lost: {error}")
-
-
-def _is_of(results: CanaryResults, planned: Planned) -> bool:
-    return (results.suspect, results.peer) == (planned.suspect, planned.peer)
 
 
 def _largest(step: GatheredStep, name: str, otherwise: float) -> float:

@@ -1,22 +1,27 @@
-"""When a canary runs, and of whose batch; decided at the root alone.
+"""When a canary runs, and of whose batch; decided at the root alone, and sent to the workers.
 
 A canary that is decided when step n is the newest one copies its batches in the forward passes of
 step n + 16 or later. It runs before the first forward pass of a step that is again 16 or more ahead
 of the arrival of both batches. A worker that receives the message too late answers by how much;
 then all run the same batches later, further ahead each time, until all have run them. The first
 canary on schedule needs no announcement, since the root may still be starting.
+
+Messages are JSON, followed by batches. The root announces a canary (:func:`pack_plan`); the suspect
+and the peer answer (:class:`CanaryAnswer`); the root sends both batches to all (:func:`pack_run`).
+Results are part of their step's message. Nothing is ever pickled.
 """
 
+import json
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 
 import numpy as np
 
 from rankscope.bus.finding import OFTEN, TIMES_LATELY, Finding
 from rankscope.bus.governor import LAG
 from rankscope.bus.pace import PACE
+from rankscope.bus.packing import PackedError, PlainBatch, pack_headed, unpack_batch, unpack_headed
 from rankscope.bus.step import MISSING_INT, GatheredStep
 
 FIRST_KEPT = PACE.first_kept
@@ -39,19 +44,12 @@ class Schedule:
 
     Within a share there is one canary at the beginning, and after one of c seconds the next is due
     when c/share seconds have passed. After failures, the wait grows.
-
-    Args:
-        every: Steps from one canary to the next; None: nobody asked for a schedule.
-        share: Of the training's time, without ``every``.
-
-    Attributes:
-        by_default: Whether nobody asked for it.
     """
 
     def __init__(self, every: int | None = None, *, share: float = SHARE) -> None:
-        self._every = every
-        self.by_default = every is None
-        self._share = share
+        self._every = every  # steps from one canary to the next; None: nobody asked for a schedule
+        self.by_default = every is None  # nobody asked for it
+        self._share = share  # of the training's time, without ``every``
         self._cost = self._since = 0.0
         self._not_before = self._failures = 0
 
@@ -89,25 +87,15 @@ _LEAD_AFTER_FAILURES = 8 * LAG
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A canary to come.
+    """A canary to come."""
 
-    Attributes:
-        reason: Id of the finding behind it, ``scheduled`` or ``asked-for``.
-        suspect: The rank whose batch every worker runs twice.
-        peer: The rank whose batch every worker runs once.
-        capture_at: The step whose first batch these two keep.
-        run_at: The step before whose first forward pass every worker runs them.
-        attempt: 1, or 2 after one that came to nothing.
-        by_default: Whether nobody asked for it: then it may take nothing but its time.
-    """
-
-    reason: str
-    suspect: int
-    peer: int
-    capture_at: int
-    run_at: int
-    attempt: int = 1
-    by_default: bool = False
+    reason: str  # id of the finding behind it, ``scheduled`` or ``asked-for``
+    suspect: int  # rank whose batch every worker runs twice
+    peer: int  # rank whose batch every worker runs once
+    capture_at: int  # step whose first batch these two keep
+    run_at: int  # step before whose first forward pass every worker runs them
+    attempt: int = 1  # 1, or 2 after one that came to nothing
+    by_default: bool = False  # nobody asked for it: then it may take nothing but its time
 
     @property
     def of_finding(self) -> bool:
@@ -119,10 +107,6 @@ class Planned:
         """Seed of all random generators in it, equal on all workers."""
         return 0x5EED + self.capture_at
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as plain JSON."""
-        return asdict(self)
-
 
 def first_scheduled(first_step: int, *, by_default: bool) -> Planned:
     """Return the first canary on a run's schedule."""
@@ -131,19 +115,13 @@ def first_scheduled(first_step: int, *, by_default: bool) -> Planned:
 
 
 class CanaryPlan:
-    """Decides on canaries; processes every step, in order.
-
-    Args:
-        num_workers: W; no canaries with one worker.
-        schedule: When canaries run without a finding; None for never.
-        first_step: Number of the run's first step.
-    """
+    """Decides on canaries; processes every step, in order."""
 
     def __init__(
         self, num_workers: int, schedule: Schedule | None = None, first_step: int = 0
     ) -> None:
-        self._num_workers = num_workers
-        self._schedule = schedule
+        self._num_workers = num_workers  # no canaries with one
+        self._schedule = schedule  # when canaries run without a finding; None for never
         self._num_scheduled = 0
         self.lead = LAG
         """Steps ahead of the newest one; more after canaries that workers received too late."""
@@ -159,24 +137,13 @@ class CanaryPlan:
     def observe(
         self,
         step: int,
-        findings: Sequence[Finding] = (),
+        findings: Sequence[Finding] = (),  # that opened or changed with it, or came again in it
         *,
-        requested: bool = False,
-        newest: int | None = None,
-        seconds: float = math.nan,
+        requested: bool = False,  # all workers asked for a canary in it
+        newest: int | None = None,  # step that any worker has ended; None if it is this one
+        seconds: float = math.nan,  # its wall time; NaN if unknown
     ) -> Planned | None:
-        """Process a step.
-
-        Args:
-            step: Its number.
-            findings: Those that opened or changed with it, and those that came again in it.
-            requested: Whether all workers asked for a canary in it.
-            newest: The newest step that any worker has ended; None if it is this one.
-            seconds: Its wall time; NaN if unknown.
-
-        Returns:
-            The canary that it led to, if any; also :attr:`current` from now on.
-        """
+        """Process a step; return the canary that it led to, also ``current`` from now on."""
         self._step = step
         if self._num_workers < 2:
             return None
@@ -203,12 +170,7 @@ class CanaryPlan:
         return self.current
 
     def postpone(self, newest: int, late: int) -> Planned:
-        """Set a later step for the present canary, whose batches came late, and return it.
-
-        Args:
-            newest: The newest step that any worker has ended.
-            late: Steps by which they came late.
-        """
+        """Set a later step for the present canary, whose batches came late, and return it."""
         assert self.current is not None
         self.lead = min(max(2 * self.lead, self.lead + 2 * late), MOST_LEAD)
         return self.run_at(newest)
@@ -220,8 +182,8 @@ class CanaryPlan:
         if planned is None:
             return False
         self.lead = max(self.lead, min(2 * self.lead, _LEAD_AFTER_FAILURES))
-        if planned.reason == SCHEDULED:
-            self._end_scheduled(cost, failed=True)
+        if planned.reason == SCHEDULED and self._schedule is not None:
+            self._schedule.ended(self._step, cost, failed=True)
         if planned.attempt > 1 or planned.reason == SCHEDULED:
             return False
         again = replace(planned, attempt=planned.attempt + 1)
@@ -233,12 +195,9 @@ class CanaryPlan:
         planned = self.current
         self.current = None
         self.lead = max(self.lead // 2, LAG)
-        if planned is not None and planned.reason == SCHEDULED:
-            self._end_scheduled(cost, failed=False)
-
-    def _end_scheduled(self, cost: float, *, failed: bool) -> None:
-        assert self._schedule is not None
-        self._schedule.ended(self._step, cost, failed=failed)
+        scheduled = planned is not None and planned.reason == SCHEDULED
+        if scheduled and self._schedule is not None:
+            self._schedule.ended(self._step, cost, failed=False)
 
     def _add_scheduled(self, step: int, *, by_default: bool) -> None:
         """Add a canary on schedule, with each rank as suspect in turn."""
@@ -282,13 +241,74 @@ def all_requested(step: GatheredStep) -> bool | None:
     return None if np.any(requests_W) else False
 
 
-def comes_and_goes(finding: Finding) -> bool:
-    """Return whether its evidence counts how often it came lately."""
-    return TIMES_LATELY in finding.evidence
-
-
 def _can_be_explained(finding: Finding) -> bool:
     if finding.id.startswith(_NEED_NONE) or finding.cause not in TRIGGERS:
         return False
     times = finding.evidence.get(TIMES_LATELY, OFTEN)
     return finding.status == "open" and bool(finding.ranks) and times >= OFTEN
+
+
+PLAN = b"P"
+"""First byte of a canary's announcement."""
+
+RUN = b"R"
+"""First byte of a canary's batches."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryAnswer:
+    """A worker's answer to the announcement of a canary."""
+
+    capture_at: int  # planned step of the batch; identifies the canary
+    batch: bytes = b""  # as pack_batch packs it; empty if none
+    autocast: str = ""  # type of autocast in the training's forward pass; empty without
+    versions: Mapping[str, str] = field(default_factory=dict)  # of what the training runs with
+    declined: str = ""  # why there is no batch, or no result
+    ends: bool = False  # this worker runs no canaries from now on
+    step: int = -1  # of the batch; a later one where the announcement came late
+    late: int = 0  # steps by which the batches came too late to be run
+
+    def pack(self) -> bytes:
+        """Return its bytes."""
+        header = asdict(self)
+        return pack_headed(header, header.pop("batch"))
+
+    @classmethod
+    def unpack(cls, content: bytes | memoryview) -> "CanaryAnswer":
+        """Read one."""
+        header, batch = unpack_headed(content)
+        try:
+            return cls(batch=bytes(batch), **header)
+        except TypeError as error:
+            raise PackedError(f"these bytes answer no canary ({error})") from error
+
+
+def pack_plan(planned: Planned) -> bytes:
+    """Return the announcement of a canary."""
+    return PLAN + json.dumps(asdict(planned)).encode()
+
+
+def unpack_plan(content: bytes | memoryview) -> Planned:
+    """Read the announcement of a canary."""
+    try:
+        return Planned(**json.loads(bytes(content[1:])))
+    except (ValueError, TypeError) as error:
+        raise PackedError(f"these bytes announce no canary ({error})") from error
+
+
+def pack_run(planned: Planned, batches: tuple[bytes, bytes]) -> bytes:
+    """Return a canary with the packed batches of the suspect and of the peer."""
+    sizes = [len(batch) for batch in batches]
+    return RUN + pack_headed({"planned": asdict(planned), "sizes": sizes}, *batches)
+
+
+def unpack_run(content: bytes | memoryview) -> tuple[Planned, tuple[PlainBatch, PlainBatch]]:
+    """Read a canary and its batches, which are views of ``content``."""
+    header, batches = unpack_headed(content[1:])
+    try:
+        planned, (first, second) = Planned(**header["planned"]), header["sizes"]
+        if first + second != len(batches):
+            raise PackedError(f"expected batches of {first} and {second} bytes, got {len(batches)}")
+    except (KeyError, TypeError, ValueError) as error:
+        raise PackedError(f"these bytes hold no canary ({error})") from error
+    return planned, (unpack_batch(batches[:first]), unpack_batch(batches[first:]))

@@ -4,10 +4,16 @@ This is the state of the random generators of Python, numpy, torch and the accel
 module, its attributes, buffers and parameters: which objects they are, the bits of tensors, the
 states of random generators, and the content of lists, dicts, sets and deques, at any depth. Changes
 elsewhere (in a file, or an object of another class) remain.
+
+Small buffers and attributes are copied at once; parameters and large tensors, when an operation is
+about to write into them (a momentum teacher, a codebook, clamped weights), so that a frozen base
+costs nothing. All get back their memory, where ``.data`` was replaced, and their version counters;
+parameters also get back their ``.grad``, which is set aside meanwhile.
 """
 
 import random
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,9 +24,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from rankscope.errors import RankscopeError
-from rankscope.evidence.canary.tensors import SavedTensors
+from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.randomness.probe import KINDS
 
 _REGISTERS = ("_parameters", "_buffers", "_modules")
@@ -39,35 +47,19 @@ class NotPutBackError(RankscopeError):
 
 @dataclass(frozen=True, slots=True)
 class PreservedState:
-    """Functions for a run whose state is put back after it.
+    """Functions for a run whose state is put back after it."""
 
-    Attributes:
-        seed: Seeds all random generators.
-        before_write: Takes each tensor that an operation is about to write into.
-        before_draw: Takes each generator that an operation may draw from.
-        nodes: The nodes of the training's graphs that lead to tensors of the modules.
-    """
-
-    seed: Callable[[int], None]
-    before_write: Callable[[Tensor], None]
-    before_draw: Callable[[torch.Generator], None]
-    nodes: frozenset[Any]
+    seed: Callable[[int], None]  # seeds all random generators
+    before_write: Callable[[Tensor], None]  # takes what is about to be written
+    before_draw: Callable[[torch.Generator], None]  # takes what may be drawn from
+    nodes: frozenset[Any]  # of the training's graphs that lead to tensors of the modules
 
 
 @contextmanager
 def preserved_state(
     module: nn.Module, device: torch.device, *, seed: int | None
 ) -> Iterator[PreservedState]:
-    """Run a block with seeded random generators, and put everything back after it.
-
-    Args:
-        module: The module whose forward pass is run inside.
-        device: The device of its parameters.
-        seed: Seed of all random generators inside, equal on all workers; None to leave them.
-
-    Raises:
-        NotPutBackError: Some state could not be put back; all else was.
-    """
+    """Run a block with seeded random generators, and put everything back after it."""
     found = _ReachableState(module)
     generators = RandomGenerators(device, found.generators)
     tensors = SavedTensors(found.parameters, found.tensors)
@@ -97,11 +89,7 @@ def preserved_state(
 
 
 def _restore_all(steps: Iterable[Callable[[], None]]) -> None:
-    """Run all restore steps: one that fails does not stop the rest.
-
-    Raises:
-        NotPutBackError: One has failed.
-    """
+    """Run all restore steps: one that fails does not stop the rest."""
     failures: list[Exception] = []
     for step in steps:
         try:
@@ -222,14 +210,10 @@ class RandomGenerators:
     These are the global ones of Python, numpy, torch and the accelerator; those of a module, or of
     the file of its class, which a training may have seeded by rank; and others of torch's, once an
     operation uses them.
-
-    Args:
-        device: The device of the model's parameters.
-        own: Generators that modules hold, of :data:`KINDS`.
     """
 
     def __init__(self, device: torch.device, own: Iterable[Any] = ()) -> None:
-        self._device = device
+        self._device = device  # the device of the model's parameters
         self._on_device: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._seed: int | None = None
         self._own = {
@@ -309,3 +293,133 @@ def _restorer(generator: Any) -> Callable[[], Any]:
         return lambda: generator.setstate(words)
     legacy = generator.get_state(legacy=False)
     return lambda: generator.set_state(legacy)
+
+
+AT_ONCE_BYTES = 2**20
+"""Up to this size buffers and attributes are copied before the run, whether it writes or not."""
+
+
+class SavedTensors:
+    """The saved identity and content of parameters and other tensors."""
+
+    def __init__(self, parameters: Iterable[Tensor], others: Iterable[Tensor]) -> None:
+        self._parameters = [_SavedTensor(p) for p in parameters if not is_lazy(p)]
+        self._others = [_SavedTensor(t) for t in others if not is_lazy(t) and _is_writable(t)]
+        self._unwritten: dict[int, list[_SavedTensor]] = {}
+        self._copying = threading.RLock()  # a backward pass may write in several threads
+        for saved in self._parameters:
+            self._wait_for_write(saved)
+        for saved in self._others:
+            tensor = saved.tensor
+            if _is_plain(tensor) and tensor.nbytes <= AT_ONCE_BYTES and saved.node is None:
+                saved.save_bits()
+            else:
+                self._wait_for_write(saved)
+        self._gradients = [(p, p.grad) for p in (k.tensor for k in self._parameters) if p.is_leaf]
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient  # raises now if this could not be done again
+
+    def _wait_for_write(self, saved: "_SavedTensor") -> None:
+        for storage in _storages(saved.tensor):
+            self._unwritten.setdefault(storage, []).append(saved)
+
+    def set_gradients_aside(self) -> None:
+        """Leave every parameter without a gradient until all is put back."""
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+
+    def before_write(self, tensor: Tensor) -> None:
+        """Copy the tensors that share memory with ``tensor``, which is about to be written."""
+        for storage in _storages(tensor):
+            with self._copying:
+                for saved in self._unwritten.get(storage, ()):
+                    saved.save_bits()
+                self._unwritten.pop(storage, None)  # not if that raised: the model may try again
+
+    @property
+    def nodes(self) -> frozenset[Any]:
+        """The graph nodes that made these tensors."""
+        return frozenset(saved.node for saved in self._others if saved.node is not None)
+
+    def restore_steps(self) -> Iterator[Callable[[], None]]:
+        """Yield the functions that put back all changes, without effect on pending graphs."""
+        for saved in (*self._parameters, *self._others):
+            yield saved.put_back
+        for parameter, gradient in self._gradients:  # which have their types again
+            yield partial(setattr, parameter, "grad", gradient)
+
+
+class _SavedTensor:
+    """One tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.node: Any = tensor.grad_fn
+        self._trained = tensor.requires_grad
+        self._version = None if tensor.is_inference() else tensor._version
+        self._before = tensor.data  # the same memory, and no version counter of the tensor's
+        self._bits: Tensor | None = None
+
+    def save_bits(self) -> None:
+        """Copy its content."""
+        if self.node is not None and self.tensor.grad_fn is self.node:
+            raise CanaryDeclined(
+                "a canary puts back what the forward pass changes, and this one writes into a "
+                "tensor that is part of a graph of the training, which cannot be"
+            )
+        if not (_is_plain(self._before) and _is_writable(self._before)):
+            raise CanaryDeclined(
+                "a canary puts back what the forward pass changes, and this one writes into a "
+                f"tensor of the kind {type(self.tensor).__name__}, {self.tensor.layout}, which "
+                "cannot be"
+            )
+        self._bits = self._before.clone()
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Put back its memory, its content, and its version counter."""
+        if not _is_same(self.tensor.data, self._before):
+            self.tensor.data = self._before
+        if self._bits is not None:
+            self._before.copy_(self._bits)
+        if self.node is None and self.tensor.grad_fn is not None and not self.tensor._is_view():
+            self.tensor.detach_()
+        if self.tensor.is_leaf and self.tensor.requires_grad != self._trained:
+            self.tensor.requires_grad_(self._trained)
+        if self._version is not None and self.tensor._version != self._version:
+            torch._C._autograd._unsafe_set_version_counter((self.tensor,), (self._version,))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor's bits can be copied: it is neither sparse nor made of others."""
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Return whether the forward pass can write into a tensor: no two elements share memory."""
+    if tensor.is_meta or tensor.is_inference() or tensor.is_mkldnn:
+        return False
+    return tensor.layout is not torch.strided or not any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    )
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same view of the same memory."""
+    if (one.shape, one.dtype, one.layout) != (other.shape, other.dtype, other.layout):
+        return False
+    if _storages(one) != _storages(other) or one.layout is not torch.strided:
+        return _storages(one) == _storages(other)
+    return one.stride() == other.stride() and one.storage_offset() == other.storage_offset()
+
+
+def _storages(tensor: Tensor) -> list[int]:
+    """Return the memory of a tensor, of its parts, or of a sparse one's values."""
+    outer: Any = tensor
+    if is_traceable_wrapper_subclass(outer):
+        names, _ = outer.__tensor_flatten__()
+        inside = [part for name in names if isinstance(part := getattr(outer, name), Tensor)]
+        return [storage for part in inside for storage in _storages(part)]
+    if tensor.layout is not torch.strided:
+        tensor = tensor._values() if tensor.is_sparse else tensor.values()
+    return [tensor.untyped_storage()._cdata]

@@ -54,35 +54,20 @@ class CanaryCause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CanaryResults:
-    """Results of W workers on the same two batches.
+    """Results of W workers on the same two batches."""
 
-    Attributes:
-        suspect: The rank whose batch was run twice.
-        peer: The rank whose batch was run once.
-        losses_W: Loss of the suspect's batch on each worker, or a projection of the outputs.
-        norms_W: Norm of its gradient.
-        digests_W: Digest of all bits of both; ``MISSING_INT`` where a worker has no result.
-        again_W: The same of the second run.
-        peer_losses_W: Loss of the peer's batch.
-        peer_norms_W: Norm of its gradient.
-        peer_digests_W: Digest of all bits of both.
-        again_losses_W: Loss of the second run; empty where it was not recorded.
-        again_norms_W: Norm of its gradient; likewise.
-        projected: Whether the losses are projections of the outputs.
-    """
-
-    suspect: int
-    peer: int
-    losses_W: Floats
-    norms_W: Floats
-    digests_W: Ints
-    again_W: Ints
-    peer_losses_W: Floats
-    peer_norms_W: Floats
-    peer_digests_W: Ints
-    again_losses_W: Floats = field(default_factory=lambda: np.empty(0))
-    again_norms_W: Floats = field(default_factory=lambda: np.empty(0))
-    projected: bool = False
+    suspect: int  # rank whose batch was run twice
+    peer: int  # rank whose batch was run once
+    losses_W: Floats  # of the suspect's batch, or projections of its outputs
+    norms_W: Floats  # norm of its gradient
+    digests_W: Ints  # of all bits of both; ``MISSING_INT`` without a result
+    again_W: Ints  # the same of the second run
+    peer_losses_W: Floats  # loss of the peer's batch
+    peer_norms_W: Floats  # norm of its gradient
+    peer_digests_W: Ints  # digest of all bits of both
+    again_losses_W: Floats = field(default_factory=lambda: np.empty(0))  # empty where not recorded
+    again_norms_W: Floats = field(default_factory=lambda: np.empty(0))  # likewise
+    projected: bool = False  # the losses are projections of the outputs
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -100,26 +85,15 @@ class CanaryResults:
 
 @dataclass(frozen=True, slots=True)
 class CanaryVerdict:
-    """The verdict of a canary, and the workers that it concerns.
-
-    Attributes:
-        verdict: The verdict.
-        ranks: The workers that differ, or lack a result; for data, the suspect.
-        distance: Largest relative difference of a loss or a gradient norm from the median over
-            workers; NaN when results are missing.
-        exact: Whether all workers agree in every bit.
-        reasons: What sets these workers apart, in words, the most telling first.
-        hooks: Hooks of modules that set them apart, in words.
-        compared: Whether it is known what all workers ran.
-    """
+    """The verdict of a canary, and the workers that it concerns."""
 
     verdict: CanaryCause
-    ranks: tuple[int, ...]
-    distance: float
-    exact: bool = False
-    reasons: tuple[str, ...] = ()
-    hooks: tuple[str, ...] = ()
-    compared: bool = False
+    ranks: tuple[int, ...]  # workers that differ, or lack a result; for data, the suspect
+    distance: float  # largest relative one from the median; NaN when results are missing
+    exact: bool = False  # all workers agree in every bit
+    reasons: tuple[str, ...] = ()  # what sets these workers apart, in words, the most telling first
+    hooks: tuple[str, ...] = ()  # of modules that set them apart, in words
+    compared: bool = False  # it is known what all workers ran
 
     @property
     def within_rounding(self) -> bool:
@@ -171,13 +145,7 @@ def differing_state(step: GatheredStep) -> tuple[int, ...]:
 def judge_step(
     step: GatheredStep, results: CanaryResults, *, differing: tuple[int, ...] = ()
 ) -> CanaryVerdict:
-    """Return the verdict of the canary of a step, with what its workers ran.
-
-    Args:
-        step: The step.
-        results: Its results.
-        differing: Workers whose parameters or buffers are known to differ from the others'.
-    """
+    """Return the verdict of the canary of a step, with what its workers ran."""
     verdict = judge(results, differing=differing)
     compared = bool((step.workers["canary_program"] != MISSING_INT).all())
     return explain(verdict, step.differences) if compared else verdict
@@ -221,9 +189,7 @@ def explain(verdict: CanaryVerdict, differences: Iterable[StateDifference]) -> C
 def judge(results: CanaryResults, *, differing: tuple[int, ...] = ()) -> CanaryVerdict:
     """Return the verdict of a canary from its results.
 
-    Args:
-        results: Results of the workers.
-        differing: Workers whose parameters or buffers are known to differ from the others'.
+    Parameters or buffers of the workers ``differing`` are known to differ from the others'.
     """
     if results.missing:
         return CanaryVerdict(CanaryCause.INCONCLUSIVE, results.missing, np.nan)

@@ -32,36 +32,19 @@ _PLACED = 2
 
 @dataclass(frozen=True, slots=True)
 class AxisPart:
-    """One rank's readings, in one step, of parameters that other ranks hold as well. A axes.
-
-    Attributes:
-        rank: Its rank in the job.
-        axes: The ranks of the job along each axis, with this rank among them, by the axis's name.
-        layout: Digest of the names, shapes and placements of all of its parameters.
-        cut: The axes over which some of them are cut.
-        shared: Along an axis of pipeline stages, names of the weights that they certainly share;
-            None along another axis.
-        names: Names of the parameters ``[N]``.
-        types: The coarsest type in which each one's gradient is computed ``[N]``.
-        over_NA: 0 if a parameter is cut over an axis, 1 if each rank has it all, 2 if its placement
-            states that.
-        digests_2N: Digests of the parameters before the step, and of the gradients at the
-            optimizer's call; of this rank's shard where the data-parallel axis cuts them.
-        norms_2N: L2 norms of the same; NaN where there is none.
-        sketches_2NK: Linear sketches of the same.
-    """
+    """One rank's readings, in one step, of parameters that other ranks hold as well. A axes."""
 
     rank: int
-    axes: Mapping[str, tuple[int, ...]]
-    layout: int
-    cut: tuple[str, ...]
+    axes: Mapping[str, tuple[int, ...]]  # ranks of the job along each, this one among them
+    layout: int  # digest of the names, shapes and placements of all of its parameters
+    cut: tuple[str, ...]  # axes over which some of them are cut
     names: tuple[str, ...]
-    types: tuple[str, ...]
-    over_NA: NDArray[np.uint8]
-    digests_2N: Ints
-    norms_2N: Floats
-    sketches_2NK: Floats32
-    shared: tuple[str, ...] | None = None
+    types: tuple[str, ...]  # coarsest type in which each one's gradient is computed ``[N]``
+    over_NA: NDArray[np.uint8]  # 0 cut over an axis, 1 whole on each rank, 2 stated by placement
+    digests_2N: Ints  # of parameters before the step, and of gradients when applied
+    norms_2N: Floats  # L2 norms of the same; NaN where there is none
+    sketches_2NK: Floats32  # linear sketches of the same
+    shared: tuple[str, ...] | None = None  # along pipeline stages: weights that they surely share
 
     def pack(self) -> bytes:
         """Return its bytes: JSON, and arrays behind it."""
@@ -79,11 +62,7 @@ class AxisPart:
 
     @classmethod
     def unpack(cls, content: bytes | memoryview) -> "AxisPart":
-        """Read a part; its arrays are views of ``content``.
-
-        Raises:
-            PackedError: These bytes hold none.
-        """
+        """Read a part; its arrays are views of ``content``."""
         header, arrays = unpack_arrays(content)
         if [array.dtype for array in arrays] != [np.dtype(dtype) for dtype in _ARRAYS.values()]:
             raise PackedError("expected the arrays of a part of a mesh")
@@ -116,36 +95,20 @@ class AxisPart:
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """One parameter on the ranks along an axis.
-
-    Attributes:
-        name: Its name.
-        ranks: The ranks of the job along the axis ``[T]``.
-        placed: Whether its placement is replicated; else it is a plain tensor.
-        cuts: Whether the axis cuts other parameters, so that the ranks share one model.
-        parameter: The distance of the ranks' values before the step, relative to its norm.
-        gradient: The same of the gradient at the optimizer's call; NaN if unknown.
-        odd: The ranks that differ from most; all where no majority agrees.
-        tolerance: The distance that rounding may explain.
-        held: Whether the ranks hold some elements of it: a shard of a small one may be empty.
-        same: Whether the ranks' values before the step are the same in all bits.
-        digest: Digest of the first rank's values.
-        factor: The farthest rank's gradient over the first one's, if it is a multiple of it within
-            the tolerance; else NaN.
-    """
+    """One parameter on the ranks along an axis."""
 
     name: str
-    ranks: tuple[int, ...]
-    placed: bool
-    cuts: bool
-    parameter: float
-    gradient: float
-    odd: tuple[int, ...]
-    tolerance: float
-    held: bool = True
-    same: bool = True
-    digest: int = 0
-    factor: float = math.nan
+    ranks: tuple[int, ...]  # the ranks of the job along the axis ``[T]``
+    placed: bool  # its placement is replicated; else it is a plain tensor
+    cuts: bool  # the axis cuts other parameters, so that the ranks share one model
+    parameter: float  # distance of the ranks' values before the step, relative to its norm
+    gradient: float  # the same of the gradient at the optimizer's call; NaN if unknown
+    odd: tuple[int, ...]  # the ranks that differ from most; all where no majority agrees
+    tolerance: float  # distance that rounding may explain
+    held: bool = True  # the ranks hold some elements: a shard of a small one may be empty
+    same: bool = True  # the ranks' values before the step are the same in all bits
+    digest: int = 0  # of the first rank's values
+    factor: float = math.nan  # farthest rank's gradient over the first's; NaN if no multiple
 
     @property
     def parameter_differs(self) -> bool:
@@ -159,15 +122,9 @@ class Replicated:
 
 
 def compare_along(axis: str, parts_T: Sequence[AxisPart]) -> list[Replicated]:
-    """Return the parameters that are replicated over an axis, compared between its ranks.
+    """Return the parameters that are not cut over an axis, compared between its ranks ``[T]``.
 
-    Args:
-        axis: Its name.
-        parts_T: The readings of each rank, in the order of the axis.
-
-    Returns:
-        One entry per parameter that is not cut over the axis; none if the ranks' models differ, as
-        those of pipeline stages do.
+    None if the ranks' models differ, as those of pipeline stages do.
     """
     first = parts_T[0]
     if any(part.layout != first.layout or part.names != first.names for part in parts_T):

@@ -1,34 +1,49 @@
-"""Collects at one root the replicas of several runs over a mesh's axes, and compares them.
+"""Compares at one root the replicas of several runs over a mesh's axes.
 
 Each data-parallel group records a run of its own. The root of the mesh's first one also receives
 the others' replicas, directly from their ranks.
 """
 
 import logging
-from collections.abc import Callable
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from rankscope.bus.finding import Finding
+from rankscope.bus.detector import FaultEvidence
+from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.packing import PackedError
 from rankscope.bus.probe import DirectedRun, Director
-from rankscope.evidence.mesh.compare import AxisVerdict
-from rankscope.evidence.mesh.drift import TieVerdict
-from rankscope.evidence.mesh.part import AxisPart, compare_along
+from rankscope.bus.rules import finding_of
+from rankscope.bus.words import count, name_ranks, shortened
+from rankscope.evidence.mesh.part import AxisPart, Replicated, compare_along
 
 _log = logging.getLogger("rankscope")
 
+_PARTIAL = "sync.partial_gradient"
+_DIFFER = "state.replicas_differ"
+_TIED = "sync.tied_weights"
+
 _MOST_WAITING = 1024  # incomplete steps of ranks along an axis
+_PART = 0.25
+"""Relative distance from which on gradients count as parts of one."""
+
+_MUCH = 4  # times as far apart
+_CYCLE = 64  # steps in which most parameters are read once
+_MOST_NAMED = 3
+_MOST_LINES = 3
+_MOST_RECORDED = 64
+
+_Line = tuple[int, ...]  # ranks of the job along an axis
 
 
 class MeshAxes(Director):
-    """The replicas over the axes of one mesh.
-
-    ``report`` takes each finding that has changed.
-    """
+    """The replicas over the axes of one mesh."""
 
     def __init__(self, first_step: int, report: Callable[[Finding], None]) -> None:
         self._first_step = first_step
         self._report = report
-        self._parts: dict[tuple[int, str, tuple[int, ...]], dict[int, AxisPart]] = {}
+        self._parts: dict[tuple[int, str, _Line], dict[int, AxisPart]] = {}
         self._workers: dict[int, int] = {}
         self._verdicts: dict[str, AxisVerdict | TieVerdict] = {}
         self.findings: dict[str, Finding] = {}
@@ -75,3 +90,271 @@ class MeshAxes(Director):
 def make_director(run: DirectedRun) -> MeshAxes:
     """Return the director that compares replicas over a mesh's other axes."""
     return MeshAxes(run.first_step, run.report)
+
+
+@dataclass(slots=True)
+class _Fault:
+    """One kind of difference along an axis."""
+
+    first: int  # step that shows it
+    severity: Severity
+    last: int = -1
+    count: int = 0  # of steps that show it
+    apart: dict[str, float] = field(default_factory=dict)  # largest distance, by parameter
+    lines: dict[_Line, _Line] = field(default_factory=dict)  # by line: those that differ from most
+    reported: object = None  # summary at the last report
+
+    def add(self, step: int, one: Replicated, apart: float, odd: _Line) -> None:
+        """Add a parameter on one line in a step."""
+        self.count += step > self.last
+        self.last = max(self.last, step)
+        self.apart[one.name] = max(apart, self.apart.get(one.name, 0.0))
+        self.lines[one.ranks] = odd
+
+    def has_changed(self, *facts: object) -> bool:
+        """Return whether it has changed since the last report, and note this one."""
+        summary = (*facts, tuple(self.apart), dict(self.lines), self.count.bit_length())
+        changed = summary != self.reported
+        self.reported = summary
+        return changed
+
+
+class _Verdict:
+    """Judges the parameters along one axis, step by step."""
+
+    def __init__(self, axis: str, begun_at: int) -> None:
+        self._axis = axis
+        self._begun_at = begun_at  # first step of the run
+
+    def _finding(
+        self,
+        cause: str,
+        severity: Severity,
+        fault: _Fault,
+        workers: Mapping[int, int],
+        fields: Mapping[str, object],
+        *,
+        suffix: str = "",
+        everywhere: bool = False,
+    ) -> Finding:
+        concerned = {rank for line in fault.lines for rank in line}
+        ranks = tuple(sorted(worker for rank, worker in workers.items() if rank in concerned))
+        apart = max(fault.apart.values())
+        numbers = {
+            "axis": self._axis,
+            "parameters": list(fault.apart)[:_MOST_RECORDED],
+            "apart": apart if math.isfinite(apart) else None,
+            "lines": [list(line) for line in sorted(fault.lines)[:_MOST_RECORDED]],
+        }
+        fields = {
+            "axis": self._axis,
+            "names": shortened(list(fault.apart), _MOST_NAMED),
+            "where": _where(fault.lines),
+            **fields,
+        }
+        evidence = FaultEvidence(
+            cause, severity, ranks, fault.first, fault.last, fault.count, fields, numbers
+        )
+        name = f"{cause}:{self._axis}{suffix}"
+        finding = finding_of(evidence, fault.last, name=name, begun_at=self._begun_at)
+        return replace(finding, ranks=()) if everywhere or len(ranks) == len(workers) else finding
+
+
+class AxisVerdict(_Verdict):
+    """Judges what ranks replicate over one axis, step by step.
+
+    A gradient that differs while all parameters agree is partial: as a consequence, its parameters
+    drift from then on, and with them every other gradient. If parameters differ first, gradients
+    differ as a consequence. The run's first step reads all of them, and shows which came first. In
+    later steps, which read some, gradients count as partial if they are as far apart as parts, and
+    much farther than their parameters; others count as a consequence.
+
+    If the axis cuts no parameter, the ranks along it may not share one model. A parameter that
+    begins with other values there may be intended, and gradients are not judged.
+    """
+
+    def __init__(self, axis: str, begun_at: int) -> None:
+        super().__init__(axis, begun_at)
+        self._partial: _Fault | None = None
+        self._differ: _Fault | None = None
+        self._met: dict[_Line, set[str]] = defaultdict(set)
+        self._held: dict[str, set[_Line]] = defaultdict(set)  # by ranks along the axis
+        self._own: set[_Line] = set()  # their models may differ on purpose
+
+    def observe(
+        self, step: int, found: Sequence[Replicated], workers: Mapping[int, int]
+    ) -> list[Finding]:
+        """Process the replicas on one line in a step; return findings that are new or changed.
+
+        Steps of the same ranks come in order, with one parameter at least. ``workers`` are those
+        of this run, by rank in the job.
+        """
+        met = self._met[found[0].ranks]
+        begun = [one for one in found if one.name not in met and one.parameter_differs]
+        if any(not _is_meant(one) for one in begun):
+            self._own.add(found[0].ranks)
+        self._see_gradients(step, found, begins=not met)
+        for one in found:
+            if one.parameter_differs and self._partial is None:
+                self._differ = self._differ or _Fault(step, Severity.WARNING)
+                if _is_meant(one) or one.name in met:
+                    self._differ.severity = Severity.ERROR
+                _add_first(self._differ, step, one, one.parameter, 0)
+        met |= {one.name for one in found}
+        for one in found:
+            if one.held:
+                self._held[one.name].add(one.ranks)
+        return list(self._changed(step, workers))
+
+    def _see_gradients(self, step: int, found: Sequence[Replicated], *, begins: bool) -> None:
+        apart = begins and any(one.parameter_differs for one in found)
+        if self._differ is not None or apart or found[0].ranks in self._own:
+            return
+        for one in found:
+            part = one.gradient > max(_PART, _MUCH * one.parameter) or begins
+            if one.gradient_differs and part:
+                self._partial = self._partial or _Fault(step, Severity.ERROR)
+                _add_first(self._partial, step, one, one.gradient, _CYCLE)
+
+    def _changed(self, step: int, workers: Mapping[int, int]) -> Iterator[Finding]:
+        for cause, fault in ((_PARTIAL, self._partial), (_DIFFER, self._differ)):
+            if fault is None or fault.last != step:
+                continue
+            met = {rank for line in self._met for rank in line}
+            everywhere = workers.keys() <= met and all(
+                self._held[name] <= fault.lines.keys() for name in fault.apart
+            )
+            if fault.has_changed(fault.severity, everywhere):
+                apart = max(fault.apart.values())
+                finite = math.isfinite(apart)
+                fields = {
+                    "apart": f"by {apart:.2g} of their norm" if finite else "since some have none"
+                }
+                yield self._finding(
+                    cause, fault.severity, fault, workers, fields, everywhere=everywhere
+                )
+
+
+def _is_meant(one: Replicated) -> bool:
+    """Return whether a parameter has to be equal along the axis."""
+    return one.placed or one.cuts
+
+
+def _add_first(fault: _Fault, step: int, one: Replicated, apart: float, wait: int) -> None:
+    """Add a parameter, unless it is new more than ``wait`` steps later: a consequence."""
+    if one.name in fault.apart or step <= fault.first + wait:
+        fault.first = min(fault.first, step)
+        fault.add(step, one, apart, one.odd)
+
+
+def _where(lines: Mapping[_Line, _Line]) -> str:
+    """Return the ranks of the job that differ, in words: ``ranks 0 and 1, and ranks 2 and 3``.
+
+    If most ranks along an axis agree, those that do not are named: ``rank 3 from ranks 0–2``.
+    """
+    parts = []
+    for line, odd in sorted(lines.items())[:_MOST_LINES]:
+        rest = [rank for rank in line if rank not in odd]
+        parts.append(f"{name_ranks(odd)} from {name_ranks(rest)}" if rest else name_ranks(line))
+    if len(lines) > _MOST_LINES:
+        parts.append(count(len(lines) - _MOST_LINES, "other group"))
+    return ", and ".join(parts)
+
+
+@dataclass(slots=True)
+class _Weight:
+    """A weight of several stages on the ranks of one line."""
+
+    begun: int  # digest of its first values
+    kept: bool = False  # an update has changed it, and left it equal
+    gradients: tuple[float, float] | None = None  # distance and factor of the first that differ
+    compared: bool = False  # all ranks had a gradient at some time
+
+
+@dataclass(slots=True)
+class _Drift(_Fault):
+    """Weights that have drifted apart."""
+
+    kept: bool = False  # some had stayed equal over an update
+    gradients: tuple[float, float] | None = None  # distance and factor; None if they agreed
+    compared: bool = False
+
+
+class TieVerdict(_Verdict):
+    """Judges the weights that pipeline stages share, step by step.
+
+    Weights drift apart if their values differ by more than rounding, or if they differ at all after
+    their gradients did. It is an error if an update had left them equal before, a warning if they
+    only began alike, and a note if one seed or one layer explains that, too. The equal content of
+    weights with labels in ``certain`` is no chance.
+    """
+
+    def __init__(self, axis: str, begun_at: int, certain: Sequence[str]) -> None:
+        super().__init__(axis, begun_at)
+        self._certain = frozenset(certain)
+        self._weights: dict[tuple[_Line, str], _Weight | None] = {}
+        self._drifts: dict[Severity, _Drift] = {}
+
+    def observe(
+        self, step: int, found: Sequence[Replicated], workers: Mapping[int, int]
+    ) -> list[Finding]:
+        """Process the weights of one line in a step; return findings that are new or changed.
+
+        Values are those before the step, gradients those at the optimizer's call. Steps of the same
+        ranks come in order.
+        """
+        for one in found:
+            key = one.ranks, one.name
+            if key not in self._weights:  # else the script has loaded other values since
+                self._weights[key] = _Weight(one.digest) if one.same else None
+            weight = self._weights[key]
+            if weight is not None:
+                self._see(step, one, weight)
+        return list(self._changed(step, workers))
+
+    def _see(self, step: int, one: Replicated, weight: _Weight) -> None:
+        if one.same:
+            weight.kept = weight.kept or one.digest != weight.begun
+        elif one.parameter_differs or weight.gradients is not None:
+            certain = weight.kept or one.name in self._certain
+            severity = Severity.WARNING if certain else Severity.NOTE
+            drift = self._drifts.setdefault(severity, _Drift(step, severity))
+            drift.add(step, one, one.parameter, one.ranks)
+            drift.kept |= weight.kept
+            drift.gradients = drift.gradients or weight.gradients
+            drift.compared |= weight.compared
+        if math.isfinite(one.gradient):  # else some stage has none, or has cleared it
+            weight.compared = True
+            if one.gradient_differs and weight.gradients is None:
+                weight.gradients = one.gradient, one.factor
+
+    def _changed(self, step: int, workers: Mapping[int, int]) -> Iterator[Finding]:
+        for drift in self._drifts.values():
+            if drift.last != step or not drift.has_changed(drift.kept):
+                continue
+            severity = Severity.ERROR if drift.kept else drift.severity
+            fields = {
+                "apart": f"{max(drift.apart.values()):.2g}",
+                "why": _why(drift, self._axis),
+                "begun": "an update had left them equal" if drift.kept else "they began alike",
+            }
+            suffix = "" if severity > Severity.NOTE else ":note"
+            yield self._finding(_TIED, severity, drift, workers, fields, suffix=suffix)
+
+
+def _why(drift: _Drift, axis: str) -> str:
+    """Return what the stages' optimizers were given."""
+    if not drift.compared:
+        return "Not all stages had a gradient of it when their optimizers were called"
+    if drift.gradients is None:
+        return "Their gradients agreed where they were compared"
+    apart, factor = drift.gradients
+    if math.isfinite(factor) and factor > 0:
+        return (
+            f"Their gradients were added up over {axis}, but scaled apart: one was {factor:.3g} "
+            "times the other, as where each stage clips by its own norm"
+        )
+    return (
+        f"Their gradients were not added up over {axis}: the optimizers got gradients that lay "
+        f"apart by {apart:.2g} of their norm"
+    )

@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from rankscope.evidence.canary.cost import check_room
 from rankscope.evidence.canary.state import PreservedState, preserved_state
 from rankscope.evidence.reference.decisions import Decisions
 from rankscope.evidence.reference.micro_batch import LossAgain, MicroBatch
+from rankscope.evidence.reference.models import GatheredModel
 from rankscope.evidence.reference.slopes import LENGTHS, Slopes, judge_slopes
 from rankscope.gradients.sketch import Sketcher
 from rankscope.stats.arrays import Floats, Ints
@@ -51,18 +52,8 @@ _MOST_SINGLE = 24  # parameters that are also moved one by one
 _SAME_LOSS = 1e-4  # relative: the ranks of a worker compute one loss
 
 
-Runnable = tuple[nn.Module, list[Tensor], list[Tensor | None]]
+_Runnable = tuple[nn.Module, list[Tensor], list[Tensor | None]]
 """A model, the memory of its trained parameters, and their gradients."""
-
-
-class RunnableCopy(Protocol):
-    """Makes a copy of a sharded model that all ranks can run together."""
-
-    def check(self) -> None:
-        """Check that the copy can be made; raises :class:`CanaryDeclined` if not."""
-
-    def opened(self) -> AbstractContextManager[Runnable]:
-        """Make the copy; all ranks call it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,26 +65,16 @@ class _Block:
 
 
 class DirectionalDerivative:
-    """Measures directional derivatives of one job's loss; all of its ranks measure together.
-
-    Args:
-        module: The model itself, not its data-parallel wrapper.
-        parameters: Its trained parameters by name.
-        device: Their device.
-        worker: Number of this rank's worker; the ranks of a worker share its batch.
-        num_workers: W.
-        copy: Makes a copy of a sharded model that this rank can run with the others; None where the
-            model holds its parameters itself.
-    """
+    """Measures directional derivatives of one job's loss; all of its ranks measure together."""
 
     def __init__(
         self,
-        module: nn.Module,
-        parameters: Mapping[str, Tensor],
+        module: nn.Module,  # the model itself, not its data-parallel wrapper
+        parameters: Mapping[str, Tensor],  # its trained parameters by name
         device: torch.device,
-        worker: int,
+        worker: int,  # number of this rank's worker; the ranks of a worker share its batch
         num_workers: int,
-        copy: "RunnableCopy | None" = None,
+        copy: GatheredModel | None = None,  # None where the model holds its parameters itself
     ) -> None:
         self._copy = copy
         self._module = module
@@ -105,11 +86,7 @@ class DirectionalDerivative:
         self._gradients: list[Tensor | None] = []
 
     def check(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Check that the gradients of the model and of its outputs can be read.
-
-        Raises:
-            CanaryDeclined: They cannot.
-        """
+        """Check that the gradients of the model and of its outputs can be read."""
         for micro in micro_batches:
             micro.check_kept()
         if self._copy is not None:
@@ -126,33 +103,20 @@ class DirectionalDerivative:
 
     @torch.no_grad()
     def measure(self, micro_batches: Sequence[MicroBatch], clipped: float) -> Slopes:
-        """Return what was measured, equal on all ranks; waits for the device.
-
-        Args:
-            micro_batches: Those of the step, each with the gradient of its loss.
-            clipped: Factor of all gradients since the reduction; NaN if unknown.
-
-        Raises:
-            CanaryDeclined: The loss cannot be compared; on all ranks.
-            NotPutBackError: Some state could not be put back.
-        """
+        """Return what was measured, equal on all ranks; waits for the device."""
         module, parameters = self._module, self._parameters
+        runnable: AbstractContextManager[_Runnable]
+        if self._copy is None:
+            gradients = [parameter.grad for parameter in parameters]  # the runs set them aside
+            runnable = nullcontext((module, parameters, gradients))
+        else:
+            runnable = self._copy.opened()
         try:
-            with self._runnable() as (
-                self._module,
-                self._parameters,
-                self._gradients,
-            ):
+            with runnable as (self._module, self._parameters, self._gradients):
                 return self._measure_all(micro_batches, clipped)
         finally:
             self._gradients = []
             self._module, self._parameters = module, parameters
-
-    def _runnable(self) -> "AbstractContextManager[Runnable]":
-        if self._copy is not None:
-            return self._copy.opened()
-        gradients = [parameter.grad for parameter in self._parameters]  # the runs set them aside
-        return nullcontext((self._module, self._parameters, gradients))
 
     def _measure_all(self, micro_batches: Sequence[MicroBatch], clipped: float) -> Slopes:
         first_PR = self._first_holders()
@@ -213,9 +177,6 @@ class DirectionalDerivative:
 
         The loss, twice; its factor; the worker; the type's epsilon; the relative distance from the
         training's; and the size of the loss's terms.
-
-        Raises:
-            CanaryDeclined: It is not that of the training.
         """
         first, size, far = losses()
         again, _, _ = losses()
@@ -241,9 +202,6 @@ class DirectionalDerivative:
         Copies may have drifted apart. A vector that begins as a constant is near others even where
         it is a part of one. It counts as a copy if it is as long as some axis of a matrix of which
         all ranks hold copies; surely so in a module without a matrix, such as a norm. -1: unknown.
-
-        Raises:
-            CanaryDeclined: The ranks train other parameters.
         """
         text = "\n".join(
             f"{n} {p.dim()}" for n, p in zip(self._names, self._parameters, strict=True)
@@ -270,7 +228,7 @@ class DirectionalDerivative:
         copied_P = (first_PR == 0).all(axis=1)
         matrices = [p for p, copied in zip(self._parameters, copied_P, strict=True) if copied]
         widths = {size for p in matrices if p.dim() > 1 for size in p.shape}
-        constant = [_is_constant(p) for p in self._parameters]
+        constant = [not p.numel() or bool((p == p.reshape(-1)[0]).all()) for p in self._parameters]
         constant_P = _gather(np.array(constant, np.float64), self._device).max(axis=0)
         divided = {
             name.rpartition(".")[0]
@@ -298,11 +256,7 @@ class DirectionalDerivative:
     def _move(
         self, block: _Block, steps_P: Floats, moves: "_Moves", *, random: bool
     ) -> tuple[float, float]:
-        """Move a block up and down and put it back.
-
-        Returns:
-            Half of the loss's change on this rank, and this rank's share of ``<g, v>``.
-        """
+        """Move a block up and down and put it back."""
         kept = {at: self._parameters[at].data.clone() for at in block.places}
         found = []
         try:
@@ -332,21 +286,13 @@ class DirectionalDerivative:
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """What all moves have in common.
+    """What all moves have in common."""
 
-    Attributes:
-        losses: Runs the micro-batches.
-        sums_PX: Squares of gradients and parameters, and sizes, over all ranks ``[P, 3]``.
-        shares_P: One over the number of ranks with the same part of a parameter.
-        first_P: The first of these ranks.
-        coarse: Whether 16-bit types round the loss.
-    """
-
-    losses: "_Losses"
-    sums_PX: Floats
-    shares_P: Floats
-    first_P: Ints
-    coarse: bool
+    losses: "_Losses"  # runs the micro-batches
+    sums_PX: Floats  # squares of gradients and parameters, and sizes, over all ranks ``[P, 3]``
+    shares_P: Floats  # one over the number of ranks with the same part of a parameter
+    first_P: Ints  # the first of these ranks
+    coarse: bool  # 16-bit types round the loss
 
 
 class _Losses:
@@ -386,18 +332,7 @@ class _Losses:
 def _steps(
     sums_PX: Floats, places: Sequence[int], loss: float, *, coarse: bool
 ) -> tuple[Floats, list[float]]:
-    """Return the shorter move of each parameter in both directions, and their usual changes.
-
-    Args:
-        sums_PX: Squares of gradients and parameters, and sizes, over all ranks ``[P, 3]``.
-        places: The block.
-        loss: The loss.
-        coarse: Whether 16-bit types round the loss.
-
-    Returns:
-        Factors of the gradient and of random signs ``[2, P]``, and ``<g, v>`` for both: its value,
-        and its standard deviation.
-    """
+    """Return the shorter move of each parameter in both directions, and their usual changes."""
     farther = _COARSER if coarse else 1.0
     gradients, squares, size = sums_PX[places].sum(axis=0)
     along = 0.0
@@ -449,10 +384,6 @@ def _signs(text: str, parameter: Tensor) -> Tensor:
 
 def _square(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None else float(tensor.float().square().sum(dtype=torch.float64))
-
-
-def _is_constant(parameter: Tensor) -> bool:
-    return not parameter.numel() or bool((parameter == parameter.reshape(-1)[0]).all())
 
 
 def _are_parts(losses_R: Floats, workers_R: Floats) -> bool:

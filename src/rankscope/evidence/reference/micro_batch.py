@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from rankscope.bus.words import shortened
 from rankscope.evidence.canary.alone import ACCUMULATES, Autocast, alone
 from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch, restore_batch
 from rankscope.evidence.canary.layout import Layout, layout_of, local_of, part_in, whole_of
 from rankscope.evidence.canary.replay import check_graph, in_short, project
-from rankscope.evidence.canary.state import generators_of, preserved_state
-from rankscope.evidence.canary.tensors import AT_ONCE_BYTES
-from rankscope.evidence.reference.words import some
+from rankscope.evidence.canary.state import AT_ONCE_BYTES, generators_of, preserved_state
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.passes import hook_gradient, tensors_in
@@ -37,6 +36,7 @@ _SLACK = 32.0
 """Factor on both, where layers round otherwise than in the training."""
 
 _TINY = 1e-300
+_MOST_NAMED = 3
 _ELEMENTS = 1 << 22  # of logits, whose products would need eight bytes each
 _OTHER_TENSORS = "the model returns other tensors when a batch is run once more"
 _NOT_REPEATED = (
@@ -57,37 +57,21 @@ Gradients = Sequence[Tensor | None]
 
 
 class MicroBatch:
-    """One forward pass of a training, and the gradients of its outputs.
-
-    Args:
-        module: The model itself, not its data-parallel wrapper.
-        device: The device of its parameters.
-        args: Its inputs by position.
-        kwargs: Its inputs by name.
-        inner: Whether the second run also compares outputs from which others were computed, such
-            as logits: the loss alone may hide differences beyond rounding.
-
-    Attributes:
-        root: The value on which its backward pass was called; NaN if that was called on more, None
-            before it.
-
-    Raises:
-        CanaryDeclined: The inputs cannot be copied.
-    """
+    """One forward pass of a training, and the gradients of its outputs."""
 
     def __init__(
         self,
-        module: nn.Module,
+        module: nn.Module,  # the model itself, not its data-parallel wrapper
         device: torch.device,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         *,
-        inner: bool = False,
+        inner: bool = False,  # compare logits as well: the loss alone may hide differences
     ) -> None:
         self._inner = inner
         self._batch = capture_batch(args, kwargs, most_bytes=MOST_BATCH_BYTES)
         self._generators = generators_of(module, device)
-        self._autocast = Autocast.in_force(device)
+        self.autocast = Autocast.in_force(device)
         self._buffers = {
             name: (buffer, buffer._version, local_of(buffer.detach()).clone())
             for name, buffer in module.named_buffers()
@@ -98,6 +82,7 @@ class MicroBatch:
         self._returned: list[_Returned] = []
         self._num_tensors = 0
         self.root: Tensor | float | None = None
+        """What its backward pass was called on; NaN if that was more than one, None before it."""
 
     @property
     def trained(self) -> bool:
@@ -132,11 +117,6 @@ class MicroBatch:
         return max(torch.finfo(kind).eps for kind in kinds if kind.is_floating_point)
 
     @property
-    def autocast(self) -> Autocast:
-        """The autocast of the forward pass."""
-        return self._autocast
-
-    @property
     def _losses(self) -> "list[_Returned]":
         return [one for one in self._returned if one.gradient is not None]
 
@@ -146,9 +126,6 @@ class MicroBatch:
         That is the sum of the outputs' products with their gradients: a loss that is computed
         outside of the model stays linear in what the model returns. The forward pass runs in
         ``mode``. The caller provides the context, and puts all changed state back.
-
-        Raises:
-            CanaryDeclined: The model returns other tensors.
         """
         args, kwargs = restore_batch(self._batch.plain(), self._device)
         self._generators.put_back()
@@ -174,7 +151,7 @@ class MicroBatch:
     @property
     def computed_in(self) -> torch.dtype:
         """The type of its autocast; float32 without one."""
-        return self._autocast.dtype if self._autocast.enabled else torch.float32
+        return self.autocast.dtype if self.autocast.enabled else torch.float32
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -204,27 +181,13 @@ class MicroBatch:
 
     def gradients(
         self,
-        module: nn.Module,
+        module: nn.Module,  # the model, or a plain copy, with the parameters of the forward pass
         parameters: Sequence[Tensor],
         *,
         rounds_in: torch.dtype | None = None,
-        compared: bool = True,
+        compared: bool = True,  # the outputs have to be those of the training
     ) -> Gradients:
-        """Compute the gradients of the training's loss once more.
-
-        Args:
-            module: The model, or a plain copy, with the parameters of the forward pass.
-            parameters: The parameters whose gradients are computed.
-            rounds_in: The type in which layers round; None if it is that of the training.
-            compared: Whether the outputs have to be those of the training.
-
-        Returns:
-            One for each parameter; None where it has no part in the loss.
-
-        Raises:
-            CanaryDeclined: They cannot be computed, or the forward pass does not repeat itself.
-            NotPutBackError: Some state that the run has changed could not be put back.
-        """
+        """Compute the gradients of the training's loss once more."""
         self.check_kept()
         changed = [p for p in self.changed(module) if p.requires_grad]
         if changed:
@@ -232,7 +195,7 @@ class MicroBatch:
         args, kwargs = restore_batch(self._batch.plain(), self._device)
         with (
             preserved_state(module, self._device, seed=None) as run,
-            alone(self._device, run, self._autocast),
+            alone(self._device, run, self.autocast),
         ):
             self._generators.put_back()
             self._fill_buffers(module)
@@ -306,55 +269,33 @@ class MicroBatch:
 
 
 class LossAgain(NamedTuple):
-    """What one more run of a micro-batch's forward pass returned.
+    """What one more run of a micro-batch's forward pass returned."""
 
-    Attributes:
-        total: What backward was called on, up to a constant.
-        size: The sum of the absolute values of its terms, which bounds its rounding.
-        far: Largest relative distance of an output from the training's.
-    """
-
-    total: float
-    size: float
-    far: float
+    total: float  # what backward was called on, up to a constant
+    size: float  # sum of the absolute terms, which bounds its rounding
+    far: float  # largest relative distance of an output from the training's
 
 
 class _Returned:
-    """An output of the training's forward pass.
-
-    Args:
-        tensor: The tensor.
-        compared: Whether the second run compares it.
-
-    Attributes:
-        layout: How ranks share it; None of a plain tensor.
-        dtype: Its type.
-        place: Its place among all tensors of the output.
-        number: Its value, if it is one number.
-        above: Outputs that were computed from it, such as the loss from logits.
-        gradient: Its gradient, if that does not pass through those.
-        norm: The norm of this rank's part of its gradient, if that may pass through those.
-        arrived: Whether it has got a gradient.
-        backward: The autocast of the backward pass.
-        lost: The error at the arrival of the gradient; empty without.
-    """
+    """An output of the training's forward pass."""
 
     def __init__(self, tensor: Tensor, *, compared: bool) -> None:
         self.shape = tensor.shape
-        self.layout = layout_of(tensor)
+        self.layout = layout_of(tensor)  # how ranks share it; None of a plain tensor
         local = local_of(tensor)
         self.projection = project(local) if compared else None
         self.spread = _norm(local) / max(local.numel(), 1) ** 0.5
         self.dtype = tensor.dtype
-        self.place = 0
+        self.place = 0  # its place among all tensors of the output
+        # its value, if it is one number
         self.number = local.detach().clone() if local.numel() == 1 else None
-        self.above: list[_Returned] = []
-        self.gradient: Tensor | None = None
-        self.norm: Tensor | None = None
+        self.above: list[_Returned] = []  # computed from it, such as the loss from logits
+        self.gradient: Tensor | None = None  # its gradient, if that does not pass through those
+        self.norm: Tensor | None = None  # of this rank's part, if it may pass through those
         self._inner: Layout | None = None
-        self.lost = ""
-        self.arrived = False
-        self.backward = Autocast.in_force(tensor.device)
+        self.lost = ""  # error at the arrival of the gradient; empty without
+        self.arrived = False  # it has got a gradient
+        self.backward = Autocast.in_force(tensor.device)  # autocast of the backward pass
 
     def distance(self, tensor: Tensor) -> float:
         """Return the relative distance of an output of another run; 0 where none is compared."""
@@ -383,11 +324,7 @@ class _Returned:
                 self.gradient = self.gradient + gradient
 
     def check_inside(self, inside: Tensor | None) -> None:
-        """Check that the whole gradient came through the outputs that were computed from this one.
-
-        Raises:
-            CanaryDeclined: It did not: the loss depends on several of the model's outputs.
-        """
+        """Check that the whole gradient came through the outputs computed from this one."""
         norm = 0.0 if inside is None else float(_norm(part_in(self._inner, inside)))
         seen = float(self.norm) if self.norm is not None else 0.0
         if not abs(norm - seen) <= 0.01 * seen:
@@ -407,7 +344,8 @@ def coarser(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 def _names(module: nn.Module, parameters: Sequence[Tensor]) -> str:
     found = {id(parameter) for parameter in parameters}
-    return some([canonical_name(n) for n, p in module.named_parameters() if id(p) in found])
+    named = [canonical_name(n) for n, p in module.named_parameters() if id(p) in found]
+    return shortened(named, _MOST_NAMED)
 
 
 def _float(number: Tensor | None) -> float:

@@ -23,11 +23,17 @@ from rankscope.evidence.canary.batch import CanaryDeclined
 from rankscope.evidence.canary.cost import is_out_of_memory
 from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.reference.derivative import DirectionalDerivative
-from rankscope.evidence.reference.engine import EngineModel
 from rankscope.evidence.reference.micro_batch import MicroBatch
-from rankscope.evidence.reference.reference import ReferenceModel, ReferenceStep, WholeModel
+from rankscope.evidence.reference.models import (
+    EngineModel,
+    GatheredModel,
+    ReferenceModel,
+    ReplicatedModel,
+    ShardedModel,
+    WholeModel,
+)
+from rankscope.evidence.reference.reference import ReferenceStep
 from rankscope.evidence.reference.share import ReferenceShare
-from rankscope.evidence.reference.unsharded import GatheredModel, ReplicatedModel, ShardedModel
 from rankscope.private import Patch, lacking
 from rankscope.wrappers.clipping import CLIP
 from rankscope.wrappers.deepspeed import before_engine_step
@@ -89,14 +95,17 @@ class ReferenceProbe(Probe):
         self._inside: MicroBatch | None = None
 
     def _prepare(self, wrapped: Wrapped, seed: int) -> None:
-        if wrapped.kind in (DDP, LOOP):
-            parameters = {n: p for n, p in wrapped.parameters.items() if p.requires_grad}
-            group = wrapped.group
+        copy = GatheredModel(wrapped.wrapper) if wrapped.kind is FSDP2 else None
+        if wrapped.kind in (DDP, LOOP, FSDP2):
+            trained = {n: p for n, p in wrapped.parameters.items() if p.requires_grad}
             self._derivative = DirectionalDerivative(
-                wrapped.module, parameters, wrapped.device, group.rank(), group.size()
+                wrapped.module,
+                trained if copy is None else copy.parameters,
+                wrapped.device,
+                wrapped.group.rank(),
+                wrapped.group.size(),
+                copy,
             )
-        elif wrapped.kind is FSDP2:
-            self._derivative = _of_shards(wrapped)
         if self._why_no_copy:
             return
         try:
@@ -165,18 +174,14 @@ class ReferenceProbe(Probe):
     def see_reduced(self) -> None:
         """Measure the reduced gradient, in a step that is computed again."""
         if self.recompute_due and not self._declined and self._reference is not None:
-            self._try(self._see_reduced)
+            self._try(self._reference.see_reduced, self._num_trained)
 
     def after_schedule(self) -> None:
         """Measure it once more: what the schedule divides by belongs to the reduction."""
         self.see_reduced()
 
     def recompute(self) -> None:
-        """Compute the gradient again; the optimizer is about to be called.
-
-        Raises:
-            NotPutBackError: Some state of the model could not be put back.
-        """
+        """Compute the gradient again; the optimizer is about to be called."""
         start = time.perf_counter()
         step = self._due
         self._unwatch_roots()
@@ -219,9 +224,6 @@ class ReferenceProbe(Probe):
         """Measure directional derivatives, together with all ranks of the job.
 
         Where a rank has computed the gradient alone, none measures.
-
-        Raises:
-            CanaryDeclined: They cannot be measured.
         """
         problem = "a rank has computed it alone" if alone else ""
         trained = [micro for micro in self._passes if micro.trained]
@@ -240,11 +242,9 @@ class ReferenceProbe(Probe):
         if problem:
             raise CanaryDeclined(problem)
         assert self._derivative is not None
-        return ReferenceShare(slopes=self._derivative.measure(trained, self._clipped()))
-
-    def _clipped(self) -> float:
-        """Return the factor of all gradients since the reduction; NaN if it is not one."""
-        return math.nan if self._reference is None else self._reference.changed_since_reduction()
+        reference = self._reference
+        clipped = math.nan if reference is None else reference.changed_since_reduction()
+        return ReferenceShare(slopes=self._derivative.measure(trained, clipped))
 
     def _before_backward(self, tensors: Any, gradients: Any) -> None:
         """Keep the value on which a backward pass is called."""
@@ -289,21 +289,13 @@ class ReferenceProbe(Probe):
     def _num_trained(self) -> int:
         return sum(micro.trained for micro in self._passes)
 
-    def _see_reduced(self) -> None:
-        assert self._reference is not None  # else it would have been declined
-        self._reference.see_reduced(self._num_trained)
-
     def _keep(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         inner = self._reference is not None and self._reference.inner
         self._inside = MicroBatch(self._module, self._device, args, kwargs, inner=inner)
         self._passes.append(self._inside)
 
     def _check(self, step: int) -> None:
-        """Check that the gradient can be computed again, on all ranks that gather parameters.
-
-        Raises:
-            CanaryDeclined: It cannot.
-        """
+        """Check that the gradient can be computed again, on all ranks that gather parameters."""
         problem = self._problem()
         if self._meeting is not None:
             spread = sum(micro.num_spread for micro in self._passes)  # gathered, too
@@ -364,14 +356,6 @@ class ReferenceProbe(Probe):
             self._reference.end()
 
 
-def _of_shards(wrapped: Wrapped) -> DirectionalDerivative:
-    copy = GatheredModel(wrapped.wrapper)
-    group = wrapped.group
-    return DirectionalDerivative(
-        wrapped.module, copy.parameters, wrapped.device, group.rank(), group.size(), copy
-    )
-
-
 def _model(wrapped: Wrapped) -> ReferenceModel:
     if wrapped.kind is FSDP2:
         return _sharded(wrapped)
@@ -382,12 +366,7 @@ def _model(wrapped: Wrapped) -> ReferenceModel:
 
 
 def _sharded(wrapped: Wrapped) -> ShardedModel:
-    """Return a model under FSDP2.
-
-    Raises:
-        CanaryDeclined: A step involves ranks other than its workers and those that share their
-            parameters.
-    """
+    """Return a model under FSDP2."""
     model = ShardedModel(wrapped.wrapper)
     axes = {} if wrapped.mesh is None else wrapped.mesh.axes
     shared = model.tensor_parallel

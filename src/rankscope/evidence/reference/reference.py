@@ -11,24 +11,19 @@ relative error of ``sqrt(2/k)``.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Sequence
 from functools import reduce
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from rankscope.bus.groups import Groups
 from rankscope.evidence.canary.batch import CanaryDeclined
-from rankscope.evidence.canary.cost import check_gradient_room
-from rankscope.evidence.canary.replay import check_module, in_short
+from rankscope.evidence.canary.replay import in_short
 from rankscope.evidence.canary.state import NotPutBackError
-from rankscope.evidence.reference.micro_batch import Gradients, MicroBatch, coarser
+from rankscope.evidence.reference.micro_batch import MicroBatch, coarser
+from rankscope.evidence.reference.models import ReferenceModel, measure_gradients
 from rankscope.evidence.reference.share import ReferenceShare, width_for
-from rankscope.evidence.reference.tensor_parallel import TensorParallel
-from rankscope.gradients.digest import digest_tensor
-from rankscope.gradients.names import canonical_name
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 
@@ -41,96 +36,16 @@ _READS_PARTS = (
 )
 
 
-class ReferenceModel(Protocol):
-    """A model in a reference step."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the trained parameters ``[P]``."""
-
-    @property
-    def types(self) -> tuple[str, ...]:
-        """The coarser of the types in which each gradient is accumulated and stored ``[P]``."""
-
-    @property
-    def copies(self) -> int:
-        """The number of workers that hold each element of the reduced gradient."""
-
-    @property
-    def summed_workers(self) -> float:
-        """The reduced gradient over the workers' mean gradient: 1 for a mean, W for a sum."""
-
-    @property
-    def tensor_parallel(self) -> TensorParallel | None:
-        """The axis along which ranks share its parameters; None if each worker is one rank."""
-
-    def check(self) -> None:
-        """Check that a worker can run the model alone.
-
-        Raises:
-            CanaryDeclined: It cannot.
-        """
-
-    def digests(self) -> dict[str, int]:
-        """Return digests of its parameters, where healthy workers hold the same; else nothing."""
-
-    def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
-        """Measure this worker's part of ``.grad``."""
-
-    def plain(self) -> AbstractContextManager[tuple[nn.Module, Sequence[Tensor]]]:
-        """Yield the module to run alone, and its trained parameters in the order of ``names``."""
-
-
-class WholeModel:
-    """A model that each worker holds, as under DDP."""
-
-    summed_workers = 1.0
-    tensor_parallel = None
-
-    def __init__(self, module: nn.Module, num_workers: int) -> None:
-        named = [(canonical_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
-        self.names = tuple(name for name, _ in named)
-        self.types = tuple(str(p.dtype).removeprefix("torch.") for _, p in named)
-        self.copies = num_workers
-        self._module = module
-        self._parameters = [parameter for _, parameter in named]
-
-    def check(self) -> None:
-        """Check that a worker can run it alone: see :func:`check_module`."""
-        check_module(self._module)
-        check_gradient_room(self._parameters, self._parameters[0].device)
-
-    def digests(self) -> dict[str, int]:
-        """Return digests of all parameters; waits for the device."""
-        return {name: int(digest_tensor(p)) for name, p in self._module.named_parameters()}
-
-    def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
-        """Measure ``.grad``."""
-        _measure(sketcher, self.names, [p.grad for p in self._parameters], into)
-
-    @contextmanager
-    def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
-        """Yield the model itself."""
-        yield self._module, self._parameters
-
-
 class ReferenceStep:
-    """Measures one worker's share of a reference step.
-
-    Args:
-        model: The model.
-        device: The device of its gradients.
-        num_workers: W, which limits the size of a message.
-        seed: Seed of all signs; equal on all workers.
-    """
+    """Measures one worker's share of a reference step."""
 
     def __init__(
         self, model: ReferenceModel, device: torch.device, num_workers: int, seed: int
     ) -> None:
         self._model = model
-        self._device = device
-        self._num_workers = num_workers
-        self._seed = seed
+        self._device = device  # the device of its gradients
+        self._num_workers = num_workers  # limits the size of a message
+        self._seed = seed  # of all signs; equal on all workers
         self._sketcher: Sketcher | None = None
         self._reduced: GradientTotals | None = None
 
@@ -140,20 +55,12 @@ class ReferenceStep:
         return self._model.tensor_parallel is not None
 
     def see_reduced(self, num_micro: int) -> None:
-        """Measure the reduced ``.grad`` of ``num_micro`` micro-batches; the last call counts.
-
-        Raises:
-            CanaryDeclined: The message would be too large.
-        """
+        """Measure the reduced ``.grad`` of ``num_micro`` micro-batches; the last call counts."""
         sketcher = self._prepare(num_micro)
         self._reduced = self._measure_grad(sketcher)
 
     def check(self, num_micro: int) -> None:
-        """Check that the gradient can be computed again.
-
-        Raises:
-            CanaryDeclined: It cannot.
-        """
+        """Check that the gradient can be computed again."""
         self._model.check()
         self._prepare(num_micro)
 
@@ -162,10 +69,6 @@ class ReferenceStep:
 
         The last one is computed twice, to measure operations that add in any order. Collective
         operations come first.
-
-        Raises:
-            CanaryDeclined: It cannot be computed.
-            NotPutBackError: Some changed state could not be put back.
         """
         sketcher = self._prepare(len(micro_batches))
         given = self._measure_grad(sketcher)
@@ -269,7 +172,7 @@ class ReferenceStep:
             found = micro.gradients(module, parameters, rounds_in=rounds_in, compared=not apart)
             found = found if shared is None else shared.parts(self._model.names, found)
             totals = sketcher.new_totals()
-            _measure(sketcher, self._model.names, found, totals)
+            measure_gradients(sketcher, self._model.names, found, totals)
         except (CanaryDeclined, NotPutBackError):
             raise
         except Exception as error:
@@ -283,11 +186,3 @@ class ReferenceStep:
                 )
             raise CanaryDeclined(why) from error
         return totals
-
-
-@torch.no_grad()
-def _measure(
-    sketcher: Sketcher, names: Sequence[str], gradients: Gradients, into: GradientTotals
-) -> None:
-    here = [(n, g) for n, g in zip(names, gradients, strict=True) if g is not None]
-    sketcher.measure_many([(name, gradient.detach(), 0) for name, gradient in here], into)

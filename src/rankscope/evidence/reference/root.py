@@ -11,10 +11,11 @@ from rankscope.bus.packing import PackedError
 from rankscope.bus.plan import Plan
 from rankscope.bus.probe import DirectedRun, Director, Request
 from rankscope.bus.step import GatheredStep
+from rankscope.bus.words import shortened
 from rankscope.evidence.reference.share import ReferenceShare
-from rankscope.evidence.reference.slopes import Slopes, judge_slopes
+from rankscope.evidence.reference.slopes import judge_slopes
 from rankscope.evidence.reference.verify import ReferenceAnswer, Verification, verify
-from rankscope.evidence.reference.words import declined, derived, some, verified
+from rankscope.evidence.reference.words import declined, derived, verified
 from rankscope.stats.arrays import Floats
 
 _log = logging.getLogger("rankscope")
@@ -29,19 +30,12 @@ _UNKNOWN_FACTOR = (
 _NO_ONE_MODEL = (
     "the workers hold different values of {}, so that it is the gradient of no one model"
 )
+_MOST_NAMED = 3
 _MOST_STEPS = 4  # that wait for the workers' other messages
 
 
 class Verifications(Director):
-    """Reference steps of one run.
-
-    Args:
-        num_workers: W.
-        plan: The user's plan.
-        report: Takes each finding.
-        by_loop: Whether the training's own loop reduces.
-        silent_steps: Steps that yield no findings, since nobody asked for them.
-    """
+    """Reference steps of one run."""
 
     def __init__(
         self,
@@ -49,8 +43,8 @@ class Verifications(Director):
         plan: Plan,
         report: Callable[[Finding], None],
         *,
-        by_loop: bool = False,
-        silent_steps: Collection[int] = (),
+        by_loop: bool = False,  # the training's own loop reduces
+        silent_steps: Collection[int] = (),  # yield no findings: nobody asked for them
     ) -> None:
         self._by_loop = by_loop
         self._num_workers = num_workers
@@ -90,8 +84,12 @@ class Verifications(Director):
 
     def _judge(self, step: GatheredStep, parts: dict[int, ReferenceShare]) -> Finding:
         slopes = [part.slopes for _, part in sorted(parts.items())]
-        if None not in slopes and len(parts) == self._num_workers:
-            return self._judge_slopes(step, slopes[0])
+        if len(parts) == self._num_workers and None not in slopes and slopes[0] is not None:
+            num_micro = max(map(len, step.micro_losses), default=1)
+            judged = judge_slopes(slopes[0], self._num_workers)
+            return derived(
+                judged, slopes[0], step.step, self._num_workers, num_micro, by_loop=self._by_loop
+            )
         reasons = {rank: part.declined for rank, part in sorted(parts.items()) if part.declined}
         if reasons:
             everyone = len(reasons) == self._num_workers
@@ -122,14 +120,6 @@ class Verifications(Director):
         clips = self._plan.max_norm is not None or all(part.clips for part in parts_W)
         return verified(
             found, step.step, self._num_workers, most, by_loop=self._by_loop, clips=clips
-        )
-
-    def _judge_slopes(self, step: GatheredStep, slopes: Slopes | None) -> Finding:
-        assert slopes is not None
-        num_micro = max(map(len, step.micro_losses), default=1)
-        found = judge_slopes(slopes, self._num_workers)
-        return derived(
-            found, slopes, step.step, self._num_workers, num_micro, by_loop=self._by_loop
         )
 
     def _why_not(self, parts: dict[int, ReferenceShare]) -> str:
@@ -184,7 +174,7 @@ def _proves_nothing(found: Verification, parts_W: Sequence[ReferenceShare]) -> s
         return f"rounding, or replicas that differ over {axis}, may change most of it"
     differing = _differing(parts_W)
     if differing:
-        return _NO_ONE_MODEL.format(some(differing))
+        return _NO_ONE_MODEL.format(shortened(differing, _MOST_NAMED))
     return _UNKNOWN_FACTOR if found.weighting == "backward" else ""
 
 

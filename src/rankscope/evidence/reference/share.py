@@ -5,6 +5,8 @@ Legend of shapes: W workers, M micro-batches of one worker, P parameters, k numb
 
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +23,10 @@ MOST_BYTES = 12 << 20
 MOST_BYTES_OF_ALL = 256 << 20
 """The most bytes of all workers' shares."""
 
+_NO_TERMS: Any = partial(np.empty, (0, 0, 1), np.float32)
+_NO_NORMS: Any = partial(np.empty, (0, 0))
+_NO_ROWS: Any = partial(np.empty, (0, 1), np.float32)
+_NOTHING: Any = partial(np.empty, 0)
 _FIELDS = ("terms_MPK", "norms_MP", "given_PK", "reduced_PK", "unsteady_P", "replicas_PK")
 
 
@@ -40,49 +46,29 @@ def width_for(num_parameters: int, num_micro: int, num_workers: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceShare:
-    """One worker's part of a reference step.
+    """One worker's part of a reference step: sketches of gradients.
 
-    Attributes:
-        names: Names of the parameters ``[P]``.
-        types: Their types ``[P]``, such as ``float32``.
-        terms_MPK: Sketches of the gradient of each micro-batch's backward pass, computed again by
-            itself.
-        norms_MP: Their norms, not estimated.
-        given_PK: Sketches of ``.grad`` at the optimizer's call.
-        reduced_PK: Sketches of ``.grad`` after the reduction; ``[0, k]`` if unknown.
-        unsteady_P: Norm of the difference between two computations of the last micro-batch, one of
-            which rounds otherwise if ranks along another axis share the parameters.
-        replicas_PK: In that case, sums of ``given_PK`` over these ranks for parameters that each of
-            them holds whole, 0 for the rest; ``[0, k]`` without such an axis.
-        copies: The number of workers that hold each element of ``.grad``. With fewer than W, each
-            has a shard, and the sketches of the shards add up to the whole one's.
-        summed_workers: The reduced gradient over the workers' mean gradient: 1 for a mean, W for a
-            sum.
-        axis: Name of that axis.
-        clips: Whether torch clipped gradients in the step, before the optimizer's call.
-        declined: The reason why all of this is missing; empty if it is not.
-        slopes: Directional derivatives, which all ranks have measured instead; None without.
-        digests: Digests of the parameters by name, where each worker holds all of them.
-        roots_M: The value on which the backward pass of each micro-batch was called; empty if
-            unknown.
+    If ranks along another axis share the parameters, one of the two computations of the last
+    micro-batch rounds otherwise, and ``replicas_PK`` are sums over these ranks for parameters that
+    each of them holds whole, 0 for the rest; ``[0, k]`` without such an axis.
     """
 
     names: tuple[str, ...] = ()
-    types: tuple[str, ...] = ()
-    terms_MPK: Floats32 = field(default_factory=lambda: np.empty((0, 0, 1), np.float32))
-    norms_MP: Floats = field(default_factory=lambda: np.empty((0, 0)))
-    given_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
-    reduced_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
-    unsteady_P: Floats = field(default_factory=lambda: np.empty(0))
-    replicas_PK: Floats32 = field(default_factory=lambda: np.empty((0, 1), np.float32))
-    copies: int = 1
-    summed_workers: float = 1.0
-    axis: str = ""
-    clips: bool = False
-    declined: str = ""
-    slopes: Slopes | None = None
-    digests: Mapping[str, int] = field(default_factory=dict)
-    roots_M: tuple[float, ...] = ()
+    types: tuple[str, ...] = ()  # their types ``[P]``, such as ``float32``
+    terms_MPK: Floats32 = field(default_factory=_NO_TERMS)  # of each micro-batch, computed again
+    norms_MP: Floats = field(default_factory=_NO_NORMS)  # their norms, not estimated
+    given_PK: Floats32 = field(default_factory=_NO_ROWS)  # of ``.grad`` at the optimizer's call
+    reduced_PK: Floats32 = field(default_factory=_NO_ROWS)  # when reduced; ``[0, k]`` if unknown
+    unsteady_P: Floats = field(default_factory=_NOTHING)  # norm between two of the last one
+    replicas_PK: Floats32 = field(default_factory=_NO_ROWS)  # sums of ``given_PK`` over the axis
+    copies: int = 1  # workers that hold each element; if fewer than W, shards add up
+    summed_workers: float = 1.0  # 1 for a mean, W for a sum
+    axis: str = ""  # along which ranks share the parameters; empty without
+    clips: bool = False  # torch clipped gradients in the step, before the optimizer's call
+    declined: str = ""  # the reason why all of this is missing; empty if it is not
+    slopes: Slopes | None = None  # which all ranks have measured instead; None without
+    digests: Mapping[str, int] = field(default_factory=dict)  # where workers hold all parameters
+    roots_M: tuple[float, ...] = ()  # what backward was called on; empty if unknown
 
     def pack(self) -> bytes:
         """Return its bytes: JSON, and arrays behind it."""
@@ -102,11 +88,7 @@ class ReferenceShare:
 
     @classmethod
     def unpack(cls, content: bytes | memoryview) -> "ReferenceShare":
-        """Read a share; its arrays are views of ``content``.
-
-        Raises:
-            PackedError: These bytes hold none.
-        """
+        """Read a share; its arrays are views of ``content``."""
         header, arrays = unpack_arrays(content)
         if any(array.dtype.kind != "f" for array in arrays):
             raise PackedError("expected floats in a part of a reference step")

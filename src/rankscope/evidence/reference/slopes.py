@@ -30,34 +30,19 @@ _AVERAGED = 32.0  # a loss rounds less than a 16-bit type, being a mean
 
 @dataclass(frozen=True, slots=True)
 class Slopes:
-    """Directional derivatives of one step, by block.
+    """Directional derivatives of one step, by block."""
 
-    Attributes:
-        labels: What the blocks are called ``[B]``.
-        changes_BDE: Half the difference of the mean loss between both ends of a move.
-        given_BDE: The same by the given gradient.
-        usual_BD: Its usual size.
-        loss: Mean loss of the ranks.
-        error: Largest difference of a rank's loss between two runs.
-        scale: The factor between losses and what backward was called on: summed over
-            micro-batches, mean over ranks.
-        rounds_in: Epsilon of the coarsest type of the forward pass.
-        num_ranks: R.
-        parts: Whether the ranks of one worker have different losses.
-        clipped: Factor of all gradients since the reduction; NaN if unknown.
-    """
-
-    labels: tuple[str, ...]
-    changes_BDE: Floats
-    given_BDE: Floats
-    usual_BD: Floats
-    loss: float
-    error: float
-    scale: float
-    rounds_in: float
+    labels: tuple[str, ...]  # what the blocks are called ``[B]``
+    changes_BDE: Floats  # half the difference of the mean loss between both ends of a move
+    given_BDE: Floats  # the same by the given gradient
+    usual_BD: Floats  # its usual size
+    loss: float  # mean loss of the ranks
+    error: float  # largest difference of a rank's loss between two runs
+    scale: float  # of what backward was called on: summed over micro-batches, mean over ranks
+    rounds_in: float  # epsilon of the coarsest type of the forward pass
     num_ranks: int
-    parts: bool
-    clipped: float
+    parts: bool  # the ranks of one worker have different losses
+    clipped: float  # factor of all gradients since the reduction; NaN if unknown
 
     def refined(
         self,
@@ -114,38 +99,23 @@ class SlopeAnswer(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockSlope:
-    """One block's gradient over the derivative of the loss.
+    """One block's gradient over the derivative of the loss."""
 
-    Attributes:
-        label: What its parameters are called.
-        ratio: The quotient; NaN if it is unclear.
-        bound: Its error.
-        lacks: Whether it is no multiple: a part is missing, or too much.
-    """
-
-    label: str
-    ratio: float
+    label: str  # what its parameters are called
+    ratio: float  # quotient; NaN if it is unclear
     bound: float
-    lacks: bool
+    lacks: bool  # it is no multiple: a part is missing, or too much
 
 
 @dataclass(frozen=True, slots=True)
 class SlopeVerdict:
-    """The result.
-
-    Attributes:
-        answer: The kind of result.
-        factor: The gradient over the derivative, for most blocks.
-        blocks: All blocks.
-        odd_places: The numbers of blocks that differ from that.
-        summed: Whether the losses of a worker's ranks count as parts of one, to be added up.
-    """
+    """The result."""
 
     answer: SlopeAnswer
-    factor: float
+    factor: float  # the gradient over the derivative, for most blocks
     blocks: tuple[BlockSlope, ...]
-    odd_places: tuple[int, ...] = ()
-    summed: bool = False
+    odd_places: tuple[int, ...] = ()  # the numbers of blocks that differ from that
+    summed: bool = False  # the losses of a worker's ranks are added up
 
     @property
     def odd(self) -> tuple[BlockSlope, ...]:
@@ -154,12 +124,7 @@ class SlopeVerdict:
 
 
 def judge_slopes(slopes: Slopes, num_workers: int) -> SlopeVerdict:
-    """Return whether the given gradient is the derivative of the loss.
-
-    Args:
-        slopes: The directional derivatives.
-        num_workers: W.
-    """
+    """Return whether the given gradient is the derivative of the loss."""
     scaled = slopes.scale or 1.0
     clipped = slopes.clipped if np.isfinite(slopes.clipped) and 0 < slopes.clipped < 1 else 1.0
     each = [_Block(slopes, at, clipped / scaled) for at in range(len(slopes.labels))]
@@ -188,13 +153,7 @@ def judge_slopes(slopes: Slopes, num_workers: int) -> SlopeVerdict:
 
 
 class _Block:
-    """One block's changes, with the loss's factor and clipping taken out.
-
-    Attributes:
-        along_clear: Whether the change along the gradient exceeds its error.
-        signs_clear: The same along random signs.
-        ratio: The gradient over the derivative, along the gradient.
-    """
+    """One block's changes, with the loss's factor and clipping taken out."""
 
     def __init__(self, slopes: Slopes, at: int, factor: float) -> None:
         self._label = slopes.labels[at]
@@ -210,8 +169,11 @@ class _Block:
         self._errors_D = np.abs(curved_D) / (longer**2 - 1) + rounding * abs(factor)
         self._slack = _COARSER if slopes.rounds_in > 1e-6 else 1.0
         self._usual = float(slopes.usual_BD[at, 1])
+        # whether the change along the gradient exceeds its error
         self.along_clear = bool(self._errors_D[0] <= _UNCLEAR * abs(self._changes_D[0]))
+        # the gradient over the derivative, along the gradient
         self.ratio = float(self._given_D[0] / self._changes_D[0]) if self.along_clear else 1.0
+        # the same along random signs
         self.signs_clear = bool(self._errors_D[1] <= _UNCLEAR_SIGNS * self._size(self.ratio))
 
     def fits(self, factor: float) -> bool:

@@ -27,23 +27,13 @@ from rankscope.wrappers.fsdp2_model import ManagedParameter
 
 
 class TensorParallel:
-    """The axis of a mesh along which ranks share a model's parameters.
-
-    Args:
-        axis: The mesh along it.
-        name: Its name.
-        placements: Placements of parameters along it, by name; each rank has a replica of the rest.
-
-    Attributes:
-        ranks: The ranks along it.
-        replicas: This rank's replicas of parameters of a plain copy, where others' differ.
-    """
+    """The axis of a mesh along which ranks share a model's parameters."""
 
     def __init__(self, axis: DeviceMesh, name: str, placements: Mapping[str, Placement]) -> None:
         self.name = name
-        self.ranks = tuple(axis.mesh.flatten().tolist())
-        self.replicas: dict[Tensor, Tensor] = {}
-        self._axis = axis
+        self.ranks = tuple(axis.mesh.flatten().tolist())  # ranks along it
+        self.replicas: dict[Tensor, Tensor] = {}  # of a plain copy, where others' differ
+        self._axis = axis  # mesh along it
         self._cuts = {n: each for n, each in placements.items() if isinstance(each, Shard)}
 
     def parts(self, names: Sequence[str], gradients: Gradients) -> Gradients:
@@ -83,10 +73,6 @@ class TensorParallel:
         """Move a plain copy's parameters to this rank's replicas, and by roundings.
 
         One in four elements is moved, by one unit in the last place, up or down.
-
-        Args:
-            parameters: Parameters of the copy alone.
-            coarsest: The type of the layers; a parameter's own one counts if it is coarser.
         """
         for parameter in parameters:
             if parameter in self.replicas:
@@ -99,11 +85,7 @@ class TensorParallel:
 
 
 def find_tensor_parallel(managed: Mapping[str, ManagedParameter]) -> TensorParallel | None:
-    """Return the tensor parallelism of a model under FSDP2, if any, from all its parameters.
-
-    Raises:
-        CanaryDeclined: It cannot be undone.
-    """
+    """Return the tensor parallelism of a model under FSDP2, if any, from all its parameters."""
     layouts = {name: along(p) for name, p in managed.items() if p.is_dtensor}
     if not layouts:
         return None
@@ -119,11 +101,7 @@ def find_tensor_parallel(managed: Mapping[str, ManagedParameter]) -> TensorParal
 
 
 def along(parameter: ManagedParameter) -> tuple[str, Placement]:
-    """Return the axis along which ranks share a parameter, and how.
-
-    Raises:
-        CanaryDeclined: It is laid out along several, or in another way.
-    """
+    """Return the axis along which ranks share a parameter, and how."""
     tensor: Any = parameter.tensor
     assert isinstance(tensor, DTensor)
     own = parameter.group.mesh.mesh_dim_names or ()

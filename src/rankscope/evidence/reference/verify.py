@@ -81,62 +81,34 @@ class GradientMismatch(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OddParameter:
-    """A parameter whose gradient differs, where most agree.
-
-    Attributes:
-        name: Its name.
-        how: How it differs.
-        factor: Its ratio to the reference; NaN if it is no multiple.
-        error: Relative norm of the difference.
-        afterwards: Whether it was changed after the reduction.
-        axis: The axis over which it was not summed; empty if that is not how it differs.
-    """
+    """A parameter whose gradient differs, where most agree."""
 
     name: str
-    how: GradientMismatch
-    factor: float
-    error: float
-    afterwards: bool
-    axis: str = ""
+    how: GradientMismatch  # how it differs
+    factor: float  # its ratio to the reference; NaN if it is no multiple
+    error: float  # relative norm of the difference
+    afterwards: bool  # it was changed after the reduction
+    axis: str = ""  # axis over which it was not summed; empty if that is not how it differs
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result of a reference step.
-
-    Attributes:
-        answer: The kind of result.
-        weighting: The intended weights, or those that fit best: a key of :func:`_weightings`.
-        error: Largest relative norm of a difference over the parameters that agree; over all, if
-            too few do.
-        bound: The bound of rounding on it.
-        parameter: The parameter of that error.
-        dtype: Its type.
-        factor: The given gradient over the reference.
-        clipped: The factor of all gradients after the reduction, if they differ by that alone.
-        in_loss: Whether the factor, or the weights, were there when backward was called.
-        changed: The factor of most parameters' gradients after the reduction; NaN if unknown.
-        ratios: For each worker and micro-batch, its weight over the intended one; empty where the
-            weights were not fitted.
-        odd: The parameters that differ, where most agree, or where nothing was reduced.
-        num_parameters: P.
-        blur: The bound of rounding over the norm, for most parameters.
-    """
+    """The result of a reference step."""
 
     answer: ReferenceAnswer
-    weighting: str
-    error: float = 0.0
-    bound: float = 0.0
-    parameter: str = ""
+    weighting: str  # intended or fitting best: a key of ``_weightings``
+    error: float = 0.0  # largest relative one that agrees; of all, if too few do
+    bound: float = 0.0  # bound of rounding on it
+    parameter: str = ""  # the parameter of that error
     dtype: str = "float32"
-    factor: float = 1.0
-    clipped: float = 1.0
-    in_loss: bool = False
-    changed: float = float("nan")
-    ratios: tuple[tuple[float, ...], ...] = ()
-    odd: tuple[OddParameter, ...] = ()
+    factor: float = 1.0  # the given gradient over the reference
+    clipped: float = 1.0  # factor of all gradients after the reduction, if that is all
+    in_loss: bool = False  # the factor, or the weights, were there when backward was called
+    changed: float = float("nan")  # the same of most parameters; NaN if unknown
+    ratios: tuple[tuple[float, ...], ...] = ()  # weights over the intended ones, if fitted
+    odd: tuple[OddParameter, ...] = ()  # where most agree, or nothing was reduced
     num_parameters: int = 0
-    blur: float = 0.0
+    blur: float = 0.0  # bound of rounding over the norm, for most parameters
 
     @property
     def ulps(self) -> float:
@@ -145,22 +117,13 @@ class Verification:
 
 
 def verify(
-    parts_W: Sequence[ReferenceShare],
+    parts_W: Sequence[ReferenceShare],  # each worker's share, all of them of the same parameters
     scales_W: Sequence[Floats],
-    tokens_W: Sequence[Floats],
+    tokens_W: Sequence[Floats],  # label tokens of each micro-batch; NaN if unknown
     meant: str | None = None,
-    scheduled: float = 1.0,
+    scheduled: float = 1.0,  # a pipeline's factor after the backward passes
 ) -> Verification:
-    """Return whether a step's gradient is what one process would have computed.
-
-    Args:
-        parts_W: Each worker's share, all of them of the same parameters.
-        scales_W: Factor of each micro-batch's mean loss before backward, by worker; NaN if unknown:
-            then the weights are those of the backward passes.
-        tokens_W: Label tokens of each micro-batch; NaN if unknown.
-        meant: ``"token"`` or ``"worker"``, which should count alike; None if either may.
-        scheduled: Factor of the gradients by a pipeline's schedule after the backward passes.
-    """
+    """Return whether a step's gradient is what one process would have computed."""
     step = _Step(parts_W, scales_W, scheduled)
     references = [
         _Reference(step, name, weights_N)
@@ -196,7 +159,8 @@ class _Step:
         self.knows_scales = complete
         self.scales_N = np.concatenate(scales_W) if complete else np.ones(len(self.terms))
         self.given_W = _gathered([part.given_PK for part in parts_W], first.copies)
-        self.given = _distinct(self.given_W)
+        self.given = list({one_PK.tobytes(): one_PK for one_PK in self.given_W}.values())
+        """The gradients without those that are equal in all bits."""
         self.axis = first.axis
         replicas_W = [part.replicas_PK for part in parts_W]
         self.replicas_PK = _gathered(replicas_W, first.copies)[0] if self.axis else None
@@ -496,11 +460,6 @@ def _gathered(parts_W: Sequence[Floats32], copies: int) -> list[Floats]:
     if copies >= len(parts_W):
         return wide_W
     return [sum(wide_W, start=np.zeros(wide_W[0].shape)) / copies]
-
-
-def _distinct(given_W: Sequence[Floats]) -> list[Floats]:
-    """Return the gradients without those that are equal in all bits."""
-    return list({given_PK.tobytes(): given_PK for given_PK in given_W}.values())
 
 
 def _norms(values_PK: NDArray[np.floating]) -> Floats:

@@ -10,7 +10,7 @@ import numpy as np
 from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.rules import finding_of
-from rankscope.bus.words import count, listed, name_ranks
+from rankscope.bus.words import count, listed, name_ranks, shortened
 from rankscope.evidence.reference.slopes import BlockSlope, SlopeAnswer, Slopes, SlopeVerdict
 from rankscope.evidence.reference.verify import (
     GradientMismatch,
@@ -48,25 +48,16 @@ def verified(
     found: Verification,
     step: int,
     num_workers: int,
-    num_micro: int,
+    num_micro: int,  # most micro-batches of a worker
     *,
-    by_loop: bool = False,
-    clips: bool = False,
+    by_loop: bool = False,  # the training's own loop reduces
+    clips: bool = False,  # known to: it called torch in the step, or the plan has a limit
 ) -> Finding:
     """Return the finding of a reference step.
 
     A loop that reduces by itself may clip before its gradient is seen, may intend a sum, and may
     leave the reduction to its optimizer. A gradient that became smaller after the reduction agrees
     where it is known that the training clips; elsewhere the factor is a note.
-
-    Args:
-        found: The result.
-        step: The step.
-        num_workers: W.
-        num_micro: The most micro-batches of a worker.
-        by_loop: Whether the training's own loop reduces.
-        clips: Whether the training is known to clip: it called torch in the step, or the plan has
-            a limit.
     """
     if by_loop and any(odd.how is GradientMismatch.NOT_REDUCED for odd in found.odd):
         return declined(_BY_OPTIMIZER, (), step)
@@ -75,11 +66,12 @@ def verified(
         found = replace(found, answer=ReferenceAnswer.AGREES, clipped=found.factor)
     if found.clipped != 1 and not clips:
         found = replace(found, answer=ReferenceAnswer.SCALE)
+    micro_batches = count(num_micro, "micro-batch", "micro-batches")
     fields = {
         "step": f"{step:,}",
         "right": "what one process would compute",
         "how_computed": "It was computed again on "
-        f"{count(num_workers, 'worker')}, each with {_micro_batches(num_micro)}, one micro-batch "
+        f"{count(num_workers, 'worker')}, each with {micro_batches}, one micro-batch "
         f"at a time, without a wrapper; {_WEIGHTED[found.weighting]}",
         "weighted": _WEIGHTED[found.weighting],
         **_fields(found, num_workers, num_micro),
@@ -112,20 +104,11 @@ def derived(
     slopes: Slopes,
     step: int,
     num_workers: int,
-    num_micro: int,
+    num_micro: int,  # micro-batches of a worker
     *,
     by_loop: bool = False,
 ) -> Finding:
-    """Return the finding of directional derivatives.
-
-    Args:
-        found: The result.
-        slopes: The derivatives.
-        step: The step.
-        num_workers: W.
-        num_micro: Micro-batches of a worker.
-        by_loop: Whether the training's own loop reduces, so that clipping is not seen apart.
-    """
+    """Return the finding of directional derivatives."""
     if found.answer is SlopeAnswer.UNCLEAR:
         return declined(_UNCLEAR, (), step)
     guess = _guess_factor(found.factor, num_workers, num_micro, slopes.num_ranks // num_workers)
@@ -180,7 +163,7 @@ def _slopes_in_words(found: SlopeVerdict, guess: str, *, in_loss: bool) -> str:
     for one in found.odd:
         how = f"it is {one.ratio:.2g} times that" if not one.lacks else _ELSEWHERE
         by_how.setdefault("it is 0" if one.ratio == 0 else how, []).append(one.label)
-    parts = [f"in {some(labels)} {how}" for how, labels in by_how.items()]
+    parts = [f"in {shortened(labels, _MOST_NAMED)} {how}" for how, labels in by_how.items()]
     more = ["in other blocks it differs otherwise"] if parts[_MOST_NAMED:] else []
     return listed([*parts[:_MOST_NAMED], *more])
 
@@ -207,21 +190,8 @@ def _guess_factor(factor: float, num_workers: int, num_micro: int, per_worker: i
 _ELSEWHERE = "it points elsewhere, as a part of it is missing or too much"
 
 
-def some(names: Sequence[str]) -> str:
-    """Return the first few names, and the number of the others."""
-    named = list(names[:_MOST_NAMED])
-    more = len(names) - len(named)
-    return listed([*named, *([count(more, "other")] if more else [])])
-
-
 def declined(why: str, ranks: Sequence[int], step: int) -> Finding:
-    """Return the finding of a step whose gradient was not computed again.
-
-    Args:
-        why: The reason, without a full stop.
-        ranks: The workers with that reason; empty for all.
-        step: The step.
-    """
+    """Return the finding of a step whose gradient was not computed again."""
     named = f" ({name_ranks(ranks)})" if ranks else ""
     fields = {"step": f"{step:,}", "why": why, "who": named}
     return _finding("verify.declined", Severity.NOTE, tuple(ranks), step, fields, {"why": why})
@@ -243,6 +213,14 @@ def _fields(found: Verification, num_workers: int, num_micro: int) -> dict[str, 
     clipped = ""
     if found.clipped != 1:
         clipped = f", times {found.clipped:.3g} after the reduction, as clipping does"
+    place = "it became so in the reduction, or after it"
+    if found.in_loss:
+        place = "it was so when backward was called"
+    elif abs(found.changed - 1) > _MOST_CHANGED:
+        place = "it became so after the reduction"
+    others = ""  # the weight of the micro-batches that are there
+    if abs(found.factor - 1) > _SAME:
+        others = f"; the others count {found.factor:.3g} times what is meant"
     return {
         "error": f"{found.error:.1e}",
         "bound": f"{found.bound:.1e}",
@@ -251,11 +229,11 @@ def _fields(found: Verification, num_workers: int, num_micro: int) -> dict[str, 
         "clipped": clipped,
         "factor": f"{found.factor:.3g}",
         "guess": _guess(found.factor, num_workers, num_micro),
-        "place": _place(found),
+        "place": place,
         "basis": ", if each backward pass counts as it was called (the loss is not known)"
         if found.weighting == "backward"
         else "",
-        "others": _others(found.factor),
+        "others": others,
         "missing": _missing(found),
         "how": _weights(found) if found.answer is ReferenceAnswer.WEIGHTING else _odd(found),
     }
@@ -271,26 +249,6 @@ def _guess(factor: float, num_workers: int, num_micro: int) -> str:
     ]
     fitting = [words for value, words in causes if value != 1 and abs(factor / value - 1) < _SAME]
     return f", as if {' or '.join(fitting)}" if fitting else ""
-
-
-def _place(found: Verification) -> str:
-    """Return the moment at which a factor or weights appeared."""
-    if found.in_loss:
-        return "it was so when backward was called"
-    if abs(found.changed - 1) > _MOST_CHANGED:
-        return "it became so after the reduction"
-    return "it became so in the reduction, or after it"
-
-
-def _others(factor: float) -> str:
-    """Return the weight of the micro-batches that are there, in words."""
-    if abs(factor - 1) <= _SAME:
-        return ""
-    return f"; the others count {factor:.3g} times what is meant"
-
-
-def _micro_batches(number: int) -> str:
-    return count(number, "micro-batch", "micro-batches")
 
 
 def _missing(found: Verification) -> str:
@@ -333,10 +291,7 @@ def _weights(found: Verification) -> str:
             parts.append(f"{name_ranks([rank])} {most:.3g} times")
         else:
             parts.append(f"{name_ranks([rank])} {least:.3g} to {most:.3g} times")
-    named = parts[:_MOST_NAMED]
-    if len(parts) > _MOST_NAMED:
-        named = [*named, count(len(parts) - _MOST_NAMED, "other")]
-    return listed(named)
+    return shortened(parts, _MOST_NAMED)
 
 
 def _common(found: Verification) -> float:
@@ -370,10 +325,9 @@ def _odd(found: Verification) -> str:
         by_how.setdefault(_how(one), []).append(one.name)
     parts = []
     for how, names in by_how.items():
-        more = len(names) - _MOST_NAMED
-        named = [*names[:_MOST_NAMED], *([count(more, "other")] if more > 0 else [])]
         everywhere = len(names) == found.num_parameters
-        parts.append((f"in {'every parameter' if everywhere else listed(named)}", how))
+        where = "every parameter" if everywhere else shortened(names, _MOST_NAMED)
+        parts.append((f"in {where}", how))
     if len(parts) == 1:
         ((where, how),) = parts
         return f"{where}{'' if len(found.odd) == found.num_parameters else ' alone'}: {how}"

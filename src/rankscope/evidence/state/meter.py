@@ -15,8 +15,13 @@ from torch import Tensor, nn
 
 from rankscope.bus.pace import PACE
 from rankscope.bus.replicas import StateKind
-from rankscope.evidence.state.leaves import optimizer_state, signature, state_leaves
-from rankscope.evidence.state.parameter_roles import read_roles, replaced_parameters
+from rankscope.evidence.state.holdings import (
+    optimizer_state,
+    read_roles,
+    replaced_parameters,
+    signature,
+    state_leaves,
+)
 from rankscope.evidence.state.plan import DigestSchedule, Lasting, Slice, is_sharded, survey
 from rankscope.evidence.state.readings import CachedReading, PendingDigests, PendingReading, prepare
 from rankscope.evidence.state.roles import is_role_step
@@ -40,48 +45,26 @@ class StateMeter:
 
     No call waits for the device, raises, or changes anything. Unreadable tensors have a digest of
     their own, missing gradients the digest 0.
-
-    Args:
-        module: The model, without what wraps it for data parallelism.
-        optimizer: The optimizer; None if it is not known, or if its state is not replicated.
-        replicated: Whether workers hold the same parameters; if not, only buffers are compared.
-        reduces: Returns whether the gradient of a parameter is reduced at all; None if all are.
-        left_out: Names of parameters and buffers that each worker may have for itself.
-        broadcasts: Returns whether DDP has broadcast buffers before the forward pass that is about
-            to enter the module; None where it never does.
-        lasting: Returns the lasting tensor of a parameter that is replaced while the model
-            computes; None if all parameters last.
-        device: Where the model lives.
-        max_items: Digests, at most, for each step.
-        num_slots: Steps of one cycle of the digest schedule.
-        spacing: Steps from slot to slot, once a run has begun.
-        local_steps: Steps in a row that share a slot, without spacing, so that one of them follows
-            an average of the workers' parameters; 0 for one slot per step.
-        sums_by_hand: Whether some gradients may be summed over other axes of a mesh after the
-            reduction; then changes after the reduction are not recorded.
-        shards: Whether to read each worker's gradient shards of parameters that are not replicated,
-            only to find changes between the reduction and the optimizer.
-        summed: Names of parameters whose gradients are summed over other ranks in between.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | None,  # None if unknown, or if its state is sharded
         *,
-        replicated: bool,
-        reduces: Callable[[Tensor], bool] | None = None,
-        left_out: Container[str] = (),
-        broadcasts: Callable[[], bool] | None = None,
-        lasting: Lasting | None = None,
-        device: torch.device | None = None,
-        max_items: int = 32,
-        num_slots: int = 64,
-        spacing: int = 1,
-        local_steps: int = 0,
-        sums_by_hand: bool = False,
-        shards: bool = False,
-        summed: Container[str] = (),
+        replicated: bool,  # if not, only buffers are compared
+        reduces: Callable[[Tensor], bool] | None = None,  # None if all gradients are reduced
+        left_out: Container[str] = (),  # that each worker may have for itself
+        broadcasts: Callable[[], bool] | None = None,  # buffers, by DDP, just now; None for never
+        lasting: Lasting | None = None,  # None if all parameters last
+        device: torch.device | None = None,  # where the model lives
+        max_items: int = 32,  # digests, at most, for each step
+        num_slots: int = 64,  # steps of one cycle of the digest schedule
+        spacing: int = 1,  # steps from slot to slot, once a run has begun
+        local_steps: int = 0,  # in a row that share a slot, so that one follows an average
+        sums_by_hand: bool = False,  # over other axes of a mesh: later changes are not recorded
+        shards: bool = False,  # read shards too, for changes after the reduction
+        summed: Container[str] = (),  # names of parameters summed over other ranks in between
     ) -> None:
         self._module = module
         self._summed = summed
@@ -109,7 +92,7 @@ class StateMeter:
         self._warned = False
         self._unsent = 0
         self._slot = NOTHING
-        self._seen = _nothing()
+        self._seen = Seen()
         self._first_step: int | None = None
         self._roles_due = False
         self._roles: PendingRoles | None = None
@@ -167,11 +150,9 @@ class StateMeter:
             seen.broadcast = self._read(self._slot.cached.broadcast, rows.slices, tensors)
 
     def see_local(self, name: str, gradient: Tensor) -> None:
-        """Take the local gradient of a parameter, before the reduction; the last one counts.
+        """Take a local gradient by its parameter's canonical name; the last one counts.
 
-        Args:
-            name: The parameter's canonical name.
-            gradient: Any shape; it may be overwritten as soon as this returns.
+        It may be overwritten as soon as this returns.
         """
         if name not in self._slot.wanted:
             return
@@ -239,8 +220,7 @@ class StateMeter:
     def _add_kept(self, tensors: list[Tensor | None], slot: DigestSlot) -> list[object] | None:
         """Append the optimizer state of a slot's parameters, with which ``tensors`` begins.
 
-        Returns:
-            Names of that state; None if some of it may be no tensor.
+        Returns names of that state; None if some of it may be no tensor.
         """
         states = getattr(self._optimizer, "state", None)
         marks: list[object] = []
@@ -267,7 +247,7 @@ class StateMeter:
             if tensor is None:
                 reading.add_word(0)
             else:
-                self._add(reading, tensor, part)
+                self._add(reading, tensor, part.start, part.stop)
         weights: list[int] = []
         starts = []
         for part in slot.optimizer.slices:
@@ -281,31 +261,26 @@ class StateMeter:
 
     def collect(self) -> PendingState:
         """Return the readings of the step, without waiting, and start anew."""
-        layout = None if self._plan is None else self._plan.layout
         slot = self._slot
         seen = self._seen
-        if slot is NOTHING:
-            pending = PendingState(slot, seen, layout, roles=self._roles)
-        else:
-            if self._reduces is not None:
-                seen.reduced = [self._is_reduced(part) for part in slot.reduced.slices]
-            sent = self._unsent <= _MOST_UNSENT
-            pending = PendingState(
-                slot,
-                seen,
-                layout,
-                sent=sent,
-                roles=self._roles,
-                finds_changed=not self._sums_by_hand,
-                replicated=self._replicated,
-                summed=self._summed,
-            )
+        if self._reduces is not None:
+            seen.reduced = [self._is_reduced(part) for part in slot.reduced.slices]
+        pending = PendingState(
+            slot,
+            seen,
+            layout=None if self._plan is None else self._plan.layout,
+            roles=self._roles,
+            sent=self._unsent <= _MOST_UNSENT,
+            finds_changed=not self._sums_by_hand,
+            replicated=self._replicated,
+            summed=self._summed,
+        )
         self._clear()
         return pending
 
     def _clear(self) -> None:
         self._slot = NOTHING
-        self._seen = _nothing()
+        self._seen = Seen()
         self._roles_due = False
         self._roles = self._replaced = None
 
@@ -329,11 +304,7 @@ class StateMeter:
         reading = PendingDigests()
         replaced = self._replaced or {}
         for tensor in (*found.left_out.values(), *replaced.values()):
-            try:
-                reading.add(tensor, 0, None)
-            except Exception as error:  # a tensor of an unusual kind
-                self._warn_once(error)
-                reading.add_unreadable(_UNREADABLE)
+            self._add(reading, tensor, 0, None)
         self._roles = PendingRoles(
             found.roles, tuple(found.left_out), tuple(replaced), self._begin(reading)
         )
@@ -390,7 +361,7 @@ class StateMeter:
             if tensor is None:
                 reading.add_word(0)
             else:
-                self._add(reading, tensor, part, norm=norm)
+                self._add(reading, tensor, part.start, part.stop, norm=norm)
         cached.learn(reading, tensors)
         return self._begin(reading)
 
@@ -426,10 +397,16 @@ class StateMeter:
             weights.append(1)
 
     def _add(
-        self, reading: PendingDigests, tensor: Tensor, part: Slice, *, norm: bool = False
+        self,
+        reading: PendingDigests,
+        tensor: Tensor,
+        start: int,
+        stop: int | None,
+        *,
+        norm: bool = False,
     ) -> None:
         try:
-            reading.add(tensor, part.start, part.stop, norm=norm)
+            reading.add(tensor, start, stop, norm=norm)
         except Exception as error:  # a tensor of an unusual kind
             self._warn_once(error)
             reading.add_unreadable(_UNREADABLE)
@@ -453,7 +430,3 @@ class StateMeter:
                 type(error).__name__,
                 error,
             )
-
-
-def _nothing() -> Seen:
-    return Seen(None, (), (), {}, None, {}, None)

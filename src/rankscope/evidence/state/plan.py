@@ -64,39 +64,22 @@ class TensorPlace:
 
 
 class FoundState(NamedTuple):
-    """A parameter or buffer of a model; equal on workers with equal models, but for the module.
+    """A parameter or buffer of a model; equal on workers with equal models, but for the module."""
 
-    Attributes:
-        holder: The module that it belongs to.
-        prefix: The module's name.
-        key: Its name in the module.
-        is_buffer: Whether it is a buffer.
-        shape: Its shape; of a DTensor, that of the whole.
-        length: Elements on a worker; of a DTensor, about a shard's.
-        dtype: Its dtype.
-        trained: Whether it requires a gradient.
-        broadcast: Of a running statistic, whether DDP broadcasts it before each step; else None.
-    """
-
-    holder: nn.Module
-    prefix: str
-    key: str
+    holder: nn.Module  # module that it belongs to
+    prefix: str  # the module's name
+    key: str  # its name in the module
     is_buffer: bool
-    shape: tuple[int, ...]
-    length: int
+    shape: tuple[int, ...]  # its shape; of a DTensor, that of the whole
+    length: int  # elements on a worker; of a DTensor, about a shard's
     dtype: torch.dtype
-    trained: bool
-    broadcast: bool | None = None
+    trained: bool  # it requires a gradient
+    broadcast: bool | None = None  # of a running statistic: by DDP before each step; else None
 
     @property
     def name(self) -> str:
         """The canonical name."""
         return canonical_name(f"{self.prefix}.{self.key}" if self.prefix else self.key)
-
-    @property
-    def bytes(self) -> int:
-        """Size on a worker."""
-        return self.length * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,29 +108,18 @@ class Item:
 
 
 class DigestSchedule:
-    """The slots in which the parameters and buffers of a model are compared, one after the other.
-
-    Args:
-        found: Parameters and buffers of the model.
-        replicated: Whether workers hold the same parameters; if not, only buffers are compared.
-        shards: Whether gradients of parameters that are not replicated are compared as well.
-        called: Whether the optimizer's call can be observed.
-        kept: Whether the optimizer's state is compared, of all trained parameters: workers may
-            update shares of them, and then only the owner of each keeps some.
-        num_slots: The most slots of one cycle.
-        max_items: The most digests of a slot.
-    """
+    """The slots in which a model's parameters and buffers are compared, one after the other."""
 
     def __init__(
         self,
-        found: Sequence[FoundState],
+        found: Sequence[FoundState],  # parameters and buffers of the model
         *,
-        replicated: bool,
-        shards: bool = False,
-        called: bool,
-        kept: bool,
-        num_slots: int,
-        max_items: int,
+        replicated: bool,  # if not, only buffers are compared
+        shards: bool = False,  # compare gradients of parameters that are not replicated as well
+        called: bool,  # the optimizer's call can be observed
+        kept: bool,  # the optimizer's state is compared, of all trained parameters
+        num_slots: int,  # of one cycle, at most
+        max_items: int,  # digests of a slot, at most
     ) -> None:
         self.found = found
         end = 8 if replicated else 7  # owners may train different parameters
@@ -178,19 +150,12 @@ class DigestSchedule:
 
 def survey(
     module: nn.Module,
-    left_out: Container[str] = (),
+    left_out: Container[str] = (),  # that each worker may have for itself
     lasting: Lasting | None = None,
     *,
-    broadcast: bool = False,
+    broadcast: bool = False,  # DDP broadcasts buffers
 ) -> list[FoundState]:
-    """Return the parameters and buffers of a model, each once, in the order of its modules.
-
-    Args:
-        module: The model.
-        left_out: Names of parameters and buffers that each worker may have for itself.
-        lasting: Returns the lasting tensor of a parameter; None if all parameters last.
-        broadcast: Whether DDP broadcasts buffers.
-    """
+    """Return the parameters and buffers of a model, each once, in the order of its modules."""
     found: list[FoundState] = []
     seen: set[int] = set()
     for prefix, holder in module.named_modules():
@@ -206,18 +171,14 @@ def survey(
                 each = FoundState(
                     holder, prefix, key, is_buffer, shape, length, tensor.dtype, trained
                 )
-                apart = is_buffer and _drifts_apart(holder, key)
+                apart = (  # a forward pass in training changes it differently on each worker
+                    is_buffer
+                    and key in RUNNING_STATISTICS
+                    and isinstance(holder, _NORMS)
+                    and not isinstance(holder, nn.SyncBatchNorm)
+                )
                 found.append(each._replace(broadcast=broadcast if apart else None))
     return found
-
-
-def _drifts_apart(holder: nn.Module, key: str) -> bool:
-    """Return whether a forward pass in training changes a buffer differently on each worker."""
-    return (
-        key in RUNNING_STATISTICS
-        and isinstance(holder, _NORMS)
-        and not isinstance(holder, nn.SyncBatchNorm)
-    )
 
 
 def is_sharded(optimizer: object) -> bool:
@@ -244,18 +205,15 @@ def known_size(tensor: Tensor) -> tuple[tuple[int, ...], int]:
 def _kinds(each: FoundState, *, called: bool, kept: bool) -> Kinds:
     if not each.trained:
         return (StateKind.PARAMETER,)
-    kinds = [StateKind.PARAMETER]
-    if kept:
-        kinds.append(StateKind.OPTIMIZER)
-    kinds.append(StateKind.REDUCED)
-    if called:
-        kinds.append(StateKind.APPLIED)
-    return tuple(kinds)
+    optimizer = (StateKind.OPTIMIZER,) if kept else ()
+    applied = (StateKind.APPLIED,) if called else ()
+    return (StateKind.PARAMETER, *optimizer, StateKind.REDUCED, *applied)
 
 
 def _item(each: FoundState, kinds: Kinds) -> Item:
     place = TensorPlace(each.name, each.holder, each.key, each.is_buffer)
-    return Item(place.name, kinds, each.bytes, (Slice(place, each.length),))
+    size = each.length * each.dtype.itemsize
+    return Item(place.name, kinds, size, (Slice(place, each.length),))
 
 
 def _deal(whole: list[Item], num_slots: int, max_items: int) -> list[list[Item]]:

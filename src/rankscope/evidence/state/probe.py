@@ -1,51 +1,49 @@
-"""Digests of parameters, buffers, optimizer state and gradients, and traces of whole tensors."""
+"""Digests of parameters, buffers, optimizer state and gradients, and traces of whole tensors.
 
-from collections.abc import Collection, Iterable
+And state that changes between the forward passes of a step, where nothing should move it. A few
+tensors in turn are copied, a few elements of each, as each forward pass begins and as the optimizer
+is called. An average of the weights that is updated in ``forward`` moves with each micro-batch, not
+with each step. No digest after the step shows that.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _NormBase
 
 from rankscope.bus.probe import Job, MessagePart, Pending, Probe, StepEnd
-from rankscope.bus.replicas import TensorTrace
+from rankscope.bus.replicas import RUNNING_STATISTICS, TensorTrace
 from rankscope.evidence.state.meter import StateMeter
-from rankscope.evidence.state.passes import PassMeter, PendingPasses
 from rankscope.evidence.state.slot import PendingState
 from rankscope.evidence.state.trace import PendingTrace, TraceMeter
+from rankscope.gradients.host import HostCopy
+from rankscope.gradients.names import canonical_name
 from rankscope.wrappers.fsdp2_lookup import ShardLookup
 from rankscope.wrappers.kinds import FSDP2, MEGATRON
 
-
-class SentNames:
-    """Names of the digested items, which are equal on all workers: the first one sends them once.
-
-    Args:
-        sends: Whether this worker sends names.
-    """
-
-    def __init__(self, *, sends: bool) -> None:
-        self.sends = sends
-        self._items: set[int] = set()
-
-    def are_new(self, items: int) -> bool:
-        """Return whether names have to be sent, once for each digest of them."""
-        if not self.sends or items in self._items:
-            return False
-        self._items.add(items)
-        return True
+_TENSORS = 4  # a step, that are copied at each forward pass
+_ELEMENTS = 256  # of each
+_FEWEST_PASSES = 2
 
 
 @dataclass(frozen=True, slots=True)
 class PendingStateMessage:
-    """The digests and traces of one step; they may still be on the device."""
+    """The digests and traces of one step; they may still be on the device.
+
+    Names of the digested items are equal on all workers: the first one sends them once.
+    """
 
     state: PendingState | None
     trace: PendingTrace | None
-    passes: PendingPasses | None
-    names: SentNames
+    passes: "PendingPasses | None"
+    sent: set[int] | None  # digests of the names that the root has; None on other workers
     replica: int | None
 
     @property
@@ -84,46 +82,38 @@ class PendingStateMessage:
         values.update(signals)
         arrays["digests_D"] = state.digests_D.tobytes()
         arrays["unchanged_D"] = state.unchanged_D.tobytes()
-        if len(state.names) and self.names.are_new(state.items):
+        if self.sent is not None and len(state.names) and state.items not in self.sent:
+            self.sent.add(state.items)
             kinds = [str(kind) for kind in state.kinds]
             names["items"] = [[state.items, kinds, list(state.names)]]
         if pending.changed:
             names["changed"] = list(pending.changed)
-        roles = pending.roles
-        if roles is not None:
-            names["roles"] = roles.to_json(named=self.names.sends)
+        if pending.roles is not None:
+            names["roles"] = pending.roles.read().to_json(named=self.sent is not None)
         return state.items
 
 
 class StateProbe(Probe):
     """Compares one worker's state exactly.
 
-    Args:
-        meter: Digests state; None where nothing is compared.
-        tracer: Traces tensors; None without.
-        passes: Copies a few tensors at each forward pass; None where nothing is compared.
-        names: Names that the root has received.
-        replica: Workers with equal numbers hold the same parameters; None where each parameter has
-            one owner.
-        updates_all: Whether the model holds the new state as soon as ``optimizer.step`` returns.
-            Then it is read there, before the script may change it. Else it is read when the step is
-            collected.
+    The new state is read as soon as the model holds it, before the script may change it; where it
+    holds it later, when the step is collected.
     """
 
     def __init__(
         self,
-        meter: StateMeter | None,
-        tracer: TraceMeter | None,
-        passes: PassMeter | None,
-        names: SentNames,
+        meter: StateMeter | None,  # digests state; None where nothing is compared
+        tracer: TraceMeter | None,  # traces tensors; None without
+        passes: "PassMeter | None",  # likewise at each forward pass
         *,
-        replica: int | None,
-        updates_all: bool,
+        sends_names: bool,
+        replica: int | None,  # equal numbers hold equal parameters; None: one owner each
+        updates_all: bool,  # the model holds the new state as soon as ``optimizer.step`` returns
     ) -> None:
         self._meter = meter
         self._tracer = tracer
         self._passes = passes
-        self._names = names
+        self._sent: set[int] | None = set() if sends_names else None
         self._replica = replica
         self._updates_all = updates_all
         self._step = -1
@@ -193,7 +183,7 @@ class StateProbe(Probe):
             trace, seconds = self._tracer.collect()
             end.leave_out(seconds)
         passes = None if self._passes is None else self._passes.collect()
-        return PendingStateMessage(state, trace, passes, self._names, self._replica)
+        return PendingStateMessage(state, trace, passes, self._sent, self._replica)
 
     def _collect_state(self, end: StepEnd) -> PendingState | None:
         if self._meter is None:
@@ -229,11 +219,21 @@ class StateProbe(Probe):
 def make_probe(job: Job) -> StateProbe:
     """Return the probe of a model's state."""
     wrapped = job.wrapped
+    tracer = None
+    if job.trace:
+        tracer = TraceMeter(
+            wrapped.module,
+            wrapped.parameters,
+            wrapped.device,
+            job.optimizer,
+            every=job.every,
+            leave_out=job.leave_out,
+        )
     return StateProbe(
         _meter(job) if job.exact else None,
-        _tracer(job) if job.trace else None,
+        tracer,
         PassMeter(wrapped.module) if job.exact else None,
-        SentNames(sends=job.rank == 0),
+        sends_names=job.rank == 0,
         replica=wrapped.replica,
         updates_all=not job.local_steps and _updates_all(wrapped, job.optimizer),
     )
@@ -241,6 +241,7 @@ def make_probe(job: Job) -> StateProbe:
 
 def _meter(job: Job) -> StateMeter:
     wrapped = job.wrapped
+    ranks = dist.get_process_group_ranks(wrapped.group) if wrapped.kind is FSDP2 else []
     return StateMeter(
         wrapped.module,
         job.optimizer if _keeps_state_alike(wrapped, job.optimizer) else None,
@@ -248,7 +249,7 @@ def _meter(job: Job) -> StateMeter:
         reduces=wrapped.reduces(),
         broadcasts=wrapped.broadcasts(),
         left_out=wrapped.left_out(),
-        lasting=_lasting(wrapped),
+        lasting=ShardLookup(wrapped.wrapper, ranks) if wrapped.kind is FSDP2 else None,
         device=wrapped.device,
         spacing=job.state_spacing,
         local_steps=job.local_steps,
@@ -256,24 +257,6 @@ def _meter(job: Job) -> StateMeter:
         shards=wrapped.kind is FSDP2 and wrapped.mesh is None,
         summed=job.channel.shared_weights,
     )
-
-
-def _tracer(job: Job) -> TraceMeter:
-    wrapped = job.wrapped
-    return TraceMeter(
-        wrapped.module,
-        wrapped.parameters,
-        wrapped.device,
-        job.optimizer,
-        every=job.every,
-        leave_out=job.leave_out,
-    )
-
-
-def _lasting(wrapped: Any) -> ShardLookup | None:
-    if wrapped.kind is not FSDP2:
-        return None
-    return ShardLookup(wrapped.wrapper, dist.get_process_group_ranks(wrapped.group))
 
 
 def _updates_all(wrapped: Any, optimizer: torch.optim.Optimizer | None) -> bool:
@@ -313,3 +296,143 @@ def _add_trace(arrays: dict[str, bytes], trace: TensorTrace) -> dict[str, Any]:
         for what, part in (("initial", trace.initial), ("own", trace))
         if part is not None
     }
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPasses:
+    """Copies of a few tensors at moments of one step, perhaps still on the device."""
+
+    copies: Sequence[HostCopy]  # one for each moment, as bytes
+    names: Sequence[str]  # of the tensors
+    frozen: Sequence[bool]  # which of them are parameters that are not trained
+    ends: Sequence[int]  # where the bytes of each end
+
+    @property
+    def ready(self) -> bool:
+        """Whether :meth:`read` would not wait."""
+        return all(copy.ready for copy in self.copies)
+
+    def read(self) -> list[tuple[str, int, bool]]:
+        """Return name, number of changes, and whether it is frozen, of each that has changed."""
+        moments = [np.split(copy.numpy(), self.ends[:-1]) for copy in self.copies]
+        changes = [
+            sum(not np.array_equal(a, b) for a, b in pairwise(each))
+            for each in zip(*moments, strict=True)
+        ]
+        found = zip(self.names, changes, self.frozen, strict=True)
+        return [(name, number, frozen) for name, number, frozen in found if number]
+
+
+class _Chosen(NamedTuple):
+    """A tensor that is copied in this step, and where the module holds it."""
+
+    name: str
+    held: Mapping[str, Any]
+    key: str
+    tensor: Tensor
+
+
+class PassMeter:
+    """Copies a few tensors of a model at each forward pass of a step, in turn.
+
+    Left out are whole numbers (counters), and buffers of torch's own modules: running statistics,
+    spectral norms and observers move with each forward pass.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._places = [
+            (canonical_name(f"{prefix}.{name}" if prefix else name), held, name)
+            for prefix, part in module.named_modules()
+            for held, names in ((part._parameters, part._parameters), (part._buffers, _own(part)))
+            for name in names
+        ]
+        self._turn = 0
+        self._passes = self._passes_before = 0
+        self._chosen: list[_Chosen] = []
+        self._ends: list[int] = []
+        self._copies: list[HostCopy] = []
+
+    def see(self, *, first: bool = False) -> None:
+        """Copy the tensors in turn, where a forward pass begins."""
+        if first:
+            self._begin()
+        self._passes += 1
+        self._copy()
+
+    def see_update(self) -> None:
+        """Copy them once more, where the optimizer is first called."""
+        if len(self._copies) == self._passes:
+            self._copy()
+
+    def collect(self) -> PendingPasses | None:
+        """Return the step's copies; None where there are too few to compare."""
+        copies = self._copies
+        self._copies = []
+        self._passes_before = self._passes
+        self._passes = 0
+        if len(copies) <= _FEWEST_PASSES:
+            return None
+        names = [each.name for each in self._chosen]
+        tensors = [each.tensor for each in self._chosen]
+        frozen = [isinstance(t, nn.Parameter) and not t.requires_grad for t in tensors]
+        return PendingPasses(copies, names, frozen, self._ends)
+
+    def _begin(self) -> None:
+        self._copies = []
+        self._chosen = []
+        self._passes = 0
+        if self._passes_before < _FEWEST_PASSES or not self._places:
+            return
+        turn = self._turn
+        self._turn = (turn + _TENSORS) % len(self._places)
+        for name, held, key in (*self._places, *self._places)[turn : turn + _TENSORS]:
+            tensor = held.get(key)
+            if tensor is not None and _is_plain(_local(tensor)):
+                self._chosen.append(_Chosen(name, held, key, tensor))
+        device = self._chosen[0].tensor.device if self._chosen else None
+        self._chosen = [each for each in self._chosen if each.tensor.device == device]
+
+    def _copy(self) -> None:
+        if any(
+            each.held.get(each.key) is not each.tensor or not _has_memory(each.tensor)
+            for each in self._chosen
+        ):
+            self._chosen = []  # FSDP2 holds a shard in place of a parameter, or the reverse
+        if not self._chosen:
+            self._copies = []
+            return
+        with torch.no_grad():
+            parts = [
+                _local(tensor).detach().view(-1)[:_ELEMENTS].view(torch.uint8)
+                for _, _, _, tensor in self._chosen
+            ]
+            self._ends = np.cumsum([len(part) for part in parts]).tolist()
+            self._copies.append(HostCopy(torch.cat(parts), own=True))
+
+
+def _own(module: nn.Module) -> list[str]:
+    """Return the names of the buffers that a module's own code may move."""
+    if type(module).__module__.startswith("torch.") or isinstance(module, _NormBase):
+        return []
+    return [name for name in module._buffers if name not in RUNNING_STATISTICS]
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return _local(tensor).untyped_storage().size() > 0
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether the first elements can be read as bytes."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return (
+        plain
+        and tensor.is_floating_point()
+        and not tensor.is_meta
+        and _has_memory(tensor)
+        and tensor.numel() > 0
+        and tensor.is_contiguous()
+    )

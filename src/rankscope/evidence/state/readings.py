@@ -199,7 +199,12 @@ class CachedReading:
         if self._reading is None or not ORDINARY.issuperset(map(type, tensors)):
             return None
         pointers = list(map(Tensor.data_ptr, tensors))
-        found = before is not None and before._has_read(pointers, self._form)
+        found = (
+            before is not None
+            and before._pointers == pointers
+            and before._form == self._form
+            and before._reading is not None
+        )
         if not found and _form_of(tensors) != self._form:
             return None
         if pointers != self._pointers:
@@ -210,9 +215,6 @@ class CachedReading:
             self._pointers = pointers
             self._host.move(map(add, pointers, self._offsets))
         return self._reading._begin(None if self._host is None else self._host.read())
-
-    def _has_read(self, pointers: list[int], form: tuple[list[int], list[bool]]) -> bool:
-        return self._pointers == pointers and self._form == form and self._reading is not None
 
     def _have_memory(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether all tensors lie in the host's memory, with room for the cached sizes."""
@@ -228,25 +230,17 @@ class CachedReading:
 
 
 class PendingReading:
-    """Digests and sums of squares of N parts, some of which devices may still compute.
-
-    Args:
-        digests: Digests from the host, below 2^64.
-        squares: Sums of squares from the host.
-        launched: Sets of parts that devices read.
-        single: Single digests on devices, with the part's number.
-        single_squares: More sums of squares of single parts, with the part's number.
-    """
+    """Digests and sums of squares of N parts, some of which devices may still compute."""
 
     __slots__ = ("_arrived", "_digests", "_launched", "_squares", "_terms")
 
     def __init__(
         self,
-        digests: list[int],
-        squares: list[float],
-        launched: Sequence[Launched] = (),
-        single: Sequence[tuple[int, PendingDigest]] = (),
-        single_squares: Sequence[tuple[int, float | Tensor]] = (),
+        digests: list[int],  # digests from the host, below 2^64
+        squares: list[float],  # sums of squares from the host
+        launched: Sequence[Launched] = (),  # sets of parts that devices read
+        single: Sequence[tuple[int, PendingDigest]] = (),  # digests on devices, by number
+        single_squares: Sequence[tuple[int, float | Tensor]] = (),  # likewise
     ) -> None:
         self._digests = digests
         self._squares = squares

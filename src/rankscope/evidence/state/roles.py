@@ -70,26 +70,15 @@ def tie_of(word: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """The roles of one worker's parameters.
+    """The roles of one worker's parameters."""
 
-    Attributes:
-        names: Canonical names of the parameters ``[N]``.
-        words: Their roles ``[N]``, see :func:`role_word`.
-        left_out: Digests of the parameters that are trained and not reduced, by name and shape.
-        replaced: Digests of those in whose place the optimizer holds other tensors, by name.
-    """
-
-    names: tuple[str, ...]
-    words: tuple[int, ...]
-    left_out: Mapping[str, int] = field(default_factory=dict)
-    replaced: Mapping[str, int] = field(default_factory=dict)
+    names: tuple[str, ...]  # canonical names of the parameters ``[N]``
+    words: tuple[int, ...]  # their roles ``[N]``, see `role_word`
+    left_out: Mapping[str, int] = field(default_factory=dict)  # digests, by name and shape
+    replaced: Mapping[str, int] = field(default_factory=dict)  # digests, by name
 
     def to_json(self, *, named: bool) -> dict[str, Any]:
-        """Return it for a message: most parameters of a model have one role.
-
-        Args:
-            named: Whether to include the names, not their digest alone.
-        """
+        """Return it for a message: most parameters of a model have one role."""
         most = Counter(self.words).most_common(1)[0][0] if self.words else 0
         others: dict[int, list[int]] = {}
         for number, word in enumerate(self.words):
@@ -107,13 +96,10 @@ class Roles:
 def role_differences(roles_W: Sequence[Mapping[str, Any]]) -> tuple[StateDifference, ...]:
     """Return the differences of roles between workers, and roles that are faults on all of them.
 
-    Args:
-        roles_W: Each worker's :meth:`Roles.to_json`; the first one's with names.
-
-    Returns:
-        Of the kind ``role``, the parameters whose words differ between workers, and those that all
-        have in several places of the optimizer; nothing where the workers' parameters have other
-        names. Of the kind ``left-out``, those that are not reduced, and differ.
+    ``roles_W`` are :meth:`Roles.to_json`, the first one with names. Of the kind ``role`` are
+    parameters whose words differ, and those that all have in several places of the optimizer, if
+    all workers' parameters have one set of names; of the kind ``left-out``, parameters that are not
+    reduced and differ.
     """
     first = roles_W[0]
     found: list[StateDifference] = []
@@ -160,12 +146,7 @@ def owned_names(roles_W: Sequence[Mapping[str, Any]]) -> frozenset[str] | None:
 def replaced_differences(
     before_W: Sequence[Mapping[str, Any]], roles_W: Sequence[Mapping[str, Any]]
 ) -> tuple[StateDifference, ...]:
-    """Return the parameters that keep their bits while the optimizer holds others in their place.
-
-    Args:
-        before_W: Each worker's :meth:`Roles.to_json` of an earlier step; empty without one.
-        roles_W: Those of this step.
-    """
+    """Return the parameters that keep their bits while an optimizer holds others in their place."""
     both_W = list(zip(before_W, roles_W, strict=bool(before_W)))
     names = roles_W[0]["replaced"] if before_W else ()
     found = [
@@ -216,22 +197,10 @@ class UnchangedParameters:
         names: Sequence[str],
         digests: Sequence[int],
         *,
-        updates: bool = False,
+        updates: bool = False,  # the optimizer was called with a learning rate above 0
         owned: Container[str] | None = None,
     ) -> list[tuple[str, Role, bool]]:
-        """Process a step's digests.
-
-        Args:
-            step: The step.
-            kinds: Kind of each digest.
-            names: Name of each digested item.
-            digests: The digests.
-            updates: Whether the optimizer was called with a learning rate above 0.
-            owned: Parameters that some optimizer holds; None for those whose state is digested.
-
-        Returns:
-            Name, role, and whether it is unchanged, of each parameter to record.
-        """
+        """Process a step's digests; return name, role, and whether it is unchanged, to record."""
         self._updates += updates
         by_name: dict[str, dict[StateKind, int]] = {}
         for kind, name, digest in zip(kinds, names, digests, strict=True):
@@ -322,11 +291,7 @@ def changed_gradients(names_W: Sequence[Sequence[str]]) -> tuple[StateDifference
 def moved_in_passes(
     moved_W: Sequence[Sequence[tuple[str, int, bool]]],
 ) -> tuple[StateDifference, ...]:
-    """Return the state that changes between the forward passes of a step, for the record.
-
-    Args:
-        moved_W: By worker: names, numbers of changes, and whether it is a frozen parameter.
-    """
+    """Return the state that changes between the forward passes of a step, for the record."""
     changes: dict[str, Ints] = {}
     frozen = {}
     for rank, moved in enumerate(moved_W):

@@ -7,7 +7,7 @@ an optimizer keeps for each.
 import math
 from array import array
 from collections.abc import Collection, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 from operator import mul
@@ -101,26 +101,19 @@ class Local(NamedTuple):
 
 
 class CachedReadings:
-    """Readings of a slot's earlier steps.
-
-    Attributes:
-        state: Parameters and optimizer state.
-        buffers: Buffers before the first forward pass.
-        marks: Names of the optimizer state that was read.
-        leaves: Weights of its parts, and the number of each slice's first part.
-        gradients: Reduced gradients and applied gradients.
-        broadcast: Running statistics after their broadcast.
-        local: Gradients before the reduction, by the names of their parameters.
-    """
+    """Readings of a slot's earlier steps."""
 
     def __init__(self) -> None:
-        self.state = CachedReading()
-        self.buffers = CachedReading()
-        self.marks: list[object] = []
-        self.leaves: tuple[Sequence[int], Sequence[int]] = ((), ())
-        self.gradients = CachedReading()
-        self.broadcast = CachedReading()
-        self.local: dict[tuple[str, ...], Local] = {}
+        self.state = CachedReading()  # parameters and optimizer state
+        self.buffers = CachedReading()  # buffers before the first forward pass
+        self.marks: list[object] = []  # names of the optimizer state that was read
+        self.leaves: tuple[Sequence[int], Sequence[int]] = (
+            (),
+            (),
+        )  # weights, starts
+        self.gradients = CachedReading()  # reduced gradients and applied gradients
+        self.broadcast = CachedReading()  # running statistics after their broadcast
+        self.local: dict[tuple[str, ...], Local] = {}  # by names of parameters
 
 
 class DigestSlot:
@@ -168,28 +161,18 @@ class DigestSlot:
 class Seen:
     """The readings of one step; None for those that were not taken.
 
-    Attributes:
-        state: Parameters, then optimizer state, after the step.
-        weights: Weights of the leaves of the optimizer state.
-        starts: Number of each slice's first leaf.
-        gradients: Reduced gradients and applied gradients.
-        before: The last reading of gradients.
-        local: Gradients before the reduction, by the numbers of the slices of the reduced
-            gradient; later ones count.
-        reduced: Which slices of the reduced gradient are reduced at all; None if all are.
-        broadcast: Running statistics right after DDP has broadcast them.
-        buffers: Buffers as the step's first forward pass finds them.
+    Local gradients, before the reduction, are by the numbers of their slices; later ones count.
     """
 
-    state: PendingReading | None
-    weights: Sequence[int]
-    starts: Sequence[int]
-    gradients: dict[StateKind, PendingReading]
-    before: CachedReading | None
-    local: dict[tuple[int, ...], PendingReading]
-    reduced: Sequence[bool] | None
-    broadcast: PendingReading | None = None
-    buffers: PendingReading | None = None
+    state: PendingReading | None = None  # parameters, then optimizer state, after the step
+    weights: Sequence[int] = ()  # of the leaves of the optimizer state
+    starts: Sequence[int] = ()  # number of each slice's first leaf
+    gradients: dict[StateKind, PendingReading] = field(default_factory=dict)  # reduced, applied
+    before: CachedReading | None = None  # last reading of gradients
+    local: dict[tuple[int, ...], PendingReading] = field(default_factory=dict)
+    reduced: Sequence[bool] | None = None  # slices whose gradient is reduced; None if all are
+    broadcast: PendingReading | None = None  # running statistics right after DDP has broadcast them
+    buffers: PendingReading | None = None  # as the step's first forward pass finds them
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,94 +192,58 @@ class PendingRoles:
         return replace(self.roles, left_out=left_out, replaced=replaced)
 
 
+@dataclass(slots=True)
 class PendingState:
-    """The digests of one step on their way to the host.
+    """The digests of one step on their way to the host."""
 
-    Args:
-        slot: The items to read.
-        seen: The readings.
-        layout: Digest of the plan; None without one.
-        sent: Whether DDP broadcasts running statistics; else they are buffers like others.
-        roles: Roles of the worker's parameters; None in most steps.
-        finds_changed: Whether to find gradients that were changed after the reduction.
-        replicated: Whether other workers hold the same reduced gradients; if not, their digests
-            are left out, since they would only differ.
-        summed: Names of parameters whose gradients are summed over other ranks after the
-            reduction, which is no change of them.
-    """
-
-    def __init__(
-        self,
-        slot: DigestSlot,
-        seen: Seen,
-        layout: int | None,
-        *,
-        sent: bool = True,
-        roles: PendingRoles | None = None,
-        finds_changed: bool = True,
-        replicated: bool = True,
-        summed: Container[str] = (),
-    ) -> None:
-        self._finds_changed = finds_changed
-        self._summed = summed
-        self._replicated = replicated
-        self._slot = slot
-        self._seen = seen
-        self._layout = layout
-        self._sent = sent
-        self._roles = roles
-        self.changed: tuple[str, ...] = ()
-        """Parameters whose gradient was changed otherwise than most; known once read."""
-
-    @property
-    def roles(self) -> Roles | None:
-        """Roles of the parameters, in a step in which they were read; may wait for the device."""
-        return None if self._roles is None else self._roles.read()
+    slot: DigestSlot
+    seen: Seen
+    layout: int | None  # digest of the plan; None without one
+    roles: PendingRoles | None  # None in most steps
+    sent: bool  # DDP broadcasts running statistics; else they are buffers like others
+    finds_changed: bool  # look for gradients that were changed after the reduction
+    replicated: bool  # else digests of gradients would only differ, and are left out
+    summed: Container[str]  # over other ranks after the reduction, which is no change
+    changed: tuple[str, ...] = ()  # gradients changed otherwise than most; known once read
 
     @property
     def ready(self) -> bool:
         """Whether :meth:`read` would not wait."""
-        seen = self._seen
+        seen = self.seen
         readings = [*seen.gradients.values(), *seen.local.values()]
         others = (seen.state, seen.broadcast, seen.buffers)
         readings += [one for one in others if one is not None]
-        readings += [] if self._roles is None else [self._roles.reading]
+        readings += [] if self.roles is None else [self.roles.reading]
         return all(reading.ready for reading in readings)
 
     def read(self) -> tuple[StateDigests, dict[str, float | int]]:
-        """Wait for the device.
-
-        Returns:
-            The digests, and LOCAL signals: ``state_layout`` and, where they were read,
-            ``param_digest``, ``buffer_digest``, ``optimizer_digest``, ``reduced_digest``,
-            ``applied_digest``, ``applied_scale`` and ``applied_spread``.
-        """
-        slot = self._slot
+        """Wait for the device."""
+        slot = self.slot
         values: dict[str, float | int] = {}
-        if self._layout is not None:
-            values["state_layout"] = self._layout
+        if self.layout is not None:
+            values["state_layout"] = self.layout
         if slot is NOTHING:
             return _NO_DIGESTS, values
         digests = [0] * len(slot.kinds)
         unchanged = bytearray(len(slot.kinds))
-        if self._seen.state is not None:
-            self._read_state(self._seen.state, digests, values)
+        if self.seen.state is not None:
+            self._read_state(self.seen.state, digests, values)
         self._read_gradients(digests, unchanged, values)
         digests_D = np.frombuffer(array("Q", digests), np.int64)
         state = StateDigests(slot.kinds, slot.names, digests_D, np.frombuffer(unchanged, bool))
-        if not self._replicated:
+        if not self.replicated:
             state = _only(state, _NO_GRADIENTS)
-        if self._seen.state is None:
+        if self.seen.state is None:
             return _only(state, _GRADIENTS), values
-        if self._seen.broadcast is None and slot.broadcast.slices:
+        if self.seen.broadcast is None and slot.broadcast.slices:
             state = _only(state, _ALWAYS)
-        return (state if self._sent else _with_statistics_as_buffers(state)), values
+        return (state if self.sent else _with_statistics_as_buffers(state)), values
 
     def _read_state(
         self, reading: PendingReading, digests: list[int], values: dict[str, float | int]
     ) -> None:
-        slot = self._slot
-        seen = self._seen
+        slot = self.slot
+        seen = self.seen
         parts, _ = reading.read()
         count = len(slot.parameters.slices)
         _set_digest(values, slot.parameters, slot.parameters.fill(digests, parts[:count]))
@@ -317,15 +264,15 @@ class PendingState:
     ) -> None:
         squares: dict[StateKind, float] = {}
         each: list[list[float]] = []
-        for rows in (self._slot.reduced, self._slot.applied):
-            reading = self._seen.gradients.get(rows.kind)
+        for rows in (self.slot.reduced, self.slot.applied):
+            reading = self.seen.gradients.get(rows.kind)
             if reading is None:
                 continue
             parts, parts_squares = reading.read()
             digest = rows.fill(digests, parts)
-            if self._replicated:
+            if self.replicated:
                 _set_digest(values, rows, digest)
-            kept = [n for n, part in enumerate(rows.slices) if part.place.name not in self._summed]
+            kept = [n for n, part in enumerate(rows.slices) if part.place.name not in self.summed]
             each.append([parts_squares[number] for number in kept])
             squares[rows.kind] = sum(each[-1])
             if rows.kind is StateKind.REDUCED:
@@ -334,18 +281,18 @@ class PendingState:
         if StateKind.APPLIED in squares and 0 < reduced < math.inf:
             values["applied_scale"] = math.sqrt(squares[StateKind.APPLIED] / reduced)
             values["applied_spread"] = spread_of_factors(*each)
-            if not self._finds_changed:
+            if not self.finds_changed:
                 return
             factor, odd = odd_factors(*each)
             values["applied_odd"] = factor
-            names = [part.place.name for part in self._slot.reduced.slices]
-            names = [name for name in names if name not in self._summed]
+            names = [part.place.name for part in self.slot.reduced.slices]
+            names = [name for name in names if name not in self.summed]
             self.changed = tuple(dict.fromkeys(names[number] for number in odd))
 
     def _fill_unchanged(self, unchanged: bytearray, parts: list[int]) -> None:
         """Fill in which gradients the reduction left as they were, in all their slices."""
-        seen = self._seen
-        rows = self._slot.reduced
+        seen = self.seen
+        rows = self.slot.reduced
         before: dict[int, int] = {}
         for numbers, reading in seen.local.items():
             before.update(zip(numbers, reading.read()[0], strict=True))

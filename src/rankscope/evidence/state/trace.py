@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from rankscope.bus.replicas import TRACE_WIDTH, StateKind, TensorTrace
-from rankscope.evidence.state.leaves import digest_optimizer
+from rankscope.evidence.state.holdings import digest_optimizer
 from rankscope.evidence.state.plan import Slice, TensorPlace
 from rankscope.evidence.state.readings import PendingDigests, PendingReading
 from rankscope.gradients.digest import PendingDigest, word_of
@@ -65,15 +65,7 @@ class TraceReader:
     def read(
         self, tensors: Iterable[tuple[StateKind, str, Tensor]], digests: Iterable[DigestRow] = ()
     ) -> "PendingRows":
-        """Start to read tensors as they are now.
-
-        Args:
-            tensors: Kind, canonical name, and a tensor of any shape, layout and dtype.
-            digests: Further rows, without norm and sketch.
-
-        Returns:
-            One row per tensor, in order, then those of ``digests``.
-        """
+        """Start to read tensors as they are now."""
         rows: list[tuple[StateKind, str]] = []
         reading = PendingDigests()
         owners: list[int] = []
@@ -153,52 +145,35 @@ class TraceReader:
             _log.debug("some tensors cannot be traced: %s", error)
 
 
+@dataclass(frozen=True, slots=True)
 class PendingRows:
-    """Rows of a trace on their way to the host. P pieces of the tensors.
+    """Rows of a trace on their way to the host. P pieces of the tensors."""
 
-    Args:
-        rows: Kind and name of each tensor.
-        num_read: How many of them were read in pieces; the others have a digest only.
-        digests: Digests of all rows.
-        owners_P: The row to which each piece belongs.
-        sketches: float64 ``[P, k]``.
-        squared_norms: float64 ``[P]``.
-    """
-
-    def __init__(
-        self,
-        rows: list[tuple[StateKind, str]],
-        num_read: int,
-        digests: PendingReading,
-        owners_P: NDArray[np.int64],
-        sketches: HostCopy,
-        squared_norms: HostCopy,
-    ) -> None:
-        self._rows = rows
-        self._num_read = num_read
-        self._digests = digests
-        self._owners_P = owners_P
-        self._sketches = sketches
-        self._squared_norms = squared_norms
+    rows: list[tuple[StateKind, str]]  # kind and name of each tensor
+    num_read: int  # how many of them were read in pieces; the others have a digest only
+    digests: PendingReading
+    owners_P: NDArray[np.int64]  # row to which each piece belongs
+    sketches: HostCopy  # float64 ``[P, k]``
+    squared_norms: HostCopy  # float64 ``[P]``
 
     @property
     def ready(self) -> bool:
         """Whether :meth:`read` would not wait."""
-        return self._sketches.ready and self._squared_norms.ready and self._digests.ready
+        return self.sketches.ready and self.squared_norms.ready and self.digests.ready
 
     def read(self) -> TensorTrace:
         """Wait for the device."""
-        sketches_NK = np.zeros((len(self._rows), TRACE_WIDTH))
-        squares_N = np.zeros(len(self._rows))
-        np.add.at(sketches_NK, self._owners_P, self._sketches.numpy())
-        np.add.at(squares_N, self._owners_P, self._squared_norms.numpy())
-        squares_N[self._num_read :] = math.nan
-        digests, _ = self._digests.read()
+        sketches_NK = np.zeros((len(self.rows), TRACE_WIDTH))
+        squares_N = np.zeros(len(self.rows))
+        np.add.at(sketches_NK, self.owners_P, self.sketches.numpy())
+        np.add.at(squares_N, self.owners_P, self.squared_norms.numpy())
+        squares_N[self.num_read :] = math.nan
+        digests, _ = self.digests.read()
         with np.errstate(over="ignore", invalid="ignore"):  # of a gradient that has overflown
             narrow_NK = sketches_NK.astype(np.float32)
         return TensorTrace(
-            tuple(kind for kind, _ in self._rows),
-            tuple(name for _, name in self._rows),
+            tuple(kind for kind, _ in self.rows),
+            tuple(name for _, name in self.rows),
             np.array(digests, np.uint64).view(np.int64),
             np.sqrt(squares_N),
             narrow_NK,
@@ -232,26 +207,17 @@ class PendingTrace:
 
 
 class TraceMeter:
-    """Traces a training on one rank; all calls come on the training thread, none waits.
-
-    Args:
-        module: The model, without what wraps it for data parallelism.
-        parameters: The parameters that are trained, by canonical name, whole on this rank.
-        device: Where they live.
-        optimizer: The optimizer, if known: its state at the start is digested.
-        every: Steps that are multiples of this are traced.
-        leave_out: Takes the seconds that were spent, which do not count as overhead.
-    """
+    """Traces a training on one rank; all calls come on the training thread, none waits."""
 
     def __init__(
         self,
         module: nn.Module,
-        parameters: Mapping[str, Tensor],
+        parameters: Mapping[str, Tensor],  # that are trained, by name, whole on this rank
         device: torch.device,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: torch.optim.Optimizer | None,  # its state at the start is digested
         *,
-        every: int,
-        leave_out: Callable[[float], None],
+        every: int,  # steps that are multiples of this are traced
+        leave_out: Callable[[float], None],  # takes seconds that do not count as overhead
     ) -> None:
         self._module = module
         self._parameters = parameters

@@ -17,9 +17,8 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind, known_values, minority_ranks
 from rankscope.bus.step import MISSING_INT, GatheredStep
 from rankscope.bus.steps import SharedWork, Step
-from rankscope.bus.words import count, named, shortened
-from rankscope.evidence.state.learning import role_words
-from rankscope.evidence.state.roles import ROLES_EVERY
+from rankscope.bus.words import count, name_ranks, named, shortened
+from rankscope.evidence.state.roles import ROLES_EVERY, Role, tie_of
 from rankscope.stats.arrays import Ints
 from rankscope.stats.state import Stateful
 
@@ -39,6 +38,11 @@ _CAUSES = {
     StateKind.STATISTICS: "state.buffers_differ",
     StateKind.OPTIMIZER: "state.optimizer_differs",
 }
+_ROLE_WORDS = (
+    (Role.TRAINED, "trained", "frozen"),
+    (Role.OWNED, "in the optimizer's parameter groups", "in no parameter group"),
+    (Role.LEFT_OUT, "left out of the reduction", "reduced"),
+)
 _DRIFTING = "running-statistics"
 _ROLES = "roles-differ"
 _LEFT_OUT = "left-out-drifts"
@@ -67,17 +71,6 @@ class UnequalState(Detector):
     share the work on the same samples hold parts of one model there: each is compared with those at
     the same place of other groups. Frozen parameters may follow that place by themselves, as those
     of parallel experts do.
-
-    Args:
-        num_workers: W.
-        local_buffers: Whether workers are meant to keep buffers of their own.
-        replicated: Whether all parameters are meant to be equal, those too that are left out of
-            the reduction.
-        local_steps: Steps from one average of the workers' parameters to the next; 0 where every
-            step's gradients are reduced. With local steps, gradients and optimizer state are not
-            compared, and parameters have to agree after one step in each so many.
-        by_loop: Whether the training's own loop reduces, or its optimizer.
-        unsaved: Names of buffers that no checkpoint holds.
     """
 
     SETTINGS = (
@@ -88,11 +81,11 @@ class UnequalState(Detector):
         self,
         num_workers: int,
         *,
-        local_buffers: bool = False,
-        local_steps: int = 0,
-        replicated: bool = False,
-        by_loop: bool = False,
-        unsaved: Sequence[str] = (),
+        local_buffers: bool = False,  # workers are meant to keep buffers of their own
+        local_steps: int = 0,  # from average to average; 0 where each step reduces
+        replicated: bool = False,  # all parameters are, those left out of the reduction too
+        by_loop: bool = False,  # the training's own loop reduces, or its optimizer
+        unsaved: Sequence[str] = (),  # names of buffers that no checkpoint holds
     ) -> None:
         self._num_workers = num_workers
         self._unsaved = frozenset(unsaved)
@@ -138,7 +131,8 @@ class UnequalState(Detector):
         gathered = _of_loop(step.gathered, places_W) if self._by_loop else step.gathered
         alone = self._local_steps > 0 and step.all_true("unreduced")
         reduced_elsewhere = self._reduced_elsewhere(workers["applied_digest"])
-        by_optimizer = self._by_loop and not _parameters_differ(gathered)
+        kinds = {difference.kind for difference in gathered.differences}
+        by_optimizer = self._by_loop and StateKind.PARAMETER not in kinds
         if step.some_true("unreduced") and not (alone or reduced_elsewhere or by_optimizer):
             unreduced = np.flatnonzero(workers["unreduced"]).tolist()
             words = "the optimizer was called with gradients that no reduction had seen"
@@ -148,9 +142,8 @@ class UnequalState(Detector):
         roles = [d for d in gathered.differences if d.kind is StateKind.ROLE]
         differ = [d for d in roles if (d.digests_W != d.digests_W[0]).any()]
         if differ:
-            ranks = sorted({r for d in differ for r in _odd_of(d)})
             words = role_words(differ)
-            yield _Seen("state.parameters_differ", ranks, _names(differ), words, _ROLES)
+            yield _Seen("state.parameters_differ", _odd_of(differ), _names(differ), words, _ROLES)
         if self._local_steps:
             yield from self._after_averages(step)
             return
@@ -158,7 +151,7 @@ class UnequalState(Detector):
             return
         left_out = [d for d in gathered.differences if d.kind is StateKind.LEFT_OUT]
         if left_out:
-            ranks = sorted({r for d in left_out for r in _odd_of(d)})
+            ranks = _odd_of(left_out)
             yield _Seen("state.parameters_differ", ranks, _names(left_out), own_key=_LEFT_OUT)
         yield from self._gradients(gathered, replicas_W)
         yield from self._by_cause(gathered, replicas_W)
@@ -262,19 +255,13 @@ class UnequalState(Detector):
 
 
 class _Between(Stateful):
-    """The steps of one interval between two averages: in one of them, the workers have to agree.
-
-    Attributes:
-        steps: The number of steps that have been compared.
-        ranks: The workers that differ in the step in which fewest do.
-        names: Names of the differing parameters there.
-    """
+    """The steps of one interval between two averages: in one of them, the workers have to agree."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.steps = 0
-        self.ranks: list[int] = []
-        self.names: list[str] = []
+        self.steps = 0  # number of steps that have been compared
+        self.ranks: list[int] = []  # workers that differ in the step in which fewest do
+        self.names: list[str] = []  # of the differing parameters there
 
     def add(self, ranks: list[int], names: list[str]) -> None:
         """Add a step in which parameters were compared."""
@@ -318,21 +305,19 @@ class _Difference(PersistentFault):
         """Return the evidence so far."""
         fields = {
             "differ": "differs" if len(self.ranks) == 1 else "differ",
-            "names": self._name_words(),
+            "names": f" ({shortened(list(self._names), 3)})" if self._names else "",
             "words": self._words,
-            **_apart(len(self.ranks) < num_workers),
+            **(_SOME_APART if len(self.ranks) < num_workers else _ALL_APART),
             "over": " It is over now." if not self.open else "",
         }
-        return self.evidence(self.cause, severity, self.ranks, fields, self._numbers(), key=key)
-
-    def _numbers(self) -> dict[str, Any]:
         numbers: dict[str, Any] = {"steps": self.count, **named(list(self._names))}
         if self.cause == "sync.gradients_differ":
             numbers["other_causes"] = ["numerics.reduction_error"]
-        return numbers
+        return self.evidence(self.cause, severity, self.ranks, fields, numbers, key=key)
 
-    def _name_words(self) -> str:
-        return f" ({shortened(list(self._names), 3)})" if self._names else ""
+
+_SOME_APART = {"apart": "are not the other workers'", "is_apart": "is not the other workers'"}
+_ALL_APART = {"apart": "differ from worker to worker", "is_apart": "differs from worker to worker"}
 
 
 def _of_loop(gathered: GatheredStep, places_W: Ints | None) -> GatheredStep:
@@ -352,10 +337,6 @@ def _layouts(step: Step) -> Iterable[_Seen]:
     if odd:
         words = "names, shapes or types"
         yield _Seen("state.parameters_differ", odd, words=words, own_key="state-layout")
-
-
-def _parameters_differ(gathered: GatheredStep) -> bool:
-    return any(d.kind is StateKind.PARAMETER for d in gathered.differences)
 
 
 def _where_parameters_differ(gathered: GatheredStep) -> tuple[StateDifference, ...]:
@@ -384,23 +365,17 @@ def _changed_later(
     if scale is None:
         words = "its bits were changed between the reduction and optimizer.step"
         return _Seen("sync.gradients_differ", ranks, names, words)
-    words = f"multiplied by {scale:.3g}, the others' by {_typical(scales_W):.3g}"
+    words = f"multiplied by {scale:.3g}, the others' by {np.median(scales_W):.3g}"
     return _Seen("state.parameters_differ", ranks, names, words, own_key="applied-scale")
-
-
-def _apart(some: bool) -> dict[str, str]:
-    if some:
-        return {"apart": "are not the other workers'", "is_apart": "is not the other workers'"}
-    return {"apart": "differ from worker to worker", "is_apart": "differs from worker to worker"}
 
 
 def _odd(found: Sequence[StateDifference], replicas_W: Ints) -> list[int]:
     return sorted({rank for difference in found for rank in difference.minority_ranks(replicas_W)})
 
 
-def _odd_of(difference: StateDifference) -> tuple[int, ...]:
+def _odd_of(found: Sequence[StateDifference]) -> list[int]:
     """Return the workers that differ from most, of all of them."""
-    return minority_ranks(difference.digests_W.tolist())
+    return sorted({rank for d in found for rank in minority_ranks(d.digests_W.tolist())})
 
 
 def _names(found: Sequence[StateDifference]) -> list[str]:
@@ -440,10 +415,28 @@ def _own_scale(scales_W: NDArray[np.float64], ranks: Sequence[int]) -> float | N
     own = scales_W[list(ranks)]
     if not len(own) or not np.isfinite(scales_W).all() or len(ranks) == len(scales_W):
         return None
-    typical = _typical(np.delete(scales_W, list(ranks)))
+    typical = float(np.median(np.delete(scales_W, list(ranks))))
     apart = np.abs(own - typical) > _SCALED * max(abs(typical), 1e-30)
     return float(np.median(own)) if apart.all() else None
 
 
-def _typical(scales_W: NDArray[np.float64]) -> float:
-    return float(np.median(scales_W))
+def role_words(differ: Sequence[StateDifference]) -> str:
+    """Return the differences of parameters' roles between workers, in words."""
+    return "; ".join(dict.fromkeys(word for d in differ for word in _role_words(d.digests_W)))
+
+
+def _role_words(words_W: Ints) -> Iterable[str]:
+    """Yield the differences of one parameter's roles."""
+    for role, with_it, without in _ROLE_WORDS:
+        yield from _on_some((words_W & role).astype(bool), with_it, without)
+    ties_W = np.array([tie_of(int(word)) for word in words_W])
+    if (ties_W != ties_W[0]).any():
+        yield from _on_some(ties_W != 0, "tied", "untied")
+
+
+def _on_some(flags_W: NDArray[np.bool_], with_it: str, without: str) -> Iterable[str]:
+    count_with = int(flags_W.sum())
+    if 0 < count_with < len(flags_W):
+        few = 2 * count_with < len(flags_W)
+        ranks = np.flatnonzero(flags_W if few else ~flags_W).tolist()
+        yield f"{with_it if few else without} on {name_ranks(ranks)} alone"

@@ -5,11 +5,12 @@ the others at steps 0, 1, 2, 4, 8, …; no rank waits for another, nor has to be
 """
 
 import base64
+import itertools
 import json
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from rankscope.bus.packing import pack_headed
 from rankscope.bus.probe import Channel, Job, MessagePart, Probe
-from rankscope.evidence.world.unit import ELEMENTS, MOST_UNITS, Unit
+from rankscope.evidence.world.root import ELEMENTS, MOST_UNITS, Unit
 from rankscope.gradients.host import HostCopy
 from rankscope.stats.arrays import digest_of
 from rankscope.wrappers.find import Wrapped
@@ -39,29 +40,21 @@ _MOST_PARAMETERS = 64
 _LAST_READING = 64  # steps since the run began
 _LAST_LOOK = 1 << 14
 
-_watched: Counter[str] = Counter()
-"""How often this process has begun to watch: ranks that run one program count alike."""
+_sessions = itertools.count(1)  # of this process: ranks that run one program count alike
 
 
 class WorldProbe(Probe):
     """Publishes the units that this rank is the first of; all calls come on the training thread.
 
     A failure here only ends this comparison.
-
-    Args:
-        job: The training.
-        units: The units, and the parameters ``[E / elements of each]`` whose first elements are
-            read.
-        reference: Parameters of the main unit, if this rank is the first of another one.
-        store: The training's store, in a part of its own.
     """
 
     def __init__(
         self,
         job: Job,
-        units: Sequence[tuple[Unit, Sequence[Tensor]]],
-        reference: Sequence[Tensor],
-        store: Any,
+        units: Sequence[tuple[Unit, Sequence[Tensor]]],  # with the parameters that are read
+        reference: Sequence[Tensor],  # the main unit's parameters, where another one's are read
+        store: Any,  # the training's, in a part of its own
     ) -> None:
         self._optimizer = job.optimizer
         self._channel: Channel = job.channel
@@ -151,7 +144,7 @@ class WorldProbe(Probe):
                 unit.readings[age] = base64.b64encode(copy.numpy().tobytes()).decode()
         self._note_scales()
         for number, unit in self._numbered():
-            content = json.dumps(unit.to_json()).encode()
+            content = json.dumps(asdict(unit)).encode()
             if content != self._published.get(number):
                 self._store.set(str(number), content)
                 self._published[number] = content
@@ -302,7 +295,7 @@ def _units_of(job: Job) -> list[tuple[Unit, Sequence[Tensor]]]:
 
 def make_probe(job: Job) -> WorldProbe | None:
     """Return the probe of this rank's units; None where one group has all ranks of the job."""
-    _watched[NAME] += 1
+    session = next(_sessions)
     if not job.exact or job.local_steps:
         return None
     try:
@@ -310,7 +303,7 @@ def make_probe(job: Job) -> WorldProbe | None:
         if not units:
             return None
         c10d: Any = dist.distributed_c10d
-        store = c10d.PrefixStore(f"rankscope/{NAME}/{_watched[NAME]}", default_store())
+        store = c10d.PrefixStore(f"rankscope/{NAME}/{session}", default_store())
     except Exception as error:  # a model of an unknown kind, or no store in reach
         _log.debug("groups of the job that hold the same model are not compared: %r", error)
         return None

@@ -1,12 +1,14 @@
-"""A plain copy of a model that FSDP2 shards, with whole parameters, to run on one worker alone.
+"""Models in a reference step: how each worker can run one alone, and where its gradient lies.
 
-Its modules have the classes from before ``fully_shard``, without the hooks of FSDP2 and of tensor
-parallelism: FSDP2's own state stays untouched, and nothing communicates. Attributes are copied
-where possible; the others, and random generators, are shared. The copy casts parameters, inputs and
-outputs like FSDP2.
+Of a model that FSDP2 or ZeRO 3 shards, a plain copy with whole parameters runs, which all workers
+gather. Its modules have the classes from before ``fully_shard``, without the hooks of FSDP2 and of
+tensor parallelism: FSDP2's own state stays untouched, and nothing communicates. Attributes are
+copied where possible; the others, and random generators, are shared. The copy casts parameters,
+inputs and outputs like FSDP2.
 """
 
 import copy
+import sys
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,16 +19,20 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
+from rankscope.bus.groups import Groups
 from rankscope.evidence.canary.batch import CanaryDeclined
-from rankscope.evidence.canary.cost import check_room
+from rankscope.evidence.canary.cost import check_gradient_room, check_room
 from rankscope.evidence.canary.layout import layout_of, whole_of
+from rankscope.evidence.canary.replay import check_module
 from rankscope.evidence.randomness.probe import KINDS
-from rankscope.evidence.reference.micro_batch import coarser
-from rankscope.evidence.reference.reference import WholeModel
-from rankscope.evidence.reference.tensor_parallel import along, find_tensor_parallel
+from rankscope.evidence.reference.micro_batch import Gradients, coarser
+from rankscope.evidence.reference.tensor_parallel import TensorParallel, along, find_tensor_parallel
+from rankscope.gradients.digest import digest_tensor
+from rankscope.gradients.names import canonical_name
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.call_hooks import ForeignHook
+from rankscope.wrappers.deepspeed_reading import ReducedReader
 from rankscope.wrappers.fsdp2_model import (
     ManagedParameter,
     casting_policy,
@@ -34,6 +40,7 @@ from rankscope.wrappers.fsdp2_model import (
     parameters_by_mesh,
 )
 from rankscope.wrappers.fsdp2_shard import measure_shards
+from rankscope.wrappers.reduced_types import reduced_types
 
 _SHARDERS = ("torch.distributed.", "deepspeed.")
 """Modules whose hooks are left out of a copy."""
@@ -42,19 +49,59 @@ _MADE_BY = ("torch.distributed.fsdp", "torch.distributed._composable")
 """Modules of the base classes that replace a module's own class."""
 
 
-class ShardedModel:
-    """A model under FSDP2, for a reference step.
+class WholeModel:
+    """A model that each worker holds, as under DDP."""
 
-    Raises:
-        CanaryDeclined: Ranks share its parameters in a way that cannot be undone.
-    """
+    summed_workers = 1.0  # the reduced gradient over the workers' mean: 1 for a mean, W for a sum
+    tensor_parallel: TensorParallel | None = None  # along which ranks share its parameters
+
+    def __init__(self, module: nn.Module, num_workers: int) -> None:
+        named = [(canonical_name(n), p) for n, p in module.named_parameters() if p.requires_grad]
+        self.names = tuple(name for name, _ in named)  # of the trained parameters ``[P]``
+        # the coarser of the types in which each gradient is accumulated and stored ``[P]``
+        self.types = tuple(str(p.dtype).removeprefix("torch.") for _, p in named)
+        self.copies = num_workers  # that hold each element of the reduced gradient
+        self._module = module
+        self._parameters = [parameter for _, parameter in named]
+
+    def check(self) -> None:
+        """Check that a worker can run the model alone, and that gradients can be read."""
+        check_module(self._module)
+        check_gradient_room(self._parameters, self._parameters[0].device)
+
+    def digests(self) -> dict[str, int]:
+        """Return digests of parameters that healthy workers hold alike; waits for the device."""
+        return {name: int(digest_tensor(p)) for name, p in self._module.named_parameters()}
+
+    def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
+        """Measure this worker's part of the reduced gradient."""
+        measure_gradients(sketcher, self.names, [p.grad for p in self._parameters], into)
+
+    @contextmanager
+    def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
+        """Yield the module to run alone, and its trained parameters in the order of ``names``."""
+        yield self._module, self._parameters
+
+
+@torch.no_grad()
+def measure_gradients(
+    sketcher: Sketcher, names: Sequence[str], gradients: Gradients, into: GradientTotals
+) -> None:
+    """Measure those of some parameters' gradients that are there."""
+    here = [(n, g) for n, g in zip(names, gradients, strict=True) if g is not None]
+    sketcher.measure_many([(name, gradient.detach(), 0) for name, gradient in here], into)
+
+
+class ShardedModel:
+    """A model under FSDP2, for a reference step."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         managed = {p.name: p for p in managed_parameters(model)}
         self._trained = [p for p in managed.values() if p.tensor.requires_grad]
         self.names = tuple(p.name for p in self._trained)
-        self.types = tuple(_type_of(p) for p in self._trained)
+        types = [coarser(p.summed_in, p.tensor.dtype) for p in self._trained]
+        self.types = tuple(str(kind).removeprefix("torch.") for kind in types)
         self.copies = self._trained[0].group.num_copies
         self.tensor_parallel = find_tensor_parallel(managed)
         self._managed = managed
@@ -65,11 +112,7 @@ class ShardedModel:
         return 1 / self._trained[0].group.reduced_scale
 
     def check(self) -> None:
-        """Check that a whole copy can be made and run.
-
-        Raises:
-            CanaryDeclined: It cannot.
-        """
+        """Check that a whole copy can be made and run."""
         if len(parameters_by_mesh(self._model)) > 1:
             raise CanaryDeclined("experts lie on another mesh: no worker can run the model alone")
         if any(p.tensor.device != p.group.device for p in self._managed.values()):
@@ -115,6 +158,9 @@ class ShardedModel:
                 shared.replicas.clear()
 
 
+ReferenceModel = WholeModel | ShardedModel
+
+
 class GatheredModel:
     """A model under FSDP2 that all ranks of the job can run together, for directional derivatives.
 
@@ -128,11 +174,7 @@ class GatheredModel:
         self.parameters = {p.name: p.tensor for p in self._managed if p.tensor.requires_grad}
 
     def check(self) -> None:
-        """Check that a copy can be made and run.
-
-        Raises:
-            CanaryDeclined: It cannot.
-        """
+        """Check that a copy can be made and run."""
         if len(parameters_by_mesh(self._model)) > 1:
             raise CanaryDeclined("experts lie on another mesh than the rest")
         if any(p.tensor.device != p.group.device for p in self._managed):
@@ -191,11 +233,6 @@ class ReplicatedModel(WholeModel):
         yield plain_copy(self._module, memo), self._parameters
 
 
-def _type_of(managed: ManagedParameter) -> str:
-    """Return the name of the coarser of the types in which a gradient is accumulated and stored."""
-    return str(coarser(managed.summed_in, managed.tensor.dtype)).removeprefix("torch.")
-
-
 def plain_copy(
     model: nn.Module, memo: dict[int, Any], sharders: tuple[str, ...] = _SHARDERS
 ) -> nn.Module:
@@ -208,26 +245,24 @@ def plain_copy(
     for module, shell in copies.items():
         for name, value in vars(module).items():
             hooks = isinstance(value, OrderedDict) and name.endswith("hooks")
-            vars(shell)[name] = _own_hooks(value, sharders) if hooks else _copied(value, memo)
+            if hooks:  # those of sharders and of the monitor are left out
+                own = [(k, hook) for k, hook in value.items() if not _is_foreign(hook, sharders)]
+                vars(shell)[name] = OrderedDict(own)
+            else:
+                vars(shell)[name] = _copied(value, memo)
         _cast_as(module, shell)
     return copies[model]
 
 
 def _shell(module: nn.Module) -> nn.Module:
     """Return an empty object of the class that a module had before it was sharded."""
-    kind: Any = next(each for each in type(module).__mro__ if not _is_made(each))
+    kind: Any = next(  # neither a class that replaces a module's own, nor a base of one that does
+        each
+        for each in type(module).__mro__
+        if not any(base.__module__.startswith(_MADE_BY) for base in each.__mro__)
+    )
     shell: nn.Module = object.__new__(kind)
     return shell
-
-
-def _is_made(kind: type) -> bool:
-    """Return whether a class replaces a module's own class, or is a base of one that does."""
-    return any(base.__module__.startswith(_MADE_BY) for base in kind.__mro__)
-
-
-def _own_hooks(hooks: OrderedDict[int, Any], sharders: tuple[str, ...]) -> OrderedDict[int, Any]:
-    """Return the hooks that are not of ``sharders``, nor of the monitor."""
-    return OrderedDict((k, hook) for k, hook in hooks.items() if not _is_foreign(hook, sharders))
 
 
 def _is_foreign(hook: Any, sharders: tuple[str, ...]) -> bool:
@@ -280,3 +315,70 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_cast(part, dtype) for part in value)
     return value
+
+
+class EngineModel(WholeModel):
+    """A model in a DeepSpeed engine."""
+
+    def __init__(self, engine: Any, num_workers: int) -> None:
+        super().__init__(engine.module, num_workers)
+        self._engine = engine
+        parameters: dict[str, Tensor] = dict(zip(self.names, self._parameters, strict=True))
+        groups = Groups(self.names, {name: at for at, name in enumerate(self.names)})
+        types = reduced_types(engine, parameters, groups)
+        self.types = tuple(types[name] for name in self.names)
+        self._sharded = engine.zero_optimization_stage() == 3
+        self._shards = ReducedReader(engine, parameters)
+        self.copies = num_workers if self._shards.replicated else 1
+
+    def check(self) -> None:
+        """Check that a worker can run the model alone, and that gradients can be read."""
+        super().check()
+        if not self._shards.available:
+            raise CanaryDeclined(
+                "the reduced gradient has left the device, or is an update already"
+            )
+        if float(loss_scale(self._engine)) != 1:
+            raise CanaryDeclined("the engine scales its loss, as it does in fp16")
+
+        if self._sharded:
+            every = [p for p in self._engine.module.parameters() if hasattr(p, "ds_numel")]
+            needed = 3 * sum(p.ds_numel * p.element_size() for p in every)
+            check_room(needed, self._engine.device, "the whole model and its gradient")
+
+    @contextmanager
+    def plain(self) -> Iterator[tuple[nn.Module, Sequence[Tensor]]]:
+        """Yield the model itself or, under ZeRO 3, a plain copy with whole parameters."""
+        if not self._sharded:
+            with super().plain() as given:
+                yield given
+            return
+        every = list(self._engine.module.parameters())
+        zero: Any = sys.modules["deepspeed"].zero
+        with zero.GatheredParameters(every):
+            whole = {
+                id(p): nn.Parameter(p.detach().clone(), requires_grad=p.requires_grad)
+                for p in every
+            }
+        trained = [whole[id(parameter)] for parameter in self._parameters]
+        yield plain_copy(self._engine.module, dict(whole)), trained
+
+    def digests(self) -> dict[str, int]:
+        """Return digests of all parameters; under ZeRO 3 nothing, since workers hold parts."""
+        return {} if self._sharded else super().digests()
+
+    def measure(self, sketcher: Sketcher, into: GradientTotals) -> None:
+        """Measure this worker's part of the reduced gradient."""
+        sketcher.measure_many(list(self._shards.shards()), into)
+
+
+def loss_scale(engine: Any) -> Tensor:
+    """Return DeepSpeed's factor on a loss, without the division by accumulation steps."""
+    with torch.enable_grad():
+        one = torch.ones((), device=engine.device, dtype=torch.float32, requires_grad=True)
+        loss = one.clone()
+        if hasattr(engine.optimizer, "scale_if_loss"):
+            loss = engine.optimizer.scale_if_loss(loss)
+        elif engine.torch_autocast_z0_gradscaler:
+            loss = engine.torch_autocast_z0_gradscaler.scale(loss)
+    return loss.detach()
