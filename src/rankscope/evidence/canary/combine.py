@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rankscope.bus.judge import Columns
-from rankscope.bus.messages import Combiner, Layout, Messages
+from rankscope.bus.messages import Columns, Combiner, Layout, Messages
 from rankscope.bus.replicas import StateDifference, StateKind, name_values
 from rankscope.bus.step import MISSING_INT
 from rankscope.bus.words import count, name_modules
