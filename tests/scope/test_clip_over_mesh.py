@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import rankscope
 from rankscope import Run
+from rankscope.verdict.diagnosis import diagnose_run
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -43,7 +44,7 @@ def clip(model, mesh, *, twice: bool) -> None:
         parameter.grad.to_local().mul_(min(1.0, LIMIT / float(total.sqrt())))
 
 
-def train(rank: int, run_dir: str, twice: bool) -> None:
+def train(rank: int, run_dir: str, twice: bool, same_data: bool = False) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     torch.manual_seed(0)
     model = nn.Sequential(Block(), nn.Linear(WIDTH, WIDTH))
@@ -55,7 +56,7 @@ def train(rank: int, run_dir: str, twice: bool) -> None:
         model, optimizer, run_dir=run_dir, announce=False, agent="thread", canary=False
     )
     for step in range(STEPS):
-        torch.manual_seed(2 * step + mesh["dp"].get_local_rank())
+        torch.manual_seed(2 * step + (0 if same_data else mesh["dp"].get_local_rank()))
         batch = torch.randn(4, WIDTH)
         loss = (model(batch) - batch.flip(1)).square().mean()
         scope.loss(loss)
@@ -77,3 +78,13 @@ def test_a_norm_over_a_mesh_is_found_only_if_it_is_wrong(twice: bool, tmp_path: 
     assert finding.cause == "sync.clip_norm"
     assert "all ranks along tp hold alike count once for each of these ranks" in finding.explanation
     assert finding.evidence["norm"] == pytest.approx(LIMIT, rel=1e-4)
+
+
+def test_workers_are_named_by_their_ranks_in_the_job(tmp_path: Path) -> None:
+    run_ranks(train, 4, str(tmp_path / "run"), False, True)
+    for name, words in {"run": "Ranks 0 and 2 ", "run-from-rank-1": "Ranks 1 and 3 "}.items():
+        run = Run.open(tmp_path / name)
+        for findings in (run.findings(), diagnose_run(run)):
+            [found] = [one for one in findings if one.id == "data.duplicate_batches"]
+            assert found.explanation.startswith(words)
+            assert found.ranks == (0, 1)

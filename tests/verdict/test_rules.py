@@ -11,7 +11,7 @@ from rankscope import evidence
 from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Severity
 from rankscope.bus.rules import RULES, finding_of
-from rankscope.bus.words import count, name_ranks
+from rankscope.bus.words import count, name_ranks, ranks_of_job
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,14 @@ from rankscope.bus.words import count, name_ranks
 )
 def test_ranks_are_named_in_runs_and_long_lists_are_cut(ranks, words):
     assert name_ranks(ranks) == words
+
+
+def test_ranks_are_those_of_the_job_where_it_has_several_groups():
+    with ranks_of_job({"job": {"ranks": [1, 3, 5, 7]}}):
+        assert name_ranks([1, 2]) == "ranks 3 and 5"
+        assert name_ranks([1, 2], of_job=True) == "ranks 1 and 2"
+    with ranks_of_job({}):
+        assert name_ranks([1]) == "rank 1"
 
 
 def test_counts_agree_with_their_nouns():

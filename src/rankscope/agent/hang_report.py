@@ -231,7 +231,7 @@ class HangReport:
         if not self.suspects:
             where = f", {CodePlace(self.step, 1, self.phase)}" if self.phase else ""
             return f"{text}; all ranks are equally far{where}"
-        named = [f"rank {one.rank} {words_of(one)}" for one in self.suspects[:8]]
+        named = [f"{name_ranks([one.rank])} {words_of(one)}" for one in self.suspects[:8]]
         more = [f"and {len(self.suspects) - 8} more"] if len(self.suspects) > 8 else []
         return "; ".join([text, *named, *more])
 

@@ -211,7 +211,9 @@ def _suspect_words(report: HangReport) -> str:
     if not report.suspects:
         are, does = ("were", "did") if over else ("are", "does")
         return f"all ranks {are} in its backward pass, where the reduction {does} not end"
-    parts = [f"rank {one.rank} {words_of(one, over=over)}" for one in report.suspects[:_NAMED]]
+    parts = [
+        f"{name_ranks([one.rank])} {words_of(one, over=over)}" for one in report.suspects[:_NAMED]
+    ]
     others = [one.rank for one in report.suspects[_NAMED:]]
     if others:
         parts.append(f"so it {'was' if over else 'is'}, or similar, with {name_ranks(others)}")
@@ -235,7 +237,7 @@ def _stack_words(stacks: Mapping[int, Stack], *, over: bool) -> str:
         if stack["frames"]:
             first, *callers = stack["frames"][: _SHOWN_CALLERS + 1]
             by = f", called by {', '.join(callers)}" if callers else ""
-            return f" Rank {rank} {'was' if over else 'is'} in {first}{by}."
+            return f" {name_ranks([rank]).capitalize()} {'was' if over else 'is'} in {first}{by}."
     reasons: Iterable[str] = dict.fromkeys(stack["missing"] for stack in stacks.values())
     return "".join(f" No Python stack: {reason}." for reason in list(reasons)[:1])
 

@@ -1,5 +1,6 @@
 """The agent of one host: its loop, in a process or in a thread."""
 
+import contextlib
 import hmac
 import json
 import logging
@@ -18,7 +19,7 @@ from rankscope.agent.processes import lower_priority
 from rankscope.agent.ranks import RankProcesses
 from rankscope.agent.root import Root
 from rankscope.agent.server import LocalServer
-from rankscope.bus.words import make_printable, name_ranks
+from rankscope.bus.words import make_printable, name_ranks, ranks_of_job
 from rankscope.errors import RankscopeError
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Agent:
         self._early: deque[tuple[int, Frame | None, float]] = deque()
         self._worked_at = self._alone_since = 0.0
         self._lines: deque[tuple[int, str, str]] = deque(maxlen=256)
+        self._naming = contextlib.ExitStack()
 
     def run(self) -> None:
         """Serve until the run is closed, or all ranks have ended."""
@@ -97,6 +99,7 @@ class Agent:
             if self._remote is not None:
                 self._remote.close(CLOSE_SECONDS)
             self._ranks.close()
+            self._naming.close()
 
     def log(self, level: int, line: str, trace: str = "") -> None:
         """Queue a line for the log of rank 0's training, perhaps with a traceback."""
@@ -187,6 +190,7 @@ class Agent:
             invitation = pack(FrameKind.INVITATION, self._remote.invitation, rank=0)
             self._server.send(0, invitation)
         self._ranks.remote = self._remote
+        self._naming.enter_context(ranks_of_job(setup["info"]))
         self.root = Root(setup, self._send, self._ranks)
 
     def _receive_from_hosts(self) -> None:

@@ -32,6 +32,7 @@ from rankscope.bus.governor import LAG, Governor
 from rankscope.bus.messages import Layout
 from rankscope.bus.probe import DirectedRun, Director
 from rankscope.bus.step import MAX_PAIRED_WORKERS, GatheredStep, StepReport
+from rankscope.bus.words import name_ranks
 from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
 from rankscope.record import Run, RunWriter
@@ -336,7 +337,7 @@ class Root:
             if not self._workers.are_whole(delivered):
                 first = self._workers.ended(delivered)[0]
                 self._turn_off(
-                    f"rank {first} sends nothing after step {delivered[first]}: "
+                    f"{name_ranks([first])} sends nothing after step {delivered[first]}: "
                     f"{self._workers[first].left}",
                     because_of=first,
                 )

@@ -283,7 +283,7 @@ def copied_values(now_W: Ints, saved_W: Ints, ranks: Iterable[int]) -> str:
             return ""
         sources.setdefault(owner, []).append(rank)
     parts = [
-        f"{name_ranks(own)} hold{'s' if len(own) == 1 else ''} rank {owner}'s"
+        f"{name_ranks(own)} hold{'s' if len(own) == 1 else ''} {name_ranks([owner])}'s"
         for owner, own in sources.items()
     ]
     return listed(parts)

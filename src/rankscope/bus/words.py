@@ -1,14 +1,40 @@
 """Ranks, lists and counts as words, and lines that a terminal may print."""
 
+import contextlib
 import logging
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from itertools import pairwise
+from typing import Any
+
+_IN_JOB: ContextVar[Sequence[int]] = ContextVar("ranks of a run's workers in the job", default=())
 
 
-def name_ranks(ranks: Iterable[int], *, limit: int = 6) -> str:
-    """Return ranks as words: ``rank 3``, ``ranks 0, 2 and 5–7``; long lists are cut."""
+@contextlib.contextmanager
+def ranks_of_job(info: Mapping[str, Any]) -> Iterator[None]:
+    """Name a run's workers by their ranks in the job, wherever :func:`name_ranks` is called inside.
+
+    The two differ where tensor or pipeline parallelism, for instance, splits the job into several
+    data-parallel groups. ``info``: the content of ``run.json``.
+    """
+    job = info.get("job") or {}
+    before = _IN_JOB.set(tuple(job.get("ranks", ())))
+    try:
+        yield
+    finally:
+        _IN_JOB.reset(before)
+
+
+def name_ranks(ranks: Iterable[int], *, limit: int = 6, of_job: bool = False) -> str:
+    """Return ranks as words: ``rank 3``, ``ranks 0, 2 and 5–7``; long lists are cut.
+
+    ``of_job``: the numbers are ranks of the job, not of the run's workers.
+    """
+    known = () if of_job else _IN_JOB.get()
+    if known:
+        ranks = [known[rank] if rank < len(known) else rank for rank in ranks]
     ordered = sorted(set(ranks))
     breaks = [i for i, (a, b) in enumerate(pairwise(ordered), start=1) if b != a + 1]
     ends = [*breaks, len(ordered)] if ordered else []

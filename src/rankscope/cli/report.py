@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.words import count
+from rankscope.bus.words import count, ranks_of_job
 from rankscope.cli.output import JsonOption, heading, labelled, plain, show, table, terminal
 from rankscope.cli.verdict import (
     LOOK,
@@ -401,7 +401,8 @@ def _report_run(path: Path, wanted: _Wanted, *, again: bool) -> Severity | None:
     result = run_result(run, assessment, differences)
 
     def show() -> None:
-        (render_run if wanted.full else render_summary)(run, assessment, terminal())
+        with ranks_of_job(run.info):
+            (render_run if wanted.full else render_summary)(run, assessment, terminal())
         if differences is not None:
             render_differences(differences, run.status, terminal())
 

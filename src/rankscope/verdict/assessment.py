@@ -10,7 +10,7 @@ import numpy as np
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.step import as_floats
-from rankscope.bus.words import count, name_ranks
+from rankscope.bus.words import count, name_ranks, ranks_of_job
 from rankscope.evidence.canary.bundle import latest_bundle
 from rankscope.evidence.canary.judge import CANARIES
 from rankscope.record import Coverage, Run
@@ -75,6 +75,11 @@ def assess(run: Run) -> Assessment:
     Dispersion is compared in words with that of sampling alone. Only findings, exact equality of
     all workers, a record that ends early, and too few measurements set a severity.
     """
+    with ranks_of_job(run.info):
+        return _assess(run)
+
+
+def _assess(run: Run) -> Assessment:
     values = measure(run)
     findings = run.findings()
     progress = progress_of(run)
@@ -90,7 +95,7 @@ def assess(run: Run) -> Assessment:
         severity=_worst(findings, verdict.severity),
         headline=verdict.headline,
         statements=(
-            *filter(None, [describe_siblings(siblings)]),
+            *filter(None, [describe_siblings(siblings, run.info)]),
             *statements(values, findings, progress),
             *_describe_missing(run),
             *_describe_long(run),
@@ -289,8 +294,8 @@ def _describe_missing(run: Run) -> tuple[str, ...]:
         )
     for rank, steps in run.info.get("without_room", {}).items():
         sentences.append(
-            f"The gradient of rank {rank} was left out in {count(steps, 'step')}, which count as "
-            "not observed: the monitor's agent did not keep up."
+            f"The gradient of {name_ranks([int(rank)])} was left out in {count(steps, 'step')}, "
+            "which count as not observed: the monitor's agent did not keep up."
         )
     return tuple(sentences)
 

@@ -18,6 +18,7 @@ from rankscope.bus.plan import Plan
 from rankscope.bus.rules import finding_of
 from rankscope.bus.step import StepReport, as_recorded
 from rankscope.bus.steps import RecentBatches, StepBatch, batches_of
+from rankscope.bus.words import ranks_of_job
 from rankscope.errors import RunError
 from rankscope.evidence import EVIDENCE
 from rankscope.files import to_plain
@@ -222,9 +223,10 @@ def diagnose_run(run: Run) -> tuple[Finding, ...]:
     if "continues" in run.info:
         diagnosis.restore(_state_at_start(run))
     reports = run.iter_reports()
-    while together := list(islice(reports, _TOGETHER)):
-        diagnosis.observe_many(together)
-    diagnosis.close()
+    with ranks_of_job(run.info):
+        while together := list(islice(reports, _TOGETHER)):
+            diagnosis.observe_many(together)
+        diagnosis.close()
     return diagnosis.findings
 
 

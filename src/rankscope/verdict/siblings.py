@@ -1,7 +1,7 @@
 """The runs of one job: each of its data-parallel groups records one, and they share a verdict."""
 
 import glob
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class Sibling:
 def coordinate_of(info: Any) -> str:
     """Return a run's place among those of its job, in words; empty if the job has no other."""
     job = info.get("job")
-    return name_ranks(job["ranks"]) if job else ""
+    return name_ranks(job["ranks"], of_job=True) if job else ""
 
 
 def siblings_of(run: Run) -> list[Sibling]:
@@ -78,10 +78,15 @@ def worst_of(siblings: Iterable[Sibling]) -> Sibling | None:
     return max(faulty, key=lambda one: one.findings[0].severity, default=None)
 
 
-def describe_siblings(siblings: Iterable[Sibling]) -> str:
-    """Return the verdicts of a run's siblings, in a sentence; empty without any."""
+def describe_siblings(siblings: Iterable[Sibling], info: Mapping[str, Any]) -> str:
+    """Return the verdicts of a run's siblings, and its own ranks, in words; empty without any."""
     parts = [f"{one.path.name} ({one.ranks}): {_in_words(one)}" for one in siblings]
-    return f"This job has {count(len(parts), 'other run')}: {'; '.join(parts)}." if parts else ""
+    if not parts:
+        return ""
+    return (
+        f"This job has {count(len(parts), 'other run')}: {'; '.join(parts)}. This one's workers, "
+        f"which figures and tables number from 0, are {coordinate_of(info)} of the job."
+    )
 
 
 def _in_words(sibling: Sibling) -> str:

@@ -184,7 +184,9 @@ def _overlap(values: Values, finding: Finding) -> Verdict:
     adverb = "" if finding.severity is Severity.ERROR else "probably "
     if len(finding.ranks) == 1:
         rank = finding.ranks[0]
-        who = f"Rank {rank} {adverb}draws samples that belong to other workers"
+        who = (
+            f"{name_ranks([rank]).capitalize()} {adverb}draws samples that belong to other workers"
+        )
     else:
         who = f"The workers' shards {adverb}overlap"
     draws = _number(finding, "drawn_from_others") + _number(finding, "shared_inside_steps")

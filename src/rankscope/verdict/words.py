@@ -11,7 +11,7 @@ import numpy as np
 from rankscope.bus.finding import Finding
 from rankscope.bus.rules import RULES
 from rankscope.bus.step import MISSING_INT
-from rankscope.bus.words import count, name_ranks
+from rankscope.bus.words import count, name_ranks, ranks_of_job
 from rankscope.record import Run
 from rankscope.verdict.assessment import Assessment
 from rankscope.verdict.dispersion import dispersion_figures, short
@@ -288,6 +288,11 @@ class VerdictWords:
 
 def verdict_of(run: Run, assessment: Assessment, key: str = "") -> VerdictWords:
     """Return a run's verdict in words; ``key`` begins the ids of its findings."""
+    with ranks_of_job(run.info):
+        return _verdict_of(run, assessment, key)
+
+
+def _verdict_of(run: Run, assessment: Assessment, key: str) -> VerdictWords:
     found = ranked(run.findings())
     causes = explanations(found)
     return VerdictWords(

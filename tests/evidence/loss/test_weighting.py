@@ -10,7 +10,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT, as_recorded
 from rankscope.bus.weighting import TokenSums, are_alike, as_matrix, follow_tokens, log_spread
 from rankscope.evidence.loss.judge import MICRO, STARVED, TokenWeighting
-from rankscope.evidence.loss.scale import ONE_WORKER, SHORT_WINDOW, LossScale
+from rankscope.evidence.loss.scale import LONG_WINDOW, ONE_WORKER, SHORT_WINDOW, LossScale
 from rankscope.record.states import pack_state, unpack_state
 from support.stepping import describe, evidence_of, words
 from support.streams import gathered
@@ -298,6 +298,28 @@ def test_one_over_the_workers_is_right_where_a_loop_adds_up_their_gradients(summ
         seen.gathered.workers["summed_workers"][:] = summed
         evidence += evidence_of(detector, seen)
     assert len(evidence) == found
+
+
+def test_a_window_that_adds_to_what_was_left_is_not_short():
+    detector, found = LossScale(W), []
+    for step, micro in enumerate([4, 4, 2, 4]):
+        seen = observation(step, *constant(1 / 4, micro=micro, steps=1)[0])
+        seen.gathered.workers["grad_carried_over"][:] = micro == 2
+        found += evidence_of(detector, seen)
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("others", "severity"), [([], Severity.WARNING), ([2], Severity.NOTE)], ids=["rest", "varied"]
+)
+def test_the_rest_of_an_epoch_that_stays_in_the_gradient_is_named(others, severity):
+    sizes = [*others, *([4] * 5 + [6]) * 3]
+    steps = [constant(1 / 4, micro=micro, steps=1)[0] for micro in [4, *sizes]]
+    found = watch(LossScale(W), steps)
+    evidence = found[LONG_WINDOW]
+    assert (evidence.severity, evidence.count) == (severity, 3)
+    assert "with 6 micro-batches, the gradient is 1.5 times their mean" in describe(evidence)[0]
+    assert set(found) == {LONG_WINDOW, *([SHORT_WINDOW] if others else [])}
 
 
 def test_a_factor_of_the_number_of_stages_is_a_warning():

@@ -171,7 +171,7 @@ class Axes(Director):
             drawn = {share.random for share in shares_T}
             fields = {
                 "axis": axis,
-                "ranks": name_ranks(line),
+                "ranks": name_ranks(line, of_job=True),
                 "values": " against ".join(dict.fromkeys(one for each in losses for one in each)),
                 "apart": f"{apart:.2g}",
                 "why": _MASKS.format(axis=axis) if len(drawn) > 1 else _SUMS.format(axis=axis),
@@ -183,7 +183,7 @@ class Axes(Director):
         if lost:
             fields = {
                 "axis": axis,
-                "ranks": name_ranks(line),
+                "ranks": name_ranks(line, of_job=True),
                 "kept": f"{offered - lost:,}",
                 "offered": f"{offered:,}",
                 "each": f"{lost // (len(line) - 1):,}",

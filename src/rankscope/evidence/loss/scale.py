@@ -24,6 +24,9 @@ ONE_WORKER = "loss-scale-one-worker"
 SHORT_WINDOW = "loss-scale-short-window"
 """Key of the finding of updates with fewer micro-batches than the loss was divided by."""
 
+LONG_WINDOW = "loss-scale-long-window"
+"""Key of the finding of updates with more micro-batches than the loss was divided by."""
+
 _UNKNOWN = (
     " Nothing is wrong if the loss that rankscope sees is divided already, for instance by all "
     "workers' tokens."
@@ -62,6 +65,7 @@ _STEPS = 8
 _STEPS_OF_ONE = 3
 _MANY_SHORT = 8
 _OFTEN_SHORT = 0.25  # of all steps
+_FEWEST_LONG = 2
 _POWERS = 3
 _LARGEST = 1e300  # the sum over any number of workers is finite
 
@@ -78,7 +82,9 @@ class LossScale(Detector):
     the reduction does not count.
 
     An update with fewer micro-batches than others, whose losses are divided by the number that the
-    others have, counts less than these. That is a note, and a warning where it happens often.
+    others have, counts less than these. That is a note, and a warning where it happens often. One
+    with more micro-batches counts more: a warning, as the rest of an epoch stays in the gradient,
+    unless windows vary in both directions.
 
     A gradient scaler multiplies, too, by a number that changes while it runs and hides any other
     factor. Three powers of two, or one from 1,024 on, count as one, unless it is the number of
@@ -121,7 +127,7 @@ class LossScale(Detector):
         self._summed = math.nan if by_loop else 1.0  # workers' gradients that are added up
         self._schedule = math.nan  # factor of a pipeline schedule after the backward passes
         self._differing = _DifferingWorkers()
-        self._short = _ShortWindows()
+        self._windows = _UnevenWindows()
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
         """Process a step's multipliers; report wrong ones."""
@@ -158,8 +164,9 @@ class LossScale(Detector):
             self._notice_scaler(scale, micro)
         if math.isnan(scale):
             return
-        if not self._scaler and not self._sums.found:
-            yield from self._short.observe(gathered.step, scale, micro, self._num_workers)
+        whole = not workers["grad_carried_over"].any()  # else the update took more micro-batches
+        if whole and not self._scaler and not self._sums.found:
+            yield from self._windows.observe(gathered.step, scale, micro, self._num_workers)
         if step.alike("schedule_scale"):
             self._schedule = float(workers["schedule_scale"][0])
             scale *= self._schedule
@@ -282,13 +289,14 @@ def _mean(step: Step, scales_W: Floats) -> float:
     return float(scales_W.mean())
 
 
-class _ShortWindows(Stateful):
-    """Updates with fewer micro-batches, whose losses are divided by the number that others have."""
+class _UnevenWindows(Stateful):
+    """Updates with other numbers of micro-batches, whose losses are divided by one number."""
 
     def __init__(self) -> None:
         self._full = 0  # micro-batches of the longest window, whose multipliers add up to 1
         self._num_steps = 0
-        self._span = PersistentFault()
+        self._short = PersistentFault()
+        self._long = PersistentFault()
 
     def observe(
         self, step: int, scale: float, micro: int, num_workers: int
@@ -297,22 +305,27 @@ class _ShortWindows(Stateful):
         self._num_steps += 1
         if math.isclose(scale, 1, rel_tol=_CLOSE):
             self._full = max(self._full, micro)
-        short = micro < self._full and math.isclose(scale * self._full, micro, rel_tol=_CLOSE)
-        if not short:
+        uneven = micro != self._full > 0
+        if not (uneven and math.isclose(scale * self._full, micro, rel_tol=_CLOSE)):
             return
-        self._span.see(step)
-        often = self._span.count >= max(_MANY_SHORT, _OFTEN_SHORT * self._num_steps)
-        yield self._span.evidence(
+        is_short = micro < self._full
+        span = self._short if is_short else self._long
+        span.see(step)
+        often = span.count >= max(_MANY_SHORT, _OFTEN_SHORT * self._num_steps)
+        if not is_short and span.count < _FEWEST_LONG:
+            return
+        serious = often if is_short else not self._short.count  # else windows vary on purpose
+        yield span.evidence(
             "loss.scale",
-            Severity.WARNING if often else Severity.NOTE,
+            Severity.WARNING if serious else Severity.NOTE,
             range(num_workers),
             {
                 "micro": count(micro, "micro-batch", "micro-batches"),
                 "full": self._full,
                 "ratio": f"{scale:.4g}",
             },
-            {"micro_batches": micro, "of": self._full, "steps": self._span.count},
-            key=SHORT_WINDOW,
+            {"micro_batches": micro, "of": self._full, "steps": span.count},
+            key=SHORT_WINDOW if is_short else LONG_WINDOW,
         )
 
 

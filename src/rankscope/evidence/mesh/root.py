@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from rankscope.bus.detector import FaultEvidence
 from rankscope.bus.finding import Finding, Severity
@@ -247,6 +248,9 @@ def _add_first(fault: _Fault, step: int, one: Replicated, apart: float, wait: in
         fault.add(step, one, apart, one.odd)
 
 
+_named = partial(name_ranks, of_job=True)
+
+
 def _where(lines: Mapping[_Line, _Line]) -> str:
     """Return the ranks of the job that differ, in words: ``ranks 0 and 1, and ranks 2 and 3``.
 
@@ -255,7 +259,7 @@ def _where(lines: Mapping[_Line, _Line]) -> str:
     parts = []
     for line, odd in sorted(lines.items())[:_MOST_LINES]:
         rest = [rank for rank in line if rank not in odd]
-        parts.append(f"{name_ranks(odd)} from {name_ranks(rest)}" if rest else name_ranks(line))
+        parts.append(_named(odd) + f" from {_named(rest)}" if rest else _named(line))
     if len(lines) > _MOST_LINES:
         parts.append(count(len(lines) - _MOST_LINES, "other group"))
     return ", and ".join(parts)

@@ -16,7 +16,7 @@ from rankscope.bus.detector import Detector, FaultEvidence
 from rankscope.bus.evidence import Compares, Table
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep
-from rankscope.bus.words import count
+from rankscope.bus.words import count, name_ranks
 from rankscope.evidence import find_column
 from rankscope.evidence.outliers.parts import SignalSet, WorkerSignal
 from rankscope.stats.arrays import Floats
@@ -175,7 +175,7 @@ def _what(fault: Fault, num_workers: int) -> str:
         of_totals = [pair for pair in traces if not pair[0].group]
         for signal, trace in of_totals or traces[:1]:
             size = _apart(signal, trace) if pair else _size(signal, trace)
-            whose = f" (rank {worker})" if fault.tie and not pair else ""
+            whose = f" ({name_ranks([worker])})" if fault.tie and not pair else ""
             found.setdefault(signal.name, _phrase(signal, trace, size) + whose)
     return ", ".join(found.values()) or "too little by now to tell"
 

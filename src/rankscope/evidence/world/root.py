@@ -336,7 +336,7 @@ def _named(names: Sequence[str]) -> str:
 
 
 def _listed_groups(groups: Sequence[Sequence[int]]) -> str:
-    named = [name_ranks(ranks) for ranks in groups[:_MOST_NAMED]]
+    named = [name_ranks(ranks, of_job=True) for ranks in groups[:_MOST_NAMED]]
     rest = len(groups) - len(named)
     return "; ".join([*named, *([count(rest, "other group")] if rest else [])])
 
