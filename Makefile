@@ -20,21 +20,14 @@ FUZZ_FLAGS ?=
 EAGER_FLAGS ?= tests/scope tests/wrappers tests/evidence tests/integrations tests/reduce
 MUTANTS_FLAGS ?=
 
-.PHONY: demo two-runs study collect test eager check bench faults mutants fuzz field chaos gpu docs packaging format clean
+.PHONY: demo test eager check bench faults mutants fuzz field chaos gpu docs packaging format clean
 
-demo: two-runs study ## a forgotten sampler, then the paper's experiment: minutes on 2 cores
-
-two-runs: $(VENV)/.study ## the demo's first half
+demo: $(VENV)/.study ## a forgotten sampler, then the paper's experiment: minutes on 2 cores
 	$(BIN)/rankscope demo --output $(DEMO_OUTPUT)-two-runs --overwrite
-
-study: $(VENV)/.study ## its second half
 	$(BIN)/rankscope study --output $(DEMO_OUTPUT) --overwrite $(DEMO_FLAGS)
 
 test: $(VENV)/.dev $(VENV)/.s3 ## all tests, in parallel
 	$(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --durations 40
-
-collect: $(VENV)/.dev ## what several processes of the tests would else compile each for itself
-	-$(BIN)/python -m pytest --collect-only -qq > /dev/null
 
 eager: $(VENV)/.dev $(VENV)/.s3 ## tests on real ranks, with all that comes due late due in the first 30 steps
 	RANKSCOPE_EAGER=1 $(BIN)/python -m pytest -m ranks --numprocesses $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder --timeout 900 $(EAGER_FLAGS)
