@@ -32,7 +32,8 @@ class Accumulation:
 
     At most as many forward passes make a step as came before some call of the optimizer so far. So
     a worker that leaves the optimizer out has as many steps as the others. Where a step ended too
-    early, so that the next one added to its gradients and an update took both, both count.
+    early, so that the next one added to its gradients and an update took both, both count. Passes
+    whose gradients were taken away before the update do not, if other updates took fewer.
 
     Several calls of a pipeline schedule may make an update. There a step has at least as many
     forward passes as each update so far took, even if gradients are taken away between the calls.
@@ -113,7 +114,8 @@ class Accumulation:
         """
         if not self._waits():
             self._waiting_passes = 0
-            self._dropped_passes = num_passes if self._reduced else 0
+        if self._reduced and all(part.state() is None for part in self._parts):
+            self._dropped_passes = num_passes
         self._old = [part for part in self._parts if part.is_unchanged(part.applied, whole=True)]
         used = [part for part in self._parts if part.is_used or self._num_updates < _FEW_UPDATES]
         adds = bool(self._old) and len(self._old) == len(used)
@@ -137,7 +139,8 @@ class Accumulation:
         """
         if in_calls and num_passes < self._fewest_passes:
             return True
-        if num_passes >= (self._most_passes or _MOST_AT_FIRST):
+        most = max(self._most_passes, self._fewest_passes)
+        if num_passes >= (most or _MOST_AT_FIRST):
             return False
         return self._waits()
 

@@ -63,7 +63,7 @@ class NonFinite(Detector):
         in_loss = _has_bad_loss(gathered, ranks)
         for rank in ranks.tolist():
             self._seen[rank] = "loss" if in_loss else self._seen.get(rank, "gradient")
-        skipped = _was_skipped(gathered) or _was_dropped(gathered)
+        skipped = True if _was_dropped(gathered) else _was_skipped(gathered)
         self._skips_in_a_row = self._skips_in_a_row + 1 if skipped else 0
         self._applied = self._applied or skipped is False
         stuck = self._skips_in_a_row >= _SKIPS_IN_A_ROW and not common_scale(gathered) > 1
@@ -168,9 +168,9 @@ def _was_skipped(gathered: GatheredStep) -> bool | None:
     return not calls_W.any()
 
 
-def _was_dropped(gathered: GatheredStep) -> bool | None:
-    """Return whether the optimizer got a finite gradient all the same; None if not or unknown."""
-    return bool(np.isfinite(gathered.workers["reduced_norm"]).all()) or None
+def _was_dropped(gathered: GatheredStep) -> bool:
+    """Return whether the optimizer is known to have got a finite gradient all the same."""
+    return bool(np.isfinite(gathered.workers["reduced_norm"]).all())
 
 
 def _has_bad_loss(gathered: GatheredStep, ranks: Ints) -> bool:
