@@ -134,8 +134,8 @@ def test_only_the_slow_rank_is_busy_for_long(trained, name, slow):
     busy_TW = busy(trained, name)
     assert np.isnan(busy_TW[0]).all()
     assert (busy_TW[1:, slow] > SLEEP).all()
-    typical_W = np.median(busy_TW[1:], axis=0)
-    assert (np.delete(typical_W, slow) < typical_W[slow]).all()
+    least_W = busy_TW[1:].min(axis=0)  # in some step no other process is in the way
+    assert (np.delete(least_W, slow) < least_W[slow]).all()
     seconds_TW = Run.open(trained / name).per_worker("step_seconds")[1]
     assert (np.median(seconds_TW[1:], axis=0) > SLEEP).all()
     assert (busy_TW[2:] < seconds_TW[2:] + seconds_TW[1:-1]).all()
@@ -159,7 +159,7 @@ def test_there_is_no_note_when_all_load_slowly(trained):
 def test_all_micro_batches_of_a_step_count_observed_or_not(trained):
     busy_TW = busy(trained, "accumulated")
     assert (busy_TW[1:, 1] > SLEEP).all()
-    assert (np.median(busy_TW[1:, [0, 2]], axis=0) < np.median(busy_TW[1:, 1])).all()
+    assert (busy_TW[1:, [0, 2]].min(axis=0) < busy_TW[1:, 1].min()).all()
 
 
 def test_the_step_after_a_backward_pass_that_raised_is_not_known(trained):
