@@ -227,9 +227,7 @@ def a_parameter_that_is_unfrozen_later_is_named_and_left_out() -> None:
         assert tap.collect() is not None
     if dist.get_rank() == 0:
         (warning,) = warnings
-        assert warning.startswith(
-            "embedding.weight and perhaps others train since they were frozen"
-        )
+        assert warning.startswith("embedding.weight and perhaps others were frozen when watch()")
     tap.remove()
 
 

@@ -19,6 +19,7 @@ from rankscope.agent.summary import HostSummary
 from rankscope.bus.evidence import Source, Table
 from rankscope.bus.messages import Layout, Messages
 from rankscope.bus.step import GatheredStep, StepReport
+from rankscope.bus.words import name_ranks
 from rankscope.evidence import EVIDENCE, columns_of
 
 
@@ -136,10 +137,10 @@ class Assembly:
     def _note_lost(self, rank: int, step: int, gap: int) -> None:
         if not self.lost_of:
             _log.warning(
-                "rank %d: its data up to step %d was lost on the way, of %d steps, which are not "
+                "%s: its data up to step %d was lost on the way, of %d steps, which are not "
                 "recorded: the link to its host was broken or too slow. This warning is not "
                 "repeated; run.json counts the lost messages of each rank",
-                rank,
+                name_ranks([rank]),
                 step - 1,
                 gap,
             )

@@ -238,9 +238,8 @@ class FSDP2Tap(GradientTap):
         named = sorted(names)
         if named and not self._left_out and dist.get_rank() == self._groups[0].ranks[0]:
             _log.warning(
-                "%s and perhaps others train since they were frozen when watch() was called: their "
-                "gradients are not measured. Call watch() after the last parameter is unfrozen, or "
-                "leave it",
+                "%s and perhaps others were frozen when watch() was called, and train now: their "
+                "gradients are not measured. To measure them, call watch() after they are unfrozen",
                 shortened(named, 2),
             )
         self._left_out = True

@@ -300,6 +300,17 @@ def test_one_over_the_workers_is_right_where_a_loop_adds_up_their_gradients(summ
     assert len(evidence) == found
 
 
+@pytest.mark.parametrize(("divided", "found"), [(False, 0), (True, 13)])
+def test_a_sum_is_counted_once_where_the_tokens_of_all_workers_divide(divided, found):
+    detector, evidence = LossScale(W), []
+    for step, parts in enumerate(constant(1 / W)):
+        seen = observation(step, *parts)
+        seen.gathered.workers["summed_workers"][:] = W
+        seen.gathered.workers["loss_divided"][:] = divided
+        evidence += evidence_of(detector, seen)
+    assert len(evidence) == found
+
+
 def test_a_window_that_adds_to_what_was_left_is_not_short():
     detector, found = LossScale(W), []
     for step, micro in enumerate([4, 4, 2, 4]):

@@ -16,6 +16,7 @@ from rankscope.bus.finding import TIMES_LATELY, Finding
 from rankscope.bus.packing import PackedError, unpack_batch
 from rankscope.bus.probe import DirectedRun, Director, Request
 from rankscope.bus.step import GatheredStep
+from rankscope.bus.words import name_ranks
 from rankscope.errors import RunError
 from rankscope.evidence.canary.bundle import ReplayBundle, save_bundle
 from rankscope.evidence.canary.schedule import (
@@ -115,7 +116,9 @@ class CanaryDirector(Director):
         try:
             answer = CanaryAnswer.unpack(content)
         except PackedError as error:
-            self._log(logging.INFO, f"an answer of rank {rank} to a canary is lost: {error}")
+            self._log(
+                logging.INFO, f"an answer of {name_ranks([rank])} to a canary is lost: {error}"
+            )
             return
         if answer.ends:
             self._end(rank, answer.declined)
@@ -125,7 +128,7 @@ class CanaryDirector(Director):
         if self._sent:
             self._late = max(self._late, answer.late)
             if answer.declined:
-                self._declined = f"rank {rank} could not run it ({answer.declined})"
+                self._declined = f"{name_ranks([rank])} could not run it ({answer.declined})"
             return
         if rank not in (planned.suspect, planned.peer):
             return
@@ -133,7 +136,7 @@ class CanaryDirector(Director):
             self._answers[rank] = answer
         else:
             why = answer.declined or f"{len(answer.batch)} bytes are too many"
-            self._give_up(planned, f"rank {rank} could not give its batch ({why})")
+            self._give_up(planned, f"{name_ranks([rank])} could not give its batch ({why})")
 
     def _send_batches(self) -> list[Request]:
         """Send the batches to all workers once both have arrived."""
@@ -209,10 +212,11 @@ class CanaryDirector(Director):
                 return
             self._announced = True
             later = "; those that follow on schedule are not announced"
+        suspect, peer = name_ranks([planned.suspect]), name_ranks([planned.peer])
         self._log(
             logging.INFO,
-            f"before step {planned.run_at} every worker replayed a batch of rank {planned.suspect} "
-            f"twice and one of rank {planned.peer}: {cost:.2f} s, which do not count as the "
+            f"before step {planned.run_at} every worker replayed a batch of {suspect} "
+            f"twice and one of {peer}: {cost:.2f} s, which do not count as the "
             f"monitor's overhead{later}",
         )
 
@@ -228,7 +232,9 @@ class CanaryDirector(Director):
         """Run no canaries from now on."""
         if not self._ended:
             self._ended = True
-            self._log(logging.INFO, f"no more canaries in this run: rank {rank} answered {why!r}")
+            self._log(
+                logging.INFO, f"no more canaries in this run: {name_ranks([rank])} answered {why!r}"
+            )
         self._plan.give_up()
         self._begin()
 

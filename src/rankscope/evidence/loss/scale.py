@@ -107,11 +107,12 @@ class LossScale(Detector):
     ``ranks_each``: the job's ranks for each worker, along other axes of its mesh.
     """
 
-    SETTINGS = ("_num_workers", "_ranks_each")
+    SETTINGS = ("_num_workers", "_ranks_each", "_by_loop")
 
     def __init__(self, num_workers: int, ranks_each: int = 1, *, by_loop: bool = False) -> None:
         self._num_workers = num_workers
         self._ranks_each = ranks_each
+        self._by_loop = by_loop
         self._sums = TokenSums()
         self._scaler = False
         self._powers: set[int] = set()
@@ -185,7 +186,9 @@ class LossScale(Detector):
     def _observe_mean(
         self, gathered: GatheredStep, scale: float, micro: int
     ) -> Iterable[FaultEvidence]:
-        right = any(math.isclose(scale * by, 1, rel_tol=_CLOSE) for by in (1, self._summed))
+        counted = self._divided and not self._by_loop  # the multipliers are those of the sum then
+        wanted = (1.0,) if counted else (1.0, self._summed)
+        right = any(math.isclose(scale * by, 1, rel_tol=_CLOSE) for by in wanted)
         silent = self._scaler or self._sums.found or right
         factor = ""
         if not silent and math.isnan(self._summed):
