@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rankscope.bus.replicas import StateDifference, TensorTrace
+from rankscope.bus.replicas import StateDifference, StateKind, TensorTrace
 from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.consensus import Consensus
 from rankscope.stats.direction import from_upper_triangle, upper_triangle
@@ -188,6 +188,16 @@ def as_recorded(report: StepReport) -> StepReport:
 def has_micro_batches(step: GatheredStep) -> bool:
     """Return whether some worker had two or more micro-batches."""
     return max(map(len, step.micro_losses), default=0) >= 2
+
+
+def trains_alone(step: GatheredStep) -> bool | None:
+    """Return whether each worker's optimizer gets its own gradients; None where it is not known."""
+    if not (step.workers["unreduced"] == 1).all():
+        return False
+    if (step.workers["param_digest"] == MISSING_INT).any():
+        return None
+    own = (StateKind.REDUCED, StateKind.APPLIED)
+    return any(difference.kind in own for difference in step.differences)
 
 
 def has_groups(step: GatheredStep) -> bool:

@@ -119,12 +119,11 @@ class CanaryVerdicts(Detector):
         verdict = judge_step(gathered, results, differing=tuple(sorted(differing)))
         if verdict.verdict is CanaryCause.DATA and results.suspect not in self._suspected():
             return ()
-        if (  # workers hold parameters of their own, which explain other results
-            verdict.verdict in _BETWEEN
-            and self._left_out_at is not None
-            and gathered.step - self._left_out_at <= 2 * ROLES_EVERY
-        ):
-            return ()
+        left_out_at = self._left_out_at
+        own = left_out_at is not None and gathered.step - left_out_at <= 2 * ROLES_EVERY
+        alone = verdict.verdict is CanaryCause.STATE and step.all_true("unreduced")
+        if alone or (own and verdict.verdict in _BETWEEN):
+            return ()  # workers hold parameters of their own, which explain other results
         key = _KINDS[verdict.verdict][0]
         fault = self._faults.setdefault(key, _CanaryFault(gathered.step))
         fault.add(gathered.step, verdict, results)

@@ -10,7 +10,7 @@ from rankscope.bus.pace import PACE
 from rankscope.bus.packing import PackedError
 from rankscope.bus.plan import Plan
 from rankscope.bus.probe import DirectedRun, Director, Request
-from rankscope.bus.step import GatheredStep
+from rankscope.bus.step import GatheredStep, trains_alone
 from rankscope.bus.words import shortened
 from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.evidence.reference.slopes import judge_slopes
@@ -32,6 +32,7 @@ _NO_ONE_MODEL = (
 )
 _MOST_NAMED = 3
 _MOST_STEPS = 4  # that wait for the workers' other messages
+_ALONE = "no reduction has seen the gradients that the optimizer was given"
 
 
 class Verifications(Director):
@@ -94,7 +95,7 @@ class Verifications(Director):
         if reasons:
             everyone = len(reasons) == self._num_workers
             return declined(reasons[min(reasons)], () if everyone else list(reasons), step.step)
-        why = self._why_not(parts)
+        why = self._why_not(parts) or (_ALONE if trains_alone(step) else "")
         if why:
             return declined(why, (), step.step)
         parts_W = [parts[rank] for rank in range(self._num_workers)]

@@ -33,6 +33,10 @@ _MASK = (1 << 64) - 1
 _MOST_SLOTS = 1024  # in memory
 _SLOT_EACH_STEP = PACE.state_in_turn
 """Steps of a run that have a slot each, to compare the initial state at once."""
+_ALONE_STEPS = 7
+"""Steps in a row that share a slot where no reduction is seen: an average of the parameters shows
+as a tensor that differs in one step and not in the next. A prime, as few averages come in its
+multiples."""
 _MOST_UNSENT = 8
 """Steps without a broadcast by DDP after which none is expected. One step has none after an
 evaluation, which has already broadcast."""
@@ -84,6 +88,8 @@ class StateMeter:
         )
         self._spacing = spacing
         self._local_steps = local_steps
+        self.alone = False  # whether each worker trains alone, as far as the root knows
+        self._next: tuple[int, bool] | None = None  # step from which that changes
         self._sums_by_hand = sums_by_hand
         self._replicated = replicated
         self._plan: DigestSchedule | None = None
@@ -111,11 +117,14 @@ class StateMeter:
         between.
         """
         self._clear()
+        if self._next is not None and step >= self._next[0]:
+            self.alone = self._next[1]
+            self._next = None
         self._first_step = step if self._first_step is None else self._first_step
         self._roles_due = is_role_step(step, self._first_step)
         number, between = (step, 0) if step < _SLOT_EACH_STEP else divmod(step, self._spacing)
-        if self._local_steps:
-            number = step // self._local_steps
+        if self._local_steps or self.alone:
+            number = step // (self._local_steps or _ALONE_STEPS)
             between = 0
         if between:
             return
@@ -129,6 +138,10 @@ class StateMeter:
                 self._seen.buffers = self._read(slot.cached.buffers, slot.read_before, tensors)
         except Exception as error:  # a model that cannot be listed
             self._warn_once(error)
+
+    def change_schedule(self, step: int, *, alone: bool) -> None:
+        """Read the same tensors in several steps from ``step`` on, or no longer."""
+        self._next = step, alone
 
     def before_forward(self) -> None:
         """Count the steps in which DDP broadcasts no buffers: the first pass is about to begin."""

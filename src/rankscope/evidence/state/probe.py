@@ -168,7 +168,9 @@ class StateProbe(Probe):
 
     def after_update(self, optimizer: Any, *, complete: bool) -> None:
         """Read the new state, if it is complete; the last call counts."""
-        if complete and self._updates_all and self._meter is not None:
+        if self._meter is None or self._meter.alone:  # an average may follow
+            return
+        if complete and self._updates_all:
             self._meter.see_state()
             self._is_read = True
 
@@ -206,6 +208,11 @@ class StateProbe(Probe):
         if self._meter is not None:
             self._meter.collect()
         self._step = -1
+
+    def on_request(self, step: int, content: bytes) -> None:
+        """Change the schedule of digests from a step on, as all ranks do."""
+        if self._meter is not None:
+            self._meter.change_schedule(step, alone=content == b"alone")
 
     def abort(self) -> None:
         """Forget a step that was never finished."""

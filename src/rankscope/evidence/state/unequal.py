@@ -5,7 +5,7 @@ where no two agree, all are named.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,11 @@ HEALED_AFTER = 128
 """Steps without a difference, after which a fault is over: two cycles of the digest schedule."""
 
 AVERAGES = "averages-differ"
+
+_AVERAGED = frozenset(
+    ("sync.not_reduced", "sync.gradients_differ", "state.parameters_differ", "state.optimizer_differs")
+)
+"""What differs from average to average of the parameters, where each worker trains alone."""
 
 _SCALED = 1e-3
 _SAME_NORM = 1e-4
@@ -95,6 +100,7 @@ class UnequalState(Detector):
         self._local_buffers = local_buffers or local_steps > 0
         self._local_steps = local_steps
         self._between = _Between(-1)
+        self._averages = _Averages()
         self._sharing = SharedWork()
         self._faults: dict[str, _Difference] = {}
         self._applied_alike = False  # in the last step with digests of applied gradients
@@ -105,6 +111,9 @@ class UnequalState(Detector):
             return ()
         gathered = step.gathered
         found: list[FaultEvidence] = []
+        if not self._local_steps and self._averages.observe(step):
+            known = (key for key in self._faults if key in _AVERAGED)
+            found += [self._evidence(key, self._faults[key]) for key in known]
         for seen in self._differences(step):
             fault = self._faults.setdefault(seen.key, _Difference(seen.cause))
             fault.add(gathered.step, seen)
@@ -120,8 +129,10 @@ class UnequalState(Detector):
             self._local_buffers and key == "state.buffers_differ"
         )
         meant |= key == _LEFT_OUT and not self._replicated
-        severity = Severity.NOTE if meant else Severity.ERROR
-        return fault.describe(key, severity, self._num_workers)
+        averaged = self._averages.open and key in _AVERAGED
+        severity = Severity.NOTE if meant or averaged else Severity.ERROR
+        more = self._averages.fields() if averaged else {}
+        return fault.describe(key, severity, self._num_workers, more)
 
     def _differences(self, step: Step) -> Iterable["_Seen"]:
         """Yield the differences in a step."""
@@ -254,6 +265,58 @@ class UnequalState(Detector):
             yield _changed_later(gathered, applied, _odd(applied, replicas_W))
 
 
+class _Averages(Stateful):
+    """Averages of the parameters that no plan declares: local SGD, DiLoCo.
+
+    No reduction of gradients is seen, and parameters that differed in the step before are equal,
+    though the workers' gradients of them were not.
+    """
+
+    def __init__(self) -> None:
+        self.open = False  # whether the training averages, as far as is known
+        self._apart: set[str] = set()  # parameters that differed when last compared
+        self._first = -1  # the first step that showed a difference
+        self._last = -1  # the last step with an average
+        self._steps = 0  # most steps from one seen average to the next
+        self._count = 0
+
+    def observe(self, step: Step) -> bool:
+        """Process a step; return whether it has shown the first average, or too long none."""
+        number = step.gathered.step
+        was_open = self.open
+        if not step.all_true("unreduced"):
+            self.open = False
+        elif step.all_known("param_digest"):
+            by_kind: dict[StateKind, set[str]] = {}
+            for each in step.gathered.differences:
+                by_kind.setdefault(each.kind, set()).add(each.name)
+            apart = by_kind.get(StateKind.PARAMETER, set())
+            own = by_kind.get(StateKind.REDUCED, set()) | by_kind.get(StateKind.APPLIED, set())
+            if not apart and own & self._apart:
+                self._see(number)
+            elif apart and self._first < 0:
+                self._first = number
+            self._apart = apart
+        if self.open:
+            self.open = number - self._last <= _PATIENCE * self._steps + HEALED_AFTER
+        return self.open != was_open
+
+    def _see(self, number: int) -> None:
+        before = self._last if self._count else self._first - 1
+        self._steps = max(self._steps, number - before)
+        self._last = number
+        self._count += 1
+        self.open = True
+
+    def fields(self) -> Mapping[str, object]:
+        """Return what the templates of notes say of averages."""
+        return {"met": f"{self._last:,}", "averages": count(self._count, "time")}
+
+
+_PATIENCE = 4
+"""Times the longest pause between averages, after which they have ended."""
+
+
 class _Between(Stateful):
     """The steps of one interval between two averages: in one of them, the workers have to agree."""
 
@@ -301,14 +364,17 @@ class _Difference(PersistentFault):
         self._words = self._words or seen.words
         self._names |= dict.fromkeys(seen.names, True)
 
-    def describe(self, key: str, severity: Severity, num_workers: int) -> FaultEvidence:
-        """Return the evidence so far."""
+    def describe(
+        self, key: str, severity: Severity, num_workers: int, more: Mapping[str, object]
+    ) -> FaultEvidence:
+        """Return the evidence so far, with ``more`` fields for its template."""
         fields = {
             "differ": "differs" if len(self.ranks) == 1 else "differ",
             "names": f" ({shortened(list(self._names), 3)})" if self._names else "",
             "words": self._words,
             **(_SOME_APART if len(self.ranks) < num_workers else _ALL_APART),
             "over": " It is over now." if not self.open else "",
+            **more,
         }
         numbers: dict[str, Any] = {"steps": self.count, **named(list(self._names))}
         if self.cause == "sync.gradients_differ":

@@ -1,0 +1,46 @@
+"""Parameters that are averaged now and then, by no plan: recognised, and until then an error."""
+
+import pytest
+import torch
+
+from rankscope import Run
+from rankscope.bus.finding import Severity
+from support.loops import Loop
+from support.models import make_batch
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+STEPS = 60
+
+
+def train(rank, folder, every):
+    """Train alone, with an average of the parameters after every so many steps; 0 for never."""
+    loop = Loop(rank, folder)
+    for step in range(STEPS):
+        with loop.ddp.no_sync():
+            loop.ddp(**make_batch(rank, step))["loss"].backward()
+        loop.optimizer.step()
+        loop.optimizer.zero_grad()
+        if every and step % every == every - 1:
+            for parameter in loop.ddp.parameters():
+                torch.distributed.all_reduce(parameter.data, torch.distributed.ReduceOp.SUM)
+                parameter.data /= torch.distributed.get_world_size()
+    loop.close()
+
+
+def train_all(rank, folder):
+    for every in (0, 11):
+        train(rank, f"{folder}/{every}", every)
+
+
+def test_averages_are_recognised_and_training_alone_is_an_error(tmp_path):
+    run_ranks(train_all, 2, str(tmp_path))
+    alone = {f.id: f for f in Run.open(tmp_path / "0").findings()}
+    assert alone["sync.not_reduced"].severity is Severity.ERROR
+    assert alone["state.parameters_differ"].severity is Severity.ERROR
+    averaged = {f.id: f for f in Run.open(tmp_path / "11").findings()}
+    assert [f.id for f in averaged.values() if f.severity > Severity.NOTE] == []
+    finding = averaged["sync.not_reduced"]
+    assert "equal again now and then" in finding.explanation
+    assert "local_steps" in finding.next_check
