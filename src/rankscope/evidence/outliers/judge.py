@@ -41,10 +41,11 @@ from rankscope.evidence.outliers.parts import (
     total_signals,
     totals_of,
 )
-from rankscope.stats.arrays import Floats
+from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.bets import AT_ONCE
 from rankscope.stats.budget import AMOUNTS, OUTLIERS, alarm_level
-from rankscope.stats.state import State, StateError
+from rankscope.stats.draws import SortedMap
+from rankscope.stats.state import State, Stateful, StateError
 
 FACTOR = 1.75
 """Ratio to the median, or one over it, from which an amount counts as different."""
@@ -131,6 +132,7 @@ class WorkerOutliers(OutlierSearch):
         self._gross = GrossOutliers([signal.how.label for signal in signals], num_workers)
         self._values = GrossValues(num_workers)
         self._left_out: list[int] = []
+        self._visits = RecentVisits()
 
     def observe(self, steps: StepBatch) -> Iterator[Iterable[FaultEvidence]]:
         """Process consecutive steps; yield faults that begin, change, grow or heal."""
@@ -138,6 +140,7 @@ class WorkerOutliers(OutlierSearch):
             yield from ([] for _ in steps)
             return
         usable_TW = _usable(steps)
+        usable_TW[[self._visits.observe(step.gathered.samples) for step in steps]] = False
         sizes_TW = log_sizes(steps.columns.column("loss_weight"))
         at = 0
         while at < len(steps):
@@ -245,6 +248,7 @@ class WorkerOutliers(OutlierSearch):
             "group_names": self._group_names,
             "gross": self._gross.state(),
             "values": self._values.state(),
+            "visits": self._visits.state(),
         }
 
     def restore(self, state: State) -> None:
@@ -257,8 +261,50 @@ class WorkerOutliers(OutlierSearch):
                 self._groups.restore(state["groups"])
             self._gross.restore(state["gross"])
             self._values.restore(state["values"])
+            if "visits" in state:  # older records have none
+                self._visits.restore(state["visits"])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"this is not the state of a search for outliers: {error}") from error
+
+
+class RecentVisits(Stateful):
+    """The samples of the last steps, and who drew them.
+
+    Several updates may use the samples of one rollout, as in PPO. What is special about them then
+    shows again and again, and proves no more than once. Samples that are dealt to the workers anew
+    are drawn by others.
+    """
+
+    def __init__(self) -> None:
+        self._young = SortedMap(np.int32)
+        self._old = SortedMap(np.int32)
+        self._steps = 0
+
+    def observe(self, samples: Sequence[Ints]) -> bool:
+        """Process a step's samples; return whether most are those of the same workers' last steps."""
+        few = [_thinned(own) for own in samples[:_ASKED]]
+        drawn, at = np.unique(np.concatenate(few), return_index=True)
+        if not len(drawn):
+            return False
+        self._steps += 1
+        if self._steps % _GENERATION == 0:
+            self._old, self._young = self._young, SortedMap(np.int32)
+        ranks = np.repeat(np.arange(len(few)), [*map(len, few)])[at]
+        older, by_old = self._old.find(drawn)
+        newer, by = self._young.put(drawn, ranks)
+        own = np.where(newer, by == ranks, older & (by_old == ranks))
+        return 4 * int(own.sum()) > 3 * len(drawn)
+
+
+_ASKED = 16  # workers whose samples are remembered
+_FEW = 64  # samples of each, at least
+_GENERATION = 16  # steps; those of the last two are remembered
+
+
+def _thinned(samples: Ints) -> Ints:
+    """Return some of a worker's samples, always the same ones."""
+    share = 1 << max(0, (len(samples) // _FEW).bit_length() - 1)
+    return samples[samples % share == 0]
 
 
 def _usable(steps: StepBatch) -> NDArray[np.bool_]:
