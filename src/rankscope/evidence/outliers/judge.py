@@ -45,7 +45,7 @@ from rankscope.stats.arrays import Floats, Ints
 from rankscope.stats.bets import AT_ONCE
 from rankscope.stats.budget import AMOUNTS, OUTLIERS, alarm_level
 from rankscope.stats.draws import SortedMap
-from rankscope.stats.state import State, Stateful, StateError
+from rankscope.stats.state import State, StateError, Stateful
 
 FACTOR = 1.75
 """Ratio to the median, or one over it, from which an amount counts as different."""
@@ -281,7 +281,7 @@ class RecentVisits(Stateful):
         self._steps = 0
 
     def observe(self, samples: Sequence[Ints]) -> bool:
-        """Process a step's samples; return whether most are those of the same workers' last steps."""
+        """Process a step's samples; return whether most were the same workers' own just before."""
         few = [_thinned(own) for own in samples[:_ASKED]]
         drawn, at = np.unique(np.concatenate(few), return_index=True)
         if not len(drawn):
@@ -304,7 +304,8 @@ _GENERATION = 16  # steps; those of the last two are remembered
 def _thinned(samples: Ints) -> Ints:
     """Return some of a worker's samples, always the same ones."""
     share = 1 << max(0, (len(samples) // _FEW).bit_length() - 1)
-    return samples[samples % share == 0]
+    kept: Ints = samples[samples % share == 0]
+    return kept
 
 
 def _usable(steps: StepBatch) -> NDArray[np.bool_]:

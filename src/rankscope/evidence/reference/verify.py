@@ -27,7 +27,7 @@ Source of the bound: Higham, "Accuracy and Stability of Numerical Algorithms" (2
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
@@ -44,6 +44,7 @@ Bools = NDArray[np.bool_]
 _CLEAR = 100.0  # a gradient so many times its bound has a direction beyond rounding
 _VISIBLE = 2.0  # the same, if no gradient is so clear
 _EQUAL = 0.02  # relative: weights this close are the same
+_FACTORS = 3  # different ones show that each parameter has its own
 _UNCLEAR = 0.25  # standard error beyond which a weight is unknown
 
 
@@ -109,6 +110,8 @@ class Verification:
     odd: tuple[OddParameter, ...] = ()  # where most agree, or nothing was reduced
     num_parameters: int = 0
     blur: float = 0.0  # bound of rounding over the norm, for most parameters
+    held: tuple[str, ...] = ()  # parameters without a gradient after a sound reduction
+    shrunk: tuple[float, ...] = ()  # factors of others after it, where each has its own
 
     @property
     def ulps(self) -> float:
@@ -129,7 +132,14 @@ def verify(
         _Reference(step, name, weights_N)
         for name, weights_N in _weightings(step, tokens_W, meant).items()
     ]
-    for find in (_find_agreement, _find_factor, _find_odd, _find_unreduced, _find_weights):
+    for find in (
+        _find_agreement,
+        _find_factor,
+        _find_held,
+        _find_odd,
+        _find_unreduced,
+        _find_weights,
+    ):
         found = [one for one in map(find, references) if one is not None]
         if found:
             return min(found, key=_simplicity)
@@ -167,6 +177,12 @@ class _Step:
         self.roundoff_P = np.array(
             [UNIT_ROUNDOFF.get(t, UNIT_ROUNDOFF["float32"]) for t in self.types]
         )
+
+    def of_reduced(self) -> "_Step":
+        """Return the step with the gradients as the reduction left them."""
+        parts_W = [replace(part, given_PK=part.reduced_PK) for part in self.parts_W]
+        ends = np.cumsum(self.counts_W)[:-1]
+        return _Step(parts_W, np.split(self.scales_N, ends), self.scheduled)
 
     def sum_of(self, factors_N: Floats) -> Floats:
         """Return the weighted sum of all micro-batches' gradients, float64 ``[P, k]``."""
@@ -324,6 +340,34 @@ def _is_in_loss(step: _Step) -> bool:
     summed = step.parts_W[0].summed_workers * step.scheduled
     alike_N = step.scales_N * summed / step.num_workers
     return bool(_Reference(step, "backward", alike_N).agreeing(1.0).all())
+
+
+def _find_held(reference: _Reference) -> Verification | None:
+    """Return an answer where the reduced gradient agrees, and some of it was taken back after that.
+
+    A layer may be held back, on all workers. And each parameter may be clipped by its own norm: no
+    two such factors are the same.
+    """
+    step = reference.step
+    if step.changes is None:
+        return None
+    reduced = step.of_reduced()
+    sound = _find_agreement(_Reference(reduced, reference.weighting, reference.weights_N))
+    given_PK = step.given_W[0]
+    if sound is None or len(step.given) > 1:
+        return None
+    ratios_P = _ratios(given_PK, reduced.given_W[0])
+    size_P = _norms(reduced.given_W[0])
+    far_P = _norms(given_PK - np.nan_to_num(ratios_P)[:, None] * reduced.given_W[0])
+    rounding_P = 8 * (step.roundoff_P + UNIT_ROUNDOFF["float32"]) * size_P
+    if (far_P > rounding_P).any() or (ratios_P > 1 + _EQUAL).any() or (ratios_P < 0).any():
+        return None
+    held_P = (size_P > 0) & ~given_PK.any(axis=1)
+    others = ratios_P[(size_P > 0) & ~held_P & (ratios_P < 1 - _EQUAL)]
+    if len(others) and len(np.unique(np.round(others / _EQUAL))) < _FACTORS:
+        return None
+    held = tuple(name for name, one in zip(step.names, held_P, strict=True) if one)
+    return replace(sound, held=held, shrunk=tuple(map(float, others)))
 
 
 def _find_odd(reference: _Reference) -> Verification | None:

@@ -213,6 +213,11 @@ def _fields(found: Verification, num_workers: int, num_micro: int) -> dict[str, 
     clipped = ""
     if found.clipped != 1:
         clipped = f", times {found.clipped:.3g} after the reduction, as clipping does"
+    if found.shrunk:
+        least, most = f"{min(found.shrunk):.2g}", f"{max(found.shrunk):.2g}"
+        clipped += f", times {least} to {most} of each parameter's own after the reduction"
+    if found.held:
+        clipped += f", without {shortened(list(found.held), _MOST_NAMED)}, held back after it"
     place = "it became so in the reduction, or after it"
     if found.in_loss:
         place = "it was so when backward was called"

@@ -23,7 +23,7 @@ class AloneDirector(Director):
     def observe(
         self, step: GatheredStep, changed: Sequence[Finding], known: Sequence[Finding], newest: int
     ) -> Sequence[Request]:
-        """Process a step; request another schedule of digests where workers begin to train alone."""
+        """Process a step; request other digests once workers train alone."""
         alone = trains_alone(step)
         if alone is None or alone == self._alone:
             return ()

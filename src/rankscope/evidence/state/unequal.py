@@ -28,7 +28,12 @@ HEALED_AFTER = 128
 AVERAGES = "averages-differ"
 
 _AVERAGED = frozenset(
-    ("sync.not_reduced", "sync.gradients_differ", "state.parameters_differ", "state.optimizer_differs")
+    (
+        "sync.not_reduced",
+        "sync.gradients_differ",
+        "state.parameters_differ",
+        "state.optimizer_differs",
+    )
 )
 """What differs from average to average of the parameters, where each worker trains alone."""
 
