@@ -43,7 +43,7 @@ def judged(*, factor=1.0, losses=None, digests=({}, {}, {})):
     unknown = tuple(np.array([np.nan]) for _ in range(W))
     step = SimpleNamespace(
         step=5,
-        workers={"unreduced": np.zeros(W), "loss_divided": np.zeros(W)},
+        workers={"loss_divided": np.zeros(W)},
         micro_scales=unknown,
         micro_weights=unknown,
         micro_losses=unknown if losses is None else tuple(np.array([v]) for v in losses(values)),
@@ -93,7 +93,7 @@ def test_two_losses_of_the_same_samples_are_no_micro_batches(second, cause):
         root.take(rank, 5, share(terms[rank], given).pack())
     step = SimpleNamespace(
         step=5,
-        workers={"unreduced": np.zeros(W), "loss_divided": np.zeros(W)},
+        workers={"loss_divided": np.zeros(W)},
         micro_scales=(scales,) * W,
         micro_weights=(np.full(2, np.nan),) * W,
         micro_losses=(np.ones(2),) * W,

@@ -10,7 +10,7 @@ from rankscope.bus.pace import PACE
 from rankscope.bus.packing import PackedError
 from rankscope.bus.plan import Plan
 from rankscope.bus.probe import DirectedRun, Director, Request
-from rankscope.bus.step import GatheredStep, trains_alone
+from rankscope.bus.step import GatheredStep
 from rankscope.bus.words import shortened
 from rankscope.evidence.reference.share import ReferenceShare
 from rankscope.evidence.reference.slopes import judge_slopes
@@ -32,7 +32,6 @@ _NO_ONE_MODEL = (
 )
 _MOST_NAMED = 3
 _MOST_STEPS = 4  # that wait for the workers' other messages
-_ALONE = "no reduction has seen the gradients that the optimizer was given"
 
 
 class Verifications(Director):
@@ -95,7 +94,7 @@ class Verifications(Director):
         if reasons:
             everyone = len(reasons) == self._num_workers
             return declined(reasons[min(reasons)], () if everyone else list(reasons), step.step)
-        why = self._why_not(parts) or (_ALONE if trains_alone(step) else "")
+        why = self._why_not(parts)
         if why:
             return declined(why, (), step.step)
         parts_W = [parts[rank] for rank in range(self._num_workers)]
@@ -114,7 +113,8 @@ class Verifications(Director):
         except Exception as error:  # the run goes on without it
             _log.debug("a reference step could not be judged", exc_info=True)
             return declined(f"what was sent of it cannot be compared ({error})", (), step.step)
-        why = _proves_nothing(found, parts_W) if found.answer is ReferenceAnswer.AGREES else ""
+        unclear = found.answer in (ReferenceAnswer.AGREES, ReferenceAnswer.GRADIENT)
+        why = _proves_nothing(found, parts_W) if unclear else ""
         if why:
             return declined(why, (), step.step)
         most = max(len(part.terms_MPK) for part in parts_W)
@@ -176,7 +176,8 @@ def _proves_nothing(found: Verification, parts_W: Sequence[ReferenceShare]) -> s
     differing = _differing(parts_W)
     if differing:
         return _NO_ONE_MODEL.format(shortened(differing, _MOST_NAMED))
-    return _UNKNOWN_FACTOR if found.weighting == "backward" else ""
+    agrees = found.answer is ReferenceAnswer.AGREES
+    return _UNKNOWN_FACTOR if agrees and found.weighting == "backward" else ""
 
 
 def _differing(parts_W: Sequence[ReferenceShare]) -> list[str]:
