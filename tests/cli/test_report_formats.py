@@ -123,3 +123,12 @@ def test_a_run_whose_name_is_no_utf8(run_dir: Path, tmp_path: Path):
     assert "mod?le" in (run / "report.html").read_text("utf-8")
     assert "mod?le" in (run / "report.md").read_text("utf-8")
     assert json.loads((run / "report.json").read_text("utf-8"))["path"] == str(run)
+
+
+def test_the_name_of_the_output_chooses_the_format(run_dir, tmp_path):
+    assert call(run_dir, "--output", tmp_path / "a.md").exit_code in (0, 1)
+    assert (tmp_path / "a.md").read_text().startswith("## ")
+    refused = call(run_dir, "--output", tmp_path / "a.pdf")
+    assert isinstance(refused.exception, UsageError)
+    assert "print the page from a browser" in str(refused.exception)
+    assert not (tmp_path / "a.pdf").exists()

@@ -88,6 +88,21 @@ def chosen_formats(given: Sequence[str] | None, html: bool | None) -> list[Forma
     return [one for one in Format if str(one) in wanted]
 
 
+_SUFFIXES = {".html": "html", ".htm": "html", ".md": "md", ".json": "json"}
+
+
+def _format_named(output: Path | None, html: bool | None) -> list[str] | None:
+    """Return the format that the name of --output asks for; None if it asks for none."""
+    suffix = "" if output is None else output.suffix.lower()
+    if suffix == ".pdf":
+        raise UsageError(
+            f"--output {output}: expected a name that ends in .html, .md or .json; for a PDF, print "
+            "the page from a browser"
+        )
+    named = _SUFFIXES.get(suffix)
+    return None if named is None or html is not None else [named]
+
+
 def places(directory: Path, formats: Sequence[Format], output: Path | None) -> dict[Format, Path]:
     """Return where each format goes.
 
@@ -353,7 +368,7 @@ def report(
     The page is one file that opens offline. Exit code: 0 healthy, or nothing as severe as
     --fail-on; 1 findings at or above it; 2 bad usage or input.
     """
-    chosen = chosen_formats(formats, html)
+    chosen = chosen_formats(formats or _format_named(output, html), html)
     quiet = output == STDOUT
     if quiet and as_json:
         raise UsageError("--json and --output - both write to standard output: use one of them")
