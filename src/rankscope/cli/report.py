@@ -96,8 +96,8 @@ def _format_named(output: Path | None, html: bool | None) -> list[str] | None:
     suffix = "" if output is None else output.suffix.lower()
     if suffix == ".pdf":
         raise UsageError(
-            f"--output {output}: expected a name that ends in .html, .md or .json; for a PDF, print "
-            "the page from a browser"
+            f"--output {output}: expected a name that ends in .html, .md or .json; for a PDF, "
+            "print the page from a browser"
         )
     named = _SUFFIXES.get(suffix)
     return None if named is None or html is not None else [named]
