@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "performance.md"
+SEVERAL = "nccl"
+"""The part for several GPUs: it writes no page, but prints a block for an issue."""
 PART_SECONDS = 500  # and up to 20 to end it
 _MODULES = {
     "environment": "gpu_kernels",
@@ -57,6 +59,8 @@ def main(arguments: list[str] | None = None) -> int:
     if reason:
         print(f"Nothing was measured: {reason}.")
         return 0
+    if options.parts == [SEVERAL]:
+        return _several(options)
     failed = [part for part in options.parts if not _do(part, options)]
     print(f"failed: {', '.join(failed)}" if failed else "all parts that can run here have run")
     return 1 if failed else 0
@@ -85,6 +89,21 @@ def _do(part: str, options: argparse.Namespace) -> bool:
     return well
 
 
+def _several(options: argparse.Namespace) -> int:
+    """Start a rank on each GPU of this host, all of which say what they see, in one block."""
+    import torch
+
+    ranks = 2 if options.dry_run else torch.cuda.device_count()
+    if ranks < 2:
+        print("Nothing was measured: there is one device; this part needs 2 or more.")
+        return 0
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    words = ["--dry-run"] if options.dry_run else []
+    seconds = min(options.seconds, 60)
+    script = [str(ROOT / "benchmarks/several_gpus.py"), *words, "--seconds", str(seconds)]
+    return subprocess.run([*launcher, f"--nproc-per-node={ranks}", *script], check=False).returncode
+
+
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU; writes nothing")
@@ -97,8 +116,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     options.parts = [part.strip() for part in options.parts.split(",") if part.strip()]
     unknown = sorted({*options.parts} - {*PARTS})
-    if unknown:
-        parser.error(f"there is no part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+    if unknown and options.parts != [SEVERAL]:
+        parser.error(
+            f"there is no part {', '.join(unknown)}; choose from {', '.join(PARTS)}, or {SEVERAL} "
+            "alone"
+        )
     return options
 
 

@@ -44,6 +44,7 @@ ELSEWHERE = {
     "peers": "test_outside",
     "rounding_growth": "study/test_rounding",
     "scale": "test_benchmarks",
+    "several_gpus": "test_several_gpus",
     "steps": "test_benchmarks",
 }
 """Tests that run, in small, what these commands run."""

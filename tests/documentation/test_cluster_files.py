@@ -21,8 +21,9 @@ def instructions():
     return [tuple(line.split(maxsplit=1)) for line in lines]
 
 
-def test_the_batch_script_is_one_that_bash_reads():
-    script = FOLDER / "sft.sbatch"
+@pytest.mark.parametrize("name", ["sft.sbatch", "nccl.sbatch"])
+def test_the_batch_script_is_one_that_bash_reads(name):
+    script = FOLDER / name
     subprocess.run(["bash", "-n", script], check=True)
     text = script.read_text()
     assert text.startswith("#!/bin/bash\n")
