@@ -111,14 +111,8 @@ class StateDifference:
 
     @property
     def follows_places(self) -> bool:
-        """Whether ranks hold what their place in groups of one size says, two groups at least.
-
-        So do the ranks 0 and 2, and 1 and 3, where each group of two neighbours has both parts.
-        """
-        values = self.digests_W.tolist()
-        size = len(set(values))
-        groups, rest = divmod(len(values), size)
-        return size > 1 and groups > 1 and not rest and values == values[:size] * groups
+        """Whether ranks hold what their place in groups of one size says."""
+        return follow_places(self.digests_W.tolist())
 
     def minority_ranks(self, replicas_W: Ints) -> tuple[int, ...]:
         """Return the workers that differ from most of those that should hold the same.
@@ -136,6 +130,20 @@ class StateDifference:
             for index in minority_ranks([values[rank] for rank in ranks])
         ]
         return tuple(sorted(odd))
+
+
+def follow_places(values: Sequence[Hashable]) -> bool:
+    """Return whether values follow the place in groups of one size, two groups at least.
+
+    So do those of the ranks 0 and 2, and 1 and 3, where each group of two neighbours has both.
+
+    Example:
+        >>> follow_places([5, 6, 5, 6]), follow_places([5, 6, 6, 5]), follow_places([5, 6])
+        (True, False, False)
+    """
+    size = len(set(values))
+    groups, rest = divmod(len(values), size)
+    return size > 1 and groups > 1 and not rest and [*values] == [*values[:size]] * groups
 
 
 def minority_ranks(values: Sequence[Hashable | None]) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from rankscope.bus.measured import Found, audit_of, by_rank, measured_in
 from rankscope.bus.messages import Columns, Combiner, Layout, Messages, fill
+from rankscope.bus.replicas import follow_places
 from rankscope.bus.step import MISSING_INT
 from rankscope.stats.arrays import Floats
 from rankscope.stats.audit import AuditPart, residuals_of_all
@@ -66,6 +67,11 @@ def normalise_user_reduction(parts_W: Sequence[AuditPart]) -> UserReduction:
     none_W = np.zeros(len(parts_W), bool)
     if not (np.isfinite(local_WSK).all() and np.isfinite(given_WSK).all()):
         return UserReduction(tuple(parts_W), float("nan"), none_W)
+    placed_S = _by_place(given_WSK)
+    if placed_S.any() and not placed_S.all():
+        rest = normalise_user_reduction([_sections(part, ~placed_S) for part in parts_W])
+        pairs = zip(parts_W, rest.parts_W, strict=True)
+        return replace(rest, parts_W=tuple(_filled(*pair, ~placed_S) for pair in pairs))
     mean_SK = local_WSK.mean(axis=0)
     own_WS = _apart(local_WSK, mean_SK[None]) > _SAME  # else the mean is no other than the own
     kept_WS = own_WS & (_apart(given_WSK, local_WSK) <= _SAME)
@@ -96,6 +102,32 @@ def normalise_user_reduction(parts_W: Sequence[AuditPart]) -> UserReduction:
         for part, given_SK in zip(parts_W, given_WSK, strict=True)
     )
     return UserReduction(undone, factor, none_W)
+
+
+def _by_place(given_WSK: Floats) -> NDArray[np.bool_]:
+    """Return the sections whose reduced gradient follows a rank's place, as of parallel experts."""
+    placed_S = (given_WSK != given_WSK[:1]).any(axis=(0, 2))
+    for section in np.flatnonzero(placed_S).tolist():
+        placed_S[section] = follow_places([own_K.tobytes() for own_K in given_WSK[:, section]])
+    return placed_S
+
+
+def _sections(part: AuditPart, chosen_S: NDArray[np.bool_]) -> AuditPart:
+    return replace(
+        part,
+        local_SK=part.local_SK[chosen_S],
+        reduced_SK=part.reduced_SK[chosen_S],
+        reduced_squares_S=part.reduced_squares_S[chosen_S],
+    )
+
+
+def _filled(part: AuditPart, known: AuditPart, known_S: NDArray[np.bool_]) -> AuditPart:
+    """Return a part with the reduced gradient of some sections, and unknown ones between them."""
+    reduced_SK = np.full_like(part.reduced_SK, np.nan)
+    squares_S = np.full_like(part.reduced_squares_S, np.nan)
+    reduced_SK[known_S] = known.reduced_SK
+    squares_S[known_S] = known.reduced_squares_S
+    return replace(part, reduced_SK=reduced_SK, reduced_squares_S=squares_S)
 
 
 def reduced_between(found_W: Sequence[Floats]) -> bool:

@@ -58,6 +58,7 @@ _ROLES = "roles-differ"
 _LEFT_OUT = "left-out-drifts"
 _OF_ROLES = (_ROLES, _LEFT_OUT)
 _BY_PLACE = "frozen-by-place"
+_TRAINED_BY_PLACE = "trained-by-place"
 _SCRATCH = "scratch-buffers"
 
 
@@ -79,8 +80,8 @@ class UnequalState(Detector):
     A loop that reduces by itself may leave that to its optimizer, which may shard its state: there,
     gradients at its call and its state count only for parameters that differ after it. Workers that
     share the work on the same samples hold parts of one model there: each is compared with those at
-    the same place of other groups. Frozen parameters may follow that place by themselves, as those
-    of parallel experts do.
+    the same place of other groups. Parameters may follow that place by themselves, as those of
+    parallel experts do: frozen ones, and trained ones whose gradients follow it, too.
     """
 
     SETTINGS = (
@@ -130,7 +131,7 @@ class UnequalState(Detector):
         return found
 
     def _evidence(self, key: str, fault: "_Difference") -> FaultEvidence:
-        meant = key in (_DRIFTING, _BY_PLACE, _SCRATCH) or (
+        meant = key in (_DRIFTING, _BY_PLACE, _TRAINED_BY_PLACE, _SCRATCH) or (
             self._local_buffers and key == "state.buffers_differ"
         )
         meant |= key == _LEFT_OUT and not self._replicated
@@ -145,6 +146,12 @@ class UnequalState(Detector):
         places_W = self._places(step)
         replicas_W = workers["replica"] if places_W is None else places_W
         gathered = _of_loop(step.gathered, places_W) if self._by_loop else step.gathered
+        placed = _trained_by_place(gathered) if self._by_loop else ()
+        if placed:
+            everyone = range(self._num_workers)
+            yield _Seen("state.parameters_differ", everyone, placed, own_key=_TRAINED_BY_PLACE)
+            rest = tuple(d for d in gathered.differences if d.name not in placed)
+            gathered = replace(gathered, differences=rest)
         alone = self._local_steps > 0 and step.all_true("unreduced")
         reduced_elsewhere = self._reduced_elsewhere(workers["applied_digest"])
         kinds = {difference.kind for difference in gathered.differences}
@@ -397,6 +404,20 @@ def _of_loop(gathered: GatheredStep, places_W: Ints | None) -> GatheredStep:
         differences = tuple(d for d in gathered.differences if d.minority_ranks(places_W))
         gathered = replace(gathered, differences=differences)
     return replace(gathered, differences=_where_parameters_differ(gathered))
+
+
+def _trained_by_place(gathered: GatheredStep) -> tuple[str, ...]:
+    """Return the trained parameters that follow a rank's place in its group, as experts do.
+
+    So does the gradient that the optimizer gets, and a fault of all gradients would have others.
+    """
+    own = (StateKind.REDUCED, StateKind.APPLIED)
+    placed = {d.name for d in gathered.differences if d.kind in own and d.follows_places}
+    return tuple(
+        d.name
+        for d in gathered.differences
+        if d.kind is StateKind.PARAMETER and not d.frozen and d.name in placed and d.follows_places
+    )
 
 
 def _layouts(step: Step) -> Iterable[_Seen]:
