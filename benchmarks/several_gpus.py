@@ -100,7 +100,7 @@ def _train(setup: Setup, steps: int, run_dir: str | None, fault: str = "") -> st
                 loss = loss * float("inf")
             if scope is not None:
                 scope.loss(loss)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         if last and fault == "a layer's gradient changed on one rank":
             assert model.head.weight.grad is not None
             model.head.weight.grad *= 1.01
@@ -199,9 +199,10 @@ def _findings(run_dir: str) -> list[Any]:
 
 def _block(setup: Setup, answers: dict[str, str]) -> str:
     """Return the answers as one block of Markdown."""
-    backend = dist.get_backend()
+    backend = str(dist.get_backend())
     if not setup.dry:
-        backend += " " + ".".join(map(str, torch.cuda.nccl.version()))
+        nccl: Any = torch.cuda.nccl
+        backend += " " + ".".join(map(str, nccl.version()))
     device = "CPU" if setup.dry else torch.cuda.get_device_name()
     hosts = os.environ.get("GROUP_WORLD_SIZE", "1")
     facts = (

@@ -106,7 +106,7 @@ def normalise_user_reduction(parts_W: Sequence[AuditPart]) -> UserReduction:
 
 def _by_place(given_WSK: Floats) -> NDArray[np.bool_]:
     """Return the sections whose reduced gradient follows a rank's place, as of parallel experts."""
-    placed_S = (given_WSK != given_WSK[:1]).any(axis=(0, 2))
+    placed_S: NDArray[np.bool_] = (given_WSK != given_WSK[:1]).any(axis=(0, 2))
     for section in np.flatnonzero(placed_S).tolist():
         placed_S[section] = follow_places([own_K.tobytes() for own_K in given_WSK[:, section]])
     return placed_S
