@@ -2,6 +2,11 @@
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 
 from rankscope import Run
 from rankscope.bus.finding import Severity
@@ -44,3 +49,25 @@ def test_averages_are_recognised_and_training_alone_is_an_error(tmp_path):
     finding = averaged["sync.not_reduced"]
     assert "equal again now and then" in finding.explanation
     assert "local_steps" in finding.next_check
+
+
+def train_by_torch(rank, folder):
+    """Train with torch's own hook and optimizer for local SGD; groups of one rank each."""
+    loop = Loop(rank, folder)
+    groups = [torch.distributed.new_group([each]) for each in range(2)]
+    state = PostLocalSGDState(None, groups[rank], start_localSGD_iter=8)
+    loop.ddp.register_comm_hook(state, post_localSGD_hook)
+    averager = PeriodicModelAverager(period=5, warmup_steps=8)
+    for step in range(STEPS):
+        loop.ddp(**make_batch(rank, step))["loss"].backward()
+        loop.optimizer.step()
+        averager.average_parameters(loop.ddp.parameters())
+        loop.optimizer.zero_grad()
+    loop.close()
+
+
+def test_torch_s_own_local_sgd_is_recognised(tmp_path):
+    run_ranks(train_by_torch, 2, str(tmp_path / "run"))
+    found = Run.open(tmp_path / "run").findings()
+    assert [f.id for f in found if f.severity > Severity.NOTE] == []
+    assert "sync.not_reduced" in [f.id for f in found]

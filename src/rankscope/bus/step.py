@@ -191,13 +191,16 @@ def has_micro_batches(step: GatheredStep) -> bool:
 
 
 def trains_alone(step: GatheredStep) -> bool | None:
-    """Return whether each worker's optimizer gets its own gradients; None where it is not known."""
-    if not (step.workers["unreduced"] == 1).all():
-        return False
+    """Return whether each worker's optimizer gets its own gradients; None where it is not known.
+
+    No reduction has seen them, or one has left them as they were, as torch's for local SGD does.
+    """
     if (step.workers["param_digest"] == MISSING_INT).any():
         return None
-    own = (StateKind.REDUCED, StateKind.APPLIED)
-    return any(difference.kind in own for difference in step.differences)
+    reduced = [one for one in step.differences if one.kind is StateKind.REDUCED]
+    if (step.workers["unreduced"] == 1).all():
+        return bool(reduced) or any(d.kind is StateKind.APPLIED for d in step.differences)
+    return bool(reduced) and all(one.unchanged_W.all() for one in reduced)
 
 
 def has_groups(step: GatheredStep) -> bool:

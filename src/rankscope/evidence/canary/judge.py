@@ -9,6 +9,7 @@ from rankscope.bus.finding import Severity
 from rankscope.bus.governor import LAG
 from rankscope.bus.replicas import StateKind
 from rankscope.bus.rules import LATENESS
+from rankscope.bus.step import trains_alone
 from rankscope.bus.steps import Step
 from rankscope.bus.words import count, name_ranks
 from rankscope.evidence.canary.verdict import (
@@ -104,6 +105,7 @@ class CanaryVerdicts(Detector):
         self._suspected = suspected  # workers that differ at present, in most steps
         self._differing: dict[int, int] = {}  # the last step of each, by rank
         self._left_out_at: int | None = None  # last step in which unreduced parameters differed
+        self._alone = False  # whether each worker trained alone when that was known last
         self._faults: dict[str, _CanaryFault] = {}
 
     def observe_step(self, step: Step) -> Iterable[FaultEvidence]:
@@ -111,6 +113,8 @@ class CanaryVerdicts(Detector):
         gathered = step.gathered
         self._differing |= dict.fromkeys(differing_state(gathered), gathered.step)
         differing = {r for r, last in self._differing.items() if gathered.step - last <= LATENESS}
+        alone_now = trains_alone(gathered)
+        self._alone = self._alone if alone_now is None else alone_now
         if any(d.kind is StateKind.LEFT_OUT for d in gathered.differences):
             self._left_out_at = gathered.step
         results = results_of(gathered)
@@ -121,7 +125,7 @@ class CanaryVerdicts(Detector):
             return ()
         left_out_at = self._left_out_at
         own = left_out_at is not None and gathered.step - left_out_at <= 2 * ROLES_EVERY
-        alone = verdict.verdict is CanaryCause.STATE and step.all_true("unreduced")
+        alone = verdict.verdict is CanaryCause.STATE and self._alone
         if alone or (own and verdict.verdict in _BETWEEN):
             return ()  # workers hold parameters of their own, which explain other results
         key = _KINDS[verdict.verdict][0]

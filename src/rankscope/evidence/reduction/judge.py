@@ -306,6 +306,13 @@ def norm_of_mean(norms_W: Floats, cosine_weighted: float) -> float:
     return scale * math.sqrt(total) / len(norms_W)
 
 
+def _are_own(reduced_W: Floats, norms_W: Floats) -> bool:
+    """Return whether the norms after the reduction are each worker's own, and differ."""
+    size = float(norms_W.max())
+    differ = float(np.ptp(norms_W)) > CHANGED * size
+    return differ and bool((np.abs(reduced_W - norms_W) <= CHANGED * size).all())
+
+
 def clip_limit(reduced_norm: float, cosine_mean: float, num_workers: int) -> float:
     """Return the length that all W gradients had when they were reduced, if all had the same.
 
@@ -367,6 +374,8 @@ class ReductionChecks(Detector):
         """Return the reduced and the expected norm, and the limit if all were clipped."""
         values = step.report.values
         reduced = float(values.get("grad_norm_reduced", math.nan))
+        if _are_own(step.gathered.workers["reduced_norm"], norms_W):
+            reduced = math.nan  # nobody has reduced
         weighted = float(values.get("cosine_weighted", math.nan))
         mean = float(values.get("cosine_mean", math.nan))
         return (

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rankscope.bus.detector import Detector, FaultEvidence, PersistentFault
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind, known_values, minority_ranks
-from rankscope.bus.step import MISSING_INT, GatheredStep
+from rankscope.bus.step import MISSING_INT, GatheredStep, trains_alone
 from rankscope.bus.steps import SharedWork, Step
 from rankscope.bus.words import count, name_ranks, named, shortened
 from rankscope.evidence.state.roles import ROLES_EVERY, Role, tie_of
@@ -280,8 +280,8 @@ class UnequalState(Detector):
 class _Averages(Stateful):
     """Averages of the parameters that no plan declares: local SGD, DiLoCo.
 
-    No reduction of gradients is seen, and parameters that differed in the step before are equal,
-    though the workers' gradients of them were not.
+    Each worker trains alone, and parameters that differed in the step before are equal, though the
+    workers' gradients of them were not.
     """
 
     def __init__(self) -> None:
@@ -296,9 +296,10 @@ class _Averages(Stateful):
         """Process a step; return whether it has shown the first average, or too long none."""
         number = step.gathered.step
         was_open = self.open
-        if not step.all_true("unreduced"):
-            self.open = False
-        elif step.all_known("param_digest"):
+        alone = trains_alone(step.gathered)
+        if alone is not None:
+            self.open &= alone
+        if alone:
             by_kind: dict[StateKind, set[str]] = {}
             for each in step.gathered.differences:
                 by_kind.setdefault(each.kind, set()).add(each.name)
