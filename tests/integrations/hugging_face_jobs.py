@@ -151,18 +151,6 @@ def make_trainer(
     )
 
 
-def zero_2() -> dict[str, Any]:
-    """Return what makes a trainer shard optimizer and gradients with DeepSpeed."""
-    config = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": ACCUMULATE,
-        "zero_optimization": {"stage": 2},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    return {"deepspeed": config}
-
-
 def make_sft_trainer(folder: str, callbacks: Any = (), **changes: Any) -> Any:
     model = make_model()
     words = {f"w{number}": number for number in range(VOCABULARY)}
@@ -230,18 +218,15 @@ def fused_loss(scope: Any, ddp: Any, batch: Any, items: Any) -> torch.Tensor:
     return loss
 
 
-def start_again(world_size: int = RANKS) -> None:
+def start_again() -> None:
     """Let accelerate forget what it knows of this process."""
-    os.environ["WORLD_SIZE"] = str(world_size)
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-    if world_size == 1:
-        os.environ["LOCAL_RANK"] = "-1"
+    os.environ["WORLD_SIZE"] = str(RANKS)
     GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def train_with_accelerate(
-    rank: int, watch: Any, *, bf16: bool = False, drifts: bool = False, steps: int = STEPS
+    rank: int, watch: Any, *, drifts: bool = False, steps: int = STEPS
 ) -> Any:
     """Train a loop of Accelerate's kind; ``watch`` is given accelerator, model, optimizer, loader.
 
@@ -249,9 +234,7 @@ def train_with_accelerate(
         The accelerator, the trained model, and what ``watch`` returned.
     """
     start_again()
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=ACCUMULATE, mixed_precision="bf16" if bf16 else "no"
-    )
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
     model = make_model()
     torch.manual_seed(7)
     loader = DataLoader(make_data(), batch_size=BATCH, shuffle=True, collate_fn=collate)

@@ -12,7 +12,7 @@ from support.forked_ranks import run_on_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-QUICK = ("trl sft --packing", "sharded_optimizers", "gan_loop parts", "gan_loop method")
+QUICK = ("trl sft --packing", "sharded_optimizers")
 MICRO = ("--gradient_accumulation_steps", "2")
 
 

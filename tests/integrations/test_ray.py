@@ -130,18 +130,17 @@ class Closing:
 class Job:
     """A training function that Ray's own thread runs, watched, until it is let end."""
 
-    def __init__(self, monkeypatch, error=None, num_scopes=1):
+    def __init__(self, monkeypatch, error=None):
         from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
 
         self.runner, self.now = ThreadRunner(), 0.0
-        self.scopes = [Closing() for _ in range(num_scopes)]
+        self.scope = Closing()
         self._others = threading.enumerate()
         self.let, self._error, begun = threading.Event(), error, threading.Event()
         monkeypatch.setattr("rankscope.integrations.ray._runner", lambda: self.runner)
 
         def train():
-            for scope in self.scopes:
-                _close_at_the_end(scope, torch.device("cpu"), lambda: self.now)
+            _close_at_the_end(self.scope, torch.device("cpu"), lambda: self.now)
             begun.set()
             self.let.wait(SECONDS)
             if self._error is not None:
@@ -166,21 +165,17 @@ class Job:
         assert not self.runner._thread.is_alive()
 
     def close(self):
-        """Let the scopes close; return what they were ended with."""
+        """Let the scope close; return what it was ended with."""
         new = [thread for thread in threading.enumerate() if thread not in self._others]
-        closing = [thread for thread in new if thread.name == "rankscope-closing"]
-        assert len(closing) == len(self.scopes)
-        for scope in self.scopes:
-            scope.let.set()
-        for thread in closing:
-            thread.join(SECONDS)
-        return [error for scope in self.scopes for error in scope.ended_with]
+        [closing] = [thread for thread in new if thread.name == "rankscope-closing"]
+        self.scope.let.set()
+        closing.join(SECONDS)
+        return self.scope.ended_with
 
 
 @rays_warnings
-@pytest.mark.parametrize("num_scopes", [1, 2])
-def test_an_error_of_another_thread_stops_a_training_that_goes_on(monkeypatch, num_scopes):
-    job = Job(monkeypatch, num_scopes=num_scopes)
+def test_an_error_of_another_thread_stops_a_training_that_goes_on(monkeypatch):
+    job = Job(monkeypatch)
     error = OSError("the upload of a checkpoint failed")
     job.fail_in_a_nested_thread(error)
     assert job.error_after(0) is None  # it could be the training's own
@@ -188,19 +183,14 @@ def test_an_error_of_another_thread_stops_a_training_that_goes_on(monkeypatch, n
     assert job.error_after(HIDDEN_SECONDS / 2) is error
     assert job.runner.is_running()
     job.end()
-    assert job.close() == [error] * num_scopes
+    assert job.close() == [error]
     assert job.error_after(0) is error
     assert not job.runner.is_running()
 
 
 @rays_warnings
-@pytest.mark.parametrize("own", [True, False], ids=["its own", "another thread's"])
-def test_an_error_at_the_end_of_a_training_is_hidden_until_its_run_is_closed(monkeypatch, own):
-    error = OSError("no space left")
-    job = Job(monkeypatch, error if own else None)
-    if not own:
-        job.fail_in_a_nested_thread(error)
-        assert job.error_after(0) is None
+def test_an_error_at_the_end_of_a_training_is_hidden_until_its_run_is_closed(monkeypatch):
+    job = Job(monkeypatch, OSError("no space left"))
     job.end()
     for _ in range(3):
         assert job.error_after(HIDDEN_SECONDS) is None

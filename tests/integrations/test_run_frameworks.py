@@ -1,4 +1,4 @@
-"""``rankscope run`` on unmodified scripts with Transformers' ``Trainer`` and with DeepSpeed."""
+"""``rankscope run`` on an unmodified script with DeepSpeed."""
 
 import importlib
 import json
@@ -24,12 +24,6 @@ ZERO_2 = {
     "zero_force_ds_cpu_optimizer": False,
     "zero_optimization": {"stage": 2, "reduce_bucket_size": 500},
 }
-SETTINGS = [
-    *("--max_steps", "4", "--gradient_accumulation_steps", "2", "--max_grad_norm", "0.1"),
-    *("--per_device_train_batch_size", "2", "--learning_rate", "1e-2", "--seed", "1"),
-    *("--use_cpu", "--disable_tqdm", "True", "--logging_strategy", "no", "--save_strategy", "no"),
-    *("--report_to", "none", "--dataloader_pin_memory", "False"),
-]
 
 
 def import_all():
@@ -37,7 +31,6 @@ def import_all():
     sys.modules["mlflow"] = None  # DeepSpeed would import it, for seconds
     sys.path.insert(0, str(SCRIPTS))
     import_deepspeed()
-    importlib.import_module("train_trainer")
 
 
 def references(rank, folder):
@@ -47,32 +40,8 @@ def references(rank, folder):
     )
     os.environ.update(MASTER_PORT="1", OMP_NUM_THREADS="1")
     import_deepspeed(rank)
-    return {"trainer": with_trainer(folder), "deepspeed": with_deepspeed(rank, folder)}
-
-
-def with_trainer(folder):
-    script = importlib.import_module("train_trainer")
-
-    class ByHand(script.Trainer):
-        scope = None
-
-        def training_step(self, model, *args, **kwargs):
-            if self.scope is None:
-                self.scope = watch(model, self.optimizer, folder / "trainer")
-            return super().training_step(model, *args, **kwargs)
-
-    settings = script.parse(["--output_dir", str(folder / "by hand"), *SETTINGS])
-    plain = script.make_trainer(settings)
-    plain.train()
-    digest = script.digest(plain.model)
-    by_hand = script.make_trainer(settings, ByHand)  # now, for it sets the random generators
-    by_hand.train()
-    by_hand.scope.close()
-    return digest
-
-
-def with_deepspeed(rank, folder):
     script = importlib.import_module("train_deepspeed")
+
     engine = script.make_engine(config=ZERO_2)
     script.train(rank, engine)
     digest = script.digest(engine.module)
@@ -107,32 +76,6 @@ def assert_recorded_as_by_hand(run, reference, steps, *, without=()):
     assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(steps))
 
 
-def import_transformers():
-    sys.path.insert(0, str(SCRIPTS))
-    importlib.import_module("train_trainer")
-
-
-def test_a_script_with_transformers_trainer(folder, digests):
-    run_dir, output = folder / "watched trainer", folder / "a b"
-    words = ["--output_dir", str(output), *SETTINGS]
-    ended = start_on_ranks(
-        run_dir, SCRIPTS / "train_trainer.py", *words, prepare=import_transformers
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert_silent_but_for_the_end(ended)
-    for rank in range(2):
-        seen = json.loads((output / f"seen {rank}").read_text())
-        assert seen == {"argv": words, "digest": digests[rank]["trainer"]}
-    run = Run.open(run_dir)
-    assert_recorded_as_by_hand(run, Run.open(folder / "trainer"), 4, without=["loss_mean"])
-    tokens_TW, scales_TW = run.per_worker("loss_weight")[1], run.per_worker("grad_scale")[1]
-    shares_TW = tokens_TW / tokens_TW.sum(axis=1, keepdims=True)
-    assert scales_TW == pytest.approx(2 * shares_TW, rel=1e-6)  # as Trainer weights the workers
-    means_T = (run.per_worker("loss")[1] * shares_TW).sum(axis=1)
-    logged_T = run.columns(Table.STEPS, "loss_mean")["loss_mean"]
-    assert logged_T == pytest.approx(means_T, rel=1e-6)
-
-
 def import_around_deepspeed():
     sys.modules["mlflow"] = None
     importlib.import_module("torch._inductor.compile_fx")  # its Muon asks for a compiler
@@ -154,7 +97,7 @@ def test_a_script_with_deepspeed(folder, digests):
     assert_silent_but_for_the_end(ended)
     for rank in range(2):
         seen = json.loads((folder / f"d.{rank}").read_text())
-        assert seen == {"argv": words, "digest": digests[rank]["deepspeed"]}
+        assert seen == {"argv": words, "digest": digests[rank]}
     run = Run.open(run_dir)
     assert run.info["options"]["parallel"] == "DeepSpeed"
     assert_recorded_as_by_hand(run, Run.open(folder / "deepspeed"), 6)

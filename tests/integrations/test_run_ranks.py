@@ -4,6 +4,7 @@ import importlib
 import json
 import socket
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -16,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from integrations.adapter_runs import assert_same_metrics, loud, metrics
 from integrations.run_commands import (
-    LAUNCHED,
     RUN,
     SCRIPTS,
     start,
@@ -147,12 +147,10 @@ def assert_the_scripts_own(folder, words, digests):
         assert seen["digest"] == digests[rank][kind]
 
 
-def test_an_fsdp2_script_under_torchrun(folder, digests):
-    script, words = str(SCRIPTS / "train_plain.py"), ["fsdp2", str(folder / "a b"), "exit 3"]
-    run_dir = folder / "watched fsdp2"
-    ended = start(*LAUNCHED, "--run-dir", str(run_dir), script, *words)
-    assert ended.returncode == 1
-    assert "exitcode  : 3" in ended.stderr
+def test_an_fsdp2_script_that_ends_with_a_code(folder, digests):
+    words, run_dir = ["fsdp2", str(folder / "a b"), "exit 3"], folder / "watched fsdp2"
+    ended = start_on_ranks(run_dir, SCRIPTS / "train_plain.py", *words)
+    assert ended.returncode == 3
     assert sorted(ended.stdout.splitlines()) == OWN_LINES
     assert ended.stderr.count("rankscope: the run is recorded in") == 1
     assert "nothing was watched" not in ended.stderr
@@ -197,17 +195,7 @@ def test_a_ddp_script_on_two_hosts_whose_launcher_is_part_of_the_command(folder,
     assert (run.per_worker("optimizer_steps")[1] == 1).all()
 
 
-def test_a_launcher_whose_ranks_have_said_why_they_are_not_watched_adds_nothing(tmp_path):
-    launch = ["python", str(SCRIPTS / "launch.py"), "1"]
-    script = [str(SCRIPTS / "train_plain.py"), "ddp", str(tmp_path / "o"), "destroy"]
-    (tmp_path / "file").touch()
-    ended = start(*RUN, "--run-dir", str(tmp_path / "file" / "run"), "--", *launch, *script)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stderr.count("rankscope: ") == 1
-    assert "rankscope: this training is not watched: " in ended.stderr
-
-
-def test_a_script_that_compiles_and_starts_its_own_ranks(folder, digests):
+def test_a_script_that_starts_its_own_ranks(folder, digests):
     run_dir, store = folder / "watched spawn", str(folder / "spawning ranks meet")
     script, output = str(SCRIPTS / "train_spawning.py"), str(folder / "s")
     ended = start(*RUN, "--run-dir", str(run_dir), "--", "python", script, store, output)
@@ -219,10 +207,15 @@ def test_a_script_that_compiles_and_starts_its_own_ranks(folder, digests):
     assert_same_metrics(Run.open(run_dir), Run.open(folder / "ddp"))
 
 
-def test_a_lightning_script_that_starts_its_own_ranks_is_watched_in_all_its_epochs(folder, digests):
-    run_dir = folder / "watched lightning"
-    script, output = str(SCRIPTS / "train_lightning.py"), str(folder / "l")
-    ended = start(*RUN, "--run-dir", str(run_dir), script, output, PYTHONWARNINGS="ignore")
+def import_lightning():
+    warnings.simplefilter("ignore")
+    importlib.import_module("lightning.pytorch")
+
+
+def test_a_lightning_script_is_watched_in_all_its_epochs(folder, digests):
+    run_dir, output = folder / "watched lightning", str(folder / "l")
+    script = SCRIPTS / "train_lightning.py"
+    ended = start_on_ranks(run_dir, script, output, prepare=import_lightning)
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
     assert_silent_but_for_the_end(ended)
     seen = [told(folder, "l", rank) for rank in range(2)]
@@ -286,20 +279,11 @@ if "late" in sys.argv:
 """
 
 
-@pytest.mark.parametrize(
-    ("launched_by", "words"),
-    [("ranks", "train"), ("ranks", "train late"), ("rankscope run", "train"), ("ranks", "")],
-)
-def test_processes_that_train_without_a_process_group_are_told_so_by_name(
-    tmp_path, launched_by, words
-):
+@pytest.mark.parametrize("words", ["train", "train late"])
+def test_processes_that_train_without_a_process_group_are_told_so_by_name(tmp_path, words):
     script = tmp_path / "alone.py"
     script.write_text(ALONE)
-    if launched_by == "ranks":
-        ended = start_on_ranks(tmp_path / "run", script, *words.split())
-    else:
-        launch = ["python", str(SCRIPTS / "launch.py"), "2"]
-        ended = start(*RUN, "--run-dir", str(tmp_path / "run"), "--", *launch, script, words)
+    ended = start_on_ranks(tmp_path / "run", script, *words.split())
     assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
     assert ended.stderr.count("rankscope: ") == 1, ended.stderr
     why = "the script trained no model under"

@@ -14,7 +14,7 @@ from documentation.framework_examples import assert_example_ran, examples, run_e
 from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import OPTIONS, assert_same_metrics, loud, run_in
 from rankscope.bus.evidence import Table
-from rankscope.integrations.torchtitan import TitanOptimizers, watch
+from rankscope.integrations.torchtitan import watch
 from support.ranks import run_ranks
 
 PAGE = "docs/integrations/torchtitan.md"
@@ -128,27 +128,10 @@ class TestOnTwoRanks:
         assert_example_ran(command, [rank["page"] for rank in trained[1]])
 
 
-def test_a_joint_optimizer_has_all_groups_and_states_and_steps_once():
-    parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    parts = [torch.optim.SGD([p], lr=0.1 + n, momentum=0.9) for n, p in enumerate(parameters)]
-    joint, calls = TitanOptimizers(parts), []
-    joint.register_step_pre_hook(lambda *given: calls.append(("before", given[0])))
-    joint.register_step_post_hook(lambda *given: calls.append(("after", given[0])))
-    for parameter in parameters:
-        parameter.square().sum().backward()
-    for part in parts:
-        part.step()
-    assert calls == [("before", joint), ("after", joint)]
-    assert [group["lr"] for group in joint.param_groups] == [0.1, 1.1]
-    assert set(joint.state) == set(parameters)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"loss_fn": None}, "without loss_fn"),
-        ({"optimizers": []}, "whose optimizers are no container"),
-        ({"forward_backward_step": lambda self, loss: None}, "takes no global_valid_tokens"),
         ({"model_parts": [1, 2]}, "one model part on each rank, got 2"),
     ],
 )
