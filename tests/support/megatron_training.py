@@ -60,13 +60,9 @@ class Mode:
 
 MODES = [
     Mode("plain"),
-    Mode("accumulated", accumulate=2),
     Mode("overlapped", overlapped=True),
-    Mode("overlapped, accumulated", accumulate=3, overlapped=True, no_sync=True),
     Mode("sharded", accumulate=2, sharded=True),
     Mode("sharded, overlapped", accumulate=2, overlapped=True, sharded=True, no_sync=True),
-    Mode("summed", summed=True),
-    Mode("schedule", accumulate=2, schedule=True),
     Mode("schedule, summed", overlapped=True, summed=True, schedule=True),
     Mode("scalars", accumulate=2, sharded=True, tier="scalars"),
     Mode("bf16", accumulate=2, no_sync=True, dtype=torch.bfloat16),

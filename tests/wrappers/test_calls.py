@@ -43,17 +43,3 @@ def test_a_collection_that_ends_the_last_subscription_does_not_end_the_next(monk
         del listener, stop
     gc.collect()
     assert Owner.work is original
-
-
-def test_the_function_is_as_it_was_after_the_last_subscription():
-    relay = Relay(Owner, "work")
-    original = Owner.work
-    first, second = Listener(), Listener()
-    stops = [relay.subscribe(before=one.see) for one in (first, second)]
-    Owner().work()
-    stops[0]()
-    stops[0]()
-    Owner().work()
-    assert (first.count, second.count) == (1, 2)
-    stops[1]()
-    assert Owner.work is original

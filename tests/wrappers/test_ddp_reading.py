@@ -103,30 +103,6 @@ def test_once_they_are_known_to_last_all_are_read_in_one_call():
     assert passes.calls == [list(NAMES[1:])]
 
 
-def test_passes_without_a_reduction_are_learnt_for_themselves():
-    passes = Pass()
-    passes.learn()
-    passes.learn(synchronises=False)
-    assert passes.run(synchronises=False)[0] == ["a.y", "b.z"]
-
-
-def test_what_is_not_measured_is_only_counted():
-    passes = Pass(wants=("a.y",))
-    counted, _ = passes.run(measure=False)
-    assert counted == ["b.z"]
-    assert passes.calls == []
-    assert passes.observer.seen == [("a.y", 8.0)]
-
-
-@pytest.mark.parametrize(("wants", "seen"), [(("b.z",), ["b.z"]), ((), []), (NAMES, list(NAMES))])
-def test_the_witness_is_shown_what_it_wants_and_no_more(wants, seen):
-    passes = Pass(wants=wants)
-    for _ in range(LEARNT_IN + 2):
-        passes.run()
-        assert sorted(name for name, _ in passes.observer.seen) == seen
-    assert all(total == 4.0 * (1 + NAMES.index(name)) for name, total in passes.observer.seen)
-
-
 def scale(name, parameter):
     if name == "a.y":
         parameter.grad.mul_(10)
@@ -176,28 +152,11 @@ def test_with_bucket_views_new_gradients_are_kept_until_they_are_read_together()
         assert passes.reading._kept == []
 
 
-def test_with_bucket_views_what_was_zeroed_in_place_is_read_in_its_hook():
-    passes = Pass(in_buckets=True)
-    passes.run()
-    for _ in range(LEARNT_IN + 1):  # DDP reduces it where it lies, before the pass ends
-        counted, _ = passes.run(zero=NAMES)
-        assert (counted, passes.calls) == ([], [[name] for name in NAMES])
-
-
 def test_no_more_than_some_megabytes_are_kept(monkeypatch):
     monkeypatch.setattr("rankscope.wrappers.ddp_reading._KEPT_BYTES", 16)
     passes = Pass(in_buckets=True)
     passes.run(after_hook=move_to_bucket)
     assert passes.calls == [["a.x"], ["a.y"], ["b.z"]]
-
-
-def test_a_kept_gradient_that_is_changed_spoils_one_pass():
-    passes = Pass(in_buckets=True)
-    passes.run(after_hook=scale)
-    assert passes.reading.spoiled
-    assert passes.run(after_hook=scale)[1] == [1.0, 2.0, 3.0]
-    assert not passes.reading.spoiled
-    assert passes.calls == [["a.x"], ["a.y"], ["b.z"]]  # the changed one in its hook
 
 
 def test_a_pass_that_never_ended_leaves_nothing():
@@ -211,33 +170,6 @@ def test_a_pass_that_never_ended_leaves_nothing():
     assert passes.run()[1] == [1.0, 2.0, 3.0]
 
 
-def test_gradients_from_before_the_step_are_told():
-    passes = Pass()
-    passes.run()
-    assert passes.held == []
-    passes.run(zero=("a.x", "b.z"))
-    assert passes.held == [passes.parameters["b.z"].grad]  # and not of the first, which is there
-
-
-@pytest.mark.parametrize("used", [NAMES, NAMES[:2]])
-def test_where_passes_make_their_gradients_one_that_adds_to_another_is_noticed(used):
-    passes = Pass()
-    passes.learn()
-    for _ in range(4):
-        passes.run()
-    for _ in range(2):  # it is taken for granted now, whether all are used or not
-        passes.run(used=used)
-        assert (passes.held, passes.reading.spoiled) == ([], False)
-    passes.run()
-    kept = passes.parameters["a.y"].grad
-    passes.run(zero=("a.y",), used=used)
-    assert passes.reading.spoiled
-    passes.run(zero=("a.y",), used=used)
-    assert (len(passes.held), passes.held[0] is kept) == (1, True)
-    assert not passes.reading.spoiled
-    assert not passes.reading.held_at_ends
-
-
 def test_where_a_hook_of_the_training_changes_each_fifth_gradient_one_pass_is_lost():
     passes = Pass()
 
@@ -248,15 +180,3 @@ def test_where_a_hook_of_the_training_changes_each_fifth_gradient_one_pass_is_lo
         return passes.reading.spoiled
 
     assert [step for step in range(1, 60) if run(step)] == [10]
-
-
-def test_a_gradient_at_the_end_of_the_list_is_looked_at_all_the_same():
-    passes = Pass()
-    passes.learn()
-    for _ in range(4):
-        passes.run()
-    kept = passes.parameters["b.z"].grad
-    passes.run(zero=("b.z",))
-    assert passes.held == [kept]
-    assert passes.reading.held_at_ends
-    assert not passes.reading.spoiled

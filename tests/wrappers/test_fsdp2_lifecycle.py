@@ -8,12 +8,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 
 from rankscope.wrappers.fsdp2 import FSDP2Tap
 from support.cut import Cut
-from support.fsdp2_modes import make_batches, make_net, mode_named
+from support.fsdp2_modes import make_batches, mode_named
 from support.fsdp2_training import (
     EXACT,
     Session,
@@ -23,7 +22,6 @@ from support.fsdp2_training import (
     norm_error,
     optimize,
     other_gradients,
-    session_of,
     sketch_error,
     start,
     train_step,
@@ -100,17 +98,6 @@ def an_aborted_pass_is_not_counted() -> None:
     tap.remove()
 
 
-def collecting_an_aborted_pass_drops_it() -> None:
-    session = start(mode_named("1-D"))
-    tap = make_tap(session)
-    explode(session, tap)
-    forget_unreduced_gradients(session)
-    assert tap.collect() is None
-    assert not tap.aborted
-    check_step(session, tap, 1)
-    tap.remove()
-
-
 def what_torch_keeps_of_an_aborted_pass_is_read_as_it_is_reduced() -> None:
     session = start(mode_named("1-D"))
     tap = make_tap(session)
@@ -167,7 +154,7 @@ def a_tap_may_come_between_forward_and_backward() -> None:
 
 def other_gradients_make_no_step() -> None:
     """``autograd.grad`` runs through the model without accumulating anything."""
-    for name in ("1-D", "HSDP", "HSDP half reduced", "shard size 1", "frozen in part"):
+    for name in ("HSDP", "HSDP half reduced", "frozen in part"):
         session = start(mode_named(name))
         tap = make_tap(session)
         session.root.set_requires_gradient_sync(True)
@@ -185,24 +172,6 @@ def other_gradients_make_no_step() -> None:
             assert local.micro_squared_norms is None
             optimize(session)
         tap.remove()
-
-
-def the_same_pass_is_asked_for_other_gradients_first() -> None:
-    session = start(mode_named("1-D"))
-    tap = make_tap(session)
-    for measure in (True, False):
-        loss, _ = other_gradients(session, 0, tap, measure=measure)
-        assert not tap.complete
-        exact, _ = local_gradient(session, 0)
-        loss.backward()
-        assert tap.complete
-        local = tap.collect()
-        assert (local is not None) == measure
-        if local is not None:
-            assert sketch_error(tap, local, exact) < EXACT
-            assert norm_error(local, exact) < EXACT
-        session.optimizer.zero_grad()
-    tap.remove()
 
 
 def only_passes_that_accumulate_are_said_to_train() -> None:
@@ -243,27 +212,6 @@ def check_who_trains(session: Session) -> None:
         assert sketch_error(tap, local, exact) < EXACT
         assert local.reduced is not None
         optimize(session)
-    tap.remove()
-
-
-def a_gradient_that_never_reaches_fsdp2_trains_nothing() -> None:
-    """That of the output alone, which FSDP2 has cast after it has put its own hook on it."""
-    net = make_net()
-    fully_shard(net, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))
-    session = session_of(net)
-    tap = make_tap(session)
-    trained: list[str] = []
-    for step, word in enumerate(("dropped", "kept")):
-        tap.begin_forward(measure=True)
-        loss = session.model(*make_batches(session.worker, step, 1)[0])
-        assert loss.dtype == torch.float64
-        loss.register_hook(lambda _, word=word: tap.notice_backward(lambda: trained.append(word)))
-        if word == "kept":
-            loss.backward()
-        else:
-            torch.autograd.grad(loss, loss)
-        assert trained == (["kept"] if word == "kept" else [])
-    assert tap.complete
     tap.remove()
 
 
@@ -314,19 +262,6 @@ def a_half_reduced_step_is_measured_whole_or_not_at_all() -> None:
     tap.remove()
 
 
-def unmeasured_steps_are_counted() -> None:
-    session = start(mode_named("1-D"))
-    tap = make_tap(session)
-    tap.begin_forward(measure=False)
-    session.model(*make_batches(session.worker, 0, 1)[0]).backward()
-    assert tap.complete
-    assert tap.collect() is None
-    assert not tap.complete
-    optimize(session)
-    check_step(session, tap, 1)
-    tap.remove()
-
-
 def taps_do_not_see_each_others_models() -> None:
     original = torch_functions()
     one, other, unwatched = (
@@ -370,7 +305,6 @@ def a_forgotten_tap_leaves_torch_as_it_was() -> None:
 
 ABORTED = [
     an_aborted_pass_is_not_counted,
-    collecting_an_aborted_pass_drops_it,
     what_torch_keeps_of_an_aborted_pass_is_read_as_it_is_reduced,
     what_an_aborted_pass_has_reduced_makes_no_step_of_the_next,
 ]
@@ -379,12 +313,9 @@ SCENARIOS = [
     a_tap_may_come_between_micro_batches,
     a_tap_may_come_between_forward_and_backward,
     other_gradients_make_no_step,
-    the_same_pass_is_asked_for_other_gradients_first,
     only_passes_that_accumulate_are_said_to_train,
-    a_gradient_that_never_reaches_fsdp2_trains_nothing,
     a_pass_whose_end_is_cut_short_is_not_counted,
     a_half_reduced_step_is_measured_whole_or_not_at_all,
-    unmeasured_steps_are_counted,
     taps_do_not_see_each_others_models,
     a_forgotten_tap_leaves_torch_as_it_was,
 ]

@@ -8,33 +8,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rankscope.bus.groups import block_of, group_parameters
+from rankscope.bus.groups import block_of
 from rankscope.errors import UnsupportedError
-from rankscope.gradients.sketch import NormMeter
-from rankscope.wrappers.fsdp2 import FSDP2Tap
 from rankscope.wrappers.fsdp2_model import (
     _groups,
     fsdp2_parameters,
     is_fsdp2,
-    managed_parameters,
 )
-from rankscope.wrappers.tap import ReadReduced
 from support.fsdp2_modes import Block, make_batches, make_net, mode_named
 from support.fsdp2_training import (
     EXACT,
     WIDTH,
-    Nobody,
     check,
     gradients,
     local_gradient,
     make_tap,
-    norm_error,
     optimize,
-    reduced_error,
     session_of,
     sketch_error,
     start,
@@ -182,39 +175,6 @@ def every_synchronised_micro_batch_is_a_step() -> None:
     tap.remove()
 
 
-def norms_alone() -> None:
-    session = start(mode_named("accumulated"))
-    parameters = fsdp2_parameters(session.model)
-    meter = NormMeter(torch.device("cpu"), group_parameters(parameters))
-    tap = FSDP2Tap(
-        session.model,
-        parameters,
-        meter,
-        lambda work: work(),
-        reduced=ReadReduced.NORM,
-        observer=Nobody(),
-    )
-    exact, _ = local_gradient(session, 0)
-    train_step(session, 0, tap)
-    local = tap.collect()
-    assert local is not None
-    assert norm_error(local, exact) < EXACT
-    assert reduced_error(local, exact) < EXACT
-    assert local.micro_squared_norms is None
-    tap.remove()
-
-
-def the_reduced_gradient_is_left_out_when_nobody_waits_for_it() -> None:
-    session = start(mode_named("1-D"))
-    tap = make_tap(session)
-    session.root.set_is_last_backward(False)
-    train_step(session, 0, tap)
-    local = tap.collect()
-    assert local is not None
-    assert local.reduced is None
-    tap.remove()
-
-
 def a_parameter_that_is_unfrozen_later_is_named_and_left_out() -> None:
     session = start(mode_named("frozen in part"))
     tap = make_tap(session)
@@ -244,20 +204,6 @@ def parameters_of_one_mesh_are_chosen() -> None:
         fsdp2_parameters(net, [2, 1, 0])
 
 
-def gradients_are_summed_in_the_type_of_the_policy() -> None:
-    full, half = torch.float32, torch.bfloat16
-    for computed, reduced, expected in (
-        (None, None, full),
-        (half, full, full),
-        (half, half, half),
-        (None, half, half),
-        (half, None, full if SINCE_TORCH_2_15 else half),
-    ):
-        policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced)
-        net = fully_shard(make_net(), mp_policy=policy)
-        assert {p.summed_in for p in managed_parameters(net)} == {expected}
-
-
 def a_model_that_is_not_sharded_is_refused() -> None:
     net = make_net()
     assert not is_fsdp2(net)
@@ -280,11 +226,8 @@ SCENARIOS = [
     a_pipeline_schedule_that_reduces_by_hand,
     *([a_training_that_ends_its_backward_passes_by_hand] if SINCE_TORCH_2_15 else []),
     every_synchronised_micro_batch_is_a_step,
-    norms_alone,
-    the_reduced_gradient_is_left_out_when_nobody_waits_for_it,
     a_parameter_that_is_unfrozen_later_is_named_and_left_out,
     parameters_of_one_mesh_are_chosen,
-    gradients_are_summed_in_the_type_of_the_policy,
     a_model_that_is_not_sharded_is_refused,
     an_unknown_torch_is_told,
 ]

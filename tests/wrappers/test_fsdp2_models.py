@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.fsdp import fully_shard
 
-from rankscope.wrappers.find import find_wrapper
 from rankscope.wrappers.fsdp2_model import fsdp2_parameters, fsdp2_process_group, is_fsdp2
 from support.fsdp2_modes import Block, Net, make_batches, make_net
 from support.fsdp2_training import EXACT, check, gradients, make_tap, norm_error, session_of
@@ -66,30 +65,6 @@ def two_roots_in_a_plain_module() -> None:
     check_two_steps(towers, alone)
 
 
-def two_roots_that_are_asked_for_other_gradients() -> None:
-    """A reduction is that of one root: the other's part of the pass has none."""
-    towers = TwoTowers()
-    fully_shard(towers.left)
-    fully_shard(towers.right)
-    session = session_of(towers)
-    tap = make_tap(session)
-    towers.left.requires_grad_(False)
-    outputs: list[Tensor] = []
-    towers.left.embedding.register_forward_hook(
-        lambda module, args, output: outputs.append(output.requires_grad_())
-    )
-    ids, labels = make_batches(session.worker, 0, 1)[0]
-    for train in (False, True):
-        tap.begin_forward(measure=True)
-        loss = towers(ids, labels)
-        if train:
-            loss.backward()
-        else:
-            torch.autograd.grad(loss, outputs[-1])
-        assert tap.complete == train
-    tap.remove()
-
-
 class Spare(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -126,16 +101,6 @@ def ignored_parameters_are_left_out() -> None:
     check_two_steps(net, alone)
 
 
-def a_layer_called_module() -> None:
-    net = nn.Sequential()
-    net.add_module("module", nn.Linear(8, 8))
-    net.add_module("head", nn.Linear(8, 2))
-    fully_shard(net)
-    wrapped = find_wrapper(net)
-    assert wrapped.module is net
-    assert list(wrapped.parameters) == [name for name, _ in net.named_parameters()]
-
-
 def replicated_by_fsdp2() -> None:
     net = make_net()
     alone = copy.deepcopy(net)
@@ -144,16 +109,6 @@ def replicated_by_fsdp2() -> None:
     assert fsdp2_process_group(net).size() == dist.get_world_size()
     assert make_tap(session_of(net)).reduced_copies == dist.get_world_size()
     check_two_steps(net, alone, copies=dist.get_world_size())
-
-
-def sharded_after_being_compiled() -> None:
-    net = make_net()
-    alone = copy.deepcopy(net)
-    names = list(dict(net.named_parameters()))
-    compiled: Any = torch.compile(net, backend="aot_eager")
-    fully_shard(compiled)
-    assert list(fsdp2_parameters(compiled)) == names
-    check_two_steps(compiled, alone)
 
 
 def compiled_autograd() -> None:
@@ -168,13 +123,10 @@ def compiled_autograd() -> None:
 SCENARIOS = [
     tied_weights,
     two_roots_in_a_plain_module,
-    two_roots_that_are_asked_for_other_gradients,
     unused_parameters,
     a_block_that_is_used_twice,
     ignored_parameters_are_left_out,
-    a_layer_called_module,
     replicated_by_fsdp2,
-    sharded_after_being_compiled,
     compiled_autograd,
 ]
 

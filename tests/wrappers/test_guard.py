@@ -68,29 +68,6 @@ def test_the_first_exception_is_told_once_and_shuts_the_guard(clock):
     assert guard.take_seconds() == 0.5
 
 
-def test_an_exception_inside_nested_work_ends_only_that():
-    told, done = [], []
-    guard = Guard(told.append)
-
-    def outer():
-        guard(fail)
-        done.append("the rest of outer")
-
-    guard(outer)
-    assert [str(error) for error in told] == ["broken"]
-    assert done == ["the rest of outer"]
-    assert not guard.open
-
-
-def test_a_shut_guard_runs_nothing():
-    told, done = [], []
-    guard = Guard(told.append)
-    guard.open = False
-    guard(lambda: done.append(1))
-    guard(fail)
-    assert told == done == []
-
-
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt, SystemExit])
 def test_an_interruption_of_the_training_is_not_ours_to_keep(clock, interruption):
     told = []

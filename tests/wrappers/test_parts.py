@@ -28,14 +28,6 @@ def similar(generator: torch.Generator) -> list[torch.Tensor]:
     return [common + 0.3 * part for part in independent(generator)]
 
 
-def sparse(generator: torch.Generator) -> list[torch.Tensor]:
-    parts = torch.zeros(3, NUM_ELEMENTS)
-    for part in parts:
-        rows = torch.randperm(NUM_ELEMENTS // 60, generator=generator)[:20]
-        part.view(-1, 60)[rows] = 1 + torch.randn(20, 60, generator=generator)
-    return list(parts)
-
-
 def estimate(width: int, seed: int, gradients: list[torch.Tensor]) -> float:
     parts, _ = make_parts(width, seed)
     for gradient in gradients:
@@ -53,32 +45,12 @@ def relative_errors(width: int, draw) -> torch.Tensor:
     return torch.tensor(errors, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("draw", [independent, similar, sparse])
-@pytest.mark.parametrize("width", [61, 509])
+@pytest.mark.parametrize(("width", "draw"), [(61, independent), (509, similar)])
 def test_the_squared_norm_is_unbiased_with_the_stated_error(width, draw):
     errors = relative_errors(width, draw)
     bound = math.sqrt(2 / width)
     assert errors.square().mean().sqrt() < bound
     assert abs(errors.mean()) < 3.5 * errors.std() / math.sqrt(len(SEEDS))
-
-
-def test_the_error_falls_with_the_width():
-    wide, narrow = (relative_errors(width, similar).square().mean().sqrt() for width in (1021, 61))
-    assert wide / narrow == pytest.approx(math.sqrt(61 / 1021), rel=0.4)
-
-
-def test_one_part_is_exact():
-    parts, sketcher = make_parts(61)
-    gradients = {"a": torch.randn(40, 50), "b": torch.randn(700)}
-    expected = sketcher.new_totals()
-    for name, gradient in gradients.items():
-        parts.measure(name, gradient)
-        sketcher.measure(name, gradient, expected)
-    parts.close()
-    totals = parts.totals()
-    assert parts.count == 1
-    torch.testing.assert_close(totals.sketches, expected.sketches, rtol=0, atol=0)
-    torch.testing.assert_close(totals.squared_norms, expected.squared_norms, rtol=0, atol=0)
 
 
 def test_the_sketch_is_that_of_the_sum():
@@ -94,17 +66,7 @@ def test_the_sketch_is_that_of_the_sum():
     torch.testing.assert_close(parts.part_squared_norms(), norms, rtol=1e-6, atol=0)
 
 
-def test_a_parameter_that_comes_twice_opens_another_part():
-    parts, _ = make_parts(61)
-    ones = torch.ones(10)
-    for name in ("a", "b", "a"):
-        parts.measure(name, ones)
-    parts.close()
-    assert parts.count == 2
-    assert parts.part_squared_norms().tolist() == [20, 10]
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_parts_that_cancel_leave_no_negative_norm(seed):
     gradient = torch.randn(NUM_ELEMENTS, generator=torch.Generator().manual_seed(seed))
     squared_norm = estimate(61, seed, [gradient, -gradient])
@@ -123,13 +85,3 @@ def test_what_is_not_finite_stays_visible():
     assert totals.nonfinite.tolist() == [1, 0]
     assert totals.largest[0] == torch.inf
     assert not totals.squared_norms[0].isfinite()
-
-
-def test_a_reset_forgets_all():
-    parts, _ = make_parts(61)
-    for _ in range(2):
-        parts.reset()
-        parts.measure("a", torch.ones(10))
-        parts.close()
-    assert parts.totals().squared_norms.tolist() == [10, 0]
-    assert parts.count == 1

@@ -51,20 +51,6 @@ def test_a_pass_takes_no_part_that_is_only_asked_for_other_gradients():
     assert passes.take_idle() == {0}
 
 
-def test_one_backward_pass_may_reach_several():
-    passes = Passes()
-    (passes.run() + passes.run()).backward()
-    assert passes.take_idle() == frozenset()
-
-
-def test_any_of_the_outputs_will_do():
-    passes = Passes()
-    other = torch.ones(2, requires_grad=True) * 3
-    passes.run([other])
-    other.sum().backward()
-    assert passes.take_idle() == frozenset()
-
-
 def test_a_pass_that_raised_takes_no_part():
     passes = Passes()
     passes.begin()
@@ -90,13 +76,6 @@ def test_a_backward_pass_that_raises_before_the_output_does_not_reach_it():
     with pytest.raises(ValueError, match="bad loss"):
         scaled.backward()
     assert passes.take_idle() == {0}
-
-
-def test_an_output_that_is_a_parameter_keeps_no_hook():
-    passes = Passes()
-    weight = torch.nn.Parameter(torch.ones(2))
-    passes.run(weight, weight.detach()).backward()
-    assert not weight._backward_hooks
 
 
 @dataclass
