@@ -22,8 +22,8 @@ def digests_of(monkeypatch, batch, mask, native):
 
 
 @needs_compiler
-@pytest.mark.parametrize("mask", [None, torch.bool, torch.int32, torch.int64])
-@pytest.mark.parametrize("length", [1, 37, samples.MAX_WORDS, samples.MAX_WORDS + 5])
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.int64])
+@pytest.mark.parametrize("length", [1, samples.MAX_WORDS, samples.MAX_WORDS + 5])
 def test_digests_of_samples_are_those_without_a_compiler(monkeypatch, mask, length):
     batch = torch.randint(-(2**62), 2**62, (3, length))
     present = None if mask is None else (torch.rand(3, length) < 0.7).to(mask)
@@ -36,7 +36,7 @@ def test_digests_of_samples_are_those_without_a_compiler(monkeypatch, mask, leng
 
 
 @needs_compiler
-@pytest.mark.parametrize("shape", [(6,), (2, 5), (2, 3, 4), (2, 0)])
+@pytest.mark.parametrize("shape", [(6,), (2, 3, 4), (2, 0)])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_label_tokens_are_those_that_torch_counts(monkeypatch, shape, shifted):
     labels = torch.randint(-101, -98, shape)

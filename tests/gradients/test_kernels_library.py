@@ -11,7 +11,7 @@ from rankscope.gradients.kernels import bits, build, choose_kernel, inputs, libr
 from rankscope.gradients.kernels.bits import native_sum
 from rankscope.gradients.kernels.build import FOLDER, LEVELS, compile_kernels
 from rankscope.gradients.kernels.dot import NativeDot, check_dot, choose_dot, plain_dot
-from rankscope.gradients.kernels.library import NoLibraryError, StaleLibraryError, load
+from rankscope.gradients.kernels.library import StaleLibraryError, load
 from rankscope.gradients.kernels.native import NativeKernel
 from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.lab.reductions import accumulator
@@ -64,13 +64,6 @@ def test_every_level_that_this_processor_has_is_right(level, monkeypatch):
     assert found == bits.plain_sum([content], CPU)
 
 
-@needs_compiler
-def test_the_library_of_this_processor_is_the_one_in_use():
-    assert library.load_once()._name == str(library.library_path())
-    capability = torch.backends.cpu.get_cpu_capability()
-    assert {"AVX512": "avx512", "AVX2": "avx2"}.get(capability, "default") == USED
-
-
 def everything_in_plain_torch():
     """Use all that the library has, and return whether plain torch did it."""
     assert isinstance(choose_kernel(CPU, WIDTH, period_signs(SEED)), PlainKernel)
@@ -113,14 +106,6 @@ def test_a_library_without_its_sources_is_used(monkeypatch):
     assert load(library.library_path())
 
 
-@pytest.mark.parametrize("content", [b"", b"no library"])
-def test_what_is_no_library_is_not_loaded(tmp_path, content):
-    file = tmp_path / "kernels-default.so"
-    file.write_bytes(content)
-    with pytest.raises(NoLibraryError, match="cannot be loaded"):
-        load(file)
-
-
 @pytest.fixture
 def source_tree(tmp_path, monkeypatch):
     """A folder of kernels of the test's own, in which one library lies already."""
@@ -144,7 +129,7 @@ def test_the_build_stamps_a_library_with_its_sources(source_tree):
         load(source_tree / "kernels-default.so")
 
 
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true", "cc 'and no end"])
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true"])
 def test_a_compiler_that_does_not_work_changes_nothing(source_tree, monkeypatch, compiler):
     monkeypatch.setenv("CC", compiler)
     before = sorted(source_tree.iterdir())

@@ -20,11 +20,8 @@ pytestmark = pytest.mark.ranks
 STEPS = 14
 WATCHED = (range(5, 9), range(11, 14))
 NAMES = (
-    "plain",
     "no_sync with bucket views",
-    "static graph",
     "shared reentrant checkpoints",
-    "rounding hook",
     "scaler, micro-batches, clipping",
 )
 CHOSEN = [mode for mode in MODES + MORE_MODES if mode.name in NAMES]

@@ -3,7 +3,6 @@
 import io
 import logging
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
-from rankscope.session import opening
 from rankscope.session.start import log_to_stderr
 from rankscope.wrappers import rendezvous
 from support.loops import Loop
@@ -57,16 +55,6 @@ def test_a_logger_that_propagates_again_is_heard_once(written, capsys):
     logging.getLogger("rankscope").propagate = True
     logging.getLogger("rankscope").warning("heard")
     assert (written.getvalue(), *capsys.readouterr()) == ("heard\n", "", "")
-
-
-def test_a_run_that_cannot_begin_names_its_directory(monkeypatch):
-    def fail(*_):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(opening, "_begin", fail)
-    hellos = [{"agreement": {}, "host": "a"}]
-    answer, _ = opening._answer(hellos, {"run_dir": Path("runs/sft")}, None)
-    assert "rank 0 cannot begin the run in runs/sft" in answer["problem"]
 
 
 class NoTokenizer:
@@ -158,14 +146,6 @@ def test_a_rank_that_does_not_watch_holds_up_nobody_for_long(tmp_path):
     assert "training goes on" in warnings[0]
     assert "hello/1 did not come to this meeting" in warnings[0]
     assert not list(tmp_path.iterdir())
-
-
-def test_patience_ends_before_the_groups_own():
-    assert run_ranks(patience, 1) == [pytest.approx(0.8 * 1800)]
-
-
-def patience(rank):
-    return rendezvous.Rendezvous(dist.group.WORLD).patience_seconds
 
 
 def agree_on(rank):

@@ -93,27 +93,23 @@ class Case:
         engine.destroy()
 
 
-STAGES = {f"ZeRO {stage}": Mode("", stage, MICRO) for stage in range(4)}
-OTHERS = {
-    "ZeRO 0 bf16": Mode("", 0, MICRO, "bf16"),
-    "ZeRO 1 fp32 sums": Mode("", 1, MICRO, "bf16", "fp32"),
+MODES = {
+    "ZeRO 0": Mode("", 0, MICRO),
     "ZeRO 1 overlapped": Mode("", 1, MICRO, zero={"overlap_comm": True}),
     "ZeRO 2 fp32 sums": Mode("", 2, MICRO, "bf16", "fp32"),
+    "ZeRO 3": Mode("", 3, MICRO),
 }
-MODES = STAGES | OTHERS
-DIVIDED = ["ZeRO 2", "ZeRO 3"]
-"""By another number than others are, which the stage makes no difference to."""
-
-RESETS = {name: drop_sums if name == "ZeRO 2" else zero_grad for name in STAGES}
 CASES = (
     {f"{name}, healthy": Case(mode) for name, mode in MODES.items()}
-    | {f"{name}, reset": Case(mode, RESETS[name]) for name, mode in STAGES.items()}
-    | {f"{name}, doubled": Case(mode, scaled_by(2)) for name, mode in OTHERS.items()}
-    | {f"{name}, divided": Case(STAGES[name], scaled_by(1 / MICRO)) for name in DIVIDED}
-    | {f"ZeRO {stage}, manual": Case(Mode("", stage), manual=True) for stage in range(4)}
+    | {f"ZeRO {stage}, manual": Case(Mode("", stage), manual=True) for stage in (0, 1, 3)}
     | {
-        "ZeRO 2, zero_grad": Case(MODES["ZeRO 2"], zero_grad),
-        "ZeRO 2, in part": Case(MODES["ZeRO 2"], change_one),
+        "ZeRO 0, reset": Case(MODES["ZeRO 0"], zero_grad),
+        "ZeRO 1 overlapped, doubled": Case(MODES["ZeRO 1 overlapped"], scaled_by(2)),
+        "ZeRO 2, reset": Case(Mode("", 2, MICRO), drop_sums),
+        "ZeRO 2 fp32 sums, doubled": Case(MODES["ZeRO 2 fp32 sums"], scaled_by(2)),
+        "ZeRO 3, divided": Case(MODES["ZeRO 3"], scaled_by(1 / MICRO)),
+        "ZeRO 2, zero_grad": Case(Mode("", 2, MICRO), zero_grad),
+        "ZeRO 2, in part": Case(Mode("", 2, MICRO), change_one),
         "ZeRO 3, longer": Case(Mode("", 3), manual=True, first=2),
     }
 )
@@ -170,8 +166,8 @@ def test_the_kind_of_change_and_its_micro_batch_are_named(runs, name):
     assert found.evidence["factor"] == pytest.approx(FACTORS[kind], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["ZeRO 1, manual", "ZeRO 2, manual"])
-def test_an_engine_that_begins_anew_with_each_micro_batch_is_found(runs, name):
+def test_an_engine_that_begins_anew_with_each_micro_batch_is_found(runs):
+    name = "ZeRO 1, manual"
     found = told(runs[name])["sync.accumulation"]
     assert (found.severity, found.evidence["kind"]) == (Severity.ERROR, "reset")
     assert found.evidence["micro_batch"] == 1

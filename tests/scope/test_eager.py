@@ -1,10 +1,7 @@
 """``RANKSCOPE_EAGER=1``: all that comes due by itself does so in 30 steps, and changes no bit."""
 
-import json
 import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,25 +11,17 @@ from rankscope import Run
 from rankscope.bus import pace
 from rankscope.bus.evidence import Table
 from rankscope.errors import UsageError
-from support.loops import Loop
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 30
-TESTS = Path(__file__).parents[1]
-_PROGRAM = """
-import json
-from scope.test_eager import train
-from support.ranks import run_ranks
-if __name__ == "__main__":
-    print(json.dumps(run_ranks(train, 2, {folder!r})))
-"""
 
 
 def train(rank: int, folder: str) -> dict[str, Any]:
     """Train alone and watched, and count the gradients that were computed again."""
     from rankscope.evidence.reference.reference import ReferenceStep
+    from support.loops import Loop
 
     computed = []
     compute = ReferenceStep.compute
@@ -54,20 +43,17 @@ def train(rank: int, folder: str) -> dict[str, Any]:
     return {"bits": bits, "computed": computed, "warnings": loop.warnings}
 
 
+def be_eager() -> None:
+    """Have the ranks import all again, now that the environment says so."""
+    os.environ[pace.VARIABLE] = "1"
+    for name in [
+        name for name in sys.modules if name.partition(".")[0] in ("rankscope", "support")
+    ]:
+        del sys.modules[name]
+
+
 def test_all_comes_due_in_thirty_steps(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(_PROGRAM.format(folder=str(tmp_path)))
-    paths = [str(TESTS.parent / "src"), str(TESTS)]
-    ended = subprocess.run(
-        [sys.executable, str(program)],
-        env={**os.environ, pace.VARIABLE: "1", "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    for seen in json.loads(ended.stdout.splitlines()[-1]):
+    for seen in run_ranks(train, 2, str(tmp_path), prepare=be_eager):
         alone, watched = seen["bits"]
         assert alone == watched
         assert seen["computed"] == [""] * len(pace.EAGER.references)
@@ -87,6 +73,7 @@ def test_all_comes_due_in_thirty_steps(tmp_path):
 def differ(rank: int, folder: str) -> str:
     """Be eager on one rank alone, or on all but one."""
     from rankscope.session import opening
+    from support.loops import Loop
 
     if rank == 1:
         opening.PACE = pace.Pace() if pace.PACE is pace.EAGER else pace.EAGER

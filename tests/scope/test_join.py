@@ -20,7 +20,6 @@ NUM_STEPS = (5, 3, 4)
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bucket views": {"gradient_as_bucket_view": True},
-    "unused parameters": {"find_unused_parameters": True},
     "micro-batches": {},
 }
 

@@ -18,7 +18,7 @@ from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
-RANKS, FAULTY, FIRST, STEPS = 4, 2, 20, 60
+RANKS, FAULTY, FIRST, STEPS = 4, 2, 20, 45
 NUM_TOKENS, SAMPLES, LENGTH, WANTED = 32, 16, 12, 5
 
 

@@ -45,12 +45,6 @@ def one_too_early(loop, step):
     accumulate(loop, step, synchronise_at=0)
 
 
-def evaluate_inside(loop, step):
-    with torch.no_grad():
-        loop.ddp.module(**make_batch(loop.rank, step))
-    plain(loop, step)
-
-
 def never_synchronised(loop, step):
     with loop.ddp.no_sync():
         plain(loop, step)
@@ -71,10 +65,8 @@ def beside_another_model(loop, step):
 
 
 LOOPS = {
-    "plain": (plain, False),
     "both ways": (both_ways, False),
     "accumulate": (accumulate, False),
-    "evaluate inside": (evaluate_inside, False),
     "reduced by hand": (reduced_by_hand, False),
     "beside another model": (beside_another_model, False),
     "past the wrapper": (past_the_wrapper, True),
@@ -109,15 +101,11 @@ def trained():
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_the_training_keeps_its_bits(trained, name):
+def test_every_step_is_recorded_with_its_loss_and_the_training_keeps_its_bits(trained, name):
     for by_name in trained[0]:
         alone, watched = by_name[name]
         assert alone["bits"] == watched["bits"]
         assert watched["warnings"] == []
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_every_step_is_recorded_with_its_loss_and_whether_it_was_reduced(trained, name):
     run = Run.open(trained[1] / name)
     assert run.table(Table.STEPS).num_rows == STEPS - (name in MERGED)
     _, losses_TW = run.per_worker("loss")
@@ -173,8 +161,6 @@ def local_sgd(rank, run_dir, missed=None, synchronised=(), at=LOCAL - 1, plan=Tr
 LOCAL_JOBS = {
     "healthy": {},
     "averages first": {"at": 0},  # as torch's PeriodicModelAverager does
-    "spaced": {"overhead_budget": 0.5},
-    "late synchronisation": {"synchronised": range(9, 50, 10)},
     "missed": {"missed": 43, "overhead_budget": 0.5},
 }
 

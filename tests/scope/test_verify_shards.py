@@ -107,16 +107,22 @@ def train(rank: int, run_dir: str | None, shares: bool) -> list[bytes]:
     return [p.to_local().detach().numpy().tobytes() for p in model.parameters()]
 
 
-def train_twice(rank: int, run_dir: str, shares: bool) -> bool:
-    return train(rank, None, shares) == train(rank, run_dir, shares)
+def train_all(rank: int, folder: str) -> bool:
+    watched = [train(rank, f"{folder}/{shares}/run", shares) for shares in (True, False)]
+    return watched == [train(rank, None, shares) for shares in (True, False)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    assert all(run_ranks(train_all, 4, str(folder))), "the training has other bits"
+    return folder
 
 
 @pytest.mark.parametrize("shares", [True, False])
-def test_a_gradient_of_which_each_rank_has_a_share_is_named(shares: bool, tmp_path: Path) -> None:
-    same_bits = run_ranks(train_twice, 4, str(tmp_path / "run"), shares)
-    assert all(same_bits)
-    for folder in sorted(tmp_path.iterdir()):
-        [finding] = [f for f in Run.open(folder).findings() if f.cause.startswith("verify.")]
+def test_a_gradient_of_which_each_rank_has_a_share_is_named(folder: Path, shares: bool) -> None:
+    for run in sorted((folder / str(shares)).iterdir()):
+        [finding] = [f for f in Run.open(run).findings() if f.cause.startswith("verify.")]
         if shares:
             assert (finding.cause, finding.severity.name) == ("verify.derivative", "ERROR")
             assert "block.bias" in finding.explanation

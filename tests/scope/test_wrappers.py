@@ -10,7 +10,6 @@ import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.errors import UnsupportedError
-from rankscope.wrappers.find import find_wrapper
 from support.models import make_batch, make_model
 from support.ranks import run_ranks
 
@@ -71,36 +70,6 @@ def test_what_cannot_be_watched_is_refused_in_one_sentence(tmp_path):
             assert f"got {name}" in problem.replace("optimize_ddp='python_reducer'", name)
             assert ". " not in problem
     assert not (tmp_path / "run").exists()
-
-
-class BesideATable(torch.nn.Module):
-    """A model whose first parameter lives elsewhere, is not trained and left alone by DDP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.zeros(5, device="meta"), requires_grad=False)
-        self.inner = make_model(dropout=0.0)
-
-    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self.inner(**batch)
-
-
-def table_elsewhere(rank: int, run_dir: str) -> str:
-    model = BesideATable()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["table"])
-    ddp = DistributedDataParallel(model)
-    device = str(find_wrapper(ddp).device)
-    with rankscope.watch(ddp, run_dir=run_dir, overhead_budget=None):
-        for step in range(3):
-            ddp(**make_batch(rank, step))["loss"].backward()
-            ddp.zero_grad()
-    return device
-
-
-def test_the_device_is_that_of_the_parameters_that_are_trained(tmp_path):
-    assert run_ranks(table_elsewhere, 2, str(tmp_path / "run")) == ["cpu", "cpu"]
-    run = Run.open(tmp_path / "run")
-    assert run.columns(Table.STEPS, "observed")["observed"].tolist() == [True] * 3
 
 
 def ignored_parameter(rank: int, run_dir: str) -> list[tuple[float, float]]:

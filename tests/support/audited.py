@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.session import instruments
-from support import deepspeed_modes
 from support.releases import SINCE_TORCH_2_15
 
 STEPS = 3
@@ -33,8 +32,7 @@ class Case:
     hook: str = ""
     reduce_dtype: torch.dtype | None = None  # of FSDP2
     accumulate: int = 1
-    unused: str = ""  # which ranks leave the branch out: "some", "all"
-    scaler: bool = False
+    unused: str = ""  # whether some ranks leave the branch out: "some"
     expected_type: str = "float32"
     rounds: bool = False  # the reduction has 16 bits
 
@@ -69,25 +67,22 @@ def _train(rank: int, case: Case, run_dir: str) -> list[dict[str, Any]]:
     twin = copy.deepcopy(net)
     model = _wrap(net, case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    factor = 1024.0 if case.scaler else 1.0
-    scaler = torch.amp.GradScaler("cpu", init_scale=factor, enabled=case.scaler)
     steps: list[dict[str, Any]] = []
     with rankscope.watch(model, optimizer, run_dir=run_dir, reduced="sketch", overhead_budget=None):
         for step in range(STEPS):
             batches = _batches(rank, step, case)
-            branch = case.unused != "all" and not (case.unused == "some" and rank == 0)
+            branch = not (case.unused == "some" and rank == 0)
             _load(twin, net)
             for batch in batches:
-                (twin(batch, branch) / case.accumulate * factor).backward()
+                (twin(batch, branch) / case.accumulate).backward()
             local = {n: _flat(_accumulated(p.grad, case), p) for n, p in twin.named_parameters()}
             twin.zero_grad()
             for micro, batch in enumerate(batches):
                 with _synchronised(model, micro == case.accumulate - 1):
-                    scaler.scale(model(batch, branch) / case.accumulate).backward()
+                    (model(batch, branch) / case.accumulate).backward()
             reduced = {n: _flat(_whole(p.grad), p) for n, p in net.named_parameters()}
             steps.append({"local": local, "reduced": reduced})
-            scaler.step(optimizer)
-            scaler.update(factor if case.scaler else None)
+            optimizer.step()
             optimizer.zero_grad()
     return steps
 
@@ -96,20 +91,6 @@ def _accumulated(gradient: Tensor | None, case: Case) -> Tensor | None:
     """Return a gradient in the type in which it reaches the reduction."""
     rounds = SINCE_TORCH_2_15 and gradient is not None and case.reduce_dtype is not None
     return gradient.to(case.reduce_dtype) if rounds else gradient
-
-
-def train_zero(rank: int, cases: list[Any], folder: str) -> None:
-    """Train under stages of DeepSpeed."""
-    with mock.patch.object(instruments, "SECTION_ELEMENTS", 300):
-        for mode in cases:
-            engine = deepspeed_modes.make_engine(rank, mode, dropout=0.0)
-            with rankscope.watch(
-                engine, run_dir=f"{folder}/{mode.name}", reduced="sketch", overhead_budget=None
-            ):
-                for step in range(STEPS):
-                    deepspeed_modes.train_step(rank, mode, step, engine)
-            engine.destroy()
-            dist.barrier()
 
 
 def _wrap(net: Net, case: Case) -> nn.Module:
@@ -162,7 +143,6 @@ def _one_element(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Fu
 
 HOOKS: dict[str, Callable[..., Any]] = {
     "bfloat16": _bfloat16,
-    "float16": lambda state, bucket: default_hooks.fp16_compress_hook(None, bucket),
     "one element": _one_element,
 }
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,6 @@ import rankscope
 from support.checkpointed import CheckpointedLM, wrapped_in_checkpoints
 from support.comm_hooks import register_comm_hook
 from support.models import make_batch, make_model
-
-DDP_OPTIONS = inspect.signature(DistributedDataParallel).parameters.keys()
 
 
 @dataclass(frozen=True)
@@ -36,13 +33,13 @@ class Mode:
     compiled: str = ""  # "around DDP", "inside DDP", "around DDP, after watch"
     backend: str = "aot_eager"
 
-    def shows_both_gradients(self, step: int) -> bool:
+    def shows_both_gradients(self) -> bool:
         """Return whether the reduced gradient is there while the local one still is.
 
         Not where DDP reduces in place, or ends inside of a checkpoint's own backward pass.
         """
         if self.checkpoint == "everything reentrant":
-            return "static_graph" in self.ddp and step == 0
+            return False
         return "gradient_as_bucket_view" not in self.ddp
 
 
@@ -58,25 +55,13 @@ MODES = [
     Mode("used on one rank", {"find_unused_parameters": True}, branch="rank 0"),
 ]
 
-NEW_MODES = [
-    Mode("batched copies", {"batched_grad_copy": True}),
-    Mode("late buckets", {"lazy_bucket_allocation": True}),
-]
-"""What only some releases of torch have."""
-
 MORE_MODES = [
-    *(mode for mode in NEW_MODES if mode.ddp.keys() <= DDP_OPTIONS),
     Mode("summed micro-batches", {}, accumulate=3, divide=False),
-    Mode("zeroed in place and clipped", {}, zero_in_place=True, clip=True),
-    Mode("reentrant checkpoints", {}, checkpoint="reentrant"),
     Mode("shared reentrant checkpoints", {"static_graph": True}, checkpoint="shared reentrant"),
     Mode("checkpoint wrappers", {}, checkpoint="wrapper"),
     Mode("one reentrant checkpoint", {}, checkpoint="everything reentrant"),
-    Mode("one in a static graph", {"static_graph": True}, checkpoint="everything reentrant"),
     Mode("rounding hook", {}, hook="rounding"),
-    Mode("PowerSGD", {"gradient_as_bucket_view": True}, hook="PowerSGD"),
     Mode("PowerSGD after watch", {}, hook="PowerSGD", hook_after_watch=True, accumulate=2),
-    Mode("gradient scaler", {}, scaler=True),
     Mode("scaler, micro-batches, clipping", {}, scaler=True, clip=True, accumulate=2),
 ]
 

@@ -33,7 +33,7 @@ def expect(dot, one, other):
 SIZES = (0, 1, 127, 1031, 200_000)
 
 
-@pytest.mark.parametrize(("dtype", "size"), zip(DTYPES, SIZES, strict=True), ids=str)
+@pytest.mark.parametrize(("dtype", "size"), [*zip(DTYPES, SIZES, strict=True)], ids=str)
 def test_every_type_and_size(dot, dtype, size):
     expect(dot, *pair((size,), dtype))
 
