@@ -47,15 +47,6 @@ def test_label_tokens_are_those_that_torch_counts(monkeypatch, shape, shifted):
     assert torch.equal(native, loss.count_label_tokens({"labels": labels}, shifted=shifted))
 
 
-@pytest.mark.parametrize(
-    "labels",
-    [torch.zeros(4), torch.zeros(4, dtype=torch.int32), torch.zeros(4, 4).long().t()[1:],
-     torch.tensor(3), torch.zeros(2, dtype=torch.int64, device="meta")],
-)  # fmt: skip
-def test_other_labels_are_left_to_torch(labels):
-    assert count_labels(labels, loss.IGNORED_LABEL, first=0) is None
-
-
 def test_a_new_setting_of_precision_is_seen_within_some_steps():
     meter = PrecisionMeter(torch.nn.Linear(1, 1), CPU)
     before = meter.code(1)

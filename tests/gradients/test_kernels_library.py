@@ -99,13 +99,6 @@ def test_a_library_of_other_sources_is_not_used_and_one_warning_says_what_helps(
         library.compiled("dot")
 
 
-@needs_compiler
-def test_a_library_without_its_sources_is_used(monkeypatch):
-    """As in a wheel."""
-    monkeypatch.setattr(library, "hash_sources", lambda: None)
-    assert load(library.library_path())
-
-
 @pytest.fixture
 def source_tree(tmp_path, monkeypatch):
     """A folder of kernels of the test's own, in which one library lies already."""
@@ -116,17 +109,6 @@ def source_tree(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "LEVELS", {"default": ("-O0",)})
     monkeypatch.delenv("CC", raising=False)
     return folder
-
-
-@needs_compiler
-def test_the_build_stamps_a_library_with_its_sources(source_tree):
-    compile_kernels()
-    assert load(source_tree / "kernels-default.so")
-    assert [path.name for path in source_tree.glob("*.so")] == ["kernels-default.so"]
-    with (source_tree / "dot.c").open("a") as file:
-        file.write("/* another comment */\n")
-    with pytest.raises(StaleLibraryError):
-        load(source_tree / "kernels-default.so")
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true"])

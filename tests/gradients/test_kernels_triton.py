@@ -3,7 +3,6 @@
 import importlib.metadata
 import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
@@ -13,9 +12,8 @@ import pytest
 import torch
 from torch.torch_version import TorchVersion
 
-from rankscope.gradients.totals import GradientTotals
 from support.interpreted import InterpretedKernel, interpreter
-from support.kernel_checks import CPU, SEED, WIDTH, expect, measured, random
+from support.kernel_checks import SEED, WIDTH, expect, measured, random
 from support.sketch_oracle import truth
 
 pytestmark = pytest.mark.skipif(
@@ -48,56 +46,6 @@ def kernel(process):
 def test_totals_follow_their_definition(kernel, size, start, dtype):
     gradient = random(size, dtype)
     expect(measured(kernel, gradient, start=start), truth("weight", SEED, gradient, WIDTH, start))
-
-
-@pytest.mark.parametrize(("width", "start", "rows"), [(127, 7, 20), (8209, 0, 5)])
-def test_widths_of_one_tile_and_of_several(process, width, start, rows):
-    kernel = InterpretedKernel(process, width, num_processors=3)
-    gradient = random(rows * width + 3)
-    expect(
-        measured(kernel, gradient, width=width, start=start),
-        truth("weight", SEED, gradient, width, start),
-    )
-
-
-@pytest.mark.parametrize(
-    ("dtype", "place", "values", "largest"),
-    [
-        (torch.float32, 0, [-math.inf, math.inf], math.inf),
-        (torch.bfloat16, 12 * WIDTH + 8, [math.nan, -math.inf, 3.0], math.nan),
-    ],
-)
-def test_values_that_are_not_finite_are_counted(kernel, dtype, place, values, largest):
-    gradient = random(12 * WIDTH + 11, dtype)
-    gradient[place : place + len(values)] = torch.tensor(values)
-    totals = measured(kernel, gradient, random(100, dtype))
-    assert int(totals.nonfinite[1]) == sum(not math.isfinite(value) for value in values)
-    np.testing.assert_equal(float(totals.largest[1]), largest)
-    np.testing.assert_equal(float(totals.squared_norms[1]), largest)
-    assert int((~totals.sketches[1].isfinite()).sum()) == int(totals.nonfinite[1])
-
-
-@pytest.mark.parametrize(
-    ("dtype", "scale"),
-    [(torch.float16, 60_000.0), (torch.float32, 1e25), (torch.float32, 0.0)],
-)
-def test_norms_hold_at_the_limits_of_a_dtype(kernel, dtype, scale):
-    gradient = (random(10 * WIDTH + 9).double() * 1e3 / 4 * scale).to(dtype)
-    totals = measured(kernel, gradient)
-    exact = truth("weight", SEED, gradient, WIDTH)
-    assert float(totals.squared_norms[1]) == pytest.approx(exact.squared_norm, rel=1e-6)
-    assert float(totals.largest[1]) == exact.largest
-    assert int(totals.nonfinite[1]) == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_the_norm_alone_is_the_same(kernel, dtype):
-    for size in (40, 70_001):
-        totals = GradientTotals.zeros(3, WIDTH, CPU)
-        kernel.measure(random(size, dtype), None, 0, totals, 1)
-        exact = truth("weight", SEED, random(size, dtype).float(), WIDTH)
-        exact.sketch[:] = 0
-        expect(totals, exact)
 
 
 COMPILE = """

@@ -73,14 +73,6 @@ def test_what_triton_compiles_anew_for_is_looked_for(changed):
     assert len(kernel.looked_for) == 2
 
 
-def test_a_triton_that_launches_otherwise_is_asked_each_time():
-    kernel = Kernel(fails=TypeError("expected other arguments"))
-    launch = Launcher(kernel)
-    for _ in range(3):
-        launch(4, memory(), 7, WIDTH=3)
-    assert len(kernel.looked_for) == len(kernel.launched) == 3
-
-
 def test_a_launch_that_fails_is_not_tried_twice():
     kernel = Kernel(fails=RuntimeError("the device is gone"))
     launch = Launcher(kernel)

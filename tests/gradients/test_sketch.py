@@ -11,7 +11,6 @@ from torch import nn
 from rankscope.bus.groups import group_parameters
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.gradients.fold import fold
-from rankscope.gradients.kernels.flat import flat_parts
 from rankscope.gradients.sketch import NormMeter, Sketcher
 from rankscope.gradients.totals import GradientTotals
 from support.sketch_oracle import first_position, truth
@@ -107,23 +106,6 @@ def test_folding_is_linear_and_follows_its_definition():
     assert not torch.equal(fold(wide, 61, seed=6), narrow)
 
 
-def test_small_parameters_do_not_share_buckets():
-    """Each fills a tenth of the sketch; all together they fill it three times."""
-    names = [f"norms.{index}.weight" for index in range(30)]
-    groups = group_parameters(names, "none")
-    errors = []
-    for seed in SEEDS:
-        generator = torch.Generator().manual_seed(seed)
-        gradients = torch.randn(WORKERS, 30, 100, generator=generator)
-        sketcher = Sketcher(CPU, groups, WIDTH, seed)
-        sketches = [
-            totals_of(sketcher, **dict(zip(names, each, strict=True))).sketches[0]
-            for each in gradients
-        ]
-        errors.append(pairwise(list(gradients.flatten(1)), sketches))
-    expect_unbiased(np.array(errors), WIDTH)
-
-
 def layouts(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return a matrix of 600 by 900 in several layouts in memory."""
     wider = torch.zeros(600, 1000)
@@ -159,65 +141,6 @@ def test_layouts_of_memory_do_not_matter():
             totals.sketches[0].numpy(), expected.sketch, rtol=1e-4, atol=1e-4, err_msg=layout
         )
         assert float(totals.squared_norms[0]) == pytest.approx(expected.squared_norm, rel=1e-6)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_no_layout_is_copied_whole():
-    matrix = torch.randn(600, 900)
-    tall = torch.randn(2, 300_000).t()  # 600,000 elements, with rows of two
-    wide = torch.randn(900_000, 2).t()  # a single row is longer than what may be copied
-    for gradient in (*layouts(matrix).values(), tall, wide):
-        parts = list(flat_parts(gradient))
-        ends = [position + len(part) for position, part in parts]
-        assert [position for position, _ in parts] == [0, *ends[:-1]]
-        assert ends[-1] == gradient.numel()
-        own = gradient.data_ptr() if gradient.layout == torch.strided else None
-        assert all(len(p) <= 1 << 18 or p.data_ptr() == own for _, p in parts)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("coalesced", [False, True])
-def test_a_sparse_gradient_costs_what_it_holds(coalesced):
-    rows, inner = torch.tensor([900_000, 5, 900_003, 5, 1_999_999, 5]), 64
-    values = random(6, inner)
-    gradient = torch.sparse_coo_tensor(rows[None], values, (2_000_000, inner))
-    parts = dict(flat_parts(gradient.coalesce() if coalesced else gradient))
-    lengths = {place // inner: len(part) // inner for place, part in parts.items()}
-    assert lengths == {5: 1, 900_000: 4, 1_999_999: 1}
-    expected = gradient.coalesce().values()
-    torch.testing.assert_close(parts[5 * inner], expected[0])
-    neighbours = parts[900_000 * inner].view(4, inner)
-    assert torch.equal(neighbours[[0, 3]], expected[1:3])
-    assert not neighbours[1:3].any()
-    assert torch.equal(parts[1_999_999 * inner], expected[3])
-    assert not list(flat_parts(torch.sparse_coo_tensor(rows[None, :0], values[:0], (2**20, inner))))
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
-
-
-def expect_equal(found: GradientTotals, expected: GradientTotals) -> None:
-    for one, other in zip(found.tensors, expected.tensors, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("meter", [Sketcher, NormMeter])
-def test_measuring_again_gives_the_bits_of_measuring_for_the_first_time(meter):
-    """Whatever comes before: another length, layout, type or place, or other totals."""
-    sketcher = meter(CPU, ONE, WIDTH)
-    into, others = sketcher.new_totals(), sketcher.new_totals()
-    calls = [(random(900), 0), (random(900), 0), (random(200_000), 0), (random(30, 30).t(), 0)]
-    calls += [(random(900, dtype=torch.bfloat16), 0), (random(900, dtype=torch.float64), 0)]
-    calls += [(random(900), 77), (random(50_000), 0), (random(0), 0), (random(900), 0)]
-    for gradient, start in calls:
-        expected = meter(CPU, ONE, WIDTH)
-        fresh = expected.new_totals()
-        expected.measure("weight", gradient, fresh, start=start)
-        for totals in (into, others):
-            totals.reset()
-            sketcher.measure("weight", gradient, totals, start=start)
-            expect_equal(totals, fresh)
 
 
 @pytest.mark.parametrize("meter", [Sketcher, NormMeter])

@@ -169,12 +169,6 @@ def make_sft_trainer(folder: str, callbacks: Any = (), **changes: Any) -> Any:
     )
 
 
-def mean_over_all(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A ``compute_loss_func`` as Trainer wants it: the sum over the tokens of all, divided."""
-    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return F.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
-
-
 def mean_over_own(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
     """A ``compute_loss_func`` that forgets what Trainer multiplies its result by."""
     return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())

@@ -1,11 +1,9 @@
 """How the end of a script decides whether its run is complete, without ranks."""
 
 import builtins
-import contextlib
 import json
 import os
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -52,17 +50,6 @@ def test_a_script_that_ends_itself_with_a_code_is_noticed(ending, name, code):
     assert (error.code if code else error) == (code or None)
 
 
-def test_a_thread_that_exits_ends_no_script(ending):
-    def leave():
-        with contextlib.suppress(SystemExit):
-            sys.exit(3)
-
-    thread = threading.Thread(target=leave)
-    thread.start()
-    thread.join()
-    assert closed_with(ending) is None
-
-
 @pytest.fixture
 def unreported(monkeypatch, tmp_path):
     """Return the file that stays until a process of this one's job has told."""
@@ -96,10 +83,3 @@ def test_a_launcher_whose_ranks_were_watched_tells_nothing(unreported, capsys, m
     report_if_nothing_was_watched()
     assert capsys.readouterr().err == ""
     assert not unreported.exists()
-
-
-def test_a_fork_of_the_command_leaves_it_to_the_command(unreported, capsys, monkeypatch):
-    monkeypatch.setenv(PID_VARIABLE, str(os.getpid() + 1))
-    report_if_nothing_was_watched()
-    assert capsys.readouterr().err == ""
-    assert unreported.exists()

@@ -1,9 +1,7 @@
 """The parts of ``rankscope run``, without ranks."""
 
-import json
 import sys
 import threading
-import traceback
 from pathlib import Path
 
 import pytest
@@ -11,16 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.parallel import DataParallel
 
 from rankscope.errors import UsageError
 from rankscope.integrations.backward_loss import unscaled
 from rankscope.integrations.beginning import CallerContext, agree, bare_models
-from rankscope.integrations.hooks import CallHook
 from rankscope.integrations.run_script import (
-    VARIABLE,
-    ScriptJob,
-    become,
     command_for,
     interpreter_flags,
     name_of,
@@ -61,22 +54,6 @@ def test_what_is_run(tmp_path, monkeypatch):
     assert name_of(["bash", "start.sh"], module=False) == "bash"
 
 
-def test_a_command_that_cannot_be_started_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    made = []
-
-    def fail(path, words, environment):
-        made.extend(tmp_path.iterdir())
-        assert json.loads(environment[VARIABLE])["unreported"] == str(made[0])
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("os.execve", fail)
-    with pytest.raises(UsageError, match="cannot start /train: Permission denied"):
-        become(["/train"], ScriptJob(str(tmp_path / "run"), "train"))
-    assert len(made) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 def ask_all(problems, patience):
     """Return each rank's answer; None in ``problems`` is a rank that never asks."""
     store, answers = dist.HashStore(), {}
@@ -103,24 +80,6 @@ def test_all_ranks_begin_or_none_does():
     assert set(late) == {0, 2}
     assert late[0] == late[2]
     assert "2 of 3 ranks" in late[0]
-
-
-class Plain(nn.Module):
-    def forward(self, x):
-        raise ValueError("inside")
-
-
-def test_a_call_hook_is_never_on_the_stack_and_leaves_nothing():
-    before, seen = dict(vars(Plain)), []
-    hook = CallHook(Plain, seen.append)
-    model = Plain()
-    with pytest.raises(ValueError, match="inside") as raised:
-        model(1)
-    names = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
-    assert names[1:] == ["_wrapped_call_impl", "_call_impl", "forward"]
-    assert seen == [model]
-    hook.remove()
-    assert dict(vars(Plain)) == before
 
 
 LOGITS = torch.tensor([[1.0, 2.0, -1.0], [0.5, 0.25, 3.0]])
@@ -161,62 +120,6 @@ def test_what_scales_a_loss_is_read_from_its_graph(make, value, factor, constant
     assert found_constant == (constant if constant is None else pytest.approx(constant))
     expected = value(logits).detach().item()
     assert loss.detach().item() / float(found or 1) == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("make", "divisor"),
-    [
-        (lambda x: 4 * total(x) / torch.tensor(5.0), 1.25),
-        (lambda x: (masked(x) / 2).double() * 8 / torch.tensor(5.0), 1.25),
-        (lambda x: mean(x) / torch.tensor(5.0), None),
-        (lambda x: torch.tensor(3.0) * total(x) / torch.tensor(5.0), None),
-    ],
-)
-def test_the_divisor_of_a_sum_over_tokens_is_read_from_its_graph(make, divisor):
-    found = unscaled(make(LOGITS.clone().requires_grad_()), {}).summed
-    assert (found is None) == (divisor is None)
-    if found is not None:
-        assert [float(number) for number in found] == pytest.approx([2.0, divisor])
-
-
-class Wrapping(torch.optim.Optimizer):
-    """What Accelerate does: an optimizer that is none of its own."""
-
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    @property
-    def param_groups(self):
-        return self.optimizer.param_groups
-
-
-def test_optimizers_of_a_model_are_found():
-    model, other = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1)), nn.Linear(2, 2)
-    small = torch.optim.SGD(model[1].parameters(), lr=1)
-    large = torch.optim.SGD(model[0].parameters(), lr=1)
-    wrapping, foreign = Wrapping(large), torch.optim.SGD(other.parameters(), lr=1)
-    assert [id(found) for found in CallerContext(model).optimizers([model])] == [
-        id(large),
-        id(small),
-    ]
-    assert [id(found) for found in CallerContext(other).optimizers([other])] == [id(foreign)]
-    assert wrapping.param_groups is large.param_groups
-    lone = nn.Linear(1, 1)
-    assert CallerContext(lone).optimizers([lone]) == []
-
-
-def test_models_without_wrapper_are_told_by_the_parameters_of_an_optimizer():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    around = nn.Sequential(model)
-    part = torch.optim.SGD(model[1].parameters(), lr=0.1)
-    every = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert {id(found) for found in bare_models([every])} == {id(around), id(model)}
-    assert {id(found) for found in bare_models([part])} == {id(around), id(model), id(model[1])}
-    compiled = torch.compile(model, backend="eager")
-    assert {id(found) for found in bare_models([every])} == {id(around), id(compiled)}
-    wrapped = DataParallel(nn.Linear(1, 1))
-    assert bare_models([every]) == []
-    del wrapped
 
 
 def test_copies_of_a_model_that_an_optimizer_updates_show_the_model():

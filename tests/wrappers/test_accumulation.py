@@ -19,25 +19,6 @@ def reduced(parameters):
     return seen
 
 
-@pytest.mark.parametrize(("zeroed", "most"), [(False, 6), (True, 4)])
-def test_steps_whose_gradients_one_update_takes_count_together(parameters, zeroed, most):
-    seen = reduced(parameters)
-    seen.see_updated(4)
-    seen.end_step(4, updated=True)
-    seen.see_reduced()
-    assert not seen.goes_on(4)
-    seen.end_step(4, updated=False)  # the rest of an epoch, and the next one's first
-    if zeroed:
-        parameters[1].grad.zero_()
-    seen.adds_to_applied()
-    seen.see_reduced()
-    seen.see_updated(2)
-    seen.end_step(2, updated=True)
-    seen.see_reduced()
-    assert seen.goes_on(most - 1)
-    assert not seen.goes_on(most)
-
-
 def test_passes_whose_gradients_were_dropped_do_not_count(parameters):
     seen = reduced(parameters)
     assert seen.goes_on(1)  # zero_grad may come, after the next forward pass
@@ -65,18 +46,3 @@ def test_calls_of_a_schedule_make_one_step_as_long_as_every_update(parameters):
     assert not seen.goes_on(8)
     seen.end_step(4, updated=True)  # the last of an epoch
     assert not seen.goes_on(8, in_calls=True)
-
-
-def test_copies_of_the_parameters_are_updated_by_the_gradients_of_these(parameters):
-    copies = [torch.nn.Parameter(torch.ones(3)) for _ in parameters]
-    named = dict(zip("ab", parameters, strict=True))
-    seen = Accumulation(torch.optim.SGD(copies, lr=0.1), named)
-    parameters[0].grad = torch.ones(3)
-    seen.see_updated(1)
-    assert seen.adds_to_applied()
-    parameters[0].grad = None
-    assert not seen.adds_to_applied()
-    others = Accumulation(torch.optim.SGD(copies[:1], lr=0.1), named)
-    parameters[0].grad = torch.ones(3)
-    others.see_updated(1)
-    assert not others.adds_to_applied(), "they are not all copied"

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from rankscope.errors import UnsupportedError
-from rankscope.gradients.sketch import NormMeter
-from rankscope.wrappers.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
+from rankscope.wrappers.deepspeed import deepspeed_process_group, is_deepspeed
 from rankscope.wrappers.guard import Guard
 from rankscope.wrappers.tap import ReadReduced
 from support.deepspeed_modes import (
@@ -29,7 +28,6 @@ from support.deepspeed_training import (
     to_numpy,
     train,
     trained,
-    unguarded,
 )
 from support.models import make_model
 from support.ranks import run_ranks
@@ -107,25 +105,6 @@ def read_less_of_the_reduced_gradient(rank: int, mode: Mode) -> list[Any]:
     return seen
 
 
-def measure_norms_alone(rank: int, mode: Mode) -> Any:
-    engine = make_engine(rank, mode, dropout=0.0)
-    parameters = trained(engine.module)
-    sketcher = make_sketcher(parameters)
-    meter = NormMeter(sketcher.device, sketcher.groups, sketcher.width)
-    try:
-        tap = DeepSpeedTap(engine, parameters, meter, unguarded, reduced=ReadReduced.NORM)
-    except UnsupportedError as error:
-        return str(error)
-    micro = micro_gradients(rank, mode, 0, engine)
-    expected = sum(g.double().square().sum() for g in accumulated(mode, micro).values())
-    tap.begin_forward(measure=True)
-    train_step(rank, mode, 0, engine)
-    gradient = tap.collect()
-    assert gradient is not None
-    assert gradient.micro_squared_norms is None
-    return float(gradient.totals.squared_norms.sum() / expected)
-
-
 def look_before_importing() -> None:
     assert not is_deepspeed(nn.Linear(2, 2))
     assert "deepspeed" not in sys.modules
@@ -164,16 +143,8 @@ def _pipeline(rank: int) -> Any:
     return _engine(rank, PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.MSELoss()))
 
 
-def _experts(rank: int) -> Any:
-    import_deepspeed(rank)
-    from deepspeed.moe.layer import MoE
-
-    return _engine(rank, nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2)))
-
-
 _REFUSED = {
     "pipeline parallelism": _pipeline,
-    "mixture-of-experts layers": _experts,
     "sequence parallelism": lambda rank: _engine(
         rank,
         nn.Linear(2, 2),
@@ -191,7 +162,6 @@ def do_all(rank: int) -> dict[str, Any]:
         "late": [arrive_between_micro_batches(rank, mode) for mode in both],
         "aborted": abort_a_backward_pass(rank, ACCUMULATED),
         "reduced": [read_less_of_the_reduced_gradient(rank, mode) for mode in both],
-        "norms": [measure_norms_alone(rank, m) for m in (*both, Mode("one", 2, in_parts=True))],
         "refused": refuse(rank),
     }
 
@@ -238,14 +208,6 @@ def test_the_reduced_gradient_is_read_as_far_as_asked(outcomes):
             assert norm_only["squared_norms"].sum() > 0
             assert not norm_only["sketches"].any()
             assert off is None
-
-
-def test_without_sketches_norms_are_exact_or_refused(outcomes):
-    for seen in outcomes:
-        whole, in_parts, single = seen["norms"]
-        assert whole == pytest.approx(1, rel=1e-6)
-        assert "tier='sketch'" in in_parts
-        assert single == pytest.approx(1, rel=1e-6)
 
 
 def test_what_cannot_be_watched_is_refused_in_one_sentence(outcomes):

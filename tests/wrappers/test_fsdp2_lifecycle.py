@@ -1,6 +1,5 @@
 """Steps that raise, taps that come and go in the middle of one."""
 
-import gc
 from functools import partial
 from typing import Any
 
@@ -137,21 +136,6 @@ def a_tap_may_come_between_micro_batches() -> None:
     tap.remove()
 
 
-def a_tap_may_come_between_forward_and_backward() -> None:
-    session = start(mode_named("1-D"))
-    loss = session.model(*make_batches(session.worker, 0, 1)[0])
-    tap = make_tap(session)
-    loss.backward()
-    assert tap.complete
-    assert tap.collect() is None
-    optimize(session)
-    check_step(session, tap, 1)
-    loss = session.model(*make_batches(session.worker, 2, 1)[0])
-    tap.remove()
-    loss.backward()
-    assert not tap.complete
-
-
 def other_gradients_make_no_step() -> None:
     """``autograd.grad`` runs through the model without accumulating anything."""
     for name in ("HSDP", "HSDP half reduced", "frozen in part"):
@@ -215,19 +199,6 @@ def check_who_trains(session: Session) -> None:
     tap.remove()
 
 
-def what_an_aborted_pass_has_reduced_makes_no_step_of_the_next() -> None:
-    session = start(mode_named("1-D"))
-    tap = make_tap(session)
-    explode(session, tap)
-    assert tap._reduced_now
-    forget_unreduced_gradients(session)
-    other_gradients(session, 1, tap)
-    assert not tap.complete
-    tap.collect()
-    check_step(session, tap, 2)
-    tap.remove()
-
-
 def a_pass_whose_end_is_cut_short_is_not_counted() -> None:
     """Wherever Ctrl-C strikes after the reduction, the next step has nothing of this one."""
     session = start(mode_named("1-D"))
@@ -242,23 +213,6 @@ def a_pass_whose_end_is_cut_short_is_not_counted() -> None:
         assert not tap.complete
         session.optimizer.zero_grad()
         check_step(session, tap, 2)
-    tap.remove()
-
-
-def a_half_reduced_step_is_measured_whole_or_not_at_all() -> None:
-    session = start(mode_named("HSDP half reduced"))
-    first, last = make_batches(session.worker, 0, 2)
-    session.root.set_requires_all_reduce(False)
-    session.model(*first).backward()
-    tap = make_tap(session)
-    session.root.set_requires_all_reduce(True)
-    tap.begin_forward(measure=True)
-    session.model(*last).backward()
-    assert tap.complete
-    assert tap.collect() is None
-    optimize(session)
-    train_step(session, 1, tap)
-    assert tap.collect() is not None
     tap.remove()
 
 
@@ -292,32 +246,17 @@ def taps_do_not_see_each_others_models() -> None:
     assert torch_functions() == original
 
 
-def a_forgotten_tap_leaves_torch_as_it_was() -> None:
-    original = torch_functions()
-    session = start(mode_named("1-D"))
-    tap = make_tap(session)
-    train_step(session, 0, tap)
-    assert torch_functions() != original
-    del tap
-    gc.collect()
-    assert torch_functions() == original
-
-
 ABORTED = [
     an_aborted_pass_is_not_counted,
     what_torch_keeps_of_an_aborted_pass_is_read_as_it_is_reduced,
-    what_an_aborted_pass_has_reduced_makes_no_step_of_the_next,
 ]
 SCENARIOS = [
     *(ABORTED if SINCE_TORCH_2_13 else []),
     a_tap_may_come_between_micro_batches,
-    a_tap_may_come_between_forward_and_backward,
     other_gradients_make_no_step,
     only_passes_that_accumulate_are_said_to_train,
     a_pass_whose_end_is_cut_short_is_not_counted,
-    a_half_reduced_step_is_measured_whole_or_not_at_all,
     taps_do_not_see_each_others_models,
-    a_forgotten_tap_leaves_torch_as_it_was,
 ]
 
 

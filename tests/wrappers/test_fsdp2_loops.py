@@ -5,9 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -33,7 +31,6 @@ from support.fsdp2_training import (
     start,
     train_step,
 )
-from support.loops import collect_warnings
 from support.releases import SINCE_TORCH_2_13, SINCE_TORCH_2_15
 from support.scenarios import run_scenarios
 
@@ -107,30 +104,6 @@ def a_loss_in_chunks_with_backward_passes_of_their_own() -> None:
     tap.remove()
 
 
-def a_pipeline_schedule_that_reduces_by_hand() -> None:
-    session = start(mode_named("accumulated"))
-    root, tap = session.root, make_tap(session)
-    for step in range(2):
-        exact, micro = local_gradient(session, step)
-        reduce_in_backward(root, False)
-        for batch in make_batches(session.worker, step, 3):
-            tap.begin_forward(measure=True)
-            (session.model(*batch) / 3).backward()
-            assert not tap.complete
-        reduce_in_backward(root, True)
-        state = root._get_fsdp_state()
-        for each in state._state_ctx.all_states:
-            for group in _groups(each):
-                group.post_backward()
-        state._root_post_backward_final_callback()
-        local = check(tap, exact)
-        norms = local.micro_squared_norms  # known where no reduction came between two passes
-        estimated = 5 * (2 / WIDTH) ** 0.5
-        assert norms is None or norms.tolist() == pytest.approx(micro, rel=estimated)
-        optimize(session)
-    tap.remove()
-
-
 def a_training_that_ends_its_backward_passes_by_hand() -> None:
     session = start(mode_named("accumulated"))
     root, tap = session.root, make_tap(session)
@@ -153,12 +126,6 @@ def a_training_that_ends_its_backward_passes_by_hand() -> None:
     tap.remove()
 
 
-def reduce_in_backward(root: Any, reduce: bool) -> None:
-    root.set_is_last_backward(reduce)
-    root.set_reshard_after_backward(reduce)
-    root.set_requires_gradient_sync(reduce)
-
-
 def every_synchronised_micro_batch_is_a_step() -> None:
     session = start(mode_named("1-D"))
     tap = make_tap(session)
@@ -173,35 +140,6 @@ def every_synchronised_micro_batch_is_a_step() -> None:
         if step % 2 == 1:
             optimize(session)
     tap.remove()
-
-
-def a_parameter_that_is_unfrozen_later_is_named_and_left_out() -> None:
-    session = start(mode_named("frozen in part"))
-    tap = make_tap(session)
-    train_step(session, 0, tap)
-    assert tap.collect() is not None
-    session.root.embedding.requires_grad_(True)
-    warnings = collect_warnings()
-    for step in (1, 2):
-        train_step(session, step, tap)
-        assert tap.collect() is not None
-    if dist.get_rank() == 0:
-        (warning,) = warnings
-        assert warning.startswith("embedding.weight and perhaps others were frozen when watch()")
-    tap.remove()
-
-
-def parameters_of_one_mesh_are_chosen() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "experts"))
-    net = make_net()
-    held = {f"blocks.0.{name}" for name, _ in net.blocks[0].named_parameters()}
-    names = {name for name, _ in net.named_parameters()}
-    fully_shard(net.blocks[0], mesh=mesh["experts"])
-    fully_shard(net, mesh=mesh["all"])
-    assert fsdp2_parameters(net).keys() == names - held
-    assert fsdp2_parameters(net, [dist.get_rank()]).keys() == held
-    with pytest.raises(UnsupportedError, match="got 3 ranks from 0 to 2; pass"):
-        fsdp2_parameters(net, [2, 1, 0])
 
 
 def a_model_that_is_not_sharded_is_refused() -> None:
@@ -223,11 +161,8 @@ def an_unknown_torch_is_told() -> None:
 SCENARIOS = [
     a_root_that_is_checkpointed,
     *([a_loss_in_chunks_with_backward_passes_of_their_own] if SINCE_TORCH_2_13 else []),
-    a_pipeline_schedule_that_reduces_by_hand,
     *([a_training_that_ends_its_backward_passes_by_hand] if SINCE_TORCH_2_15 else []),
     every_synchronised_micro_batch_is_a_step,
-    a_parameter_that_is_unfrozen_later_is_named_and_left_out,
-    parameters_of_one_mesh_are_chosen,
     a_model_that_is_not_sharded_is_refused,
     an_unknown_torch_is_told,
 ]

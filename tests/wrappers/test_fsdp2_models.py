@@ -83,15 +83,6 @@ def unused_parameters() -> None:
         check_two_steps(net, alone)
 
 
-def a_block_that_is_used_twice() -> None:
-    net = make_net()
-    net.blocks[1] = net.blocks[0]
-    alone = copy.deepcopy(net)
-    fully_shard(net.blocks[0])
-    fully_shard(net)
-    check_two_steps(net, alone)
-
-
 def ignored_parameters_are_left_out() -> None:
     net = make_net()
     alone = copy.deepcopy(net)
@@ -124,7 +115,6 @@ SCENARIOS = [
     tied_weights,
     two_roots_in_a_plain_module,
     unused_parameters,
-    a_block_that_is_used_twice,
     ignored_parameters_are_left_out,
     replicated_by_fsdp2,
     compiled_autograd,

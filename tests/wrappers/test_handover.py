@@ -13,7 +13,7 @@ from rankscope.bus.groups import cut_sections, group_parameters
 from rankscope.bus.measured import measured_of
 from rankscope.gradients.fold import fold
 from rankscope.gradients.kernels.fallback import Launching
-from rankscope.gradients.sketch import NormMeter, Sketcher
+from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers import transfer
 from rankscope.wrappers.tap import LocalGradient
 from rankscope.wrappers.transfer import GradientTransfer
@@ -126,28 +126,6 @@ def test_norms_largest_and_sketches():
     assert handed.audit is None
 
 
-@pytest.mark.parametrize(
-    ("meter", "sketch", "group"),
-    [(NormMeter, 0, 0), (Sketcher, 0, NARROW)],
-)
-def test_only_what_was_asked_for_travels(meter, sketch, group):
-    gradient = make_gradient()
-    handed = hand_over(LocalGradient(measure(gradient, meter)), sketch=sketch, group=group)
-    assert handed.sketch_K.shape == (sketch,)
-    assert handed.group_sketches_GK.shape == (len(GROUPS), group)
-    assert handed.values["grad_norm"] == pytest.approx(norm(*gradient.values()), rel=1e-6)
-
-
-def test_the_norm_of_the_reduced_gradient():
-    local, reduced = make_gradient(0), make_gradient(1)
-    totals = measure(reduced, NormMeter)
-    handed = hand_over(LocalGradient(measure(local), totals))
-    assert handed.values["reduced_norm"] == pytest.approx(norm(*reduced.values()), rel=1e-6)
-    assert handed.values["grad_norm"] == pytest.approx(norm(*local.values()), rel=1e-6)
-    expected = measure(local).sketches.sum(0)
-    np.testing.assert_allclose(handed.sketch_K, expected, **CLOSE)
-
-
 def test_sections_are_handed_over_one_by_one_for_the_audit():
     """Besides, everything is as without: rows of a group are added together."""
     local, reduced = make_gradient(0), make_gradient(1)
@@ -184,29 +162,6 @@ def test_the_sketch_of_a_group_that_is_one_section_travels_once():
     ]
     handed = [read(handover) for handover in (apart, whole)]
     np.testing.assert_array_equal(*(gradient.group_sketches_GK for gradient in handed))
-
-
-def test_a_reduced_gradient_that_could_not_be_read_is_unknown_to_the_audit():
-    handed = hand_over(
-        LocalGradient(measure(make_gradient(), sections=SECTIONS)), sections=SECTIONS, audit=NARROW
-    )
-    assert math.isnan(handed.values["reduced_norm"])
-    audit = handed.audit
-    assert audit.reduced_SK.shape == (len(SECTIONS), NARROW)
-    assert np.isnan(audit.reduced_SK).all()
-    assert np.isnan(audit.reduced_squares_S).all()
-    assert np.isfinite(audit.local_SK).all()
-
-
-def test_micro_batches_and_a_gradient_that_was_carried_over():
-    measured = LocalGradient(
-        measure(make_gradient()),
-        micro_squared_norms=torch.tensor([4.0, 9.0, 0.0], dtype=torch.float64),
-        carried_over=torch.tensor(True),
-    )
-    handed = hand_over(measured)
-    assert handed.micro_norms.tolist() == [2.0, 3.0, 0.0]
-    assert handed.values["grad_carried_over"] == 1
 
 
 def test_what_happened_between_micro_batches():

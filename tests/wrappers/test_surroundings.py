@@ -9,7 +9,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from rankscope.wrappers.loss_form import read_form
 from rankscope.wrappers.surroundings import around_model, outside, surrounded
 from support.cut import Cut
 
@@ -121,18 +120,3 @@ def test_a_model_finds_its_default_device_and_no_hook_on_all_modules():
         assert seen == [1]
     finally:
         hook.remove()
-
-
-def test_what_a_hook_has_packed_is_not_unpacked_to_read_a_loss():
-    unpacked = []
-    x = torch.ones(4, requires_grad=True)
-
-    def unpack(packed: torch.Tensor) -> torch.Tensor:
-        unpacked.append(packed)
-        return packed
-
-    assert read_form(x.sum() / torch.tensor(4.0), 4, 4, 2) is not None
-    with saved_tensors_hooks(lambda tensor: tensor, unpack):
-        loss = x.sum() / torch.tensor(4.0)
-    assert read_form(loss, 4, 4, 2) is None
-    assert unpacked == []
