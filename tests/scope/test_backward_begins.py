@@ -53,34 +53,6 @@ class Gan(nn.Module):
         return bce(real, torch.ones(5, 1)) + bce(self.dis(fake.detach()), torch.zeros(5, 1))
 
 
-def whole_rounds_inside_the_forward_pass(watch: Watch) -> Iterator[tuple[nn.Module, float]]:
-    """As Lightning runs a manual optimization: all of it, in place of DDP's forward pass."""
-    norms: list[float] = []
-
-    class Round(Gan):
-        def forward(self, batch: Tensor) -> None:
-            for own, other, optimizer in (
-                (self.gen, self.dis, optimizers[0]), (self.dis, self.gen, optimizers[1])
-            ):  # fmt: skip
-                other.requires_grad_(False)
-                loss = self.loss(batch, generates=own is self.gen)
-                optimizer.zero_grad()
-                norms.append(norm_of(loss, own))
-                ddp.reducer.prepare_for_backward([loss])
-                give(loss)
-                loss.backward()
-                optimizer.step()
-                other.requires_grad_(True)
-
-    model = Round()
-    optimizers = model.optimizers()
-    ddp = DistributedDataParallel(model, find_unused_parameters=True)
-    give = watch(ddp, optimizers)
-    for _ in range(ROUNDS):
-        ddp(torch.randn(5, 6))
-        yield from ((ddp, norm) for norm in norms[-2:])
-
-
 def turns_of_two_optimizers(watch: Watch) -> Iterator[tuple[nn.Module, float]]:
     """The generator's pass adds to gradients of the discriminator, which are thrown away."""
 
@@ -125,21 +97,6 @@ def a_method_in_place_of_the_forward_pass(watch: Watch) -> Iterator[tuple[nn.Mod
         yield model, norm
 
 
-def two_parts_and_one_optimizer(watch: Watch) -> Iterator[tuple[nn.Module, float]]:
-    model = Gan()
-    gen, dis = DistributedDataParallel(model.gen), DistributedDataParallel(model.dis)
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    give = watch([gen, dis], optimizer)
-    for _ in range(2 * ROUNDS):
-        loss = bce(dis(gen(torch.randn(5, 4))), torch.ones(5, 1))
-        norm = norm_of(loss, model)
-        give(loss)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield model, norm
-
-
 def two_parts_with_an_optimizer_each(watch: Watch) -> Iterator[tuple[nn.Module, float]]:
     """The usual loop of a GAN: one forward pass of the generator serves both."""
     model = Gan()
@@ -165,10 +122,8 @@ def two_parts_with_an_optimizer_each(watch: Watch) -> Iterator[tuple[nn.Module, 
 
 
 TRAININGS: list[Training] = [
-    whole_rounds_inside_the_forward_pass,
     turns_of_two_optimizers,
     a_method_in_place_of_the_forward_pass,
-    two_parts_and_one_optimizer,
     two_parts_with_an_optimizer_each,
 ]
 
@@ -225,14 +180,3 @@ def test_each_update_is_a_step_with_its_gradient_and_its_loss(trained, training)
     expected = np.array([rank["norms"] for rank in results]).T
     np.testing.assert_allclose(norms, expected, rtol=1e-5)
     assert [finding.cause for finding in run.findings() if finding.cause.startswith("sync")] == []
-
-
-def train_alike(rank: int, folder: str) -> None:
-    train(0, a_method_in_place_of_the_forward_pass, f"{folder}/alike")
-
-
-def test_workers_whose_samples_are_unseen_and_the_same_are_found_by_their_results(tmp_path):
-    run_ranks(train_alike, 2, str(tmp_path))
-    (finding,) = Run.open(tmp_path / "alike").findings()
-    assert finding.id == "data-same-results"
-    assert finding.ranks == (0, 1)

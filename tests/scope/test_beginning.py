@@ -50,13 +50,6 @@ def test_a_logger_that_is_configured_by_name_is_the_users(written, capsys, when)
     assert written.getvalue() == ("heard \n" if when == "before" else "")
 
 
-def test_a_logger_that_propagates_again_is_heard_once(written, capsys):
-    log_to_stderr()
-    logging.getLogger("rankscope").propagate = True
-    logging.getLogger("rankscope").warning("heard")
-    assert (written.getvalue(), *capsys.readouterr()) == ("heard\n", "", "")
-
-
 class NoTokenizer:
     def get_vocab(self):
         raise LookupError("no vocabulary file")
@@ -146,17 +139,6 @@ def test_a_rank_that_does_not_watch_holds_up_nobody_for_long(tmp_path):
     assert "training goes on" in warnings[0]
     assert "hello/1 did not come to this meeting" in warnings[0]
     assert not list(tmp_path.iterdir())
-
-
-def agree_on(rank):
-    own = rendezvous.Rendezvous(dist.group.WORLD)
-    own.gather(b"")
-    return [own.agree(f"{same}", "", 120.0, same=same or rank) for same in ("alike", "")]
-
-
-def test_ranks_that_would_gather_something_else_do_not_wait_for_each_other():
-    answers = run_ranks(agree_on, 2)
-    assert answers == [["", "gradients, state or shapes to gather differ between the ranks"]] * 2
 
 
 def train_without_agent(rank, folder):

@@ -18,7 +18,6 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from rankscope.bus.step import MISSING_INT
-from rankscope.errors import UnsupportedError, UsageError
 from rankscope.evidence.canary import schedule as canary_plan
 from rankscope.evidence.canary.bundle import find_bundles, load_bundle
 from rankscope.verdict.assessment import assess
@@ -269,79 +268,6 @@ def test_what_a_canary_tells(tmp_path, what, num_ranks, expected):
         assert list(bundle.verdict.ranks) == expected[3]
 
 
-class OwnScale(nn.Module):
-    """Normalises by a buffer that every worker updates from its own batches."""
-
-    def __init__(self, *, moves: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer, self.moves = nn.Linear(8, 8), moves
-        self.register_buffer("scale", torch.ones(8))
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        if self.moves:
-            with torch.no_grad():
-                self.scale.mul_(0.9).add_(x.abs().mean(0), alpha=0.1)
-        return {"loss": (self.layer(x / self.scale) - 1).square().mean()}
-
-
-def train_with_buffers(rank: int, run_dir: str | None, way: str) -> tuple[list[bytes], list[str]]:
-    """Train under DDP, which broadcasts buffers before each forward pass."""
-    warnings = collect_warnings()
-    model, constant = OwnScale(moves="constant" not in way), "constant" in way
-    inner = torch.compile(model, backend="eager") if "compiled" in way else model
-    wrapper = DistributedDataParallel(inner)
-    ddp = torch.compile(wrapper, backend="eager") if "around" in way else wrapper
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-    scope = None
-    if run_dir is not None:
-        options = {"overhead_budget": None, "plan": {"local_buffers": True}}
-        scope = rankscope.watch(ddp, optimizer, run_dir=run_dir, canary_every=EVERY, **options)
-    batches = torch.Generator().manual_seed(rank)
-    for step in range(15):
-        if constant:
-            with wrapper.no_sync():  # after it, none are broadcast
-                ddp(torch.randn(4, 8, generator=batches))["loss"].backward()
-        ddp((1 + rank) * torch.randn(4, 8, generator=batches))["loss"].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if scope is not None:
-            wait_for(scope, step, warnings)
-    if scope is not None:
-        scope.close()
-    return [value.numpy().tobytes() for value in model.state_dict().values()], warnings
-
-
-BUFFERS = ("compiled", "around, constant")
-
-
-def train_all_with_buffers(rank: int, folder: str) -> list[Any]:
-    hasten()
-    return [
-        (train_with_buffers(rank, None, way), train_with_buffers(rank, f"{folder}/{way}", way))
-        for way in BUFFERS
-    ]
-
-
-def test_buffers_that_ddp_is_about_to_make_alike_are_no_difference(tmp_path):
-    by_rank = run_ranks(train_all_with_buffers, 2, str(tmp_path))
-    for results in by_rank:
-        for way, (alone, watched) in zip(BUFFERS, results, strict=True):
-            assert alone[0] == watched[0], way
-            if way != "compiled":
-                assert watched[1] == [], way
-                continue
-            [warning] = watched[1]
-            assert "no canary for scheduled" in warning
-            assert "compiled, and changes buffers" in warning
-    for way in BUFFERS:
-        run = Run.open(tmp_path / way)
-        assert canary_steps(run) == ([] if way == "compiled" else [2 * LEAD]), way
-        assert not [f for f in run.findings() if f.id.startswith("canary")], way
-    scales = [results[0][0][0][0] for results in by_rank]
-    assert scales[0] != scales[1]  # after a step they do differ
-
-
 FAULTY, FIRST = 2, 20
 
 
@@ -411,27 +337,3 @@ def test_a_worker_with_bad_labels_has_bad_data_and_nothing_else(tmp_path):
     masked = given["labels"] < 0
     wrong = (given["input_ids"] + 7) % 50
     assert bundle.batches[0].arrays[1].tolist() == torch.where(masked, -100, wrong).tolist()
-
-
-def wrong_options(rank: int, run_dir: str) -> list[str]:
-    """Return what is said of options that cannot work, and of a canary in a run without any."""
-    loop = Loop(rank, None)
-    said = []
-    for options in ({"canary_every": 0}, {"canary_every": 9, "canary": False}, {"canary_every": 9}):
-        try:
-            loop.watch(run_dir, **options)
-        except (UsageError, UnsupportedError) as error:
-            said.append(f"{type(error).__name__}: {error}")
-    loop.watch(run_dir)
-    loop.scope.canary()
-    loop.step(0)
-    loop.close()
-    return said + loop.warnings
-
-
-def test_what_cannot_be_done_is_said(tmp_path):
-    [said] = run_ranks(wrong_options, 1, str(tmp_path / "run"))
-    assert said[0].startswith("UsageError: canary_every expected at least 1 step")
-    assert said[1].startswith("UsageError: canary_every expected")
-    assert said[2].startswith("UnsupportedError: canary_every cannot be kept: canaries compare 2")
-    assert said[3:] == ["scope.canary() does nothing in this run: canaries are off, see the log"]

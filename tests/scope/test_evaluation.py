@@ -51,12 +51,6 @@ def never_in_training_mode(loop, step):
     return plain(loop, step)
 
 
-def evaluated_with_gradients(loop, step):
-    with evaluation(loop):
-        loop.forward(99)
-    return plain(loop, step)
-
-
 def attacked(loop, step):
     """Another gradient is asked for in evaluation mode, also between forward and backward."""
     norm = loop.exact_norm(step)
@@ -97,7 +91,6 @@ LOOPS = {
     forgotten_with_given_losses: {0: LEFT_AT},
     forgotten_while_accumulating: {0: LEFT_AT},
     never_in_training_mode: {0: 0, 1: 0},
-    evaluated_with_gradients: {},
     **({attacked: {}} if SINCE_TORCH_2_13 else {}),
     attacked_through_parameters: {},
 }

@@ -247,25 +247,3 @@ def test_copies_of_the_model_are_not_watched(tmp_path):
     run = Run.open(tmp_path / "run")
     assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(4))
     assert (run.columns(Table.STEPS, "samples_drawn")["samples_drawn"] == 6).all()
-
-
-def watch_again_after_a_fault(rank: int, folder: str) -> int:
-    loop = Loop(rank, f"{folder}/run")
-    for step in range(3):
-        if step == 1 and rank == 0:
-            break_hook(loop)
-        loop.step(step)
-    loop.close()
-    loop.watch(f"{folder}/run")
-    for step in range(3, 6):
-        loop.step(step)
-    loop.close()
-    return len(loop.warnings)
-
-
-def test_a_job_can_be_watched_again_after_a_fault(tmp_path):
-    assert run_ranks(watch_again_after_a_fault, 2, str(tmp_path)) == [2, 0]  # and the new directory
-    assert Run.open(tmp_path / "run").status == "incomplete"
-    again = Run.open(tmp_path / "run-2")
-    assert again.status == "complete"
-    assert again.columns(Table.STEPS, "observed")["observed"].tolist() == [1, 1, 1]

@@ -215,22 +215,3 @@ def test_a_callback_stops_all_ranks_at_the_beginning_of_the_same_step(tmp_path):
     assert results[0] == results[1]
     assert results[0][1] == "data.duplicate_batches"
     assert Run.open(tmp_path / "run").table(Table.STEPS).num_rows == results[0][0]
-
-
-def closing_callback(rank, run_dir):
-    loop = Loop(rank, run_dir, on_finding=lambda finding: loop.scope.close())
-    for step in range(1000):
-        loop.scope.loss(float("nan"))
-        loop.step(step)
-        if loop.scope._closed:
-            return step, loop.warnings
-        time.sleep(0.002)
-    return 0, loop.warnings
-
-
-def test_a_callback_that_closes_the_scope_ends_the_run(tmp_path):
-    [(last, warnings)] = run_ranks(closing_callback, 1, str(tmp_path / "run"))
-    run = Run.open(tmp_path / "run")
-    slow = [each for each in warnings if "on_finding took" in each]  # on a busy machine
-    assert (run.status, warnings) == ("complete", slow)
-    assert run.table(Table.STEPS).num_rows == last > 0

@@ -2,13 +2,10 @@
 
 import contextlib
 import os
-import signal
-import threading
 import time
 
 import numpy as np
 import pytest
-import torch.distributed as dist
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
@@ -138,32 +135,3 @@ def test_a_clock_that_leaps_changes_nothing_but_times(tmp_path):
 
 
 # Ctrl-C -------------------------------------------------------------------------------------------
-
-
-def interrupt_watch(rank, folder):
-    """Press Ctrl-C on rank 0 while it waits in ``watch`` for rank 1, and train without."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    loop = Loop(rank, None)
-    interrupted = False
-    if rank == 0:
-        pid = os.getpid()
-        threading.Timer(0.5, os.kill, (pid, signal.SIGINT)).start()
-        try:
-            loop.watch(f"{folder}/run")
-        except KeyboardInterrupt:
-            interrupted = True
-    dist.barrier()
-    for step in range(STEPS):
-        loop.step(step)
-    return interrupted, loop.warnings, loop.bits() == bits_alone(rank, STEPS), threads()
-
-
-def threads():
-    return [thread.name for thread in threading.enumerate() if "rankscope" in thread.name]
-
-
-def test_ctrl_c_during_watch_leaves_nothing_behind(tmp_path):
-    first, second = run_ranks(interrupt_watch, 2, str(tmp_path))
-    assert first == (True, [], True, [])
-    assert second == (False, [], True, [])
-    assert not (tmp_path / "run").exists()

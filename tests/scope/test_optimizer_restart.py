@@ -98,11 +98,6 @@ class RandomOfRankZero(Case):
         return random
 
 
-class Anew(Case):
-    def load(self, saved):
-        pass
-
-
 class Sharded(Case):
     def wrap(self, net):
         return fully_shard(net)
@@ -134,7 +129,7 @@ class OneShareIsNotGiven(Owners):
         super().update()
 
 
-RESTARTS = (Case, Empty, SquaresAsMeans, RandomOfRankZero, Anew, Sharded, ShardedOfRankZero)
+RESTARTS = (Case, Empty, SquaresAsMeans, RandomOfRankZero, Sharded, ShardedOfRankZero)
 
 
 def train_all(rank, folder):
@@ -169,7 +164,7 @@ def findings(path):
     return told
 
 
-@pytest.mark.parametrize("case", [Case, Sharded, Anew, Owners])
+@pytest.mark.parametrize("case", [Case, Sharded, Owners])
 def test_right_versions_raise_nothing(told, case):
     assert told(case) == {}
 

@@ -94,30 +94,6 @@ class ScaledInPlace(Scaled):
         self.model.zero_grad(set_to_none=False)
 
 
-class ReducedBetween(BareLoop):
-    """Averages after each micro-batch what has been added up so far, as some simple loops do."""
-
-    micro_batches = 3
-
-    def backward(self, loss):
-        super().backward(loss)
-        for parameter in self.trained:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= self.num_workers
-
-    def reduce(self, step):
-        pass
-
-
-class NotAllTrained(BareLoop):
-    """A frozen layer, and a branch that no step uses."""
-
-    branch = True
-
-    def prepare(self):
-        self.model.hidden.requires_grad_(False)
-
-
 class CompiledInPlace(BareLoop):
     def prepare(self):
         self.model.compile(backend="eager")
@@ -146,14 +122,6 @@ class OneForgotten(BareLoop):
                 parameter.grad /= self.num_workers
 
 
-class OneScales(BareLoop):
-    def reduce(self, step):
-        if self.rank == 1:
-            for parameter in self.trained:
-                parameter.grad *= 8
-        super().reduce(step)
-
-
 class ForgottenInOptimizer(ReducedByOptimizers):
     """Of the matrices, only one is left to the optimizer that reduces it."""
 
@@ -169,15 +137,12 @@ HEALTHY = {
     "flat and clipped": FlatAndClipped,
     "in hooks": ReducedInHooks,
     "scaled in place": ScaledInPlace,
-    "not all trained": NotAllTrained,
     "compiled in place": CompiledInPlace,
     "by optimizers": ReducedByOptimizers,
 }
-UNUSUAL = {"reduced between": ReducedBetween}
 FAULTS = {
     "forgotten and clipped": (ForgottenAndClipped, "sync.not_reduced", ()),
     "one forgotten": (OneForgotten, "sync.not_reduced", ("head.bias",)),
-    "one scales": (OneScales, "numerics.reduction_error", ()),
     "forgotten in optimizer": (ForgottenInOptimizer, "sync.not_reduced", ("embedding.weight",)),
 }
 
@@ -202,7 +167,7 @@ def train(rank, kind, run_dir, **options):
 def train_all(rank, folder):
     healthy = {
         name: (train(rank, kind, None), train(rank, kind, f"{folder}/{name}", verify_at=[1]))
-        for name, kind in {**HEALTHY, **UNUSUAL}.items()
+        for name, kind in HEALTHY.items()
     }
     faults = {name: train(rank, kind, f"{folder}/{name}") for name, (kind, *_) in FAULTS.items()}
     return healthy, faults, refusals(rank, folder)
@@ -235,7 +200,7 @@ def trained():
         yield run_ranks(train_all, 3, folder, timeout=400.0), Path(folder)
 
 
-@pytest.mark.parametrize("name", [*HEALTHY, *UNUSUAL])
+@pytest.mark.parametrize("name", HEALTHY)
 def test_the_training_keeps_its_bits_and_nothing_is_found_where_all_is_well(trained, name):
     for healthy, *_ in trained[0]:
         alone, watched = healthy[name]
@@ -272,12 +237,6 @@ def test_what_is_applied_is_audited_against_their_mean(trained, name):
     known_T = np.isfinite(residuals_T)
     assert known_T.sum() >= STEPS - name.startswith("scaled")
     assert (residuals_T[known_T] < 1e-6).all()
-
-
-def test_what_is_reduced_after_each_micro_batch_is_not_taken_for_local(trained):
-    run = Run.open(trained[1] / "reduced between")
-    assert run.table(Table.STEPS).num_rows == STEPS
-    assert not run.table(Table.STEPS)["observed"].to_numpy(zero_copy_only=False).any()
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -277,16 +277,6 @@ def test_a_partial_gradient_is_found_within_its_stage(folder, first_rank, lines)
     assert sorted(finding.evidence["parameters"]) == ["norm.norm.bias", "norm.norm.weight"]
 
 
-def test_calls_for_one_update_are_one_step(folder):
-    run = run_of(folder, "two calls", 0)
-    assert faults(run) == {}
-    _, counts_TW = run.per_worker("micro_batches")
-    assert (counts_TW == 2 * MICRO).all()
-    _, changes_TW = run.per_worker("accumulator_change")
-    assert np.nanmax(changes_TW) < 1e-6
-    assert np.isfinite(changes_TW).all()
-
-
 def test_a_reset_between_calls_is_found(folder):
     found = faults(run_of(folder, "two calls, reset in between", 4))
     accumulation = found["sync.accumulation"]

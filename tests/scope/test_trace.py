@@ -1,11 +1,8 @@
 """Traces of watched jobs on real ranks, and two runs of one training."""
 
-import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import fully_shard
@@ -163,34 +160,6 @@ def test_other_data_part_two_runs_at_the_step_in_which_they_come(trained, folder
     assert all(one[key] == other[key] for key in one if key[0] < 2)
 
 
-def test_the_distance_of_two_runs_is_estimated(trained, folder):
-    runs = [
-        {r["name"]: r for r in rows_of(folder / way) if (r["step"], r["kind"]) == (4, "parameter")}
-        for way in ("plain", "later")
-    ]
-    bits = [trained[0][way]["bits"] for way in ("plain", "later")]
-    for name in ("embedding.weight", "hidden.weight", "head.weight"):
-        held = [np.frombuffer(each[name], np.float32).astype(float) for each in bits]
-        sketches = [np.array(run[name]["sketch"]) for run in runs]
-        true = np.linalg.norm(held[0] - held[1])
-        assert true > 0
-        assert np.linalg.norm(sketches[0] - sketches[1]) == pytest.approx(true, rel=0.25), name
-
-
-def test_the_run_says_what_was_trained(trained, folder):
-    info = json.loads((folder / "unused" / "run.json").read_text())
-    assert info["options"]["trace"] is True
-    training = info["training"]
-    group = training["optimizer"]["groups"][0]
-    assert training["optimizer"]["class"].endswith("SGD")
-    assert (group["lr"], group["momentum"], group["nesterov"]) == (0.1, 0.9, False)
-    assert training["reduction"]["find_unused_parameters"] is True
-    assert training["reduction"]["hook"] is None
-    assert training["parameters"]["types"] == {"float32": 9}
-    assert training["seed"] == 100
-    assert [rank["seed"] for rank in info["ranks"]] == [100, 101]
-
-
 # Where there are no whole parameters, and who is left out ---------------------------------------
 
 
@@ -212,28 +181,3 @@ def test_shards_cannot_be_traced(tmp_path):
             "gradients, got FSDP2; leave it out"
         )
         assert not exists
-
-
-def run_out(rank: int, run_dir: str) -> list[str]:
-    """Train in ``join()``, rank 0 with the fewest batches; pause and fail in between."""
-    loop = Loop(rank, run_dir, trace=True)
-    with loop.ddp.join():
-        for step in range(3 + rank):
-            loop.step(step)
-    loop.scope.pause()
-    loop.step(10)
-    loop.scope.resume()
-    with contextlib.suppress(ZeroDivisionError):
-        loss = loop.forward(11)
-        loss.register_hook(lambda gradient: 1 / 0)
-        loss.backward()
-    loop.optimizer.zero_grad()
-    loop.step(12)
-    loop.close()
-    return loop.warnings
-
-
-def test_steps_that_others_make_and_pauses_are_left_out(tmp_path):
-    assert run_ranks(run_out, 2, str(tmp_path / "run")) == [[], []]
-    steps = sorted({row["step"] for row in rows_of(tmp_path / "run")})
-    assert steps == [-1, 0, 1, 2, 5]

@@ -34,26 +34,6 @@ def never_zeroed(loop: Loop) -> Iterator[Expected]:
         yield CARRIED_OVER if step else norm
 
 
-def one_layer_never_zeroed(loop: Loop) -> Iterator[Expected]:
-    for step in range(STEPS):
-        norm = loop.exact_norm(step)
-        loop.forward(step).backward()
-        loop.optimizer.step()
-        for layer in (loop.model.embedding, loop.model.norm, loop.model.head):
-            layer.zero_grad(set_to_none=False)
-        yield CARRIED_OVER if step else norm
-
-
-def zeroed_before_backward(loop: Loop) -> Iterator[Expected]:
-    for step in range(STEPS):
-        norm = loop.exact_norm(step)
-        loss = loop.forward(step)
-        loop.optimizer.zero_grad(set_to_none=step % 2 == 0)
-        loss.backward()
-        loop.optimizer.step()
-        yield norm
-
-
 def micro_batches_that_all_synchronise(loop: Loop) -> Iterator[Expected]:
     """Each pass adds to what the one before has left; the optimizer's call ends the step."""
     for step in range(STEPS):
@@ -64,17 +44,6 @@ def micro_batches_that_all_synchronise(loop: Loop) -> Iterator[Expected]:
         loop.optimizer.zero_grad()
         moved = step == 0 and loop.ddp.gradient_as_bucket_view  # DDP has made its buckets anew
         yield UNMEASURED if moved else norm
-
-
-def updates_that_a_scaler_skips(loop: Loop) -> Iterator[Expected]:
-    """Gradients are zeroed all the same: a step ends without the optimizer's call."""
-    for step in range(STEPS):
-        norm = loop.exact_norm(step)
-        loop.forward(step).backward()
-        if step % 2:
-            loop.optimizer.step()
-        loop.optimizer.zero_grad(set_to_none=step < 2)
-        yield norm
 
 
 def fewer_micro_batches_at_an_end(loop: Loop) -> Iterator[Expected]:
@@ -105,20 +74,6 @@ def one_backward_for_two_forwards(loop: Loop) -> Iterator[Expected]:
     for step in range(STEPS):
         norm = loop.exact_norm(2 * step, 2 * step + 1)
         (loop.forward(2 * step) + loop.forward(2 * step + 1)).backward()
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-        yield norm
-
-
-def forward_passes_before_backward_passes(loop: Loop) -> Iterator[Expected]:
-    for step in range(STEPS):
-        numbers = range(3 * step, 3 * step + 3)
-        norm = loop.exact_norm(*numbers)
-        with loop.ddp.no_sync():
-            losses = [loop.forward(number) / 3 for number in numbers[:2]]
-            for loss in losses:
-                loss.backward()
-        (loop.forward(numbers[2]) / 3).backward()
         loop.optimizer.step()
         loop.optimizer.zero_grad()
         yield norm
@@ -188,14 +143,10 @@ def reductions_ended_by_hand(loop: Loop) -> Iterator[Expected]:
 
 LOOPS: list[Callable[[Loop], Iterator[Expected]]] = [
     never_zeroed,
-    one_layer_never_zeroed,
-    zeroed_before_backward,
     micro_batches_that_all_synchronise,
-    updates_that_a_scaler_skips,
     fewer_micro_batches_at_an_end,
     backward_twice,
     *([one_backward_for_two_forwards] if SINCE_TORCH_2_13 else []),
-    forward_passes_before_backward_passes,
     branch_in_some_micro_batches,
     odd_steps_after_many_alike,
     *([reductions_ended_by_hand] if SINCE_TORCH_2_15 else []),
@@ -203,7 +154,7 @@ LOOPS: list[Callable[[Loop], Iterator[Expected]]] = [
 
 
 IN_VIEWS = (
-    *(one_layer_never_zeroed, micro_batches_that_all_synchronise, backward_twice),
+    *(never_zeroed, micro_batches_that_all_synchronise),
     *(branch_in_some_micro_batches, odd_steps_after_many_alike),
 )
 """Tried with gradients that are views of DDP's buckets as well."""

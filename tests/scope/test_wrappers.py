@@ -10,7 +10,7 @@ import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.errors import UnsupportedError
-from support.models import make_batch, make_model
+from support.models import make_model
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -70,29 +70,6 @@ def test_what_cannot_be_watched_is_refused_in_one_sentence(tmp_path):
             assert f"got {name}" in problem.replace("optimize_ddp='python_reducer'", name)
             assert ". " not in problem
     assert not (tmp_path / "run").exists()
-
-
-def ignored_parameter(rank: int, run_dir: str) -> list[tuple[float, float]]:
-    """DDP leaves a parameter alone on request; it is neither reduced nor compared."""
-    model = make_model(dropout=0.0)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.bias"])
-    ddp = DistributedDataParallel(model)
-    norms = []
-    with rankscope.watch(ddp, run_dir=run_dir, overhead_budget=None):
-        for step in range(3):
-            ddp(**make_batch(rank, step))["loss"].backward()
-            reduced = [p.grad for name, p in model.named_parameters() if name != "head.bias"]
-            norms.append(torch.cat([part.double().flatten() for part in reduced]).norm().item())
-            ddp.zero_grad()
-    return norms
-
-
-def test_parameters_that_ddp_ignores_are_left_out(tmp_path):
-    norms, _ = run_ranks(ignored_parameter, 2, str(tmp_path / "run"))
-    run = Run.open(tmp_path / "run")
-    reduced = run.columns(Table.STEPS, "grad_norm_reduced")
-    np.testing.assert_allclose(reduced["grad_norm_reduced"], norms, rtol=1e-6)
-    assert not [finding for finding in run.findings() if finding.cause.startswith("sync.")]
 
 
 def sparse_embedding(rank: int, run_dir: str) -> list[float]:
