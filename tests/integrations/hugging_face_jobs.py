@@ -93,13 +93,6 @@ class KeepingSFTTrainer(Keeping, SFTTrainer):
     pass
 
 
-class Unsharded(Trainer):
-    """A trainer whose loader was made by hand: all ranks draw the same batches."""
-
-    def get_train_dataloader(self) -> Any:
-        return DataLoader(self.train_dataset, batch_size=BATCH, collate_fn=collate)
-
-
 class Breaking(Trainer):
     """A trainer whose third step raises."""
 
@@ -219,9 +212,7 @@ def start_again() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def train_with_accelerate(
-    rank: int, watch: Any, *, drifts: bool = False, steps: int = STEPS
-) -> Any:
+def train_with_accelerate(watch: Any, *, steps: int = STEPS) -> Any:
     """Train a loop of Accelerate's kind; ``watch`` is given accelerator, model, optimizer, loader.
 
     Returns:
@@ -241,9 +232,6 @@ def train_with_accelerate(
                 accelerator.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
-        if drifts and rank == 1 and number == 6:
-            with torch.no_grad():
-                next(model.parameters()).add_(1e-3)
         if number + 1 == steps * ACCUMULATE:
             break
     return accelerator, accelerator.unwrap_model(model), scope
@@ -261,7 +249,7 @@ def fail_with_accelerate(rank: int, watch: Any) -> None:
         prepared.extend(parts)
         return watch(*parts)
 
-    train_with_accelerate(rank, keep_and_watch, steps=2)
+    train_with_accelerate(keep_and_watch, steps=2)
     accelerator, model, optimizer, _ = prepared
     rows = make_data(192 + 2 * RANKS)[192:]  # that no batch before had
     try:

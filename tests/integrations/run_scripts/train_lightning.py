@@ -1,4 +1,4 @@
-"""An ordinary Lightning script, started without a launcher: Lightning starts its second rank.
+"""An ordinary Lightning script on two ranks.
 
 It validates before the training and after each of two epochs. It writes its losses down, and a
 digest of the model at the end of each epoch, before the validation.
