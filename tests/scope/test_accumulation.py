@@ -192,11 +192,6 @@ class LayerChangedAfterwards(AlwaysOne):
             parameter.grad.mul_(3)
 
 
-class ClippedByValue(AlwaysOne):
-    def reduced(self, step: int) -> None:
-        torch.nn.utils.clip_grad_value_(self.net.parameters(), 0.02)
-
-
 def cases(base: type[Case]) -> dict[str, type[Case]]:
     found: dict[str, type[Case]] = {}
     for each in base.__subclasses__():
@@ -242,13 +237,6 @@ def test_what_a_pass_finds_is_what_the_one_before_has_left(runs):
         assert np.isfinite(known).all(), name
         assert (known < 1e-6).all(), name
         assert runs[name].columns(Table.STEPS, "observed")["observed"][4:].all(), name
-
-
-def test_nothing_is_read_again_in_a_step_of_one_micro_batch(runs):
-    for name in ("AlwaysOne", "LayerChangedAfterwards"):
-        assert np.isnan(runs[name].per_worker("accumulator_change")[1]).all()
-    short = runs["ShorterWindows"].per_worker("accumulator_change")[1][1::3]
-    assert np.isnan(short).all()
 
 
 @pytest.mark.parametrize("name", ["ScaleOutsideOfTheModel", "SharpnessAware"])
@@ -309,7 +297,3 @@ def test_a_layer_that_is_changed_after_the_reduction_is_named(runs):
     assert (found.id, found.severity) == ("sync.changed_later", Severity.WARNING)
     assert set(found.evidence["names"]) == {"layers.2.weight", "layers.2.bias"}
     assert found.evidence["factor"] == pytest.approx(3, rel=1e-5)
-
-
-def test_clipping_by_value_is_a_note_at_most(runs):
-    assert all(found.severity is Severity.NOTE for found in told(runs["ClippedByValue"]).values())

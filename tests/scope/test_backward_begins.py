@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as bce
 from torch.nn.parallel import DistributedDataParallel
@@ -77,26 +76,6 @@ def turns_of_two_optimizers(watch: Watch) -> Iterator[tuple[nn.Module, float]]:
         yield ddp, norm
 
 
-def a_method_in_place_of_the_forward_pass(watch: Watch) -> Iterator[tuple[nn.Module, float]]:
-    """Without wrapper, and with two micro-batches a step."""
-    model = Gan()
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-    give = watch(model, optimizer)
-    for _ in range(2 * ROUNDS):
-        optimizer.zero_grad()
-        losses = [model.loss(torch.randn(5, 6), generates=True) for _ in range(2)]
-        norm = norm_of((losses[0] + losses[1]) / 2, model)
-        for loss in losses:
-            give(loss)
-            (loss / 2).backward()
-        for parameter in model.parameters():
-            assert parameter.grad is not None
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-        optimizer.step()
-        yield model, norm
-
-
 def two_parts_with_an_optimizer_each(watch: Watch) -> Iterator[tuple[nn.Module, float]]:
     """The usual loop of a GAN: one forward pass of the generator serves both."""
     model = Gan()
@@ -123,7 +102,6 @@ def two_parts_with_an_optimizer_each(watch: Watch) -> Iterator[tuple[nn.Module, 
 
 TRAININGS: list[Training] = [
     turns_of_two_optimizers,
-    a_method_in_place_of_the_forward_pass,
     two_parts_with_an_optimizer_each,
 ]
 

@@ -1,11 +1,6 @@
 """Ctrl-C that Python raises in the middle of the monitor's own work on the training thread."""
 
 import contextlib
-import os
-import signal
-import threading
-import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,34 +127,3 @@ def test_the_others_count_a_step_that_was_cut_short_here(cut, function):
     for known_TW in (losses_TW == losses_TW, norms_TW == norms_TW):
         assert known_TW.tolist() == [[True, step != 2] for step in range(NUM_STEPS)]
     assert (digests_TW[[0, 1, 3, 4], 0] == digests_TW[[0, 1, 3, 4], 1]).all()
-
-
-def press_when_closing(scope: Any) -> None:
-    while not scope._closed:
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-def interrupted_twice(rank: int, folder: str) -> None:
-    """Press Ctrl-C, and again while the monitor waits for a worker that is busy elsewhere."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    loop = Loop(rank, f"{folder}/run", flush_seconds=3600.0)
-    with contextlib.suppress(KeyboardInterrupt), loop.scope:
-        for step in range(NUM_STEPS):
-            loop.step(step)
-        if rank == 0:
-            while (latest := loop.scope.latest) is None or latest.step < NUM_STEPS - 2:
-                time.sleep(0.01)
-            threading.Thread(target=press_when_closing, args=(loop.scope,)).start()
-            raise KeyboardInterrupt
-        while not Path(folder, "closed").exists():
-            time.sleep(0.01)
-    Path(folder, "closed").touch()
-
-
-def test_a_second_time_loses_nothing_that_was_delivered(tmp_path):
-    run_ranks(interrupted_twice, 2, str(tmp_path))
-    run = Run.open(tmp_path / "run")
-    assert run.status == "incomplete"
-    steps = run.table(Table.STEPS)["step"].to_pylist()
-    assert steps[: NUM_STEPS - 1] == list(range(NUM_STEPS - 1))

@@ -2,15 +2,12 @@
 
 import contextlib
 import os
-import time
 
-import numpy as np
 import pytest
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from rankscope.report import write_report
 from support.loops import Loop
 from support.models import make_batch
 from support.ranks import run_ranks
@@ -102,36 +99,6 @@ def test_a_script_that_closes_all_files_trains_on_and_keeps_its_own(tmp_path):
 
 
 # Clocks -------------------------------------------------------------------------------------------
-
-
-def leap(rank, run_dir, offset):
-    loop = Loop(rank, run_dir, overhead_budget=0.05)
-    clocks = time.time, time.perf_counter
-    send = loop.scope._outbox.send
-
-    def send_late(step):
-        step.time += offset
-        send(step)
-
-    for step in range(STEPS):
-        if step == 5:
-            loop.scope._outbox.send = send_late
-            time.time = lambda: clocks[0]() + offset
-            time.perf_counter = lambda: clocks[1]() + offset
-        loop.step(step)
-    loop.close()
-    time.time, time.perf_counter = clocks
-    return loop.warnings, loop.bits() == bits_alone(rank, STEPS)
-
-
-def test_a_clock_that_leaps_changes_nothing_but_times(tmp_path):
-    offset = -86400.0
-    assert run_ranks(leap, 2, str(tmp_path / "run"), offset) == [([], True)] * 2
-    assert recorded(tmp_path / "run") == list(range(STEPS))
-    run = Run.open(tmp_path / "run")
-    times = run.columns(Table.STEPS, "time")["time"]
-    np.testing.assert_allclose(times[-1] - times[0], offset, atol=3600.0)
-    write_report(run)
 
 
 # Ctrl-C -------------------------------------------------------------------------------------------

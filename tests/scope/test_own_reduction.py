@@ -16,7 +16,7 @@ from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from rankscope.errors import UnsupportedError, UsageError
-from support.bare import BareLoop, ShardedAdam, ShardedMuon
+from support.bare import BareLoop
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -99,16 +99,6 @@ class CompiledInPlace(BareLoop):
         self.model.compile(backend="eager")
 
 
-class ReducedByOptimizers(BareLoop):
-    def make_optimizers(self):
-        matrices = [self.model.hidden.weight, self.model.head.weight]
-        others = [p for p in self.trained if not any(p is matrix for matrix in matrices)]
-        return [ShardedAdam(others), ShardedMuon(matrices)]
-
-    def reduce(self, step):
-        pass
-
-
 class ForgottenAndClipped(BareLoop):
     def reduce(self, step):
         nn.utils.clip_grad_norm_(self.trained, 0.01)
@@ -122,15 +112,6 @@ class OneForgotten(BareLoop):
                 parameter.grad /= self.num_workers
 
 
-class ForgottenInOptimizer(ReducedByOptimizers):
-    """Of the matrices, only one is left to the optimizer that reduces it."""
-
-    def make_optimizers(self):
-        one = self.model.hidden.weight
-        others = [p for p in self.trained if p is not one]
-        return [ShardedMuon([one]), torch.optim.SGD(others, lr=0.1)]
-
-
 HEALTHY = {
     "sum": Sum,
     "accumulated": Accumulated,
@@ -138,12 +119,10 @@ HEALTHY = {
     "in hooks": ReducedInHooks,
     "scaled in place": ScaledInPlace,
     "compiled in place": CompiledInPlace,
-    "by optimizers": ReducedByOptimizers,
 }
 FAULTS = {
     "forgotten and clipped": (ForgottenAndClipped, "sync.not_reduced", ()),
     "one forgotten": (OneForgotten, "sync.not_reduced", ("head.bias",)),
-    "forgotten in optimizer": (ForgottenInOptimizer, "sync.not_reduced", ("embedding.weight",)),
 }
 
 
@@ -151,7 +130,6 @@ VERIFIED = {
     "sum": ("verify.scale", "warning", "as if summed over the workers and not averaged"),
     "accumulated": ("verify.agrees", "note", "each with 3 micro-batches"),
     "flat and clipped": ("verify.agrees", "note", "as clipping does"),
-    "by optimizers": ("verify.declined", "note", "it reduces by itself, or nobody does"),
 }
 """What a reference step says of the second step."""
 
@@ -231,9 +209,6 @@ def test_each_worker_s_own_gradient_is_recorded(trained, name):
 def test_what_is_applied_is_audited_against_their_mean(trained, name):
     run = Run.open(trained[1] / name)
     residuals_T = run.table(Table.STEPS)["reduction_residual"].to_numpy()
-    if name == "by optimizers":
-        assert np.isnan(residuals_T).all()
-        return
     known_T = np.isfinite(residuals_T)
     assert known_T.sum() >= STEPS - name.startswith("scaled")
     assert (residuals_T[known_T] < 1e-6).all()

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from benchmarks.faults.mesh_faults import SequenceParallelNorm, sum_parts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -39,17 +38,12 @@ CASES: dict[str, dict[str, Any]] = {
     "by the adapter": {"adapter": True},
     "two calls": {"schedule": ScheduleGPipe, "calls": 2},
     "two calls, reset in between": {"schedule": ScheduleGPipe, "calls": 2, "fault": "reset"},
-    "tied, not summed": {"tied": True, "fault": "tie"},
 }
 """What is done: the schedule, parts on each rank, ranks along ``tp``, calls of the schedule for an
-update, whether two stages share a weight, what goes wrong since ``LATE``, and whether torchtitan's
-adapter watches the training."""
+update, what goes wrong since ``LATE``, and whether torchtitan's adapter watches the training."""
 
 COMPARED = ("interleaved", "by the adapter", "two calls")
 """Trained without the monitor, too."""
-
-TIED = ("up", "down")
-"""By stage, the layer whose weight is that of the other stage."""
 
 
 class Block(nn.Module):
@@ -118,17 +112,6 @@ def schedule_of(case: dict[str, Any], mesh: DeviceMesh, parts: list[Block], loss
     return make(given, n_microbatches=MICRO, loss_fn=loss_fn, **more)
 
 
-def tie(part: Block, stage: int) -> None:
-    """Give a layer the weight that the other stage's has."""
-    with torch.no_grad():
-        getattr(part, TIED[stage]).weight.copy_(block_of(7).up.weight)
-
-
-def sum_over_stages(part: Any, mesh: DeviceMesh) -> None:
-    gradient = getattr(part, TIED[mesh["pp"].get_local_rank()]).weight.grad.to_local()
-    dist.all_reduce(gradient, group=mesh["pp"].get_group())
-
-
 @functools.cache
 def mesh_of(tp: int) -> DeviceMesh:
     """Return the mesh of all trainings with so many ranks along ``tp``."""
@@ -139,8 +122,6 @@ def parts_of(case: dict[str, Any], mesh: DeviceMesh, over: DeviceMesh | None) ->
     """Return the parts of this rank, sharded."""
     pp = mesh["pp"].get_local_rank()
     parts = [block_of(pp + 2 * number, over) for number in range(case.get("parts", 1))]
-    if case.get("tied"):
-        tie(parts[-pp], pp)  # the first stage of all, and the last one
     for part in parts:
         fully_shard(part, mesh=mesh["dp"])
     return parts
@@ -181,8 +162,6 @@ def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
     for step in range(STEPS):
         call_schedule(schedule, case, step, optimizers[0])
         fault = case.get("fault") if step >= LATE else None
-        if case.get("tied") and fault != "tie":
-            sum_over_stages(parts[-mesh["pp"].get_local_rank()], mesh)
         if over is not None and fault != "norm":
             sum_parts(parts[0], ("norm",), over.get_group())
         for optimizer in optimizers:
@@ -284,14 +263,3 @@ def test_a_reset_between_calls_is_found(folder):
     assert f"set to zero in 3 steps, since step {LATE}, before micro-batch {MICRO + 1}" in (
         accumulation.explanation
     )
-
-
-def test_a_tied_weight_that_drifts_apart_is_found(folder):
-    assert faults(run_of(folder, "tied, not summed", 4)) == {}
-    found = faults(run_of(folder, "tied, not summed", 0))
-    assert list(found) == ["sync.tied_weights:pp"]
-    [finding] = found.values()
-    assert (str(finding.severity), finding.first_step) == ("error", LATE + 1)
-    assert finding.evidence["parameters"] == ["up.weight = down.weight"]
-    assert finding.evidence["lines"] == [[rank, rank + 4] for rank in range(4)]
-    assert "not added up over pp" in finding.explanation

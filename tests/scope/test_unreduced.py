@@ -11,7 +11,6 @@ import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from rankscope.session import collector as books
 from support.loops import PLAN, Loop
 from support.models import make_batch, make_model
 from support.ranks import run_ranks
@@ -57,18 +56,10 @@ def reduced_by_hand(loop, step):
         parameter.grad /= torch.distributed.get_world_size()
 
 
-def beside_another_model(loop, step):
-    """Another model is trained through this one, which itself is not trained in that pass."""
-    never_synchronised(loop, step)
-    loop.optimizer.zero_grad()
-    plain(loop, step)
-
-
 LOOPS = {
     "both ways": (both_ways, False),
     "accumulate": (accumulate, False),
     "reduced by hand": (reduced_by_hand, False),
-    "beside another model": (beside_another_model, False),
     "past the wrapper": (past_the_wrapper, True),
     "one too early": (one_too_early, True),
     "never synchronised": (never_synchronised, True),
@@ -119,8 +110,6 @@ def test_what_nothing_reduced_is_named(trained, name):
     found = {finding.cause: finding for finding in Run.open(trained[1] / name).findings()}
     if not LOOPS[name][1]:
         found.pop("state.buffers_differ")  # the model normalises batches without synchronising
-        if name == "beside another model":
-            assert found.pop("sync.accumulation").severity is Severity.NOTE
         at_rest = found.pop("state.not_updated", None)
         if at_rest is not None:  # the rounding of its gradient, 0 before the normalisation, decides
             assert (at_rest.severity, at_rest.evidence["names"]) == (Severity.NOTE, ["hidden.bias"])
@@ -185,30 +174,6 @@ def test_parameters_have_to_agree_after_each_average_alone(trained_locally, name
         assert (finding.cause, finding.ranks) == ("state.parameters_differ", (0, 1))
         assert (finding.first_step, finding.last_step) == (43, 43)
         assert "though the plan has an average every 4 steps" in finding.explanation
-
-
-def watch_without_optimizer(rank, run_dir):
-    books._MOST_PASSES = 5
-    loop = Loop(rank, None)
-    scope = rankscope.watch(loop.ddp, run_dir=run_dir, overhead_budget=None)
-    kept = []
-    for step in range(18):
-        scope.batch([step])
-        never_synchronised(loop, step)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-        kept.append(len(scope._collector._passes._passes))
-    plain(loop, 18)
-    scope.close()
-    return kept, loop.warnings
-
-
-def test_what_no_step_will_hold_does_not_fill_the_memory(tmp_path):
-    for kept, warnings in run_ranks(watch_without_optimizer, 2, str(tmp_path / "run")):
-        assert max(kept) == 5
-        [warning] = warnings
-        assert "no optimizer that watch() knows" in warning
-    assert Run.open(tmp_path / "run").table(Table.STEPS).num_rows == 1
 
 
 def unfreeze(rank, folder):

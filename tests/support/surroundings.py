@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.nn.modules.module import register_module_forward_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -99,28 +97,10 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Functions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(getattr(func, "__name__", str(func)))
-        return func(*args, **(kwargs or {}))
-
-
-def in_mode(kind: Callable[[], Any], training: Training, x: Tensor, y: Tensor) -> Seen:
-    with kind() as mode:
+def in_dispatch_mode(training: Training, x: Tensor, y: Tensor) -> Seen:
+    with _Operators() as mode:
         training.step(x, y)
     return mode.seen
-
-
-def on_default_device(training: Training, x: Tensor, y: Tensor) -> Seen:
-    torch.set_default_device("cpu")
-    try:
-        training.step(x, y)
-    finally:
-        torch.set_default_device(None)
 
 
 def in_profiler(training: Training, x: Tensor, y: Tensor) -> Seen:
@@ -140,26 +120,6 @@ def in_anomaly_mode(training: Training, x: Tensor, y: Tensor) -> Seen:
     finally:
         training.poisoned = False
     return torch.is_anomaly_enabled()
-
-
-def in_autocast(training: Training, x: Tensor, y: Tensor) -> Seen:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = training.loss(training.called(x), y)
-    training.finish(loss)
-
-
-def in_inference_mode(training: Training, x: Tensor, y: Tensor) -> Seen:
-    with torch.inference_mode():
-        training.model.eval()
-        seen = float(training.called(x).sum())
-        training.model.train()
-    training.step(x, y)
-    return seen
-
-
-def by_functional_call(training: Training, x: Tensor, y: Tensor) -> Seen:
-    own = dict(training.called.named_parameters())
-    training.finish(training.loss(torch.func.functional_call(training.called, own, (x,)), y))
 
 
 def by_func_grad(training: Training, x: Tensor, y: Tensor) -> Seen:
@@ -209,16 +169,6 @@ def with_traced_pass(training: Training, x: Tensor, y: Tensor) -> Seen:
     return [str(node.target) for node in traced.graph.nodes]
 
 
-def with_hooks_on_all_modules(training: Training, x: Tensor, y: Tensor) -> Seen:
-    seen: list[str] = []
-    hook = register_module_forward_hook(lambda m, args, output: seen.append(type(m).__name__))
-    try:
-        training.step(x, y)
-    finally:
-        hook.remove()
-    return seen
-
-
 SURROUNDINGS: dict[str, Way] = {
     "checkpoint without generators": partial(
         in_checkpoint, use_reentrant=False, preserve_rng_state=False
@@ -233,19 +183,13 @@ SURROUNDINGS: dict[str, Way] = {
     "save_on_cpu": in_save_on_cpu,
     "hooks forbidden": without_hooks,
     "flop counter": in_flop_counter,
-    "dispatch mode": partial(in_mode, _Operators),
-    "function mode": partial(in_mode, _Functions),
-    "default device": on_default_device,
+    "dispatch mode": in_dispatch_mode,
     "profiler": in_profiler,
     "anomaly mode": in_anomaly_mode,
-    "autocast": in_autocast,
-    "inference mode": in_inference_mode,
-    "functional_call": by_functional_call,
     "gradients of samples": with_sample_gradients,
     "dual level": in_dual_level,
     "fake pass": with_fake_pass,
     "traced pass": with_traced_pass,
-    "hooks on all modules": with_hooks_on_all_modules,
     "func.grad": by_func_grad,
 }
 """Each takes a step inside of something, and returns what that has seen of it."""

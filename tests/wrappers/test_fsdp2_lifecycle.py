@@ -1,6 +1,5 @@
 """Steps that raise, taps that come and go in the middle of one."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from support.fsdp2_modes import make_batches, mode_named
 from support.fsdp2_training import (
     EXACT,
     Session,
-    hidden_pass,
     local_gradient,
     make_tap,
     norm_error,
@@ -158,47 +156,6 @@ def other_gradients_make_no_step() -> None:
         tap.remove()
 
 
-def only_passes_that_accumulate_are_said_to_train() -> None:
-    """Also where FSDP2 reduces in another one what was accumulated before it."""
-    for name in ("accumulated", "bf16 reduced in fp32 accumulated"):
-        check_who_trains(start(mode_named(name)))
-    if not SINCE_TORCH_2_15:
-        check_who_trains(start(mode_named("HSDP half reduced")))
-
-
-def check_who_trains(session: Session) -> None:
-    tap = make_tap(session)
-    trained: list[str] = []
-
-    def notice(word: str, gradient: Tensor) -> None:
-        tap.notice_backward(lambda: trained.append(word))
-
-    num_micro = session.mode.accumulate
-    assert num_micro > 1
-    for _ in range(2):
-        trained.clear()
-        exact, _ = local_gradient(session, 0)
-        for micro in range(num_micro):
-            last = micro == num_micro - 1
-            getattr(session.root, session.mode.unsynchronised)(last)
-            for own in (False, True):
-                loss, hidden = hidden_pass(session, micro, tap)
-                loss.register_hook(partial(notice, f"{'own' if own else 'other'} {micro}"))
-                if own:
-                    (loss / num_micro).backward()
-                else:
-                    torch.autograd.grad(loss, hidden)
-                assert tap.complete == (last and own)
-        assert trained == [f"own {micro}" for micro in range(num_micro)]
-        assert tap._num_backwards == num_micro
-        local = tap.collect()
-        assert local is not None
-        assert sketch_error(tap, local, exact) < EXACT
-        assert local.reduced is not None
-        optimize(session)
-    tap.remove()
-
-
 def a_pass_whose_end_is_cut_short_is_not_counted() -> None:
     """Wherever Ctrl-C strikes after the reduction, the next step has nothing of this one."""
     session = start(mode_named("1-D"))
@@ -254,7 +211,6 @@ SCENARIOS = [
     *(ABORTED if SINCE_TORCH_2_13 else []),
     a_tap_may_come_between_micro_batches,
     other_gradients_make_no_step,
-    only_passes_that_accumulate_are_said_to_train,
     a_pass_whose_end_is_cut_short_is_not_counted,
     taps_do_not_see_each_others_models,
 ]

@@ -192,20 +192,6 @@ def test_a_gradient_that_is_not_finite_is_handed_over_as_it_is():
     assert not np.isfinite(handed.sketch_K).all()
 
 
-def test_what_is_measured_later_does_not_reach_a_handover_on_its_way():
-    gradient = make_gradient()
-    sketcher = Sketcher(CPU, GROUPS, WIDTH)
-    totals = measure(gradient)
-    expected = hand_over(LocalGradient(totals))
-    on_its_way = GradientTransfer(LocalGradient(totals), sketch_width=WIDTH, group_width=NARROW)
-    totals.reset()
-    sketcher.measure("head.bias", torch.full((5,), math.nan), totals)
-    handed = read(on_its_way)
-    assert handed.values["grad_norm"] == expected.values["grad_norm"]
-    np.testing.assert_array_equal(handed.sketch_K, expected.sketch_K)
-    np.testing.assert_array_equal(handed.group_sketches_GK, expected.group_sketches_GK)
-
-
 def test_a_kernel_that_fails_is_replaced_by_plain_torch_and_told_of_once(monkeypatch, caplog):
     monkeypatch.setattr(transfer, "_is_compiled", lambda: False)
     monkeypatch.setattr(transfer, "_launches_on", lambda tensor: True)

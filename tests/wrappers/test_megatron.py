@@ -7,7 +7,6 @@ optimizer. Nothing here was tried on an accelerator.
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,6 @@ from torch import nn
 
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
-from rankscope.errors import UnsupportedError
-from rankscope.wrappers.find import find_wrapper
 from rankscope.wrappers.megatron_model import (
     is_megatron,
 )
@@ -101,35 +98,12 @@ def break_measuring(rank: int, folder: str) -> tuple[dict[str, bytes], list[str]
     return loop.bits(), loop.warnings
 
 
-def refuse() -> dict[str, str]:
-    """Return what is said of wrappers that pretend to be what no CPU can make."""
-    two = SimpleNamespace(size=lambda: 2)
-    base = import_megatron().distributed.distributed_data_parallel._BaseDataParallel
-    refused = {}
-    for reason, change in {
-        "tensor parallelism": lambda ddp: setattr(ddp, "tp_group", two),
-        "mixture-of-experts layers": lambda ddp: setattr(ddp, "expert_parallel_buffers", [1]),
-        "FP8": lambda ddp: setattr(ddp.config, "fp8", "hybrid"),
-        "_BaseDataParallel without": lambda ddp: base(ddp.config, ddp.module),
-    }.items():
-        ddp = make_ddp(nn.Linear(2, 2), PLAIN)
-        refused[reason] = _refusal(change(ddp) or ddp)
-    return refused
-
-
-def _refusal(model: nn.Module) -> str:
-    with pytest.raises(UnsupportedError) as caught:
-        find_wrapper(model)
-    return str(caught.value)
-
-
 def do_all(rank: int, folder: str) -> dict[str, Any]:
     seen: dict[str, Any] = {mode.name: train(rank, mode, folder) for mode in MODES}
     corrupt_the_reduction(rank, folder)
     seen["broken"] = break_measuring(rank, folder)
     ddp = make_ddp(nn.Linear(2, 2), PLAIN)
     seen["recognised"] = [is_megatron(ddp), is_megatron(ddp.module)]
-    seen["refused"] = refuse()
     dist.barrier()
     return seen
 
@@ -243,14 +217,6 @@ def test_a_reduction_that_errs_is_found(trained):
     found = {finding.cause: finding for finding in Run.open(trained[1] / "corrupted").findings()}
     assert found["numerics.reduction_error"].severity >= Severity.WARNING
     assert found["numerics.reduction_error"].ranks == (0, 1, 2)
-
-
-def test_what_cannot_be_watched_is_refused_in_one_sentence(trained):
-    for seen in trained[0]:
-        for reason, words in seen["refused"].items():
-            assert words.startswith("watch() expected Megatron-core's DistributedDataParallel")
-            assert f"got {reason}" in words
-            assert ". " not in words
 
 
 def test_wrappers_are_recognised_without_an_import(trained):

@@ -9,7 +9,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from rankscope.wrappers.surroundings import around_model, outside, surrounded
+from rankscope.wrappers.surroundings import outside, surrounded
 from support.cut import Cut
 
 
@@ -96,27 +96,3 @@ def test_all_comes_back_wherever_it_is_interrupted():
                 outside(work)
             assert state() == before, at
         assert not surrounded(), at
-
-
-def test_a_model_finds_its_default_device_and_no_hook_on_all_modules():
-    seen = []
-    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
-    layer = torch.nn.Linear(2, 2)
-
-    def run() -> None:
-        assert torch.ones(2).device.type == "cpu"
-        with around_model():
-            assert torch.ones(2).is_meta
-            assert not torch.is_anomaly_enabled()
-            assert layer(torch.ones(2, device="cpu")).requires_grad
-
-    try:
-        with torch.device("meta"), torch.no_grad(), torch.autograd.set_detect_anomaly(True):
-            outside(run)
-            assert torch.is_anomaly_enabled()
-            assert torch.ones(2).is_meta
-        assert seen == []
-        layer(torch.ones(2))
-        assert seen == [1]
-    finally:
-        hook.remove()
