@@ -31,12 +31,6 @@ def test_the_native_kernel_is_chosen_where_there_is_a_compiler(caplog):
     assert chosen(caplog) == "native"
 
 
-def test_the_user_can_forbid_it(caplog, monkeypatch):
-    monkeypatch.setenv("RANKSCOPE_NATIVE", "0")
-    assert chosen(caplog) == "torch"
-    assert "RANKSCOPE_NATIVE=0" in caplog.text
-
-
 @needs_compiler
 def test_a_kernel_that_errs_is_not_used(caplog, monkeypatch):
     class Wrong(NativeKernel):

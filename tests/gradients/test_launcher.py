@@ -71,11 +71,3 @@ def test_what_triton_compiles_anew_for_is_looked_for(changed):
         4, changed.get("tensor", memory()), changed.get("number", 7), WIDTH=changed.get("width", 3)
     )
     assert len(kernel.looked_for) == 2
-
-
-def test_a_launch_that_fails_is_not_tried_twice():
-    kernel = Kernel(fails=RuntimeError("the device is gone"))
-    launch = Launcher(kernel)
-    launch(4, memory(), 7, WIDTH=3)
-    with pytest.raises(RuntimeError, match="gone"):
-        launch(4, memory(), 7, WIDTH=3)

@@ -46,37 +46,6 @@ def assert_close(found, expected):
     assert [each.tolist() for each in exact] == [each.tolist() for each in expected[2:]]
 
 
-def alone(gradients):
-    """Return the rows of sections, each measured with zeros in place of all other elements."""
-    plain = Sketcher(CPU, GROUPS, WIDTH, seed=5)
-    rows = []
-    for section in range(len(SECTIONS)):
-        masked = {name: torch.zeros_like(gradient) for name, gradient in gradients.items()}
-        for name, ranges in SECTIONS.ranges.items():
-            for number, start, stop in ranges:
-                if number == section:
-                    masked[name].view(-1)[start:stop] = gradients[name].reshape(-1)[start:stop]
-        totals = measured(plain, masked)
-        group = SECTIONS.group_of[section]
-        rows.append([tensor[group] for tensor in totals.tensors])
-    return [torch.stack(column) for column in zip(*rows, strict=True)]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_each_section_is_measured_for_itself_with_the_signs_of_the_whole(dtype):
-    assert SECTIONS.counts == (4, 1)
-    assert [len(ranges) for ranges in SECTIONS.ranges.values()] == [4, 1, 1]
-    gradients = make_gradients(dtype)
-    gradients["a.w"][0, 3] = torch.inf
-    gradients["b.w"][2, 2] = torch.nan
-    found, expected = measured(sectioned(), gradients), alone(gradients)
-    finite = [False, True, True, True, False]
-    assert found.nonfinite.tolist() == [1, 0, 0, 0, 1]
-    assert found.squared_norms.isfinite().tolist() == finite
-    keep = torch.tensor(finite)
-    assert_close([tensor[keep] for tensor in found.tensors], [each[keep] for each in expected])
-
-
 @pytest.mark.parametrize(("num_shards", "dim"), [(2, 0), (3, 1)])
 def test_shards_add_up_in_each_section(dim, num_shards):
     gradients, sketcher = make_gradients(), sectioned()

@@ -235,27 +235,3 @@ def train_with_accelerate(watch: Any, *, steps: int = STEPS) -> Any:
         if number + 1 == steps * ACCUMULATE:
             break
     return accelerator, accelerator.unwrap_model(model), scope
-
-
-def fail_with_accelerate(rank: int, watch: Any) -> None:
-    """Raise in a third step, before the optimizer's step on rank 0 and after it on rank 1.
-
-    Raises:
-        ZeroDivisionError: Always, past a ``finally`` that ends the training.
-    """
-    prepared: list[Any] = []
-
-    def keep_and_watch(*parts: Any) -> Any:
-        prepared.extend(parts)
-        return watch(*parts)
-
-    train_with_accelerate(keep_and_watch, steps=2)
-    accelerator, model, optimizer, _ = prepared
-    rows = make_data(192 + 2 * RANKS)[192:]  # that no batch before had
-    try:
-        accelerator.backward(model(**collate(rows[2 * rank :][:2])).loss)
-        if rank == 1:
-            optimizer.step()
-        raise ZeroDivisionError("a fault of the training's")
-    finally:
-        accelerator.end_training()

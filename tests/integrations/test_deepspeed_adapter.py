@@ -99,18 +99,6 @@ def test_the_loss_is_the_one_before_the_engine_divides_it(trained):
     assert set(micro["loss_scale"]) == {1 / ACCUMULATE}
 
 
-def test_the_engines_configuration_is_stored(trained):
-    assert run_in(trained[0], "healthy").info["config"] == {
-        "framework": "deepspeed",
-        "zero_stage": 2,
-        "gradient_accumulation_steps": ACCUMULATE,
-        "micro_batch_size": 3,
-        "gradient_clipping": 1.0,
-        "precision": "fp32",
-        "mine": 1,
-    }
-
-
 def test_the_training_ends_with_the_same_bits_as_unwatched(trained):
     for rank in trained[1]:
         assert rank["watched"] == rank["unwatched"]

@@ -124,9 +124,6 @@ def with_accelerate(rank, folder, jobs):
     accelerator, watched, _ = jobs.train_with_accelerate(adapter(f"{folder}/accelerate"))
     accelerator.end_training()
     jobs.train_with_accelerate(by_hand)[2].close()
-    begin = adapter(f"{folder}/accelerate failed")
-    with pytest.raises(ZeroDivisionError):
-        jobs.fail_with_accelerate(rank, begin)
     return {"accelerate": (bits(unwatched), bits(watched))}
 
 
@@ -198,13 +195,6 @@ def test_arguments_and_loader_are_recorded(trained):
     assert info["training"]["loader"]["dataset"]["length"] == 192
     assert [rank["sampler_seed"] for rank in info["ranks"]] == [1, 1]
     assert "vocabulary" in run_in(trained[0], "sft").info["ranks"][0]["environment"]
-
-
-def test_a_run_that_accelerate_ends_while_an_exception_is_on_its_way_is_incomplete(trained):
-    run = run_in(trained[0], "accelerate failed")
-    assert run.info["status"] == "incomplete"
-    assert run.columns(Table.STEPS, "step")["step"].tolist()[:2] == [0, 1]
-    assert loud(run) == []
 
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"{block.page}: {block.first}")

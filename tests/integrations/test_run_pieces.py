@@ -1,8 +1,6 @@
 """The parts of ``rankscope run``, without ranks."""
 
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,13 +8,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from rankscope.errors import UsageError
 from rankscope.integrations.backward_loss import unscaled
-from rankscope.integrations.beginning import CallerContext, agree, bare_models
+from rankscope.integrations.beginning import agree, bare_models
 from rankscope.integrations.run_script import (
-    command_for,
     interpreter_flags,
-    name_of,
 )
 
 
@@ -32,26 +27,6 @@ from rankscope.integrations.run_script import (
 def test_flags_of_the_interpreter_are_kept(head, flags):
     arguments = ["run", "--every", "2", "-m", "train"]
     assert interpreter_flags([*head, *arguments], arguments) == flags
-
-
-def test_what_is_run(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["rankscope", "run"])
-    script = tmp_path / "a script.py"
-    script.write_text("")
-    original = ["python", "-u", "-m", "rankscope", "run"]
-    python = [sys.executable, "-u"]
-    for words, module, command in [
-        ([str(script), "--help", "-x y"], False, [*python, str(script), "--help", "-x y"]),
-        (["project.train", "--lr", "3"], True, [*python, "-m", "project.train", "--lr", "3"]),
-        (["sh", "-c", "true"], False, ["sh", "-c", "true"]),
-    ]:
-        first, *rest = command_for(words, module=module, original=original)
-        assert [Path(first).name, *rest] == [Path(command[0]).name, *command[1:]]
-    with pytest.raises(UsageError, match=r"'trian\.py', which is neither a file"):
-        command_for(["trian.py"], module=False, original=original)
-    with pytest.raises(UsageError, match="got nothing"):
-        command_for([], module=False, original=original)
-    assert name_of(["bash", "start.sh"], module=False) == "bash"
 
 
 def ask_all(problems, patience):
@@ -133,18 +108,3 @@ def test_copies_of_a_model_that_an_optimizer_updates_show_the_model():
     assert {id(found) for found in bare_models([optimizer])} == {id(around), id(model)}
     copies[0].data.fill_(9)
     assert bare_models([optimizer]) == [], "of their shapes alone"
-
-
-def test_an_optimizer_of_other_tensors_is_found_by_their_shapes():
-    model = nn.Linear(3, 2)
-    others = [nn.Parameter(torch.zeros_like(p)) for p in model.parameters()]
-    optimizer = torch.optim.SGD(others, lr=1)
-    module = nn.Linear(3, 2)
-    foreign = torch.optim.SGD(module.parameters(), lr=1)
-    larger = torch.optim.SGD([nn.Parameter(torch.zeros(3, 3))], lr=1)
-    assert CallerContext(model).optimizers_by_shape([model]) == [optimizer]
-    part = torch.optim.SGD(others[:1], lr=1)
-    assert CallerContext(model).optimizers_by_shape([model]) == [optimizer]
-    second = torch.optim.SGD(others, lr=1)
-    assert CallerContext(model).optimizers_by_shape([model]) == [], "which one it is, is unknown"
-    del foreign, larger, part, second

@@ -186,24 +186,6 @@ def test_a_lightning_script_is_watched_in_all_its_epochs(tmp_path):
     assert loud(run) == []
 
 
-def test_a_script_that_trains_in_evaluation_mode_is_watched_after_its_first_backward(
-    tmp_path, digests
-):
-    run_dir, words = tmp_path / "run", ["ddp", str(tmp_path / "e"), "in evaluation mode"]
-    ended = start_on_ranks(run_dir, SCRIPTS / "train_plain.py", *words)
-    assert ended.returncode == 0, ended.stderr
-    assert [told(tmp_path, "e", rank)["digest"] for rank in range(2)] == [
-        digest["in evaluation mode"] for digest in digests
-    ]
-    told_of = [line for line in ended.stderr.splitlines() if "trains in evaluation mode" in line]
-    assert len(told_of) == 2
-    assert sorted(ended.stdout.splitlines()) == OWN_LINES, "where the root logger writes to"
-    run = Run.open(run_dir)
-    assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(6))
-    assert np.isfinite(run.per_worker("loss")[1][1:]).all()
-    assert loud(run) == []
-
-
 ALONE = """
 import torch
 from torch import nn

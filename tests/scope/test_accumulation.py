@@ -171,14 +171,6 @@ class OneLayerChanged(Case):
             gradient.zero_()
 
 
-class DroppedOnce(Case):
-    """As a training does that does not like a loss."""
-
-    def between(self, step: int, micro: int) -> None:
-        if step == 5 and micro == 1:
-            self.optimizer.zero_grad()
-
-
 class LeftOver(AlwaysOne):
     def zero(self, step: int) -> None:
         if step % 4 != 3:
@@ -275,11 +267,6 @@ def test_a_single_layer_is_named(runs):
     assert (found.evidence["kind"], found.evidence["micro_batch"]) == ("changed in part", 2)
     assert found.groups == ("layers.5",)
     assert "layers.5" in found.explanation
-
-
-def test_once_is_a_warning_and_over_when_it_has_healed(runs):
-    [found] = told(runs["DroppedOnce"]).values()
-    assert (found.severity, found.first_step, found.last_step) == (Severity.WARNING, 5, 5)
 
 
 def test_a_gradient_that_was_not_zeroed_is_told(runs):

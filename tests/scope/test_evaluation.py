@@ -66,13 +66,6 @@ def ask_for_another_gradient(loop):
         torch.autograd.grad(loop.forward(99), loop.model.head.bias)
 
 
-def attacked_through_parameters(loop, step):
-    with evaluation(loop):
-        loop.forward(99).backward()
-    loop.optimizer.zero_grad()
-    return plain(loop, step)
-
-
 def plain(loop, step):
     norm = loop.exact_norm(step)
     loss = loop.forward(step)
@@ -92,7 +85,6 @@ LOOPS = {
     forgotten_while_accumulating: {0: LEFT_AT},
     never_in_training_mode: {0: 0, 1: 0},
     **({attacked: {}} if SINCE_TORCH_2_13 else {}),
-    attacked_through_parameters: {},
 }
 """With the step since which a rank trains in evaluation mode."""
 

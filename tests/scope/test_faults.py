@@ -1,8 +1,6 @@
 """Faults of the monitor itself: told once, and the training ends with the same bits."""
 
-import copy
 import errno
-import io
 import tempfile
 import threading
 from collections.abc import Callable
@@ -17,7 +15,6 @@ from rankscope import Run, files
 from rankscope.bus.evidence import Table
 from rankscope.session.inbox import last_line
 from support.loops import Loop, root_of
-from support.models import make_batch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -225,25 +222,3 @@ def test_values_that_are_not_finite_are_a_finding_and_no_fault(tmp_path):
         assert first == [[False, False]] * FAULT_STEP + [[False, True]]
         [finding] = [f for f in run.findings() if f.cause != "state.buffers_differ"]  # batch norm
         assert (finding.cause, finding.first_step) == ("numerics.nonfinite", FAULT_STEP)
-
-
-def copy_while_watched(rank: int, folder: str) -> list[str]:
-    loop = Loop(rank, f"{folder}/run")
-    for step in range(4):
-        loop.step(step)
-        twin = copy.deepcopy(loop.ddp)
-        stored = io.BytesIO()
-        torch.save(loop.ddp, stored)
-        stored.seek(0)
-        for other in (twin, torch.load(stored, weights_only=False)):
-            other(**make_batch(rank, 50))["loss"].backward()
-    loop.close()
-    names = [type(hook).__module__ for hook in twin._forward_pre_hooks.values()]
-    return [*loop.warnings, *(name for name in names if "rankscope" in name)]
-
-
-def test_copies_of_the_model_are_not_watched(tmp_path):
-    assert run_ranks(copy_while_watched, 2, str(tmp_path)) == [[], []]
-    run = Run.open(tmp_path / "run")
-    assert run.columns(Table.STEPS, "step")["step"].tolist() == list(range(4))
-    assert (run.columns(Table.STEPS, "samples_drawn")["samples_drawn"] == 6).all()

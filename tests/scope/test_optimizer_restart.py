@@ -80,11 +80,6 @@ class Case:
         return random
 
 
-class Empty(Case):
-    def loaded(self, optimizer):
-        return {**optimizer, "state": {}}
-
-
 class SquaresAsMeans(Case):
     def loaded(self, optimizer):
         for state in optimizer["state"].values():
@@ -129,7 +124,7 @@ class OneShareIsNotGiven(Owners):
         super().update()
 
 
-RESTARTS = (Case, Empty, SquaresAsMeans, RandomOfRankZero, Sharded, ShardedOfRankZero)
+RESTARTS = (Case, SquaresAsMeans, RandomOfRankZero, Sharded, ShardedOfRankZero)
 
 
 def train_all(rank, folder):
@@ -172,7 +167,6 @@ def test_right_versions_raise_nothing(told, case):
 @pytest.mark.parametrize(
     ("case", "cause", "severity", "ranks", "text"),
     [
-        (Empty, "state.resume_mismatch", Severity.WARNING, (), "it holds nothing, and exp_avg and"),
         (
             SquaresAsMeans,
             "state.resume_mismatch",

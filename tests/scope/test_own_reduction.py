@@ -68,8 +68,10 @@ class ReducedInHooks(BareLoop):
         self.under_way.clear()
 
 
-class Scaled(BareLoop):
+class ScaledInPlace(BareLoop):
     """A gradient scaler that skips a step, whose gradient overflows on one worker."""
+
+    micro_batches = 2
 
     def prepare(self):
         self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=1000)
@@ -85,10 +87,6 @@ class Scaled(BareLoop):
         self.norms[-1] /= self.scaler.get_scale()
         self.scaler.step(self.optimizers[0])
         self.scaler.update()
-
-
-class ScaledInPlace(Scaled):
-    micro_batches = 2
 
     def zero(self):
         self.model.zero_grad(set_to_none=False)

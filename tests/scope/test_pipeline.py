@@ -2,7 +2,6 @@
 
 import functools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,6 @@ from torch.distributed.pipelining import (
 import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
-from rankscope.integrations import torchtitan
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 
@@ -35,14 +33,13 @@ CASES: dict[str, dict[str, Any]] = {
     "1F1B": {},
     "interleaved": {"schedule": ScheduleInterleaved1F1B, "parts": 2},
     "tensor parallel, norms are not summed": {"tp": 2, "fault": "norm"},
-    "by the adapter": {"adapter": True},
     "two calls": {"schedule": ScheduleGPipe, "calls": 2},
     "two calls, reset in between": {"schedule": ScheduleGPipe, "calls": 2, "fault": "reset"},
 }
 """What is done: the schedule, parts on each rank, ranks along ``tp``, calls of the schedule for an
-update, what goes wrong since ``LATE``, and whether torchtitan's adapter watches the training."""
+update, and what goes wrong since ``LATE``."""
 
-COMPARED = ("interleaved", "by the adapter", "two calls")
+COMPARED = ("interleaved", "two calls")
 """Trained without the monitor, too."""
 
 
@@ -64,10 +61,6 @@ def batch_of(worker: int, step: int) -> tuple[Tensor, Tensor]:
     return batch, batch.roll(1, -1)
 
 
-def sum_loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().sum()
-
-
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
@@ -84,19 +77,6 @@ def watched(parts: list[nn.Module], optimizers: list[Any], run_dir: Path | None)
         for number, (part, optimizer) in enumerate(zip(parts, optimizers, strict=True))
         if run_dir is not None
     ]
-
-
-def watched_by_adapter(part: nn.Module, optimizer: Any, schedule: Any, run_dir: Path) -> Any:
-    """Return the scope of what has torchtitan's shape."""
-    trainer = SimpleNamespace(
-        model_parts=[part],
-        optimizers=SimpleNamespace(optimizers=[optimizer]),
-        loss_fn=sum_loss,
-        forward_backward_step=lambda *, global_valid_tokens: None,
-        pp_schedule=schedule,
-        close=lambda: None,
-    )
-    return torchtitan.watch(trainer, run_dir=run_dir / "part 0", **OPTIONS)
 
 
 def schedule_of(case: dict[str, Any], mesh: DeviceMesh, parts: list[Block], loss_fn: Any) -> Any:
@@ -146,9 +126,8 @@ def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
     over = mesh["tp"] if tp > 1 else None
     parts = parts_of(case, mesh, over)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
-    adapter = case.get("adapter")
     calls = case.get("calls", 1)
-    scopes = [] if adapter else watched(parts, optimizers, run_dir)
+    scopes = watched(parts, optimizers, run_dir)
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         loss = mean_loss(output, target)
@@ -156,9 +135,7 @@ def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
             scope.loss(loss)
         return loss if calls == 1 else loss / (calls * MICRO)
 
-    schedule = schedule_of(case, mesh, parts, sum_loss if adapter else loss_fn)
-    if adapter and run_dir is not None:
-        scopes = [watched_by_adapter(parts[0], optimizers[0], schedule, run_dir)]
+    schedule = schedule_of(case, mesh, parts, loss_fn)
     for step in range(STEPS):
         call_schedule(schedule, case, step, optimizers[0])
         fault = case.get("fault") if step >= LATE else None
@@ -238,8 +215,8 @@ def test_workers_of_each_stage_are_measured(folder, case, parts):
             assert np.nanmax(columns["reduction_residual"]) < 1e-5
 
 
-@pytest.mark.parametrize("case", ["1F1B", "by the adapter"])
-def test_the_last_stage_has_the_loss(folder, case):
+def test_the_last_stage_has_the_loss(folder):
+    case = "1F1B"
     _, losses_TW = run_of(folder, case, 4).per_worker("loss")
     expected = [oracle(2, worker)[0] for worker in range(4)]
     np.testing.assert_allclose(losses_TW[0], expected, rtol=1e-5)

@@ -4,17 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.distributed.fsdp import fully_shard
 
-import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.replicas import TRACE_WIDTH
-from rankscope.errors import UnsupportedError
 from rankscope.gradients.digest import digest_tensor
 from support.loops import Loop
-from support.models import make_batch, make_model
+from support.models import make_batch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -121,15 +117,6 @@ def test_a_trace_holds_what_the_training_held(trained, folder, way):
     assert {len(row["sketch"]) for row in rows} == {TRACE_WIDTH}
 
 
-def test_an_unused_parameter_has_no_gradient_and_a_skipped_step_changes_nothing(trained, folder):
-    rows = rows_of(folder / "unused")
-    steps = {r["step"] for r in rows if (r["kind"], r["name"]) == ("reduced", "branch.weight")}
-    assert steps == {0, 2, 4}
-    held = {r["step"]: r["digest"] for r in rows_of(folder / "skipped steps")
-            if (r["kind"], r["name"]) == ("parameter", "head.weight")}  # fmt: skip
-    assert held[-1] == held[0] != held[1] == held[2] != held[3]
-
-
 def test_tracing_changes_no_bit(trained):
     for traced, alone in zip(trained, run_ranks(train_untraced, 2), strict=True):
         for way, bits in alone.items():
@@ -161,23 +148,3 @@ def test_other_data_part_two_runs_at_the_step_in_which_they_come(trained, folder
 
 
 # Where there are no whole parameters, and who is left out ---------------------------------------
-
-
-def refuse(rank: int, run_dir: str) -> tuple[str, bool]:
-    model = make_model()
-    fully_shard(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    try:
-        rankscope.watch(model, optimizer, run_dir=run_dir, trace=True)
-    except UnsupportedError as error:
-        return str(error), Path(run_dir).exists()
-    raise AssertionError("it was watched")
-
-
-def test_shards_cannot_be_traced(tmp_path):
-    for message, exists in run_ranks(refuse, 2, str(tmp_path / "run")):
-        assert message == (
-            "trace=True expected a model under DDP, where rank 0 holds whole parameters and "
-            "gradients, got FSDP2; leave it out"
-        )
-        assert not exists

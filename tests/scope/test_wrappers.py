@@ -1,14 +1,11 @@
 """What can be watched at all, and what is refused in one sentence."""
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import rankscope
-from rankscope import Run
-from rankscope.bus.evidence import Table
 from rankscope.errors import UnsupportedError
 from support.models import make_model
 from support.ranks import run_ranks
@@ -70,28 +67,3 @@ def test_what_cannot_be_watched_is_refused_in_one_sentence(tmp_path):
             assert f"got {name}" in problem.replace("optimize_ddp='python_reducer'", name)
             assert ". " not in problem
     assert not (tmp_path / "run").exists()
-
-
-def sparse_embedding(rank: int, run_dir: str) -> list[float]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 1))
-    ddp = DistributedDataParallel(model)
-    norms = []
-    with rankscope.watch(ddp, run_dir=run_dir, overhead_budget=None) as scope:
-        for step in range(4):
-            ids = torch.randint(50, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
-            alone = torch.autograd.grad(model(ids).square().mean(), list(model.parameters()))
-            dense = [part.to_dense() if part.is_sparse else part for part in alone]
-            norms.append(torch.cat([part.double().flatten() for part in dense]).norm().item())
-            loss = ddp(ids).square().mean()
-            scope.loss(loss)
-            loss.backward()
-            ddp.zero_grad(set_to_none=step % 2 == 0)
-    return norms
-
-
-def test_sparse_gradients(tmp_path):
-    expected_WT = run_ranks(sparse_embedding, 2, str(tmp_path / "run"))
-    run = Run.open(tmp_path / "run")
-    assert run.columns(Table.STEPS, "observed")["observed"].all()
-    np.testing.assert_allclose(run.per_worker("grad_norm")[1], np.transpose(expected_WT), rtol=1e-6)

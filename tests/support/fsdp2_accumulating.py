@@ -226,23 +226,6 @@ class ReducesDoubledByOne(Reduces):
                 gradient.mul_(2)
 
 
-class LeftOver(AlwaysOne):
-    def zero(self, step: int) -> None:
-        if step % 3 != 2:
-            self.optimizer.zero_grad()
-
-
-class ChangedAfterwards(AlwaysOne):
-    def reduced(self, step: int) -> None:
-        gradient = self.sharded[1].grad
-        assert gradient is not None
-        gradient.mul_(3)
-
-
-class ReplicasChangedAfterwards(ChangedAfterwards):
-    replicas = True
-
-
 class ReducesChangedAfterwards(ReducesClipped):
     def reduced(self, step: int) -> None:
         super().reduced(step)
@@ -252,7 +235,7 @@ class ReducesChangedAfterwards(ReducesClipped):
             gradient.mul_(3)
 
 
-ABSTRACT = ("Waits", "WaitsClipped", "AlwaysOne", "ChangedAfterwards", "ReducesDivided")
+ABSTRACT = ("Waits", "WaitsClipped", "AlwaysOne", "ReducesDivided")
 """Those of which only a derived one is trained."""
 
 

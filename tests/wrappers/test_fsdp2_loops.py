@@ -13,11 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from rankscope.bus.groups import block_of
 from rankscope.errors import UnsupportedError
 from rankscope.wrappers.fsdp2_model import (
-    _groups,
     fsdp2_parameters,
     is_fsdp2,
 )
-from support.fsdp2_modes import Block, make_batches, make_net, mode_named
+from support.fsdp2_modes import Block, Net, make_batches, make_net, mode_named
 from support.fsdp2_training import (
     EXACT,
     WIDTH,
@@ -25,13 +24,14 @@ from support.fsdp2_training import (
     gradients,
     local_gradient,
     make_tap,
+    norm_error,
     optimize,
     session_of,
     sketch_error,
     start,
     train_step,
 )
-from support.releases import SINCE_TORCH_2_13, SINCE_TORCH_2_15
+from support.releases import SINCE_TORCH_2_13
 from support.scenarios import run_scenarios
 
 pytestmark = pytest.mark.ranks
@@ -104,28 +104,6 @@ def a_loss_in_chunks_with_backward_passes_of_their_own() -> None:
     tap.remove()
 
 
-def a_training_that_ends_its_backward_passes_by_hand() -> None:
-    session = start(mode_named("accumulated"))
-    root, tap = session.root, make_tap(session)
-    root.set_manual_backward_finalization(True)
-    for step, async_op in enumerate((False, True, False)):
-        exact, _ = local_gradient(session, step)
-        for micro, batch in enumerate(make_batches(session.worker, step, 3)):
-            root.set_requires_gradient_sync(step == 2 and micro == 2)
-            tap.begin_forward(measure=True)
-            (session.model(*batch) / 3).backward()
-            assert not tap.complete
-            assert not tap.aborted
-        root.set_requires_gradient_sync(True)
-        handle = root.finalize_backward(async_op=async_op)
-        if handle is not None:
-            assert not tap.complete
-            handle.wait()
-        check(tap, exact)
-        optimize(session)
-    tap.remove()
-
-
 def every_synchronised_micro_batch_is_a_step() -> None:
     session = start(mode_named("1-D"))
     tap = make_tap(session)
@@ -150,21 +128,67 @@ def a_model_that_is_not_sharded_is_refused() -> None:
     assert is_fsdp2(nn.Sequential(fully_shard(net)))
 
 
-def an_unknown_torch_is_told() -> None:
-    session = start(mode_named("1-D"))
-    group = _groups(session.root._get_fsdp_state())[0]
-    del group.reduce_grads
-    with pytest.raises(UnsupportedError, match=r"expected FSDPParamGroup\.reduce_grads in torch"):
-        make_tap(session)
+def check_two_steps(model: Any, alone: nn.Module) -> None:
+    """Train a sharded model beside an unsharded copy of it."""
+    session = session_of(model)
+    tap = make_tap(session)
+    for step in range(2):
+        for each in (model, alone):
+            each.zero_grad()
+        batch = make_batches(session.worker, step, 1)[0]
+        alone(*batch).backward()
+        tap.begin_forward(measure=True)
+        model(*batch).backward()
+        local = check(tap, gradients(alone))
+        assert norm_error(local, gradients(alone)) < EXACT
+    tap.remove()
+
+
+def tied_weights() -> None:
+    net = make_net()
+    net.head.weight = net.embedding.weight
+    alone = copy.deepcopy(net)
+    fully_shard(net.blocks[0])
+    fully_shard(net)
+    assert "head.weight" not in fsdp2_parameters(net)
+    check_two_steps(net, alone)
+
+
+class Spare(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = Block(50)
+
+
+def unused_parameters() -> None:
+    for reduce_zeros in (False, True) if SINCE_TORCH_2_13 else (None,):
+        torch.manual_seed(0)
+        net: Any = Spare()
+        alone = copy.deepcopy(net)
+        fully_shard(net.spare)
+        fully_shard(net)
+        if reduce_zeros is not None:
+            net.set_reduce_scatter_unused_params(reduce_zeros)
+        check_two_steps(net, alone)
+
+
+def ignored_parameters_are_left_out() -> None:
+    net = make_net()
+    alone = copy.deepcopy(net)
+    alone.gate.requires_grad_(False)
+    fully_shard(net, ignored_params=set(net.gate.parameters()))
+    assert [name for name in fsdp2_parameters(net) if name.startswith("gate")] == []
+    check_two_steps(net, alone)
 
 
 SCENARIOS = [
     a_root_that_is_checkpointed,
     *([a_loss_in_chunks_with_backward_passes_of_their_own] if SINCE_TORCH_2_13 else []),
-    *([a_training_that_ends_its_backward_passes_by_hand] if SINCE_TORCH_2_15 else []),
     every_synchronised_micro_batch_is_a_step,
     a_model_that_is_not_sharded_is_refused,
-    an_unknown_torch_is_told,
+    tied_weights,
+    unused_parameters,
+    ignored_parameters_are_left_out,
 ]
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rankscope.agent.message import StepMessage, pack_step
-from rankscope.bus.groups import cut_sections, group_parameters
+from rankscope.bus.groups import group_parameters
 from rankscope.bus.measured import measured_of
 from rankscope.gradients.fold import fold
 from rankscope.gradients.kernels.fallback import Launching
@@ -24,9 +24,6 @@ WIDTH = 101
 NARROW = 13
 SHAPES = {"embed.weight": (20, 8), "layers.0.up": (30, 8), "layers.0.down": (9,), "head.bias": (5,)}
 GROUPS = group_parameters(SHAPES)
-SECTIONS = cut_sections(
-    {name: math.prod(shape) for name, shape in SHAPES.items()}, GROUPS, section_elements=100
-)
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -124,30 +121,6 @@ def test_norms_largest_and_sketches():
     np.testing.assert_allclose(handed.group_sketches_GK, fold(totals.sketches, NARROW), **CLOSE)
     assert handed.sketch_K.dtype == handed.group_sketches_GK.dtype == np.float32
     assert handed.audit is None
-
-
-def test_sections_are_handed_over_one_by_one_for_the_audit():
-    """Besides, everything is as without: rows of a group are added together."""
-    local, reduced = make_gradient(0), make_gradient(1)
-    plain = hand_over(LocalGradient(measure(local), measure(reduced)))
-    local_totals, reduced_totals = (measure(g, sections=SECTIONS) for g in (local, reduced))
-    handed = hand_over(LocalGradient(local_totals, reduced_totals), sections=SECTIONS, audit=NARROW)
-    np.testing.assert_allclose(handed.sketch_K, plain.sketch_K, **CLOSE)
-    np.testing.assert_allclose(handed.group_sketches_GK, plain.group_sketches_GK, **CLOSE)
-    np.testing.assert_allclose(handed.group_norms_G, plain.group_norms_G, rtol=1e-7)
-    for name, value in plain.values.items():
-        assert handed.values[name] == pytest.approx(value, rel=1e-7)
-    audit = handed.audit
-    assert audit.local_SK.shape == audit.reduced_SK.shape == (len(SECTIONS), NARROW)
-    for rows, totals in ((audit.local_SK, local_totals), (audit.reduced_SK, reduced_totals)):
-        np.testing.assert_allclose(rows, fold(totals.sketches, NARROW), **CLOSE)
-    flat = torch.cat([reduced["layers.0.up"].flatten(), reduced["layers.0.down"].flatten()])
-    first, counts = 2, SECTIONS.counts
-    assert counts == (2, 3, 1)  # one of the parameters spans two sections
-    pieces = np.split(flat.double().square().numpy(), np.cumsum(SECTIONS.sizes[2:4]))
-    np.testing.assert_allclose(
-        audit.reduced_squares_S[first : first + 3], [piece.sum() for piece in pieces], rtol=1e-6
-    )
 
 
 def test_the_sketch_of_a_group_that_is_one_section_travels_once():
