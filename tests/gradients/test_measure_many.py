@@ -155,20 +155,3 @@ def test_whatever_changes_from_call_to_call_is_noticed():
             sketcher.measure_many(named, totals)
             for one, other in zip(totals.tensors, expected.tensors, strict=True):
                 torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6, msg=str(number))
-
-
-@pytest.mark.parametrize("value", [math.nan, 1e-30])
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_whether_anything_is_held(value):
-    sketcher = sketcher_of("native")
-    assert sketcher.holds_any([]) is None
-    zeros = [torch.zeros(3, 200), torch.zeros(200, 3).t(), torch.zeros(0), torch.zeros(()),
-             torch.zeros(5, dtype=torch.bfloat16), torch.zeros(4, 3).to_sparse()]  # fmt: skip
-    assert not sketcher.holds_any(zeros)
-    for number in (0, 1, 3, 4):
-        gradients = [each.clone() for each in zeros]
-        gradients[number].fill_(value)
-        assert sketcher.holds_any(gradients)
-    late = torch.zeros(1000)
-    late[-1] = value  # it goes by the first elements
-    assert not sketcher.holds_any([late])

@@ -143,8 +143,6 @@ def work(rank, folder):
     watched = fit(rank, make_module(), [callback("healthy")])
     result = {"watched": watched, "unwatched": fit(rank, make_module(), [])}
     fit(rank, make_module(doubled=rank == 1), [callback("doubled")])
-    train_by_hand(rank, f"{folder}/one by hand", steps=3, accumulate=1)
-    fit(rank, make_module(manual=True), [callback("manual")], steps=3, accumulate=1)
     with pytest.raises(rankscope.RankscopeError) as caught:
         fit(rank, make_module(manual=True, optimizers=2), [callback("two")], steps=2, accumulate=1)
     result["two optimizers"] = str(caught.value)
@@ -180,13 +178,6 @@ def test_a_worker_whose_backward_doubles_the_loss_is_found(trained):
     [finding] = [found for found in run.findings() if found.cause == "loss.scale"]
     assert finding.evidence["ratios"] == {"1": 2.0}  # of two workers, against rank 0
     assert finding.severity > rankscope.Severity.NOTE
-
-
-def test_manual_optimization_is_recorded_as_by_hand(trained):
-    folder, _ = trained
-    run, by_hand = run_in(folder, "manual"), run_in(folder, "one by hand")
-    # Under manual optimization, Lightning keeps DDP from sending rank 0's buffers to all.
-    assert_same_metrics(run, by_hand, without=["buffer_digest"])
 
 
 def test_several_optimizers_are_refused(trained):

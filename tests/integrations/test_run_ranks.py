@@ -4,14 +4,13 @@ import importlib
 import json
 import socket
 import sys
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from integrations.adapter_runs import assert_same_metrics, loud, metrics
+from integrations.adapter_runs import assert_same_metrics, metrics
 from integrations.run_commands import (
     RUN,
     SCRIPTS,
@@ -21,7 +20,6 @@ from integrations.run_commands import (
 )
 from rankscope import Run
 from rankscope.bus.evidence import Table
-from support.forked_ranks import torchrun
 from support.ranks import run_ranks
 
 pytestmark = [
@@ -158,32 +156,6 @@ def test_a_script_that_starts_its_own_ranks(folder, digests):
         digest["ddp"] for digest in digests
     ]
     assert_same_metrics(Run.open(run_dir), Run.open(folder / "ddp"))
-
-
-def import_lightning():
-    warnings.simplefilter("ignore")
-    importlib.import_module("lightning.pytorch")
-
-
-def test_a_lightning_script_is_watched_in_all_its_epochs(tmp_path):
-    script, run_dir = SCRIPTS / "train_lightning.py", tmp_path / "run"
-    launch = ["--standalone", "--nproc-per-node", "2"]
-    alone = torchrun(launch, str(script), str(tmp_path / "alone"), PYTHONWARNINGS="ignore")
-    ended = start_on_ranks(run_dir, script, str(tmp_path / "l"), prepare=import_lightning)
-    assert (alone[0], ended.returncode, ended.stdout) == (0, 0, ""), (alone, ended.stderr)
-    assert_silent_but_for_the_end(ended)
-    seen = [told(tmp_path, "l", rank) for rank in range(2)]
-    assert seen == [told(tmp_path, "alone", rank) for rank in range(2)]
-    run = Run.open(run_dir)
-    assert run.status == "complete"
-    micro = run.columns(Table.MICRO, "step", "rank", "micro", "loss")
-    for rank, losses_M in enumerate(each["losses"] for each in seen):
-        assert len(losses_M) == 16
-        mine = micro["rank"] == rank
-        assert micro["step"][mine].tolist() == [step for step in range(8) for _ in range(2)]
-        np.testing.assert_allclose(micro["loss"][mine], losses_M, rtol=1e-6)
-    assert run.columns(Table.STEPS, "observed")["observed"].all()
-    assert loud(run) == []
 
 
 ALONE = """

@@ -102,37 +102,12 @@ class AlwaysOne(Case):
         return 1
 
 
-class Clipped(Case):
-    def reduced(self, step: int) -> None:
-        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 1e-3)
-
-
-class ExpertsTakeTurns(Case):
-    """One gets no gradient from some micro-batches, which do not touch what it has."""
-
-    num_experts = 2
-    ddp_options = {"find_unused_parameters": True}  # noqa: RUF012
-
-    def loss(self, step: int, micro: int) -> Tensor:
-        return self.ddp(torch.randn(4, 6), expert=micro == 1).square().mean()  # type: ignore[no-any-return]
-
-
 class ScaleOutsideOfTheModel(Case):
     """The backward pass reaches a parameter before it reaches what the model returned."""
 
     def loss(self, step: int, micro: int) -> Tensor:
         output = self.ddp(torch.randn(4, 6), scaled=False)
         return (output * self.net.scale).square().mean()  # type: ignore[no-any-return]
-
-
-class OtherGradientsOnTheWay(Case):
-    """As a penalty on them takes, in passes that accumulate nothing."""
-
-    def loss(self, step: int, micro: int) -> Tensor:
-        x = torch.randn(4, 6, requires_grad=True)
-        loss = self.ddp(x).square().mean()
-        [gradient] = torch.autograd.grad(loss, [x], retain_graph=True)
-        return loss + gradient.sum()  # type: ignore[no-any-return]
 
 
 class SharpnessAware(Case):
@@ -211,8 +186,8 @@ def told(run: Run) -> dict[str, Finding]:
 
 
 HEALTHY = (
-    *("InBuckets", "ShorterWindows", "AlwaysOne", "Clipped"),
-    *("OtherGradientsOnTheWay", "ExpertsTakeTurns", "ScaleOutsideOfTheModel", "SharpnessAware"),
+    *("InBuckets", "ShorterWindows", "AlwaysOne"),
+    *("ScaleOutsideOfTheModel", "SharpnessAware"),
 )
 
 
@@ -222,7 +197,7 @@ def test_healthy_trainings_raise_nothing(runs, name):
 
 
 def test_what_a_pass_finds_is_what_the_one_before_has_left(runs):
-    for name in ("InBuckets", "ShorterWindows", "Clipped", "OtherGradientsOnTheWay"):
+    for name in ("InBuckets", "ShorterWindows"):
         changes_TW = runs[name].per_worker("accumulator_change")[1]
         several = [step for step in range(STEPS) if name != "ShorterWindows" or step % 3 != 1]
         known = changes_TW[several[4:]]  # how gradients are read is learnt first

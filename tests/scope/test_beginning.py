@@ -139,24 +139,3 @@ def test_a_rank_that_does_not_watch_holds_up_nobody_for_long(tmp_path):
     assert "training goes on" in warnings[0]
     assert "hello/1 did not come to this meeting" in warnings[0]
     assert not list(tmp_path.iterdir())
-
-
-def train_without_agent(rank, folder):
-    from rankscope.agent import launch
-
-    def refuse(*_, **__):
-        raise RuntimeError("can't start new thread")
-
-    launch.start = refuse
-    loop = Loop(rank, f"{folder}/run")
-    loop.step(0)
-    loop.close()
-    return loop.warnings
-
-
-def test_a_run_without_an_agent_is_not_said_to_go_on(tmp_path):
-    first, second = run_ranks(train_without_agent, 2, str(tmp_path))
-    assert "no agent of the monitor can be started" in first[0]
-    assert all("training goes on" in warnings[-1] for warnings in (first, second))
-    run = Run.open(tmp_path / "run")
-    assert (run.status, run.info["agent"]["ended"]) == ("incomplete", "none could be started")

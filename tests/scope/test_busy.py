@@ -48,18 +48,6 @@ def accumulate(run_dir: str, rank: int) -> list[str]:
     return loop.warnings
 
 
-def join_late(run_dir: str, rank: int) -> list[str]:
-    loop = Loop(rank, run_dir)
-    loop.step(0)
-    loop.step(1)
-    with loop.ddp.join():
-        for step in range(4 - (rank == 1)):
-            loop.step(2 + step)
-    loop.step(6)  # torch leaves the join's collectives on
-    loop.close()
-    return loop.warnings
-
-
 def compress(run_dir: str, rank: int) -> list[str]:
     loop = Loop(rank, None)
     register_comm_hook(loop.ddp, "all-reduce")
@@ -76,7 +64,7 @@ def train_all(rank: int, folder: str) -> list[str]:
     warnings += load_slowly(f"{folder}/first slow", rank, (0,), STEPS)
     warnings += load_slowly(f"{folder}/last slow", rank, (2,), LONG, LONG_SLEEP)
     warnings += load_slowly(f"{folder}/all alike", rank, (0, 1, 2), LONG)
-    for name, work in (("accumulated", accumulate), ("joined", join_late), ("hook", compress)):
+    for name, work in (("accumulated", accumulate), ("hook", compress)):
         warnings += work(f"{folder}/{name}", rank)
     if DistributedDataParallel._sync_buffers is not untouched:
         warnings.append("broadcasts are still timed")
@@ -126,12 +114,6 @@ def test_all_micro_batches_of_a_step_count_observed_or_not(trained):
     busy_TW = busy(trained, "accumulated")
     assert (busy_TW[1:, 1] > SLEEP).all()
     assert (busy_TW[1:, [0, 2]].min(axis=0) < busy_TW[1:, 1].min()).all()
-
-
-def test_from_a_join_on_nothing_is_known(trained):
-    """Its first gradient waits until all workers have begun their forward pass."""
-    known_TW = np.isfinite(busy(trained, "joined"))
-    assert known_TW.tolist() == [[False] * 3, [True] * 3, *[[False] * 3] * 5]
 
 
 def test_with_a_communication_hook_nothing_is_known(trained):

@@ -180,16 +180,6 @@ def test_a_single_parameter_is_named(runs):
     assert (found.groups, found.evidence["micro_batch"]) == (("hidden",), CHANGED_BEFORE)
 
 
-def test_the_residual_agrees_where_reductions_came_before_the_change(runs):
-    for name in CASES:
-        residuals_TWG = [r.gathered.residuals_WG for r in runs[name].iter_reports()]
-        changed = "sync.accumulation" in told(runs[name])
-        late = CASES[name].mode.stage >= 2 or "overlapped" in name
-        for residuals_WG in residuals_TWG:
-            if residuals_WG is not None:
-                assert (residuals_WG.max() > 0.1) == (changed and late)
-
-
 def test_what_the_residual_says_is_a_consequence(runs):
     effects = 0
     for name in CASES:

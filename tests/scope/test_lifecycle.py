@@ -6,7 +6,6 @@ import time
 import numpy as np
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
@@ -114,33 +113,6 @@ def test_a_step_that_was_interrupted_on_one_rank_is_not_held_against_it(tmp_path
     run = Run.open(tmp_path / "run")
     assert run.table(Table.STEPS).num_rows == 5
     assert [f.cause for f in run.findings() if f.severity > Severity.NOTE] == []
-
-
-def start_problems(rank, folder):
-    problems = []
-    ddp = DistributedDataParallel(make_model())
-    for run_dir, options in (
-        (f"{folder}/file/run", {}),
-        (f"{folder}/run", {"every": 1 + rank}),
-        (f"{folder}/run", {"every": 0}),
-        (f"{folder}/run", {"sketch_width": 100}),
-    ):
-        try:
-            rankscope.watch(ddp, run_dir=run_dir, **options)
-        except rankscope.RankscopeError as error:
-            problems.append(str(error))
-    return problems
-
-
-def test_what_cannot_work_is_said_at_once_on_every_rank(tmp_path):
-    (tmp_path / "file").touch()
-    for problems in run_ranks(start_problems, 2, str(tmp_path)):
-        assert len(problems) == 4
-        assert "file" in problems[0]
-        assert "same options on every rank" in problems[1]
-        assert "every must be at least 1" in problems[2]
-        assert "prime" in problems[3]
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_model_that_is_not_wrapped_is_refused(tmp_path):

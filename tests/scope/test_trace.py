@@ -135,16 +135,4 @@ def test_two_runs_of_one_training_are_equal_but_for_times(trained, folder):
     assert len(one.table(Table.TRACES)) > 0
 
 
-def digests(path: Path) -> dict[tuple[int, str, str], int]:
-    return {(r["step"], r["kind"], r["name"]): r["digest"] for r in rows_of(path)}
-
-
-def test_other_data_part_two_runs_at_the_step_in_which_they_come(trained, folder):
-    one, other = digests(folder / "plain"), digests(folder / "later")
-    apart = {key[:2] for key in one if one[key] != other[key]}
-    assert min(apart)[0] == 2
-    assert (2, "reduced") in apart
-    assert all(one[key] == other[key] for key in one if key[0] < 2)
-
-
 # Where there are no whole parameters, and who is left out ---------------------------------------

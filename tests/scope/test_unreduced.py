@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
@@ -173,39 +172,3 @@ def test_parameters_have_to_agree_after_each_average_alone(trained_locally, name
         assert (finding.cause, finding.ranks) == ("state.parameters_differ", (0, 1))
         assert (finding.first_step, finding.last_step) == (43, 43)
         assert "though the plan has an average every 4 steps" in finding.explanation
-
-
-class Around(torch.nn.Module):
-    """A larger model, of which another one is a part."""
-
-    def __init__(self, part):
-        super().__init__()
-        self.part = part
-
-    def forward(self, **batch):
-        return self.part(**batch)
-
-
-def wrap_again(rank, folder):
-    """Go on in another wrapper after some steps, around the model or around a larger one."""
-    warnings = {}
-    for name, around in (("the same", lambda model: model), ("a part", Around)):
-        loop = Loop(rank, f"{folder}/{name}")
-        for step in range(STEPS):
-            if step == 3:
-                loop.ddp = DistributedDataParallel(around(loop.model))
-            loop.step(step)
-        assert loop.scope._closed
-        assert not loop.model._forward_pre_hooks
-        warnings[name] = loop.warnings
-    return warnings
-
-
-def test_a_run_ends_where_the_model_is_wrapped_anew(tmp_path):
-    for rank, warnings in enumerate(run_ranks(wrap_again, 2, str(tmp_path))):
-        for name in ("the same", "a part"):
-            said = ["the model was wrapped anew; this run ends here: watch the new wrapper"]
-            assert warnings[name] == (said if rank == 0 else [])
-            run = Run.open(tmp_path / name)
-            assert (run.status, run.table(Table.STEPS).num_rows) == ("complete", 3)
-            assert not [f for f in run.findings() if f.cause.startswith(("sync.", "state.param"))]

@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 
 from rankscope.wrappers.fsdp2 import FSDP2Tap
 from support.cut import Cut
-from support.fsdp2_modes import make_batches, mode_named
+from support.fsdp2_modes import mode_named
 from support.fsdp2_training import (
     EXACT,
     Session,
@@ -112,28 +112,6 @@ def what_torch_keeps_of_an_aborted_pass_is_read_as_it_is_reduced() -> None:
     tap.remove()
 
 
-def a_tap_may_come_between_micro_batches() -> None:
-    session = start(mode_named("accumulated"))
-    train_step(session, 0, None)
-    optimize(session)
-    exact, _ = local_gradient(session, 1)
-    first, *others = make_batches(session.worker, 1, 3)
-    session.root.set_requires_gradient_sync(False)
-    (session.model(*first) / 3).backward()
-    tap = make_tap(session)
-    for batch in others:
-        session.root.set_requires_gradient_sync(batch is others[-1])
-        tap.begin_forward(measure=True)
-        (session.model(*batch) / 3).backward()
-    local = tap.collect()
-    assert local is not None
-    assert sketch_error(tap, local, exact) < EXACT
-    assert local.micro_squared_norms is None
-    optimize(session)
-    check_step(session, tap, 2)
-    tap.remove()
-
-
 def other_gradients_make_no_step() -> None:
     """``autograd.grad`` runs through the model without accumulating anything."""
     for name in ("HSDP", "HSDP half reduced", "frozen in part"):
@@ -209,7 +187,6 @@ ABORTED = [
 ]
 SCENARIOS = [
     *(ABORTED if SINCE_TORCH_2_13 else []),
-    a_tap_may_come_between_micro_batches,
     other_gradients_make_no_step,
     a_pass_whose_end_is_cut_short_is_not_counted,
     taps_do_not_see_each_others_models,
