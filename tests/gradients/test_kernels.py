@@ -2,14 +2,13 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 
 from rankscope.gradients.kernels import period_signs
 from rankscope.gradients.kernels.native import NativeKernel
 from rankscope.gradients.kernels.plain import PlainKernel
-from support.kernel_checks import CPU, DTYPES, SEED, WIDTH, expect, measured, needs_compiler, random
+from support.kernel_checks import CPU, SEED, WIDTH, expect, measured, needs_compiler, random
 from support.sketch_oracle import truth
 
 NATIVE = pytest.param("native", marks=needs_compiler)
@@ -28,44 +27,17 @@ def kernel(request):
     return make_kernel(request.param, WIDTH)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("size", "start"),
-    [(1, 0), (WIDTH, 0), (5 * WIDTH - 1, 1), (90 * WIDTH + 17, 2 * WIDTH - 5), (1000, 10**9 + 7)],
-)
-def test_totals_follow_their_definition(kernel, dtype, size, start):
-    gradient = random(size, dtype)
-    expect(measured(kernel, gradient, start=start), truth("weight", SEED, gradient, WIDTH, start))
-
-
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(("dtype", "beyond"), [*zip(DTYPES, (-1, 0, 1), strict=True)])
-def test_chunks_join_without_a_seam(name, dtype, beyond):
-    kernel = make_kernel(name, 4093)
-    size = 2 * (1 << 18) // 4093 * 4093 + beyond
-    gradient = random(size, dtype)
-    expect(measured(kernel, gradient, width=4093), truth("weight", SEED, gradient, 4093))
-
-
-@pytest.mark.parametrize(
-    ("dtype", "place", "values", "largest"),
+    ("size", "start", "dtype"),
     [
-        (torch.float32, 0, [-math.inf, math.inf], math.inf),
-        (torch.bfloat16, 700, [math.nan], math.nan),
-        (torch.float16, 11 * WIDTH + 8, [math.nan, -math.inf, 3.0], math.nan),
+        (1, 0, torch.float16),
+        (90 * WIDTH + 17, 2 * WIDTH - 5, torch.bfloat16),
+        (1000, 10**9 + 7, torch.float32),
     ],
 )
-def test_values_that_are_not_finite_are_counted(kernel, dtype, place, values, largest):
-    gradient = random(11 * WIDTH + 11, dtype)
-    gradient[place : place + len(values)] = torch.tensor(values)
-    totals = measured(kernel, gradient, random(100, dtype))
-    assert int(totals.nonfinite[1]) == sum(not math.isfinite(value) for value in values)
-    np.testing.assert_equal(float(totals.largest[1]), largest)
-    np.testing.assert_equal(float(totals.squared_norms[1]), largest)
-    touched = torch.arange(place, place + len(values)) % WIDTH
-    finite = torch.tensor([math.isfinite(value) for value in values])
-    assert torch.equal(totals.sketches[1].isfinite()[touched], finite)
-    assert int((~totals.sketches[1].isfinite()).sum()) == int((~finite).sum())
+def test_totals_follow_their_definition(kernel, size, start, dtype):
+    gradient = random(size, dtype)
+    expect(measured(kernel, gradient, start=start), truth("weight", SEED, gradient, WIDTH, start))
 
 
 @pytest.mark.parametrize(

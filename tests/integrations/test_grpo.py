@@ -41,8 +41,9 @@ def test_an_engine_that_gets_no_new_weights_is_found_in_an_unmodified_script(tmp
     )
     assert ended.returncode == 0, ended.stderr
     run = run_in(tmp_path, "run")
-    seen = [json.loads((tmp_path / "out" / f"seen {rank}").read_text()) for rank in (0, 1)]
-    gaps_TW = np.array([each["gaps"] for each in seen]).T
+    gaps_TW = np.array(
+        [json.loads((tmp_path / "out" / f"gaps {rank}").read_text()) for rank in (0, 1)]
+    ).T
     np.testing.assert_allclose(run.per_worker("rollout_gap")[1][1:], gaps_TW[1:], rtol=1e-2)
     found = [f for f in run.findings() if f.severity > Severity.NOTE]
     assert [(f.cause, f.ranks) for f in found] == [("rollout.worker_outlier", (1,))]

@@ -15,7 +15,7 @@ from rankscope.bus.evidence import Table
 from support.loops import Loop
 from support.models import make_batch
 from support.ranks import run_ranks
-from support.releases import SINCE_TORCH_2_13, SINCE_TORCH_2_15
+from support.releases import SINCE_TORCH_2_13
 
 pytestmark = pytest.mark.ranks
 
@@ -127,20 +127,6 @@ def odd_steps_after_many_alike(loop: Loop) -> Iterator[Expected]:
         yield one((step,))
 
 
-def reductions_ended_by_hand(loop: Loop) -> Iterator[Expected]:
-    """Before the training has waited for them, gradients are the local ones."""
-    loop.ddp.require_manual_backward_finalization = True
-    for step in range(STEPS):
-        norm = loop.exact_norm(step)
-        loop.forward(step).backward()
-        loop.ddp.finalize_backward()
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-        yield norm
-    findings = [] if loop.scope is None else [finding.cause for finding in loop.scope.findings]
-    assert findings in ([], ["state.buffers_differ"])  # the latter as the plan says
-
-
 LOOPS: list[Callable[[Loop], Iterator[Expected]]] = [
     never_zeroed,
     micro_batches_that_all_synchronise,
@@ -149,7 +135,6 @@ LOOPS: list[Callable[[Loop], Iterator[Expected]]] = [
     *([one_backward_for_two_forwards] if SINCE_TORCH_2_13 else []),
     branch_in_some_micro_batches,
     odd_steps_after_many_alike,
-    *([reductions_ended_by_hand] if SINCE_TORCH_2_15 else []),
 ]
 
 

@@ -33,32 +33,25 @@ def make_gradient(seed=0):
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def measure(gradient, meter=Sketcher, sections=None):
-    sketcher = meter(CPU, GROUPS, WIDTH, sections=sections)
+def measure(gradient):
+    sketcher = Sketcher(CPU, GROUPS, WIDTH)
     totals = sketcher.new_totals()
     for name, part in gradient.items():
         sketcher.measure(name, part, totals)
     return totals
 
 
-def hand_over(measured, *, sketch=WIDTH, group=NARROW, sections=None, audit=0):
-    handover = GradientTransfer(
-        measured,
-        sketch_width=sketch,
-        group_width=group,
-        section_counts=() if sections is None else sections.counts,
-        audit_width=audit,
-    )
+def hand_over(measured):
+    handover = GradientTransfer(measured, sketch_width=WIDTH, group_width=NARROW)
     assert handover.ready
-    return read(handover, sections)
+    return read(handover)
 
 
-def read(handover, sections=None):
+def read(handover):
     """Return what the agent reads in a message."""
     message = StepMessage.unpack(b"".join(pack_step(0, 0.0, 0, handover.read().arrays)))
-    counts = () if sections is None else sections.counts
     numbers_1N, sketches_1N = message.numbers[None], message.sketches[None]
-    found = measured_of(numbers_1N, sketches_1N, message.sizes, counts)
+    found = measured_of(numbers_1N, sketches_1N, message.sizes, ())
     return SimpleNamespace(
         values={name: value for name, [value] in found.values.items()},
         group_norms_G=found.group_norms_wG[0],
