@@ -13,7 +13,10 @@ from support.forked_ranks import run_on_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-QUICK = ("trl sft --packing", "deepspeed_loop 2", "lightning_validation", "sharded_optimizers")
+QUICK = (
+    *("trl sft --packing", "deepspeed_loop 2", "lightning_validation", "sharded_optimizers"),
+    *("gan_loop turns", "gan_loop parts"),
+)
 HEAVY = {
     "trl": "trl.trainer.sft_trainer",
     "lightning": "lightning.pytorch",

@@ -10,23 +10,6 @@ from torch.nn import functional as F
 
 from rankscope.integrations.backward_loss import unscaled
 from rankscope.integrations.beginning import agree, bare_models
-from rankscope.integrations.run_script import (
-    interpreter_flags,
-)
-
-
-@pytest.mark.parametrize(
-    ("head", "flags"),
-    [
-        (["python", "-um", "rankscope"], ["-u"]),
-        (["python", "-X", "dev", "-W", "error", "-mrankscope"], ["-X", "dev", "-W", "error"]),
-        (["python", "/bin/rankscope"], []),
-        (["python", "-Bsu", "/bin/rankscope"], ["-Bsu"]),
-    ],
-)
-def test_flags_of_the_interpreter_are_kept(head, flags):
-    arguments = ["run", "--every", "2", "-m", "train"]
-    assert interpreter_flags([*head, *arguments], arguments) == flags
 
 
 def ask_all(problems, patience):
