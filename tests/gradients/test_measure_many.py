@@ -104,7 +104,6 @@ def whole():
     [
         *(("torch", 0, dtype) for dtype in DTYPES),
         *(pytest.param("native", 1, dtype, marks=needs_compiler) for dtype in DTYPES),
-        ("triton 1", 0, torch.bfloat16),  # interpreted for seconds
     ],
 )
 def test_each_row_is_what_its_gradients_are(kernel, offset, dtype):

@@ -14,7 +14,7 @@ from rankscope.bus.finding import Severity
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
-STALE_FROM, STEPS = 8, 26
+STALE_FROM, STEPS = 8, 40
 SETTINGS = [
     *("--per_device_train_batch_size", "4", "--num_generations", "2", "--seed", "1"),
     *("--max_completion_length", "8", "--lr_scheduler_type", "constant"),

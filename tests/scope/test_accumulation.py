@@ -20,18 +20,16 @@ STEPS, MICRO = 13, 3
 
 
 class Net(nn.Module):
-    """Nine layers, so that most hooks can be spared, a scale for the loss, and experts."""
+    """Nine layers, so that most hooks can be spared, and a scale for the loss."""
 
-    def __init__(self, num_experts: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(9))
-        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(num_experts))
         self.scale = nn.Parameter(torch.ones(()))
 
-    def forward(self, x: Tensor, expert: int = 0, *, scaled: bool = True) -> Tensor:
+    def forward(self, x: Tensor, *, scaled: bool = True) -> Tensor:
         for layer in self.layers:
             x = x + layer(x).tanh()
-        x = self.experts[expert](x)
         return x * self.scale if scaled else x
 
 
@@ -39,18 +37,13 @@ class Case:
     """A healthy training that accumulates."""
 
     ddp_options: dict[str, Any] = {}  # noqa: RUF012
-    num_experts = 1
 
     def __init__(self, rank: int) -> None:
         torch.manual_seed(0)
-        self.net = Net(self.num_experts)
-        self.prepare()
+        self.net = Net()
         self.ddp = DistributedDataParallel(self.net, **self.ddp_options)
-        parameters = [p for p in self.net.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.SGD(parameters, lr=0.01)
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.01)
         torch.manual_seed(1 + rank)
-
-    def prepare(self) -> None: ...
 
     def num_micro(self, step: int) -> int:
         return MICRO

@@ -29,10 +29,9 @@ STEPS, WIDTH, EXPERTS, RANKS = 4, 8, 8, 8
 CASES: dict[str, dict[str, Any]] = {
     "hybrid": {"hybrid": True},
     "experts are divided by their own mesh": {"factor": None},
-    "experts are scaled by hand": {"factor": None, "scale": 0.5},
 }
 """What is done: whether parameters are replicated as well, what FSDP2 is told to divide experts'
-gradients by (by default the number of all workers), and what the training multiplies them by."""
+gradients by (by default the number of all workers)."""
 
 
 class Experts(nn.Module):
@@ -147,9 +146,6 @@ def train(folder: Path | None, case: dict[str, Any]) -> list[bytes]:
     rank = dist.get_rank()
     for step in range(STEPS):
         loss_of(model, batch_of(rank, step)).backward()
-        for name, parameter in model.named_parameters():
-            if "experts" in name and "scale" in case:
-                parameter.grad.mul_(case["scale"])
         optimizer.step()
         optimizer.zero_grad()
     for scope in reversed(scopes):
@@ -265,11 +261,6 @@ def test_a_divisor_that_does_not_fit_is_found(folder, results):
     [finding] = found.values()
     assert "experts.0.weight and experts.1.weight are 2 times too large" in finding.explanation
     assert "set_gradient_divide_factor(8)" in finding.next_check
-
-
-def test_a_divisor_that_the_training_makes_up_for_is_not(folder, results):
-    found = faults(Run.open(folder / "experts are scaled by hand" / "run"))
-    assert "sync.expert_divisor" not in found
 
 
 def test_a_group_of_other_ranks_is_refused(results):

@@ -99,13 +99,3 @@ def test_norms_are_those_of_the_rank(trained, way):
         np.testing.assert_allclose(
             norms_T[np.isfinite(norms_T)], by_way[way][1]["norms"], rtol=1e-6
         )
-
-
-def test_losses_are_those_of_the_rank(trained):
-    results, folder = trained
-    _, losses_TW = Run.open(folder / "plain").per_worker("loss")
-    for rank, by_way in enumerate(results):
-        losses_T = losses_TW[:, rank]
-        np.testing.assert_allclose(
-            losses_T[np.isfinite(losses_T)], by_way["plain"][1]["losses"], rtol=1e-6
-        )

@@ -13,7 +13,6 @@ from rankscope.bus.step import as_recorded
 from rankscope.errors import RunError
 from rankscope.record import writer
 from rankscope.record.states import START_FILE, STATE_FILE, read_state
-from rankscope.session.opening import _free_directory
 from rankscope.verdict.diagnosis import diagnose_run
 from support.loops import Loop, root_of
 from support.ranks import RankError, run_ranks
@@ -92,16 +91,6 @@ def test_a_restart_that_cannot_go_on_starts_anew_on_all_ranks(tmp_path):
     results = run_ranks(few_steps, 2, str(tmp_path / "run"))
     assert [result[0] for result in results] == [5] * 2
     assert Run.open(tmp_path / "run-4").info["continues"] == "run-3"
-
-
-def test_a_restart_is_recorded_after_the_last_sibling(tmp_path):
-    for name in ("run", "run-2", "run-3", "run-2024", "run-x"):
-        (tmp_path / name).mkdir()
-        if name != "run-3":
-            (tmp_path / name / "run.json").touch()
-    assert _free_directory(tmp_path / "run") == (tmp_path / "run-2", tmp_path / "run-3")
-    assert _free_directory(tmp_path / "run-x") == (tmp_path / "run-x", tmp_path / "run-x-2")
-    assert _free_directory(tmp_path / "run-3") == (None, tmp_path / "run-3")
 
 
 def seen_live(rank, run_dir):

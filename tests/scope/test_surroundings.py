@@ -24,8 +24,11 @@ from support.surroundings import SURROUNDINGS
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 IMPORTED = ("torch.fx.experimental.proxy_tensor", "torch.utils.flop_counter")
-NOT_UNDER_FSDP2 = ("gradients of samples", "func.grad", "fake pass", "traced pass")
-"""Which FSDP2 itself does not bear."""
+NOT_UNDER_FSDP2 = (
+    *("gradients of samples", "func.grad", "fake pass", "traced pass"),
+    *("selective checkpoint", "save_on_cpu", "hooks forbidden", "flop counter", "profiler"),
+)
+"""Which FSDP2 itself does not bear, or which meet the same hooks as others."""
 AS_UNDER_DDP = (
     *("selective checkpoint", "save_on_cpu", "hooks forbidden", "flop counter"),
     *("profiler", "fake pass", "traced pass", "gradients of samples"),
@@ -45,7 +48,7 @@ OTHERWISE_VERIFIED = {
 }
 """Without the generators, a recomputation drops other units: the gradient is wrong indeed."""
 
-STEPS = 7
+STEPS = 6
 KEEP, RUN, VERIFY = 2, 4, 5
 """In which of a surrounding's steps a batch is kept, a canary runs, and a gradient is computed
 again; the others are only measured."""

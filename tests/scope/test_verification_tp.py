@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor.parallel import loss_parallel
-from torch.nn import functional as F
 
 import rankscope
 from rankscope.evidence.reference import probe as verification
@@ -24,9 +22,7 @@ ALONE = "in model.layers.1.input_layernorm.weight alone: not reduced over tp."
 MOVED = "all 4 ranks ran the training's own forward pass"
 SAYS = {
     # what a training does: what is found, how bad, and a part of the sentence
-    "sequence, clips": ("verify.agrees", "note", "after the reduction, as clipping does"),
     "sequence, mixed, accumulates": ("verify.agrees", "note", "each worker's mean loss counts"),
-    "spread logits": ("verify.declined", "note", "what backward was called on is not known"),
     "norm forgotten": ("verify.parameters", "error", ALONE),
     "lost, mixed": ("verify.micro_batches", "error", "lacks micro-batch 1 of every worker."),
     "heads by hand": ("verify.agrees", "note", MOVED),
@@ -71,10 +67,7 @@ class Training:
         if self.kind == "heads by hand":
             for layer in model.model.layers:
                 layer.self_attn.o_proj.register_forward_pre_hook(self._count_heads)
-        spread = self.kind == "spread logits"
-        return self.llama.shard(
-            model, self.mesh, sequence=sequence, spread_logits=spread, **options
-        )
+        return self.llama.shard(model, self.mesh, sequence=sequence, **options)
 
     def _count_heads(self, module: Any, args: Any) -> None:
         heads = 4 // self.mesh["tp"].size()
@@ -100,14 +93,6 @@ class Training:
         return [*bits, torch.get_rng_state().numpy().tobytes()]
 
     def _backward(self, batch: dict[str, Tensor], *, forgets: bool) -> None:
-        if self.kind == "spread logits":
-            logits = self.model(batch["input_ids"]).logits
-            with loss_parallel():
-                found = F.cross_entropy(
-                    logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
-                )
-                (found / self.count).backward()
-            return
         found = self.model(**batch).loss
         if forgets:
             self.optimizer.zero_grad()
@@ -119,8 +104,6 @@ class Training:
             forgotten = "1.input"
         if "by hand" in self.kind or "forgotten" in self.kind:
             self.llama.sum_norms(self.model, self.mesh["tp"], but=forgotten)
-        if "clips" in self.kind:
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
 
 
 def train_each(rank: int, folder: str) -> dict[str, Any]:
