@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
 import rankscope
-from rankscope.errors import UsageError
 from rankscope.evidence.reference import probe as verification
 from rankscope.evidence.update import audit
 from support import deepspeed_modes
@@ -251,8 +250,3 @@ def report(run_dir: Path) -> int:
     said = CliRunner().invoke(app, ["report", str(run_dir), "--again", "--no-html"])
     assert "only in findings.jsonl" not in said.output
     return said.exit_code
-
-
-def test_steps_that_are_no_numbers_are_refused():
-    with pytest.raises(UsageError, match="verify_at expected numbers of steps"):
-        rankscope.WatchOptions(verify_at=[-1])
