@@ -11,6 +11,7 @@ from torch import nn
 from rankscope.bus.groups import group_parameters
 from rankscope.errors import UnsupportedError, UsageError
 from rankscope.gradients.fold import fold
+from rankscope.gradients.kernels.flat import flat_parts
 from rankscope.gradients.sketch import NormMeter, Sketcher
 from rankscope.gradients.totals import GradientTotals
 from support.sketch_oracle import first_position, truth
@@ -141,6 +142,20 @@ def test_layouts_of_memory_do_not_matter():
             totals.sketches[0].numpy(), expected.sketch, rtol=1e-4, atol=1e-4, err_msg=layout
         )
         assert float(totals.squared_norms[0]) == pytest.approx(expected.squared_norm, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_no_layout_is_copied_whole():
+    matrix = torch.randn(600, 900)
+    tall = torch.randn(2, 300_000).t()  # 600,000 elements, with rows of two
+    wide = torch.randn(900_000, 2).t()  # a single row is longer than what may be copied
+    for gradient in (*layouts(matrix).values(), tall, wide):
+        parts = list(flat_parts(gradient))
+        ends = [position + len(part) for position, part in parts]
+        assert [position for position, _ in parts] == [0, *ends[:-1]]
+        assert ends[-1] == gradient.numel()
+        own = gradient.data_ptr() if gradient.layout == torch.strided else None
+        assert all(len(p) <= 1 << 18 or p.data_ptr() == own for _, p in parts)
 
 
 @pytest.mark.parametrize("meter", [Sketcher, NormMeter])

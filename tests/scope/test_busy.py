@@ -36,18 +36,6 @@ def load_slowly(
     return loop.warnings
 
 
-def accumulate(run_dir: str, rank: int) -> list[str]:
-    loop = Loop(rank, run_dir, every=3)
-    for step in range(STEPS):
-        with loop.ddp.no_sync():
-            if rank == 1:
-                time.sleep(SLEEP)
-            loop.forward(2 * step).backward()
-        loop.step(2 * step + 1)
-    loop.close()
-    return loop.warnings
-
-
 def compress(run_dir: str, rank: int) -> list[str]:
     loop = Loop(rank, None)
     register_comm_hook(loop.ddp, "all-reduce")
@@ -64,8 +52,7 @@ def train_all(rank: int, folder: str) -> list[str]:
     warnings += load_slowly(f"{folder}/first slow", rank, (0,), STEPS)
     warnings += load_slowly(f"{folder}/last slow", rank, (2,), LONG, LONG_SLEEP)
     warnings += load_slowly(f"{folder}/all alike", rank, (0, 1, 2), LONG)
-    for name, work in (("accumulated", accumulate), ("hook", compress)):
-        warnings += work(f"{folder}/{name}", rank)
+    warnings += compress(f"{folder}/hook", rank)
     if DistributedDataParallel._sync_buffers is not untouched:
         warnings.append("broadcasts are still timed")
     return warnings
@@ -108,12 +95,6 @@ def test_there_is_no_note_when_all_load_slowly(trained):
     run = Run.open(trained / "all alike")
     assert np.isfinite(run.per_worker("busy_seconds")[1][1:]).all()
     assert [f for f in run.findings() if f.cause == "time.straggler"] == []
-
-
-def test_all_micro_batches_of_a_step_count_observed_or_not(trained):
-    busy_TW = busy(trained, "accumulated")
-    assert (busy_TW[1:, 1] > SLEEP).all()
-    assert (busy_TW[1:, [0, 2]].min(axis=0) < busy_TW[1:, 1].min()).all()
 
 
 def test_with_a_communication_hook_nothing_is_known(trained):

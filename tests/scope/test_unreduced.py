@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
+import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
 from support.loops import PLAN, Loop
-from support.models import make_batch
+from support.models import make_batch, make_model
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -172,3 +174,32 @@ def test_parameters_have_to_agree_after_each_average_alone(trained_locally, name
         assert (finding.cause, finding.ranks) == ("state.parameters_differ", (0, 1))
         assert (finding.first_step, finding.last_step) == (43, 43)
         assert "though the plan has an average every 4 steps" in finding.explanation
+
+
+def unfreeze(rank, folder):
+    """Freeze a layer before DDP wraps it, or after, and train it from some step on."""
+    for name in ("frozen when wrapped", "frozen when watched"):
+        model = make_model(dropout=0.0)
+        model.hidden.requires_grad_(name != "frozen when wrapped")
+        ddp = DistributedDataParallel(model, find_unused_parameters=True)
+        model.hidden.requires_grad_(False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scope = rankscope.watch(ddp, optimizer, run_dir=f"{folder}/{name}", overhead_budget=None)
+        for step in range(STEPS):
+            model.hidden.requires_grad_(step > 1)
+            ddp(**make_batch(rank, step))["loss"].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        scope.close()
+
+
+def test_a_layer_that_is_trained_later_is_blamed_only_if_nothing_reduces_it(tmp_path):
+    run_ranks(unfreeze, 2, str(tmp_path))
+    found, healthy = (
+        {finding.cause: finding for finding in Run.open(tmp_path / name).findings()}
+        for name in ("frozen when wrapped", "frozen when watched")
+    )
+    assert found["sync.not_reduced"].first_step == 2
+    assert found["sync.not_reduced"].evidence["names"] == ["hidden.weight", "hidden.bias"]
+    assert "sync.gradients_differ" not in found
+    assert not [cause for cause in healthy if cause.startswith(("sync.", "state.param"))]
