@@ -30,7 +30,7 @@ from integrations.adapter_runs import OPTIONS as SHARED_OPTIONS
 
 OPTIONS = {**SHARED_OPTIONS, "plan": None}
 VOCABULARY, RANKS = 61, 2
-STEPS, ACCUMULATE, BATCH = 10, 2, 2
+STEPS, ACCUMULATE, BATCH = 6, 2, 2
 
 
 def make_model() -> LlamaForCausalLM:

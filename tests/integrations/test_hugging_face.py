@@ -150,7 +150,7 @@ class TestHealthy:
 
     def test_the_monitor_measured_every_step_on_both_ranks(self, trained, name):
         _, scales_TW = run_in(trained[0], name).per_worker("grad_scale")
-        assert scales_TW.shape == (10, 2)
+        assert scales_TW.shape == (6, 2)
         np.testing.assert_allclose(scales_TW.mean(axis=1), 1, rtol=1e-6)
 
 
