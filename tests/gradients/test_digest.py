@@ -1,21 +1,14 @@
 """Digests of tensors: every bit and every position counts, and nothing else does."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from rankscope.gradients import digest
-from rankscope.gradients.digest import digest_bits, digest_tensor
+from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.kernels import bits
 from rankscope.gradients.kernels.bits import ROW, ROW_BYTES, native_sum
 from support.kernel_checks import needs_compiler
@@ -62,7 +55,7 @@ def naive(data: bytes) -> int:
     return total % 2**64
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 8, 100, ROW_BYTES, ROW_BYTES + 4, 5 * ROW_BYTES - 1])
+@pytest.mark.parametrize("size", [0, 1, ROW_BYTES + 4, 5 * ROW_BYTES - 1])
 def test_both_follow_the_definition(kernel, size):
     data = random(size, torch.uint8, seed=size)
     total = bits.sum_words([data] if size else [], CPU)
@@ -70,9 +63,9 @@ def test_both_follow_the_definition(kernel, size):
 
 
 @needs_compiler
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_native_and_plain_agree(dtype, monkeypatch):
-    for size in (1, 3, 4099, 40_003):
+@pytest.mark.parametrize("size", [3, 40_003])
+def test_native_and_plain_agree(size, monkeypatch):
+    for dtype in DTYPES:
         tensor = random(size + 3, dtype, seed=size)[3:]  # at any address
         assert native_sum() is not None
         found = value(tensor)
@@ -82,26 +75,7 @@ def test_native_and_plain_agree(dtype, monkeypatch):
             assert value(tensor) == found
 
 
-def test_the_ways_for_the_cpu_and_for_devices_agree():
-    words = random(7 * ROW, torch.int64).view(7, ROW)
-    tables = bits.tables_on(CPU)
-    torch.testing.assert_close(
-        bits._element_sums(words, tables), bits._matrix_sums(words, tables), rtol=0, atol=0
-    )
-
-
-def test_the_user_can_forbid_the_native_one(monkeypatch):
-    allowed = value(random(5000))
-    monkeypatch.setenv("RANKSCOPE_NATIVE", "0")
-    native_sum.cache_clear()
-    try:
-        assert native_sum() is None
-        assert value(random(5000)) == allowed
-    finally:
-        native_sum.cache_clear()
-
-
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(st.sampled_from(DTYPES[1:]), st.integers(1, 20_000), st.randoms(use_true_random=False))
 def test_every_single_bit_counts(dtype, size, chance):
     tensor = random(size, dtype, seed=size)
@@ -109,59 +83,6 @@ def test_every_single_bit_counts(dtype, size, chance):
     at, bit = chance.randrange(tensor.nbytes), chance.randrange(8)
     tensor.view(torch.uint8)[at] ^= 1 << bit
     assert value(tensor) != before
-
-
-@settings(deadline=None, max_examples=100)
-@given(st.integers(2, 20_000), st.randoms(use_true_random=False))
-def test_every_position_counts(size, chance):
-    tensor = torch.arange(size, dtype=torch.float32)
-    before = value(tensor)
-    one, other = chance.sample(range(size), 2)
-    tensor[[one, other]] = tensor[[other, one]]
-    assert value(tensor) != before
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_changes_that_cancel_in_weaker_sums_count(kernel, dtype):
-    """The highest bits, changed in pairs, vanish from a plain weighted sum."""
-    tensor = random(8 * ROW * 8 // dtype.itemsize, dtype).nan_to_num(0.5)
-    found = {value(tensor), value(-tensor)}
-    for pair in ([0, 1], [1, 3], [5, ROW + 5], [7, -1], [ROW, 2 * ROW]):
-        changed = tensor.clone()
-        changed[pair] *= -1
-        found.add(value(changed))
-        changed = tensor.clone()
-        changed.view(torch.uint8).view(-1, dtype.itemsize)[pair, -1] ^= 0x40
-        found.add(value(changed))
-    assert len(found) == 12
-
-
-def test_no_digest_of_many_alike_occurs_twice(kernel):
-    tensor = torch.zeros(3 * ROW)
-    found = {value(tensor)}
-    for place in range(0, 3 * ROW, 5):
-        for number in (-0.0, 1.0, -1.0, math.nan, math.inf):
-            tensor[place] = number
-            found.add(value(tensor))
-        tensor[place] = 0.0
-    assert len(found) == 1 + 5 * len(range(0, 3 * ROW, 5))
-
-
-def test_swapped_blocks_count(kernel, monkeypatch):
-    monkeypatch.setattr(bits, "_NUM_MULTIPLIERS", 4)  # so that the multipliers begin again
-    monkeypatch.setattr(bits, "CHUNK_BYTES", 2 * ROW_BYTES)
-    tensor = random(16 * ROW, torch.int64).view(16, ROW)
-    found = {value(tensor)}
-    for one, other in ((0, 1), (0, 4), (1, 9), (3, 15)):
-        swapped = tensor.clone()
-        swapped[[one, other]] = tensor[[other, one]]
-        found.add(value(swapped))
-    assert len(found) == 5
-
-
-def test_zeros_of_two_signs_and_all_nans_differ(kernel):
-    patterns = torch.tensor([0, -(2**31), 0x7FC00000, 0x7FC00001, 0x7F800001, -1, 0x7F800000])
-    assert len({value(p.to(torch.int32).view(torch.float32)) for p in patterns}) == len(patterns)
 
 
 def test_length_and_dtype_count(kernel):
@@ -172,10 +93,8 @@ def test_length_and_dtype_count(kernel):
 
 @pytest.mark.parametrize(
     "view",
-    [lambda x: x.t(), lambda x: x[::2], lambda x: x[:, 1::3], lambda x: x[5:, 3:],
-     lambda x: x[:1].expand(300, 500), lambda x: x.view(30, 10, 50, 10).permute(2, 0, 3, 1),
-     lambda x: x.view(3, 50, 20, 50).contiguous(memory_format=torch.channels_last),
-     lambda x: x[7, 9], lambda x: x[:, 3]],
+    [lambda x: x.t(), lambda x: x[:, 1::3], lambda x: x[:1].expand(300, 500),
+     lambda x: x.view(30, 10, 50, 10).permute(2, 0, 3, 1), lambda x: x[7, 9]],
 )  # fmt: skip
 def test_strides_do_not_count(kernel, view, monkeypatch):
     tensor = view(random(150_000).view(300, 500))
@@ -187,66 +106,6 @@ def test_strides_do_not_count(kernel, view, monkeypatch):
     assert value(tensor) == expected
     for start, stop in ((0, None), (3, len(flat) - 5), (len(flat) // 3, len(flat) // 2), (9, 9)):
         assert value(tensor, start=start, stop=stop) == value(flat[start:stop])
-
-
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_any_range_of_any_view_is_what_it_holds(data):
-    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
-    order = data.draw(st.permutations(range(len(shape))))
-    steps = tuple(slice(None, None, data.draw(st.integers(1, 3))) for _ in shape)
-    tensor = random(math.prod(shape), torch.int16).view(shape).permute(order)[steps]
-    flat = tensor.flatten()
-    start = data.draw(st.integers(0, len(flat)))
-    stop = data.draw(st.integers(start, len(flat) + 2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digest, "_CPU_ELEMENTS", data.draw(st.integers(1, 50)))
-        assert value(tensor, start=start, stop=stop) == value(flat[start:stop].clone())
-
-
-def test_lazy_conjugates_and_negatives_are_what_they_stand_for(kernel):
-    tensor = torch.randn(500, dtype=torch.complex64)
-    assert value(tensor.conj()) == value(tensor.conj().resolve_conj())
-    assert value(tensor.conj().imag) == value(tensor.conj().imag.resolve_neg())
-    assert value(tensor.conj()) != value(tensor)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
-@pytest.mark.parametrize("layout", ["coo", "csr", "csc", "bsr", "bsc"])
-def test_sparse_tensors_count_by_indices_and_values(kernel, layout):
-    dense = torch.zeros(8, 6)
-    dense[2, 3], dense[4, 0] = 1.0, 2.0
-    options = {"blocksize": (2, 2)} if layout.startswith("b") else {}
-
-    def sparse(tensor):
-        layouts = torch.sparse_coo if layout == "coo" else getattr(torch, f"sparse_{layout}")
-        return tensor.to_sparse(layout=layouts, **options)
-
-    found = {value(sparse(dense)), value(sparse(dense.roll(1, 0))), value(sparse(2 * dense))}
-    assert len(found) == 3
-    assert value(sparse(dense.clone())) == value(sparse(dense))
-
-
-def test_a_distributed_tensor_counts_by_its_local_part():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = init_device_mesh("cpu", (1,))
-        local = random(600).view(20, 30)
-        whole = DTensor.from_local(local, mesh, [Shard(0)])
-        assert value(whole) == value(local)
-        assert value(whole, start=7, stop=99) == value(local.flatten()[7:99])
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_subclass_counts_by_what_it_is_made_of():
-    def nested(*rows):
-        return torch.nested.nested_tensor(list(rows), layout=torch.jagged)
-
-    one, two = torch.ones(2, 4), torch.ones(3, 4)
-    assert value(nested(one, two)) == value(nested(one, two))
-    found = {value(nested(one, two)), value(nested(two, one)), value(nested(one, 2 * two))}
-    assert len(found) == 3
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor:UserWarning")
@@ -263,56 +122,3 @@ def test_what_has_no_bits_in_reach_has_a_digest_of_its_description():
     ]  # fmt: skip
     assert len({value(tensor) for tensor in odd}) == len(odd)
     assert [value(tensor) for tensor in odd] == [value(tensor) for tensor in odd]
-
-
-class _Allocations(TorchDispatchMode):
-    """Notes the largest storage that any operation returns, but for those known before."""
-
-    def __init__(self, *known):
-        super().__init__()
-        self.largest = 0
-        self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage.data_ptr() not in self._known:
-                    self.largest = max(self.largest, storage.nbytes())
-        return result
-
-
-@pytest.mark.parametrize("view", [lambda x: x, lambda x: x.t(), lambda x: x[:, 1:]])
-def test_memory_does_not_grow_with_the_tensor(kernel, view):
-    tensor = torch.ones(4000, 4000)
-    value(view(tensor))  # scratch space is there to stay
-    with _Allocations(tensor) as allocations:
-        value(view(tensor))
-    assert allocations.largest <= 4 << 20 < tensor.nbytes / 10
-
-
-def test_nothing_is_changed(kernel):
-    torch.manual_seed(0)
-    tensor = torch.randn(300, 40, requires_grad=True)
-    before, states = tensor.detach().clone(), torch.get_rng_state()
-    with torch.inference_mode():
-        value(tensor.t())
-    found = digest_tensor(tensor.t() * 1)
-    assert not found.requires_grad
-    assert found.dtype == torch.int64
-    assert found.shape == ()
-    assert torch.equal(tensor.detach(), before)
-    assert torch.equal(torch.get_rng_state(), states)
-
-
-def test_sums_of_digests_stay_digests():
-    one, two = digest_bits(torch.ones(3)), digest_bits(torch.zeros(3))
-    sums = set()
-    for first, second in ((one, two), (two, one)):
-        total = digest.PendingDigest()
-        total.add(first, 3)
-        total.add(second, 5)
-        sums.add(bits.signed(total.known))
-    assert len(sums) == 2
-    assert all(-(2**63) <= total < 2**63 for total in sums)

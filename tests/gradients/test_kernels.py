@@ -1,17 +1,14 @@
 """Every kernel against the definition in float64, and against its own parts."""
 
-import itertools
 import math
 
-import numpy as np
 import pytest
 import torch
 
-from rankscope.gradients.kernels import ParameterSigns, period_signs
+from rankscope.gradients.kernels import period_signs
 from rankscope.gradients.kernels.native import NativeKernel
 from rankscope.gradients.kernels.plain import PlainKernel
-from rankscope.gradients.totals import GradientTotals
-from support.kernel_checks import CPU, DTYPES, SEED, WIDTH, expect, measured, needs_compiler, random
+from support.kernel_checks import CPU, SEED, WIDTH, expect, measured, needs_compiler, random
 from support.sketch_oracle import truth
 
 NATIVE = pytest.param("native", marks=needs_compiler)
@@ -30,79 +27,28 @@ def kernel(request):
     return make_kernel(request.param, WIDTH)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("size", "start"),
-    [(1, 0), (3, 500), (WIDTH - 1, 0), (WIDTH, 0), (WIDTH + 1, 0), (4 * WIDTH, 0),
-     (4 * WIDTH + 1, 0), (5 * WIDTH - 1, 1), (90 * WIDTH + 17, 2 * WIDTH - 5), (8191, 12345),
-     (20_000, 3 * WIDTH), (1000, 10**9 + 7)],
-)  # fmt: skip
-def test_totals_follow_their_definition(kernel, dtype, size, start):
+    ("size", "start", "dtype"),
+    [
+        (1, 0, torch.float16),
+        (90 * WIDTH + 17, 2 * WIDTH - 5, torch.bfloat16),
+        (1000, 10**9 + 7, torch.float32),
+    ],
+)
+def test_totals_follow_their_definition(kernel, size, start, dtype):
     gradient = random(size, dtype)
     expect(measured(kernel, gradient, start=start), truth("weight", SEED, gradient, WIDTH, start))
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("width", [2, 31, 1021, 4093, 8209])
-def test_any_prime_width_will_do(name, width):
-    gradient = random(70_001)
-    kernel = make_kernel(name, width)
-    expect(
-        measured(kernel, gradient, width=width, start=77),
-        truth("weight", SEED, gradient, width, 77),
-    )
-
-
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("beyond", [-1, 0, 1])
-def test_chunks_join_without_a_seam(name, dtype, beyond):
-    kernel = make_kernel(name, 4093)
-    size = 2 * (1 << 18) // 4093 * 4093 + beyond
-    gradient = random(size, dtype)
-    expect(measured(kernel, gradient, width=4093), truth("weight", SEED, gradient, 4093))
-
-
-def test_parts_add_up_to_the_whole(kernel):
-    gradient = random(13 * WIDTH + 40)
-    cuts = [0, 1, 30, WIDTH, WIDTH + 1, 6 * WIDTH + 9, 11 * WIDTH, len(gradient)]
-    parts = [gradient[a:b] for a, b in itertools.pairwise(cuts)]
-    expect(measured(kernel, *parts), truth("weight", SEED, gradient, WIDTH))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_elements_may_begin_at_any_address(kernel, dtype):
-    for offset in (1, 2, 3, 5):
-        gradient = random(9 * WIDTH + 10, dtype)[offset:]
-        expect(measured(kernel, gradient), truth("weight", SEED, gradient, WIDTH))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("place", [0, 700, 11 * WIDTH + 8])
-@pytest.mark.parametrize(
-    ("values", "largest"),
-    [([math.inf], math.inf), ([-math.inf, math.inf], math.inf), ([math.nan], math.nan),
-     ([math.nan, -math.inf, 3.0], math.nan)],
-)  # fmt: skip
-def test_values_that_are_not_finite_are_counted(kernel, dtype, place, values, largest):
-    gradient = random(11 * WIDTH + 11, dtype)
-    gradient[place : place + len(values)] = torch.tensor(values)
-    totals = measured(kernel, gradient, random(100, dtype))
-    assert int(totals.nonfinite[1]) == sum(not math.isfinite(value) for value in values)
-    np.testing.assert_equal(float(totals.largest[1]), largest)
-    np.testing.assert_equal(float(totals.squared_norms[1]), largest)
-    touched = torch.arange(place, place + len(values)) % WIDTH
-    finite = torch.tensor([math.isfinite(value) for value in values])
-    assert torch.equal(totals.sketches[1].isfinite()[touched], finite)
-    assert int((~totals.sketches[1].isfinite()).sum()) == int((~finite).sum())
-
-
 @pytest.mark.parametrize(
     ("dtype", "scale"),
-    [(torch.float16, 60_000.0), (torch.float16, 1e-7), (torch.bfloat16, 3e38),
-     (torch.bfloat16, 1e-38), (torch.float32, 3e38), (torch.float32, 1e25), (torch.float32, 1e-25),
-     (torch.float32, 1e-36), (torch.float32, 0.0)],
-)  # fmt: skip
+    [
+        (torch.float16, 60_000.0),
+        (torch.bfloat16, 1e-38),
+        (torch.float32, 3e38),
+        (torch.float32, 0.0),
+    ],
+)
 def test_norms_hold_at_the_limits_of_a_dtype(kernel, dtype, scale):
     """Squares of such elements overflow or vanish in fp32."""
     generator = torch.Generator().manual_seed(0)
@@ -115,34 +61,11 @@ def test_norms_hold_at_the_limits_of_a_dtype(kernel, dtype, scale):
     assert int(totals.nonfinite[1]) == 0
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-def test_the_norm_alone_is_the_same(kernel, dtype):
-    for size in (1, 40, 5000, 37_000):
-        gradient = random(size, dtype)
-        totals = GradientTotals.zeros(3, WIDTH, CPU)
-        kernel.measure(gradient, None, 0, totals, 1)
-        exact = truth("weight", SEED, gradient.float(), WIDTH)
-        exact.sketch[:] = 0
-        expect(totals, exact)
-
-
 @pytest.mark.parametrize("name", ["torch", NATIVE])
-@pytest.mark.parametrize("make", [lambda x: x, lambda x: x.zero_().add_(0.3)], ids=["any", "one"])
-def test_norm_of_64_million_elements(name, make):
+def test_norm_of_64_million_elements(name):
     """Plain fp32 sums err by 1e-4; rounding adds up most where all elements are alike."""
-    gradient = make(torch.randn(64_000_000, generator=torch.Generator().manual_seed(0)))
-    exact = sum(float(part.double().square_().sum()) for part in gradient.split(1 << 20))
+    gradient = torch.full((64_000_000,), 0.3)
+    exact = 64e6 * float(gradient[0].double()) ** 2
     kernel = make_kernel(name, 4093)
     totals = measured(kernel, gradient, width=4093)
     assert math.sqrt(float(totals.squared_norms[1]) / exact) == pytest.approx(1, abs=1e-6)
-
-
-def test_totals_grow_from_what_they_were(kernel):
-    totals = measured(kernel, random(600))
-    again = totals.clone()
-    signs = ParameterSigns("weight", SEED, CPU)
-    kernel.measure(random(600), signs, 0, again, 1)
-    kernel.measure(random(600), None, 0, again, 1)
-    torch.testing.assert_close(again.sketches, 2 * totals.sketches)
-    torch.testing.assert_close(again.squared_norms, 3 * totals.squared_norms)
-    assert torch.equal(again.largest, totals.largest)

@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-import torch
 
 from rankscope.gradients.kernels import choose, choose_kernel, period_signs
 from rankscope.gradients.kernels.native import NativeKernel
@@ -30,12 +29,6 @@ def chosen(caplog) -> str:
 @needs_compiler
 def test_the_native_kernel_is_chosen_where_there_is_a_compiler(caplog):
     assert chosen(caplog) == "native"
-
-
-def test_the_user_can_forbid_it(caplog, monkeypatch):
-    monkeypatch.setenv("RANKSCOPE_NATIVE", "0")
-    assert chosen(caplog) == "torch"
-    assert "RANKSCOPE_NATIVE=0" in caplog.text
 
 
 @needs_compiler
@@ -70,15 +63,3 @@ def test_a_kernel_that_fails_later_is_replaced_once(caplog):
     assert [record.message.count("out of registers") for record in caplog.records] == [1, 1]
     with pytest.raises(IndexError):  # nothing is hidden once it is plain torch that fails
         safe.measure(gradient, None, 0, totals, 1)
-
-
-def test_other_devices_run_plain_torch():
-    meta = torch.device("meta")
-    kernel = choose_kernel(meta, WIDTH, period_signs(SEED))
-    assert isinstance(kernel, PlainKernel)
-
-
-def test_choosing_touches_no_random_state():
-    before = torch.get_rng_state()
-    choose_kernel(CPU, WIDTH, period_signs(SEED))
-    assert torch.equal(torch.get_rng_state(), before)

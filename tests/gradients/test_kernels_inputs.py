@@ -22,8 +22,8 @@ def digests_of(monkeypatch, batch, mask, native):
 
 
 @needs_compiler
-@pytest.mark.parametrize("mask", [None, torch.bool, torch.int32, torch.int64])
-@pytest.mark.parametrize("length", [1, 37, samples.MAX_WORDS, samples.MAX_WORDS + 5])
+@pytest.mark.parametrize("mask", [None, torch.bool, torch.int64])
+@pytest.mark.parametrize("length", [1, samples.MAX_WORDS, samples.MAX_WORDS + 5])
 def test_digests_of_samples_are_those_without_a_compiler(monkeypatch, mask, length):
     batch = torch.randint(-(2**62), 2**62, (3, length))
     present = None if mask is None else (torch.rand(3, length) < 0.7).to(mask)
@@ -36,7 +36,7 @@ def test_digests_of_samples_are_those_without_a_compiler(monkeypatch, mask, leng
 
 
 @needs_compiler
-@pytest.mark.parametrize("shape", [(6,), (2, 5), (2, 3, 4), (2, 0)])
+@pytest.mark.parametrize("shape", [(6,), (2, 3, 4), (2, 0)])
 @pytest.mark.parametrize("shifted", [False, True])
 def test_label_tokens_are_those_that_torch_counts(monkeypatch, shape, shifted):
     labels = torch.randint(-101, -98, shape)
@@ -45,15 +45,6 @@ def test_label_tokens_are_those_that_torch_counts(monkeypatch, shape, shifted):
     native = loss.count_label_tokens({"labels": labels}, shifted=shifted)
     monkeypatch.setattr(labels_module, "count_labels", lambda *_, **__: None)
     assert torch.equal(native, loss.count_label_tokens({"labels": labels}, shifted=shifted))
-
-
-@pytest.mark.parametrize(
-    "labels",
-    [torch.zeros(4), torch.zeros(4, dtype=torch.int32), torch.zeros(4, 4).long().t()[1:],
-     torch.tensor(3), torch.zeros(2, dtype=torch.int64, device="meta")],
-)  # fmt: skip
-def test_other_labels_are_left_to_torch(labels):
-    assert count_labels(labels, loss.IGNORED_LABEL, first=0) is None
 
 
 def test_a_new_setting_of_precision_is_seen_within_some_steps():

@@ -1,17 +1,15 @@
 """The compiled library: every level of it against the truth, and a training without it."""
 
 import logging
-import shutil
-import subprocess
 
 import pytest
 import torch
 
-from rankscope.gradients.kernels import bits, build, choose_kernel, inputs, library, period_signs
+from rankscope.gradients.kernels import bits, choose_kernel, inputs, library, period_signs
 from rankscope.gradients.kernels.bits import native_sum
-from rankscope.gradients.kernels.build import FOLDER, LEVELS, compile_kernels
+from rankscope.gradients.kernels.build import FOLDER, LEVELS
 from rankscope.gradients.kernels.dot import NativeDot, check_dot, choose_dot, plain_dot
-from rankscope.gradients.kernels.library import NoLibraryError, StaleLibraryError, load
+from rankscope.gradients.kernels.library import StaleLibraryError, load
 from rankscope.gradients.kernels.native import NativeKernel
 from rankscope.gradients.kernels.plain import PlainKernel
 from rankscope.lab.reductions import accumulator
@@ -64,13 +62,6 @@ def test_every_level_that_this_processor_has_is_right(level, monkeypatch):
     assert found == bits.plain_sum([content], CPU)
 
 
-@needs_compiler
-def test_the_library_of_this_processor_is_the_one_in_use():
-    assert library.load_once()._name == str(library.library_path())
-    capability = torch.backends.cpu.get_cpu_capability()
-    assert {"AVX512": "avx512", "AVX2": "avx2"}.get(capability, "default") == USED
-
-
 def everything_in_plain_torch():
     """Use all that the library has, and return whether plain torch did it."""
     assert isinstance(choose_kernel(CPU, WIDTH, period_signs(SEED)), PlainKernel)
@@ -104,51 +95,3 @@ def test_a_library_of_other_sources_is_not_used_and_one_warning_says_what_helps(
     assert f"run `python {FOLDER}/build.py`" in record.message
     with pytest.raises(StaleLibraryError):
         library.compiled("dot")
-
-
-@needs_compiler
-def test_a_library_without_its_sources_is_used(monkeypatch):
-    """As in a wheel."""
-    monkeypatch.setattr(library, "hash_sources", lambda: None)
-    assert load(library.library_path())
-
-
-@pytest.mark.parametrize("content", [b"", b"no library"])
-def test_what_is_no_library_is_not_loaded(tmp_path, content):
-    file = tmp_path / "kernels-default.so"
-    file.write_bytes(content)
-    with pytest.raises(NoLibraryError, match="cannot be loaded"):
-        load(file)
-
-
-@pytest.fixture
-def source_tree(tmp_path, monkeypatch):
-    """A folder of kernels of the test's own, in which one library lies already."""
-    folder = tmp_path / "kernels"
-    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    (folder / "kernels-default.so").write_text("an old one")
-    monkeypatch.setattr(build, "FOLDER", folder)
-    monkeypatch.setattr(build, "LEVELS", {"default": ("-O0",)})
-    monkeypatch.delenv("CC", raising=False)
-    return folder
-
-
-@needs_compiler
-def test_the_build_stamps_a_library_with_its_sources(source_tree):
-    compile_kernels()
-    assert load(source_tree / "kernels-default.so")
-    assert [path.name for path in source_tree.glob("*.so")] == ["kernels-default.so"]
-    with (source_tree / "dot.c").open("a") as file:
-        file.write("/* another comment */\n")
-    with pytest.raises(StaleLibraryError):
-        load(source_tree / "kernels-default.so")
-
-
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false", "true", "cc 'and no end"])
-def test_a_compiler_that_does_not_work_changes_nothing(source_tree, monkeypatch, compiler):
-    monkeypatch.setenv("CC", compiler)
-    before = sorted(source_tree.iterdir())
-    with pytest.raises((OSError, ValueError, subprocess.CalledProcessError)):
-        compile_kernels()
-    assert sorted(source_tree.iterdir()) == before
-    assert (source_tree / "kernels-default.so").read_text() == "an old one"

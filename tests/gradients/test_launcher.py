@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rankscope.gradients.kernels.launch import Launcher, launcher
+from rankscope.gradients.kernels.launch import Launcher
 
 
 class Kernel:
@@ -59,7 +59,6 @@ def test_a_launch_like_one_before_is_not_looked_for():
         {"tensor": memory(1)},
         {"tensor": memory().double()},
         {"number": 1},
-        {"number": 16},
         {"number": 1 << 40},
         {"width": 5},
     ],
@@ -72,32 +71,3 @@ def test_what_triton_compiles_anew_for_is_looked_for(changed):
         4, changed.get("tensor", memory()), changed.get("number", 7), WIDTH=changed.get("width", 3)
     )
     assert len(kernel.looked_for) == 2
-
-
-def test_without_compiled_kernels_each_launch_is_looked_for():
-    kernel = Kernel(returns=False)  # as in the interpreter
-    launch = Launcher(kernel)
-    for _ in range(3):
-        launch(4, memory(), 7, WIDTH=3)
-    assert len(kernel.looked_for) == 3
-
-
-def test_a_triton_that_launches_otherwise_is_asked_each_time():
-    kernel = Kernel(fails=TypeError("expected other arguments"))
-    launch = Launcher(kernel)
-    for _ in range(3):
-        launch(4, memory(), 7, WIDTH=3)
-    assert len(kernel.looked_for) == len(kernel.launched) == 3
-
-
-def test_a_launch_that_fails_is_not_tried_twice():
-    kernel = Kernel(fails=RuntimeError("the device is gone"))
-    launch = Launcher(kernel)
-    launch(4, memory(), 7, WIDTH=3)
-    with pytest.raises(RuntimeError, match="gone"):
-        launch(4, memory(), 7, WIDTH=3)
-
-
-def test_a_kernel_has_one_launcher():
-    kernel = Kernel()
-    assert launcher(kernel) is launcher(kernel)

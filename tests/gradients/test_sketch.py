@@ -19,12 +19,11 @@ from support.structures import (
     STRUCTURES,
     cosine,
     language_model_gradients,
-    normal,
 )
 
 CPU = torch.device("cpu")
 WIDTH = 1021
-SEEDS = range(20)
+SEEDS = range(12)
 WORKERS = 4
 ONE = group_parameters(["weight"])
 
@@ -72,7 +71,7 @@ def test_cosines_are_unbiased_with_the_stated_error(structure, narrow):
 
 def test_cosines_of_real_gradients_in_total_and_by_group():
     errors, narrow, by_group = [], [], []
-    for seed in SEEDS:
+    for seed in range(8):
         workers = language_model_gradients(seed, WORKERS)
         groups = group_parameters(workers[0])
         sketcher = Sketcher(CPU, groups, 4093, seed)
@@ -95,28 +94,6 @@ def test_cosines_of_real_gradients_in_total_and_by_group():
     expect_unbiased(np.array(by_group), 251)
 
 
-def test_the_error_falls_with_the_square_root_of_the_width():
-    generator = torch.Generator().manual_seed(0)
-    gradients = [normal(generator) for _ in range(3)]
-    rms = {}
-    for width in (61, 251, 967):
-        errors = [pairwise(gradients, [sketch(g, width, s) for g in gradients]) for s in range(40)]
-        rms[width] = np.sqrt(np.mean(np.square(errors))) * math.sqrt(width)
-    assert all(value == pytest.approx(1, rel=0.2) for value in rms.values())
-
-
-def test_a_wide_sketch_folds_to_the_error_of_the_narrow_one():
-    """Folding adds its own variance, 1/width, to that of the wide sketch, 1/k."""
-    generator = torch.Generator().manual_seed(0)
-    gradients = [normal(generator) for _ in range(3)]
-    errors = []
-    for seed in range(60):
-        wide = torch.stack([sketch(gradient, 967, seed) for gradient in gradients])
-        errors.append(pairwise(gradients, fold(wide, 251, seed)))
-    expected = math.sqrt(1 / 251 + 1 / 967)
-    assert np.sqrt(np.mean(np.square(errors))) == pytest.approx(expected, rel=0.15)
-
-
 def test_folding_is_linear_and_follows_its_definition():
     generator = torch.Generator().manual_seed(1)
     wide = torch.randn(3, WIDTH, generator=generator)
@@ -128,70 +105,6 @@ def test_folding_is_linear_and_follows_its_definition():
     torch.testing.assert_close(narrow, wide @ columns)
     torch.testing.assert_close(fold(3 * wide[:1] - wide[1:2], 61, 5), 3 * narrow[:1] - narrow[1:2])
     assert not torch.equal(fold(wide, 61, seed=6), narrow)
-
-
-def test_folding_a_narrower_sketch_loses_nothing():
-    wide = torch.randn(2, 61, generator=torch.Generator().manual_seed(1))
-    narrow = fold(wide, 251)
-    assert narrow.shape == (2, 251)
-    torch.testing.assert_close(narrow @ narrow.t(), wide @ wide.t())
-
-
-def test_folding_touches_no_random_state():
-    before = torch.get_rng_state()
-    fold(torch.ones(1, 967), 251, seed=99)
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_signs_are_balanced_and_differ_between_parameters():
-    sketcher = Sketcher(CPU, group_parameters(["a", "b"], lambda name: name), WIDTH)
-    ones = torch.ones(WIDTH * 400)
-    first, second = totals_of(sketcher, a=ones, b=ones).sketches
-    assert abs(float(first.mean())) < 4 * (400 / WIDTH) ** 0.5
-    assert abs(cosine(first, second)) < 5 / WIDTH**0.5
-
-
-def test_small_parameters_do_not_share_buckets():
-    """Each fills a tenth of the sketch; all together they fill it three times."""
-    names = [f"norms.{index}.weight" for index in range(30)]
-    groups = group_parameters(names, "none")
-    errors = []
-    for seed in SEEDS:
-        generator = torch.Generator().manual_seed(seed)
-        gradients = torch.randn(WORKERS, 30, 100, generator=generator)
-        sketcher = Sketcher(CPU, groups, WIDTH, seed)
-        sketches = [
-            totals_of(sketcher, **dict(zip(names, each, strict=True))).sketches[0]
-            for each in gradients
-        ]
-        errors.append(pairwise(list(gradients.flatten(1)), sketches))
-    expect_unbiased(np.array(errors), WIDTH)
-
-
-def test_signs_do_not_depend_on_the_order_in_which_rows_are_needed():
-    gradient = torch.randn(300 * 61, generator=torch.Generator().manual_seed(0))
-    expected = truth("weight", 7, gradient, 61, first_position("weight", 7, 61)).sketch
-    sketcher = Sketcher(CPU, ONE, 61, seed=7)
-    totals = sketcher.new_totals()
-    for first, last in ((250, 300), (100, 250), (0, 100)):
-        part = gradient[first * 61 : last * 61]
-        sketcher.measure("weight", part, totals, start=first * 61)
-    np.testing.assert_allclose(totals.sketches[0].numpy(), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_sketches_are_linear_and_split_over_parameters():
-    sketcher = Sketcher(CPU, group_parameters(["a.x", "a.y"]), WIDTH)
-    generator = torch.Generator().manual_seed(5)
-    a, b = (
-        {
-            "a.x": torch.randn(500, 70, generator=generator),
-            "a.y": torch.randn(900, generator=generator),
-        }
-        for _ in range(2)
-    )
-    total = totals_of(sketcher, **{name: a[name] + 2 * b[name] for name in a}).sketches
-    parts = totals_of(sketcher, **a).sketches + 2 * totals_of(sketcher, **b).sketches
-    torch.testing.assert_close(total, parts, rtol=1e-4, atol=1e-4)
 
 
 def layouts(matrix: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -243,102 +156,6 @@ def test_no_layout_is_copied_whole():
         assert ends[-1] == gradient.numel()
         own = gradient.data_ptr() if gradient.layout == torch.strided else None
         assert all(len(p) <= 1 << 18 or p.data_ptr() == own for _, p in parts)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-@pytest.mark.parametrize("coalesced", [False, True])
-def test_a_sparse_gradient_costs_what_it_holds(coalesced):
-    rows, inner = torch.tensor([900_000, 5, 900_003, 5, 1_999_999, 5]), 64
-    values = random(6, inner)
-    gradient = torch.sparse_coo_tensor(rows[None], values, (2_000_000, inner))
-    parts = dict(flat_parts(gradient.coalesce() if coalesced else gradient))
-    lengths = {place // inner: len(part) // inner for place, part in parts.items()}
-    assert lengths == {5: 1, 900_000: 4, 1_999_999: 1}
-    expected = gradient.coalesce().values()
-    torch.testing.assert_close(parts[5 * inner], expected[0])
-    neighbours = parts[900_000 * inner].view(4, inner)
-    assert torch.equal(neighbours[[0, 3]], expected[1:3])
-    assert not neighbours[1:3].any()
-    assert torch.equal(parts[1_999_999 * inner], expected[3])
-    assert not list(flat_parts(torch.sparse_coo_tensor(rows[None, :0], values[:0], (2**20, inner))))
-
-
-@pytest.mark.parametrize("stride", [2, 3])
-def test_a_vector_with_gaps_in_memory(stride):
-    gradient = torch.randn(3000)[::stride]
-    totals = totals_of(Sketcher(CPU, ONE, WIDTH), weight=gradient)
-    expected = truth("weight", 0, gradient, WIDTH, first_position("weight", 0, WIDTH))
-    assert float(totals.squared_norms[0]) == pytest.approx(expected.squared_norm, rel=1e-6)
-    np.testing.assert_allclose(totals.sketches[0].numpy(), expected.sketch, rtol=1e-4, atol=1e-4)
-
-
-def test_complex_and_scalar_and_empty_gradients():
-    sketcher = Sketcher(CPU, ONE, WIDTH)
-    value = torch.randn(50, dtype=torch.complex64)
-    real = totals_of(sketcher, weight=torch.view_as_real(value))
-    torch.testing.assert_close(totals_of(sketcher, weight=value).sketches, real.sketches)
-    flipped = totals_of(sketcher, weight=value.conj().t())
-    torch.testing.assert_close(flipped.squared_norms, real.squared_norms)
-    scalar = totals_of(sketcher, weight=torch.tensor(-2.0))
-    assert float(scalar.squared_norms[0]) == 4
-    empty = totals_of(sketcher, weight=torch.empty(0, 7))
-    assert not any(t.any() for t in (empty.sketches, empty.squared_norms, empty.largest))
-
-
-def test_double_precision_is_measured_in_plain_torch():
-    gradient = torch.randn(5000, dtype=torch.float64)
-    totals = totals_of(Sketcher(CPU, ONE, WIDTH), weight=gradient)
-    expected = truth("weight", 0, gradient, WIDTH, first_position("weight", 0, WIDTH))
-    np.testing.assert_allclose(totals.sketches[0].numpy(), expected.sketch, rtol=1e-5, atol=1e-5)
-    assert float(totals.squared_norms[0]) == pytest.approx(expected.squared_norm, rel=1e-6)
-
-
-def test_measuring_touches_no_generator_and_no_gradient():
-    state, gradient = torch.get_rng_state(), torch.randn(3000)
-    torch.set_rng_state(state)
-    before = gradient.clone()
-    totals_of(Sketcher(CPU, ONE), weight=gradient)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(gradient, before)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
-
-
-def expect_equal(found: GradientTotals, expected: GradientTotals) -> None:
-    for one, other in zip(found.tensors, expected.tensors, strict=True):
-        assert torch.equal(one, other)
-
-
-@pytest.mark.parametrize("meter", [Sketcher, NormMeter])
-def test_measuring_again_gives_the_bits_of_measuring_for_the_first_time(meter):
-    """Whatever comes before: another length, layout, type or place, or other totals."""
-    sketcher = meter(CPU, ONE, WIDTH)
-    into, others = sketcher.new_totals(), sketcher.new_totals()
-    calls = [(random(900), 0), (random(900), 0), (random(200_000), 0), (random(30, 30).t(), 0)]
-    calls += [(random(900, dtype=torch.bfloat16), 0), (random(900, dtype=torch.float64), 0)]
-    calls += [(random(900), 77), (random(50_000), 0), (random(0), 0), (random(900), 0)]
-    for gradient, start in calls:
-        expected = meter(CPU, ONE, WIDTH)
-        fresh = expected.new_totals()
-        expected.measure("weight", gradient, fresh, start=start)
-        for totals in (into, others):
-            totals.reset()
-            sketcher.measure("weight", gradient, totals, start=start)
-            expect_equal(totals, fresh)
-
-
-def test_norms_of_several_gradients_have_the_bits_of_one_after_the_other():
-    names = ["a.0", "a.1", "b.0", "a.2", "a.3"]
-    sketcher = Sketcher(CPU, group_parameters(names, lambda name: name[0]), WIDTH)
-    gradients = [random(900), random(5, dtype=torch.float16), random(70, 70).t(), random(40_000)]
-    named = list(zip(names, [*gradients, random(0)], strict=True))
-    at_once, one_by_one = sketcher.new_totals(), sketcher.new_totals()
-    sketcher.measure_norms(iter(named), at_once)
-    for name, gradient in named:
-        sketcher.measure_norms([(name, gradient)], one_by_one)
-    expect_equal(at_once, one_by_one)
 
 
 @pytest.mark.parametrize("meter", [Sketcher, NormMeter])

@@ -30,7 +30,7 @@ from integrations.adapter_runs import OPTIONS as SHARED_OPTIONS
 
 OPTIONS = {**SHARED_OPTIONS, "plan": None}
 VOCABULARY, RANKS = 61, 2
-STEPS, ACCUMULATE, BATCH = 10, 2, 2
+STEPS, ACCUMULATE, BATCH = 6, 2, 2
 
 
 def make_model() -> LlamaForCausalLM:
@@ -93,13 +93,6 @@ class KeepingSFTTrainer(Keeping, SFTTrainer):
     pass
 
 
-class Unsharded(Trainer):
-    """A trainer whose loader was made by hand: all ranks draw the same batches."""
-
-    def get_train_dataloader(self) -> Any:
-        return DataLoader(self.train_dataset, batch_size=BATCH, collate_fn=collate)
-
-
 class Breaking(Trainer):
     """A trainer whose third step raises."""
 
@@ -151,18 +144,6 @@ def make_trainer(
     )
 
 
-def zero_2() -> dict[str, Any]:
-    """Return what makes a trainer shard optimizer and gradients with DeepSpeed."""
-    config = {
-        "train_micro_batch_size_per_gpu": BATCH,
-        "gradient_accumulation_steps": ACCUMULATE,
-        "zero_optimization": {"stage": 2},
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
-    return {"deepspeed": config}
-
-
 def make_sft_trainer(folder: str, callbacks: Any = (), **changes: Any) -> Any:
     model = make_model()
     words = {f"w{number}": number for number in range(VOCABULARY)}
@@ -179,12 +160,6 @@ def make_sft_trainer(folder: str, callbacks: Any = (), **changes: Any) -> Any:
         processing_class=tokenizer,
         callbacks=list(callbacks),
     )
-
-
-def mean_over_all(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-    """A ``compute_loss_func`` as Trainer wants it: the sum over the tokens of all, divided."""
-    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    return F.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
 
 
 def mean_over_own(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -230,28 +205,21 @@ def fused_loss(scope: Any, ddp: Any, batch: Any, items: Any) -> torch.Tensor:
     return loss
 
 
-def start_again(world_size: int = RANKS) -> None:
+def start_again() -> None:
     """Let accelerate forget what it knows of this process."""
-    os.environ["WORLD_SIZE"] = str(world_size)
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-    if world_size == 1:
-        os.environ["LOCAL_RANK"] = "-1"
+    os.environ["WORLD_SIZE"] = str(RANKS)
     GradientState._reset_state()
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def train_with_accelerate(
-    rank: int, watch: Any, *, bf16: bool = False, drifts: bool = False, steps: int = STEPS
-) -> Any:
+def train_with_accelerate(watch: Any, *, steps: int = STEPS) -> Any:
     """Train a loop of Accelerate's kind; ``watch`` is given accelerator, model, optimizer, loader.
 
     Returns:
         The accelerator, the trained model, and what ``watch`` returned.
     """
     start_again()
-    accelerator = Accelerator(
-        cpu=True, gradient_accumulation_steps=ACCUMULATE, mixed_precision="bf16" if bf16 else "no"
-    )
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATE)
     model = make_model()
     torch.manual_seed(7)
     loader = DataLoader(make_data(), batch_size=BATCH, shuffle=True, collate_fn=collate)
@@ -264,33 +232,6 @@ def train_with_accelerate(
                 accelerator.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
-        if drifts and rank == 1 and number == 6:
-            with torch.no_grad():
-                next(model.parameters()).add_(1e-3)
         if number + 1 == steps * ACCUMULATE:
             break
     return accelerator, accelerator.unwrap_model(model), scope
-
-
-def fail_with_accelerate(rank: int, watch: Any) -> None:
-    """Raise in a third step, before the optimizer's step on rank 0 and after it on rank 1.
-
-    Raises:
-        ZeroDivisionError: Always, past a ``finally`` that ends the training.
-    """
-    prepared: list[Any] = []
-
-    def keep_and_watch(*parts: Any) -> Any:
-        prepared.extend(parts)
-        return watch(*parts)
-
-    train_with_accelerate(rank, keep_and_watch, steps=2)
-    accelerator, model, optimizer, _ = prepared
-    rows = make_data(192 + 2 * RANKS)[192:]  # that no batch before had
-    try:
-        accelerator.backward(model(**collate(rows[2 * rank :][:2])).loss)
-        if rank == 1:
-            optimizer.step()
-        raise ZeroDivisionError("a fault of the training's")
-    finally:
-        accelerator.end_training()

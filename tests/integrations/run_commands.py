@@ -10,8 +10,6 @@ from support.forked_ranks import run_on_ranks
 
 SCRIPTS = Path(__file__).parent / "run_scripts"
 RUN = [sys.executable, "-m", "rankscope", "run", "--no-canary", "--overhead-budget", "none"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-LAUNCHED = [*TORCHRUN, *RUN[1:]]
 
 
 def start(*command, **variables):

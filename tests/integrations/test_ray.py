@@ -6,18 +6,16 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
 from documentation.framework_pages import assert_block_ran, python_blocks
 from integrations.adapter_runs import assert_same_metrics, loud, run_in
 from rankscope.bus.evidence import Table
 from rankscope.errors import MissingExtraError, UsageError, install_command
-from rankscope.integrations.ray import HIDDEN_SECONDS, _close_at_the_end, watch
+from rankscope.integrations.ray import watch
 from support.models import make_model
 
 SCRIPT = Path(__file__).with_name("ray_trainings.py")
@@ -71,11 +69,6 @@ class TestUnderRay:
         for worker in trained[1]:
             assert worker["watched"] == worker["unwatched"]
 
-    def test_another_learning_rate_on_one_worker_is_found(self, trained):
-        run = run_in(trained[0], "raised")
-        [finding] = [f for f in run.findings() if f.cause == "state.hyperparameters_differ"]
-        assert finding.evidence["what"] == "the learning rate is 0.1 on rank 0, 0.2 on rank 1"
-
     def test_a_run_is_in_the_storage_of_its_experiment_and_knows_its_name(self, trained):
         assert {worker["storage"] for worker in trained[1]} == {str(trained[0] / "storage" / "all")}
         run = run_in(trained[0] / "storage" / "all", "rankscope")
@@ -111,101 +104,3 @@ def test_without_ray_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray.train", None)
     with pytest.raises(MissingExtraError, match=re.escape(install_command("ray"))):
         watch(make_model())
-
-
-class Closing:
-    """A scope whose end takes until it is let; it keeps what it was ended with."""
-
-    def __init__(self):
-        self.let, self.ended_with = threading.Event(), []
-
-    def close(self):
-        self.__exit__(None, None, None)
-
-    def __exit__(self, kind, error, traceback):
-        self.let.wait(SECONDS)
-        self.ended_with.append(error)
-
-
-class Job:
-    """A training function that Ray's own thread runs, watched, until it is let end."""
-
-    def __init__(self, monkeypatch, error=None, num_scopes=1):
-        from ray.train.v2._internal.execution.worker_group.thread_runner import ThreadRunner
-
-        self.runner, self.now = ThreadRunner(), 0.0
-        self.scopes = [Closing() for _ in range(num_scopes)]
-        self._others = threading.enumerate()
-        self.let, self._error, begun = threading.Event(), error, threading.Event()
-        monkeypatch.setattr("rankscope.integrations.ray._runner", lambda: self.runner)
-
-        def train():
-            for scope in self.scopes:
-                _close_at_the_end(scope, torch.device("cpu"), lambda: self.now)
-            begun.set()
-            self.let.wait(SECONDS)
-            if self._error is not None:
-                raise self._error
-
-        self.runner.run(train)
-        assert begun.wait(SECONDS)
-
-    def error_after(self, seconds):
-        self.now += seconds
-        return self.runner.get_error()
-
-    def fail_in_a_nested_thread(self, error):
-        thread = threading.Thread(target=self.runner.get_exception_queue().put, args=(error,))
-        thread.start()
-        thread.join(SECONDS)
-        self.runner._monitor_thread.join(SECONDS)
-
-    def end(self):
-        self.let.set()
-        self.runner._thread.join(SECONDS)
-        assert not self.runner._thread.is_alive()
-
-    def close(self):
-        """Let the scopes close; return what they were ended with."""
-        new = [thread for thread in threading.enumerate() if thread not in self._others]
-        closing = [thread for thread in new if thread.name == "rankscope-closing"]
-        assert len(closing) == len(self.scopes)
-        for scope in self.scopes:
-            scope.let.set()
-        for thread in closing:
-            thread.join(SECONDS)
-        return [error for scope in self.scopes for error in scope.ended_with]
-
-
-@rays_warnings
-@pytest.mark.parametrize("num_scopes", [1, 2])
-def test_an_error_of_another_thread_stops_a_training_that_goes_on(monkeypatch, num_scopes):
-    job = Job(monkeypatch, num_scopes=num_scopes)
-    error = OSError("the upload of a checkpoint failed")
-    job.fail_in_a_nested_thread(error)
-    assert job.error_after(0) is None  # it could be the training's own
-    assert job.error_after(HIDDEN_SECONDS / 2) is None
-    assert job.error_after(HIDDEN_SECONDS / 2) is error
-    assert job.runner.is_running()
-    job.end()
-    assert job.close() == [error] * num_scopes
-    assert job.error_after(0) is error
-    assert not job.runner.is_running()
-
-
-@rays_warnings
-@pytest.mark.parametrize("own", [True, False], ids=["its own", "another thread's"])
-def test_an_error_at_the_end_of_a_training_is_hidden_until_its_run_is_closed(monkeypatch, own):
-    error = OSError("no space left")
-    job = Job(monkeypatch, error if own else None)
-    if not own:
-        job.fail_in_a_nested_thread(error)
-        assert job.error_after(0) is None
-    job.end()
-    for _ in range(3):
-        assert job.error_after(HIDDEN_SECONDS) is None
-        assert job.runner.is_running()
-    ended_with = job.close()
-    assert "no space left" in str(job.error_after(0))
-    assert ended_with == [job.error_after(0)]
-    assert not job.runner.is_running()

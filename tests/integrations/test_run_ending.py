@@ -1,17 +1,12 @@
 """How the end of a script decides whether its run is complete, without ranks."""
 
 import builtins
-import contextlib
-import json
-import os
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
 
-from rankscope.integrations.catch import NOTHING, Ending, report_if_nothing_was_watched
-from rankscope.integrations.run_script import PID_VARIABLE, VARIABLE
+from rankscope.integrations.catch import Ending
 
 
 class Watching:
@@ -42,8 +37,7 @@ def closed_with(ending):
     return watching.error
 
 
-@pytest.mark.parametrize("name", ["sys.exit", "exit", "quit"])
-@pytest.mark.parametrize("code", [3, "a message", 0, None])
+@pytest.mark.parametrize(("name", "code"), [("sys.exit", 3), ("exit", "a message"), ("quit", None)])
 def test_a_script_that_ends_itself_with_a_code_is_noticed(ending, name, code):
     leave = sys.exit if name == "sys.exit" else getattr(builtins, name)
     with pytest.raises(SystemExit) as raised:
@@ -51,63 +45,3 @@ def test_a_script_that_ends_itself_with_a_code_is_noticed(ending, name, code):
     assert raised.value.code == code
     error = closed_with(ending)
     assert (error.code if code else error) == (code or None)
-
-
-def test_without_a_code_a_script_ends_well(ending):
-    with pytest.raises(SystemExit) as raised:
-        quit()
-    assert raised.value.code is None
-    assert closed_with(ending) is None
-
-
-def test_a_thread_that_exits_ends_no_script(ending):
-    def leave():
-        with contextlib.suppress(SystemExit):
-            sys.exit(3)
-
-    thread = threading.Thread(target=leave)
-    thread.start()
-    thread.join()
-    assert closed_with(ending) is None
-
-
-@pytest.fixture
-def unreported(monkeypatch, tmp_path):
-    """Return the file that stays until a process of this one's job has told."""
-    path = tmp_path / "unreported"
-    path.touch()
-    run_dir = str(tmp_path / "run")
-    job = {"run_dir": run_dir, "script": "train", "started": 0.0, "unreported": str(path)}
-    monkeypatch.setenv(VARIABLE, json.dumps(job))
-    monkeypatch.setenv(PID_VARIABLE, str(os.getpid()))
-    monkeypatch.delenv("RANK", raising=False)
-    return path
-
-
-def test_what_nobody_of_the_job_has_told_is_told_once(unreported, capsys):
-    report_if_nothing_was_watched()
-    report_if_nothing_was_watched()
-    assert capsys.readouterr().err == f"rankscope: {NOTHING}\n"
-    assert not unreported.exists()
-
-
-@pytest.mark.parametrize("reason", ["a rank has told", "a run", "a run beside", "another rank"])
-def test_a_launcher_whose_ranks_were_watched_tells_nothing(unreported, capsys, monkeypatch, reason):
-    if reason == "a rank has told":  # as on a host without rank 0
-        unreported.unlink()
-    elif reason == "another rank":
-        monkeypatch.setenv("RANK", "1")
-    else:
-        run_dir = unreported.with_name("run" if reason == "a run" else "run-2")
-        run_dir.mkdir()
-        (run_dir / "run.json").touch()
-    report_if_nothing_was_watched()
-    assert capsys.readouterr().err == ""
-    assert not unreported.exists()
-
-
-def test_a_fork_of_the_command_leaves_it_to_the_command(unreported, capsys, monkeypatch):
-    monkeypatch.setenv(PID_VARIABLE, str(os.getpid() + 1))
-    report_if_nothing_was_watched()
-    assert capsys.readouterr().err == ""
-    assert unreported.exists()

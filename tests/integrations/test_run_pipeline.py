@@ -1,7 +1,5 @@
 """``rankscope run`` with a pipeline that is written by hand, on real ranks."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
@@ -10,9 +8,7 @@ from integrations.run_commands import RUN, SCRIPTS
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from rankscope.session import meetings
 from rankscope.verdict.assessment import assess
-from rankscope.wrappers.kinds import FSDP2
 from support.forked_ranks import run_on_ranks, torchrun
 
 
@@ -56,16 +52,3 @@ def test_a_pipeline_that_clips_by_the_norm_of_one_stage_is_found(tmp_path, words
     assert [f.id for f in found["run"]] == expected
     notes = " ".join(f.explanation for f in run.findings())
     assert "as clipping does" in notes
-
-
-def test_stages_that_begin_apart_hold_no_meeting(monkeypatch):
-    stage = meetings.WatchedStage(torch.nn.Linear(1, 1))
-    wrapped = SimpleNamespace(kind=FSDP2, wrapper=stage.model)
-    asked = []
-    monkeypatch.setattr(meetings, "_stage_line", asked.append)
-    facts = {"run": 0, "host": "here", "address": "", "secret": ""}
-    with meetings.stages_begin_apart():
-        assert meetings.meet_stages(wrapped, stage, facts, compares=True) is None
-    assert asked == []
-    meetings.meet_stages(wrapped, stage, facts, compares=True)
-    assert asked == [stage.model]

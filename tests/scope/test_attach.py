@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rankscope import Run
 from rankscope.bus.evidence import Table
-from support.loops import collect_warnings
 from support.modes import MODES, MORE_MODES, Training, assert_same_bits
 from support.ranks import run_ranks
 
@@ -20,11 +19,8 @@ pytestmark = pytest.mark.ranks
 STEPS = 14
 WATCHED = (range(5, 9), range(11, 14))
 NAMES = (
-    "plain",
     "no_sync with bucket views",
-    "static graph",
     "shared reentrant checkpoints",
-    "rounding hook",
     "scaler, micro-batches, clipping",
 )
 CHOSEN = [mode for mode in MODES + MORE_MODES if mode.name in NAMES]
@@ -67,15 +63,13 @@ def what_is_left(training: Training) -> list[str]:
 
 
 def train_all(rank: int, folder: str) -> dict[str, Any]:
-    warnings = collect_warnings()
-    results = {
+    return {
         mode.name: (
             train(rank, mode.name, None),
             train(rank, mode.name, f"{folder}/{mode.name}"),
         )
         for mode in CHOSEN
     }
-    return {**results, "warnings": warnings}
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +98,3 @@ def test_each_part_is_a_run_of_its_own(trained, name):
         assert observed.tolist() == [not learnt, *[True] * (len(exact_TW[steps]) - 1)]
         _, norms_TW = run.per_worker("grad_norm")
         np.testing.assert_allclose(norms_TW[observed], exact_TW[steps][observed], rtol=1e-6)
-
-
-def test_only_the_second_directory_is_told(trained):
-    first, *others = [rank["warnings"] for rank in trained[0]]
-    assert len(first) == len(CHOSEN)
-    assert all("already holds a run" in warning for warning in first)
-    assert not any(others)

@@ -3,7 +3,6 @@
 import io
 import logging
 import time
-from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -12,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
-from rankscope.session import opening
 from rankscope.session.start import log_to_stderr
 from rankscope.wrappers import rendezvous
 from support.loops import Loop
@@ -50,23 +48,6 @@ def test_a_logger_that_is_configured_by_name_is_the_users(written, capsys, when)
     logger.warning("heard\a")
     assert (own.getvalue(), *capsys.readouterr()) == ("heard \n", "", "")
     assert written.getvalue() == ("heard \n" if when == "before" else "")
-
-
-def test_a_logger_that_propagates_again_is_heard_once(written, capsys):
-    log_to_stderr()
-    logging.getLogger("rankscope").propagate = True
-    logging.getLogger("rankscope").warning("heard")
-    assert (written.getvalue(), *capsys.readouterr()) == ("heard\n", "", "")
-
-
-def test_a_run_that_cannot_begin_names_its_directory(monkeypatch):
-    def fail(*_):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(opening, "_begin", fail)
-    hellos = [{"agreement": {}, "host": "a"}]
-    answer, _ = opening._answer(hellos, {"run_dir": Path("runs/sft")}, None)
-    assert "rank 0 cannot begin the run in runs/sft" in answer["problem"]
 
 
 class NoTokenizer:
@@ -158,43 +139,3 @@ def test_a_rank_that_does_not_watch_holds_up_nobody_for_long(tmp_path):
     assert "training goes on" in warnings[0]
     assert "hello/1 did not come to this meeting" in warnings[0]
     assert not list(tmp_path.iterdir())
-
-
-def test_patience_ends_before_the_groups_own():
-    assert run_ranks(patience, 1) == [pytest.approx(0.8 * 1800)]
-
-
-def patience(rank):
-    return rendezvous.Rendezvous(dist.group.WORLD).patience_seconds
-
-
-def agree_on(rank):
-    own = rendezvous.Rendezvous(dist.group.WORLD)
-    own.gather(b"")
-    return [own.agree(f"{same}", "", 120.0, same=same or rank) for same in ("alike", "")]
-
-
-def test_ranks_that_would_gather_something_else_do_not_wait_for_each_other():
-    answers = run_ranks(agree_on, 2)
-    assert answers == [["", "gradients, state or shapes to gather differ between the ranks"]] * 2
-
-
-def train_without_agent(rank, folder):
-    from rankscope.agent import launch
-
-    def refuse(*_, **__):
-        raise RuntimeError("can't start new thread")
-
-    launch.start = refuse
-    loop = Loop(rank, f"{folder}/run")
-    loop.step(0)
-    loop.close()
-    return loop.warnings
-
-
-def test_a_run_without_an_agent_is_not_said_to_go_on(tmp_path):
-    first, second = run_ranks(train_without_agent, 2, str(tmp_path))
-    assert "no agent of the monitor can be started" in first[0]
-    assert all("training goes on" in warnings[-1] for warnings in (first, second))
-    run = Run.open(tmp_path / "run")
-    assert (run.status, run.info["agent"]["ended"]) == ("incomplete", "none could be started")

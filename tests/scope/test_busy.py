@@ -1,16 +1,13 @@
 """Which worker the others wait for: ranks that are slow before the reduction begins."""
 
-import contextlib
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from torch.nn.parallel import DistributedDataParallel
 
-import rankscope
 from rankscope import Run
 from rankscope.evidence.timing.judge import WARM_UP, WINDOW
 from rankscope.verdict.diagnosis import diagnose_run
@@ -39,59 +36,10 @@ def load_slowly(
     return loop.warnings
 
 
-def accumulate(run_dir: str, rank: int) -> list[str]:
-    loop = Loop(rank, run_dir, every=3)
-    for step in range(STEPS):
-        with loop.ddp.no_sync():
-            if rank == 1:
-                time.sleep(SLEEP)
-            loop.forward(2 * step).backward()
-        loop.step(2 * step + 1)
-    loop.close()
-    return loop.warnings
-
-
-def raise_once(run_dir: str, rank: int) -> list[str]:
-    def fail(gradient: Any) -> None:
-        raise ValueError("not this one")
-
-    loop = Loop(rank, run_dir)
-    for step in range(STEPS):
-        if step == 4:
-            loss = loop.forward(100)
-            loss.register_hook(fail)
-            with contextlib.suppress(ValueError):
-                loss.backward()
-        loop.step(step)
-    loop.close()
-    return loop.warnings
-
-
-def join_late(run_dir: str, rank: int) -> list[str]:
-    loop = Loop(rank, run_dir)
-    loop.step(0)
-    loop.step(1)
-    with loop.ddp.join():
-        for step in range(4 - (rank == 1)):
-            loop.step(2 + step)
-    loop.step(6)  # torch leaves the join's collectives on
-    loop.close()
-    return loop.warnings
-
-
 def compress(run_dir: str, rank: int) -> list[str]:
     loop = Loop(rank, None)
     register_comm_hook(loop.ddp, "all-reduce")
     loop.watch(run_dir)
-    for step in range(STEPS):
-        loop.step(step)
-    loop.close()
-    return loop.warnings
-
-
-def reduce_in_order(run_dir: str, rank: int) -> list[str]:
-    loop = Loop(rank, run_dir)
-    rankscope.fixed_order(loop.ddp)
     for step in range(STEPS):
         loop.step(step)
     loop.close()
@@ -104,14 +52,7 @@ def train_all(rank: int, folder: str) -> list[str]:
     warnings += load_slowly(f"{folder}/first slow", rank, (0,), STEPS)
     warnings += load_slowly(f"{folder}/last slow", rank, (2,), LONG, LONG_SLEEP)
     warnings += load_slowly(f"{folder}/all alike", rank, (0, 1, 2), LONG)
-    for name, work in (
-        ("accumulated", accumulate),
-        ("raised", raise_once),
-        ("joined", join_late),
-        ("hook", compress),
-        ("fixed order", reduce_in_order),
-    ):
-        warnings += work(f"{folder}/{name}", rank)
+    warnings += compress(f"{folder}/hook", rank)
     if DistributedDataParallel._sync_buffers is not untouched:
         warnings.append("broadcasts are still timed")
     return warnings
@@ -156,24 +97,6 @@ def test_there_is_no_note_when_all_load_slowly(trained):
     assert [f for f in run.findings() if f.cause == "time.straggler"] == []
 
 
-def test_all_micro_batches_of_a_step_count_observed_or_not(trained):
-    busy_TW = busy(trained, "accumulated")
-    assert (busy_TW[1:, 1] > SLEEP).all()
-    assert (busy_TW[1:, [0, 2]].min(axis=0) < busy_TW[1:, 1].min()).all()
-
-
-def test_the_step_after_a_backward_pass_that_raised_is_not_known(trained):
-    known_TW = np.isfinite(busy(trained, "raised"))
-    assert known_TW.all(axis=1).tolist() == [False, True, True, True, False, True, True, True]
-
-
-def test_from_a_join_on_nothing_is_known(trained):
-    """Its first gradient waits until all workers have begun their forward pass."""
-    known_TW = np.isfinite(busy(trained, "joined"))
-    assert known_TW.tolist() == [[False] * 3, [True] * 3, *[[False] * 3] * 5]
-
-
-@pytest.mark.parametrize("name", ["hook", "fixed order"])
-def test_with_a_communication_hook_nothing_is_known(trained, name):
+def test_with_a_communication_hook_nothing_is_known(trained):
     """It may wait inside the backward pass."""
-    assert np.isnan(busy(trained, name)).all()
+    assert np.isnan(busy(trained, "hook")).all()

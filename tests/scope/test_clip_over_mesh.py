@@ -67,11 +67,23 @@ def train(rank: int, run_dir: str, twice: bool, same_data: bool = False) -> None
     scope.close()
 
 
-@pytest.mark.parametrize("twice", [True, False])
-def test_a_norm_over_a_mesh_is_found_only_if_it_is_wrong(twice: bool, tmp_path: Path) -> None:
-    run_ranks(train, 4, str(tmp_path / "run"), twice)
-    found = {f.id: f for folder in tmp_path.iterdir() for f in Run.open(folder).findings()}
-    if not twice:
+def train_all(rank: int, folder: str) -> None:
+    train(rank, f"{folder}/twice/run", True)
+    train(rank, f"{folder}/once/run", False, same_data=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("mesh")
+    run_ranks(train_all, 4, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["twice", "once"])
+def test_a_norm_over_a_mesh_is_found_only_if_it_is_wrong(folder: Path, name: str) -> None:
+    runs = (Run.open(path) for path in (folder / name).iterdir())
+    found = {f.id: f for run in runs for f in run.findings()}
+    if name == "once":
         assert not any(finding.cause == "sync.clip_norm" for finding in found.values())
         return
     finding = found["clip-norm-over-mesh:tp"]
@@ -80,10 +92,9 @@ def test_a_norm_over_a_mesh_is_found_only_if_it_is_wrong(twice: bool, tmp_path: 
     assert finding.evidence["norm"] == pytest.approx(LIMIT, rel=1e-4)
 
 
-def test_workers_are_named_by_their_ranks_in_the_job(tmp_path: Path) -> None:
-    run_ranks(train, 4, str(tmp_path / "run"), False, True)
+def test_workers_are_named_by_their_ranks_in_the_job(folder: Path) -> None:
     for name, words in {"run": "Ranks 0 and 2 ", "run-from-rank-1": "Ranks 1 and 3 "}.items():
-        run = Run.open(tmp_path / name)
+        run = Run.open(folder / "once" / name)
         for findings in (run.findings(), diagnose_run(run)):
             [found] = [one for one in findings if one.id == "data.duplicate_batches"]
             assert found.explanation.startswith(words)

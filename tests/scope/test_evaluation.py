@@ -23,12 +23,6 @@ pytestmark = pytest.mark.ranks
 STEPS, LEFT_AT = 5, 2
 
 
-def forgotten_on_one_rank(loop, step):
-    if step == LEFT_AT and loop.rank == 0:
-        loop.ddp.eval()
-    return plain(loop, step)
-
-
 def forgotten_with_given_losses(loop, step):
     if step == LEFT_AT and loop.rank == 0:
         loop.ddp.eval()
@@ -57,12 +51,6 @@ def never_in_training_mode(loop, step):
     return plain(loop, step)
 
 
-def evaluated_with_gradients(loop, step):
-    with evaluation(loop):
-        loop.forward(99)
-    return plain(loop, step)
-
-
 def attacked(loop, step):
     """Another gradient is asked for in evaluation mode, also between forward and backward."""
     norm = loop.exact_norm(step)
@@ -73,21 +61,9 @@ def attacked(loop, step):
     return norm, {step: loss.item()}
 
 
-def attacked_in_training_mode(loop, step):
-    torch.autograd.grad(3 * loop.forward(99), loop.model.head.bias)
-    return plain(loop, step)
-
-
 def ask_for_another_gradient(loop):
     with evaluation(loop):
         torch.autograd.grad(loop.forward(99), loop.model.head.bias)
-
-
-def attacked_through_parameters(loop, step):
-    with evaluation(loop):
-        loop.forward(99).backward()
-    loop.optimizer.zero_grad()
-    return plain(loop, step)
 
 
 def plain(loop, step):
@@ -105,14 +81,10 @@ def evaluation(loop):
 
 
 LOOPS = {
-    forgotten_on_one_rank: {0: LEFT_AT},
     forgotten_with_given_losses: {0: LEFT_AT},
     forgotten_while_accumulating: {0: LEFT_AT},
     never_in_training_mode: {0: 0, 1: 0},
-    evaluated_with_gradients: {},
     **({attacked: {}} if SINCE_TORCH_2_13 else {}),
-    attacked_in_training_mode: {},
-    attacked_through_parameters: {},
 }
 """With the step since which a rank trains in evaluation mode."""
 

@@ -1,28 +1,20 @@
 """Starting, pausing and ending beside real training."""
 
 import contextlib
-import os
-import sys
 import time
-import weakref
 
 import numpy as np
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from rankscope.bus.step import MISSING_INT
 from rankscope.errors import UnsupportedError
-from rankscope.session import inbox
-from rankscope.session.scope import _close_at_exit
-from support.accidents import wait_until
 from support.loops import Loop
 from support.models import make_batch, make_model
-from support.ranks import RankError, run_ranks
+from support.ranks import run_ranks
 
 
 def skipped_optimizer_step(rank, run_dir):
@@ -102,36 +94,6 @@ def test_samples_and_losses_that_are_given_belong_to_their_step(tmp_path):
     assert drawn["samples_drawn"].tolist() == drawn["samples_distinct"].tolist() == [8] * 4
 
 
-def dying_rank(rank, run_dir):
-    loop = Loop(rank, run_dir)
-    for step in range(100):
-        if rank == 1 and step == 3:
-            raise RuntimeError("out of memory")
-        loop.step(step)
-
-
-def test_a_rank_that_dies_is_not_held_back(tmp_path):
-    with pytest.raises(RankError, match=r"raised"):
-        run_ranks(dying_rank, 2, str(tmp_path / "run"), timeout=60)
-    assert Run.open(tmp_path / "run").num_workers == 2
-
-
-def interrupted(rank, run_dir):
-    loop = Loop(rank, run_dir)
-    with contextlib.suppress(KeyboardInterrupt), loop.scope:
-        for step in range(10):
-            loop.step(step)
-            if step == 4:
-                raise KeyboardInterrupt
-
-
-def test_an_interrupted_run_is_incomplete(tmp_path):
-    run_ranks(interrupted, 2, str(tmp_path / "run"))
-    run = Run.open(tmp_path / "run")
-    assert run.status == "incomplete"
-    assert run.table(Table.STEPS).num_rows == 5
-
-
 def interrupted_in_a_step(rank, run_dir):
     loop = Loop(rank, run_dir)
     with contextlib.suppress(KeyboardInterrupt), loop.scope:
@@ -153,160 +115,9 @@ def test_a_step_that_was_interrupted_on_one_rank_is_not_held_against_it(tmp_path
     assert [f.cause for f in run.findings() if f.severity > Severity.NOTE] == []
 
 
-def crashed_in_a_step(rank, run_dir):
-    """Raise in a script of two lines: Python notes the exception, then calls what is left."""
-    loop = Loop(rank, run_dir)
-    for step in range(5):
-        loop.forward(step).backward()
-        if step == 4 and rank == 1:
-            break
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-    sys.last_value = RuntimeError("out of memory")
-    _close_at_exit(weakref.ref(loop.scope))
-    return loop.warnings
-
-
-def test_a_script_that_an_exception_ends_is_incomplete_and_no_fault(tmp_path):
-    assert run_ranks(crashed_in_a_step, 2, str(tmp_path / "run")) == [[], []]
-    wait_until(lambda: Run.open(tmp_path / "run").status != "running")  # a busy agent may go on
-    run = Run.open(tmp_path / "run")
-    assert run.status == "incomplete"
-    assert run.table(Table.STEPS).num_rows == 5
-    assert [f.cause for f in run.findings() if f.severity > Severity.NOTE] == []
-
-
-def forked_before_the_last_steps(rank, run_dir):
-    """A process that is forked from the script, as a daemon is, ends after the run."""
-    loop = Loop(rank, run_dir)
-    loop.step(0)
-    told, tell = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(tell)
-        os.read(told, 1)
-        _close_at_exit(weakref.ref(loop.scope))
-        os._exit(0)
-    os.close(told)
-    for step in range(1, 5):
-        loop.step(step)
-    loop.scope.close()
-    os.close(tell)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_a_forked_process_that_ends_leaves_the_run_alone(tmp_path):
-    assert run_ranks(forked_before_the_last_steps, 2, str(tmp_path / "run")) == [0, 0]
-    run = Run.open(tmp_path / "run")
-    assert run.status == "complete"
-    assert run.table(Table.STEPS)["step"].to_pylist() == [0, 1, 2, 3, 4]
-
-
-def touched_after_the_last_step(rank, run_dir):
-    """Rank 0 alone looks at the result, in another precision and with other weights."""
-    loop = Loop(rank, run_dir)
-    with loop.scope:
-        for step in range(5):
-            loop.step(step)
-        if rank == 0:
-            torch.nn.init.zeros_(loop.model.head.weight)
-            loop.model.half()
-            loop.optimizer.state.clear()
-    return loop.warnings
-
-
-def test_what_a_script_does_to_the_model_after_its_last_step_is_no_fault(tmp_path):
-    assert run_ranks(touched_after_the_last_step, 2, str(tmp_path / "run")) == [[], []]
-    run = Run.open(tmp_path / "run")
-    digests = run.columns(Table.WORKERS, "param_digest")["param_digest"]
-    assert len(digests) == 10
-    assert (digests != MISSING_INT).all()
-    assert [f.cause for f in run.findings() if f.severity > Severity.NOTE] == []
-
-
-def parameters_differ(rank, run_dir):
-    """A fault between the optimizer's call and the next forward pass."""
-    loop = Loop(rank, run_dir)
-    with loop.scope:
-        for step in range(8):
-            loop.step(step)
-            if rank == 1 and step == 3:
-                with torch.no_grad():
-                    loop.model.head.weight[0, 0] += 1.0
-    return [(f.cause, f.first_step) for f in loop.scope.findings if f.severity > Severity.WARNING]
-
-
-def test_parameters_that_a_fault_changes_after_a_step_are_found_in_the_next(tmp_path):
-    for found in run_ranks(parameters_differ, 2, str(tmp_path / "run")):
-        assert ("state.parameters_differ", 4) in found
-
-
-def start_problems(rank, folder):
-    problems = []
-    ddp = DistributedDataParallel(make_model())
-    for run_dir, options in (
-        (f"{folder}/file/run", {}),
-        (f"{folder}/run", {"every": 1 + rank}),
-        (f"{folder}/run", {"every": 0}),
-        (f"{folder}/run", {"sketch_width": 100}),
-    ):
-        try:
-            rankscope.watch(ddp, run_dir=run_dir, **options)
-        except rankscope.RankscopeError as error:
-            problems.append(str(error))
-    return problems
-
-
-def test_what_cannot_work_is_said_at_once_on_every_rank(tmp_path):
-    (tmp_path / "file").touch()
-    for problems in run_ranks(start_problems, 2, str(tmp_path)):
-        assert len(problems) == 4
-        assert "file" in problems[0]
-        assert "same options on every rank" in problems[1]
-        assert "every must be at least 1" in problems[2]
-        assert "prime" in problems[3]
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_model_that_is_not_wrapped_is_refused(tmp_path):
     with pytest.raises(UnsupportedError, match=r"after init_process_group, got TinyLM"):
         rankscope.watch(make_model(), run_dir=tmp_path / "run")
-
-
-def restarted(rank, run_dir):
-    warnings = []
-    for _ in range(3):
-        loop = Loop(rank, run_dir)
-        loop.step(0)
-        loop.scope.close()
-        warnings += loop.warnings
-    return warnings
-
-
-def test_a_restarted_job_is_recorded_beside_the_first(tmp_path):
-    warnings, others = run_ranks(restarted, 2, str(tmp_path / "run"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run-2", "run-3"]
-    assert len(warnings) == 2
-    assert "already holds a run" in warnings[0]
-    assert others == []
-
-
-def same_batches(rank, run_dir):
-    findings = []
-    loop = Loop(rank, run_dir, on_finding=findings.append)
-    for step in range(6):
-        loop.step(step, rank=0 if rank in (0, 2) else rank)
-    loop.scope.close()
-    found = [(f.cause, f.ranks, f.first_step) for f in findings if f.severity > Severity.NOTE]
-    return found, sum(f.severity > Severity.NOTE for f in loop.scope.findings)
-
-
-def test_workers_that_share_their_batches_are_found_on_every_rank(tmp_path):
-    for findings, count in run_ranks(same_batches, 3, str(tmp_path / "run")):
-        assert findings[0] == ("data.duplicate_batches", (0, 2), 0)
-        assert count == 1
-    findings = Run.open(tmp_path / "run").findings()
-    assert [f.ranks for f in findings if f.severity > Severity.NOTE] == [(0, 2)]
 
 
 def raising_callback(rank, run_dir):
@@ -325,23 +136,6 @@ def test_a_callback_that_raises_changes_nothing(tmp_path):
         assert warnings
         assert all("on_finding raised" in warning for warning in warnings)
     assert Run.open(tmp_path / "run").status == "complete"
-
-
-def slow_callback(rank, run_dir):
-    """Be slower than may be taken in silence, however little that is."""
-    inbox.SLOW_SECONDS = 0.0
-    loop = Loop(rank, run_dir, on_finding=lambda finding: time.sleep(0.001))
-    for step in range(4):
-        loop.step(step, rank=0)
-    loop.scope.close()
-    return len(loop.scope.findings), loop.warnings
-
-
-def test_a_callback_that_holds_up_the_training_is_named_once(tmp_path):
-    for rank, (count, warnings) in enumerate(run_ranks(slow_callback, 2, str(tmp_path / "run"))):
-        assert count > 1
-        (warning,) = warnings
-        assert f"on rank {rank}, and the training waited for it" in warning
 
 
 def stopping_callback(rank, run_dir):
@@ -370,39 +164,3 @@ def test_a_callback_stops_all_ranks_at_the_beginning_of_the_same_step(tmp_path):
     assert results[0] == results[1]
     assert results[0][1] == "data.duplicate_batches"
     assert Run.open(tmp_path / "run").table(Table.STEPS).num_rows == results[0][0]
-
-
-def closing_callback(rank, run_dir):
-    loop = Loop(rank, run_dir, on_finding=lambda finding: loop.scope.close())
-    for step in range(1000):
-        loop.scope.loss(float("nan"))
-        loop.step(step)
-        if loop.scope._closed:
-            return step, loop.warnings
-        time.sleep(0.002)
-    return 0, loop.warnings
-
-
-def test_a_callback_that_closes_the_scope_ends_the_run(tmp_path):
-    [(last, warnings)] = run_ranks(closing_callback, 1, str(tmp_path / "run"))
-    run = Run.open(tmp_path / "run")
-    slow = [each for each in warnings if "on_finding took" in each]  # on a busy machine
-    assert (run.status, warnings) == ("complete", slow)
-    assert run.table(Table.STEPS).num_rows == last > 0
-
-
-def without_evidence(rank, run_dir):
-    loop = Loop(rank, run_dir, evidence=False)
-    for step in range(3):
-        loop.step(step)
-    loop.close()
-    return loop.warnings
-
-
-def test_exact_evidence_can_be_left_out(tmp_path):
-    assert run_ranks(without_evidence, 2, str(tmp_path / "run")) == [[], []]
-    run = Run.open(tmp_path / "run")
-    for column in ("param_digest", "reduced_digest", "precision", "rng_used"):
-        assert (run.columns(Table.WORKERS, column)[column] == MISSING_INT).all()
-    assert run.columns(Table.WORKERS, "lr")["lr"].tolist() == [0.1] * 6
-    assert list(run.findings()) == []

@@ -25,22 +25,15 @@ STEPS, LATE, WIDTH = 4, 2, 16
 NORMS = [f"{block}.norm.norm.{name}" for block in (0, 1) for name in ("weight", "bias")]
 
 CASES: dict[str, dict[str, Any]] = {
-    "healthy": {},
+    "healthy": {"noise": 1e-6},
     "losses are not averaged": {"forgets": "cp"},
     "replicas of other seeds": {"seeds": True},
-    "rounding": {"noise": 1e-6},
-    "norms are not summed on two hosts": {"forgets": "tp", "hosts": True},
-    "norms are not summed in stages": {"axes": ("pp", "dp", "tp"), "forgets": "tp"},
-    "hybrid, norms are not summed any more": {
-        "axes": ("replicate", "shard", "tp"),
-        "forgets": "tp",
-        "since": LATE,
-    },
+    "norms are not summed any more on two hosts": {"forgets": "tp", "hosts": True, "since": LATE},
     "one group is watched": {"forgets": "tp", "alone": True},  # last: others do not count it
 }
 """What is done: which axis's gradients are forgotten and since which step, whether a layer begins
 with another seed on each rank along ``tp``, by how much a gradient is changed there; whether half
-of the ranks take themselves for another host's, whether one group alone is watched; the axes."""
+of the ranks take themselves for another host's, and whether one group alone is watched."""
 
 
 class Block(nn.Module):
@@ -56,21 +49,20 @@ class Block(nn.Module):
 
 
 @functools.cache
-def mesh_of(axes: tuple[str, ...]) -> DeviceMesh:
-    """Return the mesh of all trainings with these axes: it costs more than some of their steps."""
-    return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=axes)
+def mesh_of_all() -> DeviceMesh:
+    """Return the mesh of all trainings: it costs more than some of their steps."""
+    return init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
 
 
 def train(run_dir: str | None, case: dict[str, Any]) -> list[bytes]:
     """Train a model on its share of each batch; return its bits."""
-    axes = case.get("axes", ("dp", "cp", "tp"))
-    mesh = mesh_of(axes)
-    torch.manual_seed(mesh["pp"].get_local_rank() if "pp" in axes else 0)
+    mesh = mesh_of_all()
+    torch.manual_seed(0)
     model = nn.Sequential(Block(mesh["tp"]), Block(mesh["tp"]), nn.Linear(WIDTH, WIDTH))
     if case.get("seeds"):
         torch.manual_seed(mesh["tp"].get_local_rank())
         model[2].reset_parameters()
-    data = mesh["dp"] if "dp" in axes else mesh["replicate", "shard"]
+    data = mesh["dp"]
     for part in model:
         fully_shard(part, mesh=data)
     fully_shard(model, mesh=data)
@@ -85,19 +77,19 @@ def train(run_dir: str | None, case: dict[str, Any]) -> list[bytes]:
         agent="thread",
         canary=False,
     )
-    tp, cp = mesh["tp"].get_group(), mesh["cp"].get_group() if "cp" in axes else None
-    worker = dist.get_rank() // 4 if cp else dist.get_rank() // 2 % 4
+    tp, cp = mesh["tp"].get_group(), mesh["cp"].get_group()
+    worker = dist.get_rank() // 4
     for step in range(STEPS):
         torch.manual_seed(100 * step + worker)
         batch = torch.randn(3, 8, WIDTH)
-        given = batch.chunk(2, dim=1)[cp.rank()] if cp else batch
+        given = batch.chunk(2, dim=1)[cp.rank()]
         (model(given) - given.roll(1, -1)).square().mean().backward()
         forgotten = case.get("forgets") if step >= case.get("since", 0) else None
         if forgotten != "tp":
             sum_parts(model, ("norm",), tp)
-        if cp and forgotten != "cp":
+        if forgotten != "cp":
             sum_parts(model, ("",), cp, mean=True)
-        if "noise" in case and tp.rank():
+        if "noise" in case and tp.rank():  # rounding
             model[2].weight.grad.to_local().mul_(1 + case["noise"])
         optimizer.step()
         optimizer.zero_grad()
@@ -129,56 +121,39 @@ def folder(tmp_path_factory):
     return folder
 
 
-def faults(folder: Path, case: str, told_in: str = "run") -> dict[str, Any]:
+def faults(folder: Path, case: str) -> dict[str, Any]:
     """Return what one run of a case says of the axes, by id; none says anything else."""
     found = {}
     for path in sorted((folder / case).iterdir()):
         run = Run.open(path)
         assert run.status == "complete"
-        assert run.num_workers == (4 if "hybrid" in case else 2)
+        assert run.num_workers == 2
         for finding in run.findings():
             if finding.cause == "sync.part_of_ranks":  # of each run that has a copy of the model
                 assert case == "losses are not averaged"
                 continue
             about_axes = finding.cause in ("sync.partial_gradient", "state.replicas_differ")
             assert about_axes or str(finding.severity) == "note", finding
-            assert not about_axes or path.name == told_in or "stages" in case
-            if about_axes and path.name == told_in:
+            assert not about_axes or path.name == "run"
+            if about_axes:
                 found[finding.id] = finding
     return found
 
 
-@pytest.mark.parametrize("case", ["healthy", "rounding", "one group is watched"])
+@pytest.mark.parametrize("case", ["healthy", "one group is watched"])
 def test_replicas_that_agree_or_are_not_known_are_not_mentioned(folder, case):
     assert faults(folder, case) == {}
 
 
-@pytest.mark.parametrize(
-    ("case", "first"),
-    [
-        ("norms are not summed on two hosts", 0),
-        ("hybrid, norms are not summed any more", LATE),
-    ],
-)
-def test_a_gradient_that_is_partial_over_tp_is_found(folder, case, first):
-    found = faults(folder, case)
+def test_a_gradient_that_is_partial_over_tp_is_found(folder):
+    found = faults(folder, "norms are not summed any more on two hosts")
     assert list(found) == ["sync.partial_gradient:tp"]
     [finding] = found.values()
     assert str(finding.severity) == "error"
-    assert finding.first_step == first
+    assert finding.first_step == LATE
     assert sorted(finding.evidence["parameters"]) == sorted(NORMS)
     assert finding.evidence["lines"] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert "partial over the mesh axis tp" in finding.explanation
-
-
-@pytest.mark.parametrize(
-    ("told_in", "lines"), [("run", [[0, 1], [2, 3]]), ("run-from-rank-4", [[4, 5], [6, 7]])]
-)
-def test_each_pipeline_stage_is_compared_by_itself(folder, told_in, lines):
-    found = faults(folder, "norms are not summed in stages", told_in)
-    assert list(found) == ["sync.partial_gradient:tp"]
-    [finding] = found.values()
-    assert finding.evidence["lines"] == lines
 
 
 def test_a_gradient_that_is_partial_over_cp_is_found(folder):

@@ -88,37 +88,3 @@ def test_ranks_that_hold_parts_of_one_model_are_not_compared_and_its_gradient_is
     found = [finding for finding in wrong if finding.severity > Severity.NOTE]
     assert [finding.cause for finding in found] == ["verify.derivative"]
     assert "norm" in found[0].explanation
-
-
-def train_replicas(rank, folder):
-    """Train two replicas of two ranks each; wrongly, if one layer's gradients stay as they are."""
-    replica, place = divmod(rank, 2)
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    workers = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    for name, left_out in {"right": "", "wrong": "up."}.items():
-        model = Divided(place, pairs[replica])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        scope = rankscope.watch(model, optimizer, run_dir=f"{folder}/{name}")
-        for step in range(8):
-            torch.manual_seed(10 * step + replica)
-            inputs, targets = torch.randn(8, 8), torch.randint(4, (8,))
-            loss = F.cross_entropy(model(inputs), targets)
-            loss.backward()
-            scope.loss(loss.detach(), weight=8)
-            for parameter_name, parameter in model.named_parameters():
-                if not left_out or not parameter_name.startswith(left_out):
-                    dist.all_reduce(parameter.grad, group=workers[place])
-                    parameter.grad /= 2
-            optimizer.step()
-            optimizer.zero_grad()
-        scope.close()
-
-
-def test_each_part_is_compared_with_the_same_part_of_other_replicas(tmp_path):
-    run_ranks(train_replicas, 4, str(tmp_path))
-    right, wrong = (list(Run.open(tmp_path / name).findings()) for name in ("right", "wrong"))
-    assert [finding.id for finding in right if finding.severity > Severity.NOTE] == []
-    [note] = [finding for finding in right if finding.id == "data-parts-of-one-model"]
-    assert "ranks 0 and 1; ranks 2 and 3 drew the same samples" in note.explanation
-    [found] = [finding for finding in wrong if finding.cause == "sync.not_reduced"]
-    assert "(up.weight and up.bias)" in found.explanation

@@ -2,13 +2,11 @@
 
 import functools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from benchmarks.faults.mesh_faults import SequenceParallelNorm, sum_parts
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -23,36 +21,26 @@ from torch.distributed.pipelining import (
 import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
-from rankscope.integrations import torchtitan
 from support.loops import collect_warnings
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
 OPTIONS = {"overhead_budget": None, "announce": False, "agent": "thread"}
-STEPS, LATE, WIDTH, MICRO, BATCH, ODD = 5, 2, 8, 4, 8, 1
+STEPS, LATE, WIDTH, MICRO, BATCH = 5, 2, 8, 4, 8
 
 CASES: dict[str, dict[str, Any]] = {
     "1F1B": {},
     "interleaved": {"schedule": ScheduleInterleaved1F1B, "parts": 2},
-    "tensor parallel": {"tp": 2},
     "tensor parallel, norms are not summed": {"tp": 2, "fault": "norm"},
-    "two workers have one shard": {"fault": "shard"},
-    "by the adapter": {"adapter": True},
     "two calls": {"schedule": ScheduleGPipe, "calls": 2},
     "two calls, reset in between": {"schedule": ScheduleGPipe, "calls": 2, "fault": "reset"},
-    "tied": {"tied": True},
-    "tied, not summed": {"tied": True, "fault": "tie"},
 }
 """What is done: the schedule, parts on each rank, ranks along ``tp``, calls of the schedule for an
-update, whether two stages share a weight, what goes wrong since ``LATE``, and whether torchtitan's
-adapter watches the training."""
+update, and what goes wrong since ``LATE``."""
 
-COMPARED = ("1F1B", "interleaved", "tensor parallel", "by the adapter", "two calls")
+COMPARED = ("interleaved", "two calls")
 """Trained without the monitor, too."""
-
-TIED = ("up", "down")
-"""By stage, the layer whose weight is that of the other stage."""
 
 
 class Block(nn.Module):
@@ -73,10 +61,6 @@ def batch_of(worker: int, step: int) -> tuple[Tensor, Tensor]:
     return batch, batch.roll(1, -1)
 
 
-def sum_loss(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().sum()
-
-
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
@@ -95,19 +79,6 @@ def watched(parts: list[nn.Module], optimizers: list[Any], run_dir: Path | None)
     ]
 
 
-def watched_by_adapter(part: nn.Module, optimizer: Any, schedule: Any, run_dir: Path) -> Any:
-    """Return the scope of what has torchtitan's shape."""
-    trainer = SimpleNamespace(
-        model_parts=[part],
-        optimizers=SimpleNamespace(optimizers=[optimizer]),
-        loss_fn=sum_loss,
-        forward_backward_step=lambda *, global_valid_tokens: None,
-        pp_schedule=schedule,
-        close=lambda: None,
-    )
-    return torchtitan.watch(trainer, run_dir=run_dir / "part 0", **OPTIONS)
-
-
 def schedule_of(case: dict[str, Any], mesh: DeviceMesh, parts: list[Block], loss_fn: Any) -> Any:
     cpu, pp = torch.device("cpu"), mesh["pp"]
     last = 2 * len(parts)
@@ -121,17 +92,6 @@ def schedule_of(case: dict[str, Any], mesh: DeviceMesh, parts: list[Block], loss
     return make(given, n_microbatches=MICRO, loss_fn=loss_fn, **more)
 
 
-def tie(part: Block, stage: int) -> None:
-    """Give a layer the weight that the other stage's has."""
-    with torch.no_grad():
-        getattr(part, TIED[stage]).weight.copy_(block_of(7).up.weight)
-
-
-def sum_over_stages(part: Any, mesh: DeviceMesh) -> None:
-    gradient = getattr(part, TIED[mesh["pp"].get_local_rank()]).weight.grad.to_local()
-    dist.all_reduce(gradient, group=mesh["pp"].get_group())
-
-
 @functools.cache
 def mesh_of(tp: int) -> DeviceMesh:
     """Return the mesh of all trainings with so many ranks along ``tp``."""
@@ -142,8 +102,6 @@ def parts_of(case: dict[str, Any], mesh: DeviceMesh, over: DeviceMesh | None) ->
     """Return the parts of this rank, sharded."""
     pp = mesh["pp"].get_local_rank()
     parts = [block_of(pp + 2 * number, over) for number in range(case.get("parts", 1))]
-    if case.get("tied"):
-        tie(parts[-pp], pp)  # the first stage of all, and the last one
     for part in parts:
         fully_shard(part, mesh=mesh["dp"])
     return parts
@@ -157,7 +115,7 @@ def call_schedule(schedule: Any, case: dict[str, Any], step: int, optimizer: Any
     for call in range(case.get("calls", 1)):
         if fault == "reset" and call:
             optimizer.zero_grad()
-        given, target = batch_of(0 if fault == "shard" and dp == ODD else dp, step + 9 * call)
+        given, target = batch_of(dp, step + 9 * call)
         schedule.step(*((given,) if pp == 0 else ()), **({"target": target} if pp else {}))
 
 
@@ -168,9 +126,8 @@ def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
     over = mesh["tp"] if tp > 1 else None
     parts = parts_of(case, mesh, over)
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in parts]
-    adapter = case.get("adapter")
     calls = case.get("calls", 1)
-    scopes = [] if adapter else watched(parts, optimizers, run_dir)
+    scopes = watched(parts, optimizers, run_dir)
 
     def loss_fn(output: Tensor, target: Tensor) -> Tensor:
         loss = mean_loss(output, target)
@@ -178,14 +135,10 @@ def train(run_dir: Path | None, case: dict[str, Any]) -> list[bytes]:
             scope.loss(loss)
         return loss if calls == 1 else loss / (calls * MICRO)
 
-    schedule = schedule_of(case, mesh, parts, sum_loss if adapter else loss_fn)
-    if adapter and run_dir is not None:
-        scopes = [watched_by_adapter(parts[0], optimizers[0], schedule, run_dir)]
+    schedule = schedule_of(case, mesh, parts, loss_fn)
     for step in range(STEPS):
         call_schedule(schedule, case, step, optimizers[0])
         fault = case.get("fault") if step >= LATE else None
-        if case.get("tied") and fault != "tie":
-            sum_over_stages(parts[-mesh["pp"].get_local_rank()], mesh)
         if over is not None and fault != "norm":
             sum_parts(parts[0], ("norm",), over.get_group())
         for optimizer in optimizers:
@@ -262,19 +215,13 @@ def test_workers_of_each_stage_are_measured(folder, case, parts):
             assert np.nanmax(columns["reduction_residual"]) < 1e-5
 
 
-@pytest.mark.parametrize("case", ["1F1B", "by the adapter"])
-def test_the_last_stage_has_the_loss(folder, case):
+def test_the_last_stage_has_the_loss(folder):
+    case = "1F1B"
     _, losses_TW = run_of(folder, case, 4).per_worker("loss")
     expected = [oracle(2, worker)[0] for worker in range(4)]
     np.testing.assert_allclose(losses_TW[0], expected, rtol=1e-5)
     _, losses_TW = run_of(folder, case, 0).per_worker("loss")
     assert np.isnan(losses_TW).all()
-
-
-@pytest.mark.parametrize("first_rank", [0, 1, 4, 5])
-def test_stages_on_a_mesh_with_tensor_parallelism_are_healthy(folder, first_rank):
-    run = run_of(folder, "tensor parallel", first_rank)
-    assert (run.num_workers, faults(run)) == (2, {})
 
 
 @pytest.mark.parametrize(("first_rank", "lines"), [(0, [[0, 1], [2, 3]]), (4, [[4, 5], [6, 7]])])
@@ -286,47 +233,10 @@ def test_a_partial_gradient_is_found_within_its_stage(folder, first_rank, lines)
     assert sorted(finding.evidence["parameters"]) == ["norm.norm.bias", "norm.norm.weight"]
 
 
-@pytest.mark.parametrize("first_rank", [0, 4])
-def test_a_shard_that_two_workers_have_is_found_in_each_stage(folder, first_rank):
-    found = faults(run_of(folder, "two workers have one shard", first_rank))
-    assert [finding.cause for finding in found.values()] == ["data.duplicate_batches"]
-    [finding] = found.values()
-    assert sorted(finding.ranks) == [0, ODD]
-    assert finding.first_step == LATE
-
-
-@pytest.mark.parametrize("first_rank", [0, 4])
-def test_calls_for_one_update_are_one_step(folder, first_rank):
-    run = run_of(folder, "two calls", first_rank)
-    assert faults(run) == {}
-    _, counts_TW = run.per_worker("micro_batches")
-    assert (counts_TW == 2 * MICRO).all()
-    _, changes_TW = run.per_worker("accumulator_change")
-    assert np.nanmax(changes_TW) < 1e-6
-    assert np.isfinite(changes_TW).all()
-
-
-@pytest.mark.parametrize("first_rank", [0, 4])
-def test_a_reset_between_calls_is_found(folder, first_rank):
-    found = faults(run_of(folder, "two calls, reset in between", first_rank))
+def test_a_reset_between_calls_is_found(folder):
+    found = faults(run_of(folder, "two calls, reset in between", 4))
     accumulation = found["sync.accumulation"]
     assert (str(accumulation.severity), accumulation.first_step) == ("error", LATE)
     assert f"set to zero in 3 steps, since step {LATE}, before micro-batch {MICRO + 1}" in (
         accumulation.explanation
     )
-
-
-@pytest.mark.parametrize("first_rank", [0, 4])
-def test_a_tied_weight_whose_gradients_are_summed_is_healthy(folder, first_rank):
-    assert faults(run_of(folder, "tied", first_rank)) == {}
-
-
-def test_a_tied_weight_that_drifts_apart_is_found(folder):
-    assert faults(run_of(folder, "tied, not summed", 4)) == {}
-    found = faults(run_of(folder, "tied, not summed", 0))
-    assert list(found) == ["sync.tied_weights:pp"]
-    [finding] = found.values()
-    assert (str(finding.severity), finding.first_step) == ("error", LATE + 1)
-    assert finding.evidence["parameters"] == ["up.weight = down.weight"]
-    assert finding.evidence["lines"] == [[rank, rank + 4] for rank in range(4)]
-    assert "not added up over pp" in finding.explanation

@@ -41,13 +41,28 @@ def train(rank, run_dir, by_loop, max_norm, factor):
     scope.close()
 
 
-@pytest.mark.parametrize(
-    ("by_loop", "max_norm", "summed"),
-    [(True, None, 2.0), (True, 0.01, None), (False, 0.01, 2.0)],
-    ids=["loop", "loop that clips", "FSDP2 that clips"],
-)
-def test_losses_that_are_divided_by_the_workers_are_right(tmp_path, by_loop, max_norm, summed):
-    run_ranks(train, 2, str(tmp_path / "run"), by_loop, max_norm, 0.5)
-    run = Run.open(tmp_path / "run")
+CASES = {
+    "loop": (True, None, 2.0),
+    "loop that clips": (True, 0.01, None),
+    "FSDP2 that clips": (False, 0.01, 2.0),
+}
+"""Whether the loop reduces, the largest norm, and how many workers are known to be added up."""
+
+
+def train_all(rank, folder):
+    for name, (by_loop, max_norm, _) in CASES.items():
+        train(rank, f"{folder}/{name}", by_loop, max_norm, 0.5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sums")
+    run_ranks(train_all, 2, str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_that_are_divided_by_the_workers_are_right(folder, name):
+    run = Run.open(folder / name)
     assert [f.explanation for f in run.findings() if f.severity > Severity.NOTE] == []
-    assert set(run.table(Table.WORKERS)["summed_workers"].to_pylist()) == {summed}
+    assert set(run.table(Table.WORKERS)["summed_workers"].to_pylist()) == {CASES[name][2]}

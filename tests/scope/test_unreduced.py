@@ -11,7 +11,6 @@ import rankscope
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from rankscope.session import collector as books
 from support.loops import PLAN, Loop
 from support.models import make_batch, make_model
 from support.ranks import run_ranks
@@ -45,12 +44,6 @@ def one_too_early(loop, step):
     accumulate(loop, step, synchronise_at=0)
 
 
-def evaluate_inside(loop, step):
-    with torch.no_grad():
-        loop.ddp.module(**make_batch(loop.rank, step))
-    plain(loop, step)
-
-
 def never_synchronised(loop, step):
     with loop.ddp.no_sync():
         plain(loop, step)
@@ -63,20 +56,10 @@ def reduced_by_hand(loop, step):
         parameter.grad /= torch.distributed.get_world_size()
 
 
-def beside_another_model(loop, step):
-    """Another model is trained through this one, which itself is not trained in that pass."""
-    never_synchronised(loop, step)
-    loop.optimizer.zero_grad()
-    plain(loop, step)
-
-
 LOOPS = {
-    "plain": (plain, False),
     "both ways": (both_ways, False),
     "accumulate": (accumulate, False),
-    "evaluate inside": (evaluate_inside, False),
     "reduced by hand": (reduced_by_hand, False),
-    "beside another model": (beside_another_model, False),
     "past the wrapper": (past_the_wrapper, True),
     "one too early": (one_too_early, True),
     "never synchronised": (never_synchronised, True),
@@ -109,15 +92,11 @@ def trained():
 
 
 @pytest.mark.parametrize("name", LOOPS)
-def test_the_training_keeps_its_bits(trained, name):
+def test_every_step_is_recorded_with_its_loss_and_the_training_keeps_its_bits(trained, name):
     for by_name in trained[0]:
         alone, watched = by_name[name]
         assert alone["bits"] == watched["bits"]
         assert watched["warnings"] == []
-
-
-@pytest.mark.parametrize("name", LOOPS)
-def test_every_step_is_recorded_with_its_loss_and_whether_it_was_reduced(trained, name):
     run = Run.open(trained[1] / name)
     assert run.table(Table.STEPS).num_rows == STEPS - (name in MERGED)
     _, losses_TW = run.per_worker("loss")
@@ -131,8 +110,6 @@ def test_what_nothing_reduced_is_named(trained, name):
     found = {finding.cause: finding for finding in Run.open(trained[1] / name).findings()}
     if not LOOPS[name][1]:
         found.pop("state.buffers_differ")  # the model normalises batches without synchronising
-        if name == "beside another model":
-            assert found.pop("sync.accumulation").severity is Severity.NOTE
         at_rest = found.pop("state.not_updated", None)
         if at_rest is not None:  # the rounding of its gradient, 0 before the normalisation, decides
             assert (at_rest.severity, at_rest.evidence["names"]) == (Severity.NOTE, ["hidden.bias"])
@@ -155,63 +132,41 @@ def average(loop, *, take=True):
             parameter.data.copy_(mean / torch.distributed.get_world_size())
 
 
-def local_sgd(rank, run_dir, missed=None, synchronised=(), at=LOCAL - 1, plan=True, **options):
-    """Train in local steps with an average in every fourth one; return bits and warnings."""
-    if plan:
-        options["plan"] = {**PLAN, "local_steps": LOCAL}
-    loop = Loop(rank, run_dir, **options)
+def local_sgd(rank, run_dir, missed=None, at=LOCAL - 1, **options):
+    """Train in local steps with an average in every fourth one."""
+    loop = Loop(rank, run_dir, plan={**PLAN, "local_steps": LOCAL}, **options)
     for step in range(50):
-        (plain if step in synchronised else never_synchronised)(loop, step)
+        never_synchronised(loop, step)
         loop.optimizer.step()
         loop.optimizer.zero_grad()
         if step % LOCAL == at:
             average(loop, take=not (rank == 1 and step == missed))
     loop.close()
-    return {"bits": loop.bits(), "warnings": loop.warnings}
 
 
 LOCAL_JOBS = {
     "healthy": {},
     "averages first": {"at": 0},  # as torch's PeriodicModelAverager does
-    "spaced": {"overhead_budget": 0.5},
-    "late synchronisation": {"synchronised": range(9, 50, 10)},
     "missed": {"missed": 43, "overhead_budget": 0.5},
 }
 
 
 def train_locally(rank, folder):
-    return {
-        name: (local_sgd(rank, None), local_sgd(rank, f"{folder}/{name}"))
-        if name == "healthy"
-        else local_sgd(rank, f"{folder}/{name}", **job)
-        for name, job in LOCAL_JOBS.items()
-    }
+    for name, job in LOCAL_JOBS.items():
+        local_sgd(rank, f"{folder}/{name}", **job)
 
 
 @pytest.fixture(scope="module")
 def trained_locally(tmp_path_factory):
     folder = tmp_path_factory.mktemp("local")
-    return run_ranks(train_locally, 2, str(folder)), folder
-
-
-def test_local_steps_keep_their_bits(trained_locally):
-    for by_name in trained_locally[0]:
-        alone, watched = by_name["healthy"]
-        assert alone["bits"] == watched["bits"]
-        assert watched["warnings"] == []
-
-
-@pytest.mark.parametrize("name", LOCAL_JOBS)
-def test_planned_local_steps_are_recorded_one_by_one(trained_locally, name):
-    run = Run.open(trained_locally[1] / name)
-    assert run.table(Table.STEPS).num_rows == 50
-    _, losses_TW = run.per_worker("loss")
-    assert (losses_TW > 0).all()
+    run_ranks(train_locally, 2, str(folder))
+    return folder
 
 
 @pytest.mark.parametrize("name", LOCAL_JOBS)
 def test_parameters_have_to_agree_after_each_average_alone(trained_locally, name):
-    run = Run.open(trained_locally[1] / name)
+    run = Run.open(trained_locally / name)
+    assert run.table(Table.STEPS).num_rows == 50
     told = {f.id: f for f in run.findings() if f.severity > Severity.NOTE}
     assert list(told) == (["averages-differ"] if name == "missed" else [])
     if told:
@@ -219,42 +174,6 @@ def test_parameters_have_to_agree_after_each_average_alone(trained_locally, name
         assert (finding.cause, finding.ranks) == ("state.parameters_differ", (0, 1))
         assert (finding.first_step, finding.last_step) == (43, 43)
         assert "though the plan has an average every 4 steps" in finding.explanation
-
-
-def unplanned(rank, run_dir):
-    local_sgd(rank, run_dir, synchronised=range(3, 50, 4), plan=False)
-
-
-def test_only_the_first_two_of_unplanned_local_steps_merge(tmp_path):
-    run_ranks(unplanned, 2, str(tmp_path / "run"))
-    run = Run.open(tmp_path / "run")
-    assert run.table(Table.STEPS).num_rows == 49
-    [finding] = [one for one in run.findings() if one.id == "sync.not_reduced"]
-    assert "local_steps" in finding.next_check
-
-
-def watch_without_optimizer(rank, run_dir):
-    books._MOST_PASSES = 5
-    loop = Loop(rank, None)
-    scope = rankscope.watch(loop.ddp, run_dir=run_dir, overhead_budget=None)
-    kept = []
-    for step in range(18):
-        scope.batch([step])
-        never_synchronised(loop, step)
-        loop.optimizer.step()
-        loop.optimizer.zero_grad()
-        kept.append(len(scope._collector._passes._passes))
-    plain(loop, 18)
-    scope.close()
-    return kept, loop.warnings
-
-
-def test_what_no_step_will_hold_does_not_fill_the_memory(tmp_path):
-    for kept, warnings in run_ranks(watch_without_optimizer, 2, str(tmp_path / "run")):
-        assert max(kept) == 5
-        [warning] = warnings
-        assert "no optimizer that watch() knows" in warning
-    assert Run.open(tmp_path / "run").table(Table.STEPS).num_rows == 1
 
 
 def unfreeze(rank, folder):
@@ -284,39 +203,3 @@ def test_a_layer_that_is_trained_later_is_blamed_only_if_nothing_reduces_it(tmp_
     assert found["sync.not_reduced"].evidence["names"] == ["hidden.weight", "hidden.bias"]
     assert "sync.gradients_differ" not in found
     assert not [cause for cause in healthy if cause.startswith(("sync.", "state.param"))]
-
-
-class Around(torch.nn.Module):
-    """A larger model, of which another one is a part."""
-
-    def __init__(self, part):
-        super().__init__()
-        self.part = part
-
-    def forward(self, **batch):
-        return self.part(**batch)
-
-
-def wrap_again(rank, folder):
-    """Go on in another wrapper after some steps, around the model or around a larger one."""
-    warnings = {}
-    for name, around in (("the same", lambda model: model), ("a part", Around)):
-        loop = Loop(rank, f"{folder}/{name}")
-        for step in range(STEPS):
-            if step == 3:
-                loop.ddp = DistributedDataParallel(around(loop.model))
-            loop.step(step)
-        assert loop.scope._closed
-        assert not loop.model._forward_pre_hooks
-        warnings[name] = loop.warnings
-    return warnings
-
-
-def test_a_run_ends_where_the_model_is_wrapped_anew(tmp_path):
-    for rank, warnings in enumerate(run_ranks(wrap_again, 2, str(tmp_path))):
-        for name in ("the same", "a part"):
-            said = ["the model was wrapped anew; this run ends here: watch the new wrapper"]
-            assert warnings[name] == (said if rank == 0 else [])
-            run = Run.open(tmp_path / name)
-            assert (run.status, run.table(Table.STEPS).num_rows) == ("complete", 3)
-            assert not [f for f in run.findings() if f.cause.startswith(("sync.", "state.param"))]

@@ -27,11 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "FSDP2 over a pair": {"sharded": True},
     "averaged by hand": {"averages": True},
     "other seeds": {"model_seeds": True},
-    "other rates": {"rates": True},
-    "other directories": {"directories": True},
     "declared": {"plan": {"independent": True}},
-    "losses of tp": {"axis": "tp", "noise": 1e-3},
-    "losses of tp agree": {"axis": "tp"},
     "labels of cp": {"axis": "cp", "shifted_inside": True},
     "labels of cp are whole": {"axis": "cp"},
     "one pair is watched": {"alone": True},  # last: others do not count it
@@ -72,13 +68,12 @@ def train(folder: str | None, case: dict[str, Any]) -> list[bytes]:
         fully_shard(model, mesh=mesh_of(axis)["dp"] if axis else pair)
     else:
         model = DistributedDataParallel(model, process_group=group)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * (1 + rank // 2 * case.get("rates", 0)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scope: Any = None
     if folder and not (case.get("alone") and rank > 1):
-        name = f"run-{rank // 2}" if case.get("directories") else "run"
         options = {"overhead_budget": None, "announce": False, "agent": "thread", "canary": False}
         options["plan"] = case.get("plan")
-        scope = rankscope.watch(model, optimizer, run_dir=f"{folder}/{name}", **options)
+        scope = rankscope.watch(model, optimizer, run_dir=f"{folder}/run", **options)
     worker = rank // 2 if axis else rank
     for step in range(STEPS):
         generator = torch.Generator().manual_seed(10 * step + worker)
@@ -92,8 +87,7 @@ def train(folder: str | None, case: dict[str, Any]) -> list[bytes]:
             logits, labels = logits[:, :-1], labels[:, :-1]
         loss = cross_entropy(logits.flatten(0, 1), labels.flatten())
         if scope:
-            noise = 1 + rank % 2 * case.get("noise", 0.0)
-            scope.loss(loss.detach() * noise, weight=labels.numel())
+            scope.loss(loss.detach(), weight=labels.numel())
         loss.backward()
         for parameter in model.parameters() if case.get("averages") or axis == "cp" else ():
             local = parameter.grad if axis is None else parameter.grad.to_local()
@@ -157,23 +151,12 @@ def test_pairs_that_never_meet_are_found_in_both_runs(folder, case, how):
 @pytest.mark.parametrize(
     "case",
     [
-        *("averaged by hand", "other seeds", "other rates", "declared"),
-        *("losses of tp agree", "labels of cp are whole", "one pair is watched"),
+        *("averaged by hand", "other seeds", "declared"),
+        *("labels of cp are whole", "one pair is watched"),
     ],
 )
 def test_what_is_right_or_intended_is_not_mentioned(folder, case):
     assert not any(found(folder, case).values())
-
-
-def test_runs_in_directories_of_their_own_get_a_note(folder):
-    for findings in found(folder, "other directories").values():
-        assert [str(one.severity) for one in findings.values()] == ["note"]
-
-
-def test_losses_that_differ_along_tp_are_found_in_the_first_step(folder):
-    finding = found(folder, "losses of tp")["run"]["loss.differs_along_axis"]
-    assert finding.first_step == 0
-    assert finding.evidence["apart"] == pytest.approx(1e-3, rel=0.01)
 
 
 def test_labels_that_are_lost_between_parts_are_counted(folder):

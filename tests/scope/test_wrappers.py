@@ -1,17 +1,13 @@
 """What can be watched at all, and what is refused in one sentence."""
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
 
 import rankscope
-from rankscope import Run
-from rankscope.bus.evidence import Table
 from rankscope.errors import UnsupportedError
-from rankscope.wrappers.find import find_wrapper
-from support.models import make_batch, make_model
+from support.models import make_model
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -71,81 +67,3 @@ def test_what_cannot_be_watched_is_refused_in_one_sentence(tmp_path):
             assert f"got {name}" in problem.replace("optimize_ddp='python_reducer'", name)
             assert ". " not in problem
     assert not (tmp_path / "run").exists()
-
-
-class BesideATable(torch.nn.Module):
-    """A model whose first parameter lives elsewhere, is not trained and left alone by DDP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = torch.nn.Parameter(torch.zeros(5, device="meta"), requires_grad=False)
-        self.inner = make_model(dropout=0.0)
-
-    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
-        return self.inner(**batch)
-
-
-def table_elsewhere(rank: int, run_dir: str) -> str:
-    model = BesideATable()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["table"])
-    ddp = DistributedDataParallel(model)
-    device = str(find_wrapper(ddp).device)
-    with rankscope.watch(ddp, run_dir=run_dir, overhead_budget=None):
-        for step in range(3):
-            ddp(**make_batch(rank, step))["loss"].backward()
-            ddp.zero_grad()
-    return device
-
-
-def test_the_device_is_that_of_the_parameters_that_are_trained(tmp_path):
-    assert run_ranks(table_elsewhere, 2, str(tmp_path / "run")) == ["cpu", "cpu"]
-    run = Run.open(tmp_path / "run")
-    assert run.columns(Table.STEPS, "observed")["observed"].tolist() == [True] * 3
-
-
-def ignored_parameter(rank: int, run_dir: str) -> list[tuple[float, float]]:
-    """DDP leaves a parameter alone on request; it is neither reduced nor compared."""
-    model = make_model(dropout=0.0)
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["head.bias"])
-    ddp = DistributedDataParallel(model)
-    norms = []
-    with rankscope.watch(ddp, run_dir=run_dir, overhead_budget=None):
-        for step in range(3):
-            ddp(**make_batch(rank, step))["loss"].backward()
-            reduced = [p.grad for name, p in model.named_parameters() if name != "head.bias"]
-            norms.append(torch.cat([part.double().flatten() for part in reduced]).norm().item())
-            ddp.zero_grad()
-    return norms
-
-
-def test_parameters_that_ddp_ignores_are_left_out(tmp_path):
-    norms, _ = run_ranks(ignored_parameter, 2, str(tmp_path / "run"))
-    run = Run.open(tmp_path / "run")
-    reduced = run.columns(Table.STEPS, "grad_norm_reduced")
-    np.testing.assert_allclose(reduced["grad_norm_reduced"], norms, rtol=1e-6)
-    assert not [finding for finding in run.findings() if finding.cause.startswith("sync.")]
-
-
-def sparse_embedding(rank: int, run_dir: str) -> list[float]:
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Embedding(50, 8, sparse=True), torch.nn.Linear(8, 1))
-    ddp = DistributedDataParallel(model)
-    norms = []
-    with rankscope.watch(ddp, run_dir=run_dir, overhead_budget=None) as scope:
-        for step in range(4):
-            ids = torch.randint(50, (6,), generator=torch.Generator().manual_seed(10 * step + rank))
-            alone = torch.autograd.grad(model(ids).square().mean(), list(model.parameters()))
-            dense = [part.to_dense() if part.is_sparse else part for part in alone]
-            norms.append(torch.cat([part.double().flatten() for part in dense]).norm().item())
-            loss = ddp(ids).square().mean()
-            scope.loss(loss)
-            loss.backward()
-            ddp.zero_grad(set_to_none=step % 2 == 0)
-    return norms
-
-
-def test_sparse_gradients(tmp_path):
-    expected_WT = run_ranks(sparse_embedding, 2, str(tmp_path / "run"))
-    run = Run.open(tmp_path / "run")
-    assert run.columns(Table.STEPS, "observed")["observed"].all()
-    np.testing.assert_allclose(run.per_worker("grad_norm")[1], np.transpose(expected_WT), rtol=1e-6)

@@ -4,7 +4,6 @@ import contextlib
 import functools
 import gc
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -58,44 +57,28 @@ class Mode:
         return self.stage == 0 or (self.stage, self.dtype, self.sums) == (1, "bf16", "fp32")
 
 
-def _grid() -> Iterator[Mode]:
-    """Yield each pair of a stage, a dtype and whether micro-batches are accumulated."""
-    for stage in range(4):
-        for dtype in ("fp32", "bf16"):
-            accumulate = 1 if (dtype == "fp32") == (stage < 2) else 2
-            name = f"ZeRO {stage} {dtype} accumulate {accumulate}"
-            yield Mode(name, stage, accumulate, dtype, in_parts=stage >= 2)
-
-
 _OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 _OFFLOAD_ALL = {**_OFFLOAD, "offload_param": {"device": "cpu"}}
 MODES = [
-    *_grid(),
+    Mode("ZeRO 0 fp32 accumulate 1", 0),
+    Mode("ZeRO 1 bf16 accumulate 2", 1, 2, "bf16"),
+    Mode("ZeRO 2 fp32 accumulate 2", 2, 2, in_parts=True),
+    Mode("ZeRO 3 bf16 accumulate 1", 3, dtype="bf16", in_parts=True),
     Mode("ZeRO 1 fp32 sums of bf16", 1, 2, "bf16", "fp32"),
     Mode("ZeRO 1 overlapped", 1, 2, zero={"overlap_comm": True}, in_parts=True),
-    Mode("ZeRO 2 overlapped", 2, 2, zero={"overlap_comm": True}, in_parts=True),
-    Mode("ZeRO 2 scattered", 2, zero={"contiguous_gradients": False}, in_parts=True),
     Mode("ZeRO 2 all-reduced", 2, 2, zero={"reduce_scatter": False}, in_parts=True),
     Mode("ZeRO 3 all sharded", 3, 2, zero={"stage3_param_persistence_threshold": 0}, in_parts=True),
     Mode("ZeRO 1 offloaded", 1, 2, zero=_OFFLOAD),
-    Mode("ZeRO 2 offloaded", 2, 2, zero=_OFFLOAD, in_parts=True),
     Mode("ZeRO 3 offloaded", 3, 2, zero=_OFFLOAD_ALL, in_parts=True),
     Mode("ZeRO 1 fp16", 1, 2, "fp16"),
-    Mode("ZeRO 3 fp16", 3, 2, "fp16", in_parts=True),
-    Mode("ZeRO 0 boundary set", 0, 3, style="boundary"),
     Mode("ZeRO 2 boundary set", 2, 3, style="boundary", in_parts=True),
     Mode("ZeRO 0 unmanaged", 0, 2, style="unmanaged"),
-    Mode("ZeRO 2 unmanaged", 2, 2, style="unmanaged", in_parts=True),
-    Mode("ZeRO 2 coalesced", 2, 2, style="coalesce", in_parts=True),
     Mode("ZeRO 3 coalesced", 3, 2, style="coalesce", in_parts=True),
     Mode("ZeRO 0 no_sync", 0, 2, style="no_sync"),
     Mode("ZeRO 2 torch backward", 2, 2, style="torch", in_parts=True),
-    Mode("ZeRO 3 torch backward", 3, 2, style="torch", in_parts=True),
     Mode("ZeRO 0 used on one rank", 0, 2, branch="rank 0"),
-    Mode("ZeRO 2 unused", 2, branch="never", in_parts=True),
     Mode("ZeRO 3 unused", 3, branch="never", in_parts=True),
     Mode("ZeRO 0 reentrant", 0, checkpoint="reentrant"),
-    Mode("ZeRO 2 reentrant", 2, checkpoint="reentrant", in_parts=True),
     Mode("ZeRO 3 reentrant", 3, checkpoint="reentrant", in_parts=True),
     Mode("ZeRO 2 recomputed", 2, checkpoint="plain", in_parts=True),
 ]

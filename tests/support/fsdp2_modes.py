@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
-    apply_activation_checkpointing,
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -102,11 +101,6 @@ class Mode:
         return num_ranks % 2 == 0 or not halves
 
 
-def _non_reentrant(net: Net) -> nn.Module:
-    apply_activation_checkpointing(net, check_fn=lambda module: isinstance(module, Block))
-    return net
-
-
 def _reentrant(net: Net) -> nn.Module:
     for index, block in enumerate(net.blocks):
         net.blocks[index] = checkpoint_wrapper(block, checkpoint_impl=CheckpointImpl.REENTRANT)
@@ -117,12 +111,6 @@ def _freeze(net: Net) -> nn.Module:
     net.embedding.requires_grad_(False)
     net.blocks[0].up.requires_grad_(False)
     net.head.bias.requires_grad_(False)
-    return net
-
-
-def _compile_blocks(net: Net) -> nn.Module:
-    for block in net.blocks:
-        block.compile(backend="aot_eager")
     return net
 
 
@@ -183,8 +171,6 @@ _FP16 = {
 
 MODES = [
     Mode("1-D"),
-    Mode("kept after forward", options={"reshard_after_forward": False}),
-    Mode("resharded after forward", options={"reshard_after_forward": True}),
     Mode("resharded to two ranks", options={"reshard_after_forward": 2}),
     Mode("accumulated", accumulate=3),
     Mode("zeroed in place", zero_in_place=True, reads_reduced=False),
@@ -201,14 +187,10 @@ MODES = [
     Mode("bf16 reduced in fp32 accumulated", options=_BF16_FP32, accumulate=3),
     Mode("bf16 reduced in bf16", options=_BF16_BF16, rounding=1e-2),
     Mode("fp16", options=_FP16, rounding=2e-3),
-    Mode("HSDP bf16", "HSDP", options=_BF16_FP32, accumulate=2),
-    Mode("TP", "TP"),
     Mode("TP accumulated", "TP", accumulate=2),
     Mode("second dimension cut", options={"shard_placement_fn": _cut_second_dimension}),
-    Mode("checkpointed", prepare=_non_reentrant),
     Mode("checkpointed reentrant", prepare=_reentrant),
     Mode("compiled", finish=lambda model: torch.compile(model, backend="aot_eager")),
-    Mode("compiled blocks", prepare=_compile_blocks),
     Mode("frozen in part", prepare=_freeze, accumulate=2),
     Mode("another divisor", finish=_divide),
     Mode("own reduce-scatter", finish=_own_reduce_scatter),

@@ -1,10 +1,9 @@
 """The Triton kernel, run by Triton's interpreter on the CPU.
 
 Triton decides when it is first imported whether it interprets, so that this needs a process of its
-own. The proxy here looks like a kernel and does its work there.
+own.
 """
 
-import functools
 import io
 import multiprocessing
 import os
@@ -18,40 +17,12 @@ from torch import Tensor
 
 from rankscope.bus.groups import Groups, Sections
 from rankscope.gradients.fold import Folding
-from rankscope.gradients.kernels import ParameterSigns, period_signs
-from rankscope.gradients.kernels.choose import check_kernel
-from rankscope.gradients.kernels.plain import PlainKernel
+from rankscope.gradients.kernels import period_signs
 from rankscope.gradients.sketch import Sketcher
 from rankscope.gradients.totals import GradientTotals
 from rankscope.wrappers.tap import LocalGradient
 from rankscope.wrappers.transfer import launch
-from support.kernel_checks import CPU, SEED
-
-
-class InterpretedKernel:
-    """A kernel for parameters named ``weight``."""
-
-    name = "triton"
-
-    def __init__(self, process: ProcessPoolExecutor, width: int, num_processors: int) -> None:
-        self._process = process
-        self._kernel = (width, num_processors)
-
-    def measure(
-        self,
-        flat: Tensor,
-        signs: ParameterSigns | None,
-        start: int,
-        into: GradientTotals,
-        group: int,
-    ) -> None:
-        sent = _packed(flat, into.memory, tuple(into.sketches.shape))
-        arguments = signs is not None, self._kernel, sent, start, group
-        into.memory.copy_(_unpacked(self._process.submit(_run, *arguments).result())[0])
-
-    def check(self) -> None:
-        """Compare with plain torch, as is done before a kernel is used."""
-        self._process.submit(_check, *self._kernel).result()
+from support.kernel_checks import CPU
 
 
 @contextmanager
@@ -134,26 +105,6 @@ def _run_launch(sent: bytes, folding: Folding) -> bytes:
 def _begin() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
-
-
-@functools.cache
-def _kernel(width: int, num_processors: int) -> Any:
-    from rankscope.gradients.kernels.fused import TritonKernel
-
-    return TritonKernel(CPU, width, period_signs(SEED), num_processors=num_processors)
-
-
-def _run(sketching: bool, kernel: tuple[int, int], sent: bytes, start: int, group: int) -> bytes:
-    flat, memory, shape = _unpacked(sent)
-    into = GradientTotals(memory, *shape)
-    signs = ParameterSigns("weight", SEED, CPU) if sketching else None
-    _kernel(*kernel).measure(flat, signs, start, into, group)
-    return _packed(memory)
-
-
-def _check(width: int, num_processors: int) -> None:
-    plain = PlainKernel(CPU, width, period_signs(SEED))
-    check_kernel(_kernel(width, num_processors), plain, CPU, width)
 
 
 def _packed(*values: Any) -> bytes:

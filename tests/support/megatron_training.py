@@ -60,13 +60,9 @@ class Mode:
 
 MODES = [
     Mode("plain"),
-    Mode("accumulated", accumulate=2),
     Mode("overlapped", overlapped=True),
-    Mode("overlapped, accumulated", accumulate=3, overlapped=True, no_sync=True),
     Mode("sharded", accumulate=2, sharded=True),
     Mode("sharded, overlapped", accumulate=2, overlapped=True, sharded=True, no_sync=True),
-    Mode("summed", summed=True),
-    Mode("schedule", accumulate=2, schedule=True),
     Mode("schedule, summed", overlapped=True, summed=True, schedule=True),
     Mode("scalars", accumulate=2, sharded=True, tier="scalars"),
     Mode("bf16", accumulate=2, no_sync=True, dtype=torch.bfloat16),
@@ -141,9 +137,7 @@ class MegatronLoop:
         self,
         step: int,
         *,
-        data_rank: int | None = None,
         before_sync: Callable[[Any], None] = lambda ddp: None,
-        synchronise: bool = True,
     ) -> None:
         """Do a step, as Megatron's training loop and schedule do."""
         self.ddp.zero_grad_buffer()
@@ -152,7 +146,7 @@ class MegatronLoop:
             self._run_schedule(step)
             self.outer.step()
             return
-        self._run(step, data_rank, before_sync, synchronise=synchronise)
+        self._run(step, before_sync)
         for parameter, gradient in self.held:
             parameter.grad = gradient.to(parameter.dtype)
         self.optimizer.step()
@@ -160,21 +154,13 @@ class MegatronLoop:
         if self.mode.sharded:
             self.ddp.start_param_sync()
 
-    def _run(
-        self,
-        step: int,
-        data_rank: int | None,
-        before_sync: Callable[[Any], None],
-        *,
-        synchronise: bool,
-    ) -> None:
+    def _run(self, step: int, before_sync: Callable[[Any], None]) -> None:
         for micro in range(self.mode.accumulate):
             silent = self.mode.no_sync and micro < self.mode.accumulate - 1
             with self.ddp.no_sync() if silent else contextlib.nullcontext():
-                self._loss(self.ddp, step, micro, data_rank).backward()
+                self._loss(self.ddp, step, micro).backward()
         before_sync(self.ddp)
-        if synchronise:
-            self.ddp.finish_grad_sync()
+        self.ddp.finish_grad_sync()
         if self.mode.summed:
             self.ddp.scale_gradients(1 / self._tokens(step))
 
@@ -194,7 +180,7 @@ class MegatronLoop:
         with on_the_host("zeros"):
             import_megatron().pipeline_parallel.schedules.forward_backward_no_pipelining(
                 forward_step_func=self._forward_step,
-                data_iterator=iter(self._batch(step, m, None) for m in range(self.mode.accumulate)),
+                data_iterator=iter(self._batch(step, m) for m in range(self.mode.accumulate)),
                 model=[self.ddp],
                 num_microbatches=self.mode.accumulate,
                 seq_length=5,
@@ -229,9 +215,9 @@ class MegatronLoop:
         with torch.random.fork_rng(devices=[]):
             for micro in range(self.mode.accumulate):
                 alone.zero_grad()
-                loss = self._loss(alone, step, micro, None)
+                loss = self._loss(alone, step, micro)
                 loss.backward()
-                tokens = int((self._batch(step, micro, None)["labels"] != -100).sum())
+                tokens = int((self._batch(step, micro)["labels"] != -100).sum())
                 losses.append(
                     loss.item() / (tokens if self.mode.summed else 1 / self.mode.accumulate)
                 )
@@ -262,12 +248,11 @@ class MegatronLoop:
     def _all(self) -> list[tuple[nn.Parameter, Tensor]]:
         return [(p, p.main_grad) for p in self.model.parameters()]
 
-    def _batch(self, step: int, micro: int, data_rank: int | None) -> dict[str, Tensor]:
-        rank = self.rank if data_rank is None else data_rank
-        return make_batch(rank, self.mode.accumulate * step + micro)
+    def _batch(self, step: int, micro: int) -> dict[str, Tensor]:
+        return make_batch(self.rank, self.mode.accumulate * step + micro)
 
-    def _loss(self, model: nn.Module, step: int, micro: int, data_rank: int | None) -> Tensor:
-        batch = self._batch(step, micro, data_rank)
+    def _loss(self, model: nn.Module, step: int, micro: int) -> Tensor:
+        batch = self._batch(step, micro)
         loss: Tensor = model(**batch)["loss"]
         if self.mode.summed:
             return loss * (batch["labels"] != -100).sum()

@@ -134,7 +134,7 @@ class ModeRun:
         """Hold each worker's cosine with the others against their gradients in float64."""
         cosines_TW = Run.open(self._scalars).per_worker("cosine_rest")[1]
         for step in range(STEPS):
-            shown = step in self.fine_steps() and self.mode.shows_both_gradients(step)
+            shown = step in self.fine_steps() and self.mode.shows_both_gradients()
             if not shown:
                 assert np.isnan(cosines_TW[step]).all()
             elif self.mode.hook == "PowerSGD" and step >= 2:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +15,6 @@ import rankscope
 from support.checkpointed import CheckpointedLM, wrapped_in_checkpoints
 from support.comm_hooks import register_comm_hook
 from support.models import make_batch, make_model
-
-DDP_OPTIONS = inspect.signature(DistributedDataParallel).parameters.keys()
 
 
 @dataclass(frozen=True)
@@ -33,16 +30,14 @@ class Mode:
     hook_after_watch: bool = False
     scaler: bool = False  # autocast, a gradient scaler, and an infinity on rank 1 in step 1
     clip: bool = False
-    compiled: str = ""  # "around DDP", "inside DDP", "around DDP, after watch"
-    backend: str = "aot_eager"
 
-    def shows_both_gradients(self, step: int) -> bool:
+    def shows_both_gradients(self) -> bool:
         """Return whether the reduced gradient is there while the local one still is.
 
         Not where DDP reduces in place, or ends inside of a checkpoint's own backward pass.
         """
         if self.checkpoint == "everything reentrant":
-            return "static_graph" in self.ddp and step == 0
+            return False
         return "gradient_as_bucket_view" not in self.ddp
 
 
@@ -58,25 +53,13 @@ MODES = [
     Mode("used on one rank", {"find_unused_parameters": True}, branch="rank 0"),
 ]
 
-NEW_MODES = [
-    Mode("batched copies", {"batched_grad_copy": True}),
-    Mode("late buckets", {"lazy_bucket_allocation": True}),
-]
-"""What only some releases of torch have."""
-
 MORE_MODES = [
-    *(mode for mode in NEW_MODES if mode.ddp.keys() <= DDP_OPTIONS),
     Mode("summed micro-batches", {}, accumulate=3, divide=False),
-    Mode("zeroed in place and clipped", {}, zero_in_place=True, clip=True),
-    Mode("reentrant checkpoints", {}, checkpoint="reentrant"),
     Mode("shared reentrant checkpoints", {"static_graph": True}, checkpoint="shared reentrant"),
     Mode("checkpoint wrappers", {}, checkpoint="wrapper"),
     Mode("one reentrant checkpoint", {}, checkpoint="everything reentrant"),
-    Mode("one in a static graph", {"static_graph": True}, checkpoint="everything reentrant"),
     Mode("rounding hook", {}, hook="rounding"),
-    Mode("PowerSGD", {"gradient_as_bucket_view": True}, hook="PowerSGD"),
     Mode("PowerSGD after watch", {}, hook="PowerSGD", hook_after_watch=True, accumulate=2),
-    Mode("gradient scaler", {}, scaler=True),
     Mode("scaler, micro-batches, clipping", {}, scaler=True, clip=True, accumulate=2),
 ]
 
@@ -96,19 +79,16 @@ class Training:
     def __init__(self, rank: int, mode: Mode, run_dir: str | None = None, **options: Any) -> None:
         self.rank, self.mode = rank, mode
         self.model = make_mode_model(mode)
-        inner = self._compile(self.model, "inside DDP")
-        self.ddp = DistributedDataParallel(inner, **mode.ddp)
+        self.ddp = DistributedDataParallel(self.model, **mode.ddp)
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-2)
         self.scaler = torch.amp.GradScaler(
             "cpu", init_scale=1024.0, growth_interval=2, enabled=mode.scaler
         )
-        self.called = self._compile(self.ddp, "around DDP")
         if not mode.hook_after_watch:
             register_comm_hook(self.ddp, mode.hook)
         self.scope: rankscope.Scope | None = None
         if run_dir is not None:
             self.watch(run_dir, **options)
-        self.called = self._compile(self.called, "around DDP, after watch")
         if mode.hook_after_watch:
             register_comm_hook(self.ddp, mode.hook)
         torch.manual_seed(100 + rank)
@@ -116,7 +96,7 @@ class Training:
     def watch(self, run_dir: str, **options: Any) -> None:
         """Record the run from now on, gradients in every step."""
         options = {"overhead_budget": None, **options}
-        self.scope = rankscope.watch(self.called, self.optimizer, run_dir=run_dir, **options)
+        self.scope = rankscope.watch(self.ddp, self.optimizer, run_dir=run_dir, **options)
 
     def close(self) -> None:
         """Stop watching."""
@@ -129,7 +109,7 @@ class Training:
         for micro, batch in enumerate(batches):
             last = micro == len(batches) - 1
             with contextlib.nullcontext() if last else self.ddp.no_sync():
-                loss = self._forward(self.called, batch)
+                loss = self._forward(self.ddp, batch)
                 with self._poison(step):
                     self.scaler.scale(loss / self._divisor).backward()
         parts = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -179,17 +159,10 @@ class Training:
         yield
         handle.remove()
 
-    def _compile(self, module: nn.Module, where: str) -> nn.Module:
-        if self.mode.compiled != where:
-            return module
-        compiled: nn.Module = torch.compile(module, backend=self.mode.backend)
-        return compiled
-
 
 def make_mode_model(mode: Mode) -> nn.Module:
-    dropout = 0.0 if mode.compiled else 0.1  # a compiled dropout draws other numbers
     if not mode.checkpoint:
-        return make_model(dropout=dropout, branch=bool(mode.branch))
+        return make_model(branch=bool(mode.branch))
     model = CheckpointedLM(mode.checkpoint)
     return wrapped_in_checkpoints(model) if mode.checkpoint == "wrapper" else model
 

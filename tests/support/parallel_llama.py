@@ -51,7 +51,6 @@ def shard(
     mesh: DeviceMesh,
     *,
     sequence: str = "",
-    spread_logits: bool = False,
     **options: Any,
 ) -> LlamaForCausalLM:
     """Shard a model over all axes of a mesh; the last one is ``tp``.
@@ -61,7 +60,6 @@ def shard(
         mesh: The mesh.
         sequence: How norms run on this rank's part of a sequence: not at all, by torch's
             ``"style"``, or ``"by hand"``, with parameters of their own and gradients in parts.
-        spread_logits: Whether the logits remain spread over ``tp``.
         options: Of ``fully_shard``.
     """
     tp = mesh["tp"]
@@ -70,7 +68,7 @@ def shard(
         if sequence == "by hand":
             for name in NORMS:
                 _cut_by_hand(getattr(layer, name), tp)
-    parallelize_module(model, tp, _outer_plan(sequence, spread_logits))
+    parallelize_module(model, tp, _outer_plan(sequence))
     data = mesh[mesh.mesh_dim_names[:-1]]
     for layer in model.model.layers:
         fully_shard(layer, mesh=data, **options)
@@ -99,9 +97,8 @@ def _layer_plan(sequence: str) -> dict[str, ParallelStyle]:
     return plan
 
 
-def _outer_plan(sequence: str, spread_logits: bool) -> dict[str, ParallelStyle]:
-    logits = Shard(-1) if spread_logits else Replicate()
-    ends = {"output_layouts": logits, "use_local_output": not spread_logits}
+def _outer_plan(sequence: str) -> dict[str, ParallelStyle]:
+    ends = {"output_layouts": Replicate(), "use_local_output": True}
     if not sequence:
         return {
             "model.embed_tokens": RowwiseParallel(input_layouts=Replicate()),

@@ -1,18 +1,14 @@
 """Small trainings inside of what may surround a step: each way says what it has seen of it."""
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.nn.modules.module import register_module_forward_hook
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -24,10 +20,6 @@ from support.surrounded_training import Training
 
 Seen = Any
 Way = Callable[[Training, Tensor, Tensor], Seen]
-
-
-def nothing(training: Training, x: Tensor, y: Tensor) -> Seen:
-    training.step(x, y)
 
 
 def in_checkpoint(training: Training, x: Tensor, y: Tensor, **options: Any) -> Seen:
@@ -63,15 +55,6 @@ def in_save_on_cpu(training: Training, x: Tensor, y: Tensor) -> Seen:
     return _counted(offloading, training, x, y)
 
 
-def in_offloading(training: Training, x: Tensor, y: Tensor) -> Seen:
-    """TRL's, which leaves alone what lies on no accelerator."""
-    from trl.models.activation_offloading import OffloadActivations
-
-    with patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cpu")):
-        offloading = OffloadActivations(use_pin_memory=False, use_streams=False)
-    return _counted(offloading, training, x, y)
-
-
 def _counted(hooks: Any, training: Training, x: Tensor, y: Tensor) -> Seen:
     calls: list[str] = []
     pack, unpack = hooks.pack_hook, hooks.unpack_hook
@@ -104,14 +87,6 @@ def in_flop_counter(training: Training, x: Tensor, y: Tensor) -> Seen:
     return {name: sorted((str(k), v) for k, v in counts[name].items()) for name in counts}
 
 
-def in_logging_mode(training: Training, x: Tensor, y: Tensor) -> Seen:
-    from torch.testing._internal.logging_tensor import LoggingTensorMode, capture_logs
-
-    with capture_logs() as lines, LoggingTensorMode():
-        training.step(x, y)
-    return [line.partition("= ")[2].partition("(")[0] for line in lines]
-
-
 class _Operators(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -122,33 +97,10 @@ class _Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Functions(TorchFunctionMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(getattr(func, "__name__", str(func)))
-        return func(*args, **(kwargs or {}))
-
-
-def in_mode(kind: Callable[[], Any], training: Training, x: Tensor, y: Tensor) -> Seen:
-    with kind() as mode:
+def in_dispatch_mode(training: Training, x: Tensor, y: Tensor) -> Seen:
+    with _Operators() as mode:
         training.step(x, y)
     return mode.seen
-
-
-def on_device(training: Training, x: Tensor, y: Tensor) -> Seen:
-    with torch.device("cpu"):
-        training.step(x, y)
-
-
-def on_default_device(training: Training, x: Tensor, y: Tensor) -> Seen:
-    torch.set_default_device("cpu")
-    try:
-        training.step(x, y)
-    finally:
-        torch.set_default_device(None)
 
 
 def in_profiler(training: Training, x: Tensor, y: Tensor) -> Seen:
@@ -168,31 +120,6 @@ def in_anomaly_mode(training: Training, x: Tensor, y: Tensor) -> Seen:
     finally:
         training.poisoned = False
     return torch.is_anomaly_enabled()
-
-
-def in_autocast(training: Training, x: Tensor, y: Tensor) -> Seen:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = training.loss(training.called(x), y)
-    training.finish(loss)
-
-
-def all_in_autocast(training: Training, x: Tensor, y: Tensor) -> Seen:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        training.step(x, y)
-
-
-def in_inference_mode(training: Training, x: Tensor, y: Tensor) -> Seen:
-    with torch.inference_mode():
-        training.model.eval()
-        seen = float(training.called(x).sum())
-        training.model.train()
-    training.step(x, y)
-    return seen
-
-
-def by_functional_call(training: Training, x: Tensor, y: Tensor) -> Seen:
-    own = dict(training.called.named_parameters())
-    training.finish(training.loss(torch.func.functional_call(training.called, own, (x,)), y))
 
 
 def by_func_grad(training: Training, x: Tensor, y: Tensor) -> Seen:
@@ -225,20 +152,6 @@ def in_dual_level(training: Training, x: Tensor, y: Tensor) -> Seen:
         training.step(x, y)
 
 
-def first_in_dual_level(training: Training, x: Tensor, y: Tensor) -> Seen:
-    """Two micro-batches, the first of which carries tangents."""
-    with contextlib.ExitStack() as stack:
-        if training.wrapper == "DDP":
-            stack.enter_context(training.called.no_sync())  # type: ignore[operator]
-        elif training.wrapper == "FSDP2":
-            training.called.set_requires_gradient_sync(False)  # type: ignore[operator]
-        stack.enter_context(forward_ad.dual_level())
-        training.loss(training.called(x[:4]), y[:4]).backward()  # type: ignore[no-untyped-call]
-    if training.wrapper == "FSDP2":
-        training.called.set_requires_gradient_sync(True)  # type: ignore[operator]
-    training.step(x[4:], y[4:])
-
-
 def with_fake_pass(training: Training, x: Tensor, y: Tensor) -> Seen:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -256,24 +169,7 @@ def with_traced_pass(training: Training, x: Tensor, y: Tensor) -> Seen:
     return [str(node.target) for node in traced.graph.nodes]
 
 
-def with_mutations(training: Training, x: Tensor, y: Tensor) -> Seen:
-    with torch.autograd.graph.allow_mutation_on_saved_tensors():
-        training.step(x, y)
-
-
-def with_hooks_on_all_modules(training: Training, x: Tensor, y: Tensor) -> Seen:
-    seen: list[str] = []
-    hook = register_module_forward_hook(lambda m, args, output: seen.append(type(m).__name__))
-    try:
-        training.step(x, y)
-    finally:
-        hook.remove()
-    return seen
-
-
 SURROUNDINGS: dict[str, Way] = {
-    "nothing": nothing,
-    "checkpoint": partial(in_checkpoint, use_reentrant=False),
     "checkpoint without generators": partial(
         in_checkpoint, use_reentrant=False, preserve_rng_state=False
     ),
@@ -285,27 +181,15 @@ SURROUNDINGS: dict[str, Way] = {
     ),
     "hooks": in_hooks,
     "save_on_cpu": in_save_on_cpu,
-    "TRL's offloading": in_offloading,
     "hooks forbidden": without_hooks,
     "flop counter": in_flop_counter,
-    "logging mode": in_logging_mode,
-    "dispatch mode": partial(in_mode, _Operators),
-    "function mode": partial(in_mode, _Functions),
-    "device": on_device,
-    "default device": on_default_device,
+    "dispatch mode": in_dispatch_mode,
     "profiler": in_profiler,
     "anomaly mode": in_anomaly_mode,
-    "autocast": in_autocast,
-    "all in autocast": all_in_autocast,
-    "inference mode": in_inference_mode,
-    "functional_call": by_functional_call,
     "gradients of samples": with_sample_gradients,
     "dual level": in_dual_level,
-    "first in dual level": first_in_dual_level,
     "fake pass": with_fake_pass,
     "traced pass": with_traced_pass,
-    "mutations allowed": with_mutations,
-    "hooks on all modules": with_hooks_on_all_modules,
     "func.grad": by_func_grad,
 }
 """Each takes a step inside of something, and returns what that has seen of it."""

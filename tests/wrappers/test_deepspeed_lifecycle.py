@@ -5,13 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from rankscope.errors import UnsupportedError
-from rankscope.gradients.sketch import NormMeter
-from rankscope.wrappers.deepspeed import DeepSpeedTap, deepspeed_process_group, is_deepspeed
-from rankscope.wrappers.guard import Guard
+from rankscope.wrappers.deepspeed import deepspeed_process_group, is_deepspeed
 from rankscope.wrappers.tap import ReadReduced
 from support.deepspeed_modes import (
     Mode,
@@ -23,32 +19,16 @@ from support.deepspeed_modes import (
     train_step,
 )
 from support.deepspeed_training import (
-    STEPS,
-    make_sketcher,
     make_tap,
     sketch_of,
     to_numpy,
-    train,
-    trained,
-    unguarded,
 )
-from support.models import make_model
 from support.ranks import run_ranks
 
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 ACCUMULATED = Mode("accumulated", 0, 2)
 IN_PARTS = Mode("in parts", 2, 2, in_parts=True)
-
-
-def break_measuring(rank: int, mode: Mode) -> dict[str, Any]:
-    told: list[str] = []
-    plain = train(rank, mode, range(0))
-    sketcher = make_sketcher(trained(make_model()))
-    sketcher.measure_many = None  # type: ignore[assignment]  # every call raises
-    guard = Guard(lambda error: told.append(type(error).__name__))
-    broken = train(rank, mode, range(STEPS), sketcher=sketcher, guarded=guard)
-    return {"plain": plain["state"], "broken": broken["state"], "told": told}
 
 
 def arrive_between_micro_batches(rank: int, mode: Mode) -> list[Any]:
@@ -94,17 +74,6 @@ def abort_a_backward_pass(rank: int, mode: Mode) -> dict[str, Any]:
     return seen
 
 
-def measure_one_step_of_three(rank: int, mode: Mode) -> list[Any]:
-    engine = make_engine(rank, mode, dropout=0.0)
-    tap = make_tap(engine)
-    seen = []
-    for step, measure in enumerate((False, True, False)):
-        tap.begin_forward(measure=measure)
-        train_step(rank, mode, step, engine)
-        seen.append((tap.complete, tap.collect() is not None))
-    return seen
-
-
 def read_less_of_the_reduced_gradient(rank: int, mode: Mode) -> list[Any]:
     engine = make_engine(rank, mode, dropout=0.0)
     seen = []
@@ -119,25 +88,6 @@ def read_less_of_the_reduced_gradient(rank: int, mode: Mode) -> list[Any]:
     return seen
 
 
-def measure_norms_alone(rank: int, mode: Mode) -> Any:
-    engine = make_engine(rank, mode, dropout=0.0)
-    parameters = trained(engine.module)
-    sketcher = make_sketcher(parameters)
-    meter = NormMeter(sketcher.device, sketcher.groups, sketcher.width)
-    try:
-        tap = DeepSpeedTap(engine, parameters, meter, unguarded, reduced=ReadReduced.NORM)
-    except UnsupportedError as error:
-        return str(error)
-    micro = micro_gradients(rank, mode, 0, engine)
-    expected = sum(g.double().square().sum() for g in accumulated(mode, micro).values())
-    tap.begin_forward(measure=True)
-    train_step(rank, mode, 0, engine)
-    gradient = tap.collect()
-    assert gradient is not None
-    assert gradient.micro_squared_norms is None
-    return float(gradient.totals.squared_norms.sum() / expected)
-
-
 def look_before_importing() -> None:
     assert not is_deepspeed(nn.Linear(2, 2))
     assert "deepspeed" not in sys.modules
@@ -150,87 +100,13 @@ def be_recognised(rank: int) -> list[bool]:
     return [is_deepspeed(engine), is_deepspeed(engine.module), group.size() == 2]
 
 
-def refuse(rank: int) -> dict[str, str]:
-    return {name: _refusal(make(rank)) for name, make in _REFUSED.items()}
-
-
-def _refusal(engine: Any) -> str:
-    try:
-        deepspeed_process_group(engine)
-    except UnsupportedError as error:
-        return str(error)
-    return "watched"
-
-
-def _engine(rank: int, model: nn.Module, optimizer: bool = True, **options: Any) -> Any:
-    config = {"train_micro_batch_size_per_gpu": 1, **options.pop("config", {})}
-    if optimizer:
-        options["optimizer"] = torch.optim.AdamW(model.parameters())
-    return import_deepspeed(rank).initialize(model=model, config=config, **options)[0]
-
-
-def _pipeline(rank: int) -> Any:
-    import_deepspeed(rank).init_distributed("gloo", verbose=False)
-    from deepspeed.pipe import PipelineModule
-
-    return _engine(rank, PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.MSELoss()))
-
-
-def _experts(rank: int) -> Any:
-    import_deepspeed(rank)
-    from deepspeed.moe.layer import MoE
-
-    return _engine(rank, nn.Sequential(MoE(4, nn.Linear(4, 4), num_experts=2)))
-
-
-class _TwoShards:
-    """What a model-parallel library tells DeepSpeed: two ranks hold one replica."""
-
-    def __init__(self, rank: int) -> None:
-        self.get_model_parallel_rank = lambda: rank
-        self.get_model_parallel_world_size = lambda: 2
-        self.get_model_parallel_group = lambda: dist.group.WORLD
-        self.get_tensor_model_parallel_group = lambda: dist.group.WORLD
-        alone = [dist.new_group([0]), dist.new_group([1])][rank]
-        self.get_data_parallel_rank = lambda: 0
-        self.get_data_parallel_world_size = lambda: 1
-        self.get_data_parallel_group = lambda: alone
-
-
-_REFUSED = {
-    "pipeline parallelism": _pipeline,
-    "mixture-of-experts layers": _experts,
-    "without an optimizer": lambda rank: _engine(rank, nn.Linear(2, 2), optimizer=False),
-    "DeepCompile": lambda rank: _engine(
-        rank,
-        nn.Linear(2, 2),
-        config={
-            "compile": {"deepcompile": True},
-            "zero_optimization": {"stage": 1},
-            "zero_allow_untested_optimizer": True,
-        },
-    ),
-    "sequence parallelism": lambda rank: _engine(
-        rank,
-        nn.Linear(2, 2),
-        config={"sequence_parallel_size": 2, "data_parallel_size": 1},
-        mesh_param=(1, 2),
-    ),
-    "model parallelism": lambda rank: _engine(rank, nn.Linear(2, 2), mpu=_TwoShards(rank)),
-}
-
-
 def do_all(rank: int) -> dict[str, Any]:
     both = (ACCUMULATED, IN_PARTS)
     return {
         "recognised": be_recognised(rank),
-        "broken": [break_measuring(rank, mode) for mode in both],
         "late": [arrive_between_micro_batches(rank, mode) for mode in both],
         "aborted": abort_a_backward_pass(rank, ACCUMULATED),
-        "unmeasured": [measure_one_step_of_three(rank, mode) for mode in both],
         "reduced": [read_less_of_the_reduced_gradient(rank, mode) for mode in both],
-        "norms": [measure_norms_alone(rank, m) for m in (*both, Mode("one", 2, in_parts=True))],
-        "refused": refuse(rank),
     }
 
 
@@ -241,14 +117,6 @@ def outcomes():
 
 def test_deepspeed_is_recognised_and_never_imported(outcomes):
     assert all(seen["recognised"] == [True, False, True] for seen in outcomes)
-
-
-def test_a_fault_in_the_monitor_leaves_training_untouched_and_is_told_once(outcomes):
-    for seen in outcomes:
-        for run in seen["broken"]:
-            assert run["told"] == ["TypeError"]
-            for name, value in run["plain"].items():
-                assert value.tobytes() == run["broken"][name].tobytes(), name
 
 
 def test_a_step_that_had_begun_before_is_flagged_or_left_out(outcomes):
@@ -270,30 +138,9 @@ def test_a_backward_pass_that_raises_is_noticed(outcomes):
         }
 
 
-def test_steps_that_are_not_measured_are_complete_too(outcomes):
-    for seen in outcomes:
-        for steps in seen["unmeasured"]:
-            assert steps == [(True, False), (True, True), (True, False)]
-
-
 def test_the_reduced_gradient_is_read_as_far_as_asked(outcomes):
     for seen in outcomes:
         for norm_only, off in seen["reduced"]:
             assert norm_only["squared_norms"].sum() > 0
             assert not norm_only["sketches"].any()
             assert off is None
-
-
-def test_without_sketches_norms_are_exact_or_refused(outcomes):
-    for seen in outcomes:
-        whole, in_parts, single = seen["norms"]
-        assert whole == pytest.approx(1, rel=1e-6)
-        assert "tier='sketch'" in in_parts
-        assert single == pytest.approx(1, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", _REFUSED)
-def test_what_cannot_be_watched_is_refused_in_one_sentence(outcomes, name):
-    for seen in outcomes:
-        assert name in seen["refused"][name]
-        assert "cannot be watched" in seen["refused"][name]

@@ -1,34 +1,28 @@
 """Steps that raise, taps that come and go in the middle of one."""
 
-import gc
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group, _fsdp_state
 
 from rankscope.wrappers.fsdp2 import FSDP2Tap
 from support.cut import Cut
-from support.fsdp2_modes import make_batches, make_net, mode_named
+from support.fsdp2_modes import mode_named
 from support.fsdp2_training import (
     EXACT,
     Session,
-    hidden_pass,
     local_gradient,
     make_tap,
     norm_error,
     optimize,
     other_gradients,
-    session_of,
     sketch_error,
     start,
     train_step,
 )
-from support.releases import SINCE_TORCH_2_13, SINCE_TORCH_2_15
+from support.releases import SINCE_TORCH_2_13
 from support.scenarios import run_scenarios
 
 pytestmark = pytest.mark.ranks
@@ -100,74 +94,9 @@ def an_aborted_pass_is_not_counted() -> None:
     tap.remove()
 
 
-def collecting_an_aborted_pass_drops_it() -> None:
-    session = start(mode_named("1-D"))
-    tap = make_tap(session)
-    explode(session, tap)
-    forget_unreduced_gradients(session)
-    assert tap.collect() is None
-    assert not tap.aborted
-    check_step(session, tap, 1)
-    tap.remove()
-
-
-def what_torch_keeps_of_an_aborted_pass_is_read_as_it_is_reduced() -> None:
-    session = start(mode_named("1-D"))
-    tap = make_tap(session)
-    explode(session, tap)
-    alone, _ = local_gradient(session, 1)
-    train_step(session, 1, tap)
-    local = tap.collect()
-    assert local is not None
-    assert local.reduced is not None
-    kept = sketch_error(tap, local, alone) > 0.1  # the head's gradient of the aborted pass
-    assert kept == (not SINCE_TORCH_2_15)
-    sketches = torch.stack([local.totals.sketches, local.reduced.sketches])
-    dist.all_reduce(sketches)
-    torch.testing.assert_close(sketches[0] / dist.get_world_size(), sketches[1])
-    tap.remove()
-
-
-def a_tap_may_come_between_micro_batches() -> None:
-    session = start(mode_named("accumulated"))
-    train_step(session, 0, None)
-    optimize(session)
-    exact, _ = local_gradient(session, 1)
-    first, *others = make_batches(session.worker, 1, 3)
-    session.root.set_requires_gradient_sync(False)
-    (session.model(*first) / 3).backward()
-    tap = make_tap(session)
-    for batch in others:
-        session.root.set_requires_gradient_sync(batch is others[-1])
-        tap.begin_forward(measure=True)
-        (session.model(*batch) / 3).backward()
-    local = tap.collect()
-    assert local is not None
-    assert sketch_error(tap, local, exact) < EXACT
-    assert local.micro_squared_norms is None
-    optimize(session)
-    check_step(session, tap, 2)
-    tap.remove()
-
-
-def a_tap_may_come_between_forward_and_backward() -> None:
-    session = start(mode_named("1-D"))
-    loss = session.model(*make_batches(session.worker, 0, 1)[0])
-    tap = make_tap(session)
-    loss.backward()
-    assert tap.complete
-    assert tap.collect() is None
-    optimize(session)
-    check_step(session, tap, 1)
-    loss = session.model(*make_batches(session.worker, 2, 1)[0])
-    tap.remove()
-    loss.backward()
-    assert not tap.complete
-
-
 def other_gradients_make_no_step() -> None:
     """``autograd.grad`` runs through the model without accumulating anything."""
-    for name in ("1-D", "HSDP", "HSDP half reduced", "shard size 1", "frozen in part"):
+    for name in ("HSDP", "HSDP half reduced", "frozen in part"):
         session = start(mode_named(name))
         tap = make_tap(session)
         session.root.set_requires_gradient_sync(True)
@@ -187,99 +116,6 @@ def other_gradients_make_no_step() -> None:
         tap.remove()
 
 
-def the_same_pass_is_asked_for_other_gradients_first() -> None:
-    session = start(mode_named("1-D"))
-    tap = make_tap(session)
-    for measure in (True, False):
-        loss, _ = other_gradients(session, 0, tap, measure=measure)
-        assert not tap.complete
-        exact, _ = local_gradient(session, 0)
-        loss.backward()
-        assert tap.complete
-        local = tap.collect()
-        assert (local is not None) == measure
-        if local is not None:
-            assert sketch_error(tap, local, exact) < EXACT
-            assert norm_error(local, exact) < EXACT
-        session.optimizer.zero_grad()
-    tap.remove()
-
-
-def only_passes_that_accumulate_are_said_to_train() -> None:
-    """Also where FSDP2 reduces in another one what was accumulated before it."""
-    for name in ("accumulated", "bf16 reduced in fp32 accumulated"):
-        check_who_trains(start(mode_named(name)))
-    if not SINCE_TORCH_2_15:
-        check_who_trains(start(mode_named("HSDP half reduced")))
-
-
-def check_who_trains(session: Session) -> None:
-    tap = make_tap(session)
-    trained: list[str] = []
-
-    def notice(word: str, gradient: Tensor) -> None:
-        tap.notice_backward(lambda: trained.append(word))
-
-    num_micro = session.mode.accumulate
-    assert num_micro > 1
-    for _ in range(2):
-        trained.clear()
-        exact, _ = local_gradient(session, 0)
-        for micro in range(num_micro):
-            last = micro == num_micro - 1
-            getattr(session.root, session.mode.unsynchronised)(last)
-            for own in (False, True):
-                loss, hidden = hidden_pass(session, micro, tap)
-                loss.register_hook(partial(notice, f"{'own' if own else 'other'} {micro}"))
-                if own:
-                    (loss / num_micro).backward()
-                else:
-                    torch.autograd.grad(loss, hidden)
-                assert tap.complete == (last and own)
-        assert trained == [f"own {micro}" for micro in range(num_micro)]
-        assert tap._num_backwards == num_micro
-        local = tap.collect()
-        assert local is not None
-        assert sketch_error(tap, local, exact) < EXACT
-        assert local.reduced is not None
-        optimize(session)
-    tap.remove()
-
-
-def a_gradient_that_never_reaches_fsdp2_trains_nothing() -> None:
-    """That of the output alone, which FSDP2 has cast after it has put its own hook on it."""
-    net = make_net()
-    fully_shard(net, mp_policy=MixedPrecisionPolicy(output_dtype=torch.float64))
-    session = session_of(net)
-    tap = make_tap(session)
-    trained: list[str] = []
-    for step, word in enumerate(("dropped", "kept")):
-        tap.begin_forward(measure=True)
-        loss = session.model(*make_batches(session.worker, step, 1)[0])
-        assert loss.dtype == torch.float64
-        loss.register_hook(lambda _, word=word: tap.notice_backward(lambda: trained.append(word)))
-        if word == "kept":
-            loss.backward()
-        else:
-            torch.autograd.grad(loss, loss)
-        assert trained == (["kept"] if word == "kept" else [])
-    assert tap.complete
-    tap.remove()
-
-
-def what_an_aborted_pass_has_reduced_makes_no_step_of_the_next() -> None:
-    session = start(mode_named("1-D"))
-    tap = make_tap(session)
-    explode(session, tap)
-    assert tap._reduced_now
-    forget_unreduced_gradients(session)
-    other_gradients(session, 1, tap)
-    assert not tap.complete
-    tap.collect()
-    check_step(session, tap, 2)
-    tap.remove()
-
-
 def a_pass_whose_end_is_cut_short_is_not_counted() -> None:
     """Wherever Ctrl-C strikes after the reduction, the next step has nothing of this one."""
     session = start(mode_named("1-D"))
@@ -294,36 +130,6 @@ def a_pass_whose_end_is_cut_short_is_not_counted() -> None:
         assert not tap.complete
         session.optimizer.zero_grad()
         check_step(session, tap, 2)
-    tap.remove()
-
-
-def a_half_reduced_step_is_measured_whole_or_not_at_all() -> None:
-    session = start(mode_named("HSDP half reduced"))
-    first, last = make_batches(session.worker, 0, 2)
-    session.root.set_requires_all_reduce(False)
-    session.model(*first).backward()
-    tap = make_tap(session)
-    session.root.set_requires_all_reduce(True)
-    tap.begin_forward(measure=True)
-    session.model(*last).backward()
-    assert tap.complete
-    assert tap.collect() is None
-    optimize(session)
-    train_step(session, 1, tap)
-    assert tap.collect() is not None
-    tap.remove()
-
-
-def unmeasured_steps_are_counted() -> None:
-    session = start(mode_named("1-D"))
-    tap = make_tap(session)
-    tap.begin_forward(measure=False)
-    session.model(*make_batches(session.worker, 0, 1)[0]).backward()
-    assert tap.complete
-    assert tap.collect() is None
-    assert not tap.complete
-    optimize(session)
-    check_step(session, tap, 1)
     tap.remove()
 
 
@@ -357,36 +163,14 @@ def taps_do_not_see_each_others_models() -> None:
     assert torch_functions() == original
 
 
-def a_forgotten_tap_leaves_torch_as_it_was() -> None:
-    original = torch_functions()
-    session = start(mode_named("1-D"))
-    tap = make_tap(session)
-    train_step(session, 0, tap)
-    assert torch_functions() != original
-    del tap
-    gc.collect()
-    assert torch_functions() == original
-
-
 ABORTED = [
     an_aborted_pass_is_not_counted,
-    collecting_an_aborted_pass_drops_it,
-    what_torch_keeps_of_an_aborted_pass_is_read_as_it_is_reduced,
-    what_an_aborted_pass_has_reduced_makes_no_step_of_the_next,
 ]
 SCENARIOS = [
     *(ABORTED if SINCE_TORCH_2_13 else []),
-    a_tap_may_come_between_micro_batches,
-    a_tap_may_come_between_forward_and_backward,
     other_gradients_make_no_step,
-    the_same_pass_is_asked_for_other_gradients_first,
-    only_passes_that_accumulate_are_said_to_train,
-    a_gradient_that_never_reaches_fsdp2_trains_nothing,
     a_pass_whose_end_is_cut_short_is_not_counted,
-    a_half_reduced_step_is_measured_whole_or_not_at_all,
-    unmeasured_steps_are_counted,
     taps_do_not_see_each_others_models,
-    a_forgotten_tap_leaves_torch_as_it_was,
 ]
 
 

@@ -5,43 +5,33 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from rankscope.bus.groups import block_of, group_parameters
+from rankscope.bus.groups import block_of
 from rankscope.errors import UnsupportedError
-from rankscope.gradients.sketch import NormMeter
-from rankscope.wrappers.fsdp2 import FSDP2Tap
 from rankscope.wrappers.fsdp2_model import (
-    _groups,
     fsdp2_parameters,
     is_fsdp2,
-    managed_parameters,
 )
-from rankscope.wrappers.tap import ReadReduced
-from support.fsdp2_modes import Block, make_batches, make_net, mode_named
+from support.fsdp2_modes import Block, Net, make_batches, make_net, mode_named
 from support.fsdp2_training import (
     EXACT,
     WIDTH,
-    Nobody,
     check,
     gradients,
     local_gradient,
     make_tap,
     norm_error,
     optimize,
-    reduced_error,
     session_of,
     sketch_error,
     start,
     train_step,
 )
-from support.loops import collect_warnings
-from support.releases import SINCE_TORCH_2_13, SINCE_TORCH_2_15
+from support.releases import SINCE_TORCH_2_13
 from support.scenarios import run_scenarios
 
 pytestmark = pytest.mark.ranks
@@ -114,58 +104,6 @@ def a_loss_in_chunks_with_backward_passes_of_their_own() -> None:
     tap.remove()
 
 
-def a_pipeline_schedule_that_reduces_by_hand() -> None:
-    session = start(mode_named("accumulated"))
-    root, tap = session.root, make_tap(session)
-    for step in range(2):
-        exact, micro = local_gradient(session, step)
-        reduce_in_backward(root, False)
-        for batch in make_batches(session.worker, step, 3):
-            tap.begin_forward(measure=True)
-            (session.model(*batch) / 3).backward()
-            assert not tap.complete
-        reduce_in_backward(root, True)
-        state = root._get_fsdp_state()
-        for each in state._state_ctx.all_states:
-            for group in _groups(each):
-                group.post_backward()
-        state._root_post_backward_final_callback()
-        local = check(tap, exact)
-        norms = local.micro_squared_norms  # known where no reduction came between two passes
-        estimated = 5 * (2 / WIDTH) ** 0.5
-        assert norms is None or norms.tolist() == pytest.approx(micro, rel=estimated)
-        optimize(session)
-    tap.remove()
-
-
-def a_training_that_ends_its_backward_passes_by_hand() -> None:
-    session = start(mode_named("accumulated"))
-    root, tap = session.root, make_tap(session)
-    root.set_manual_backward_finalization(True)
-    for step, async_op in enumerate((False, True, False)):
-        exact, _ = local_gradient(session, step)
-        for micro, batch in enumerate(make_batches(session.worker, step, 3)):
-            root.set_requires_gradient_sync(step == 2 and micro == 2)
-            tap.begin_forward(measure=True)
-            (session.model(*batch) / 3).backward()
-            assert not tap.complete
-            assert not tap.aborted
-        root.set_requires_gradient_sync(True)
-        handle = root.finalize_backward(async_op=async_op)
-        if handle is not None:
-            assert not tap.complete
-            handle.wait()
-        check(tap, exact)
-        optimize(session)
-    tap.remove()
-
-
-def reduce_in_backward(root: Any, reduce: bool) -> None:
-    root.set_is_last_backward(reduce)
-    root.set_reshard_after_backward(reduce)
-    root.set_requires_gradient_sync(reduce)
-
-
 def every_synchronised_micro_batch_is_a_step() -> None:
     session = start(mode_named("1-D"))
     tap = make_tap(session)
@@ -182,82 +120,6 @@ def every_synchronised_micro_batch_is_a_step() -> None:
     tap.remove()
 
 
-def norms_alone() -> None:
-    session = start(mode_named("accumulated"))
-    parameters = fsdp2_parameters(session.model)
-    meter = NormMeter(torch.device("cpu"), group_parameters(parameters))
-    tap = FSDP2Tap(
-        session.model,
-        parameters,
-        meter,
-        lambda work: work(),
-        reduced=ReadReduced.NORM,
-        observer=Nobody(),
-    )
-    exact, _ = local_gradient(session, 0)
-    train_step(session, 0, tap)
-    local = tap.collect()
-    assert local is not None
-    assert norm_error(local, exact) < EXACT
-    assert reduced_error(local, exact) < EXACT
-    assert local.micro_squared_norms is None
-    tap.remove()
-
-
-def the_reduced_gradient_is_left_out_when_nobody_waits_for_it() -> None:
-    session = start(mode_named("1-D"))
-    tap = make_tap(session)
-    session.root.set_is_last_backward(False)
-    train_step(session, 0, tap)
-    local = tap.collect()
-    assert local is not None
-    assert local.reduced is None
-    tap.remove()
-
-
-def a_parameter_that_is_unfrozen_later_is_named_and_left_out() -> None:
-    session = start(mode_named("frozen in part"))
-    tap = make_tap(session)
-    train_step(session, 0, tap)
-    assert tap.collect() is not None
-    session.root.embedding.requires_grad_(True)
-    warnings = collect_warnings()
-    for step in (1, 2):
-        train_step(session, step, tap)
-        assert tap.collect() is not None
-    if dist.get_rank() == 0:
-        (warning,) = warnings
-        assert warning.startswith("embedding.weight and perhaps others were frozen when watch()")
-    tap.remove()
-
-
-def parameters_of_one_mesh_are_chosen() -> None:
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "experts"))
-    net = make_net()
-    held = {f"blocks.0.{name}" for name, _ in net.blocks[0].named_parameters()}
-    names = {name for name, _ in net.named_parameters()}
-    fully_shard(net.blocks[0], mesh=mesh["experts"])
-    fully_shard(net, mesh=mesh["all"])
-    assert fsdp2_parameters(net).keys() == names - held
-    assert fsdp2_parameters(net, [dist.get_rank()]).keys() == held
-    with pytest.raises(UnsupportedError, match="got 3 ranks from 0 to 2; pass"):
-        fsdp2_parameters(net, [2, 1, 0])
-
-
-def gradients_are_summed_in_the_type_of_the_policy() -> None:
-    full, half = torch.float32, torch.bfloat16
-    for computed, reduced, expected in (
-        (None, None, full),
-        (half, full, full),
-        (half, half, half),
-        (None, half, half),
-        (half, None, full if SINCE_TORCH_2_15 else half),
-    ):
-        policy = MixedPrecisionPolicy(param_dtype=computed, reduce_dtype=reduced)
-        net = fully_shard(make_net(), mp_policy=policy)
-        assert {p.summed_in for p in managed_parameters(net)} == {expected}
-
-
 def a_model_that_is_not_sharded_is_refused() -> None:
     net = make_net()
     assert not is_fsdp2(net)
@@ -266,27 +128,67 @@ def a_model_that_is_not_sharded_is_refused() -> None:
     assert is_fsdp2(nn.Sequential(fully_shard(net)))
 
 
-def an_unknown_torch_is_told() -> None:
-    session = start(mode_named("1-D"))
-    group = _groups(session.root._get_fsdp_state())[0]
-    del group.reduce_grads
-    with pytest.raises(UnsupportedError, match=r"expected FSDPParamGroup\.reduce_grads in torch"):
-        make_tap(session)
+def check_two_steps(model: Any, alone: nn.Module) -> None:
+    """Train a sharded model beside an unsharded copy of it."""
+    session = session_of(model)
+    tap = make_tap(session)
+    for step in range(2):
+        for each in (model, alone):
+            each.zero_grad()
+        batch = make_batches(session.worker, step, 1)[0]
+        alone(*batch).backward()
+        tap.begin_forward(measure=True)
+        model(*batch).backward()
+        local = check(tap, gradients(alone))
+        assert norm_error(local, gradients(alone)) < EXACT
+    tap.remove()
+
+
+def tied_weights() -> None:
+    net = make_net()
+    net.head.weight = net.embedding.weight
+    alone = copy.deepcopy(net)
+    fully_shard(net.blocks[0])
+    fully_shard(net)
+    assert "head.weight" not in fsdp2_parameters(net)
+    check_two_steps(net, alone)
+
+
+class Spare(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = Block(50)
+
+
+def unused_parameters() -> None:
+    for reduce_zeros in (False, True) if SINCE_TORCH_2_13 else (None,):
+        torch.manual_seed(0)
+        net: Any = Spare()
+        alone = copy.deepcopy(net)
+        fully_shard(net.spare)
+        fully_shard(net)
+        if reduce_zeros is not None:
+            net.set_reduce_scatter_unused_params(reduce_zeros)
+        check_two_steps(net, alone)
+
+
+def ignored_parameters_are_left_out() -> None:
+    net = make_net()
+    alone = copy.deepcopy(net)
+    alone.gate.requires_grad_(False)
+    fully_shard(net, ignored_params=set(net.gate.parameters()))
+    assert [name for name in fsdp2_parameters(net) if name.startswith("gate")] == []
+    check_two_steps(net, alone)
 
 
 SCENARIOS = [
     a_root_that_is_checkpointed,
     *([a_loss_in_chunks_with_backward_passes_of_their_own] if SINCE_TORCH_2_13 else []),
-    a_pipeline_schedule_that_reduces_by_hand,
-    *([a_training_that_ends_its_backward_passes_by_hand] if SINCE_TORCH_2_15 else []),
     every_synchronised_micro_batch_is_a_step,
-    norms_alone,
-    the_reduced_gradient_is_left_out_when_nobody_waits_for_it,
-    a_parameter_that_is_unfrozen_later_is_named_and_left_out,
-    parameters_of_one_mesh_are_chosen,
-    gradients_are_summed_in_the_type_of_the_policy,
     a_model_that_is_not_sharded_is_refused,
-    an_unknown_torch_is_told,
+    tied_weights,
+    unused_parameters,
+    ignored_parameters_are_left_out,
 ]
 
 

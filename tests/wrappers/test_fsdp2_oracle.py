@@ -82,11 +82,6 @@ def by_number():
     return {number: run_ranks(work, number, timeout=240) for number in (2, 4)}
 
 
-@pytest.fixture
-def ranks(by_number, mode):
-    return by_number[num_ranks_of(mode)]
-
-
 def steps_of(ranks, mode: Mode):
     """Yield the steps of each set of ranks that are compared, one entry per worker."""
     for group in {tuple(by_mode[mode.name]["ranks"]) for by_mode in ranks}:
@@ -103,55 +98,65 @@ def relative(measured: np.ndarray, exact: np.ndarray) -> float:
     return float(np.linalg.norm(measured - exact) / np.linalg.norm(exact))
 
 
-@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-class TestAgainstTheUnshardedModel:
-    def test_norms_of_all_groups(self, ranks, mode):
-        tolerance = 5 * SKETCH_NORM_ERROR if mode.parts else 1e-5
-        for step in steps_of(ranks, mode):
-            for worker in step:
-                np.testing.assert_allclose(
-                    worker["squared norms"], worker["exact squared norms"], rtol=tolerance
+def check_norms_of_all_groups(ranks, mode):
+    tolerance = 5 * SKETCH_NORM_ERROR if mode.parts else 1e-5
+    for step in steps_of(ranks, mode):
+        for worker in step:
+            np.testing.assert_allclose(
+                worker["squared norms"], worker["exact squared norms"], rtol=tolerance
+            )
+            assert worker["nonfinite"] == 0
+            if not mode.parts:
+                assert worker["largest"] == pytest.approx(
+                    np.abs(worker["gradient"]).max(), rel=1e-5
                 )
-                assert worker["nonfinite"] == 0
-                if not mode.parts:
-                    assert worker["largest"] == pytest.approx(
-                        np.abs(worker["gradient"]).max(), rel=1e-5
-                    )
 
-    def test_sketches_and_cosines(self, ranks, mode):
-        for step in steps_of(ranks, mode):
-            for worker in step:
-                assert relative(worker["sketches"], worker["exact sketches"]) < 1e-5
-            estimated = cosines(np.array([worker["sketches"].sum(0) for worker in step]))
-            true = cosines(np.array([worker["gradient"] for worker in step]))
-            assert np.abs(true).max() < 0.9  # the workers do differ
-            np.testing.assert_allclose(estimated, true, atol=4 / WIDTH**0.5)
 
-    def test_the_reduced_gradient_is_the_mean(self, ranks, mode):
-        copies = ranks[0][mode.name]["copies"]
-        assert copies == {"HSDP": 2, "replicas": 4}.get(mode.mesh, 1)
-        seen = 0
-        for step in steps_of(ranks, mode):
-            if step[0]["reduced sketches"] is None:
-                assert not mode.reads_reduced
+def check_sketches_and_cosines(ranks, mode):
+    for step in steps_of(ranks, mode):
+        for worker in step:
+            assert relative(worker["sketches"], worker["exact sketches"]) < 1e-5
+        estimated = cosines(np.array([worker["sketches"].sum(0) for worker in step]))
+        true = cosines(np.array([worker["gradient"] for worker in step]))
+        assert np.abs(true).max() < 0.9  # the workers do differ
+        np.testing.assert_allclose(estimated, true, atol=4 / WIDTH**0.5)
+
+
+def check_the_reduced_gradient(ranks, mode):
+    copies = ranks[0][mode.name]["copies"]
+    assert copies == {"HSDP": 2, "replicas": 4}.get(mode.mesh, 1)
+    seen = 0
+    for step in steps_of(ranks, mode):
+        if step[0]["reduced sketches"] is None:
+            assert not mode.reads_reduced
+            continue
+        seen += 1
+        mean = np.mean([worker["gradient"] for worker in step], axis=0)
+        squared_norm = sum(worker["reduced squared norm"] for worker in step) / copies
+        assert squared_norm == pytest.approx(mean @ mean, rel=mode.rounding)
+        sketches = sum(worker["reduced sketches"] for worker in step) / copies
+        means = np.mean([worker["exact sketches"] for worker in step], axis=0)
+        assert relative(sketches, means) < mode.rounding
+    assert seen or not mode.reads_reduced
+
+
+def check_norms_of_micro_batches(ranks, mode):
+    for step in steps_of(ranks, mode):
+        for worker in step:
+            if mode.accumulate == 1 or mode.mesh == "TP":
+                assert worker["micro"] is None
                 continue
-            seen += 1
-            mean = np.mean([worker["gradient"] for worker in step], axis=0)
-            squared_norm = sum(worker["reduced squared norm"] for worker in step) / copies
-            assert squared_norm == pytest.approx(mean @ mean, rel=mode.rounding)
-            sketches = sum(worker["reduced sketches"] for worker in step) / copies
-            means = np.mean([worker["exact sketches"] for worker in step], axis=0)
-            assert relative(sketches, means) < mode.rounding
-        assert seen or not mode.reads_reduced
+            assert len(worker["micro"]) == mode.accumulate
+            first, *others = worker["micro"] / worker["exact micro"]
+            assert first == pytest.approx(1, rel=1e-5)
+            tolerance = 1e-5 if mode.parts else 5 * SKETCH_NORM_ERROR
+            np.testing.assert_allclose(others, 1, atol=tolerance)
 
-    def test_norms_of_micro_batches(self, ranks, mode):
-        for step in steps_of(ranks, mode):
-            for worker in step:
-                if mode.accumulate == 1 or mode.mesh == "TP":
-                    assert worker["micro"] is None
-                    continue
-                assert len(worker["micro"]) == mode.accumulate
-                first, *others = worker["micro"] / worker["exact micro"]
-                assert first == pytest.approx(1, rel=1e-5)
-                tolerance = 1e-5 if mode.parts else 5 * SKETCH_NORM_ERROR
-                np.testing.assert_allclose(others, 1, atol=tolerance)
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_what_is_read_is_the_gradient_of_the_unsharded_model(by_number, mode):
+    ranks = by_number[num_ranks_of(mode)]
+    check_norms_of_all_groups(ranks, mode)
+    check_sketches_and_cosines(ranks, mode)
+    check_the_reduced_gradient(ranks, mode)
+    check_norms_of_micro_batches(ranks, mode)

@@ -1,6 +1,5 @@
 """The parts of the FSDP2 tap that need no ranks: names, shards, and listening to torch."""
 
-import gc
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,31 +7,14 @@ import pytest
 import torch
 
 from rankscope.bus.groups import group_parameters
-from rankscope.errors import UnsupportedError
-from rankscope.gradients.names import canonical_name
 from rankscope.gradients.sketch import Sketcher
-from rankscope.wrappers import fsdp2_model
-from rankscope.wrappers.calls import Relay, expect
+from rankscope.wrappers.calls import Relay
 from rankscope.wrappers.fsdp2_shard import ShardPlace, measure_shards
 
-SHAPES = [(13,), (7, 12), (12, 40), (3, 8, 50), (2, 4, 20_000), (40_000, 6)]
+SHAPES = [(13,), (3, 8, 50), (2, 4, 20_000), (40_000, 6)]
 
 
-@pytest.mark.parametrize(
-    ("name", "canonical"),
-    [
-        ("layers.0.up.weight", "layers.0.up.weight"),
-        ("_orig_mod.layers.0.up.weight", "layers.0.up.weight"),
-        ("layers.0._checkpoint_wrapped_module._orig_mod.up.weight", "layers.0.up.weight"),
-        ("_fsdp_wrapped_module.head._orig_mod.bias", "head.bias"),
-        ("my_orig_mod.weight", "my_orig_mod.weight"),
-    ],
-)
-def test_canonical_names(name, canonical):
-    assert canonical_name(name) == canonical
-
-
-@pytest.mark.parametrize("num_shards", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_shards", [2, 3])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shards_add_up_to_the_whole(shape, num_shards):
     sketcher = Sketcher(torch.device("cpu"), group_parameters(["weight"]), 1021)
@@ -53,17 +35,6 @@ def test_shards_add_up_to_the_whole(shape, num_shards):
         assert float(error) < 1e-5
         torch.testing.assert_close(parts.squared_norms, whole.squared_norms, rtol=1e-6, atol=0)
         assert torch.equal(parts.largest, whole.largest)
-
-
-def test_a_shard_with_nonfinite_elements_is_counted_once():
-    sketcher = Sketcher(torch.device("cpu"), group_parameters(["weight"]), 1021)
-    gradient = torch.ones(30, 8)
-    gradient[3, 5] = float("nan")
-    totals = sketcher.new_totals()
-    for index, shard in enumerate(gradient.chunk(2, 1)):
-        place = ShardPlace((30, 8), 1, 4 * index)
-        measure_shards(sketcher, [("weight", shard.contiguous(), place)], totals)
-    assert totals.nonfinite.tolist() == [1]
 
 
 class Ear:
@@ -96,67 +67,3 @@ class TestListening:
         assert place.function is add
         assert one.heard == [(1, {"right": 2})]
         assert other.heard == [(1, {"right": 2}), (3, {})]
-
-    def test_before_and_after(self, place):
-        order: list[str] = []
-        place.function = lambda: order.append("call")
-
-        class Listener:
-            def hear_before(self) -> None:
-                order.append("before")
-
-            def hear_after(self) -> None:
-                order.append("after")
-
-        listener = Listener()
-        Relay(place, "function").subscribe(before=listener.hear_before)
-        Relay(place, "function").subscribe(after=listener.hear_after)
-        place.function()
-        assert order == ["before", "call", "after"]
-
-    def test_a_call_that_raises_has_not_ended(self, place):
-        ear = Ear()
-        Relay(place, "function").subscribe(after=ear.hear)
-        with pytest.raises(TypeError):
-            place.function("a", 1)
-        assert ear.heard == []
-
-    def test_a_listener_that_is_gone_is_not_called(self, place):
-        relay, ear = Relay(place, "function"), Ear()
-        stop = relay.subscribe(before=ear.hear)
-        del ear
-        gc.collect()
-        assert place.function(1) == 1
-        stop()
-        assert place.function is add
-
-    def test_the_replacement_by_another_tool_stays(self, place):
-        relay, early, late = Relay(place, "function"), Ear(), Ear()
-        stop_early = relay.subscribe(before=early.hear)
-        ours = place.function
-
-        def others(*args: Any) -> Any:
-            return 10 * ours(*args)
-
-        place.function = others
-        stop_late = relay.subscribe(before=late.hear)
-        assert place.function(1, 1) == 20
-        stop_early()
-        assert place.function(1, 2) == 30
-        stop_late()
-        assert place.function is others
-        assert place.function(1, 3) == 40
-        assert len(early.heard) == 1
-        assert len(late.heard) == 2
-
-    def test_a_missing_function_is_told(self):
-        assert not Relay(torch, "no_such_function").exists
-        with pytest.raises(UnsupportedError, match=r"expected torch\.no_such_function in torch"):
-            expect(torch, "no_such_function")
-
-    @pytest.mark.parametrize("relay", [fsdp2_model._BEGIN, fsdp2_model._REDUCE, fsdp2_model._END])
-    def test_a_torch_without_a_function_of_fsdp2_is_refused(self, monkeypatch, relay):
-        monkeypatch.delattr(relay._owner, relay._name)
-        moments = ("backward_begins", "before_reduce", "backward_ends", "finalized")
-        with pytest.raises(UnsupportedError, match=rf"\.{relay._name} in torch, which"):
-            fsdp2_model.listen(**dict.fromkeys(moments, Ear().hear))

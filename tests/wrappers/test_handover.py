@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from rankscope.agent.message import StepMessage, pack_step
-from rankscope.bus.groups import cut_sections, group_parameters
+from rankscope.bus.groups import group_parameters
 from rankscope.bus.measured import measured_of
 from rankscope.gradients.fold import fold
 from rankscope.gradients.kernels.fallback import Launching
-from rankscope.gradients.sketch import NormMeter, Sketcher
+from rankscope.gradients.sketch import Sketcher
 from rankscope.wrappers import transfer
-from rankscope.wrappers.tap import LocalGradient, ReadReduced
+from rankscope.wrappers.tap import LocalGradient
 from rankscope.wrappers.transfer import GradientTransfer
 from support.interpreted import interpreter, launch_interpreted
 from support.kernel_checks import needs_compiler
@@ -24,9 +24,6 @@ WIDTH = 101
 NARROW = 13
 SHAPES = {"embed.weight": (20, 8), "layers.0.up": (30, 8), "layers.0.down": (9,), "head.bias": (5,)}
 GROUPS = group_parameters(SHAPES)
-SECTIONS = cut_sections(
-    {name: math.prod(shape) for name, shape in SHAPES.items()}, GROUPS, section_elements=100
-)
 CPU = torch.device("cpu")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
 
@@ -36,32 +33,25 @@ def make_gradient(seed=0):
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def measure(gradient, meter=Sketcher, sections=None):
-    sketcher = meter(CPU, GROUPS, WIDTH, sections=sections)
+def measure(gradient):
+    sketcher = Sketcher(CPU, GROUPS, WIDTH)
     totals = sketcher.new_totals()
     for name, part in gradient.items():
         sketcher.measure(name, part, totals)
     return totals
 
 
-def hand_over(measured, *, sketch=WIDTH, group=NARROW, sections=None, audit=0):
-    handover = GradientTransfer(
-        measured,
-        sketch_width=sketch,
-        group_width=group,
-        section_counts=() if sections is None else sections.counts,
-        audit_width=audit,
-    )
+def hand_over(measured):
+    handover = GradientTransfer(measured, sketch_width=WIDTH, group_width=NARROW)
     assert handover.ready
-    return read(handover, sections)
+    return read(handover)
 
 
-def read(handover, sections=None):
+def read(handover):
     """Return what the agent reads in a message."""
     message = StepMessage.unpack(b"".join(pack_step(0, 0.0, 0, handover.read().arrays)))
-    counts = () if sections is None else sections.counts
     numbers_1N, sketches_1N = message.numbers[None], message.sketches[None]
-    found = measured_of(numbers_1N, sketches_1N, message.sizes, counts)
+    found = measured_of(numbers_1N, sketches_1N, message.sizes, ())
     return SimpleNamespace(
         values={name: value for name, [value] in found.values.items()},
         group_norms_G=found.group_norms_wG[0],
@@ -83,13 +73,14 @@ def process():
 @pytest.fixture(
     params=[pytest.param("native", marks=needs_compiler), "torch", "triton"], autouse=True
 )
-def way(request, monkeypatch, process):
+def way(request, monkeypatch):
     """Hand over as on a CPU, as on any device, and as on one with a kernel of its own."""
     if request.param == "native":
         assert transfer._is_compiled()
     else:
         monkeypatch.setattr(transfer, "_is_compiled", lambda: False)
     if request.param == "triton":
+        process = request.getfixturevalue("process")
         monkeypatch.setattr(transfer, "_launches_on", lambda tensor: True)
         monkeypatch.setattr(transfer, "launch", partial(launch_interpreted, process))
         monkeypatch.setattr(transfer._gathering, "give_up", fail)
@@ -125,62 +116,6 @@ def test_norms_largest_and_sketches():
     assert handed.audit is None
 
 
-@pytest.mark.parametrize(
-    ("meter", "sketch", "group"),
-    [(NormMeter, 0, 0), (Sketcher, WIDTH, 0), (Sketcher, 0, NARROW), (Sketcher, WIDTH, NARROW)],
-)
-def test_only_what_was_asked_for_travels(meter, sketch, group):
-    gradient = make_gradient()
-    handed = hand_over(LocalGradient(measure(gradient, meter)), sketch=sketch, group=group)
-    assert handed.sketch_K.shape == (sketch,)
-    assert handed.group_sketches_GK.shape == (len(GROUPS), group)
-    assert handed.values["grad_norm"] == pytest.approx(norm(*gradient.values()), rel=1e-6)
-
-
-def test_a_narrower_sketch_is_made_of_the_wide_one():
-    totals = measure(make_gradient())
-    handed = hand_over(LocalGradient(totals, totals.clone()), sketch=NARROW, group=0)
-    narrow_K = fold(totals.sketches.sum(0)[None], NARROW)[0].numpy()
-    np.testing.assert_allclose(handed.sketch_K, narrow_K, **CLOSE)
-
-
-@pytest.mark.parametrize("read", [ReadReduced.NORM, ReadReduced.SKETCH])
-def test_the_norm_of_the_reduced_gradient(read):
-    local, reduced = make_gradient(0), make_gradient(1)
-    totals = measure(reduced, Sketcher if read is ReadReduced.SKETCH else NormMeter)
-    handed = hand_over(LocalGradient(measure(local), totals))
-    assert handed.values["reduced_norm"] == pytest.approx(norm(*reduced.values()), rel=1e-6)
-    assert handed.values["grad_norm"] == pytest.approx(norm(*local.values()), rel=1e-6)
-    expected = measure(local).sketches.sum(0)
-    np.testing.assert_allclose(handed.sketch_K, expected, **CLOSE)
-
-
-@pytest.mark.parametrize("narrow", [NARROW, WIDTH])
-def test_sections_are_handed_over_one_by_one_for_the_audit(narrow):
-    """Besides, everything is as without: rows of a group are added together."""
-    local, reduced = make_gradient(0), make_gradient(1)
-    plain = hand_over(LocalGradient(measure(local), measure(reduced)))
-    local_totals, reduced_totals = (measure(g, sections=SECTIONS) for g in (local, reduced))
-    handed = hand_over(LocalGradient(local_totals, reduced_totals), sections=SECTIONS, audit=narrow)
-    np.testing.assert_allclose(handed.sketch_K, plain.sketch_K, **CLOSE)
-    np.testing.assert_allclose(handed.group_sketches_GK, plain.group_sketches_GK, **CLOSE)
-    np.testing.assert_allclose(handed.group_norms_G, plain.group_norms_G, rtol=1e-7)
-    for name, value in plain.values.items():
-        assert handed.values[name] == pytest.approx(value, rel=1e-7)
-    audit = handed.audit
-    assert audit.local_SK.shape == audit.reduced_SK.shape == (len(SECTIONS), narrow)
-    for rows, totals in ((audit.local_SK, local_totals), (audit.reduced_SK, reduced_totals)):
-        expected = fold(totals.sketches, narrow) if narrow < WIDTH else totals.sketches
-        np.testing.assert_allclose(rows, expected, **CLOSE)
-    flat = torch.cat([reduced["layers.0.up"].flatten(), reduced["layers.0.down"].flatten()])
-    first, counts = 2, SECTIONS.counts
-    assert counts == (2, 3, 1)  # one of the parameters spans two sections
-    pieces = np.split(flat.double().square().numpy(), np.cumsum(SECTIONS.sizes[2:4]))
-    np.testing.assert_allclose(
-        audit.reduced_squares_S[first : first + 3], [piece.sum() for piece in pieces], rtol=1e-6
-    )
-
-
 def test_the_sketch_of_a_group_that_is_one_section_travels_once():
     local, reduced = (measure(make_gradient(seed)) for seed in (0, 1))
     widths = {"sketch_width": WIDTH, "group_width": NARROW, "section_counts": (1,) * len(GROUPS)}
@@ -193,29 +128,6 @@ def test_the_sketch_of_a_group_that_is_one_section_travels_once():
     ]
     handed = [read(handover) for handover in (apart, whole)]
     np.testing.assert_array_equal(*(gradient.group_sketches_GK for gradient in handed))
-
-
-def test_a_reduced_gradient_that_could_not_be_read_is_unknown_to_the_audit():
-    handed = hand_over(
-        LocalGradient(measure(make_gradient(), sections=SECTIONS)), sections=SECTIONS, audit=NARROW
-    )
-    assert math.isnan(handed.values["reduced_norm"])
-    audit = handed.audit
-    assert audit.reduced_SK.shape == (len(SECTIONS), NARROW)
-    assert np.isnan(audit.reduced_SK).all()
-    assert np.isnan(audit.reduced_squares_S).all()
-    assert np.isfinite(audit.local_SK).all()
-
-
-def test_micro_batches_and_a_gradient_that_was_carried_over():
-    measured = LocalGradient(
-        measure(make_gradient()),
-        micro_squared_norms=torch.tensor([4.0, 9.0, 0.0], dtype=torch.float64),
-        carried_over=torch.tensor(True),
-    )
-    handed = hand_over(measured)
-    assert handed.micro_norms.tolist() == [2.0, 3.0, 0.0]
-    assert handed.values["grad_carried_over"] == 1
 
 
 def test_what_happened_between_micro_batches():
@@ -233,10 +145,9 @@ def test_what_happened_between_micro_batches():
     assert "accumulator_change" not in hand_over(LocalGradient(totals)).values
 
 
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_is_handed_over_as_it_is(poison):
+def test_a_gradient_that_is_not_finite_is_handed_over_as_it_is():
     gradient = make_gradient()
-    gradient["layers.0.up"][3, :2] = poison
+    gradient["layers.0.up"][3, :2] = math.inf
     handed = hand_over(LocalGradient(measure(gradient)))
     assert handed.values["grad_nonfinite"] == 2
     assert not math.isfinite(handed.values["grad_norm"])
@@ -245,28 +156,6 @@ def test_a_gradient_that_is_not_finite_is_handed_over_as_it_is(poison):
     assert finite.tolist() == [True, False, True]
     assert np.isfinite(handed.group_sketches_GK).all(axis=1).tolist() == finite.tolist()
     assert not np.isfinite(handed.sketch_K).all()
-
-
-def test_what_is_measured_later_does_not_reach_a_handover_on_its_way():
-    gradient = make_gradient()
-    sketcher = Sketcher(CPU, GROUPS, WIDTH)
-    totals = measure(gradient)
-    expected = hand_over(LocalGradient(totals))
-    on_its_way = GradientTransfer(LocalGradient(totals), sketch_width=WIDTH, group_width=NARROW)
-    totals.reset()
-    sketcher.measure("head.bias", torch.full((5,), math.nan), totals)
-    handed = read(on_its_way)
-    assert handed.values["grad_norm"] == expected.values["grad_norm"]
-    np.testing.assert_array_equal(handed.sketch_K, expected.sketch_K)
-    np.testing.assert_array_equal(handed.group_sketches_GK, expected.group_sketches_GK)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_the_precision_of_the_gradient_does_not_change_what_arrives(dtype):
-    gradient = {name: part.to(dtype) for name, part in make_gradient().items()}
-    handed = hand_over(LocalGradient(measure(gradient)))
-    assert handed.values["grad_norm"] == pytest.approx(norm(*gradient.values()), rel=1e-6)
-    assert handed.sketch_K.dtype == np.float32
 
 
 def test_a_kernel_that_fails_is_replaced_by_plain_torch_and_told_of_once(monkeypatch, caplog):

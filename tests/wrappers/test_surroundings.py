@@ -9,9 +9,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
-from rankscope.integrations.backward_loss import unscaled
-from rankscope.wrappers.loss_form import read_form
-from rankscope.wrappers.surroundings import around_model, outside, surrounded, traced
+from rankscope.wrappers.surroundings import outside, surrounded
 from support.cut import Cut
 
 
@@ -87,31 +85,6 @@ def work() -> None:
     assert x.grad.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_work_is_seen_by_nothing_and_all_comes_back():
-    assert not surrounded()
-    with Within() as within:
-        before, seen = state(), within.seen
-        assert surrounded()
-        outside(work)
-        assert within.seen == seen
-        assert state() == before
-        torch.ones(3) + 1
-        assert within.seen != seen
-    assert not surrounded()
-
-
-def test_all_comes_back_after_an_error():
-    with Within():
-        before = state()
-        with pytest.raises(ValueError, match="broken"):
-            outside(fail)
-        assert state() == before
-
-
-def fail() -> None:
-    raise ValueError("broken")
-
-
 def test_all_comes_back_wherever_it_is_interrupted():
     with Within(), Cut(file="wrappers/surroundings") as count:
         outside(work)
@@ -123,74 +96,3 @@ def test_all_comes_back_wherever_it_is_interrupted():
                 outside(work)
             assert state() == before, at
         assert not surrounded(), at
-
-
-def test_a_model_finds_its_default_device_and_no_hook_on_all_modules():
-    seen = []
-    hook = torch.nn.modules.module.register_module_forward_hook(lambda *_: seen.append(1))
-    layer = torch.nn.Linear(2, 2)
-
-    def run() -> None:
-        assert torch.ones(2).device.type == "cpu"
-        with around_model():
-            assert torch.ones(2).is_meta
-            assert not torch.is_anomaly_enabled()
-            assert layer(torch.ones(2, device="cpu")).requires_grad
-
-    try:
-        with torch.device("meta"), torch.no_grad(), torch.autograd.set_detect_anomaly(True):
-            outside(run)
-            assert torch.is_anomaly_enabled()
-            assert torch.ones(2).is_meta
-        assert seen == []
-        layer(torch.ones(2))
-        assert seen == [1]
-    finally:
-        hook.remove()
-
-
-def test_a_profiler_sees_one_range():
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        outside(work)
-        torch.zeros(3)
-    names = [event.name for event in profiler.events()]
-    assert names[:2] == ["rankscope", "aten::zeros"]
-
-
-def test_what_is_traced_or_transformed_is_known():
-    found = []
-    torch.func.grad(lambda x: (found.append(traced()), x.sum())[1])(torch.ones(2))
-    with torch._subclasses.fake_tensor.FakeTensorMode():
-        found.append(traced())
-    with Seeing():
-        found.append(traced())
-    assert found == [True, True, False]
-
-
-def test_what_a_hook_has_packed_is_not_unpacked_to_read_a_loss():
-    unpacked = []
-    x = torch.ones(4, requires_grad=True)
-
-    def unpack(packed: torch.Tensor) -> torch.Tensor:
-        unpacked.append(packed)
-        return packed
-
-    assert read_form(x.sum() / torch.tensor(4.0), 4, 4, 2) is not None
-    with saved_tensors_hooks(lambda tensor: tensor, unpack):
-        loss = x.sum() / torch.tensor(4.0)
-    assert read_form(loss, 4, 4, 2) is None
-    assert unpacked == []
-
-
-def test_what_a_hook_has_packed_is_not_unpacked_to_unscale_a_loss():
-    unpacked = []
-
-    def unpack(packed: torch.Tensor) -> torch.Tensor:
-        unpacked.append(packed)
-        return packed
-
-    loss = torch.ones(4, requires_grad=True).mean()
-    with saved_tensors_hooks(lambda tensor: tensor, unpack):
-        scaled = loss / torch.tensor(4.0) * 2.0
-    assert unscaled(scaled, {}).loss is scaled
-    assert unpacked == []

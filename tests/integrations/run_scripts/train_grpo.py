@@ -6,23 +6,16 @@ step on that the environment names in ``STALE_FROM``.
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
 from datasets import Dataset
-from plain_training import digest
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 NUM_TOKENS, LONGEST = 61, 8
-
-
-def parse(words=None):
-    """Return the settings of a command line; None: of this process's own."""
-    return HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(words)[0]
 
 
 def make_model():
@@ -69,7 +62,7 @@ class Engine:
         stale_from: Step from which it gets no new weights on rank 1.
     """
 
-    def __init__(self, rank, stale_from=1 << 30):
+    def __init__(self, rank, stale_from):
         self.rank, self.stale_from = rank, stale_from
         self.generator = torch.Generator().manual_seed(rank)
         self.model = make_model().bfloat16().eval()
@@ -107,28 +100,22 @@ class Engine:
         return sum(apart) / len(apart)
 
 
-def make_trainer(settings, engine, callbacks=()):
-    return GRPOTrainer(
+def main():
+    torch.set_num_threads(1)
+    [settings] = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses()
+    engine = Engine(settings.process_index, int(os.environ["STALE_FROM"]))
+    trainer = GRPOTrainer(
         make_model(),
         large_tokens,
         args=settings,
         train_dataset=make_data(),
         processing_class=make_tokenizer(),
         rollout_func=engine,
-        callbacks=list(callbacks),
     )
-
-
-def main():
-    torch.set_num_threads(1)
-    settings = parse()
-    engine = Engine(settings.process_index, int(os.environ.get("STALE_FROM", str(1 << 30))))
-    trainer = make_trainer(settings, engine)
     trainer.train()
     output = Path(settings.output_dir)
     output.mkdir(parents=True, exist_ok=True)
-    seen = {"argv": sys.argv[1:], "digest": digest(trainer.model), "gaps": engine.gaps}
-    (output / f"seen {settings.process_index}").write_text(json.dumps(seen))
+    (output / f"gaps {settings.process_index}").write_text(json.dumps(engine.gaps))
 
 
 if __name__ == "__main__":

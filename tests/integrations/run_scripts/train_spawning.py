@@ -1,4 +1,4 @@
-"""An ordinary script that starts its own ranks, by ``torch.multiprocessing``, and compiles."""
+"""An ordinary script that starts its own ranks, by ``torch.multiprocessing``."""
 
 import json
 import sys
@@ -14,8 +14,7 @@ def work(rank, store, output):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     model, optimizer = build("ddp")
-    compiled = torch.compile(model, backend="eager")
-    train(rank, compiled, optimizer)
+    train(rank, model, optimizer)
     Path(f"{output}.{rank}").write_text(json.dumps({"digest": digest(model)}))
     dist.destroy_process_group()
 
