@@ -48,15 +48,6 @@ def test_it_is_the_cosine_of_workers_that_draw_alike(tmp_path):
     assert np.mean(measured) == pytest.approx(TRUE, abs=0.01)
 
 
-def test_it_stays_where_it_is_when_all_workers_draw_the_same(tmp_path):
-    rng = np.random.default_rng(0)
-    run, measured = recorded(
-        tmp_path / "run", lambda: np.repeat(rng.standard_normal((1, MICRO, SIZE)), W, axis=0)
-    )
-    assert np.array(measured) == pytest.approx(1.0)
-    assert expected_cosines(run)[1].mean() == pytest.approx(TRUE, abs=0.02)
-
-
 def weighted(path, rng, *, known=True):
     """Record steps in which every worker divides by its own tokens, which differ by micro-batch."""
     writer = RunWriter(path, {"num_workers": W})
@@ -87,18 +78,3 @@ def test_tokens_that_weigh_micro_batches_are_no_noise_in_the_report(tmp_path, mo
     assert noise_numbers(run)["gradient_ratio"] == pytest.approx(1, abs=0.02)
     measured_T = run.columns(Table.STEPS, "cosine_weighted")["cosine_weighted"]
     assert expected_cosines(run)[1].mean() == pytest.approx(measured_T.mean(), abs=0.01)
-
-
-def test_norms_whose_multipliers_are_unknown_tell_nothing_of_noise_within(tmp_path):
-    run = weighted(tmp_path / "run", np.random.default_rng(0), known=False)
-    numbers = noise_numbers(run)
-    assert numbers["gradient_ratio"] is None
-    assert not numbers["noise_scale_from_micro"]
-    assert numbers["noise_scale"] > 0
-    assert len(expected_cosines(run)[0]) == 0
-
-
-def test_nothing_is_expected_where_no_gradient_was_measured(tmp_path):
-    run, _ = recorded(tmp_path / "run", None)
-    steps_T, cosines_T = expected_cosines(run)
-    assert len(steps_T) == len(cosines_T) == 0
