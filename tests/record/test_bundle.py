@@ -108,13 +108,6 @@ def test_nothing_is_ever_pickled(tmp_path):
         load_bundle(path)
 
 
-def test_a_bundle_that_cannot_be_written_leaves_nothing(tmp_path):
-    (tmp_path / "replay").write_text("in the way")
-    with pytest.raises(RunError, match="cannot write"):
-        save_bundle(tmp_path, bundle())
-    assert [file.name for file in tmp_path.iterdir()] == ["replay"]
-
-
 def test_what_an_interrupted_write_has_left_is_no_bundle(tmp_path):
     left = tmp_path / "replay" / f".{bundle().name}.tmp"
     left.mkdir(parents=True)
@@ -125,22 +118,11 @@ def test_what_an_interrupted_write_has_left_is_no_bundle(tmp_path):
     assert not left.exists()
 
 
-def test_a_directory_without_a_bundle_names_those_that_are_near(tmp_path):
-    path = save_bundle(tmp_path, bundle())
-    with pytest.raises(RunError, match="no replay bundle") as raised:
-        load_bundle(tmp_path)
-    assert str(path) in str(raised.value)
-    with pytest.raises(RunError, match="no replay bundle"):
-        load_bundle(tmp_path / "nothing")
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
         (lambda info: info | {"format": 2}, "format 1.*got 2"),
-        (lambda info: {k: v for k, v in info.items() if k != "suspect"}, "damaged"),
         (lambda info: info | {"structures": []}, "damaged"),
-        (lambda info: info | {"finding": {"id": "x"}}, "damaged"),
         (lambda info: [], "got list"),
     ],
 )
@@ -149,20 +131,6 @@ def test_a_damaged_description(tmp_path, damage, message):
     info = json.loads((path / "bundle.json").read_text())
     (path / "bundle.json").write_text(json.dumps(damage(info)))
     with pytest.raises(RunError, match=message):
-        load_bundle(path)
-
-
-def test_damaged_files(tmp_path):
-    path = save_bundle(tmp_path, bundle())
-    content = (path / "suspect.npz").read_bytes()
-    (path / "suspect.npz").write_bytes(content[:-30])
-    with pytest.raises(RunError, match="damaged"):
-        load_bundle(path)
-    (path / "suspect.npz").unlink()
-    with pytest.raises(RunError, match="cannot read"):
-        load_bundle(path)
-    (path / "bundle.json").write_text("{")
-    with pytest.raises(RunError, match="damaged"):
         load_bundle(path)
 
 
@@ -186,18 +154,13 @@ def archived(**arrays) -> bytes:
 
 ENTRY = b"PK\x01\x02\x2d\x03\x2d\0"
 ARCHIVES: dict[str, Callable[[], bytes]] = {
-    "nothing": lambda: b"",
     "half of one": lambda: archived()[:300],
-    "an array": lambda: b"\x93NUMPY\x01\x00",
     "a password": lambda: archived().replace(ENTRY + b"\0", ENTRY + b"\1"),
     "more than there is": lambda: zipped("(1000000000, 1000000)", bytes(8)),
     "a negative shape": lambda: zipped("(-2, 2)", bytes(8)),
     "a bomb": lambda: zipped("(100000000,)", bytes(4_000_000), 100),
     "no samples": lambda: archive_of({"array-0": np.ones(2)}),
-    "another array": lambda: archive_of({"samples": np.arange(2), "array-7": np.ones(2)}),
     "samples of text": lambda: archived(samples=np.array(["a"])),
-    "samples that are no numbers": lambda: archived(samples=np.array([np.nan])),
-    "one sample alone": lambda: archived(samples=np.int64(3)),
     "a table of samples": lambda: archived(samples=np.ones((2, 2), np.int64)),
 }
 
@@ -217,14 +180,3 @@ def test_archives_that_hold_no_batch_are_refused_in_one_line(tmp_path, content):
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert forked(act, tmp_path / "err") is None
-
-
-@pytest.mark.parametrize("column", [[], [[0.1], [0.2]], [0.1], "", {}, 3, None, ["a", "b"]])
-@pytest.mark.parametrize("name", ["losses_W", "again_W"])
-def test_results_that_are_not_one_of_each_worker_are_refused(tmp_path, name, column):
-    path = save_bundle(tmp_path, bundle(results=RESULTS))
-    info = json.loads((path / "bundle.json").read_text())
-    info["results"][name] = column
-    (path / "bundle.json").write_text(json.dumps(info))
-    with pytest.raises(RunError, match="the bundle is damaged"):
-        load_bundle(path)
