@@ -58,9 +58,7 @@ def test_a_hook_that_begins_to_compress_later(jobs):
 @pytest.mark.parametrize(
     ("hook", "theirs"),
     [
-        (None, False),
         ("rankscope.lab.reductions.fixed_order.reduce_bucket", False),
-        ("BuiltinCommHookType.FP16_COMPRESS", True),
         ("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook", True),
     ],
 )
