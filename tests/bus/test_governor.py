@@ -131,13 +131,6 @@ def test_when_nothing_meets_the_budget_gradients_are_not_given_up_for_it():
     assert "cannot meet" in str(job.governor.decisions[-1])
 
 
-def test_the_slowest_worker_counts():
-    governor = Governor(0.01, 1, always=0)
-    for step in range(40):
-        governor.observe(step, True, np.array([0.001, 0.03, 0.001]), np.full(3, 1.0))
-    assert governor.decisions[0].interval == 4
-
-
 def test_the_summary_is_json_and_tells_what_happened():
     job = Job(base=0.001, observed=0.031).run(2000)
     summary = json.loads(json.dumps(job.governor.summary(), allow_nan=False))

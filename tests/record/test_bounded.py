@@ -129,6 +129,15 @@ def test_whole_steps_of_one_row_group_are_chosen_evenly(one_group):
     assert rows["rank"].tolist() == [0, 1, 2, 3] * 20
 
 
+@pytest.mark.parametrize("number", [7, 12])  # of 12, one begins a piece
+def test_single_rows_of_one_row_group_are_found(one_group, number):
+    steps, cosines = one_group.cosines()
+    few, chosen = one_group.cosines(max_frames=number)
+    assert len(few) == number
+    assert (few[0], few[-1]) == (steps[0], steps[-1])
+    np.testing.assert_array_equal(chosen, cosines[np.isin(steps, few)])
+
+
 def test_samples_are_counted_again_in_pieces(one_group):
     counted, ids = one_group.count_samples(), one_group.sample_ids()
     assert one_group.num_samples >= len(ids) > 0

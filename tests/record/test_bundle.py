@@ -13,10 +13,8 @@ import pytest
 from fuzz.readers import forked
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.packing import PlainBatch
-from rankscope.bus.step import MISSING_INT
 from rankscope.errors import RunError
 from rankscope.evidence.canary.bundle import ReplayBundle, find_bundles, load_bundle, save_bundle
-from rankscope.evidence.canary.verdict import CanaryCause, CanaryResults, CanaryVerdict
 from rankscope.files import archive_of
 
 SUSPECT = PlainBatch(
@@ -25,17 +23,6 @@ SUSPECT = PlainBatch(
     np.array([7, -(2**63)]),
 )
 PEER = PlainBatch({"dict": []}, (np.array(3.5), np.array(["é"])))
-RESULTS = CanaryResults(
-    1,
-    0,
-    np.array([0.1, np.nan]),
-    np.array([1.0, np.nan]),
-    np.array([2**63 - 1, MISSING_INT]),
-    np.array([2**63 - 1, MISSING_INT]),
-    np.array([0.3, np.nan]),
-    np.array([1.0, np.nan]),
-    np.array([-5, MISSING_INT]),
-)
 FINDING = Finding(
     "rank 1/odd", "data.worker_outlier", Severity.WARNING, (1,), 3, 9, "It is.", "Go."
 )
@@ -81,24 +68,6 @@ def test_a_bundle_comes_back_as_it_was(tmp_path):
         assert back.versions["torch"] == "2.13"
         assert "numpy" in back.versions
     assert find_bundles(tmp_path) == [path]
-
-
-def test_results_are_added_later(tmp_path):
-    path = save_bundle(tmp_path, bundle())
-    before = (path / "suspect.npz").read_bytes()
-    verdict = CanaryVerdict(CanaryCause.INCONCLUSIVE, (1,), np.nan)
-    assert save_bundle(tmp_path, bundle(results=RESULTS, verdict=verdict)) == path
-    back = load_bundle(path)
-    assert back.results is not None
-    assert back.results.missing == (1,)
-    for name in ("losses_W", "digests_W", "again_W", "peer_losses_W", "peer_digests_W"):
-        expected, got = getattr(RESULTS, name), getattr(back.results, name)
-        assert got.dtype == expected.dtype
-        np.testing.assert_array_equal(got, expected)
-    assert back.verdict is not None
-    assert (back.verdict.verdict, back.verdict.ranks) == (CanaryCause.INCONCLUSIVE, (1,))
-    assert (path / "suspect.npz").read_bytes() == before
-    json.loads((path / "bundle.json").read_text(), parse_constant=pytest.fail)  # no NaN
 
 
 def test_nothing_is_ever_pickled(tmp_path):

@@ -51,15 +51,6 @@ def test_steps_that_are_none(run: Path, change: str):
         Run.open(run).table(Table.STEPS)
 
 
-@pytest.mark.parametrize("workers", [10**9, "four"])
-def test_more_workers_than_there_can_be(run: Path, workers: object):
-    info = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**info, "num_workers": workers}))
-
-    with pytest.raises(RunError, match="as num_workers, got"):
-        Run.open(run)
-
-
 DEEP = "[" * 200_000 + "]" * 200_000
 FINDING = {
     "id": "a",

@@ -19,14 +19,6 @@ def test_what_stood_behind_the_bytes_that_remain_is_replaced(tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert files.cache_root() == Path("/somewhere/rankscope")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert files.cache_root() == Path("/home/someone/.cache/rankscope")
-
-
 def test_a_file_to_which_others_can_write_is_not_read(tmp_path: Path):
     path = tmp_path / "kept"
     assert files.read_own(path) is None

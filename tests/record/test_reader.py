@@ -13,7 +13,6 @@ from rankscope.record import Run, RunWriter
 from record.step_reports import (
     expected_steps,
     expected_workers,
-    make_cosines,
     make_report,
 )
 
@@ -133,15 +132,6 @@ def test_a_file_that_may_not_be_read_is_not_called_damaged(tmp_path, monkeypatch
 
 
 # Matrices --------------------------------------------------------------------------------------
-
-
-def test_cosines_come_back_as_matrices(tmp_path):
-    reports = [make_report(step, observed=step != 3) for step in range(4, 0, -1)]
-    run = record(tmp_path / "run", [*reversed(reports), make_report(5)], {"num_workers": 99})
-    steps, cosines = run.cosines()
-    assert steps.tolist() == [1, 2, 4, 5]
-    expected = np.array([make_cosines(step, W) for step in (1, 2, 4, 5)], np.float32)
-    np.testing.assert_array_equal(cosines, expected)
 
 
 # Findings --------------------------------------------------------------------------------------

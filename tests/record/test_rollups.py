@@ -1,10 +1,7 @@
 """Roll-ups: what the writer makes of many steps, and overviews that are read from them."""
 
-import shutil
-
 import numpy as np
 import polars as pl
-import pyarrow.parquet as pq
 import pytest
 
 from rankscope.record import Run, RunWriter, rollups, writer
@@ -32,11 +29,6 @@ def finished(tmp_path_factory):
                 run.flush()
         run.close()
     return path
-
-
-@pytest.fixture
-def copy(finished, tmp_path):
-    return shutil.copytree(finished, tmp_path / "copy")
 
 
 def by_hand(path, name, width):
@@ -106,16 +98,6 @@ def test_an_overview_holds_what_the_rows_hold(finished, monkeypatch, max_bins):
     for name, view in views.items():
         assert len(view.first_B) <= max_bins
         assert_is(view, by_hand(finished, name, width))
-
-
-def test_what_roll_ups_lack_comes_from_the_rows(copy, monkeypatch):
-    monkeypatch.setattr(rollups, "MAX_ROWS", 0)
-    for file in (copy / "rollups").glob("*/part-*"):
-        rows = pq.read_table(file)
-        pq.write_table(rows.drop_columns([n for n in rows.column_names if "loss_" in n]), file)
-    run = Run.open(copy)
-    assert_is(run.overview("loss"), by_hand(copy, "loss", 64))
-    assert_is(run.overview("grad_norm"), by_hand(copy, "grad_norm", 64))
 
 
 def test_a_run_that_is_not_closed_is_told_to_its_last_flush(tmp_path, monkeypatch):

@@ -164,12 +164,6 @@ def test_what_a_store_refuses_to_the_end_stays_and_is_read_there(tmp_path, caplo
     assert (store.copy / "run.json").exists()
 
 
-@pytest.mark.parametrize("path", ["/tmp/a:b/c", Path("sft"), "C:\\runs"])
-def test_paths_of_this_machine_are_left_alone(path):
-    assert Store.of(path) is None
-    assert at_hand(path) == Path(path)
-
-
 def test_addresses_survive_as_paths_and_keep_their_options():
     store = Store.of(Path("s3://bucket/runs/sft/"))
     assert (store.address, store.name) == ("s3://bucket/runs/sft", "sft")

@@ -46,15 +46,6 @@ def test_a_step_has_a_row_for_each_tensor_and_the_first_one_tells_of_the_beginni
     assert rows[4]["sketch"] == [1.0] * TRACE_WIDTH
 
 
-def test_without_a_finite_norm_there_is_no_sketch(tmp_path):
-    run = RunWriter(tmp_path / "run", {})
-    run.add(traced_report(0, make_trace(0, "a", norm=np.nan)))
-    run.add(traced_report(1, make_trace(1, "a", norm=np.inf)))
-    run.close()
-    rows = Run.open(run.path).table(Table.TRACES).to_pylist()
-    assert [(r["norm"], r["sketch"]) for r in rows] == [(None, []), (np.inf, [])]
-
-
 def test_a_large_trace_is_written_before_its_time(tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "PENDING_BYTES", 10 * 8 * TRACE_WIDTH)
     run = RunWriter(tmp_path / "run", {}, flush_seconds=100.0)

@@ -10,7 +10,6 @@ import numpy as np
 import polars as pl
 import pytest
 
-from rankscope.errors import RunError
 from rankscope.record import RunWriter, writer
 from rankscope.record.begin import begin_run, end_lost_run
 from record.run_files import duckdb_rows, make_finding, pandas_rows, polars_rows, read_info, write
@@ -47,15 +46,6 @@ def test_other_tools_read_lists(tmp_path):
     matrix = make_cosines(1, 4)
     pairs = [matrix[i, j] for i in range(4) for j in range(i + 1, 4)]
     assert defined == [float(np.float32(x)) for x in pairs]
-
-
-@pytest.mark.parametrize(("num_workers", "recorded"), [(1, False), (64, True), (65, False)])
-def test_pairs_are_recorded_for_2_to_64_workers(tmp_path, num_workers, recorded):
-    path = write(tmp_path / "run", [make_report(1, num_workers)]).path
-    assert (path / "pairs").exists() == recorded
-    if recorded:
-        (row,) = polars_rows(path, "pairs")
-        assert len(row["cosines"]) == num_workers * (num_workers - 1) // 2
 
 
 def test_steps_that_are_added_together_leave_the_same_files(tmp_path):
@@ -141,21 +131,6 @@ def test_run_json_says_what_the_run_is(tmp_path):
     assert written["ranks"] == [0, 1]
     assert written["limit"] is None
     assert "finished" not in written
-
-
-def test_close_writes_what_is_left_and_the_status(tmp_path):
-    run = RunWriter(tmp_path / "run", {})
-    for step in range(3):
-        run.add(make_report(step))
-    run.close("interrupted")
-    run.close("complete")
-    written = read_info(run.path)
-    assert written["status"] == "interrupted"
-    assert written["steps"] == 3
-    assert datetime.fromisoformat(written["finished"]) >= datetime.fromisoformat(written["started"])
-    assert polars_rows(run.path, "steps") == expected_steps(3)
-    with pytest.raises(RunError, match="closed"):
-        run.add(make_report(3))
 
 
 @pytest.mark.parametrize(("share", "folder", "file"), [("me", 0o700, 0o600), ("all", 0o755, 0o644)])

@@ -92,16 +92,3 @@ def test_what_is_narrowed_tells_the_whole_and_the_sections_in_turn(gradients, co
     assert (told[..., 1] < 1e-6).all()
     if copies == 4:
         assert (found[1:] < 1e-6).all()
-
-
-def test_squares_that_the_sum_of_shards_loses_make_a_residual_unknown(gradients):
-    gradients = gradients.astype(np.float32)
-    gradients[:, 10:] *= np.float32(1e-24)
-    mean = gradients.mean(axis=0, dtype=np.float64).astype(np.float32)
-    held = np.zeros((4, SIZE))
-    for worker, indices in enumerate(np.array_split(np.arange(SIZE), 4)):
-        held[worker, indices] = mean[indices]
-    sharded = audit(gradients, held, copies=1)
-    assert np.isnan(sharded[:, 2]).all()
-    assert (sharded[:, :2] < 1e-6).all()
-    assert (audit(gradients, np.stack([mean] * 4), copies=4) < 1e-6).all()

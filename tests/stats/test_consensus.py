@@ -95,30 +95,6 @@ def test_zero_gradients_have_no_direction():
     check_against_pairs(sketches, groups, 1e-11)
 
 
-def test_narrow_sketches_err_as_the_docs_say():
-    rng = np.random.default_rng(1)
-    num_workers, size, wide = 65, 20_000, 4093
-    signs, buckets = rng.choice([-1.0, 1.0], size), np.arange(size) % wide
-    squares = {width: [] for width in (61, 251, 1021)}
-    mean_squares = {width: [] for width in squares}
-    for _ in range(6):
-        rows = rng.normal(size=(num_workers, size)) + 0.2 * rng.normal(size=size)
-        signs = rng.choice([-1.0, 1.0], size)
-        exact = gram(rows)
-        exact_W, exact_mean = leave_one_out(exact), mean_and_min_cosine(cosines_from_gram(exact))[0]
-        sketches = np.stack([np.bincount(buckets, row * signs, wide) for row in rows])
-        for width in squares:
-            narrowed = narrow(sketches.astype(np.float32), width).widened()
-            consensus = consensus_of(narrowed, np.empty((0, num_workers, 0)))
-            squares[width] += ((consensus.cosine_rest_W - exact_W) ** 2).tolist()
-            mean_squares[width].append((consensus.cosine_mean - exact_mean) ** 2)
-    for width, found in squares.items():
-        promised = (1 - np.mean(exact_W) ** 2) * np.sqrt(1 / width + 1 / wide)
-        assert 0.8 * promised < np.sqrt(np.mean(found)) < 1.25 * promised
-        promised = np.sqrt(2 / width) * (exact_mean + 1 / num_workers) * (1 - exact_mean)
-        assert np.sqrt(np.mean(mean_squares[width])) < 2 * promised
-
-
 def test_folding_is_linear_and_leaves_narrow_rows_alone():
     rng = np.random.default_rng(0)
     rows = rng.integers(-9, 9, size=(2, 1021)).astype(np.float32)

@@ -16,7 +16,6 @@ from rankscope.stats.direction import (
     leave_one_out_from_mean,
     mean_and_min_cosine,
     norm_weighted_cosine,
-    norm_weighted_cosine_from_mean,
     upper_triangle,
 )
 
@@ -80,13 +79,6 @@ def test_leave_one_out_agrees_with_the_sum_of_the_others(rows):
             assert math.isnan(found[i])
         else:
             np.testing.assert_allclose(found[i], naive_cosine(row, rest), atol=1e-9)
-
-
-@given(gradients(min_workers=2))
-def test_weighted_cosine_follows_from_norms_and_the_mean(rows):
-    norms_W = np.linalg.norm(rows, axis=1)
-    found = norm_weighted_cosine_from_mean(norms_W, float(np.linalg.norm(rows.mean(axis=0))))
-    np.testing.assert_allclose(found, norm_weighted_cosine(gram(rows)), atol=1e-9)
 
 
 @given(gradients(min_workers=2))

@@ -4,7 +4,6 @@ import math
 from fractions import Fraction
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,10 +38,3 @@ def test_mean_spread_and_range_agree_with_fractions(values):
         assert expected[2] > Fraction(np.finfo(np.float64).max)
     else:
         assert abs(Fraction(found[2]) - expected[2]) <= tolerance
-
-
-@pytest.mark.parametrize("function", [finite_mean, population_std, value_range])
-def test_workers_without_a_finite_value_are_left_out(function):
-    whole, holed = np.array([2.0, 5.0]), np.array([np.nan, 2.0, np.inf, 5.0, -np.inf])
-    assert function(holed) == function(whole)
-    assert math.isnan(function(np.array([np.nan, np.inf])))

@@ -16,7 +16,7 @@ from rankscope.stats.bets import (
 )
 from rankscope.stats.budget import ShiryaevRoberts
 from rankscope.stats.exchangeability import ExchangeabilityTest
-from rankscope.stats.units import HEALED
+from rankscope.stats.units import HEALED, compare_with_others
 
 BETS = worker_bets()
 
@@ -197,3 +197,12 @@ def test_how_many_steps_are_taken_together_makes_no_difference(num_units, togeth
 def take_numbered(test, values, steps, after):
     for step in test.observe(values, steps):
         after(test, step)
+
+
+@pytest.mark.parametrize("num_units", [3, 9])
+def test_a_unit_set_apart_is_compared_with_the_others_as_before(num_units):
+    values = np.random.default_rng(0).standard_normal((50, num_units))
+    ranked = rank_units(np.where(np.arange(num_units) == 1, np.nan, values))
+    e_BS = compare_with_others(values[:, 1], np.zeros(50, np.float32), ranked, BETS)
+    by_rank_B = [bet.kind is not BetKind.RARE for bet in BETS]
+    np.testing.assert_allclose(e_BS[by_rank_B], values_of_bets(values)[by_rank_B, :, 1], rtol=1e-5)

@@ -49,9 +49,20 @@ def ragged(rng, t):
     return units
 
 
+def many(rng, t):
+    return units_of(rng.standard_normal((40, 4)))
+
+
 @pytest.mark.parametrize(
     ("stream", "same_index"),
-    [(normal, False), (heavy_tailed, True), (tied, False), (weighted, True), (ragged, False)],
+    [
+        (normal, False),
+        (heavy_tailed, True),
+        (tied, False),
+        (weighted, True),
+        (ragged, False),
+        (many, False),
+    ],
 )
 def test_e_values_of_healthy_streams_have_expectation_one(stream, same_index):
     data, draws = np.random.default_rng(5), np.random.default_rng(6)
@@ -93,6 +104,16 @@ def test_the_same_data_on_all_workers_is_the_lowest_spread():
     low, high = rank_bets(ranks)
     assert low[1] > 5
     assert (high < 1).all()
+
+
+@pytest.mark.parametrize("lengths", [(4,) * 8, (4, 1, 3, 2, 4, 2, 3, 4)])
+def test_a_kind_of_data_per_worker_is_the_highest_spread_under_both_nulls(lengths):
+    rng = np.random.default_rng(0)
+    values = [10.0 * rank + rng.standard_normal(length) for rank, length in enumerate(lengths)]
+    for same_index in (False, True):
+        low, high = bets(pool_units(values), same_index=same_index)
+        assert high[1] > 5
+        assert (low < 1).all()
 
 
 @pytest.mark.parametrize(

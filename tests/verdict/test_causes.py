@@ -42,12 +42,6 @@ def test_a_cause_that_comes_much_later_explains_nothing():
     assert explanations([drift, late])[drift.id] is None
 
 
-def test_a_note_does_not_explain_an_error():
-    drift = finding("state.parameters_differ")
-    note = finding("sync.not_reduced", Severity.NOTE)
-    assert explanations([drift, note])[drift.id] is None
-
-
 def test_stale_rollouts_explain_outliers_of_the_same_workers_alone():
     stale = finding("rollout.worker_outlier", Severity.WARNING, id="rollout-1", ranks=(1, 2))
     named = {"outlier-1": (2,), "outlier-2": (1, 2), "outlier-3": (2, 3)}

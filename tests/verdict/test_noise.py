@@ -14,38 +14,6 @@ from support.micro_jobs import micro_step
 
 W, MICRO, SIZE, STEPS = 8, 4, 400, 40
 SIGNAL = 0.5  # of each element; the noise of a micro-batch has a standard deviation of 1
-TRUE = SIGNAL**2 / (SIGNAL**2 + 1 / MICRO)
-
-
-def recorded(path, draw):
-    """Record steps of micro-batches with gradients ``[W, M, P]``; return the run, its cosines."""
-    writer = RunWriter(path, {"num_workers": W})
-    measured = []
-    for step in range(STEPS):
-        gradients = None if draw is None else SIGNAL + draw()
-        gathered = micro_step(step, np.ones((W, MICRO)), gradients=gradients)
-        if gradients is not None:
-            gathered = replace(gathered, sketches_WK=gradients.mean(axis=1).astype(np.float32))
-        writer.add(summarize(gathered))
-        if step % 10 == 9:
-            writer.flush()
-        if gradients is not None:
-            local = gradients.mean(axis=1)
-            products = local @ local.T
-            norms = np.sqrt(np.outer(products.diagonal(), products.diagonal()))
-            measured.append((products.sum() - np.trace(products)) / (norms.sum() - np.trace(norms)))
-    writer.close()
-    return Run.open(path), measured
-
-
-def test_it_is_the_cosine_of_workers_that_draw_alike(tmp_path):
-    rng = np.random.default_rng(0)
-    run, measured = recorded(tmp_path / "run", lambda: rng.standard_normal((W, MICRO, SIZE)))
-    steps_T, cosines_T = expected_cosines(run)
-    assert steps_T.tolist() == list(range(STEPS))
-    assert cosines_T == pytest.approx(TRUE, abs=0.1)
-    assert cosines_T.mean() == pytest.approx(TRUE, abs=0.01)
-    assert np.mean(measured) == pytest.approx(TRUE, abs=0.01)
 
 
 def weighted(path, rng, *, known=True):

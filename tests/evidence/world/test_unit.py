@@ -66,26 +66,6 @@ def test_groups_that_meet_or_do_other_things_on_purpose_are_not(one, other):
     assert first_apart(one, other) is None
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
-        unit(2, 3, begins=1),
-        unit(2, 3, layout=2),
-        unit(1, 2),
-        dataclasses.replace(unit(2, 3), whole=False),
-        dataclasses.replace(unit(2, 3), readings={}),
-    ],
-)
-def test_another_model_is_another(other):
-    assert not is_same_model(unit(0, 1), other)
-
-
-def test_parameters_of_one_constant_prove_nothing():
-    one, other = unit(0, 1), unit(2, 3)
-    one.readings[0] = other.readings[0] = packed(np.ones(ELEMENTS))
-    assert not is_same_model(one, other)
-
-
 def found(own: list[Unit], others: list[Unit], seed: int | None = None, **more):
     """Return what the director finds, by its cause."""
     world = World(10, lambda finding: None, lambda: seed, **more)
@@ -159,17 +139,9 @@ def test_replicas_that_agree_or_are_none_are_silent(one, other):
     assert replicas_apart(one, other) is None
 
 
-@pytest.mark.parametrize(("scale", "times"), [(1.0, "2 times too large"), (0.5, ""), (None, "")])
-def test_experts_are_divided_like_the_rest_unless_the_training_scales_them(scale, times):
-    main = unit(*range(4), divisor=4.0)
-    own = dataclasses.replace(unit(0, 2, begins=1, main=False), scale=scale)
-    findings = found([main, own], [unit(1, 3, begins=2, main=False)])
-    assert [times in one.explanation for one in findings.values()] == [True] * bool(times)
-
-
 @pytest.mark.parametrize(
     ("axes", "severity"),
-    [({"rep": (0, 2)}, Severity.WARNING), ({"ep": (0, 2)}, Severity.NOTE), ({}, Severity.NOTE)],
+    [({"rep": (0, 2)}, Severity.WARNING), ({"ep": (0, 2)}, Severity.NOTE)],
 )
 def test_parameters_left_on_a_smaller_mesh_are_named_unless_they_may_be_experts(axes, severity):
     main = unit(*range(4), divisor=4.0)
