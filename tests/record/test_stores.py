@@ -18,7 +18,7 @@ from rankscope.bus.evidence import Table
 from rankscope.cli.main import app
 from rankscope.errors import UsageError
 from rankscope.record import Run
-from rankscope.record.stores import Mirror, Store, at_hand, begin_copy
+from rankscope.record.stores import Mirror, Store, at_hand
 from support.accidents import wait_until
 from support.loops import Loop
 from support.ranks import run_ranks
@@ -147,21 +147,6 @@ def test_what_a_store_refuses_is_sent_later(tmp_path, caplog):
     assert mirror.close(20)
     assert sent_to(shelf) == {"sft/run.json", "sft/findings.jsonl", "sft/steps/part-000000.parquet"}
     assert not (store.copy / ".unsent").exists()
-
-
-def test_what_a_store_refuses_to_the_end_stays_and_is_read_there(tmp_path, caplog):
-    shelf = tmp_path / "shelf"
-    shelf.write_text("a file where a directory should be")
-    store = file_store(shelf / "sft")
-    write_run(store.copy)
-    assert not Mirror(store.copy, store).close(20)
-    (warning,) = caplog.messages
-    assert str(store.copy) in warning
-    assert at_hand(f"file://{shelf}/sft") == store.copy
-    assert (store.copy / "run.json").exists()
-    shelf.unlink()
-    begin_copy(store)
-    assert (store.copy / "run.json").exists()
 
 
 def test_addresses_survive_as_paths_and_keep_their_options():

@@ -1,7 +1,6 @@
 import json
 import os
 import threading
-from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
 
@@ -109,28 +108,6 @@ def test_steps_and_flushes_from_two_threads(tmp_path):
 
 
 # run.json, and the end of a run ---------------------------------------------------------------
-
-
-def test_run_json_says_what_the_run_is(tmp_path):
-    info = {
-        "model": Path("models/tiny"),
-        "lr": np.float32(0.5),
-        "ranks": np.arange(2),
-        "limit": float("inf"),
-        "versions": {"torch": "2.11"},
-    }
-    before = datetime.now(UTC).replace(microsecond=0)
-    path = RunWriter(tmp_path / "deep" / "run", info).path
-    written = read_info(path)
-    assert written["schema_version"] == 1
-    assert written["status"] == "running"
-    assert before <= datetime.fromisoformat(written["started"]) <= datetime.now(UTC)
-    assert {"torch", "rankscope", "numpy", "pyarrow", "python"} <= written["versions"].keys()
-    assert written["model"] == "models/tiny"
-    assert written["lr"] == 0.5
-    assert written["ranks"] == [0, 1]
-    assert written["limit"] is None
-    assert "finished" not in written
 
 
 @pytest.mark.parametrize(("share", "folder", "file"), [("me", 0o700, 0o600), ("all", 0o755, 0o644)])

@@ -5,7 +5,6 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from rankscope.record.states import pack_state
 from rankscope.stats.bets import (
     BetKind,
     Betting,
@@ -14,7 +13,6 @@ from rankscope.stats.bets import (
     rank_units,
     worker_bets,
 )
-from rankscope.stats.budget import ShiryaevRoberts
 from rankscope.stats.exchangeability import ExchangeabilityTest
 from rankscope.stats.units import HEALED, compare_with_others
 
@@ -68,20 +66,6 @@ def test_normal_scores_are_odd_and_grow():
     assert len(scores) == 17
     np.testing.assert_allclose(scores, -scores[::-1], atol=1e-12)
     assert (np.diff(scores) > 0).all()
-
-
-def test_an_e_detector_is_the_sum_over_beginnings():
-    rng = np.random.default_rng(0)
-    e_T = rng.exponential(size=40).astype(np.float32)
-    detector = ShiryaevRoberts(1)
-    for e in e_T:
-        detector.observe(np.array([e]))
-    products = np.cumprod(e_T[::-1].astype(np.float64))
-    assert detector.evidence[0] == pytest.approx(products.sum(), rel=1e-4)
-    ages = np.arange(1, len(e_T) + 1)
-    assert detector.age[0] == pytest.approx((products * ages).sum() / products.sum(), rel=1e-4)
-    detector.restart(...)
-    assert detector.evidence[0] == detector.age[0] == 0
 
 
 def feed(test, rng, num_steps, change=None, num_signals=1):
@@ -167,36 +151,6 @@ def test_a_unit_set_apart_leaves_the_others_alone_and_heals():
     test.unflag(3)
     assert test.flagged == ()
     assert test.evidence_of_units()[3] == 0
-
-
-@pytest.mark.parametrize(("num_units", "together"), [(2, 60), (8, 7)])
-def test_how_many_steps_are_taken_together_makes_no_difference(num_units, together):
-    """With values missing, signals unmeasured, and units set apart and taken back on the way."""
-    rng = np.random.default_rng(num_units)
-    values = rng.lognormal(size=(60, 3, num_units))
-    values[rng.random(values.shape) < 0.1] = np.nan
-    values[rng.random((60, 3)) < 0.2] = np.nan
-    values[5] = np.nan
-
-    def change(test, step):
-        if step in (9, 10, 30):
-            test.flag(step % num_units)
-        elif step in (25, 40):
-            test.unflag(test.flagged[0])
-
-    one, many = make(num_units, 3), make(num_units, 3)
-    for step in range(60):
-        take_numbered(one, values[step : step + 1], [step], change)
-    for start in range(0, 60, together):
-        steps = range(60)[start : start + together]
-        take_numbered(many, values[start : start + together], steps, change)
-    assert pack_state(many.state()) == pack_state(one.state())
-    assert many.z_SU.tolist() == one.z_SU.tolist()
-
-
-def take_numbered(test, values, steps, after):
-    for step in test.observe(values, steps):
-        after(test, step)
 
 
 @pytest.mark.parametrize("num_units", [3, 9])

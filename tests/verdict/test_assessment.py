@@ -193,23 +193,6 @@ def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
     assert early.statements == found["complete"].statements
 
 
-def test_what_was_found_before_a_record_ended_early_comes_first(tmp_path):
-    run, _ = record(tmp_path, replicated(4096, 4, [0] * 8), status="incomplete")
-    found = assess(run)
-    assert found.severity is Severity.ERROR
-    assert found.headline.startswith("All 8 workers train on the same batches")
-    assert "ends early" not in found.headline
-    assert found.statements[0].startswith("The record ends early, with step 29:")
-    (tmp_path / "note").mkdir()
-    stream = with_replacement(800, 8, 4)
-    run, _ = record(tmp_path / "note", stream, steps=60, status="incomplete")
-    found = assess(run)
-    assert found.severity is Severity.NOTE
-    assert "with replacement. The record ends early, with step 59:" in found.headline
-    assert found.recommendation.startswith("Nothing to change if that is intended.")
-    assert "See the log" in found.recommendation
-
-
 def test_the_promise_about_a_run_that_continues_another_counts_the_steps_before(tmp_path):
     stream = sharded(4096, 8, 4)
     before = Diagnosis(RunFacts(8))

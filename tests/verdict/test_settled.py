@@ -1,9 +1,5 @@
 """A canary answers the question that an outlier leaves open; advice says so."""
 
-from dataclasses import replace
-
-import pytest
-
 from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.bus.rules import RULES
 from rankscope.evidence.canary.bundle import latest_bundle
@@ -26,20 +22,6 @@ def test_a_canary_settles_what_to_do_about_an_outlier():
     assert settled_by(OUTLIER, [OUTLIER, CANARY]) == CANARY
     advice = "The canary agrees: the data differ. Look at the batch."
     assert next_check_of(OUTLIER, [CANARY, OUTLIER]) == advice
-
-
-@pytest.mark.parametrize(
-    ("asked", "answer"),
-    [
-        ({}, {"ranks": (1,)}),
-        ({"ranks": (1, 2)}, {}),
-        ({"first_step": 65}, {}),
-        ({"cause": "sync.stale"}, {}),
-        ({}, {"id": "canary-nondeterministic"}),
-    ],
-)
-def test_it_settles_nothing_else(asked, answer):
-    assert settled_by(replace(OUTLIER, **asked), [replace(CANARY, **answer)]) is None
 
 
 def test_the_answer_is_told_while_the_training_goes_on():

@@ -7,20 +7,14 @@ import pytest
 
 from rankscope.bus.finding import Finding, Severity
 from rankscope.bus.governor import LAG
-from rankscope.bus.packing import PlainBatch, pack_batch
 from rankscope.bus.step import MISSING_INT
 from rankscope.evidence.canary.schedule import (
     RETRY_AFTER,
     SHARE,
     SPACING,
-    CanaryAnswer,
     CanaryPlan,
     Planned,
     Schedule,
-    pack_plan,
-    pack_run,
-    unpack_plan,
-    unpack_run,
 )
 from rankscope.evidence.canary.verdict import (
     CanaryCause,
@@ -166,19 +160,3 @@ def test_one_that_nobody_asked_for_is_tried_more_and_more_rarely_where_it_comes_
 
 
 # Batches --------------------------------------------------------------------------------------
-
-
-def test_what_root_and_workers_say_to_each_other_survives_the_way():
-    planned = Planned("rank-2", 2, 3, 66, 82, attempt=2, by_default=True)
-    assert unpack_plan(pack_plan(planned)) == planned
-    batches = [PlainBatch({"list": [number]}, (np.arange(number),)) for number in (3, 5)]
-    packed = pack_batch(batches[0]), pack_batch(batches[1])
-    back, found = unpack_run(pack_run(planned, packed))
-    assert back == planned
-    for batch, other in zip(batches, found, strict=True):
-        assert (batch.structure, batch.arrays[0].tolist()) == (
-            other.structure,
-            other.arrays[0].tolist(),
-        )
-    answer = CanaryAnswer(66, packed[0], "bfloat16", {"torch": "2.9"}, "é", True)
-    assert CanaryAnswer.unpack(answer.pack()) == answer

@@ -1,10 +1,9 @@
 """Which of several differences along an axis is the cause, and which a consequence."""
 
-import numpy as np
 import pytest
 
-from rankscope.evidence.mesh.part import AxisPart, Replicated
-from rankscope.evidence.mesh.root import AxisVerdict, MeshAxes
+from rankscope.evidence.mesh.part import Replicated
+from rankscope.evidence.mesh.root import AxisVerdict
 
 WORKERS = {0: 0, 4: 1}
 
@@ -74,33 +73,3 @@ def test_drift_is_nothing_until_rounding_does_not_explain_it():
     assert observe((0, [one("a")]), (8, [one("a", 1e-6, 1e-6)])) == {}
     found = observe((0, [one("a")]), (8, [one("a", 1e-6)]), (16, [one("a", 1e-3)]))
     assert [str(finding.severity) for finding in found.values()] == ["error"]
-
-
-def test_a_root_compares_once_all_ranks_along_an_axis_have_sent_their_part():
-    found = []
-    root = MeshAxes(0, found.append)
-
-    def send(rank, worker, gradient, step=0, axes=None):
-        part = AxisPart(
-            rank,
-            axes or {"tp": (0, 1)},
-            1,
-            (),
-            ("a",),
-            ("float32",),
-            np.ones((1, 1), np.uint8),
-            np.array([[1], [int(gradient * 100)]]),
-            np.array([[1.0], [abs(gradient)]]),
-            np.full((2, 1, 61), gradient / 61**0.5, np.float32),
-        )
-        root.take(worker, step, part.pack())
-
-    send(0, 0, 1.0)
-    root.take(None, 0, b"nonsense")
-    assert found == []
-    send(1, None, -1.0)
-    assert [finding.id for finding in found] == ["sync.partial_gradient:tp"]
-    assert root.findings == {found[0].id: found[0]}
-    send(0, 0, 1.0, step=1, axes={"cp": (0, 2)})
-    send(2, None, 1.0, step=1, axes={"cp": (0, 2)})
-    assert len(found) == 1

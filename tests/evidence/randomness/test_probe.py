@@ -45,15 +45,6 @@ def test_the_generator_that_a_forward_pass_moves_is_named(bit):
     assert meter_of(DRAWS[bit])["rng_used"] == bit
 
 
-def test_a_step_without_a_whole_forward_pass_tells_nothing():
-    meter = RandomMeter(CPU)
-    assert meter.collect() == {}
-    meter.before_forward()  # which raises
-    assert meter.collect() == {}
-    meter.after_forward()
-    assert meter.collect() == {}
-
-
 @pytest.mark.parametrize("bit", DRAWS)
 def test_what_moves_from_one_step_to_the_next_is_told_apart(bit):
     seed_all(1)

@@ -61,27 +61,6 @@ def test_other_restarts_are_healthy(now_W, first_W, saved_W):
     assert after_restart(now_W, first_W, saved_W) == []
 
 
-def test_states_that_begin_again_are_a_note_if_steps_draw_from_them():
-    def restarted(now_W, used):
-        before, after = RandomRestart(W), RandomRestart(W)
-        assert evidence_of(before, step_of(0, StateKind.STARTED, FIRST)) == []
-        drawn = gathered(1, [[]] * W, rng_used=np.full(W, used))
-        assert evidence_of(before, StepReport(drawn, {})) == []
-        before.close()
-        after.restore(unpack_state(pack_state(before.state())))
-        return evidence_of(after, step_of(10, StateKind.STARTED, now_W))
-
-    for used in (2, 2 << 4):
-        [note] = restarted(FIRST, used)
-        assert (note.cause, note.severity) == (RESUMED, Severity.NOTE)
-        assert (
-            "the random generators (numpy's) draw what they drew from the first step on"
-            in words(note)
-        )
-        assert restarted(SAVED, used) == []
-    assert restarted(FIRST, 4) == []
-
-
 def test_the_states_are_those_of_the_generators():
     meter = RandomMeter(torch.device("cpu"))
     before = meter.held()

@@ -9,7 +9,7 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.packing import pack_headed
-from rankscope.evidence.world.root import Unit, World, first_apart, is_same_model, replicas_apart
+from rankscope.evidence.world.root import Unit, World, first_apart, replicas_apart
 
 ELEMENTS = 64
 
@@ -37,33 +37,6 @@ def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
         settings=more.pop("settings", dict.fromkeys(readings, 3)),
         batches=more.pop("batches", {0: ranks[0], 1: ranks[0]}),
     )
-
-
-def test_groups_that_never_meet_are_apart_since_the_first_update_of_their_own():
-    one, other = unit(0, 1, moves=1.0), unit(2, 3, moves=1.0)
-    assert is_same_model(one, other)
-    assert first_apart(one, other) == 1
-    assert Unit.from_json(json.loads(json.dumps(dataclasses.asdict(one)))) == one
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (unit(0, 1), unit(2, 3)),  # averaged by hand
-        (unit(0, 1, moves=1e-3), unit(2, 3, moves=1e-3)),  # in another order
-        (
-            unit(0, 1, moves=1.0),
-            dataclasses.replace(unit(2, 3, moves=1.0), settings=dict.fromkeys((0, 1, 2, 4), 4)),
-        ),
-        (
-            dataclasses.replace(unit(0, moves=1.0), batches={0: 5}),
-            dataclasses.replace(unit(1, moves=1.0), batches={0: 5}),
-        ),
-    ],
-)
-def test_groups_that_meet_or_do_other_things_on_purpose_are_not(one, other):
-    assert is_same_model(one, other)
-    assert first_apart(one, other) is None
 
 
 def found(own: list[Unit], others: list[Unit], seed: int | None = None, **more):
