@@ -73,6 +73,20 @@ def test_a_graph_that_the_training_still_needs_is_neither_released_nor_changed(a
     assert train(canary=True) == train(canary=False)
 
 
+def test_a_pending_graph_does_not_notice_that_what_it_saved_was_written_meanwhile():
+    model = Stateful(clamped)
+    with torch.no_grad():
+        model.layer.weight.fill_(0.5)
+    penalty = model.layer.weight.square().sum() + (model.layer.bias * model.state).sum()
+    versions = [tensor._version for tensor in (model.layer.weight, model.state)]
+    run(model, torch.ones(4, 3))
+    assert [tensor._version for tensor in (model.layer.weight, model.state)] == versions
+    penalty.backward()  # which raises if one was written since
+    assert model.layer.weight.grad.tolist() == [[1.0] * 3] * 3
+    model(torch.ones(4, 3))
+    assert model.layer.weight._version > versions[0]
+
+
 # Failures --------------------------------------------------------------------------------------
 
 
