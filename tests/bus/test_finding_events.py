@@ -2,8 +2,6 @@
 
 from dataclasses import replace
 
-import pytest
-
 from rankscope.bus.finding import FindingEvent, FindingEvents, Severity
 from sinks.findings import FINDING, finding
 
@@ -37,12 +35,6 @@ def test_a_finding_is_news_when_it_opens_gets_worse_or_closes():
     ]
 
 
-def test_findings_that_are_known_are_no_news_until_they_change():
-    assert news(FindingEvents([FINDING]), (WARNING, "open"), (ERROR, "open")) == [None, WORSE]
-    assert news(FindingEvents([FINDING]), (WARNING, "closed")) == [CLOSED]
-    assert news(FindingEvents([finding(status="closed")]), (WARNING, "open")) == [OPENED]
-
-
 def test_below_the_severity_nothing_is_news():
     updates = [
         (NOTE, "open"),
@@ -55,14 +47,6 @@ def test_below_the_severity_nothing_is_news():
     assert found == [None, None, None, OPENED, CLOSED]
 
 
-@pytest.mark.parametrize("change", [{"ranks": (7,)}, {"groups": ("head",)}, {"cause": "other"}])
-def test_other_ranks_groups_or_causes_are_recorded_and_no_news(change):
-    events = FindingEvents([FINDING])
-    assert events.of(replace(FINDING, **change)) is CHANGED
-    assert events.of(replace(FINDING, **change)) is None
-    assert not CHANGED.is_news
-
-
 def test_numbers_are_recorded_when_there_is_twice_as_much():
     events, counts = FindingEvents(), [1, 2, 3, 4, 7, 8, 8, 40]
     found = [events.of(replace(FINDING, last_step=count), count) for count in counts]
@@ -70,9 +54,3 @@ def test_numbers_are_recorded_when_there_is_twice_as_much():
     [(last, count)] = events.reported
     assert (last.last_step, count) == (40, 40)
     assert events.of(replace(FINDING, last_step=41)) is None  # of unknown count
-
-
-def test_what_is_noted_is_no_event_again():
-    events = FindingEvents()
-    events.note(FINDING, 5)
-    assert [events.of(FINDING, count) for count in (5, 9, 10)] == [None, None, GREW]

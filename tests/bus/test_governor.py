@@ -5,8 +5,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rankscope.bus.governor import ALWAYS, LAG, MAX_INTERVAL, Governor, Intervals
 
@@ -54,9 +52,10 @@ def right_interval(base, observed, budget, every=1):
     return interval
 
 
-@pytest.mark.parametrize("base", [0.0, 0.0005, 0.004])
-@pytest.mark.parametrize("observed", [0.001, 0.0099, 0.011, 0.03, 0.5])
-@pytest.mark.parametrize("budget", [0.005, 0.01])
+@pytest.mark.parametrize(
+    ("base", "observed", "budget"),
+    [(0.0, 0.011, 0.01), (0.0005, 0.0099, 0.01), (0.0005, 0.5, 0.005), (0.004, 0.03, 0.005)],
+)
 def test_it_finds_the_smallest_interval_within_the_budget(base, observed, budget):
     observed = max(base, observed)
     job = Job(budget=budget, base=base, observed=observed).run(4000)
@@ -64,55 +63,12 @@ def test_it_finds_the_smallest_interval_within_the_budget(base, observed, budget
     assert job.governor.summary()["within_budget"] is True
 
 
-@pytest.mark.parametrize("every", [3, 10])
-def test_intervals_are_the_users_times_powers_of_two(every):
-    job = Job(every=every, observed=0.19).run(6000)
-    assert job.intervals[-1] == right_interval(0.0, 0.19, 0.01, every)
-    assert {interval // every for interval in job.intervals} <= {1, 2, 4, 8}
-    assert all(interval % every == 0 for interval in job.intervals)
-
-
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_it_holds_the_budget_under_noise_and_does_not_flap(seed):
     job = Job(base=0.0005, observed=0.025, noise=0.3, seed=seed).run(10_000)
     assert job.share(9_000) <= 0.0115
     assert job.intervals[-1] in (4, 8)
     assert len(job.governor.decisions) <= 12
-
-
-def test_the_first_steps_may_cost_anything():
-    job = Job(observed=10.0).run(2)
-    job.observed = 0.005
-    job.run(500)
-    assert set(job.intervals) == {1}
-
-
-def test_one_outlier_changes_nothing():
-    job = Job(observed=0.008).run(100)
-    job.observed = 2.0
-    job.run(1)
-    job.observed = 0.008
-    job.run(300)
-    assert set(job.intervals) == {1}
-
-
-def test_a_decision_holds_from_lag_steps_later_on():
-    job = Job(observed=0.1).run(100)
-    first = job.governor.decisions[0]
-    assert first.first_step == first.decided_at + LAG
-    assert set(job.intervals[: first.first_step]) == {1}
-    assert job.intervals[first.first_step] == first.interval == 16
-    assert job.governor.interval_at(first.first_step - 1) == 1
-
-
-def test_a_decision_holds_from_lag_steps_after_the_newest_step_that_is_known():
-    governor = Governor(0.01, 1, always=0)
-    for step in range(40):
-        governor.observe(step, True, np.array([0.1]), np.array([1.0]), newest=step + 9)
-    [decision] = governor.decisions
-    assert decision.first_step == decision.decided_at + 9 + LAG
-    assert governor.interval_at(decision.first_step - 1) == 1
-    assert governor.interval_at(decision.first_step) == decision.interval
 
 
 @pytest.mark.parametrize("ahead", [0, 40])
@@ -142,34 +98,6 @@ def test_a_worker_knows_the_interval_of_the_steps_to_come_from_the_decisions_alo
     assert told > 2
 
 
-def test_what_was_said_about_a_step_is_never_taken_back():
-    job = Job(base=0.001, observed=0.02, noise=0.5)
-    said = {}
-    for step in range(3000):
-        for ahead in range(LAG):
-            answer = job.governor.interval_at(step + ahead)
-            assert said.setdefault(step + ahead, answer) == answer
-        if step == 1000:
-            job.observed = 0.3
-        job.run(1)
-
-
-@settings(max_examples=20)
-@given(st.integers(0, 10**6))
-def test_two_governors_that_see_the_same_agree(seed):
-    rng = np.random.default_rng(seed)
-    ours, theirs = Governor(0.01, 2, 0), Governor(0.01, 2, 0)
-    for step in range(400):
-        overhead = rng.lognormal(-4, 1, WORKERS)
-        seconds = rng.lognormal(0, 0.3, WORKERS)
-        overhead[rng.random(WORKERS) < 0.2] = np.nan
-        observed = step % ours.interval_at(step) == 0
-        assert theirs.interval_at(step) == ours.interval_at(step)
-        mine = ours.observe(step, observed, overhead, seconds)
-        assert theirs.observe(step, observed, overhead.copy(), seconds.copy()) == mine
-    assert ours.summary() == theirs.summary()
-
-
 def test_it_measures_more_often_again_when_the_cost_falls():
     job = Job(observed=0.05).run(500)
     assert job.intervals[-1] == 8
@@ -194,13 +122,6 @@ def test_what_had_to_be_undone_is_tried_again_after_twice_as_many_measurements()
     assert waits == [16, 32, 64, 128, 128, 128]
 
 
-def test_it_reacts_faster_when_the_cost_rises():
-    job = Job(observed=0.005).run(500)
-    job.observed = 0.05
-    job.run(3 * LAG)
-    assert job.intervals[-1] == 8
-
-
 def test_when_nothing_meets_the_budget_gradients_are_not_given_up_for_it():
     """Unobserved steps cost 2 % of a budget of 1 %: only what gradients add is kept within it."""
     job = Job(base=0.02, observed=0.05).run(3000)
@@ -208,37 +129,6 @@ def test_when_nothing_meets_the_budget_gradients_are_not_given_up_for_it():
     assert job.governor.summary()["within_budget"] is False
     assert max(job.intervals) == 8  # before it knew what an unobserved step costs
     assert "cannot meet" in str(job.governor.decisions[-1])
-
-
-def test_without_a_budget_it_changes_nothing():
-    job = Job(budget=None, observed=5.0).run(300)
-    assert set(job.intervals) == {1}
-    assert job.governor.summary()["within_budget"] is None
-    assert job.governor.summary()["overhead"] == pytest.approx(5.0)
-
-
-def test_the_slowest_worker_counts():
-    governor = Governor(0.01, 1, always=0)
-    for step in range(40):
-        governor.observe(step, True, np.array([0.001, 0.03, 0.001]), np.full(3, 1.0))
-    assert governor.decisions[0].interval == 4
-
-
-def test_values_that_are_missing_are_left_out():
-    nothing, some = Governor(0.01, 1, always=0), Governor(0.01, 1, always=0)
-    for step in range(100):
-        nothing.observe(step, True, np.full(3, np.nan), np.full(3, np.nan))
-        some.observe(step, True, np.array([np.nan, 0.03, np.inf]), np.array([np.nan, 1.0, 1.0]))
-    assert nothing.decisions == []
-    assert nothing.summary()["overhead"] is None
-    assert some.decisions[0].interval == 4
-
-
-def test_one_worker_alone():
-    governor = Governor(0.01, 1, always=0)
-    for step in range(40):
-        governor.observe(step, True, np.array([0.03]), np.array([1.0]))
-    assert governor.interval_at(40) == 4
 
 
 def test_the_summary_is_json_and_tells_what_happened():
@@ -255,13 +145,6 @@ def test_the_summary_is_json_and_tells_what_happened():
     text = str(job.governor.decisions[0])
     assert "every 4 steps instead of every 1" in text
     assert "3.10%" in text
-
-
-def test_nothing_is_known_before_the_first_steps():
-    summary = Governor(0.01, 5).summary()
-    assert summary["interval"] == 5
-    assert summary["overhead"] is None
-    assert summary["changes"] == []
 
 
 def short_steps(plain, fixed, budget=0.01, always=0):
@@ -283,10 +166,3 @@ def test_short_steps_that_pay_more_than_the_budget_in_any_case_are_said_once():
         'the budget of 1.00% cannot be kept. tier="scalars" takes less, and every=10 reads the '
         "gradient less often"
     )
-
-
-@pytest.mark.parametrize(
-    ("plain", "fixed", "budget"), [(0.05, 0.0015, 0.01), (0.012, 1e-4, 0.01), (0.012, 1.0, None)]
-)
-def test_other_steps_are_not_said_to_be_short(plain, fixed, budget):
-    assert short_steps(plain, fixed, budget) == []

@@ -9,15 +9,6 @@ from rankscope.bus.plan import Plan
 from rankscope.errors import UsageError
 
 
-def test_without_a_plan_nothing_is_intended():
-    assert Plan.of(None) == Plan.of({}) == Plan(None, None, None, repeats=False)
-
-
-def test_a_plan_is_taken_as_it_is():
-    plan = Plan(random="same")
-    assert Plan.of(plan) is plan
-
-
 @pytest.mark.parametrize(
     "given",
     [
@@ -49,17 +40,11 @@ def test_rates_may_be_of_any_kind_of_number():
         ({"loss_weighting": "sample"}, "'token' or 'worker', got 'sample'"),
         ({"random": True}, "'same' or 'different', got True"),
         ({"seed": "42"}, "a whole number, got '42'"),
-        ({"seed": True}, "a whole number, got True"),
-        ({"local_steps": 2.5}, "local_steps must be a whole number, got 2.5"),
         ({"local_steps": 0}, "local_steps must be at least 1, got 0"),
         ({"repeats": "yes"}, "True or False, got 'yes'"),
-        ({"learning_rate": "0.1"}, "got '0.1'"),
         ({"learning_rate": []}, "got an empty list"),
-        ({"learning_rate": [0.1, None]}, "got None"),
         ({"learning_rate": -0.1}, "at least 0.*got -0.1"),
         ({"learning_rate": float("nan")}, "got nan"),
-        ({"learning_rate": True}, "got True"),
-        ({"learning_rate": [0.1, float("inf")]}, "got inf"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(given, message):

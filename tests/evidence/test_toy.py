@@ -91,7 +91,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 
-dist.init_process_group("gloo")
+dist.init_process_group(
+    "gloo", init_method=f"file://{sys.argv[2]}", rank=int(sys.argv[3]), world_size=2
+)
 torch.manual_seed(0)
 
 
@@ -149,9 +151,24 @@ def run(tmp_path_factory):
             check=False,
         )
 
-    launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py", "run")
-    ended = command(*launch)
-    assert ended.returncode == 0, ended.stderr
+    meeting = str(tmp_path / "meeting")
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "train.py", "run", meeting, str(rank)],
+            env=environment,
+            cwd=tmp_path,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        for rank in ranks:
+            _, errors = rank.communicate(timeout=240)
+            assert rank.returncode == 0, errors
+    finally:
+        for rank in ranks:
+            rank.kill()
     return tmp_path / "run", command
 
 

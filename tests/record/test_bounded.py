@@ -1,14 +1,11 @@
 """Bounded parts of long tables, what a run says of its samples, and whether it has changed."""
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from rankscope.bus.evidence import Table
-from rankscope.errors import RunError, UsageError
-from rankscope.record import Run, RunWriter, rollups, tables, writer
-from rankscope.record.schema import arrow_schema
+from rankscope.record import Run, RunWriter, tables, writer
 from rankscope.stats import draws
 from rankscope.stats.draws import DistinctSamples
 from record.run_files import make_finding
@@ -41,37 +38,6 @@ def test_frames_are_evenly_chosen_and_equal_to_the_recorded_ones(run):
         np.testing.assert_array_equal(run.cosines(max_frames=many)[1], cosines_TWW)
 
 
-@pytest.mark.parametrize("flushes", range(1, 18))
-def test_frames_of_a_run_that_grows_meanwhile_are_those_that_were_asked_for(
-    tmp_path, monkeypatch, flushes
-):
-    made = RunWriter(tmp_path / "run", {"num_workers": 4})
-    for step in range(flushes):
-        made.add(make_report(step))
-        made.flush()
-    steps_T, cosines_TWW = Run.open(made.path).cosines()
-    count = tables._num_rows
-
-    def count_then_grow(file):
-        counted = count(file)
-        made.add(make_report(flushes))
-        made.flush()  # every fourth one merges row groups
-        return counted
-
-    monkeypatch.setattr(tables, "_num_rows", count_then_grow)
-    few, few_TWW = Run.open(made.path).cosines(max_frames=3)
-    assert few.tolist() == sorted({0, (flushes - 1) // 2, flushes - 1})
-    np.testing.assert_array_equal(few_TWW, cosines_TWW[np.isin(steps_T, few)])
-
-
-def test_a_run_without_pairs_has_no_frames(tmp_path):
-    alone = RunWriter(tmp_path / "run", {"num_workers": 1})
-    alone.add(make_report(0, 1))
-    alone.close()
-    steps_T, cosines_TWW = Run.open(alone.path).cosines(max_frames=5)
-    assert (steps_T.shape, cosines_TWW.shape) == ((0,), (0, 1, 1))
-
-
 def test_the_latest_rows_are_those_of_whole_steps_at_the_end(run):
     whole = run.columns(Table.GROUPS)
     for most in (150, 400):  # 12 rows a step, 3 steps a flush, up to 4 flushes a row group
@@ -85,20 +51,6 @@ def test_the_latest_rows_are_those_of_whole_steps_at_the_end(run):
     everything = run.latest(Table.GROUPS, "step", max_rows=10**6)
     np.testing.assert_array_equal(everything["step"], whole["step"])
     assert len(run.latest(Table.TRACES, "step")["step"]) == 0
-
-
-def test_an_even_choice_has_whole_steps_from_the_whole_run(run):
-    whole = run.columns(Table.WORKERS, "step", "rank", "loss")
-    few = run.sampled(Table.WORKERS, "step", "rank", "loss", max_rows=100)
-    assert len(few["step"]) <= len(whole["step"]) / 2
-    assert few["step"][0] < 10
-    assert few["step"][-1] > STEPS - 10
-    for name, column in few.items():
-        np.testing.assert_array_equal(column, whole[name][np.isin(whole["step"], few["step"])])
-    every = run.sampled(Table.WORKERS, "step", "rank", "loss", max_rows=10**6)
-    np.testing.assert_array_equal(every["loss"], whole["loss"])
-    with pytest.raises(UsageError, match="expected columns of workers"):
-        run.sampled(Table.WORKERS, "nothing", max_rows=1)
 
 
 def test_the_version_changes_with_flushes_findings_and_the_end(tmp_path):
@@ -138,36 +90,6 @@ def test_samples_are_counted_as_the_run_goes_on(tmp_path):
     )
 
 
-def test_a_run_without_samples_says_nothing_of_them(tmp_path):
-    made = RunWriter(tmp_path / "run", {"num_workers": 4})
-    for step in range(64):
-        made.add(make_report(step, samples=False))
-    made.close()
-    assert Run.open(made.path).coverage() is None
-    assert len(Run.open(made.path).sample_ids()) == 0
-
-
-@pytest.mark.parametrize("repeats", [1, 3])
-def test_equally_frequent_samples_are_counted_exactly_beyond_the_capacity(repeats):
-    samples = DistinctSamples(capacity=256)
-    for _ in range(repeats):
-        for first in range(0, 20_000, 100):
-            samples.add(np.arange(first, first + 100))
-    assert not samples.is_exact
-    assert (samples.drawn, samples.distinct()) == (repeats * 20_000, 20_000)
-
-
-def test_samples_of_unequal_frequency_are_estimated():
-    rng = np.random.default_rng(0)
-    drawn = np.minimum(rng.geometric(1e-5, 400_000), 200_000) * 7919
-    samples = DistinctSamples(capacity=4096)
-    for part in np.array_split(drawn, 100):
-        samples.add(part)
-    true = len(np.unique(drawn))
-    assert samples.distinct() == pytest.approx(true, rel=4 / np.sqrt(4096 / 2))
-    assert samples.distinct() != true
-
-
 def test_memory_stays_bounded(monkeypatch):
     samples = DistinctSamples(capacity=100)
     for first in range(0, 10_000, 50):
@@ -201,29 +123,10 @@ def one_group(tmp_path, monkeypatch):
     return run
 
 
-def test_pieces_are_the_part(one_group):
-    for table in (Table.STEPS, Table.WORKERS, Table.GROUPS, Table.PAIRS):
-        for file in tables.parts_in(one_group.path / table):
-            schema = arrow_schema(table)
-            pieces = [*tables.read_pieces(file, schema)]
-            assert len(pieces) > 3
-            assert pa.concat_tables(pieces).equals(tables.read_part(file, schema))
-            assert max(map(len, pieces)) <= 30
-
-
 def test_whole_steps_of_one_row_group_are_chosen_evenly(one_group):
     rows = one_group.sampled(Table.WORKERS, "step", "rank", max_rows=80)
     assert rows["step"].tolist() == np.repeat(np.arange(0, 100, 5), 4).tolist()
     assert rows["rank"].tolist() == [0, 1, 2, 3] * 20
-
-
-def test_the_end_of_one_row_group_is_read(one_group):
-    every = one_group.columns(Table.GROUPS, "step", "rank", "group", "grad_norm")
-    last = one_group.latest(Table.GROUPS, "step", "rank", "group", "grad_norm", max_rows=50)
-    number = len(last["step"])
-    assert 50 <= number <= 80
-    for name, values in last.items():
-        np.testing.assert_array_equal(values, every[name][-number:])
 
 
 @pytest.mark.parametrize("number", [7, 12])  # of 12, one begins a piece
@@ -235,18 +138,6 @@ def test_single_rows_of_one_row_group_are_found(one_group, number):
     np.testing.assert_array_equal(chosen, cosines[np.isin(steps, few)])
 
 
-def test_one_row_group_of_workers_is_seen_whole_in_pieces(one_group, monkeypatch):
-    for bins in (240, 10):
-        whole = one_group.overview("loss", max_bins=bins)
-        with monkeypatch.context() as limited:
-            limited.setattr(rollups, "MAX_ROWS", 50)
-            limited.setattr(rollups, "read_rows", None)
-            pieces = Run.open(one_group.path).overview("loss", max_bins=bins)
-        assert pieces.last_B[-1] == whole.last_B[-1] == 99
-        assert np.nanmin(pieces.low_BW) == np.nanmin(whole.low_BW)
-        assert np.nanmax(pieces.high_BW) == np.nanmax(whole.high_BW)
-
-
 def test_samples_are_counted_again_in_pieces(one_group):
     counted, ids = one_group.count_samples(), one_group.sample_ids()
     assert one_group.num_samples >= len(ids) > 0
@@ -254,11 +145,3 @@ def test_samples_are_counted_again_in_pieces(one_group):
     assert counted.distinct_B[-1] == len(set(ids.tolist()))
     assert counted.step_B[-1] == 99
     assert counted.is_exact
-
-
-def test_too_many_rows_in_a_step_are_refused(one_group):
-    rows = pa.table({"step": np.zeros(1000, np.int64), "rank": np.zeros(1000, np.int64)})
-    file = one_group.path / Table.WORKERS / "part-000000.parquet"
-    pq.write_table(rows, file)
-    with pytest.raises(RunError, match=r"rows in 1 steps, and so many are not read"):
-        one_group.sampled(Table.WORKERS, "step", max_rows=100)

@@ -38,7 +38,6 @@ CHANGES: dict[str, Callable[[pa.Table], pa.Table]] = {
     "a column twice": lambda rows: rows.append_column("step", rows["step"]),
     "no step": lambda rows: rows.drop_columns(["step"]),
     "null": lambda rows: rows.set_column(0, "step", pa.nulls(len(rows), pa.int64())),
-    "text": lambda rows: rows.set_column(0, "step", pa.array(["zz"] * len(rows))),
     "nested": lambda rows: rows.set_column(0, "step", pa.array([[1]] * len(rows))),
 }
 
@@ -50,44 +49,6 @@ def test_steps_that_are_none(run: Path, change: str):
 
     with pytest.raises(RunError, match="it is damaged"):
         Run.open(run).table(Table.STEPS)
-
-
-def test_ranks_out_of_range(run: Path):
-    file = next((run / "workers").glob("part-*.parquet"))
-    rows = pq.read_table(file)
-    at = rows.column_names.index("rank")
-    for rank in (-1, 10**9):
-        pq.write_table(rows.set_column(at, "rank", pa.array(np.full(len(rows), rank))), file)
-        with pytest.raises(RunError, match="it is damaged"):
-            Run.open(run).per_worker("loss")
-
-
-def test_names_that_are_not_utf8(run: Path):
-    file = steps_of(run)
-    content = file.read_bytes()
-    file.write_bytes(content.replace(b"loss_mean", b"loss\xff\xfe\xfdan"))
-
-    with pytest.raises(RunError, match="it is damaged"):
-        Run.open(run).table(Table.STEPS)
-
-
-def test_cosines_of_unequal_numbers_of_pairs(run: Path):
-    file = next((run / "pairs").glob("part-*.parquet"))
-    rows = pq.read_table(file)
-    cells = pa.array([[0.5] * (row % 4) for row in range(len(rows))], pa.list_(pa.float32()))
-    pq.write_table(rows.set_column(rows.column_names.index("cosines"), "cosines", cells), file)
-
-    with pytest.raises(RunError, match=r"cosines of .* are damaged"):
-        Run.open(run).cosines()
-
-
-@pytest.mark.parametrize("workers", [10**9, -1, "four", [4]])
-def test_more_workers_than_there_can_be(run: Path, workers: object):
-    info = json.loads((run / "run.json").read_text())
-    (run / "run.json").write_text(json.dumps({**info, "num_workers": workers}))
-
-    with pytest.raises(RunError, match="as num_workers, got"):
-        Run.open(run)
 
 
 DEEP = "[" * 200_000 + "]" * 200_000
@@ -115,8 +76,8 @@ def test_json_that_is_deep(run: Path):
 @pytest.mark.parametrize(
     "entry",
     [
-        *({"first_step": float("inf")}, {"last_step": float("nan")}, {"ranks": [10**30]}),
-        *({"evidence": [1]}, {"evidence": 3}, {"groups": [1, None]}, {"groups": 7}),
+        *({"first_step": float("inf")}, {"ranks": [10**30]}),
+        *({"evidence": [1]}, {"groups": [1, None]}),
     ],
 )
 def test_findings_of_other_types(run: Path, entry: dict[str, object]):
@@ -125,8 +86,10 @@ def test_findings_of_other_types(run: Path, entry: dict[str, object]):
         Run.open(run).findings()
 
 
-@pytest.mark.parametrize("name", ["run.json", "findings.jsonl", "steps/part-000000.parquet"])
-@pytest.mark.parametrize("kind", ["pipe", "loop"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("run.json", "pipe"), ("findings.jsonl", "loop"), ("steps/part-000000.parquet", "pipe")],
+)
 def test_no_file_is_waited_for(run: Path, tmp_path: Path, name: str, kind: str):
     file = run / name
     file.unlink(missing_ok=True)

@@ -10,12 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import duckdb
-import numpy as np
 import pandas as pd
 import polars as pl
 import pytest
 
-from rankscope.bus.evidence import Table
 from rankscope.record import Run
 from record.step_reports import expected_steps, expected_workers
 
@@ -50,11 +48,15 @@ def read_steps_with_run(path: Path) -> list[int]:
     return [step.step for step in Run.open(path).iter_reports()]
 
 
-@pytest.mark.parametrize(
-    "read_steps",
-    [read_steps_with_duckdb, read_steps_with_pandas, read_steps_with_polars, read_steps_with_run],
+READERS = (
+    read_steps_with_duckdb,
+    read_steps_with_pandas,
+    read_steps_with_polars,
+    read_steps_with_run,
 )
-def test_a_reader_beside_the_writer_sees_all_flushed_steps_once(tmp_path, read_steps):
+
+
+def test_a_reader_beside_the_writer_sees_all_flushed_steps_once(tmp_path):
     path = tmp_path / "run"
     flushed = 0
     with steady_writer(path) as process:
@@ -67,12 +69,13 @@ def test_a_reader_beside_the_writer_sees_all_flushed_steps_once(tmp_path, read_s
         process.stdout.readline()
         thread = threading.Thread(target=follow)
         thread.start()
-        while flushed < 45:
+        while flushed < 60:
             assert process.poll() is None
-            at_least = flushed
-            steps = read_steps(path)
-            assert sorted(steps) == list(range(len(steps)))
-            assert len(steps) >= at_least
+            for read_steps in READERS:
+                at_least = flushed
+                steps = read_steps(path)
+                assert sorted(steps) == list(range(len(steps)))
+                assert len(steps) >= at_least
         process.kill()
         thread.join()
 
@@ -93,7 +96,7 @@ def kill_at_random(path: Path, seed: int) -> int:
     return flushed
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_killed_writer_leaves_whole_tables(tmp_path, seed):
     path = tmp_path / "run"
     flushed = kill_at_random(path, seed)
@@ -109,23 +112,16 @@ def test_a_killed_writer_leaves_whole_tables(tmp_path, seed):
     assert sorted(read_steps_with_duckdb(path)) == list(range(len(steps)))
     assert sorted(read_steps_with_pandas(path)) == list(range(len(steps)))
 
-
-@pytest.mark.parametrize("seed", range(6, 8))
-def test_a_killed_writer_leaves_a_run_that_opens(tmp_path, seed):
-    flushed = kill_at_random(tmp_path / "run", seed)
-    run = Run.open(tmp_path / "run")
+    run = Run.open(path)
     assert run.status == "running"
     assert run.num_workers == NUM_WORKERS
     gathered = [report.gathered for report in run.iter_reports()]
-    assert [step.step for step in gathered] == list(range(len(gathered)))
-    assert len(gathered) >= flushed
-    for step in gathered:
+    assert flushed <= len(gathered) <= len(steps)
+    for number, step in enumerate(gathered):
+        assert step.step == number
         assert [len(samples) for samples in step.samples] == [3, 0, 3, 3]
         assert [losses.tolist() for losses in step.micro_losses] == [
-            [step.step + rank / 8, step.step + 1 + rank / 8] for rank in range(NUM_WORKERS)
+            [number + rank / 8, number + 1 + rank / 8] for rank in range(NUM_WORKERS)
         ]
     (finding,) = run.findings()
     assert finding.last_step >= flushed - 1
-    np.testing.assert_array_equal(
-        run.columns(Table.STEPS, "step")["step"], np.arange(len(gathered))
-    )

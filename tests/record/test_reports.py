@@ -1,7 +1,5 @@
 """Steps read back from a record have the bits that detectors saw when they were live."""
 
-from dataclasses import replace
-
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -108,43 +106,19 @@ def record(path, reports, *, flush_every=None):
     return Run.open(path)
 
 
-@pytest.mark.parametrize("width", [1, 2, 8])
+@pytest.mark.parametrize("width", [1, 8])
 def test_reports_come_back_as_detectors_saw_them(tmp_path, width):
-    live = [summarize(live_step(step, width)) for step in range(60)]
+    live = [summarize(live_step(step, width)) for step in range(40)]
     run = record(tmp_path / "run", live, flush_every=7)
     for read, report in zip(run.iter_reports(), live, strict=True):
         assert_same(read, as_recorded(report))
         assert_same(as_recorded(read), read)
 
 
-@pytest.mark.parametrize("groups", [(), ("all",)])
-def test_less_than_two_groups_are_none(tmp_path, groups):
-    live = [summarize(live_step(step, 3, groups=groups)) for step in range(12)]
-    run = record(tmp_path / "run", live)
-    for read, report in zip(run.iter_reports(), live, strict=True):
-        assert_same(read, as_recorded(report))
-        assert (read.gathered.groups, read.gathered.group_norms_WG) == ((), None)
-
-
-def test_what_a_step_without_accumulation_or_pairs_holds(tmp_path):
-    wide = [summarize(live_step(step, 65)) for step in range(4)]
-    for read, report in zip(record(tmp_path / "run", wide).iter_reports(), wide, strict=True):
-        assert_same(read, as_recorded(report))
-        assert read.cosines_WW is None
-        assert (len(read.gathered.micro_losses) > 0) == (read.step >= 2)
-
-
-def test_cosines_are_rounded_before_a_detector_sees_them():
-    report = summarize(live_step(1, 3))
-    seen = as_recorded(report).cosines_WW
-    assert (seen != report.cosines_WW).any()
-    np.testing.assert_array_equal(seen, report.cosines_WW.astype(np.float32))
-
-
 def test_many_steps_in_several_blocks_and_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr("rankscope.record.writer.PART_BYTES", 20_000)
-    live = [summarize(live_step(step, 7)) for step in range(500)]
-    run = record(tmp_path / "run", live, flush_every=70)
+    monkeypatch.setattr("rankscope.record.writer.PART_BYTES", 10_000)
+    live = [summarize(live_step(step, 7)) for step in range(150)]
+    run = record(tmp_path / "run", live, flush_every=20)
     assert len(list((run.path / "workers").iterdir())) > 2
     for read, report in zip(run.iter_reports(), live, strict=True):
         assert_same(read, as_recorded(report))
@@ -169,30 +143,6 @@ def test_from_a_later_step_on_earlier_rows_are_not_even_read(tmp_path, monkeypat
         list(run.iter_reports())
 
 
-def test_old_columns_that_are_missing_are_undefined(tmp_path):
-    run = record(tmp_path / "run", [summarize(live_step(step, 3)) for step in range(3)])
-    file = run.path / "steps" / "part-000000.parquet"
-    pq.write_table(pq.read_table(file).drop_columns(["interval", "cosine_min"]), file)
-    for report in run.iter_reports():
-        assert np.isnan(report.cosine_min)
-        assert report.gathered.interval == 1
-
-
-def test_workers_may_have_different_numbers_of_micro_batches(tmp_path):
-    step = live_step(0, 3)
-    lengths = [2, 0, 3]
-    step = replace(
-        step,
-        micro_losses=tuple(np.arange(n) / 2 for n in lengths),
-        micro_weights=tuple(np.arange(n) + 5.0 for n in lengths),
-        micro_norms=tuple(np.arange(n) + 1.0 for n in lengths),
-        micro_scales=tuple(np.arange(n) + 0.5 for n in lengths),
-    )
-    (read,) = record(tmp_path / "run", [summarize(step)]).iter_reports()
-    for name in ("micro_losses", "micro_weights", "micro_norms", "micro_scales"):
-        assert_same(getattr(read.gathered, name), getattr(step, name))
-
-
 def test_steps_that_are_written_meanwhile_are_left_out(tmp_path):
     writer = RunWriter(tmp_path / "run", {})
     for step in range(4):
@@ -204,10 +154,6 @@ def test_steps_that_are_written_meanwhile_are_left_out(tmp_path):
         writer.add(make_report(10 + report.step))
         writer.flush()
     assert steps == [0, 1, 2, 3]
-
-
-def test_a_run_without_steps_has_no_reports(tmp_path):
-    assert list(record(tmp_path / "run", []).iter_reports()) == []
 
 
 def test_a_step_without_workers_is_damage(tmp_path):

@@ -16,9 +16,9 @@ from typer.testing import CliRunner
 import rankscope
 from rankscope.bus.evidence import Table
 from rankscope.cli.main import app
-from rankscope.errors import RunError, UsageError
+from rankscope.errors import UsageError
 from rankscope.record import Run
-from rankscope.record.stores import Mirror, Store, at_hand, begin_copy
+from rankscope.record.stores import Mirror, Store, at_hand
 from support.accidents import wait_until
 from support.loops import Loop
 from support.ranks import run_ranks
@@ -149,53 +149,6 @@ def test_what_a_store_refuses_is_sent_later(tmp_path, caplog):
     assert not (store.copy / ".unsent").exists()
 
 
-def test_what_a_store_refuses_to_the_end_stays_and_is_read_there(tmp_path, caplog):
-    shelf = tmp_path / "shelf"
-    shelf.write_text("a file where a directory should be")
-    store = file_store(shelf / "sft")
-    write_run(store.copy)
-    assert not Mirror(store.copy, store).close(20)
-    (warning,) = caplog.messages
-    assert str(store.copy) in warning
-    assert at_hand(f"file://{shelf}/sft") == store.copy
-    assert (store.copy / "run.json").exists()
-    shelf.unlink()
-    begin_copy(store)
-    assert (store.copy / "run.json").exists()
-
-
-def test_changed_files_only_are_brought_and_none_from_outside(tmp_path):
-    store = file_store(tmp_path / "shelf" / "sft")
-    write_run(tmp_path / "shelf" / "sft")
-    assert store.bring(store.copy) == 2
-    assert store.bring(store.copy) == 0
-    (tmp_path / "shelf" / "sft" / "run.json").write_text("{}")
-    assert store.bring(store.copy) == 1
-    assert not (store.copy / ".writer").exists()
-
-
-def test_a_run_that_was_removed_from_the_store_is_not_continued(tmp_path):
-    store = file_store(tmp_path / "shelf" / "sft")
-    write_run(store.copy)
-    assert begin_copy(store) == store
-    assert not store.copy.exists()
-
-
-def test_where_the_store_cannot_be_read_another_name_is_taken(caplog):
-    store = Store.of("nowhere://here/sft")
-    other = begin_copy(store)
-    assert other.name.startswith("sft-20")
-    assert other.sibling("sft") == store
-    (warning,) = caplog.messages
-    assert "does not continue an earlier one" in warning
-
-
-@pytest.mark.parametrize("path", ["runs/sft", "/tmp/a:b/c", Path("sft"), "C:\\runs", "sft:1"])
-def test_paths_of_this_machine_are_left_alone(path):
-    assert Store.of(path) is None
-    assert at_hand(path) == Path(path)
-
-
 def test_addresses_survive_as_paths_and_keep_their_options():
     store = Store.of(Path("s3://bucket/runs/sft/"))
     assert (store.address, store.name) == ("s3://bucket/runs/sft", "sft")
@@ -206,8 +159,3 @@ def test_addresses_survive_as_paths_and_keep_their_options():
 def test_passwords_in_addresses_are_refused():
     with pytest.raises(UsageError, match="give them by the environment"):
         Store.of("s3://key:secret@bucket/runs")
-
-
-def test_an_unknown_kind_of_store_is_said():
-    with pytest.raises(RunError, match="nowhere://here/sft"):
-        at_hand("nowhere://here/sft")

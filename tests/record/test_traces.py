@@ -7,7 +7,6 @@ import numpy as np
 from rankscope import Run
 from rankscope.bus.evidence import Table
 from rankscope.bus.replicas import TRACE_WIDTH, StateKind, TensorTrace
-from rankscope.bus.step import as_recorded
 from rankscope.record import RunWriter, writer
 from record.step_reports import make_report
 
@@ -45,26 +44,6 @@ def test_a_step_has_a_row_for_each_tensor_and_the_first_one_tells_of_the_beginni
         (5, "reduced", "b", 500, 5.5),
     ]
     assert rows[4]["sketch"] == [1.0] * TRACE_WIDTH
-
-
-def test_a_run_that_begins_between_traced_steps(tmp_path):
-    run = RunWriter(tmp_path / "run", {})
-    run.add(traced_report(7, make_trace(7, initial=make_trace(6, "a"))))
-    run.close()
-    assert [r["step"] for r in Run.open(run.path).table(Table.TRACES).to_pylist()] == [6]
-
-
-def test_without_a_finite_norm_there_is_no_sketch(tmp_path):
-    run = RunWriter(tmp_path / "run", {})
-    run.add(traced_report(0, make_trace(0, "a", norm=np.nan)))
-    run.add(traced_report(1, make_trace(1, "a", norm=np.inf)))
-    run.close()
-    rows = Run.open(run.path).table(Table.TRACES).to_pylist()
-    assert [(r["norm"], r["sketch"]) for r in rows] == [(None, []), (np.inf, [])]
-
-
-def test_detectors_never_see_a_trace():
-    assert as_recorded(traced_report(0, make_trace(0, "a"))).gathered.trace is None
 
 
 def test_a_large_trace_is_written_before_its_time(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 import contextlib
 import json
-import os
 import resource
 from pathlib import Path
 from unittest import mock
@@ -8,7 +7,7 @@ from unittest import mock
 import pytest
 
 from rankscope.errors import RunError
-from rankscope.files import RunTakenError, staged
+from rankscope.files import RunTakenError
 from rankscope.record import Run, RunWriter, begin
 from rankscope.record.states import START_FILE, read_state
 from record.run_files import duckdb_rows, make_finding, pandas_rows, polars_rows, read_info, write
@@ -29,31 +28,11 @@ def full_disk(num_bytes):
 # Directories that cannot be used -------------------------------------------------------------
 
 
-def test_an_empty_directory_is_used(tmp_path):
-    RunWriter(tmp_path, {})
-    assert files_of(tmp_path) == ["run.json"]
-
-
 def test_a_directory_with_something_in_it_is_refused_and_untouched(tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(RunError, match="not empty: choose another or remove it"):
         RunWriter(tmp_path, {})
     assert files_of(tmp_path) == ["notes.txt"]
-
-
-@pytest.mark.parametrize("below", ["file", "file/run"])
-def test_a_path_that_cannot_be_a_directory_is_refused(tmp_path, below):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(RunError, match=r"cannot create the run directory .*choose another path"):
-        RunWriter(tmp_path / below, {})
-
-
-@pytest.mark.parametrize("start", [None, {"step": 6}])
-def test_a_directory_that_takes_no_file_is_refused_and_taken_later(tmp_path, start):
-    with full_disk(0), pytest.raises(RunError, match="cannot write"):
-        RunWriter(tmp_path / "run", {}, start=start)
-    assert files_of(tmp_path) == []
-    RunWriter(tmp_path / "run", {}, start=start)
 
 
 @pytest.mark.parametrize("start", [None, {"step": 6}])
@@ -91,24 +70,6 @@ def test_of_two_jobs_that_begin_at_once_one_has_the_directory(tmp_path, monkeypa
             RunWriter(tmp_path, {"job": "this"}, start={"step": 6})
     assert files_of(tmp_path) == ["run.json"]
     assert read_info(tmp_path)["job"] == "other"
-
-
-def test_an_answer_that_a_file_server_has_lost_is_no_other_job(tmp_path, monkeypatch):
-    link = os.link
-
-    def lose_the_answer(source, target, **named):
-        link(source, target, **named)
-        link(source, target, **named)
-
-    monkeypatch.setattr("os.link", lose_the_answer)
-    RunWriter(tmp_path, {"job": "this"})
-    assert read_info(tmp_path)["job"] == "this"
-
-
-def test_writers_of_one_file_do_not_share_what_is_half_written(tmp_path):
-    with staged(tmp_path / "file", b"a") as one, staged(tmp_path / "file", b"b") as other:
-        assert one.read_bytes() + other.read_bytes() == b"ab"
-    assert files_of(tmp_path) == []
 
 
 # A full disk ----------------------------------------------------------------------------------

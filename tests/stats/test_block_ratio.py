@@ -10,7 +10,7 @@ from rankscope.stats.noise_scale import MOST_BLOCKS, block_sums, ratio_of_sums, 
 
 @pytest.mark.parametrize(
     ("num_steps", "num_blocks"),
-    [(1, 1), (7, 7), (63, 63), (64, 64), (65, 33), (129, 65), (130, 33), (200, 50), (1000, 63)],
+    [(1, 1), (64, 64), (65, 33), (129, 65), (1000, 63)],
 )
 def test_no_step_is_lost_and_there_are_few_blocks(num_steps, num_blocks):
     pairs_T2 = np.random.default_rng(num_steps).random((num_steps, 2))
@@ -19,21 +19,8 @@ def test_no_step_is_lost_and_there_are_few_blocks(num_steps, num_blocks):
     assert len(sums_B2) == num_blocks <= MOST_BLOCKS + 1
 
 
-def test_blocks_hold_consecutive_steps_of_equal_number():
-    sums_B2 = block_sums(np.arange(300.0), np.ones(300))
-    assert sums_B2[:, 1].tolist() == [8.0] * 37 + [4.0]
-    assert sums_B2[:, 0].tolist() == [sum(range(t, min(t + 8, 300))) for t in range(0, 300, 8)]
-
-
-def test_steps_that_are_not_finite_are_left_out():
-    sums_B2 = block_sums(np.array([1.0, math.nan, 3.0, 5.0]), np.array([2.0, 1.0, math.inf, 1.0]))
-    assert sums_B2.tolist() == [[1.0, 2.0], [5.0, 1.0]]
-    assert block_sums(np.array([math.nan]), np.ones(1)).shape == (0, 2)
-
-
-@pytest.mark.parametrize("unit", [1.0, 1e-9])
-def test_the_interval_is_the_textbook_jackknife(unit):
-    sums = unit * np.random.default_rng(0).gamma(3.0, 1.0, (20, 2))
+def test_the_interval_is_the_textbook_jackknife():
+    sums = 1e-9 * np.random.default_rng(0).gamma(3.0, 1.0, (20, 2))
     n, d = sums.sum(axis=0)
     left_out = [math.sqrt((n - a) / (d - b)) for a, b in sums]
     mean = math.fsum(left_out) / 20
@@ -55,32 +42,6 @@ def test_the_interval_covers_the_truth_as_often_as_it_says():
     assert 0.92 < covered / num_runs < 0.98
 
 
-def test_the_interval_shrinks_with_the_root_of_the_number_of_steps():
-    rng = np.random.default_rng(2)
-
-    def width(num_steps):
-        found = ratio_of_sums(block_sums(*rng.gamma(2, 1, (2, num_steps))))
-        return found.high - found.low
-
-    widths = [np.mean([width(num_steps) for _ in range(20)]) for num_steps in (100, 1600)]
-    assert widths[0] / widths[1] == pytest.approx(4.0, rel=0.15)
-
-
-def test_a_numerator_of_nothing_is_certain():
-    found = ratio_of_sums(block_sums(np.zeros(30), np.ones(30)), root=True)
-    assert (found.value, found.low, found.high) == (0.0, 0.0, 0.0)
-
-
-def test_without_a_denominator_or_enough_blocks():
-    assert math.isnan(ratio_of_sums(np.zeros((0, 2))).value)
-    assert math.isnan(ratio_of_sums(np.zeros((20, 2))).value)
-    few = ratio_of_sums(np.ones((7, 2)))
-    assert few.value == 1.0
-    assert math.isnan(few.low)
-
-
-@pytest.mark.parametrize(
-    ("degrees", "quantile"), [(7, 2.3646), (15, 2.1314), (30, 2.0423), (63, 1.9983)]
-)
+@pytest.mark.parametrize(("degrees", "quantile"), [(7, 2.3646), (63, 1.9983)])
 def test_quantiles_of_student(degrees, quantile):
     assert student_975(degrees) == pytest.approx(quantile, abs=1e-3)

@@ -2,28 +2,7 @@
 
 from decimal import Decimal
 
-import pytest
-
 from rankscope.stats.budget import bound_in_words, false_alarm_bound
-
-
-@pytest.mark.parametrize(
-    ("num_steps", "words"),
-    [
-        (0, "0"),
-        (1, "1e-06"),
-        (300, "0.0003"),
-        (301, "0.0004"),
-        (1_000, "0.001"),
-        (14_900, "0.02"),
-        (96_000, "0.1"),
-        (149_000, "0.2"),
-        (10**6, "1"),
-        (10**9, "1"),
-    ],
-)
-def test_a_bound_in_words_has_one_digit_and_is_rounded_up(num_steps, words):
-    assert bound_in_words(num_steps) == words
 
 
 def test_a_bound_in_words_is_never_below_the_bound_nor_a_digit_above_it():

@@ -16,7 +16,6 @@ from rankscope.stats.direction import (
     leave_one_out_from_mean,
     mean_and_min_cosine,
     norm_weighted_cosine,
-    norm_weighted_cosine_from_mean,
     upper_triangle,
 )
 
@@ -82,35 +81,6 @@ def test_leave_one_out_agrees_with_the_sum_of_the_others(rows):
             np.testing.assert_allclose(found[i], naive_cosine(row, rest), atol=1e-9)
 
 
-@given(gradients(), st.randoms(use_true_random=False))
-def test_the_order_of_workers_changes_nothing_but_the_order(rows, random):
-    order = list(range(len(rows)))
-    random.shuffle(order)
-    before, after = cosines_from_gram(gram(rows)), cosines_from_gram(gram(rows[order]))
-    np.testing.assert_allclose(after, before[np.ix_(order, order)], atol=1e-12)
-    np.testing.assert_allclose(
-        mean_and_min_cosine(after)[0], mean_and_min_cosine(before)[0], atol=1e-12
-    )
-    np.testing.assert_allclose(
-        leave_one_out(gram(rows[order])), leave_one_out(gram(rows))[order], atol=1e-9
-    )
-
-
-@given(gradients(), st.integers(0, 5), st.sampled_from([1e-12, 0.5, 3.0, 1e12]))
-def test_scaling_one_worker_leaves_cosines_alone(rows, which, factor):
-    scaled = rows.copy()
-    scaled[which % len(rows)] *= factor
-    before, after = cosines_from_gram(gram(rows)), cosines_from_gram(gram(scaled))
-    np.testing.assert_allclose(after, before, atol=1e-11)
-
-
-@given(gradients(min_workers=2))
-def test_weighted_cosine_follows_from_norms_and_the_mean(rows):
-    norms_W = np.linalg.norm(rows, axis=1)
-    found = norm_weighted_cosine_from_mean(norms_W, float(np.linalg.norm(rows.mean(axis=0))))
-    np.testing.assert_allclose(found, norm_weighted_cosine(gram(rows)), atol=1e-9)
-
-
 @given(gradients(min_workers=2))
 def test_each_against_the_rest_follows_from_norms_and_the_mean(rows):
     mean, norms_W = rows.mean(axis=0), np.linalg.norm(rows, axis=1)
@@ -122,30 +92,7 @@ def test_each_against_the_rest_follows_from_norms_and_the_mean(rows):
             np.testing.assert_allclose(found[i], naive_cosine(row, rest), atol=1e-7)
 
 
-def test_against_the_rest_where_it_cannot_be_known():
-    rows = np.random.default_rng(5).standard_normal((4, 50))
-    rows[1] = 0.0
-    rows[2] *= 1e5  # the others drown in its rounding
-    mean, norms_W = rows.mean(axis=0), np.linalg.norm(rows, axis=1)
-    products_W = rows @ mean
-    products_W[3] = NAN
-    found = leave_one_out_from_mean(norms_W, float(np.linalg.norm(mean)), products_W)
-    assert np.isnan(found).tolist() == [False, True, True, True]
-    assert np.isnan(leave_one_out_from_mean(norms_W, NAN, rows @ mean)).all()
-    assert np.isnan(leave_one_out_from_mean(np.ones(1), 1.0, np.ones(1))).all()
-
-
-def test_mean_cosine_follows_from_the_sum_of_unit_gradients():
-    rows = np.random.default_rng(1).standard_normal((9, 40)) + 0.3
-    units = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    expected = (np.linalg.norm(units.sum(axis=0)) ** 2 - 9) / (9 * 8)
-    assert mean_and_min_cosine(cosines_from_gram(gram(rows)))[0] == pytest.approx(
-        expected, abs=1e-13
-    )
-
-
-@pytest.mark.parametrize("num_workers", [2, 3, 8, 64, 130])
-@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+@pytest.mark.parametrize(("num_workers", "scale"), [(2, 1e30), (3, 1.0), (130, 1e-30)])
 def test_identical_gradients_have_cosine_exactly_one(num_workers, scale):
     row = np.random.default_rng(num_workers).standard_normal(4093) * scale
     rows = np.tile(row.astype(np.float32), (num_workers, 1))
@@ -156,12 +103,7 @@ def test_identical_gradients_have_cosine_exactly_one(num_workers, scale):
     assert mean_and_min_cosine(cosines_from_gram(gram_WW))[0] == 1.0
 
 
-def test_opposite_gradients_have_cosine_exactly_minus_one():
-    row = np.random.default_rng(0).standard_normal(4093)
-    assert cosines_from_gram(gram(np.stack([row, -3 * row])))[0, 1] == -1.0
-
-
-@pytest.mark.parametrize("poison", [0.0, np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("poison", [0.0, np.nan, np.inf])
 def test_a_worker_without_direction_is_left_out(poison):
     rows = np.random.default_rng(3).standard_normal((4, 50))
     healthy = np.delete(rows, 1, axis=0)
@@ -180,35 +122,6 @@ def test_a_worker_without_direction_is_left_out(poison):
     assert rest[0] == pytest.approx(naive_cosine(rows[0], rows[2] + rows[3]), abs=1e-12)
 
 
-@pytest.mark.parametrize("rows", [np.zeros((3, 5)), np.full((3, 5), np.nan), np.ones((1, 5))])
-def test_without_two_directions_nothing_is_defined(rows):
-    gram_WW = gram(rows)
-    cosines_WW = cosines_from_gram(gram_WW)
-    assert math.isnan(mean_and_min_cosine(cosines_WW)[0])
-    assert math.isnan(mean_and_min_cosine(cosines_WW)[1])
-    assert math.isnan(norm_weighted_cosine(gram_WW))
-    assert np.isnan(leave_one_out(gram_WW)).all()
-
-
-def test_a_huge_worker_does_not_drown_the_others():
-    rows = np.random.default_rng(4).standard_normal((5, 30))
-    expected = naive_cosine(rows[2], np.delete(rows, 2, axis=0).sum(axis=0))
-    rows[2] *= 1e9
-    assert leave_one_out(gram(rows))[2] == pytest.approx(expected, abs=1e-9)
-
-
-def test_float32_sketches_near_the_end_of_their_range():
-    rows = np.array([[3e38, 3e38], [3e38, -1e38], [1e-40, 2e-40]], np.float32)
-    expected = [naive_cosine(*pair) for pair in ((rows[0] / 3e38, rows[1] / 3e38),)]
-    assert cosines_from_gram(gram(rows))[0, 1] == pytest.approx(expected[0], abs=1e-6)
-    assert np.isfinite(leave_one_out(gram(rows))).all()
-
-
-@pytest.mark.parametrize("norms", [[NAN, 1.0], [np.inf, 1.0], [1.0], [0.0, 1.0], []])
-def test_weighted_cosine_from_mean_is_undefined_without_two_norms(norms):
-    assert math.isnan(norm_weighted_cosine_from_mean(np.array(norms), 1.0))
-
-
 @given(gradients(min_workers=3))
 def test_the_upper_triangle_holds_the_whole_matrix(rows):
     cosines_WW = cosines_from_gram(gram(rows))
@@ -216,11 +129,3 @@ def test_the_upper_triangle_holds_the_whole_matrix(rows):
         return  # a single direction has no pair that could tell of it
     again = from_upper_triangle(upper_triangle(cosines_WW), len(rows))
     np.testing.assert_array_equal(again, cosines_WW)
-
-
-def test_the_upper_triangle_goes_row_by_row():
-    matrix = from_upper_triangle(np.array([0.1, 0.2, 0.3]), 3)
-    assert (matrix[0, 1], matrix[0, 2], matrix[1, 2]) == (0.1, 0.2, 0.3)
-    assert from_upper_triangle(np.empty(0), 1).tolist() == [[1.0]]
-    with pytest.raises(ValueError, match="expected 3 cosines for 3 workers, got 2"):
-        from_upper_triangle(np.array([0.1, 0.2]), 3)

@@ -4,7 +4,6 @@ import math
 from fractions import Fraction
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -39,32 +38,3 @@ def test_mean_spread_and_range_agree_with_fractions(values):
         assert expected[2] > Fraction(np.finfo(np.float64).max)
     else:
         assert abs(Fraction(found[2]) - expected[2]) <= tolerance
-
-
-@given(any_floats, st.randoms(use_true_random=False))
-def test_the_order_of_workers_changes_nothing(values, random):
-    shuffled = list(values)
-    random.shuffle(shuffled)
-    for f in (finite_mean, population_std):
-        scale = max((abs(v) for v in values if math.isfinite(v)), default=0.0)
-        before, after = f(np.array(values)), f(np.array(shuffled))
-        np.testing.assert_allclose(after, before, rtol=0, atol=scale * 1e-14)
-
-
-@given(st.floats(allow_nan=False, allow_infinity=False), st.integers(1, 20))
-def test_equal_values_have_no_spread_at_all(value, num_workers):
-    values = np.full(num_workers, value)
-    assert finite_mean(values) == value
-    assert population_std(values) == 0.0
-    assert value_range(values) == 0.0
-
-
-def test_the_spread_is_the_population_one():
-    assert population_std(np.array([1.0, 3.0])) == 1.0
-
-
-@pytest.mark.parametrize("function", [finite_mean, population_std, value_range])
-def test_workers_without_a_finite_value_are_left_out(function):
-    whole, holed = np.array([2.0, 5.0]), np.array([np.nan, 2.0, np.inf, 5.0, -np.inf])
-    assert function(holed) == function(whole)
-    assert math.isnan(function(np.array([np.nan, np.inf])))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rankscope.stats.draws import DrawnSamples, SortedMap, count_common, in_order
-from rankscope.stats.samples import MAX_SHARED_PAIRS, SampleLedger, identical_groups
+from rankscope.stats.samples import SampleLedger
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 streams = st.tuples(
@@ -81,79 +81,6 @@ def test_counts_agree_with_dictionaries(stream):
         assert {name: getattr(counts, name) for name in expected} == expected
         assert ledger.distinct == len(naive.owners)
         assert ledger.exact
-
-
-@given(streams, st.randoms(use_true_random=False))
-def test_renaming_the_workers_renames_them_in_the_counts_only(stream, random):
-    order = list(range(len(stream[0]))) if stream else []
-    random.shuffle(order)
-    one, other = SampleLedger(), SampleLedger()
-    for batches in stream:
-        a = count(one, as_arrays(batches))
-        b = count(other, as_arrays([batches[rank] for rank in order]))
-        for name in ("drawn", "distinct", "new", "repeated_own", "repeated_cross", "shared"):
-            assert getattr(a, name) == getattr(b, name)
-        renamed = [(*sorted((order[i], order[j])), number) for i, j, number in b.shared_between]
-        assert sorted(renamed) == sorted(a.shared_between)
-
-
-def test_beyond_its_capacity_the_ledger_gives_a_lower_bound_and_accuses_nobody():
-    ledger = SampleLedger(capacity=100)
-    for step in range(10):
-        batch = np.arange(step * 20, step * 20 + 20)
-        count(ledger, [batch[:10], batch[10:]])
-        assert ledger.exact == (step < 5)
-    assert ledger.distinct == 100
-
-
-def test_repeats_whose_owner_is_forgotten_count_as_own():
-    ledger = SampleLedger(capacity=4)  # remembers 16 pairs of a sample and a worker
-    for step in range(30):
-        batches = [np.empty(0, np.int64)] * 30
-        batches[step] = np.arange(4)
-        counts = count(ledger, batches)
-        expected = (0, 0) if step == 0 else (0, 4) if step < 5 else (4, 0)
-        assert (counts.repeated_own, counts.repeated_cross) == expected
-    assert ledger.exact
-
-
-def test_a_long_stream_stays_exact():
-    rng = np.random.default_rng(5)
-    ledger, seen = SampleLedger(), set()
-    for _ in range(400):
-        batches = list(rng.integers(0, 3000, (8, 4)))
-        fresh = {int(x) for batch in batches for x in batch} - seen
-        assert count(ledger, batches).new == len(fresh)
-        seen |= fresh
-    assert ledger.distinct == len(seen)
-
-
-def test_a_thousand_workers_with_one_batch_list_few_pairs():
-    batches = [np.arange(8)] * 1024
-    counts = count(SampleLedger(), batches)
-    assert counts.distinct == 8
-    assert identical_groups(batches) == (tuple(range(1024)),)
-    assert len(counts.shared_between) == MAX_SHARED_PAIRS
-    assert all(i < j and count <= 8 for i, j, count in counts.shared_between)
-
-
-@pytest.mark.parametrize(
-    ("batches", "groups"),
-    [
-        ([[1, 2], [2, 1], [1, 2, 2]], ((0, 1),)),
-        ([[], []], ()),
-        ([[7]], ()),
-        ([[1], [2], [1], [2], [3]], ((0, 2), (1, 3))),
-        ([[1, 1, 2], [1, 2, 2]], ()),
-        ([[3, 1], [2, 1], [1, 3], [1, 2]], ((0, 2), (1, 3))),
-    ],
-)
-def test_identical_batches_are_equal_as_multisets(batches, groups):
-    assert identical_groups(as_arrays(batches)) == groups
-
-
-def test_no_workers_draw_nothing():
-    assert count(SampleLedger(), []).drawn == 0
 
 
 @pytest.mark.parametrize("num_keys", [1, 40])

@@ -1,6 +1,5 @@
 """States: what an object remembers, there and back, and what it refuses."""
 
-import json
 import math
 from collections import deque
 from dataclasses import dataclass
@@ -9,8 +8,6 @@ from enum import IntEnum
 import numpy as np
 import pytest
 
-from rankscope.stats.draws import DrawnSamples
-from rankscope.stats.samples import SampleLedger
 from rankscope.stats.state import StateError, Stateful
 
 
@@ -92,49 +89,14 @@ def test_an_object_goes_on_with_the_same_values_of_the_same_kinds():
     assert restored.flags.tolist() == [[False, False], [True, True]]
 
 
-def test_a_state_is_a_copy_and_so_is_what_is_restored():
-    original = filled()
-    state = original.state()
-    original.inner.values[:] = 5
-    restored = Outer(7)
-    restored.restore(state)
-    assert restored.inner.values[0] == 0.1
-    restored.inner.values[0] = 6
-    again = Outer(7)
-    again.restore(state)
-    assert again.inner.values[0] == 0.1
-
-
-def test_a_state_is_arrays_and_plain_values():
-    def plain(value):
-        if isinstance(value, np.ndarray):
-            return "array"
-        if isinstance(value, dict):
-            return {key: plain(item) for key, item in value.items()}
-        return [plain(item) for item in value] if isinstance(value, list) else value
-
-    text = plain(filled().state())
-    assert json.loads(json.dumps(text)) == text
-
-
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         (lambda s: s.pop("number"), "not the state of a Outer"),
-        (lambda s: s.update(new=1), "not the state of a Outer"),
         (lambda s: s.update(number="many"), "expected a float, got a str"),
-        (lambda s: s.update(inner=3), "expected a Inner"),
-        (lambda s: s.update(inner={"list": []}), "expected a Inner"),
         (lambda s: s.update(colour={"enum": 9}), "no member 9"),
-        (lambda s: s.update(colour=1), "expected a Colour"),
-        (lambda s: s.update(number=s["inner"]), "no Inner to take"),
         (lambda s: s.update(number={"object": {}, "class": "os.system"}), "no class os.system"),
-        (lambda s: s["best"]["object"].pop("score"), "not the state of a Mark"),
         (lambda s: s.update(flags=np.zeros((2, 2))), "expected an array of bool with 2 axes"),
-        (lambda s: s.update(flags=np.zeros(2, bool)), "with 1 axes"),
-        (lambda s: s.update(flags=None), "expected an array"),
-        (lambda s: s.update(pairs={"list": []}), "expected a dict, got a list"),
-        (lambda s: s.update(seen={"unknown": []}), "no value in"),
         (lambda s: s.update(seen={"set": 3}), "no value in"),
     ],
 )
@@ -143,28 +105,3 @@ def test_what_does_not_fit_is_refused(change, told):
     change(state)
     with pytest.raises(StateError, match=told):
         Outer(7).restore(state)
-
-
-@pytest.mark.parametrize("value", [object(), np.array([None]), np.float32(1), print, b"bytes"])
-def test_what_cannot_be_saved_is_an_error_at_once(value):
-    outer = Outer(7)
-    outer.maybe = value
-    with pytest.raises(TypeError, match="cannot be part of a state"):
-        outer.state()
-
-
-def test_a_ledger_goes_on_where_it_stood():
-    rng = np.random.default_rng(0)
-    steps = [[rng.integers(0, 900, 7) for _ in range(5)] for _ in range(80)]
-    whole, first, second = (SampleLedger(600) for _ in range(3))
-    for samples in steps[:37]:
-        draws = DrawnSamples([samples]).sorted()
-        assert whole.observe(draws) == first.observe(draws)
-    second.restore(first.state())
-    for samples in steps[37:]:
-        draws = DrawnSamples([samples]).sorted()
-        assert whole.observe(draws) == second.observe(draws)
-    assert (whole.distinct, whole.exact) == (
-        second.distinct,
-        second.exact,
-    )

@@ -4,7 +4,6 @@ import functools
 import itertools
 
 import torch
-from torch import nn
 
 from rankscope.evidence.samples import probe as samples
 from rankscope.evidence.state import readings
@@ -13,10 +12,7 @@ from rankscope.gradients.digest import digest_bits
 from rankscope.gradients.kernels import many
 
 CPU = torch.device("cpu")
-DTYPES = (
-    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.int64,
-    torch.int32, torch.uint8, torch.bool,
-)  # fmt: skip
+DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.uint8, torch.bool)
 
 
 @functools.cache
@@ -37,7 +33,7 @@ def errors_of_digests() -> list[str]:
     _as_on_device()
     generator = torch.Generator().manual_seed(3)
     parts = []
-    for dtype, size in itertools.product(DTYPES, (0, 1, 3, 1023, 4097)):
+    for dtype, size in itertools.product(DTYPES, (0, 1, 3, 1023)):
         data = torch.randint(0, 256, (size * dtype.itemsize + 8,), generator=generator).byte()
         bits = data[: size * dtype.itemsize]
         tensor = bits.clone().bool() if dtype is torch.bool else bits.view(dtype)
@@ -68,51 +64,14 @@ def squares() -> list[tuple[float, float]]:
     return list(zip(found, exact, strict=True))
 
 
-def launches_of_a_step(num_tensors: int) -> list[int]:
-    """Return how often something is launched or copied in two steps, and in their next turns."""
-    _as_on_device()
-    from rankscope.evidence.state.meter import StateMeter
-    from rankscope.gradients import host
-
-    copies = []
-
-    class Counted(host.HostCopy):
-        def __init__(self, tensor: torch.Tensor, *, own: bool = False) -> None:
-            copies.append(tensor.numel())
-            super().__init__(tensor, own=own)
-
-    model = nn.ParameterList(nn.Parameter(torch.randn(2)) for _ in range(num_tensors))
-    optimizer = torch.optim.AdamW(model, lr=1e-3)
-    for parameter in model:
-        parameter.grad = torch.ones(2)
-    optimizer.step()
-    meter = StateMeter(model, optimizer, replicated=True)
-    counts = []
-    original, host.HostCopy = host.HostCopy, Counted
-    try:
-        for step in (0, 1, 0, 1):
-            before = _reader().launches + len(copies)
-            meter.begin_step(step)
-            names = [name for name, _ in model.named_parameters() if name in meter.wanted_names]
-            meter.see_locals((name, model.get_parameter(name).grad) for name in names)
-            meter.see_reduced()
-            meter.see_applied()
-            meter.see_state()
-            meter.collect().read()
-            counts.append(_reader().launches + len(copies) - before)
-    finally:
-        host.HostCopy = original
-    return counts
-
-
 def batches_that_differ() -> list[str]:
     """Return the batches whose samples have other digests by the kernel than by torch."""
     generator = torch.Generator().manual_seed(1)
     samples.check_launched(CPU)
     tried: list[tuple[torch.Tensor, torch.Tensor | None]] = []
     for dtype, (rows, length) in itertools.product(
-        (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.bfloat16),
-        ((1, 1), (4, 300), (2, samples.MAX_WORDS + 7)),
+        (torch.int64, torch.uint8, torch.bfloat16),
+        ((1, 1), (2, 300), (1, samples.MAX_WORDS + 7)),
     ):
         batch = torch.randint(0, 200, (rows, length), generator=generator).to(dtype)
         kept = torch.rand(rows, length, generator=generator) > 0.3

@@ -10,12 +10,11 @@ import pytest
 from rankscope.agent.assembly import summarize
 from rankscope.bus.detector import RunFacts
 from rankscope.bus.finding import Finding, Severity
-from rankscope.evidence.outliers.judge import fewest_steps
 from rankscope.record import Run, RunWriter
 from rankscope.record.states import START_FILE
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.diagnosis import Diagnosis, diagnose_run
-from rankscope.verdict.verdicts import judge, statements
+from rankscope.verdict.verdicts import judge
 from support.losses import mean_and_sem
 from support.stepping import events_of
 from support.streams import gathered, replicated, sharded, with_replacement
@@ -63,32 +62,6 @@ def record(path, stream, steps=STEPS, num_workers=8, status="complete", **option
     return Run.open(path / "run"), diagnosis.findings
 
 
-def test_a_run_that_grows_while_it_is_read(tmp_path, monkeypatch):
-    diagnosis, writer = Diagnosis(RunFacts(4)), RunWriter(tmp_path / "run", {"num_workers": 4})
-    stream = sharded(4096, 4, 4)
-    values = {"step_seconds": np.full(4, 2.0), "overhead_seconds": np.full(4, 0.5)}
-
-    def grow(steps):
-        for t, batches in zip(steps, stream, strict=False):
-            report = summarize(gathered(t, batches, **values))
-            writer.add(report)
-            writer.add_findings(diagnosis.observe(report))
-        writer.flush()
-
-    grow(range(6))
-    run, read = Run.open(tmp_path / "run"), Run.columns
-
-    def columns(self, table, *names):
-        found = read(self, table, *names)
-        if "interval" in names:
-            grow(range(6, 9))
-        return found
-
-    monkeypatch.setattr(Run, "columns", columns)
-    assert assess(run).values["overhead_share"] == pytest.approx(0.5 / 1.5)
-    writer.close()
-
-
 def test_equal_seeds_without_shards(tmp_path):
     run, _ = record(tmp_path, replicated(4096, 4, [0] * 8))
     found = assess(run)
@@ -104,25 +77,6 @@ def test_equal_seeds_without_shards(tmp_path):
     assert found.values["dispersion_ratio"] == 0.0
     assert (found.values["distinct_samples"], found.values["samples_drawn"]) == (120, 960)
     assert found.values["effective_batch"] == 4.0
-
-
-def test_one_odd_worker_without_shards(tmp_path):
-    run, _ = record(tmp_path, replicated(4096, 4, [9] + [0] * 7))
-    found = assess(run)
-    assert found.severity is Severity.ERROR
-    assert found.headline == (
-        "Ranks 1–7 train on the same batches: the job does the work of 2 workers, not 8."
-    )
-    assert 0.7 < found.values["cosine_mean"] < 0.85
-
-
-def test_all_different_but_not_disjoint(tmp_path):
-    run, _ = record(tmp_path, replicated(2048, 4, range(8)))
-    found = assess(run)
-    assert found.severity is Severity.ERROR
-    assert found.headline.startswith("The workers' shards overlap:")
-    assert any("None of the three metrics" in text for text in found.statements)
-    assert found.values["distinct_samples"] < 900
 
 
 def test_healthy_shards(tmp_path):
@@ -160,79 +114,6 @@ def test_too_few_steps_are_not_called_healthy(tmp_path, status, word):
     assert checked.startswith("Checked so far: shared batches; values that are not finite;")
     assert "a worker that differs from the others" in checked
     assert "parameters, buffers and optimizer state (34 more steps)" in waiting
-
-
-def test_what_a_run_cannot_show_is_said_with_its_reason(tmp_path):
-    run, _ = record(tmp_path, sharded(4096, 8, 4), identified=False)
-    assert any(
-        text == "This run cannot show: shared batches (samples were not identified)."
-        for text in assess(run).statements
-    )
-
-
-@pytest.mark.parametrize("num_workers", [2, 4, 64])
-def test_the_search_for_outliers_says_itself_how_many_steps_it_needs(num_workers):
-    needed = fewest_steps(num_workers)
-    assert 4 <= needed <= 30
-    assert fewest_steps(2) > fewest_steps(8)
-
-
-def test_shards_by_different_seeds(tmp_path):
-    run, _ = record(tmp_path, sharded(2048, 8, 4, seeds=list(range(8))))
-    found = assess(run)
-    assert found.severity is Severity.ERROR
-    assert "overlap" in found.headline
-    assert "random_split needs a generator" in found.recommendation
-    assert "DistributedSampler" not in found.recommendation
-    assert 0.7 < found.values["dispersion_ratio"] < 1.4
-
-
-def test_one_shard_by_a_different_seed(tmp_path):
-    run, _ = record(tmp_path, sharded(4096, 8, 4, seeds=[5] + [0] * 7), steps=90)
-    found = assess(run)
-    assert found.severity is Severity.ERROR
-    assert found.headline.startswith("Rank 0 draws samples that belong to other workers:")
-
-
-def test_sampling_with_replacement_needs_no_change(tmp_path):
-    run, _ = record(tmp_path, with_replacement(800, 8, 4), steps=60)
-    found = assess(run)
-    assert found.severity is Severity.NOTE
-    assert "with replacement" in found.headline
-    assert "Nothing to change if that is intended" in found.recommendation
-
-
-def test_values_are_those_of_the_recorded_steps(tmp_path):
-    stream = list(islice(sharded(4096, 8, 4), STEPS))
-    run, _ = record(tmp_path, iter(stream))
-    reports = [summarize(step_of(t, batches)) for t, batches in enumerate(stream)]
-    values = assess(run).values
-    means = {"loss_std", "loss_range", "grad_norm_std", "cosine_mean", "cosine_weighted"}
-    for name in (*means, "loss_std_expected"):
-        assert values[name] == pytest.approx(np.mean([getattr(r, name) for r in reports]))
-    assert values["loss_first"] == pytest.approx(np.mean([r.loss_mean for r in reports[:5]]))
-    assert values["loss_last"] == pytest.approx(np.mean([r.loss_mean for r in reports[-5:]]))
-    observed = math.fsum(r.loss_std**2 for r in reports)
-    expected = math.fsum(r.loss_std_expected**2 for r in reports)
-    assert values["dispersion_ratio"] == pytest.approx(math.sqrt(observed / expected))
-    assert (values["steps"], values["num_workers"]) == (STEPS, 8)
-
-
-def test_workers_whose_data_differ_in_kind_are_a_note_and_put_into_words(tmp_path):
-    run, _ = record(tmp_path, sharded(4096, 8, 4), shift=1.0)
-    found = assess(run)
-    assert found.severity is Severity.NOTE
-    assert found.headline.startswith("The workers differ from each other since about step")
-    assert any("more than sampling gives" in text for text in found.statements)
-
-
-def test_without_a_spread_inside_workers_no_null_is_claimed(tmp_path):
-    run, _ = record(tmp_path, sharded(4096, 8, 4), per_sample=False, steps=70)
-    found = assess(run)
-    assert found.values["dispersion_ratio"] is None
-    assert found.values["loss_std_expected"] is None
-    assert found.headline == "Healthy: the 8 workers train on different samples."
-    assert any("cannot be known" in text for text in found.statements)
 
 
 def test_without_sample_identity_only_exact_agreement_is_said(tmp_path):
@@ -286,12 +167,9 @@ def test_gross_values_are_the_verdict_once_three_came_within_50_steps(tmp_path, 
     "options",
     [
         {"stream": lambda: sharded(4096, 8, 4)},
-        {"stream": lambda: sharded(4096, 8, 4), "identified": False},
-        {"stream": lambda: sharded(4096, 8, 4), "per_sample": False},
-        {"stream": lambda: sharded(4096, 1, 4), "num_workers": 1},
         {"stream": lambda: replicated(4096, 1, [0] * 8), "steps": 2},
     ],
-    ids=["healthy", "samples unknown", "no null", "one worker", "nothing proven"],
+    ids=["healthy", "nothing proven"],
 )
 def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
     found = {}
@@ -315,30 +193,6 @@ def test_a_run_whose_record_ends_early_is_not_called_healthy(tmp_path, options):
     assert early.statements == found["complete"].statements
 
 
-def test_what_was_found_before_a_record_ended_early_comes_first(tmp_path):
-    run, _ = record(tmp_path, replicated(4096, 4, [0] * 8), status="incomplete")
-    found = assess(run)
-    assert found.severity is Severity.ERROR
-    assert found.headline.startswith("All 8 workers train on the same batches")
-    assert "ends early" not in found.headline
-    assert found.statements[0].startswith("The record ends early, with step 29:")
-    (tmp_path / "note").mkdir()
-    stream = with_replacement(800, 8, 4)
-    run, _ = record(tmp_path / "note", stream, steps=60, status="incomplete")
-    found = assess(run)
-    assert found.severity is Severity.NOTE
-    assert "with replacement. The record ends early, with step 59:" in found.headline
-    assert found.recommendation.startswith("Nothing to change if that is intended.")
-    assert "See the log" in found.recommendation
-
-
-def test_a_run_without_steps_that_ends_early_is_still_one_that_recorded_nothing(tmp_path):
-    run, _ = record(tmp_path, iter([]), status="incomplete")
-    found = assess(run)
-    assert found.severity is Severity.WARNING
-    assert "Nothing was recorded" in found.headline
-
-
 def test_the_promise_about_a_run_that_continues_another_counts_the_steps_before(tmp_path):
     stream = sharded(4096, 8, 4)
     before = Diagnosis(RunFacts(8))
@@ -359,56 +213,11 @@ def test_the_promise_about_a_run_that_continues_another_counts_the_steps_before(
         assert "probability" not in said
 
 
-def test_two_steps_of_equal_single_samples_are_not_called_healthy(tmp_path):
-    run, _ = record(tmp_path, replicated(4096, 1, [0] * 8), steps=2)
-    found = assess(run)
-    assert found.severity is None
-    assert "No fault proven" in found.headline
-
-
-AVERAGED = "All workers report exactly the same loss although their gradients differ"
-
-
-@pytest.mark.parametrize(
-    ("norms", "cosine", "said"),
-    [(0.0, None, False), (0.3, None, True), (0.0, 0.2, True), (0.0, 1.0, False)],
-)
-def test_gradients_that_do_not_differ_are_not_said_to(tmp_path, norms, cosine, said):
-    values = assess(record(tmp_path, sharded(4096, 8, 4), steps=2)[0]).values
-    values = {**values, "loss_std": 0.0, "grad_norm_std": norms, "cosine_mean": cosine}
-    assert any(AVERAGED in text for text in statements(values, ())) is said
-
-
-@pytest.mark.parametrize(
-    ("bad", "start", "advice"),
-    [
-        (0, 0, "Start again with the fault repaired"),
-        (5, 5, "Start again with the fault repaired"),  # nothing is known of steps before
-        (6, 5, "Go back to a checkpoint before step 6"),
-    ],
-)
-def test_nobody_is_sent_to_a_checkpoint_that_there_cannot_be(tmp_path, bad, start, advice):
-    diagnosis = Diagnosis(RunFacts(4))
-    writer = RunWriter(tmp_path / "run", {"num_workers": 4})
-    for t in range(start, 8):
-        loss = [math.nan if t == bad else 1.0, 1.0, 1.0, 1.0]
-        columns = {"loss": loss, "nonfinite": [t == bad, False, False, False]}
-        report = summarize(gathered(t, [np.array([t, rank]) for rank in range(4)], **columns))
-        writer.add(report)
-        writer.add_findings(diagnosis.observe(report))
-    writer.add_findings(diagnosis.close())
-    writer.close()
-    [finding] = [one for one in diagnosis.findings if one.cause == "numerics.nonfinite"]
-    assert finding.next_check.startswith(advice)
-    assert assess(Run.open(tmp_path / "run")).recommendation == finding.next_check
-
-
 def test_statements_are_sentences_without_holes(tmp_path):
     streams = [
         sharded(4096, 8, 4),
         replicated(900, 4, [0] * 8),
         replicated(900, 4, [1] + [0] * 7),
-        replicated(900, 4, range(8)),
         with_replacement(900, 8, 4),
     ]
     for i, stream in enumerate(streams):
@@ -424,14 +233,7 @@ def test_statements_are_sentences_without_holes(tmp_path):
             assert not any(hole in text for hole in ("None,", "None.", "nan ", "{", "}", "  "))
 
 
-@pytest.mark.parametrize(
-    "stream",
-    [
-        lambda: sharded(517, 8, 4),
-        lambda: replicated(300, 4, [1] + [0] * 7),
-    ],
-)
-def test_a_record_gives_the_same_findings_as_the_live_run(tmp_path, stream):
-    run, live = record(tmp_path, stream(), steps=60)
+def test_a_record_gives_the_same_findings_as_the_live_run(tmp_path):
+    run, live = record(tmp_path, replicated(300, 4, [1] + [0] * 7), steps=60)
     assert diagnose_run(run) == live
     assert run.findings() == live

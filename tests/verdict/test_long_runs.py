@@ -2,24 +2,19 @@
 
 import math
 import shutil
-from dataclasses import astuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.step import GatheredStep
 from rankscope.record import Run, RunWriter, reader, rollups, tables
-from rankscope.stats.noise_scale import noise_of_steps
 from rankscope.verdict import assessment
 from rankscope.verdict import dispersion as noise
 from rankscope.verdict.assessment import assess
 from record.step_reports import local_values
 
 W, STEPS, MICRO = 4, 300, 3
-untimed = settings(deadline=None, max_examples=60)
 
 
 def gathered(step, rng):
@@ -114,42 +109,4 @@ def test_a_long_run_without_roll_ups_is_read_in_pieces(path, tmp_path, monkeypat
     assert long["samples_exact"]
 
 
-def test_steps_of_which_there_are_too_many_are_chosen_evenly(path, monkeypatch):
-    exact = assess(Run.open(path)).values
-    for module in (reader, assessment):
-        monkeypatch.setattr(module, "MAX_STEPS", STEPS // 2)
-    monkeypatch.setattr(tables, "PIECE_VALUES", 7)
-    run = Run.open(path)
-    assert run.steps("step")["step"].tolist() == [*range(0, STEPS, 2)]
-    few = assess(run)
-    assert few.values["steps"] == STEPS
-    assert few.values["samples_drawn"] == exact["samples_drawn"] == STEPS * W * 5
-    assert few.values["loss_std"] == pytest.approx(exact["loss_std"], rel=0.1)
-    assert "Of the 300 steps of this run, up to 150 were read" in " ".join(few.statements)
-
-
 # The same numbers as before ----------------------------------------------------------------------
-
-
-@untimed
-@given(st.integers(1, 12), st.integers(0, 4), st.integers(0, 2**32 - 1))
-def test_the_noise_of_many_steps_has_the_bits_of_that_of_each(width, num_micro, seed):
-    rng = np.random.default_rng(seed)
-    norms_TW = rng.lognormal(sigma=20.0, size=(9, width))
-    micro_TW = rng.lognormal(sigma=20.0, size=(9, width))
-    for values in (norms_TW, micro_TW):
-        values[rng.random(values.shape) < 0.05] = rng.choice([np.nan, np.inf, 0.0, 1e200])
-    reduced_T = rng.lognormal(sigma=20.0, size=9)
-    shares_T = np.where(rng.random(9) < 0.1, np.nan, rng.random(9))
-    with np.errstate(all="ignore"):
-        numbers = (
-            np.square(norms_TW).mean(axis=1),
-            reduced_T,
-            micro_TW.mean(axis=1),
-            np.full(9, num_micro),
-            shares_T,
-        )
-        found = astuple(noise_of_steps(*numbers, width))
-        for t in range(9):
-            alone = astuple(noise_of_steps(*(column_T[t : t + 1] for column_T in numbers), width))
-            np.testing.assert_array_equal([column_T[t] for column_T in found], np.ravel(alone))

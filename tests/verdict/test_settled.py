@@ -1,14 +1,10 @@
 """A canary answers the question that an outlier leaves open; advice says so."""
 
-from dataclasses import replace
-
-import pytest
-
 from rankscope.bus.finding import Finding, FindingEvent, Severity
 from rankscope.bus.rules import RULES
 from rankscope.evidence.canary.bundle import latest_bundle
 from rankscope.verdict.news import Announcer
-from rankscope.verdict.rules import cause_pages, next_check_of, page_of, section_of, settled_by
+from rankscope.verdict.rules import cause_pages, next_check_of, settled_by
 
 OUTLIER = Finding(
     "outlier-2", "data.worker_outlier", Severity.WARNING, (2,), 20, 60, "It differs.", "Swap.", {}
@@ -26,25 +22,6 @@ def test_a_canary_settles_what_to_do_about_an_outlier():
     assert settled_by(OUTLIER, [OUTLIER, CANARY]) == CANARY
     advice = "The canary agrees: the data differ. Look at the batch."
     assert next_check_of(OUTLIER, [CANARY, OUTLIER]) == advice
-
-
-@pytest.mark.parametrize(
-    ("asked", "answer"),
-    [
-        ({}, {"ranks": (1,)}),
-        ({"ranks": (1, 2)}, {}),
-        ({"first_step": 65}, {}),
-        ({"cause": "sync.stale"}, {}),
-        ({}, {"id": "canary-nondeterministic"}),
-    ],
-)
-def test_it_settles_nothing_else(asked, answer):
-    assert settled_by(replace(OUTLIER, **asked), [replace(CANARY, **answer)]) is None
-
-
-def test_where_nobody_knows_who_is_at_fault_an_answer_about_one_of_them_counts():
-    unclear = replace(OUTLIER, cause="inconclusive", ranks=(0, 2))
-    assert settled_by(unclear, [CANARY]) == CANARY
 
 
 def test_the_answer_is_told_while_the_training_goes_on():
@@ -75,8 +52,3 @@ def test_every_rule_has_its_page_in_the_package():
         assert "**Looks like:**" in pages[name]
         assert "**Do:**" in pages[name]
         assert "](" not in pages[name].replace("](http", "")
-
-
-def test_a_finding_has_a_page_by_its_own_rule_or_by_its_cause():
-    assert page_of("applied-scale", "state.parameters_differ") == "docs/causes.md#applied-scale"
-    assert section_of("outlier-1", "data.worker_outlier") == "data.worker_outlier"

@@ -34,13 +34,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_runs_of_the_same_attempt_are_siblings(folder):
-    run = Run.open(folder / "sft")
-    assert coordinate_of(run.info) == "ranks 0 and 1"
-    assert [one.path.name for one in siblings_of(run)] == ["sft-from-rank-2", "sft-from-rank-4"]
-    assert siblings_of(Run.open(folder / "sft2")) == []
-
-
 def test_a_run_without_a_fault_shows_its_siblings(folder):
     found = assess(Run.open(folder / "sft"))
     assert found.word == str(make_finding().severity)

@@ -56,10 +56,6 @@ def with_column(step, name, change):
     return replace(step, workers={**step.workers, name: values})
 
 
-def healthy(step):
-    return step
-
-
 def one_odd(step):
     """Let worker 1's gradient be longer for a while, so that it is set apart and taken back."""
     if not 60 <= step.step < 150:
@@ -102,7 +98,8 @@ def stale_tokens(step):
     return with_column(step, "loss_weight", lambda w: w.__setitem__(0, 2.0 if step.step % 2 else 0))
 
 
-JOBS = [healthy, one_odd, short_batches, not_finite, corrupted, stale_tokens]
+def several_faults(step):
+    return stale_tokens(corrupted(not_finite(step)))
 
 
 def reports_of(change, width, every):
@@ -120,25 +117,19 @@ def digest(state):
     return (str(state.dtype), state.tobytes()) if isinstance(state, np.ndarray) else repr(state)
 
 
-FINDS = {  # on four workers, with every step observed
-    "one_odd": "outlier-1",
-    "short_batches": "data.duplicate_batches",
-    "not_finite": "numerics.nonfinite",
-    "corrupted": "reduction-spike",
-    "stale_tokens": "token-weighting-one-worker",
-}
+SEVERAL = {"numerics.nonfinite", "reduction-spike", "token-weighting-one-worker"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("change", "width", "every"),
+    ("change", "width", "every", "finds"),
     [
-        *((change, 4, 1) for change in JOBS[1:]),
-        (healthy, 2, 1),
-        (short_batches, 8, 3),
+        (one_odd, 4, 1, {"outlier-1"}),
+        (short_batches, 8, 3, {"data.duplicate_batches"}),
+        (several_faults, 4, 1, SEVERAL),
     ],
 )
-def test_findings_and_all_that_is_remembered_are_the_same(change, width, every):
+def test_findings_and_all_that_is_remembered_are_the_same(change, width, every, finds):
     reports = reports_of(change, width, every)
     alone, together = Diagnosis(RunFacts(width)), Diagnosis(RunFacts(width))
     expected = [alone.observe(report) for report in reports]
@@ -147,13 +138,8 @@ def test_findings_and_all_that_is_remembered_are_the_same(change, width, every):
         found += together.observe_many(reports[len(found) : len(found) + sizes.pop()])
     assert found == expected
     assert together.findings == alone.findings
-    finds = FINDS.get(change.__name__) if (width, every) == (4, 1) else None
-    assert finds is None or finds in {finding.id for finding in together.findings}
+    assert finds <= {finding.id for finding in together.findings}
     one, other = alone.state()["detectors"], together.state()["detectors"]
     for name in set(one) - LAID_OUT_OTHERWISE:
         assert digest(other[name]) == digest(one[name]), name
     assert together.close() == alone.close()
-
-
-def test_nothing_comes_of_no_steps():
-    assert Diagnosis(RunFacts(2)).observe_many([]) == []

@@ -14,7 +14,7 @@ from rankscope.evidence.canary.replay import run_batch
 from support.cut import Cut
 
 CPU = torch.device("cpu")
-STRIDE = 7
+STRIDE = 17
 
 
 class Changing(nn.Module):

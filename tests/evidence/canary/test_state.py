@@ -1,10 +1,7 @@
 """A canary leaves nothing behind, whatever a model does in its forward and backward pass."""
 
 import random
-import threading
 from collections.abc import Callable
-from functools import partial
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -12,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from rankscope.evidence.canary.batch import CanaryDeclined, capture_batch
 from rankscope.evidence.canary.replay import loss_without_gradient, run_batch
@@ -33,21 +28,11 @@ def with_backward(output: Tensor, given: Tensor, hidden: Tensor) -> Tensor | Non
     return hidden.grad
 
 
-def with_method(output: Tensor, given: Tensor, hidden: Tensor) -> Tensor | None:
-    output.backward(given)
-    return hidden.grad
-
-
 def with_engine(output: Tensor, given: Tensor, hidden: Tensor) -> Tensor | None:
     Variable._execution_engine.run_backward(
         (output,), (given,), False, False, (), accumulate_grad=True
     )
     return hidden.grad
-
-
-def with_grad(output: Tensor, given: Tensor, hidden: Tensor) -> Tensor | None:
-    (gradient,) = torch.autograd.grad(output, hidden, given)
-    return gradient
 
 
 class Offloaded(torch.autograd.Function):
@@ -78,7 +63,7 @@ class Checkpointed(nn.Module):
         return Offloaded.apply(self.last, self.first(x), self.derive).square().mean()
 
 
-@pytest.mark.parametrize("derive", [with_backward, with_method, with_engine])
+@pytest.mark.parametrize("derive", [with_backward, with_engine])
 def test_a_model_that_accumulates_by_itself_is_declined_before_it_does(derive):
     model, x, hooks = Checkpointed(derive), torch.randn(4, 3), []
     for parameter in model.parameters():
@@ -98,14 +83,6 @@ def test_a_model_that_accumulates_by_itself_is_declined_before_it_does(derive):
     assert len(hooks) == 8
 
 
-def test_a_model_that_only_derives_inside_its_backward_pass_is_run():
-    model, x = Checkpointed(with_grad), torch.randn(4, 3)
-    result = run(model, x)
-    weight, bias = torch.autograd.grad(model(x), [model.first.weight, model.first.bias])
-    norm = torch.cat([weight.flatten(), bias]).norm().item()
-    assert result.grad_norm == pytest.approx(norm, rel=1e-6)
-
-
 class Calls(nn.Module):
     """A layer, and something that its forward pass does."""
 
@@ -117,19 +94,6 @@ class Calls(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.act(self)
         return self.layer(x).square().mean()
-
-
-def test_backward_passes_of_other_threads_go_on():
-    other = torch.ones(2, requires_grad=True)
-
-    def train_elsewhere(model: Calls) -> None:
-        thread = threading.Thread(target=lambda: other.square().sum().backward())
-        thread.start()
-        thread.join()
-
-    run(Calls(train_elsewhere), torch.ones(1, 3))
-    assert other.grad is not None
-    assert other.grad.tolist() == [2, 2]
 
 
 def test_a_backward_pass_in_a_forward_pass_is_declined_also_without_gradients():
@@ -146,18 +110,6 @@ def test_a_backward_pass_in_a_forward_pass_is_declined_also_without_gradients():
 
 def batch_of(*args: Any) -> Any:
     return capture_batch(args, {}).plain()
-
-
-def test_a_gradient_that_a_model_sets_is_put_back_and_the_run_declined():
-    def replace(model: Calls) -> None:
-        model.layer.weight.grad = torch.ones(3, 3)
-
-    model = Calls(replace)
-    before = model.layer.weight.grad = torch.full((3, 3), 2.0)
-    with pytest.raises(CanaryDeclined, match="leaves all gradients alone"):
-        run(model, torch.ones(1, 3))
-    assert model.layer.weight.grad is before
-    assert before.tolist() == torch.full((3, 3), 2.0).tolist()
 
 
 # Parameters ------------------------------------------------------------------------------------
@@ -184,25 +136,9 @@ def replaced(model: Teacher) -> None:
         other.data = other.data * 0.9 + one.data * 0.1
 
 
-def averaged(model: Teacher) -> None:
-    model.teacher.weight.lerp_(model.student.weight, 0.1)
-
-
-def averaged_together(model: Teacher) -> None:
-    torch._foreach_mul_(list(model.teacher.parameters()), 0.9)
-
-
-def clamped(model: Teacher) -> None:
-    model.student.weight.data.clamp_(-0.1, 0.1)
-
-
 def in_part(model: Teacher) -> None:
     model.teacher.weight.view(-1)[2:5].zero_()
     model.teacher.weight.t()[0] += 1
-
-
-def into(model: Teacher) -> None:
-    torch.add(model.student.bias, 1, out=model.teacher.bias)
 
 
 def given_other_memory(model: Teacher) -> None:
@@ -220,23 +156,14 @@ def thawed(model: Teacher) -> None:
     model.teacher.requires_grad_(requires_grad=True)
 
 
-def nothing(model: Teacher) -> None:  # but the codebook, whose rows are scaled to max_norm
-    pass
-
-
 @pytest.mark.parametrize(
     "change",
     [
         replaced,
-        averaged,
-        averaged_together,
-        clamped,
         in_part,
-        into,
         given_other_memory,
         written_then_replaced,
         thawed,
-        nothing,
     ],
 )
 def test_parameters_that_a_forward_pass_changes_are_put_back(change):
@@ -252,73 +179,6 @@ def test_parameters_that_a_forward_pass_changes_are_put_back(change):
     assert state() == before
     model(x)
     assert state() != before  # so there was something to put back
-
-
-class Copies(TorchDispatchMode):
-    """Counts the bytes that are copied."""
-
-    num_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.clone.default:
-            self.num_bytes += args[0].nbytes
-        return func(*args, **(kwargs or {}))
-
-
-def test_parameters_and_large_buffers_are_only_copied_when_they_are_written():
-    model, x = Teacher(lambda model: None), torch.randn(4, 3)
-    model.codebook = nn.Embedding(5, 3)
-    model.base = nn.Linear(600, 600, dtype=torch.float64).requires_grad_(False)
-    model.register_buffer("packed", torch.zeros(2**20 + 1, dtype=torch.uint8))
-    with Copies() as copies:
-        run(model, x)
-    assert copies.num_bytes < 600 * 600 * 8 / 2
-
-    def write(model: Teacher) -> None:
-        model.packed[3:].add_(1)
-        model.base.weight.mul_(2)
-
-    model.change = write
-    before = model.base.weight.clone()
-    with Copies() as copies:
-        run(model, x)
-    assert copies.num_bytes >= model.base.weight.nbytes + model.packed.nbytes
-    assert torch.equal(model.base.weight, before)
-    assert not model.packed.any()
-
-
-def test_a_write_that_cannot_be_undone_is_declined():
-    def write(model: Calls) -> None:
-        with torch.no_grad():
-            model.pair.mul_(2)
-
-    model = Calls(lambda model: None)
-    model.pair = nn.Parameter(TwoTensor(torch.ones(2), torch.ones(2)), requires_grad=False)
-    run(model, torch.ones(1, 3))
-    model.act = write
-    with pytest.raises(CanaryDeclined, match="writes into a tensor of the kind"):
-        run(model, torch.ones(1, 3))
-    assert model.pair.a.tolist() == [1, 1]
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-@pytest.mark.parametrize("hold", [torch.clone, partial(nn.Parameter, requires_grad=False)])
-def test_sparse_tensors_get_their_values_back_and_a_write_into_them_is_declined(layout, hold):
-    def replace(model: Calls) -> None:
-        model.graph.data = model.graph.data * 2
-
-    def write(model: Calls) -> None:
-        with torch.no_grad():
-            model.graph.mul_(2)
-
-    model = Calls(replace)
-    model.graph = hold(torch.eye(3).to_sparse(layout=layout))
-    run(model, torch.ones(1, 3))
-    model.act = write
-    with pytest.raises(CanaryDeclined, match=f"writes into a tensor of the kind .*{layout}"):
-        run(model, torch.ones(1, 3))
-    assert torch.equal(model.graph.to_dense(), torch.eye(3))
 
 
 # Attributes ------------------------------------------------------------------------------------
@@ -397,7 +257,13 @@ HELD: dict[str, Callable[[Any, Any], tuple[Any, ...] | None]] = {
 
 @pytest.mark.parametrize(
     ("kind", "held"),
-    [*product(GENERATORS, list(HELD)[:3]), ("torch", "elsewhere")],
+    [
+        ("torch", "elsewhere"),
+        ("numpy", "attribute"),
+        ("numpy, another", "container"),
+        ("numpy, old", "container"),
+        ("python", "global name"),
+    ],
 )
 def test_generators_are_seeded_alike_and_put_back(monkeypatch, kind, held):
     make, draw = GENERATORS[kind]
@@ -421,22 +287,3 @@ def test_generators_are_seeded_alike_and_put_back(monkeypatch, kind, held):
     assert len(set(results)) == 1
     assert after == [float(draw(make_model(rank)[1])) for rank in (1, 2)]
     assert after[0] != after[1]
-
-
-class Proxy:
-    """Stands for something that is not there yet, as Flask's request does."""
-
-    @property
-    def __class__(self):
-        raise RuntimeError("there is no request")
-
-
-def test_global_names_are_not_asked_what_they_are(monkeypatch):
-    monkeypatch.setitem(globals(), "A_PROXY", Proxy())
-    run(Calls(lambda model: None), torch.ones(1, 3))
-
-
-def test_a_generator_without_a_state_is_left_alone():
-    model = Calls(lambda model: None)
-    model.entropy = random.SystemRandom()
-    run(model, torch.ones(1, 3))

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
 import rankscope
 from rankscope import Run
 from rankscope.bus.probe import StepEnd
 from rankscope.evidence.clipping.probe import ClippingProbe
-from rankscope.wrappers.clipping import rounding_of
 from support.ranks import run_ranks
 
 LIMIT = 0.1
@@ -61,55 +60,6 @@ def test_one_call_for_all_parameters(model, probe):
     pairs = zip(model.parameters(), twin.parameters(), strict=True)
     assert all(torch.equal(mine.grad, other.grad) for mine, other in pairs)
     assert "clip_limit" not in recorded(probe)
-
-
-def test_a_norm_of_some_gradients_and_clipping_of_all(model, probe):
-    gradients = [p.grad for p in model.parameters()]
-    clip_grads_with_norm_(iter(model.parameters()), LIMIT, get_total_norm(gradients[1:], math.inf))
-    values = recorded(probe)
-    assert (values["clip_order"], values["clip_left_out"]) == (math.inf, 1)
-
-
-def test_a_norm_of_the_trainings_own(model, probe):
-    halves = list(model.parameters())[:2], list(model.parameters())[2:]
-    total = torch.tensor(5.0)
-    for half in halves:
-        clip_grads_with_norm_(half, LIMIT, total)
-    values = recorded(probe)
-    assert (values["clip_limit"], "clip_order" in values) == (LIMIT, False)
-    assert values["clip_factor"] == pytest.approx(LIMIT / 5, rel=1e-6)
-
-
-def test_clipping_in_groups_has_no_limit_of_all(model, probe):
-    for parameter in model.parameters():
-        clip_grad_norm_(parameter, LIMIT)
-    assert "clip_limit" not in recorded(probe)
-    clip_grad_norm_(list(model.parameters())[:-1], LIMIT)
-    assert "clip_limit" not in recorded(probe)
-
-
-def test_what_else_is_clipped_leaves_the_limit_alone(model, probe):
-    other = nn.Parameter(torch.ones(2))
-    other.grad = torch.ones(2)
-    norm = clip_grad_norm_([*model.parameters(), other], LIMIT)
-    values = recorded(probe)
-    assert (values["clip_limit"], values["clip_whole"]) == (LIMIT, False)
-    assert values["clip_factor"] == pytest.approx(LIMIT / float(norm), rel=1e-5)
-
-
-def test_only_what_is_clipped_between_reduction_and_update_counts(model, probe):
-    clip_grad_norm_(model.parameters(), LIMIT)
-    probe.see_reduced()
-    probe.before_update()
-    clip_grad_norm_(model.parameters(), LIMIT)
-    assert "clip_limit" not in recorded(probe)
-
-
-def test_rounding_covers_torchs_norm():
-    for dtype, size in ((torch.float32, 1 << 22), (torch.bfloat16, 1 << 12)):
-        gradient = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
-        exact = float(gradient.double().norm())
-        assert abs(float(gradient.norm()) / exact - 1) < rounding_of([gradient])
 
 
 def clip_shards(rank, folder):

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from rankscope.evidence.environment.training import sampler_seed, training_facts
+from rankscope.evidence.environment.training import training_facts
 from rankscope.files import to_plain
 from support.ranks import run_ranks
 
@@ -52,19 +51,6 @@ def test_every_setting_of_the_optimizer_has_its_name():
     assert (first["lr"], second["lr"]) == (0.5, 0.25)
     assert (second["betas"], second["weight_decay"], second["tensors"]) == ([0.8, 0.99], 0.125, 1)
     assert (first["max_norm"], "params" in second) == ("inf", False)
-
-
-def test_the_loader_is_told_without_reading_it():
-    data = TensorDataset(torch.arange(10))
-    sampler = DistributedSampler(data, num_replicas=2, rank=0, seed=7)
-    loader = DataLoader(data, batch_size=4, sampler=sampler, drop_last=True)
-    facts = facts_of(loader=loader)["loader"]
-    assert (facts["batch_size"], facts["drop_last"], facts["num_workers"]) == (4, True, 0)
-    assert facts["sampler"]["class"].endswith("DistributedSampler")
-    assert (facts["sampler"]["seed"], facts["sampler"]["shuffle"]) == (7, True)
-    assert facts["dataset"]["length"] == 10
-    own = torch.Generator().manual_seed(3)
-    assert facts_of(loader=DataLoader(data, shuffle=True, generator=own))["loader"]["seed"] == 3
 
 
 class Odd:
@@ -123,22 +109,3 @@ def test_the_reduction_names_its_hook():
     }
     assert second["hook"].endswith("sum_up")
     assert "fp16" in found[-1]["hook"].lower()
-
-
-def test_the_seed_of_a_sampler_is_found_where_it_is_kept():
-    data = list(range(12))
-    sharded = DistributedSampler(data, 2, 0, seed=5)
-    generator = torch.Generator().manual_seed(9)
-
-    class OwnBatches:
-        sampler = sharded
-
-        def __iter__(self):
-            return iter([[0, 1]])
-
-    assert sampler_seed(DataLoader(data, sampler=sharded)) == 5
-    assert sampler_seed(DataLoader(data, batch_sampler=OwnBatches())) == 5
-    assert sampler_seed(DataLoader(data, shuffle=True, generator=generator)) == 9
-    unshuffled = DistributedSampler(data, 2, 0, shuffle=False, seed=5)
-    for loader in (None, 3, [1], DataLoader(data), DataLoader(data, sampler=unshuffled)):
-        assert sampler_seed(loader) is None

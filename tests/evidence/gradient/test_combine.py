@@ -23,7 +23,7 @@ def everywhere(given_SK):
     return np.stack([given_SK.astype(np.float32)] * W)
 
 
-@pytest.mark.parametrize("factor", [1.0, 4.0, 0.37, 2.0**-16, -1.0])
+@pytest.mark.parametrize("factor", [4.0, 2.0**-16])
 def test_a_multiple_of_the_mean_becomes_the_mean(local_WSK, factor):
     mean_SK = local_WSK.mean(0, dtype=np.float64)
     found = normalise_user_reduction(parts_of(local_WSK, everywhere(factor * mean_SK)))
@@ -42,15 +42,7 @@ def test_a_wrong_section_stays_wrong_and_changes_no_other(local_WSK):
     np.testing.assert_allclose(found.parts_W[1].reduced_SK, given_SK / 4, rtol=1e-6)
 
 
-def test_another_direction_is_left_as_it_is(local_WSK):
-    stale_SK = np.random.default_rng(1).normal(size=(S, K))
-    given_WSK = everywhere(stale_SK)
-    found = normalise_user_reduction(parts_of(local_WSK, given_WSK))
-    assert np.isnan(found.factor)
-    assert (found.parts_W[0].reduced_SK == given_WSK[0]).all()
-
-
-@pytest.mark.parametrize("factors_W", [[1, 1, 1, 1], [0.1, 0.5, 2, 1]])
+@pytest.mark.parametrize("factors_W", [[0.1, 0.5, 2, 1]])
 def test_what_is_still_each_worker_s_own_is_no_reduction(local_WSK, factors_W):
     given_WSK = local_WSK * np.array(factors_W, np.float32)[:, None, None]
     found = normalise_user_reduction(parts_of(local_WSK, given_WSK))
@@ -58,25 +50,8 @@ def test_what_is_still_each_worker_s_own_is_no_reduction(local_WSK, factors_W):
     assert all(np.isnan(part.reduced_SK).all() for part in found.parts_W)
 
 
-def test_where_some_sections_are_each_worker_s_own_nothing_is_known_of_the_rest(local_WSK):
-    given_WSK = everywhere(local_WSK.mean(0))
-    given_WSK[:, 3] = local_WSK[:, 3]
-    found = normalise_user_reduction(parts_of(local_WSK, given_WSK))
-    assert not found.unreduced_W.any()
-    assert all(np.isnan(part.reduced_squares_S).all() for part in found.parts_W)
-
-
 def test_workers_that_have_the_same_gradient_are_not_called_unreduced(local_WSK):
     same_WSK = everywhere(local_WSK[0])
     found = normalise_user_reduction(parts_of(same_WSK, same_WSK))
     assert found.factor == 1
-    assert not found.unreduced_W.any()
-
-
-def test_zeros_and_infinities_are_told_nothing_of(local_WSK):
-    zeros_WSK = np.zeros_like(local_WSK)
-    assert np.isnan(normalise_user_reduction(parts_of(zeros_WSK, zeros_WSK)).factor)
-    local_WSK[0, 0, 0] = np.inf
-    found = normalise_user_reduction(parts_of(local_WSK, everywhere(local_WSK.mean(0))))
-    assert np.isnan(found.factor)
     assert not found.unreduced_W.any()

@@ -56,22 +56,6 @@ def test_after_an_update_that_kept_them_equal_it_is_an_error():
     assert "checkpoint before step 3" in found["error"].next_check
 
 
-def test_what_a_seed_explains_is_a_note_until_an_update_has_kept_it():
-    assert list(observe((0, one(7, gradient=1.0)), (1, one(8, 0.1)), certain=())) == ["note"]
-    kept = (0, one(7)), (1, one(8, gradient=1.0)), (2, one(9, 0.1))
-    assert list(observe(*kept, certain=())) == ["error"]
-
-
 @pytest.mark.parametrize("later", [0.0, 0.2])
 def test_other_values_that_are_loaded_before_the_first_step_end_the_tie(later):
     assert observe((0, one(7, 0.5)), (1, one(8, later, 1.0)), (2, one(9, 0.2, 1.0))) == {}
-
-
-def test_lines_of_ranks_make_one_finding():
-    verdict = TieVerdict("pp", 0, (EMBEDDING,))
-    for step in (0, 1):
-        for line in ((0, 2), (1, 3)):
-            found = verdict.observe(step, [one(step, 0.1 * step, 1.0, line=line)], WORKERS)
-    [finding] = found
-    assert finding.ranks == ()  # all workers of the run
-    assert finding.evidence["lines"] == [[0, 2], [1, 3]]

@@ -1,12 +1,8 @@
 """Replicas along an axis of a mesh, from what each rank knows of its own."""
 
-import dataclasses
-import math
-
 import numpy as np
 import pytest
 
-from rankscope.bus.packing import PackedError
 from rankscope.evidence.mesh.part import AxisPart, compare_along
 from rankscope.stats.rounding import tolerance_of
 
@@ -60,52 +56,3 @@ def test_distances_count_from_half_of_the_digits_on():
     assert (norm.parameter_differs, norm.gradient_differs) == (False, True)
     assert (router.parameter_differs, router.gradient_differs) == (False, False)
     assert norm.tolerance == tolerance_of("float32") < router.tolerance == tolerance_of("bfloat16")
-
-
-def test_the_rank_that_differs_from_most_is_named():
-    axes = {"tp": (4, 5, 6)}
-    parts = [
-        part(rank, [[1.0, 2.0, 3.0], [gradient, 0.2, 0.3]], axes=axes, over_NA=np.ones((3, 1)))
-        for rank, gradient in ((4, 0.1), (5, 0.1), (6, 0.4))
-    ]
-    norm = compare_along("tp", parts)[0]
-    assert norm.odd == (6,)
-    assert norm.gradient == pytest.approx(0.75)
-
-
-def test_a_missing_gradient_differs_from_one_that_is_there_and_agrees_with_none():
-    none = [[1.0, 2.0, 3.0], [math.nan, 0.2, 0.3]]
-    assert compare_along("tp", [part(4, ALIKE), part(5, none)])[0].gradient_differs
-    assert not compare_along("tp", [part(4, none), part(5, none)])[0].gradient_differs
-    infinite = [[1.0, 2.0, 3.0], [math.inf, 0.2, 0.3]]
-    assert not compare_along("tp", [part(4, ALIKE), part(5, infinite)])[0].gradient_differs
-
-
-@pytest.mark.parametrize("more", [{"layout": 98}, {"names": ("norm", "down", "router")}])
-def test_other_models_are_not_compared(more):
-    assert compare_along("tp", [part(4, ALIKE), part(5, ALIKE, **more)]) == []
-
-
-def test_a_part_survives_its_bytes():
-    own = part(4, ALIKE)
-    again = AxisPart.unpack(own.pack())
-    for field in dataclasses.fields(AxisPart):
-        expected, value = getattr(own, field.name), getattr(again, field.name)
-        if isinstance(expected, np.ndarray):
-            np.testing.assert_array_equal(value, expected)
-        else:
-            assert value == expected
-
-
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        b"",
-        part(4, ALIKE).pack()[:-8],
-        part(4, ALIKE, names=NAMES[:2]).pack(),
-        part(4, ALIKE, over_NA=np.ones((3, 1))).pack(),
-    ],
-)
-def test_damaged_bytes_are_refused(damaged):
-    with pytest.raises(PackedError):
-        AxisPart.unpack(damaged)

@@ -1,10 +1,9 @@
 """Which of several differences along an axis is the cause, and which a consequence."""
 
-import numpy as np
 import pytest
 
-from rankscope.evidence.mesh.part import AxisPart, Replicated
-from rankscope.evidence.mesh.root import AxisVerdict, MeshAxes
+from rankscope.evidence.mesh.part import Replicated
+from rankscope.evidence.mesh.root import AxisVerdict
 
 WORKERS = {0: 0, 4: 1}
 
@@ -57,30 +56,6 @@ def test_ranks_with_an_empty_share_do_not_make_it_a_fault_of_single_workers():
     assert [finding.ranks for finding in sound.values()] == [(0,)]
 
 
-def test_parts_that_begin_later_are_told_from_their_consequences():
-    """By then parameters have drifted: what lies much farther apart than they do is the cause."""
-    healthy = (0, [one("a"), one("b")])
-    later = (40, [one("a", 0.01, 1.2), one("b", 0.005, 0.02)])
-    found = observe(healthy, later, begun_at=0)
-    assert list(found) == ["sync.partial_gradient:tp"]
-    [finding] = found.values()
-    assert (finding.first_step, finding.evidence["parameters"]) == (40, ["a"])
-    assert "checkpoint before step 40" in finding.next_check
-
-
-def test_parameters_that_part_later_explain_their_gradients():
-    found = observe(
-        (0, [one("a"), one("b")]),
-        (40, [one("b", 0.0, 0.05)]),  # a consequence, before the turn of its cause
-        (41, [one("a", 0.2, 0.3)]),
-        (42, [one("b", 0.1, 0.9)]),
-    )
-    assert list(found) == ["state.replicas_differ:tp"]
-    [finding] = found.values()
-    assert (str(finding.severity), finding.first_step) == ("error", 41)
-    assert finding.evidence["parameters"] == ["a"]
-
-
 @pytest.mark.parametrize(
     ("meant", "severity"), [({"placed": True}, "error"), ({"cuts": True}, "error"), ({}, "warning")]
 )
@@ -98,55 +73,3 @@ def test_drift_is_nothing_until_rounding_does_not_explain_it():
     assert observe((0, [one("a")]), (8, [one("a", 1e-6, 1e-6)])) == {}
     found = observe((0, [one("a")]), (8, [one("a", 1e-6)]), (16, [one("a", 1e-3)]))
     assert [str(finding.severity) for finding in found.values()] == ["error"]
-
-
-def test_all_groups_of_ranks_make_one_finding():
-    away, lone = {"ranks": (4, 5, 6), "odd": (6,)}, {"ranks": (0, 1, 2)}
-    verdict = AxisVerdict("tp", 0)
-    for replicas in ([one("a", gradient=1.0, **lone)], [one("a", gradient=1.1, **away)]):
-        found = verdict.observe(0, replicas, WORKERS)
-    [finding] = found
-    assert finding.ranks == ()  # all workers of the run
-    assert "ranks 0–2, and rank 6 from ranks 4 and 5 of the job" in finding.explanation
-    assert finding.evidence["lines"] == [[0, 1, 2], [4, 5, 6]]
-
-
-def test_it_is_told_again_when_its_steps_have_doubled():
-    verdict = AxisVerdict("tp", 0)
-    told = [
-        step for step in range(16) if verdict.observe(step, [one("a", min(step, 1), 1.0)], WORKERS)
-    ]
-    assert told == [0]  # from then on the parameters differ more than the gradients
-    verdict = AxisVerdict("tp", 0)
-    told = [step for step in range(16) if verdict.observe(step, [one("a", 0, 1.0)], WORKERS)]
-    assert told == [0, 1, 3, 7, 15]
-
-
-def test_a_root_compares_once_all_ranks_along_an_axis_have_sent_their_part():
-    found = []
-    root = MeshAxes(0, found.append)
-
-    def send(rank, worker, gradient, step=0, axes=None):
-        part = AxisPart(
-            rank,
-            axes or {"tp": (0, 1)},
-            1,
-            (),
-            ("a",),
-            ("float32",),
-            np.ones((1, 1), np.uint8),
-            np.array([[1], [int(gradient * 100)]]),
-            np.array([[1.0], [abs(gradient)]]),
-            np.full((2, 1, 61), gradient / 61**0.5, np.float32),
-        )
-        root.take(worker, step, part.pack())
-
-    send(0, 0, 1.0)
-    root.take(None, 0, b"nonsense")
-    assert found == []
-    send(1, None, -1.0)
-    assert [finding.id for finding in found] == ["sync.partial_gradient:tp"]
-    assert root.findings == {found[0].id: found[0]}
-    send(0, 0, 1.0, step=1, axes={"cp": (0, 2)})
-    send(2, None, 1.0, step=1, axes={"cp": (0, 2)})
-    assert len(found) == 1

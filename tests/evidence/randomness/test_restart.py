@@ -52,36 +52,13 @@ def test_a_copy_or_a_permutation_is_named(now_W, ranks, text):
     ("now_W", "first_W", "saved_W"),
     [
         (SAVED, FIRST, SAVED),  # restored
-        ([21, 22, 23, 24], FIRST, SAVED),  # seeded otherwise
         (FIRST, FIRST, SAVED),  # seeded as before
         ([2, 1, 3, 4], FIRST, FIRST),  # nobody draws from it
         ([5, 5, 5, 5], [5, 5, 5, 5], SAVED),  # seeded alike from the start
-        ([11, 11, 13, 14], FIRST, [11, 11, 13, 14]),
     ],
 )
 def test_other_restarts_are_healthy(now_W, first_W, saved_W):
     assert after_restart(now_W, first_W, saved_W) == []
-
-
-def test_states_that_begin_again_are_a_note_if_steps_draw_from_them():
-    def restarted(now_W, used):
-        before, after = RandomRestart(W), RandomRestart(W)
-        assert evidence_of(before, step_of(0, StateKind.STARTED, FIRST)) == []
-        drawn = gathered(1, [[]] * W, rng_used=np.full(W, used))
-        assert evidence_of(before, StepReport(drawn, {})) == []
-        before.close()
-        after.restore(unpack_state(pack_state(before.state())))
-        return evidence_of(after, step_of(10, StateKind.STARTED, now_W))
-
-    for used in (2, 2 << 4):
-        [note] = restarted(FIRST, used)
-        assert (note.cause, note.severity) == (RESUMED, Severity.NOTE)
-        assert (
-            "the random generators (numpy's) draw what they drew from the first step on"
-            in words(note)
-        )
-        assert restarted(SAVED, used) == []
-    assert restarted(FIRST, 4) == []
 
 
 def test_the_states_are_those_of_the_generators():

@@ -3,7 +3,7 @@
 import pytest
 
 from rankscope import Run
-from rankscope.verdict.diagnosis import comm_hook_of, diagnose_run
+from rankscope.verdict.diagnosis import diagnose_run
 from support import audit_jobs
 from support.ranks import run_ranks
 
@@ -53,21 +53,6 @@ def test_a_hook_that_begins_to_compress_later(jobs):
     assert (finding["id"], finding["severity"]) == ("reduction-lossy", "warning")
     assert finding["first_step"] == audit_jobs.AT
     assert finding["groups"] == ["0"]
-
-
-@pytest.mark.parametrize(
-    ("hook", "theirs"),
-    [
-        (None, False),
-        ("rankscope.lab.reductions.fixed_order.reduce_bucket", False),
-        ("BuiltinCommHookType.FP16_COMPRESS", True),
-        ("torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook.powerSGD_hook", True),
-    ],
-)
-def test_only_hooks_of_the_training_itself_count(hook, theirs):
-    assert bool(comm_hook_of({"training": {"reduction": {"hook": hook}}})) == theirs
-    assert not comm_hook_of({"training": {"reduction": {"class": "FSDPModule"}}})
-    assert not comm_hook_of({})
 
 
 def test_a_reduction_in_bfloat16(jobs):

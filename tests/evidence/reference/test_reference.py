@@ -94,8 +94,9 @@ def assert_same(before, after):
     np.testing.assert_array_equal(before[2], after[2])
 
 
-@pytest.mark.parametrize("kind", ["loss", "logits", "own loss"])
-@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("autocast", "kind"), [(False, "loss"), (True, "logits"), (False, "own loss")]
+)
 def test_each_micro_batch_gives_the_same_bits_again_and_leaves_no_trace(kind, autocast):
     model = Net("logits" if kind == "logits" else "loss")
     micros, gradients = train(model, kind, autocast=autocast)
@@ -133,39 +134,3 @@ def test_a_forward_pass_that_does_not_repeat_itself_is_declined():
     micros, _ = train(model, "loss")
     with pytest.raises(CanaryDeclined, match="does not repeat itself"):
         micros[0].gradients(model, list(model.parameters()))
-
-
-def test_parameters_that_have_changed_since_are_noticed():
-    model = Net()
-    micros, _ = train(model, "loss")
-    with torch.no_grad():
-        model.head.weight.mul_(1.01)
-    with pytest.raises(CanaryDeclined, match=r"head\.weight changed between the forward pass"):
-        micros[0].gradients(model, list(model.parameters()))
-
-
-def test_a_loss_of_several_outputs_that_hang_together_is_declined():
-    model = Net()
-    micros, _ = train(model, "two places")
-    with pytest.raises(CanaryDeclined, match="from several places"):
-        micros[0].gradients(model, list(model.parameters()))
-
-
-def test_a_pass_without_a_backward_pass_has_not_trained():
-    model = Net()
-    (micro, *_), _ = train(model, "loss")
-    batch = make_batch(5)
-    idle = MicroBatch(model, CPU, (batch["ids"], batch["labels"]), {})
-    idle.see_output(model(batch["ids"], batch["labels"]))
-    assert (micro.trained, idle.trained) == (True, False)
-
-
-def test_too_much_to_send_is_declined():
-    model = Net()
-    micros, _ = train(model, "loss", num_micro=1)
-    with pytest.raises(CanaryDeclined, match="too much to send"):
-        ReferenceStep(WholeModel(model, 2), CPU, 2, seed=1).see_reduced(100_000)
-    assert (
-        ReferenceStep(WholeModel(model, 64), CPU, 64, seed=1).compute(micros).given_PK.shape[1]
-        == 251
-    )

@@ -66,38 +66,8 @@ def test_a_loss_given_after_its_backward_pass_has_the_factor_of_its_value(factor
     assert ("averaged over the workers twice" in finding.explanation) == (factor != 1)
 
 
-def test_a_loss_to_which_something_was_added_has_no_known_factor():
-    finding = judged(losses=lambda values: values - 0.1)
-    assert finding.cause == "verify.declined"
-
-
 def test_workers_that_hold_other_parameters_have_no_common_gradient():
     digests = ({"up.weight": 1, "down.weight": 2}, {"up.weight": 1, "down.weight": 2})
     finding = judged(digests=(*digests, {"up.weight": 1, "down.weight": 3}))
     assert finding.cause == "verify.declined"
     assert "different values of down.weight" in finding.explanation
-
-
-@pytest.mark.parametrize(
-    ("second", "cause"), [([4, 5, 6], "verify.weighting"), ([1, 2, 3], "verify.declined")]
-)
-def test_two_losses_of_the_same_samples_are_no_micro_batches(second, cause):
-    draw = np.random.default_rng(0)
-    scales = np.array([1.0, 0.2])
-    terms = draw.standard_normal((W, 2, 2, 31)).astype(np.float32)
-    terms *= scales[:, None, None].astype(np.float32)
-    given = terms.sum(axis=1).mean(axis=0)
-    found = []
-    root = Verifications(W, Plan.of(None), found.append)
-    for rank in range(W):
-        root.take(rank, 5, share(terms[rank], given).pack())
-    step = SimpleNamespace(
-        step=5,
-        workers={"loss_divided": np.zeros(W)},
-        micro_scales=(scales,) * W,
-        micro_weights=(np.full(2, np.nan),) * W,
-        micro_losses=(np.ones(2),) * W,
-        samples=(np.array([1, 2, 3, *second]),) * W,
-    )
-    root.observe(step, (), (), 5)
-    assert [one.cause for one in found] == [cause]

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from rankscope.bus.finding import Severity
 from rankscope.evidence.environment.training import length_of, splits_of
-from rankscope.evidence.samples.judge import SPLIT_TWICE, EpochCoverage, SplitTwice
+from rankscope.evidence.samples.judge import EpochCoverage
 from support.stepping import evidence_of
 from support.streams import reports, sharded, with_replacement
 
@@ -35,17 +35,14 @@ def watch(stream, num_steps, length=960, *, named=True):
     return [e for r in reports(stream, num_steps, named=named) for e in evidence_of(detector, r)]
 
 
-@pytest.mark.parametrize("named", [True, False])
-def test_data_that_are_split_twice_are_counted(named):
-    first = watch(split_twice(960), 40, named=named)[0]
+def test_data_that_are_split_twice_are_counted():
+    first = watch(split_twice(960), 40)[0]
     assert (first.cause, first.severity) == ("data.coverage", Severity.WARNING)
     assert first.numbers == {"samples_distinct": 240, "data_set": 960}
     assert first.last_step <= 30
 
 
 HEALTHY = {
-    "epochs": lambda: sharded(960, W, 4),
-    "dropped": lambda: sharded(973, W, 4, drop_last=True, loader_drop_last=True),
     "the same order, dropped": lambda: sharded(
         973, W, 4, drop_last=True, loader_drop_last=True, reshuffle=False
     ),
@@ -57,10 +54,6 @@ HEALTHY = {
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_epochs_are_silent(name):
     assert watch(HEALTHY[name](), 250, 973) == []
-
-
-def test_without_a_length_nothing_is_said():
-    assert watch(split_twice(960), 40, None) == []
 
 
 class Stream(IterableDataset):
@@ -83,19 +76,3 @@ def test_a_loader_shows_its_splits_and_its_length():
     assert (splits_of(loader), length_of(loader)) == ([("Stream", 2), ("Stream", 2)], 512)
     sampled = DataLoader(range(8), sampler=DistributedSampler(range(8), 4, 1))
     assert (splits_of(sampled), length_of(sampled)) == ([("DistributedSampler", 4)], None)
-
-
-def test_without_a_loader_the_living_one_of_the_most_parts_shows_its_splits():
-    once = DataLoader(range(8), sampler=DistributedSampler(range(8), 3000, 1))
-    assert splits_of(None) == [("DistributedSampler", 3000)]
-    inner = Stream([1], num_processes=3000, process_index=1)
-    twice = DataLoader(Stream(inner, num_replicas=2, rank=1))
-    assert splits_of(None) == [("Stream", 2), ("Stream", 3000)]
-    del once, twice
-
-
-@pytest.mark.parametrize(("parts", "found"), [((4, 4), 1), ((2, 2), 0), ((4,), 0), ((), 0)])
-def test_more_parts_than_processes_are_reported_once(parts, found):
-    detector = SplitTwice([("a", number) for number in parts], 4)
-    told = [e for r in reports(sharded(960, W, 4), 5) for e in evidence_of(detector, r)]
-    assert [(e.key, e.numbers["parts"]) for e in told] == [(SPLIT_TWICE, 16)] * found

@@ -48,7 +48,6 @@ def test_all_workers_of_a_loop_may_share_the_work_which_is_a_note():
         {"grad_norm": [1.0, 1.0, 0.9, 0.9]},  # the same gradients
         {"loss": [2.0, 2.1, 1.5, 1.5]},  # dropout
         {"batches": [0, 0, 0, 1], "loss": [2.0] * 4},  # groups of other sizes
-        {"batches": [0] * 4, "loss": [2.0] * 4},
         {"grad_norm": [np.nan] * 4},
     ],
 )

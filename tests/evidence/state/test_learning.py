@@ -8,10 +8,9 @@ import pytest
 from rankscope.bus.finding import Severity
 from rankscope.bus.replicas import StateDifference, StateKind
 from rankscope.bus.step import StepReport
-from rankscope.evidence.state.judge import ALONE, HELD, NOTHING, TWICE, NotUpdated
-from rankscope.evidence.state.roles import ROLES_EVERY, Role, role_word
-from rankscope.evidence.state.unequal import UnequalState, role_words
-from rankscope.record.states import pack_state, unpack_state
+from rankscope.evidence.state.judge import ALONE, HELD, NOTHING, NotUpdated
+from rankscope.evidence.state.roles import Role, role_word
+from rankscope.evidence.state.unequal import UnequalState
 from support.stepping import evidence_of, words
 from support.streams import gathered
 
@@ -34,14 +33,6 @@ def tell(detector, found_by_step):
         one = replace(gathered(number, [[]] * W), differences=tuple(found))
         told += evidence_of(detector, StepReport(one, {}))
     return told
-
-
-def test_what_rests_is_known_after_a_restart():
-    before, after = NotUpdated(), NotUpdated()
-    tell(before, {4: [resting("a")]})
-    after.restore(unpack_state(pack_state(before.state())))
-    [found] = tell(after, {9: [resting("a", rests=False)]})
-    assert (found.status, found.first_step, found.numbers["names"]) == ("closed", 4, ["a"])
 
 
 def test_what_rests_is_named_until_it_moves():
@@ -69,23 +60,10 @@ def test_that_nothing_changes_is_a_warning():
     assert (over.key, over.status) == (NOTHING, "closed")
 
 
-def test_a_parameter_that_moves_and_was_never_told_is_none():
-    assert tell(NotUpdated(), {4: [resting("a", rests=False)]}) == []
-
-
-def test_what_is_held_twice_is_told_where_all_workers_do():
-    twice = PLAIN | Role.TWICE
-    [found] = tell(NotUpdated(), {0: [difference(StateKind.ROLE, "a", [twice] * W)]})
-    assert (found.key, found.cause, found.severity) == (TWICE, TWICE, Severity.WARNING)
-    differ = [twice, PLAIN, PLAIN, PLAIN]
-    assert tell(NotUpdated(), {0: [difference(StateKind.ROLE, "a", differ)]}) == []
-
-
 @pytest.mark.parametrize(
     ("odd", "text"),
     [
         (int(Role.OWNED), "frozen on rank 2 alone"),
-        (int(Role.TRAINED), "in no parameter group on rank 2 alone"),
         (PLAIN | Role.LEFT_OUT, "left out of the reduction on rank 2 alone"),
         (role_word(Role.TRAINED | Role.OWNED, "embedding.weight"), "tied on rank 2 alone"),
     ],
@@ -95,25 +73,6 @@ def test_the_worker_and_the_role_that_differ_are_named(odd, text):
     [told] = tell(UnequalState(W), {0: found})
     assert (told.key, told.severity, told.ranks) == ("roles-differ", Severity.ERROR, (2,))
     assert f"Parameters (a) are {text}" in words(told)
-
-
-def test_roles_that_differ_in_several_ways_are_all_told():
-    frozen, untied = [PLAIN, 0, PLAIN, PLAIN], [PLAIN, *[role_word(Role(PLAIN), "x")] * 3]
-    found = [
-        difference(StateKind.ROLE, "a", frozen),
-        difference(StateKind.ROLE, "b", untied),
-    ]
-    text = "frozen on rank 1 alone; in no parameter group on rank 1 alone; untied on rank 0 alone"
-    assert role_words(found) == text
-
-
-def test_roles_are_over_after_two_looks_that_do_not_show_them():
-    found = [difference(StateKind.ROLE, "a", [0, PLAIN, PLAIN, PLAIN])]
-    steps = dict.fromkeys(range(1, 2 * ROLES_EVERY), ())
-    detector = UnequalState(W)
-    assert len(tell(detector, {0: found, **steps})) == 1
-    [over] = tell(detector, {2 * ROLES_EVERY: ()})
-    assert over.status == "closed"
 
 
 @pytest.mark.parametrize(("planned", "severity"), [(False, Severity.NOTE), (True, Severity.ERROR)])

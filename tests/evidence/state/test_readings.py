@@ -1,7 +1,6 @@
 """Many parts of tensors that are read at once: in C, and by one launch of the Triton kernel."""
 
 import importlib.util
-import math
 
 import pytest
 import torch
@@ -40,7 +39,7 @@ def test_parts_have_the_digests_of_single_tensors():
     assert squares == [0.0] * len(digests)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sums_of_squares(dtype):
     gradient = torch.randn(9001, dtype=dtype)
     cases = [(gradient, 0, None), (gradient, 17, 8000), (gradient.view(-1, 1).t(), 0, None)]
@@ -52,28 +51,6 @@ def test_sums_of_squares(dtype):
     for (tensor, start, stop), square in zip(cases, squares, strict=True):
         exact = float(tensor.reshape(-1)[start:stop].double().square().sum())
         assert square == pytest.approx(exact, rel=1e-6)
-
-
-def test_what_cannot_be_read_has_no_known_sum_of_squares():
-    reading = PendingDigests()
-    reading.add(torch.ones(4), norm=True)
-    reading.add_unreadable(3)
-    digests, squares = reading.begin().read()
-    assert digests[1] == 3
-    assert squares[0] == 4.0
-    assert math.isnan(squares[1])
-
-
-def test_what_is_forgotten_is_not_read():
-    reading = PendingDigests()
-    reading.add(torch.ones(4))
-    reading.add(torch.ones(5).to_sparse(), norm=True)
-    reading.add(torch.ones(6), norm=True)
-    reading.forget(1)
-    reading.add_word(9)
-    digests, squares = reading.begin().read()
-    assert digests == [digest_bits(torch.ones(4)).known % 2**64, 9]
-    assert squares == [0.0, 0.0]
 
 
 @needs_triton
@@ -90,14 +67,3 @@ def test_the_kernel_yields_sums_of_squares(process):
 @needs_triton
 def test_samples_have_the_same_digests_by_the_kernel(process):
     assert process.submit(interpreted_digest.batches_that_differ).result() == []
-
-
-@needs_triton
-def test_launches_do_not_grow_with_the_number_of_tensors(process):
-    counts = [
-        process.submit(interpreted_digest.launches_of_a_step, number).result()
-        for number in (10, 30)
-    ]
-    # Four moments, each with a launch, and one copy of all results. What describes the parts is
-    # copied to the device unless it is there: a gradient lies in one place from backward to step.
-    assert counts == [[7, 7, 5, 5]] * 2

@@ -10,7 +10,7 @@ from torch import nn
 from rankscope.bus.replicas import StateKind
 from rankscope.evidence.state.meter import StateMeter
 from rankscope.evidence.state.plan import DigestSchedule, survey
-from support.state import KINDS, look, make, train
+from support.state import KINDS, look, make
 
 
 def covered(plan):
@@ -31,7 +31,7 @@ def expected_kinds(model, buffer=StateKind.STATISTICS):
     return parameters | {(buffer, name) for name, _ in model.named_buffers()}
 
 
-@pytest.mark.parametrize("num_slots", [2, 8, 64])
+@pytest.mark.parametrize("num_slots", [2, 64])
 def test_everything_has_its_slot_once_in_a_cycle(num_slots):
     model, _, _ = make()
     plan = DigestSchedule(
@@ -49,7 +49,7 @@ def test_everything_has_its_slot_once_in_a_cycle(num_slots):
     assert plan.length <= num_slots
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(
     st.lists(st.integers(0, 3_000_000), min_size=1, max_size=120),
     st.lists(st.integers(0, 300_000), max_size=40),
@@ -80,24 +80,6 @@ def test_any_model_is_dealt_out(sizes, buffers, limits):
     )
 
 
-def test_a_step_reads_about_its_share():
-    model = nn.ModuleList(nn.Linear(500, 500) for _ in range(100))
-    limits = {"num_slots": 64, "max_items": 32}
-    plan = DigestSchedule(survey(model), replicated=True, called=True, kept=True, **limits)
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    sizes = [sum(item.bytes for item in plan.items(step)) for step in range(plan.length)]
-    assert sum(sizes) == total
-    assert max(sizes) <= 1.5 * total / 64
-
-
-def test_small_models_are_done_whole_in_each_step():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    meter = StateMeter(model, torch.optim.SGD(model.parameters()), replicated=True)
-    for step in range(3):
-        names = set(look(meter, step)[0].names)
-        assert names == {name for name, _ in model.named_parameters()}
-
-
 def test_many_small_parameters_share_a_digest():
     model = nn.ModuleList(nn.Linear(2, 2) for _ in range(600))
     meter = StateMeter(model, torch.optim.SGD(model.parameters()), replicated=True)
@@ -110,16 +92,3 @@ def test_many_small_parameters_share_a_digest():
     after = look(meter, 0)[0]
     changed = np.flatnonzero(before.digests_D != after.digests_D)
     assert [after.names[d] for d in changed] == ["0.weight … 1.weight (3 tensors)"]
-
-
-def test_workers_with_equal_models_choose_the_same_items():
-    (one, first, meter), (other, second, late) = make(seed=0), make(seed=1)
-    look(late, 3)  # another history
-    for step in range(5, 30):
-        (a, values_a), (b, values_b) = (
-            train(model, optimizer, m, step)
-            for model, optimizer, m in ((one, first, meter), (other, second, late))
-        )
-        assert (a.kinds, a.names, a.items) == (b.kinds, b.names, b.items)
-        assert values_a["state_layout"] == values_b["state_layout"]
-        assert values_a["param_digest"] != values_b["param_digest"]

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from rankscope.bus.replicas import TRACE_WIDTH, StateKind
-from rankscope.evidence.state import trace
 from rankscope.evidence.state.trace import TraceMeter, TraceReader
 from rankscope.gradients.digest import digest_tensor
 from rankscope.gradients.sketch import DEFAULT_WIDTH
@@ -44,12 +43,8 @@ def expected_sketch(name, tensor):
 
 TENSORS = {
     "matrix": random(70, 130),
-    "scalar": torch.tensor(3.5),
     "bfloat16": random(300, dtype=torch.bfloat16),
-    "float16": random(5000, dtype=torch.float16),
-    "float64": random(64, dtype=torch.float64),
     "transposed": random(90, 40).T,
-    "strided": random(2000)[::3],
     "more than a piece": random((1 << 18) + 77),
     "integers": torch.arange(-4, 5),
 }
@@ -69,59 +64,12 @@ def test_every_number_is_what_its_definition_says(what):
     )
 
 
-def test_a_tensor_without_elements_and_a_step_without_tensors():
-    trace = read(torch.empty(0, 4))
-    assert (trace.norms_N.tolist(), trace.sketches_NK.any()) == ([0.0], False)
-    trace = TraceReader(CPU).read(()).read()
-    assert (trace.names, trace.sketches_NK.shape) == ((), (0, TRACE_WIDTH))
-
-
-def test_sparse_and_complex_tensors():
-    dense = random(50, 8)
-    dense[torch.arange(50) % 3 > 0] = 0
-    sparse, waves = dense.to_sparse(1), torch.complex(random(40), random(40, seed=1))
-    trace = read(sparse, dense, waves)
-    np.testing.assert_array_equal(trace.sketches_NK[0], trace.sketches_NK[1])
-    assert trace.norms_N[2] == pytest.approx(float(waves.norm()), rel=1e-6)
-
-
-def test_the_rows_of_many_tensors_are_those_of_each_alone():
-    tensors = [random(30 + number, seed=number) for number in range(150)]
-    trace = read(*tensors)
-    for number in (0, 63, 64, 149):
-        alone = read(tensors[number])
-        assert trace.digests_N[number] == alone.digests_N[0]
-        assert trace.norms_N[number] == alone.norms_N[0]
-        np.testing.assert_array_equal(trace.sketches_NK[number], alone.sketches_NK[0])
-
-
-def test_a_tensor_in_many_pieces_has_the_same_numbers(monkeypatch):
-    tensor = random(3, 70_000)
-    whole = read(tensor)
-    monkeypatch.setitem(trace._PIECE, "cpu", 1000)
-    pieces = read(tensor)
-    assert pieces.digests_N[0] == whole.digests_N[0]
-    assert pieces.norms_N[0] == pytest.approx(whole.norms_N[0], rel=1e-7)
-    np.testing.assert_allclose(
-        pieces.sketches_NK, whole.sketches_NK, atol=1e-6 * float(whole.norms_N[0])
-    )
-
-
-def test_names_alone_decide_about_signs():
-    tensor = random(1000)
-    one, again, other = read(tensor), read(random(5), tensor), read(tensor, name="v")
-    np.testing.assert_array_equal(one.sketches_NK[0], again.sketches_NK[1])
-    assert np.linalg.norm(one.sketches_NK - other.sketches_NK) > 0.5 * one.norms_N[0]
-    assert one.digests_N[0] == other.digests_N[0]
-
-
 def distance(a, b, name):
     one, other = read(a, name=name), read(b, name=name)
     return float(np.linalg.norm(one.sketches_NK.astype(float) - other.sketches_NK))
 
 
-@pytest.mark.parametrize("size", [40, 3000, 1 << 20])
-@pytest.mark.parametrize("share", [1e-1, 1e-3, 1e-5, 1e-6])
+@pytest.mark.parametrize(("size", "share"), [(40, 1e-1), (3000, 1e-5)])
 def test_the_distance_of_two_runs_follows_from_their_sketches(size, share):
     tensor = random(size)
     ratios = []
@@ -131,23 +79,6 @@ def test_the_distance_of_two_runs_follows_from_their_sketches(size, share):
         ratios.append(distance(tensor, moved, f"layers.{seed}.weight") / true)
     assert np.abs(np.array(ratios) - 1).max() < 0.33  # one tensor: 61 numbers err by 9 %
     assert abs(math.sqrt(np.mean(np.square(ratios))) - 1) < 0.15  # many: less
-
-
-def test_a_distance_near_rounding_is_overstated_by_little():
-    tensor = random(1 << 22)
-    apart = distance(tensor, tensor + 1e-8 * random(1 << 22, seed=1), "w")
-    assert apart < 3e-7 * float(tensor.norm())
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_tensor_that_is_not_finite_has_no_finite_norm(bad):
-    broken = random(500)
-    broken[17] = bad
-    trace = read(broken, random(500))
-    assert not math.isfinite(trace.norms_N[0])
-    assert math.isfinite(trace.norms_N[1])
-    assert trace.digests_N[0] == int(digest_tensor(broken))
-    assert np.isfinite(trace.sketches_NK[1]).all()
 
 
 def freed(tensor):
@@ -214,27 +145,6 @@ def digests(trace, kind):
     return {name: digest for k, name, digest in rows if k is kind}
 
 
-def test_gradients_and_parameters_of_each_step():
-    training = Training()
-    for number in range(3):
-        trace, gradients, parameters = training.step(number, applies=number != 1)
-        assert digests(trace, R) == gradients
-        assert digests(trace, P) == parameters
-        assert (trace.initial is not None) == (number == 0)
-    assert len(training.seconds) == 4  # the initial state, and three reductions
-    assert training.meter.busy_seconds > 0
-
-
-def test_the_first_step_tells_what_was_there_before_it():
-    training = Training()
-    before = {n: int(digest_tensor(p)) for n, p in training.model.named_parameters()}
-    buffers = {n: int(digest_tensor(b)) for n, b in training.model.named_buffers()}
-    initial = training.step(0)[0].initial
-    assert digests(initial, P) == before
-    assert digests(initial, StateKind.BUFFER) == buffers
-    assert digests(initial, StateKind.OPTIMIZER) == {}
-
-
 def test_an_optimizer_that_was_loaded_is_digested_at_the_start():
     first, again, other = (Training(optimizer=torch.optim.Adam) for _ in range(3))
     for training, number in ((first, 0), (again, 0), (other, 1)):
@@ -255,40 +165,3 @@ def test_an_optimizer_that_was_loaded_is_digested_at_the_start():
     assert all(known[0][name] != known[2][name] for name in known[0])
     rows = [number for number, kind in enumerate(initial[0].kinds) if kind is StateKind.OPTIMIZER]
     assert np.isnan(initial[0].norms_N[rows]).all()
-
-
-def test_only_multiples_are_traced_and_none_in_a_pause():
-    training = Training(every=2)
-    seen = {number: training.step(number, paused=number == 4)[0] for number in range(7)}
-    traced = [number for number, trace in seen.items() if trace is not None and trace.names]
-    assert traced == [0, 2, 6]
-
-
-def test_a_run_that_begins_between_two_multiples_tells_its_beginning():
-    training = Training(every=4)
-    trace, *_ = training.step(5)
-    assert trace.names == ()
-    assert trace.initial is not None
-    assert training.step(6)[0] is None
-
-
-def test_a_step_that_was_cut_short_is_forgotten():
-    training = Training()
-    training.meter.begin_step(0, paused=False)
-    training.model(random(8, 6)).sum().backward()
-    training.meter.see_reduced()
-    training.meter.abort()
-    training.optimizer.zero_grad()
-    trace, gradients, _ = training.step(0)
-    assert digests(trace, R) == gradients
-    assert trace.initial is not None
-
-
-def test_no_random_generator_moves():
-    training = Training()
-    state = torch.get_rng_state()
-    training.meter.begin_step(0, paused=False)
-    training.model(random(8, 6)).sum().backward()
-    training.meter.see_reduced()
-    training.meter.collect()[0].read()
-    assert torch.equal(torch.get_rng_state(), state)

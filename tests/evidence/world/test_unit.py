@@ -9,7 +9,7 @@ import pytest
 
 from rankscope.bus.finding import Severity
 from rankscope.bus.packing import pack_headed
-from rankscope.evidence.world.root import Unit, World, first_apart, is_same_model, replicas_apart
+from rankscope.evidence.world.root import Unit, World, first_apart, replicas_apart
 
 ELEMENTS = 64
 
@@ -37,53 +37,6 @@ def unit(*ranks: int, moves: float = 0.0, begins: int = 0, **more) -> Unit:
         settings=more.pop("settings", dict.fromkeys(readings, 3)),
         batches=more.pop("batches", {0: ranks[0], 1: ranks[0]}),
     )
-
-
-def test_groups_that_never_meet_are_apart_since_the_first_update_of_their_own():
-    one, other = unit(0, 1, moves=1.0), unit(2, 3, moves=1.0)
-    assert is_same_model(one, other)
-    assert first_apart(one, other) == 1
-    assert Unit.from_json(json.loads(json.dumps(dataclasses.asdict(one)))) == one
-
-
-@pytest.mark.parametrize(
-    ("one", "other"),
-    [
-        (unit(0, 1), unit(2, 3)),  # averaged by hand
-        (unit(0, 1, moves=1e-3), unit(2, 3, moves=1e-3)),  # in another order
-        (
-            unit(0, 1, moves=1.0),
-            dataclasses.replace(unit(2, 3, moves=1.0), settings=dict.fromkeys((0, 1, 2, 4), 4)),
-        ),
-        (
-            dataclasses.replace(unit(0, moves=1.0), batches={0: 5}),
-            dataclasses.replace(unit(1, moves=1.0), batches={0: 5}),
-        ),
-    ],
-)
-def test_groups_that_meet_or_do_other_things_on_purpose_are_not(one, other):
-    assert is_same_model(one, other)
-    assert first_apart(one, other) is None
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        unit(2, 3, begins=1),
-        unit(2, 3, layout=2),
-        unit(1, 2),
-        dataclasses.replace(unit(2, 3), whole=False),
-        dataclasses.replace(unit(2, 3), readings={}),
-    ],
-)
-def test_another_model_is_another(other):
-    assert not is_same_model(unit(0, 1), other)
-
-
-def test_parameters_of_one_constant_prove_nothing():
-    one, other = unit(0, 1), unit(2, 3)
-    one.readings[0] = other.readings[0] = packed(np.ones(ELEMENTS))
-    assert not is_same_model(one, other)
 
 
 def found(own: list[Unit], others: list[Unit], seed: int | None = None, **more):
@@ -159,17 +112,9 @@ def test_replicas_that_agree_or_are_none_are_silent(one, other):
     assert replicas_apart(one, other) is None
 
 
-@pytest.mark.parametrize(("scale", "times"), [(1.0, "2 times too large"), (0.5, ""), (None, "")])
-def test_experts_are_divided_like_the_rest_unless_the_training_scales_them(scale, times):
-    main = unit(*range(4), divisor=4.0)
-    own = dataclasses.replace(unit(0, 2, begins=1, main=False), scale=scale)
-    findings = found([main, own], [unit(1, 3, begins=2, main=False)])
-    assert [times in one.explanation for one in findings.values()] == [True] * bool(times)
-
-
 @pytest.mark.parametrize(
     ("axes", "severity"),
-    [({"rep": (0, 2)}, Severity.WARNING), ({"ep": (0, 2)}, Severity.NOTE), ({}, Severity.NOTE)],
+    [({"rep": (0, 2)}, Severity.WARNING), ({"ep": (0, 2)}, Severity.NOTE)],
 )
 def test_parameters_left_on_a_smaller_mesh_are_named_unless_they_may_be_experts(axes, severity):
     main = unit(*range(4), divisor=4.0)
