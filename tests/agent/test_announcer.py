@@ -1,7 +1,6 @@
 """What is said of findings while the training goes on."""
 
 import json
-import logging
 import math
 from dataclasses import replace
 from functools import partial
@@ -11,9 +10,8 @@ import pytest
 
 from rankscope.bus import governor
 from rankscope.bus.finding import Finding, FindingEvent, Severity
-from rankscope.session.inbox import announce, last_line, place_of
-from rankscope.verdict.coverage import MeasuredParts
-from rankscope.verdict.news import MOST_LINES, Announcer, line_of, verdict_line
+from rankscope.session.inbox import last_line, place_of
+from rankscope.verdict.news import Announcer
 from support.forked_ranks import torchrun
 from support.loops import Loop
 from support.ranks import run_ranks
@@ -29,18 +27,6 @@ COPIES = Finding(
     "Look.",
 )
 SCRIPT = Path(__file__).parents[1] / "support" / "train_forgotten_sampler.py"
-
-
-def test_a_line_says_what_and_since_when():
-    assert line_of(COPIES, FindingEvent.OPENED) == (
-        "warning: Ranks 0 and 2 trained on identical batches. "
-        "[data.duplicate_batches, since step 5]"
-    )
-    worse = replace(COPIES, severity=Severity.ERROR)
-    assert line_of(worse, FindingEvent.WORSE).startswith("now error: Ranks 0 and 2 trained")
-    assert line_of(COPIES, FindingEvent.CLOSED) == (
-        "closed: data.duplicate_batches (ranks 0 and 2) has not been seen since step 8."
-    )
 
 
 def said(changed, known=()):
@@ -67,41 +53,6 @@ def test_consequences_of_another_finding_are_not_printed():
     effect = replace(COPIES, id="rank-0", cause="data.worker_outlier", first_step=6)
     assert said([(effect, FindingEvent.OPENED)], [cause, effect]) == []
     assert len(said([(effect, FindingEvent.OPENED)], [effect])) == 1
-
-
-def test_a_storm_of_findings_does_not_flood_the_log():
-    many = [
-        (replace(COPIES, id=str(number)), FindingEvent.OPENED) for number in range(3 * MOST_LINES)
-    ]
-    lines = said(many)
-    assert len(lines) == MOST_LINES + 1
-    assert lines[-1] == ("Further findings are only recorded, not printed.", True)
-
-
-def test_the_verdict_counts_and_names_the_worst():
-    note, error = replace(COPIES, severity=Severity.NOTE), replace(COPIES, severity=Severity.ERROR)
-    whole = MeasuredParts(30, 30, 30, 30)
-    assert verdict_line([], whole) == "no fault found."
-    assert verdict_line([note], whole) == "no fault found (1 note)."
-    other = replace(COPIES, id="x", cause="rng.identical", explanation="Equal.", status="closed")
-    assert verdict_line([other, error, note], whole) == (
-        "1 error and 1 warning, 1 of them closed. Ranks 0 and 2 trained on identical batches."
-    )
-
-
-@pytest.mark.parametrize(("level", "heard"), [(logging.NOTSET, 2), (logging.WARNING, 1)])
-def test_the_level_of_the_logger_decides_if_it_has_one(level, heard, monkeypatch):
-    logger, lines = logging.getLogger("rankscope"), []
-    handler = logging.Handler()
-    monkeypatch.setattr(handler, "emit", lambda record: lines.append(record.getMessage()))
-    monkeypatch.setattr(logger, "handlers", [handler])
-    monkeypatch.setattr(logger, "propagate", False)
-    monkeypatch.setattr(logger, "level", level)
-    logger.manager._clear_cache()
-    announce(logging.WARNING, "a fault")
-    announce(logging.INFO, "all is well")
-    logger.manager._clear_cache()
-    assert lines == ["rankscope: a fault", "rankscope: all is well"][:heard]
 
 
 def test_the_command_can_be_pasted(tmp_path, monkeypatch):

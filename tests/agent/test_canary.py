@@ -4,7 +4,6 @@ import functools
 import logging
 import random
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import nn
 
 from rankscope.agent.assembly import summarize
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.governor import LAG
 from rankscope.bus.probe import (
     Request,
     StepEnd,
@@ -29,7 +27,7 @@ from rankscope.evidence.canary.cost import StepMemory, is_out_of_memory
 from rankscope.evidence.canary.judge import CanaryVerdicts
 from rankscope.evidence.canary.probe import CanaryProbe
 from rankscope.evidence.canary.root import CanaryDirector
-from rankscope.evidence.canary.schedule import SPACING, CanaryAnswer, Planned, first_scheduled
+from rankscope.evidence.canary.schedule import SPACING, Planned, first_scheduled
 from rankscope.wrappers.find import Wrapped
 from rankscope.wrappers.kinds import DDP
 from support.models import make_batch, make_model
@@ -207,15 +205,6 @@ def test_the_first_canary_runs_within_50_steps_and_leaves_no_trace(num_workers, 
     assert caplog.records == []
 
 
-def test_the_first_canary_waits_for_no_root_that_is_still_starting():
-    job = Job(2)
-    job.begins = 28
-    job.run(60)
-    assert len(job.ran) == 1
-    assert job.ran[0] <= 50
-    assert job.bits() == bits_unwatched(2, 60)
-
-
 def test_those_that_follow_take_turns_within_a_share_of_the_time_and_are_not_announced(monkeypatch):
     cost = 0.05
     monkeypatch.setattr("rankscope.evidence.canary.cost.Stopwatch.seconds", cost)
@@ -359,15 +348,6 @@ def test_batches_that_never_come_are_given_up():
     assert "did not send its batch in time" in line
 
 
-def test_an_answer_that_says_nothing_changes_nothing():
-    job = Job(2).run(LAG - 2)  # planned, and not yet kept
-    assert job.director.current is not None
-    job.director.take(0, 0, b"nonsense")
-    job.director.take(1, 0, CanaryAnswer(999, b"old").pack())
-    assert job.director.current is not None
-    assert len(job.run(40).ran) == 1
-
-
 # Memory ---------------------------------------------------------------------------------------
 
 
@@ -408,37 +388,3 @@ def test_there_must_be_room_for_another_step_and_its_gradients(free, fits, monke
     else:
         with pytest.raises(CanaryDeclined, match="needs room for what a step takes"):
             memory.check(parameters)
-
-
-@pytest.mark.parametrize(
-    ("left", "needed", "fits"),
-    [(30, 50, True), (30, 51, False), (0, 21, False)],
-)
-def test_what_the_allocator_holds_unused_is_room_too(left, needed, fits, monkeypatch):
-    module = SimpleNamespace(
-        mem_get_info=lambda device: (left, 1000),
-        memory_reserved=lambda device: 120,
-        memory_allocated=lambda device: 100,
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
-    with nullcontext() if fits else pytest.raises(CanaryDeclined, match="needs room for a second"):
-        canary_memory.check_room(needed, torch.device("cuda", 0))
-
-
-def test_steps_in_which_the_users_peak_was_reset_are_left_out(monkeypatch):
-    allocator = Allocator(free=55)
-    memory = memory_of(allocator, monkeypatch)
-    with pytest.raises(CanaryDeclined, match="could not be measured"):
-        memory.check([])
-    for _ in range(3):
-        memory.see()
-        allocator.step(takes=50)
-        allocator.peak = allocator.allocated
-    with pytest.raises(CanaryDeclined, match="could not be measured"):
-        memory.check([])
-    allocator.step(takes=50)
-    memory.see()
-    memory.check([])
-    memory.forget()
-    with pytest.raises(CanaryDeclined, match="could not be measured"):
-        memory.check([])

@@ -77,15 +77,6 @@ def host():
         yield one
 
 
-def test_what_comes_before_the_root_is_known_arrives_in_order(host):
-    expected = [(FrameKind.HELLO, rank, -1) for rank in RANKS]
-    expected += [(FrameKind.STEP, rank, step) for step in range(50) for rank in RANKS]
-    for kind, rank, step in expected:
-        host.take(kind, rank, step)
-    host.invite()
-    host.until(lambda: host.at_root == expected)
-
-
 def test_after_a_break_the_root_knows_who_is_there_and_who_has_left(host):
     host.invite()
     for rank in RANKS:

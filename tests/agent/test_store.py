@@ -150,18 +150,6 @@ def test_a_store_that_stays_away_ends_the_record_and_says_what_is_missing(
     ]  # fmt: skip
 
 
-def test_writes_are_not_tried_all_the_time(away, monkeypatch):
-    record, folder = away
-    monkeypatch.setattr(recorder, "FIRST_PAUSE", 3600.0)
-    record.add_many([make_report(0)])
-    assert not record.flush()
-    come_back(folder)
-    assert not record.flush_if_due()
-    assert recorded(folder) == []
-    record.close("complete")
-    assert recorded(folder) == [0]
-
-
 def test_a_store_that_is_away_at_the_end_is_an_error(away):
     record, _ = away
     record.add_many([make_report(0)])

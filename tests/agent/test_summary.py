@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rankscope.agent.assembly import Assembly, summarize
-from rankscope.agent.message import MessageError, StepMessage, pack_values
+from rankscope.agent.message import StepMessage, pack_values
 from rankscope.agent.summary import (
     HostsStep,
     HostSummary,
@@ -146,26 +146,3 @@ def test_a_step_that_one_worker_did_not_measure_is_not_observed():
     assert not found.observed
     assert found.consensus is None
     np.testing.assert_array_equal(found.workers["loss"], whole(messages_of(3)).workers["loss"])
-
-
-def test_without_audit_and_without_groups():
-    layout = replace(LAYOUT, section_counts=(), audit_width=0, group_width=0, groups=("a",))
-    messages = messages_of(3, LAYOUT)
-    for message in messages.values():
-        total = message.sketches[: LAYOUT.sketch_width]
-        message.numbers = np.array([7.0, 1.0, 1.0, 2.0, 0.0, 0.0])
-        sizes = dict.fromkeys(("squares", "micro", "largest", "nonfinite", "carried"), 1)
-        message.numbers = np.array([7.0, 1.0, 2.0, 0.0, 0.0])
-        message.sizes = np.array(sizes_of(sizes, {"total": len(total)}, norm_estimated=False))
-        message.sketches = total
-    found = by_hosts(messages, layout)
-    assert found.residuals_WG is None
-    assert found.consensus.group_cosine_rest_Wg.shape == (80, 0)
-    assert np.isfinite(found.consensus.cosine_rest_W).all()
-
-
-@pytest.mark.parametrize("size", [0, 10, 500, -1])
-def test_a_summary_that_is_cut_short_is_said(size):
-    content = host_summary({r: m for r, m in messages_of(0).items() if r < 8}, LAYOUT)
-    with pytest.raises(MessageError, match="cut short"):
-        HostSummary.unpack(content[:size])
