@@ -1,5 +1,4 @@
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,12 +25,3 @@ def test_pages_and_figures_name_the_extra(healthy_run: Run, study: Path):
         write_study_report(study)
     with pytest.raises(MissingExtraError, match=command):
         write_figures(study)
-
-
-def test_importing_the_verdict_imports_no_extra_and_no_torch():
-    code = (
-        "import sys, rankscope.report, rankscope.cli.verdict, rankscope.cli.report;"
-        "print(sorted({'altair', 'vl_convert', 'jinja2', 'torch'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

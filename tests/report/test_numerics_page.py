@@ -1,6 +1,5 @@
 import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +7,7 @@ import numpy as np
 import pytest
 import vl_convert
 
-from rankscope.errors import RunError
 from rankscope.lab.numerics import write_numerics_page
-from rankscope.lab.numerics.figures import MAX_LAYERS
 from rankscope.lab.numerics.gradients import GradientKind, LocalGradients, synthetic
 from rankscope.lab.numerics.spread import SumOptions, measure
 from rankscope.lab.study.rounding_result import TITLES, GrowthResult, PairResult, fit_growth
@@ -105,30 +102,6 @@ def test_page_says_what_was_measured(sums, tmp_path: Path):
     assert "the same again the same bits never 0 0 0 0 0" in words
 
 
-def test_points_of_errors_lie_where_they_were_measured(sums, tmp_path: Path):
-    page = read(write_numerics_page(tmp_path, sums))
-    [rows] = page.specs["error-bfloat16"]["datasets"].values()
-    shown = {(row["workers"], row["kind"]): row["error"] for row in rows}
-
-    for cell in sums["cells"]:
-        if cell["inputs"] == "bfloat16" and cell["algorithm"] == "ring":
-            kind = "ring" if cell["sums"] == "bfloat16" else "ring, added in float32"
-            assert shown[cell["workers"], kind] == cell["error_relative"]
-
-
-def test_labels_of_curves_do_not_cover_each_other(sums, tmp_path: Path):
-    page = read(write_numerics_page(tmp_path, sums, growth_of()))
-    svg = svg_of(page, "growth-distance", width=900)
-    labels = re.findall(r"translate\(([\d.]+),([\d.]+)\)[^>]*>([a-z][a-z0-9 ,]+)</text>", svg)
-    heights = sorted(float(y) for _, y, words in labels if words != "step")
-
-    assert {words for _, _, words in labels} - {"step"} == {
-        "arrival order", "twice the workers", "bfloat16 buffers", "float16 buffers",
-        "float16, scaled loss", "other data order",
-    }  # fmt: skip
-    assert min(np.diff(heights)) >= 13
-
-
 def test_names_are_escaped_and_nothing_is_loaded(sums, tmp_path: Path):
     gradients = LocalGradients("file", HOSTILE, {HOSTILE: np.eye(4, 40, dtype=np.float32)})
     path = write_numerics_page(tmp_path, sums_of(gradients, (2, 4)), growth_of())
@@ -143,38 +116,3 @@ def test_names_are_escaped_and_nothing_is_loaded(sums, tmp_path: Path):
     assert "connect-src 'none'" in page.policy
     assert all(digest in page.policy for digest in page.digests())
     assert "http" not in json.dumps(page.specs)
-
-
-def test_page_without_trainings_has_the_figures_of_sums_alone(sums, tmp_path: Path):
-    page = read(write_numerics_page(tmp_path, sums))
-
-    assert set(page.figures) == SUM_FIGURES
-    assert "Over a training" not in page.words
-    assert not (tmp_path / "numerics-growth.png").exists()
-
-
-def test_trainings_that_never_part_have_no_curve(sums, tmp_path: Path):
-    page = read(write_numerics_page(tmp_path, sums, growth_of(("control",))))
-
-    assert set(page.figures) == SUM_FIGURES
-    assert "the same again the same bits" in page.words
-
-
-def test_one_type_one_world_and_many_layers_fit(tmp_path: Path):
-    arrays = {
-        f"model.layers.{index}": np.full((2, 3), 1.5 + index, np.float32) for index in range(60)
-    }
-    options = SumOptions(workers=(2,), orders=2, types=("float32",))
-    sums = measure(LocalGradients("file", "two", arrays), options)
-    page = read(write_numerics_page(tmp_path, sums))
-    rows = [row for table in page.specs["layers"]["datasets"].values() for row in table]
-
-    assert len({row["layer"] for row in rows}) == MAX_LAYERS
-    assert {"model.layers.0", "model.layers.59"} <= {row["layer"] for row in rows}
-    assert "<path" in svg_of(page, "error-float32")
-
-
-def test_a_place_that_cannot_be_written_is_told(sums, tmp_path: Path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match="cannot write"):
-        write_numerics_page(tmp_path / "file", sums)

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.dispersion import describe_dispersion
-from rankscope.verdict.verdicts import _describe_cost
 from rankscope.verdict.words import VerdictWords, tiles, verdict_of
 from support.arithmetic import faults_of
 
@@ -52,18 +51,6 @@ def test_a_dispersion_divides_by_what_sampling_explains(observed, ratio, width):
     assert not faults_of(describe_dispersion(values))
     tile = tiles(values)[1]
     assert not faults_of(f"{tile['label']}: {tile['value']} | {tile['note']}")
-
-
-@given(st.floats(1e-6, 1), st.floats(1e-6, 1))
-def test_the_parts_of_the_cost_add_up(fixed, read):
-    values = {
-        "overhead_share": 0.02,
-        "interval": 1,
-        "overhead_fixed_seconds": fixed,
-        "overhead_read_seconds": read,
-        "overhead_budget": 0.01,
-    }
-    assert not faults_of(_describe_cost(values))
 
 
 @pytest.mark.parametrize(

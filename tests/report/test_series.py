@@ -24,32 +24,6 @@ def test_extremes_keep_the_highest_and_lowest_of_every_bin(values_T, num_bins):
         assert left.min() == finite.min()
 
 
-NUMBERS = st.one_of(st.floats(), st.floats(-1e6, 1e6), st.sampled_from([0.0, 1e22, 5e-324, 0.1]))
-
-
-@given(arrays(np.float64, st.integers(0, 40), elements=NUMBERS), st.integers(1, 8))
-def test_an_array_is_made_plain_like_its_values_one_by_one(values_N, digits):
-    for value, short in zip(values_N, series.plains(values_N, digits), strict=True):
-        alone = series.plain(value, digits)
-        assert type(short) is type(alone)
-        if short is not None and short != alone:  # a tie between two decimals
-            assert short == pytest.approx(alone, rel=1.01 * 10.0 ** (1 - digits))
-            assert len(f"{short:.17g}") <= 17 or float(f"{short:.{digits}g}") == short
-
-
-def test_whole_numbers_are_made_plain_as_they_are():
-    assert series.plains(np.array([3, -(2**62)])) == [3, -(2**62)]
-
-
-def test_a_spike_of_one_step_survives_thinning_at_any_place():
-    for place in (0, 1, 4_999, 73_123, 99_999):
-        values_T = np.zeros(100_000)
-        values_T[place] = 5.0
-        rows = series.curve(np.arange(100_000), values_T)
-        assert {"step": place, "value": 5} in rows
-        assert len(rows) <= 2 * series.MAX_BINS + 2
-
-
 @given(
     st.lists(
         st.tuples(st.integers(0, 9), st.lists(st.integers(0, 12), max_size=5)), max_size=30
@@ -88,13 +62,6 @@ def test_frames_begin_with_the_mean_of_what_is_defined():
     assert rows[2]["cosines"][5] == pytest.approx(cosines_TWW[1, 1, 2], rel=1e-2)
 
 
-def test_frames_of_many_workers_stay_within_the_budget_of_cells():
-    labels, rows = series.frames(np.arange(300), np.zeros((300, 64, 64)))
-    assert sum(len(row["cosines"]) for row in rows) <= series.MAX_CELLS + 64 * 64
-    assert labels[1] == "step 0"
-    assert labels[-1] == "step 299"
-
-
 def test_of_many_workers_the_named_and_the_farthest_are_drawn():
     values_TW = np.random.default_rng(2).normal(0, 0.01, (50, 1024))
     values_TW[:, 700] += 3.0
@@ -105,13 +72,6 @@ def test_of_many_workers_the_named_and_the_farthest_are_drawn():
     assert {17, 901, 700} <= set(drawn)
     assert len(drawn) == len(set(drawn)) <= series.MAX_LINES
     assert drawn == sorted(drawn)
-
-
-@pytest.mark.parametrize("num_workers", [49, 64, 97, 1024])
-def test_the_even_choice_reaches_the_last_workers(num_workers):
-    drawn = series.chosen_workers(np.zeros((2, num_workers)))
-    assert len(drawn) == series.MAX_LINES
-    assert drawn[-1] == num_workers - 1
 
 
 def test_deviations_are_mean_and_standard_error_of_the_distance_to_the_steps_mean():
@@ -131,10 +91,3 @@ def test_deviations_are_mean_and_standard_error_of_the_distance_to_the_steps_mea
     assert rows[0]["value"] == pytest.approx(np.mean(apart), rel=1e-5)
     assert rows[0]["low"] == pytest.approx(np.mean(apart) - error, rel=1e-5)
     assert rows[0]["high"] == pytest.approx(np.mean(apart) + error, rel=1e-5)
-
-
-def test_deviations_of_a_single_step_have_no_error():
-    assert series.deviations(np.array([[1.0, 3.0]])) == [
-        {"rank": 0, "value": -1, "low": None, "high": None},
-        {"rank": 1, "value": 1, "low": None, "high": None},
-    ]

@@ -2,7 +2,7 @@ import logging
 
 from transformers.utils import logging as transformers_logging
 
-from rankscope.lab.study.quiet import quiet_transformers, reason
+from rankscope.lab.study.quiet import quiet_transformers
 
 
 def test_libraries_speak_as_before_afterwards() -> None:
@@ -22,11 +22,3 @@ def test_libraries_speak_as_before_afterwards() -> None:
         hub.level,
     )
     assert after == before
-
-
-def test_reason_is_part_of_a_line() -> None:
-    assert reason(OSError("no\n route.")) == "no route"
-    assert reason(OSError()) == "OSError"
-    assert reason(OSError("First. Second one. " + "x" * 300)) == "First. Second one"
-    assert reason(OSError("word " * 100)).endswith("word …")
-    assert len(reason(OSError("word " * 100))) <= 202
