@@ -176,15 +176,6 @@ def test_an_import_brings_nothing_heavy():
     assert modules_after("import rankscope") & HEAVY == set()
 
 
-def test_beside_torch_an_import_adds_itself_and_its_version_alone():
-    code = "import torch, sys; before = set(sys.modules); import rankscope\n"
-    tell = "print(*sorted(set(sys.modules) - before))"
-    ended = subprocess.run(
-        [sys.executable, "-c", code + tell], capture_output=True, text=True, check=True
-    )
-    assert ended.stdout.split() == ["rankscope", "rankscope.version"]
-
-
 def test_the_command_line_and_its_help_bring_no_extra():
     extras = HEAVY - {"numpy", "pyarrow", "typer", "rich"}
     found = modules_after(

@@ -39,13 +39,8 @@ def test_the_options_are_frozen():
     ("words", "expected"),
     [
         (("-a", "true", "-b", "true", "--resume-at", "2"), "belong together"),
-        (
-            ("-a", "true", "-b", "true", "--resume-at", "9", "-b2", "true"),
-            "a step before --steps 5, got 9",
-        ),
         (("-a", "no-such-command", "-b", "true"), "neither a file here nor a command"),
         (("-a", "{folder}", "-b", "true"), "has no parity/"),
-        (("-a", "", "-b", "true"), "-a expected a command, got nothing"),
     ],
 )
 def test_bad_usage_is_one_sentence(monkeypatch, capsys, tmp_path, words, expected):
@@ -99,15 +94,6 @@ def is_alive(pid):
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-
-
-def test_a_command_that_cannot_be_recorded_does_not_reach_the_other(tmp_path):
-    bad = Command("A", script(tmp_path, "bad.py", "raise SystemExit(3)"), tmp_path / "a",
-                  ParityJob(1))  # fmt: skip
-    never = Command("B", script(tmp_path, "never.py", ""), tmp_path / "b", ParityJob(1))
-    with pytest.raises(CommandError, match="A exited with code 3"):
-        run_commands([bad, never], 60.0, together=False)
-    assert never._process is None
 
 
 def test_records_are_removed_unless_a_directory_is_given(monkeypatch, capsys, tmp_path):
@@ -241,11 +227,3 @@ def test_the_page_tells_the_sides_and_what_to_do(tmp_path):
     ):
         assert expected in words
     assert "Spreads over workers" not in words
-
-
-def test_what_is_run_is_said_at_once(monkeypatch, capsys, tmp_path):
-    idle = script(tmp_path, "idle.py", "")
-    code, out, err = call(monkeypatch, capsys, "parity", "-a", idle, "-b", idle, "--json")
-    assert code == 2
-    assert json.loads(out)["answer"] == "not comparable"
-    assert f"Running A: {idle}; B: {idle} …" in err

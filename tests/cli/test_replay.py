@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,14 +55,6 @@ def other_code() -> TinyLM:
     made = make_model(7)
     if os.environ.get("RANK") == "1":
         made.head.forward = lambda hidden: hidden @ made.head.weight.T
-    return made
-
-
-def at_random() -> TinyLM:
-    """Return a model that never computes the same twice."""
-    made, noise = make_model(7), np.random.default_rng()
-    shake = lambda head, args, output: output * noise.random()  # noqa: E731
-    made.head.register_forward_hook(shake)
     return made
 
 
@@ -126,7 +117,6 @@ def test_a_bundle_is_shown(path: str):
             1,
             "DIFFERS hardware Rank 1 computes a different result from the same batch",
         ),
-        ([5, 6, 5, 6], [1, 2, 1, 2], 1, "no majority shows which of ranks 0–3 is wrong"),
     ],
 )
 def test_the_verdict_of_the_run_is_shown(tmp_path, digests, losses, code, words):
@@ -139,23 +129,6 @@ def test_the_verdict_of_the_run_is_shown(tmp_path, digests, losses, code, words)
     told = json.loads(call(str(path), "--json").output)
     assert told["results"]["digests_W"] == digests
     assert told["verdict"]["verdict"] in words or "majority" in words
-
-
-def test_no_number_is_cut_on_a_terminal_of_80_columns(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    losses = [1.23456e-12, 1.98765e-12, 1.23456e-12, 1.23456e-12]
-    shown = call(str(save_bundle(tmp_path, with_results([5, 6, 5, 5], losses)))).output
-    table = shown[shown.index("The canary inside the run") :]
-    assert table.count("1.23456e-12") == 3 * 4
-    assert table.count("1.98765e-12") == 4
-    assert "…" not in table
-
-
-def test_text_from_a_bundle_is_no_markup(tmp_path):
-    hostile = replace(FINDING, explanation="[bold]x[/]\x1b[2J\x07")
-    result = call(str(save_bundle(tmp_path, make_bundle(finding=hostile))))
-    assert "[bold]x[/] [2J" in result.output
-    assert "\x1b" not in result.output
 
 
 def test_one_process_repeats_itself_and_names_the_worst_samples(path: str):
@@ -197,11 +170,7 @@ def with_losses(*losses: float):
 
 @pytest.mark.parametrize(
     ("losses", "worst"),
-    [
-        ((1, 7, math.nan, 3, 2, 5, 4), [2, 1, 5, 6, 3]),
-        ((7, math.inf, 6, 5, 4, math.nan, 8), [5, 1, 6, 0, 2]),
-        ((math.nan, 1, math.nan), [0, 2, 1]),
-    ],
+    [((1, 7, math.nan, 3, 2, 5, 4), [2, 1, 5, 6, 3]), ((math.nan, 1, math.nan), [0, 2, 1])],
 )
 def test_samples_whose_loss_is_no_number_are_told_first(losses, worst):
     batches = with_losses(*losses), with_losses(1, 3, math.nan, 5)
@@ -212,12 +181,6 @@ def test_samples_whose_loss_is_no_number_are_told_first(losses, worst):
     unknown = replay(make_bundle(batches=(batches[0], with_losses(*[math.nan] * 2))), Weighted())
     assert unknown is not None
     assert math.isnan(unknown.peer_median)
-
-
-def test_a_process_that_does_not_repeat_itself(path: str):
-    result = call(path, "--model", "cli.test_replay:at_random")
-    assert result.exit_code == 1
-    assert "Rank 0 does not repeat its own result" in text(result)
 
 
 def test_a_checkpoint_gives_the_parameters(path: str, tmp_path: Path):
@@ -236,11 +199,8 @@ def test_a_checkpoint_gives_the_parameters(path: str, tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nowhere", "MODULE:FUNCTION"),
         ("no_such_module:model", "there is no module"),
-        ("cli.test_replay:nothing", "has no function"),
         ("cli.test_replay:no_model", "returned a int"),
-        ("cli.test_replay:raises", "raised OSError: no such weights"),
     ],
 )
 def test_a_model_that_cannot_be_had(path: str, name: str, message: str):

@@ -52,11 +52,6 @@ def perturbed():
     return built
 
 
-def unseeded():
-    torch.manual_seed(rank())
-    return nn.Linear(4, 4)
-
-
 def fsdp1(*, spoiled=False):
     """A model of which each rank holds parts, and a trained optimizer's state of it.
 
@@ -85,11 +80,6 @@ def fsdp1(*, spoiled=False):
 
 def fsdp1_spoiled():
     return fsdp1(spoiled=True)
-
-
-def fsdp1_all():
-    """All of it is in parts; it takes the batches of the loaders here."""
-    return FullyShardedDataParallel(repeats(), device_id=torch.device("cpu"), use_orig_params=True)
 
 
 def optimizer(module):
@@ -162,12 +152,6 @@ def one_pass():
 def endless():
     while True:
         yield torch.rand(2, 2, generator=torch.Generator().manual_seed(time.time_ns() % 2**40))
-
-
-def raises_while_read():
-    yield torch.full((2, 2), rank())
-    if rank() == 1:
-        raise OSError("shard 7 is damaged")
 
 
 def unshuffled():

@@ -1,8 +1,5 @@
 """What ``fixed_order`` makes of gradients, against sums in rank order that numpy has taken."""
 
-import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,138 +10,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
-from rankscope.bus.evidence import Table
 from rankscope.errors import UnsupportedError
-from rankscope.lab.reductions.fixed_order import BucketMeans
-from rankscope.lab.reductions.reduction import OrderedMean
-from support.benchmarks import load_benchmark
-from support.ddp import PLAIN, flat_gradient, gather_rows, local_gradient, make_ddp
-from support.fixed_order import in_order, rounded
+from support.ddp import PLAIN, flat_gradient, make_ddp
 from support.fsdp2_modes import mode_named
 from support.fsdp2_training import start
 from support.models import make_batch
-from support.modes import Mode, train_step
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
-
-STEPS = 3
-BUCKETS = [0.001, 0.004, 0.01, 25]  # MB; the gradient has 0.02. Other than 3 ranks: two of them
-NUM_SENT = 1_000_003
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-def train_ddp(rank: int, bucket: float, dtype: str) -> list[dict[str, Any]]:
-    mode = Mode("", {"bucket_cap_mb": bucket})
-    model, ddp, optimizer = make_ddp(mode, dtype=DTYPES[dtype])
-    rankscope.fixed_order(ddp)
-    steps = []
-    for step in range(STEPS):
-        local_WP = gather_rows(local_gradient(rank, mode, step, model).float())
-        ddp(**make_batch(rank, step))["loss"].backward()
-        steps.append({"local": local_WP, "reduced": flat_gradient(model).float().numpy()})
-        optimizer.step()
-        optimizer.zero_grad()
-    return steps
-
-
-def train_ddp_in_all_ways(rank: int) -> dict[str, list[list[dict[str, Any]]]]:
-    buckets = BUCKETS if dist.get_world_size() == 3 else [BUCKETS[0], BUCKETS[-1]]
-    return {
-        dtype: [train_ddp(rank, bucket, dtype) for bucket in [*buckets, buckets[0]]]
-        for dtype in DTYPES
-    }
-
-
-@pytest.fixture(scope="module", params=[1, 2, 3, 8])
-def trained(request):
-    return run_ranks(train_ddp_in_all_ways, request.param)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-class TestDDP:
-    def test_the_mean_is_the_sum_in_rank_order_divided_and_rounded_once(self, trained, dtype):
-        for training in trained[0][dtype]:
-            for step in training:
-                expected = rounded(in_order(step["local"]), dtype)
-                assert np.array_equal(step["reduced"], expected)
-                assert expected.any()
-
-    def test_bits_depend_on_neither_bucket_size_nor_rank_nor_run(self, trained, dtype):
-        ends = {training[-1]["reduced"].tobytes() for rank in trained for training in rank[dtype]}
-        assert len(ends) == 1
-
-
-WATCHED = {
-    "alone": {},
-    "scalars": {"tier": "scalars"},
-    "sketch": {"tier": "sketch", "reduced": "sketch"},
-    "sketch first": {"tier": "sketch", "reduced": "sketch"},
-}
-
-
-def watch_ddp(rank: int, run_dir: str) -> dict[str, dict[str, Any]]:
-    return {name: train_watched(rank, name, f"{run_dir}/{name}") for name in WATCHED}
-
-
-def train_watched(rank: int, name: str, run_dir: str) -> dict[str, Any]:
-    model, ddp, optimizer = make_ddp(PLAIN)
-    options = {"run_dir": run_dir, "overhead_budget": None, **WATCHED[name]}
-    scope = None
-    if name != "sketch first":
-        rankscope.fixed_order(ddp)
-    if name != "alone":
-        scope = rankscope.watch(ddp, optimizer, **options)
-    if name == "sketch first":
-        rankscope.fixed_order(ddp)
-    norms = []
-    for step in range(STEPS):
-        norms.append(float(local_gradient(rank, PLAIN, step, model).double().norm()))
-        train_step(rank, PLAIN, step, ddp, optimizer)
-    if scope is not None:
-        scope.close()
-    state = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    return {"state": state.numpy().tobytes(), "norms": norms}
-
-
-@pytest.fixture(scope="module")
-def watched(tmp_path_factory):
-    run_dir = tmp_path_factory.mktemp("runs")
-    return run_dir, run_ranks(watch_ddp, 3, str(run_dir))
-
-
-class TestWatchedDDP:
-    def test_has_the_bits_of_one_that_nobody_watches(self, watched):
-        _, ranks = watched
-        assert len({result["state"] for rank in ranks for result in rank.values()}) == 1
-
-    @pytest.mark.parametrize("name", [name for name in WATCHED if name != "alone"])
-    def test_shows_the_local_gradients(self, watched, name):
-        run_dir, ranks = watched
-        rows = rankscope.Run.open(Path(run_dir) / name).table(Table.WORKERS).to_pylist()
-        seen = {(row["step"], row["rank"]): row["grad_norm"] for row in rows}
-        expected = {
-            (step, rank): norm
-            for rank, result in enumerate(ranks)
-            for step, norm in enumerate(result[name]["norms"])
-        }
-        assert seen == pytest.approx(expected, rel=1e-5)
-
-    @pytest.mark.parametrize("name", ["sketch", "sketch first"])
-    def test_has_the_residual_of_an_fp32_sum(self, watched, name):
-        run_dir, _ = watched
-        rows = rankscope.Run.open(Path(run_dir) / name).table(Table.STEPS).to_pylist()
-        assert len(rows) == STEPS
-        assert all(0 < row["reduction_residual"] < 5e-7 for row in rows)
-
-    def test_has_the_same_cosines_in_either_order_of_calls(self, watched):
-        run_dir, _ = watched
-        before, after = (
-            rankscope.Run.open(Path(run_dir) / name).table(Table.PAIRS)
-            for name in ("sketch", "sketch first")
-        )
-        assert before.column("cosines") == after.column("cosines")
-        assert len(before) == STEPS
 
 
 def run_out_of_data(rank: int, fixed: bool, by_initial: bool) -> list[bytes | float]:
@@ -169,53 +42,6 @@ def test_workers_that_run_out_of_data_count_as_ddp_counts_them(by_initial):
     assert len(plain) == len(fixed) == 4
     for expected, mean in zip(plain, fixed, strict=True):
         np.testing.assert_allclose(mean, expected, rtol=1e-4, atol=1e-7)
-
-
-def train_copy(rank: int) -> list[bytes]:
-    _, ddp, _ = make_ddp(PLAIN)
-    rankscope.fixed_order(ddp)
-    copied = copy.deepcopy(ddp)
-    assert BucketMeans.of(copied) is None
-    rankscope.fixed_order(copied)
-    rankscope.fixed_order(copied)
-    gradients = []
-    for model in (ddp, copied):
-        model(**make_batch(rank, 0))["loss"].backward()
-        gradients.append(flat_gradient(model.module).numpy().tobytes())
-    return gradients
-
-
-def test_a_copy_can_be_given_the_same_order():
-    assert len({gradient for rank in run_ranks(train_copy, 3) for gradient in rank}) == 1
-
-
-def count_reductions(rank: int) -> dict[str, int]:
-    bytes_sent = load_benchmark("wire").bytes_sent
-    buffer = torch.zeros(NUM_SENT)
-    mean = OrderedMean(dist.group.WORLD, torch.device("cpu"))
-
-    def ordered() -> None:
-        exchange = mean.start(buffer)
-        mean.finish(exchange)
-        exchange.result.wait()
-
-    sent = {}
-    for name, reduce in {"all-reduce": lambda: dist.all_reduce(buffer), "ordered": ordered}.items():
-        dist.barrier()
-        before = bytes_sent()
-        reduce()
-        dist.barrier()
-        sent[name] = bytes_sent() - before
-    return sent
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads Linux's counters of connections")
-@pytest.mark.parametrize("num_ranks", [2, 3])
-def test_sends_the_bytes_of_an_all_reduce(num_ranks):
-    ranks = run_ranks(count_reductions, num_ranks)
-    expected = 2 * (num_ranks - 1) * 4 * NUM_SENT  # all ranks together
-    for name in ("all-reduce", "ordered"):
-        assert sum(sent[name] for sent in ranks) == pytest.approx(expected, rel=0.01), name
 
 
 def refused(model: nn.Module) -> str:
