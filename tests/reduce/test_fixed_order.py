@@ -1,5 +1,6 @@
 """What ``fixed_order`` makes of gradients, against sums in rank order that numpy has taken."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,133 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
+from rankscope.bus.evidence import Table
 from rankscope.errors import UnsupportedError
-from support.ddp import PLAIN, flat_gradient, make_ddp
+from support.ddp import PLAIN, flat_gradient, gather_rows, local_gradient, make_ddp
+from support.fixed_order import in_order, rounded
 from support.fsdp2_modes import mode_named
 from support.fsdp2_training import start
 from support.models import make_batch
+from support.modes import Mode, train_step
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
+
+STEPS = 3
+BUCKETS = [0.001, 0.01, 25]  # MB; the gradient has 0.02
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def train_ddp(rank: int, bucket: float, dtype: str) -> list[dict[str, Any]]:
+    mode = Mode("", {"bucket_cap_mb": bucket})
+    model, ddp, optimizer = make_ddp(mode, dtype=DTYPES[dtype])
+    rankscope.fixed_order(ddp)
+    steps = []
+    for step in range(STEPS):
+        local_WP = gather_rows(local_gradient(rank, mode, step, model).float())
+        ddp(**make_batch(rank, step))["loss"].backward()
+        steps.append({"local": local_WP, "reduced": flat_gradient(model).float().numpy()})
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps
+
+
+def train_ddp_in_all_ways(rank: int) -> dict[str, list[list[dict[str, Any]]]]:
+    return {
+        dtype: [train_ddp(rank, bucket, dtype) for bucket in [*BUCKETS, BUCKETS[0]]]
+        for dtype in DTYPES
+    }
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return run_ranks(train_ddp_in_all_ways, 3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+class TestDDP:
+    def test_the_mean_is_the_sum_in_rank_order_divided_and_rounded_once(self, trained, dtype):
+        for training in trained[0][dtype]:
+            for step in training:
+                expected = rounded(in_order(step["local"]), dtype)
+                assert np.array_equal(step["reduced"], expected)
+                assert expected.any()
+
+    def test_bits_depend_on_neither_bucket_size_nor_rank_nor_run(self, trained, dtype):
+        ends = {training[-1]["reduced"].tobytes() for rank in trained for training in rank[dtype]}
+        assert len(ends) == 1
+
+
+WATCHED = {
+    "alone": {},
+    "scalars": {"tier": "scalars"},
+    "sketch": {"tier": "sketch", "reduced": "sketch"},
+    "sketch first": {"tier": "sketch", "reduced": "sketch"},
+}
+
+
+def watch_ddp(rank: int, run_dir: str) -> dict[str, dict[str, Any]]:
+    return {name: train_watched(rank, name, f"{run_dir}/{name}") for name in WATCHED}
+
+
+def train_watched(rank: int, name: str, run_dir: str) -> dict[str, Any]:
+    model, ddp, optimizer = make_ddp(PLAIN)
+    options = {"run_dir": run_dir, "overhead_budget": None, **WATCHED[name]}
+    scope = None
+    if name != "sketch first":
+        rankscope.fixed_order(ddp)
+    if name != "alone":
+        scope = rankscope.watch(ddp, optimizer, **options)
+    if name == "sketch first":
+        rankscope.fixed_order(ddp)
+    norms = []
+    for step in range(STEPS):
+        norms.append(float(local_gradient(rank, PLAIN, step, model).double().norm()))
+        train_step(rank, PLAIN, step, ddp, optimizer)
+    if scope is not None:
+        scope.close()
+    state = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return {"state": state.numpy().tobytes(), "norms": norms}
+
+
+@pytest.fixture(scope="module")
+def watched(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs")
+    return run_dir, run_ranks(watch_ddp, 3, str(run_dir))
+
+
+class TestWatchedDDP:
+    def test_has_the_bits_of_one_that_nobody_watches(self, watched):
+        _, ranks = watched
+        assert len({result["state"] for rank in ranks for result in rank.values()}) == 1
+
+    @pytest.mark.parametrize("name", [name for name in WATCHED if name != "alone"])
+    def test_shows_the_local_gradients(self, watched, name):
+        run_dir, ranks = watched
+        rows = rankscope.Run.open(Path(run_dir) / name).table(Table.WORKERS).to_pylist()
+        seen = {(row["step"], row["rank"]): row["grad_norm"] for row in rows}
+        expected = {
+            (step, rank): norm
+            for rank, result in enumerate(ranks)
+            for step, norm in enumerate(result[name]["norms"])
+        }
+        assert seen == pytest.approx(expected, rel=1e-5)
+
+    @pytest.mark.parametrize("name", ["sketch", "sketch first"])
+    def test_has_the_residual_of_an_fp32_sum(self, watched, name):
+        run_dir, _ = watched
+        rows = rankscope.Run.open(Path(run_dir) / name).table(Table.STEPS).to_pylist()
+        assert len(rows) == STEPS
+        assert all(0 < row["reduction_residual"] < 5e-7 for row in rows)
+
+    def test_has_the_same_cosines_in_either_order_of_calls(self, watched):
+        run_dir, _ = watched
+        before, after = (
+            rankscope.Run.open(Path(run_dir) / name).table(Table.PAIRS)
+            for name in ("sketch", "sketch first")
+        )
+        assert before.column("cosines") == after.column("cosines")
+        assert len(before) == STEPS
 
 
 def run_out_of_data(rank: int, fixed: bool, by_initial: bool) -> list[bytes | float]:

@@ -20,12 +20,51 @@ from support.ddp import (
     watch_gradients,
 )
 from support.fixed_order import in_order
-from support.modes import train_step
+from support.models import make_batch, make_model
+from support.modes import MODES, Mode, train_step
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
 STEPS = 4
+# In the first step of a static graph DDP numbers its buckets in another way.
+MANY_STATIC = Mode("static graph, small buckets", {"static_graph": True, "bucket_cap_mb": 0.001})
+KEPT = {"plain", "bucket views zeroed in place", "no_sync", "used on one rank"}
+ALL_MODES = [*(mode for mode in MODES if mode.name in KEPT), MANY_STATIC]
+
+
+def train_in_mode(rank: int, mode: Mode) -> list[dict[str, Any]]:
+    model, ddp, optimizer = make_ddp(mode)
+    rankscope.fixed_order(ddp)
+    reduced = watch_gradients(optimizer, model)
+    steps = []
+    for step in range(STEPS):
+        local = local_gradient(rank, mode, step, model)
+        train_step(rank, mode, step, ddp, optimizer)
+        steps.append({"local": gather_rows(local), "reduced": reduced[step]})
+    return steps
+
+
+def train_in_all_modes(rank: int) -> dict[str, list[dict[str, Any]]]:
+    return {mode.name: train_in_mode(rank, mode) for mode in ALL_MODES}
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return run_ranks(train_in_all_modes, 3)
+
+
+@pytest.mark.parametrize("mode", ALL_MODES, ids=lambda mode: mode.name)
+class TestInEveryMode:
+    def test_the_reduced_gradient_is_the_sum_in_rank_order(self, trained, mode):
+        for step in trained[0][mode.name]:
+            assert np.array_equal(step["reduced"], in_order(step["local"]))
+            assert step["reduced"].any()
+
+    def test_every_rank_holds_the_same_bits(self, trained, mode):
+        for rank in trained[1:]:
+            for step, first in zip(rank[mode.name], trained[0][mode.name], strict=True):
+                assert step["reduced"].tobytes() == first["reduced"].tobytes()
 
 
 def train(rank: int, *, fixed: bool) -> bytes:
@@ -45,6 +84,36 @@ def compare_bits(rank: int) -> list[bytes]:
 def test_two_workers_get_the_very_bits_of_plain_ddp():
     for plain, fixed in run_ranks(compare_bits, 2):
         assert plain == fixed
+
+
+def poison(rank: int) -> list[dict[str, Any]]:
+    """Put an infinity, then a NaN, into one element of rank 1's gradient."""
+    model, ddp, optimizer = make_ddp(SMALL_BUCKETS)
+    rankscope.fixed_order(ddp)
+    results = []
+    for step, value in enumerate([float("inf"), float("nan")]):
+        batch = make_batch(rank, step)
+        ddp(**batch)["loss"].backward()
+        clean = flat_gradient(model).numpy()
+        optimizer.zero_grad()
+        handle = model.head.bias.register_hook(
+            lambda gradient, value=value: (
+                gradient.index_fill(0, torch.tensor([3]), value) if rank == 1 else gradient
+            )
+        )
+        ddp(**batch)["loss"].backward()
+        handle.remove()
+        results.append({"clean": clean, "reduced": flat_gradient(model).numpy()})
+        optimizer.zero_grad()
+        model.load_state_dict(make_model(dropout=0.0).state_dict())
+    return results
+
+
+def test_a_value_that_is_not_finite_stays_where_it_is():
+    for result in run_ranks(poison, 3)[0]:
+        poisoned = ~np.isfinite(result["reduced"])
+        assert poisoned.sum() == 1
+        assert np.array_equal(result["reduced"][~poisoned], result["clean"][~poisoned])
 
 
 class TwoDtypes(nn.Module):

@@ -26,33 +26,22 @@ UNUSED = {"find_unused_parameters": True}
 
 SAME = [  # all of these end like "plain"
     Case("plain", {}),
-    Case("bucket views", VIEWS),
     Case("small buckets", SMALL),
     Case("views zeroed in place", VIEWS, zero_in_place=True),
-    Case("zeroed in place", {}, zero_in_place=True),
     Case("backwards", {}, reverse=True),
-    Case("a micro-batch thrown away", {}, discard="zero_grad"),
     Case("thrown away in place", VIEWS, discard="zero_grad", zero_in_place=True),
-    Case("a pass that raised", {}, discard="raises"),
     Case("raised, views in place", VIEWS, discard="raises", zero_in_place=True),
 ]
 OTHERS = [
-    Case("shared", {}, model="shared"),
     Case("channels last", SMALL, model="convolution"),
-    Case("used once", UNUSED, model="branch"),
     Case("used once, views", {**UNUSED, **VIEWS}, model="branch"),
     Case("bfloat16", {}, dtype=torch.bfloat16),
-    Case("float64", {}, dtype=torch.float64),
     Case("workers", {}, average="workers"),
-    Case("reentrant", {}, model="reentrant"),
     Case("everything reentrant", {}, model="everything reentrant"),
-    Case("non-reentrant", {}, model="shared non-reentrant"),
     Case("scaler", {}, scaler=True),
 ]
 STATIC = [  # DDP wants no no_sync in the first step of a static graph
     Case("static graph", {"static_graph": True}),
-    Case("static shared reentrant", {"static_graph": True}, model="shared reentrant"),
-    Case("static with views", {"static_graph": True, **VIEWS}, model="shared reentrant"),
 ]
 PLAIN_DDP = Case("plain DDP", {}, average="")
 
@@ -65,6 +54,24 @@ def ends() -> dict[int, list[dict[str, tuple[str, str]]]]:
         2: run_ranks(train, 2, cases),
         4: run_ranks(train, 4, [*cases, *STATIC]),
     }
+
+
+@pytest.mark.ranks
+class TestBits:
+    @pytest.mark.parametrize("case", [*SAME, *OTHERS], ids=lambda case: case.name)
+    def test_are_the_same_for_1_2_and_4_workers(self, ends, case):
+        found = {rank[case.name] for ranks in ends.values() for rank in ranks}
+        assert len(found) == 1
+
+    @pytest.mark.parametrize("case", SAME, ids=lambda case: case.name)
+    def test_do_not_depend_on_how_ddp_is_used(self, ends, case):
+        assert ends[2][0][case.name] == ends[2][0]["plain"]
+
+    def test_are_the_same_with_a_static_graph(self, ends):
+        assert all(rank["static graph"] == ends[1][0]["plain"] for rank in ends[4])
+
+    def test_of_plain_ddp_differ(self, ends):
+        assert len({ends[w][0]["plain DDP"] for w in ends}) > 1
 
 
 def reduce_by_hand(rank: int) -> None:
