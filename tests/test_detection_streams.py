@@ -46,22 +46,6 @@ def test_outside_of_the_guarantee_the_past_tells_who_is_high(name):
     assert np.mean(top_TS[lag:] == top_TS[:-lag]) > 1 / WORKERS + 0.003
 
 
-def test_interval_of_clopper_and_pearson():
-    assert streams.binomial_interval(5, 100) == pytest.approx((0.01643, 0.11283), abs=1e-5)
-    assert streams.binomial_interval(0, 100) == pytest.approx((0, 0.03622), abs=1e-5)
-    assert streams.binomial_interval(100, 100) == pytest.approx((0.96378, 1), abs=1e-5)
-
-
-def test_repetitions_add_up_to_the_evidence_of_the_test():
-    bets = null.worker_bets()
-    many, one = null.Repetitions(WORKERS, 5, bets), null.Repetitions(WORKERS, 1, bets)
-    for values_SW in islice(streams.normal(np.random.default_rng(0), (5, WORKERS)), 30):
-        evidence_S, alone_S = many.observe(values_SW), one.observe(values_SW[:1])
-    assert evidence_S.mean() == pytest.approx(many._test.evidence, rel=1e-5)
-    assert alone_S[0] == pytest.approx(one._test.evidence, rel=1e-5)
-    assert evidence_S[0] == pytest.approx(alone_S[0], rel=1e-6)
-
-
 def test_three_sigma_stays_silent_whatever_one_of_eight_workers_does():
     values_TW = np.random.default_rng(0).standard_normal((100, 8))
     values_TW[:, 5] += 1e6

@@ -78,31 +78,6 @@ def test_functions_note_the_tests_that_enter_them(copied: Path):
     assert entered.tests[f"{PATH}::_is_secret"] == ["tests/bus/test_secrets.py"]
 
 
-ON_A_RANK = """
-from rankscope.bus.environment import without_secrets
-from support.ranks import run_ranks
-
-
-def work(rank):
-    return without_secrets({})
-
-
-def test_it():
-    assert run_ranks(work, 1) == [{}]
-"""
-
-
-def test_ranks_note_the_test_that_they_are_of(copied: Path):
-    """Of two tests, the second finds the process running that the first one's ranks come from."""
-    (copied / "tests/pair").mkdir()
-    for name in ("one", "other"):
-        (copied / f"tests/pair/test_{name}.py").write_text(ON_A_RANK)
-    entered = mutant_tests.trace(copied, [PATH], 1, "tests/pair")
-    assert not entered.failed
-    both = ["tests/pair/test_one.py", "tests/pair/test_other.py"]
-    assert entered.tests[f"{PATH}::without_secrets"] == both
-
-
 @pytest.mark.parametrize(
     ("change", "killer", "passed"),
     [

@@ -1,16 +1,12 @@
 """What is said of findings while the training goes on."""
 
 import json
-import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
-from rankscope.bus import governor
 from rankscope.bus.finding import Finding, FindingEvent, Severity
-from rankscope.session.inbox import last_line, place_of
 from rankscope.verdict.news import Announcer
 from support.forked_ranks import torchrun
 from support.loops import Loop
@@ -53,15 +49,6 @@ def test_consequences_of_another_finding_are_not_printed():
     effect = replace(COPIES, id="rank-0", cause="data.worker_outlier", first_step=6)
     assert said([(effect, FindingEvent.OPENED)], [cause, effect]) == []
     assert len(said([(effect, FindingEvent.OPENED)], [effect])) == 1
-
-
-def test_the_command_can_be_pasted(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    place = place_of(tmp_path / "my runs" / "a")
-    for judged, recorded in ((True, True), (True, False), (False, False)):
-        assert last_line(place, judged, recorded).endswith("rankscope report 'my runs/a'")
-    whole = last_line(place_of(Path("/x/y")), judged=True, recorded=True)
-    assert whole.endswith("to see it: rankscope report /x/y")
 
 
 def events_of(run_dir):
@@ -119,22 +106,3 @@ def test_a_finding_that_only_counts_on_is_told_once(tmp_path):
     assert len(first) == len(set(first))
     events = events_of(tmp_path / "run")
     assert sum(event["cause"] == "data.duplicate_batches" for event in events) > 1
-
-
-def training_in_short_steps(rank, run_dir):
-    """Train in steps that all count as short, with a budget that none of them can keep."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(governor, "_SHORT_SECONDS", math.inf)
-    patch.setattr("rankscope.agent.root.Governor", partial(governor.Governor, always=0))
-    lines = []
-    patch.setattr("rankscope.session.inbox.announce", lambda level, line: lines.append(line))
-    loop = Loop(rank, run_dir, overhead_budget=1e-6, announce=True)
-    for step in range(12):
-        loop.step(step)
-    loop.close()
-    return [line for line in lines if "even where no gradient is read" in line]
-
-
-def test_a_budget_that_short_steps_cannot_keep_is_said_once(tmp_path):
-    [lines] = run_ranks(training_in_short_steps, 1, str(tmp_path / "run"))
-    assert len(lines) == 1

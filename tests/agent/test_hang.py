@@ -54,26 +54,12 @@ def test_a_rank_in_the_forward_pass_holds_up_those_in_the_backward_pass():
     )
 
 
-def test_the_rank_in_an_earlier_step_is_behind():
-    report = judge((7, FORWARD), (6, AFTER), (7, FORWARD))
-    assert fates(report) == {1: Fate.STUCK}
-    assert report.step == 6
-    assert "after the backward pass of step 6" in str(report)
-
-
 def test_ranks_that_are_level_are_not_accused():
     for within in (FORWARD, AFTER, (0, "")):
         report = judge(*[(7, within)] * 3)
         assert report.is_pause
         assert report.suspects == ()
         assert "all ranks are equally far" in str(report)
-
-
-def test_all_ranks_in_one_backward_pass_are_no_pause():
-    report = judge(*[(7, BACKWARD)] * 3)
-    assert report.suspects == ()
-    assert not report.is_pause
-    assert str(report).endswith("all ranks are equally far, in the backward pass of step 7")
 
 
 @pytest.mark.parametrize(
@@ -94,10 +80,6 @@ def test_a_rank_that_left_early_is_named_and_one_that_left_in_time_is_not():
     assert "rank 1 is not watched any more, after the backward pass of step 5" in str(report)
 
 
-def test_a_process_that_ends_after_it_left_has_not_died():
-    assert judge(*[(7, AFTER)] * 2, states={1: ProcessState.ENDED}, left=(1,)).is_pause
-
-
 def test_a_rank_that_never_spoke_is_missing_in_the_first_step_only():
     report = judge((0, BACKWARD), (0, BACKWARD), num_workers=4)
     assert fates(report) == {2: Fate.MISSING, 3: Fate.MISSING}
@@ -108,12 +90,6 @@ def test_a_rank_that_never_spoke_is_missing_in_the_first_step_only():
 # Stacks, where places tell nothing -----------------------------------------------------------
 
 LEVEL = HangReport(7, 125.0, waiting=(0, 1, 2))
-
-
-def test_by_stacks_the_rank_that_is_not_in_the_backward_pass_holds_up_the_others():
-    report = judge_stacks(LEVEL, {0: IN_BACKWARD, 1: IN_LOCK, 2: IN_BACKWARD})
-    assert fates(report) == {1: Fate.STUCK}
-    assert (report.waiting, report.phase) == ((0, 2), "backward")
 
 
 @pytest.mark.parametrize("waits", [IN_WRAPPER, IN_GATHERING])

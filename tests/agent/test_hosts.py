@@ -104,18 +104,6 @@ def test_nobody_without_the_secret_is_heard(opened, kind):
     assert root.hosts == (1,)
 
 
-def test_another_root_is_not_believed(opened):
-    root, other = opened(RootLink("127.0.0.1")), opened(RootLink("127.0.0.1"))
-    misled = replace(root.invitation, endpoints=other.invitation.endpoints)
-    link = opened(linked(misled, 1))
-    link.send(b"secret")
-    for _ in range(50):
-        assert other.poll() == []
-        assert link.poll() == []
-        time.sleep(0.01)
-    assert other.hosts == ()
-
-
 def test_the_address_that_answers_is_found_among_those_that_do_not(opened):
     root, other = opened(RootLink("127.0.0.1")), opened(RootLink("127.0.0.1"))
     with socket.socket() as closed:

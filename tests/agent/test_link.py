@@ -113,16 +113,6 @@ def test_an_agent_that_reads_nothing_is_noticed_though_there_is_room(agent, monk
         send(link, 1, size=10)
 
 
-def test_a_pause_of_the_training_is_no_silence_of_the_agent(agent, monkeypatch):
-    monkeypatch.setattr(link_module, "SILENT_SECONDS", 0.2)
-    agent.server.start()
-    link = link_to(agent)
-    for step in range(3):
-        send(link, step)
-        wait_until(lambda step=step: agent.steps() == list(range(step + 1)))
-        time.sleep(0.3)
-
-
 # The agent's end --------------------------------------------------------------------------------
 
 

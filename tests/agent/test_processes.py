@@ -100,15 +100,6 @@ def test_a_process_that_runs_is_stopped_goes_on_and_is_killed(start, watch):
     assert seen.state() == ProcessState.ENDED
 
 
-def test_without_a_pidfd_another_process_with_the_number_is_not_the_one(start, monkeypatch):
-    monkeypatch.delattr(os, "pidfd_open")
-    seen = ProcessWatch(start(SLEEPER).pid)
-    letter, started = seen._read()
-    assert seen.state() == ProcessState.RUNNING
-    monkeypatch.setattr(seen, "_read", lambda: (letter, started + 1))
-    assert seen.state() == ProcessState.ENDED
-
-
 @pytest.mark.parametrize(
     ("number", "ending"),
     [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGTERM, "exited with code 3")],
@@ -160,33 +151,11 @@ def test_a_mark_can_be_read_inside_of_a_step_and_after_its_writer_has_closed_it(
     assert read_mark(read_by) is None
 
 
-def test_the_mark_of_a_process_is_read_after_its_death(start):
-    process = start(
-        "from rankscope.agent.processes import ProgressMark; mark = ProgressMark(); "
-        "mark.beat(7, 'forward'); print(mark.fileno(), flush=True); import time; time.sleep(600)"
-    )
-    read_by = open_mark(process.pid, int(process.word))
-    process.kill()
-    process.wait()
-    assert read_mark(read_by) == CodePlace(7, 1, "forward")
-    os.close(read_by)
-    assert open_mark(process.pid, int(process.word)) is None
-
-
 # Stacks ---------------------------------------------------------------------------------------
 
 
 def names(stack):
     return [frame.partition(" ")[0] for frame in stack["frames"]]
-
-
-def test_the_stack_of_a_stuck_process_shows_the_function(start):
-    process = start(STUCK + "train()")
-    wait_for(lambda: names(stacks_of({process.pid: 0})[process.pid])[0] == "take_twice")
-    stack = stacks_of({process.pid: 0})[process.pid]
-    assert stack["missing"] == ""
-    assert stack["thread"] == "MainThread"
-    assert names(stack) == ["take_twice", "train", "<module>"]
 
 
 def test_a_stopped_process_shows_its_stack_and_stays_stopped(start):

@@ -7,10 +7,7 @@ import typer
 
 from rankscope.cli import main
 from rankscope.errors import (
-    DataError,
     MissingExtraError,
-    RunError,
-    UnsupportedError,
     UsageError,
 )
 from rankscope.lab.study.launch import StudyInterrupted, WorkerFailedError
@@ -100,17 +97,6 @@ def test_help_names_every_option_and_the_exit_codes(
     assert "Exit code: 0" in out
 
 
-@pytest.mark.parametrize("words", [(), ("-h",)])
-def test_help_of_the_command_itself(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
-) -> None:
-    code, out, err = call(monkeypatch, capsys, *words)
-    assert (code, err) == (0, "")
-    assert "Usage: rankscope [OPTIONS] COMMAND" in out
-    assert "study " in out
-    assert "report " in out
-
-
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     expected = (0, f"rankscope {version('rankscope')}\n", "")
     assert call(monkeypatch, capsys, "--version") == expected
@@ -191,16 +177,3 @@ def test_a_defect_is_one_line_and_a_code_of_its_own(
     assert (code, out) == (main.DEFECT, "")
     assert err.count("\n") == 1
     assert "AttributeError: no such thing (at " in err
-
-
-@pytest.mark.parametrize(
-    ("name", "suggested"),
-    [("duplicate", "data.duplicate_batches"), ("state.paramters_differ", "state.parameters_differ"),
-     ("zzz", "")],
-)  # fmt: skip
-def test_the_nearest_causes_are_suggested(monkeypatch, capsys, name, suggested):
-    code, _, errors = call(monkeypatch, capsys, "causes", name)
-    assert code == 2
-    assert "rankscope causes lists all of them" in errors
-    assert ("did you mean" in errors) == bool(suggested)
-    assert suggested in errors

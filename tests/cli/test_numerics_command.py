@@ -4,29 +4,14 @@ import functools
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import typer
 
 from rankscope.cli import main
 from rankscope.lab.numerics.gradients import read
 from rankscope.lab.study import rounding, rounding_result
 
-OPTIONS = {
-    "--at-step",
-    "--gradients",
-    "--json",
-    "--orders",
-    "--output",
-    "--save",
-    "--seed",
-    "--synthetic",
-    "--training-steps",
-    "--types",
-    "--workers",
-}
 QUICK = ("numerics", "--synthetic", "normal", "--workers", "2,8", "--orders", "4")
 
 Monkey = pytest.MonkeyPatch
@@ -43,14 +28,6 @@ def call(
         main.run()
     assert isinstance(ended.value.code, int)
     return (ended.value.code, *capsys.readouterr())
-
-
-def test_the_options_are_frozen() -> None:
-    commands: Any = typer.main.get_command(main.app)
-    found = commands.commands["numerics"]
-    context = found.make_context("rankscope", [], resilient_parsing=True)
-    names = {name for parameter in found.get_params(context) for name in parameter.opts}
-    assert {name for name in names if name.startswith("--")} - {"--help"} == OPTIONS
 
 
 def test_tables_and_sentences(monkeypatch: Monkey, capsys: Capture) -> None:

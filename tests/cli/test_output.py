@@ -2,7 +2,6 @@
 
 import errno
 import io
-import json
 import os
 import shutil
 import subprocess
@@ -11,7 +10,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from rankscope.cli import main
@@ -123,24 +121,6 @@ def test_what_an_encoding_lacks_becomes_the_nearest_sign_it_has(
     assert "- On average" in written["ascii"]
     assert "?" not in written["ascii"]
     assert len(written["ascii"].splitlines()) == len(written["utf-8"].splitlines())
-
-
-@pytest.mark.parametrize("encoding", ["ascii"])
-def test_json_is_the_same_in_any_encoding(call: Call, tmp_path: Path, encoding: str) -> None:
-    gradients = tmp_path / "läufe.npy"
-    np.save(gradients, np.ones((2, 4), np.float32))
-    words = ("numerics", "--gradients", gradients, *NUMBERS[3:])
-    with (tmp_path / "printed").open("w+", encoding=encoding) as file:
-        assert call(file, *words, "--json", "--output", tmp_path / "out") == 0
-        file.seek(0)
-        printed = json.load(file)
-    assert printed["sums"]["source"]["name"] == "läufe.npy"
-    assert printed == json.loads((tmp_path / "out" / "numerics.json").read_text(encoding="utf-8"))
-
-
-def test_an_output_that_was_closed_before_the_start(runs: Path, call: Call) -> None:
-    assert call(None, "report", runs / "copied", "--no-html", "--json") == 1
-    assert call(None, "report", runs / "healthy", "--no-html") == 0
 
 
 def test_no_other_file_takes_the_number_of_a_closed_one(tmp_path: Path) -> None:

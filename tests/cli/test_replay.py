@@ -62,10 +62,6 @@ def no_model() -> int:
     return 3
 
 
-def raises() -> TinyLM:
-    raise OSError("no such weights")
-
-
 def make_bundle(**other) -> ReplayBundle:
     suspect = make_batch(2, 0, size=8)
     suspect["labels"][5] = 49 - suspect["input_ids"][5]
@@ -181,19 +177,6 @@ def test_samples_whose_loss_is_no_number_are_told_first(losses, worst):
     unknown = replay(make_bundle(batches=(batches[0], with_losses(*[math.nan] * 2))), Weighted())
     assert unknown is not None
     assert math.isnan(unknown.peer_median)
-
-
-def test_a_checkpoint_gives_the_parameters(path: str, tmp_path: Path):
-    trained = make_model(8)
-    torch.save({f"module.{k}": v for k, v in trained.state_dict().items()}, tmp_path / "model.pt")
-    arguments = (path, "--model", "cli.test_replay:model", "--json")
-    plain = json.loads(call(*arguments).output)["replayed"]["results"]
-    loaded = json.loads(call(*arguments, "--checkpoint", str(tmp_path / "model.pt")).output)
-    assert loaded["replayed"]["results"]["losses_W"] != plain["losses_W"]
-    safetensors = pytest.importorskip("safetensors.torch")
-    safetensors.save_file(trained.state_dict(), tmp_path / "model.safetensors")
-    same = json.loads(call(*arguments, "--checkpoint", str(tmp_path / "model.safetensors")).output)
-    assert same["replayed"]["results"] == loaded["replayed"]["results"]
 
 
 @pytest.mark.parametrize(

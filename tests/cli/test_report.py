@@ -2,7 +2,6 @@ import io
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from rankscope.cli.report import report
 from rankscope.cli.verdict import SUMMARY_LINES, render_run, render_study
-from rankscope.errors import RunError, UsageError, install_command
+from rankscope.errors import RunError, UsageError
 from rankscope.record import Run
 from rankscope.verdict.assessment import assess
 from report.recorded_runs import record_run, record_study
@@ -114,17 +113,6 @@ def call_in(columns: str, *arguments: str | Path) -> Result:
         return call(*arguments)
 
 
-def test_what_follows_from_a_finding_is_counted(copied: Path, tmp_path: Path):
-    causes = ["sync.not_reduced", "state.parameters_differ", "state.optimizer_differs"]
-    events = [{"id": cause, "cause": cause, "ranks": list(range(8))} for cause in causes]
-    run = with_findings(copied, tmp_path / "follows", *events)
-
-    output = call_in("80", run).output
-    assert "Also 2 consequences of the above." in output
-    assert "state.parameters_differ" not in output
-    assert "state.parameters_differ" in call(run, "--full").output
-
-
 def test_a_directory_of_runs_is_listed(healthy: Path, copied: Path, tmp_path: Path):
     shutil.copytree(healthy, tmp_path / "runs" / "sft" / "first")
     shutil.copytree(copied, tmp_path / "runs" / "second")
@@ -205,20 +193,6 @@ def test_a_study(study: Path):
     assert "S1-2, replicated" in result.output
     assert "Why the two readings differ" in result.output
     assert (study / "report.html").is_file()
-
-
-def test_without_the_extra_the_verdict_is_shown_all_the_same(
-    healthy: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    for name in [name for name in sys.modules if name.startswith("rankscope.report.")]:
-        monkeypatch.delitem(sys.modules, name)
-    result = call(healthy, "--output", tmp_path / "page.html")
-
-    assert result.exit_code == 0
-    assert "HEALTHY" in result.stdout
-    assert install_command("web") in result.stderr
-    assert not (tmp_path / "page.html").exists()
 
 
 def test_bad_input_is_an_error_of_ours_in_one_line(tmp_path: Path):

@@ -48,17 +48,6 @@ def test_all_formats_of_a_run_and_where_they_go(run_dir: Path, tmp_path: Path):
     assert {**told, "report": None} == printed
 
 
-def test_a_single_format_goes_to_the_file_or_into_the_directory(run_dir: Path, tmp_path: Path):
-    assert call(run_dir, "--format", "md", "--output", tmp_path / "a" / "x.md").exit_code == 0
-    text = (tmp_path / "a" / "x.md").read_text()
-    assert text.startswith("## ")
-    assert call(run_dir, "--format", "md", "--output", tmp_path).exit_code == 0
-    assert (tmp_path / "report.md").read_text() == text
-    assert call(run_dir, "--format", "md").exit_code == 0
-    assert (run_dir / "report.md").read_text() == text
-    assert not (run_dir / "report.html").exists()
-
-
 def test_standard_output_holds_the_file_alone(run_dir: Path):
     assert call(run_dir, "--format", "md", "--output", "-").stdout == (
         call(run_dir, "--format", "md", "--no-html", "--output", "-").stdout

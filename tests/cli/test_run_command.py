@@ -176,13 +176,6 @@ def test_a_script_is_the_same_process_with_and_without(project):
     assert found["modules"] == []
 
 
-def test_a_traceback_is_the_same_with_and_without(project):
-    plain, watched = both(project, "a project/train.py", "raise", flags=())
-    assert watched.returncode == plain.returncode == 1
-    assert "of two lines" in plain.stderr
-    assert watched.stderr == plain.stderr
-
-
 def test_a_signal_ends_the_script_and_nothing_is_said(project):
     command = [sys.executable, "-m", "rankscope", "run", "-m", "train", "wait"]
     started = subprocess.Popen(

@@ -115,18 +115,6 @@ def test_records_that_cannot_be_used_are_counted_skipped_and_told(finished: Path
 # Options ---------------------------------------------------------------------------------------
 
 
-def test_more_workers_than_samples(refused: Refused) -> None:
-    message = refused(workers=500)
-    assert "got 216 samples for 500 workers; use fewer --workers or more data" in message
-
-
-@pytest.mark.parametrize("model", ["./nothing"])
-def test_unknown_model(refused: Refused, model: str) -> None:
-    message = refused(model=model)
-    assert f"the model '{model}' cannot be loaded" in message
-    assert "use tiny, pangu-1b, or a Hugging Face directory or name" in message
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -217,15 +205,6 @@ def test_resume_of_a_damaged_study(
     (existing / "study.json").write_text(content)
     message = refused(existing, **same_options(finished), resume=True)
     assert message == f"{existing / 'study.json'} is damaged; use --overwrite or another --output"
-
-
-def test_a_run_of_a_newer_schema(refused: Refused, existing: Path, finished: Path) -> None:
-    path = existing / "runs" / "replicated-s1-3" / "run.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "schema_version": 99}))
-    assert "written by a newer rankscope" in refused(
-        existing, **same_options(finished), resume=True
-    )
-    assert "written by a newer rankscope" in refused.command("report", str(path.parent))
 
 
 def test_overwrite_leaves_what_no_study_wrote(

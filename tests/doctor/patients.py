@@ -78,10 +78,6 @@ def fsdp1(*, spoiled=False):
     return layers, optimizer
 
 
-def fsdp1_spoiled():
-    return fsdp1(spoiled=True)
-
-
 def optimizer(module):
     return torch.optim.SGD(module.parameters(), lr=0.1 * (3 if rank() == 1 else 1))
 

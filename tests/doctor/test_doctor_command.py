@@ -126,15 +126,6 @@ def test_parts_that_ranks_hold_under_fsdp1_are_no_other_model():
     assert f"3 parameters {NOT_COMPARED}" in told
 
 
-def test_what_all_ranks_hold_whole_is_compared_beside_fsdp1():
-    code, out, err = examine(2, "--model=patients:fsdp1_spoiled")
-    assert code == 1, err
-    found = checks(out)
-    for name, key in (("parameters", "0.weight"), ("buffers", "table")):
-        assert found[name]["status"] == "error"
-        assert found[name]["numbers"]["different"][0] == key
-
-
 def test_steps_that_do_not_repeat_are_named_with_rank_and_operator():
     code, out, err = examine(2, "--model=patients:on_rank_1", "--loader=patients:sharded")
     assert code == 0, err

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rankscope.tools.doctor import Status, loader
-from rankscope.tools.doctor.loader import label_tokens_of, look, samples_of
+from rankscope.tools.doctor.loader import look, samples_of
 
 
 def one(results, name):
@@ -64,12 +64,6 @@ def test_shuffles_that_differ_overlap():
     result = judged(samples, ended=False)
     assert result.status is Status.ERROR
     assert "draw each other's samples" in result.found
-
-
-def test_content_that_occurs_often_is_no_overlap():
-    generator = np.random.default_rng(1)
-    order = generator.permutation(np.repeat(np.arange(100), 4))
-    assert judged(dealt(order, 4)).status is Status.OK
 
 
 def test_draws_with_replacement_are_no_overlap():
@@ -147,27 +141,6 @@ def test_samples_of_batches_of_many_kinds(batch, number):
     assert len(samples) == number
 
 
-FOUR = torch.arange(8.0).view(4, 2)
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        {"label": torch.zeros(4), "features": FOUR},
-        {"target": torch.zeros(4, 9), "features": FOUR},
-        {"attention_mask": torch.ones(4, 9), "embeds": FOUR},
-        (torch.zeros(4), FOUR),
-        [FOUR, torch.zeros(4)],
-        (torch.zeros(4), {"labels": torch.zeros(4), "x": FOUR}),
-        (torch.zeros(4, 9), ["a", "b", "c", "d"]),
-        {"weight": torch.zeros(4), "text": ["a", "b", "c", "d"]},
-        {"labels": FOUR},
-    ],
-)
-def test_samples_are_told_apart_by_what_is_largest_not_by_their_labels(batch):
-    assert len(set(samples_of(batch))) == 4
-
-
 def looked_at(batches):
     bench = SimpleNamespace(
         functions={"loader": lambda: batches},
@@ -186,9 +159,3 @@ def test_samples_that_look_alike_are_not_judged(batch_size):
     shards, order = one(results, "shards"), one(results, "epoch_order")
     assert [shards.status, order.status] == [Status.SKIPPED] * 2
     assert f"a Tensor with 2 different samples of {100 * batch_size}" in shards.found
-
-
-@pytest.mark.parametrize("batch", [object(), 3])
-def test_batches_that_are_not_understood(batch):
-    assert samples_of(batch) is None
-    assert label_tokens_of(batch) is None

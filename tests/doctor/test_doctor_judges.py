@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from rankscope.bus.replicas import minority_ranks
 from rankscope.tools.doctor import Status, collectives, model, topology
@@ -114,7 +113,6 @@ def case(wrong=0, digest="x", same=True):
         (case(), Status.OK, ()),
         (case(wrong=1), Status.ERROR, (1,)),
         (case(digest="y"), Status.ERROR, (1,)),
-        (case(digest="y", same=False), Status.OK, ()),
     ],
 )
 def test_collectives(strange, status, ranks):
@@ -141,20 +139,6 @@ def sums(digests="aaaaaaaaaa", error=1e-9):
 def test_repeated_sums(facts, status, ranks):
     [result] = collectives.judge_repeats(facts)
     assert (result.status, result.ranks) == (status, ranks)
-
-
-@pytest.mark.parametrize("dtype", ["bf16"])
-def test_the_bound_of_rounding_holds_in_any_order_and_the_sums_cancel(dtype):
-    terms = collectives.ill_conditioned(5, collectives.DTYPES[dtype])
-    exact = terms.double()
-    size = exact.abs().sum(0)
-    for order in ([0, 1, 2, 3, 4], [4, 2, 0, 1, 3]):
-        total = torch.zeros_like(terms[0])
-        for rank in order:
-            total += terms[rank]
-        error = ((total.double() - exact.sum(0)).abs() / size).max()
-        assert 0 < error <= collectives._bound(dtype, 5)
-    assert float((exact.sum(0).abs() / size).median()) < 0.01
 
 
 def timing(compute=0.03, load=1.0):
@@ -212,19 +196,6 @@ def built(weight=1, bias=1, state=1, **changes):
 def test_models(facts, name, status, ranks):
     result = one(model.judge(facts), name)
     assert (result.status, result.ranks) == (status, ranks)
-
-
-def test_modules_that_drop_at_random():
-    built_model = nn.ModuleDict(
-        {
-            "off": nn.Dropout(0.0),
-            "on": nn.Dropout(0.1),
-            "recurrent": nn.GRU(2, 2, num_layers=2, dropout=0.2),
-            "attention": nn.MultiheadAttention(2, 1, dropout=0.3),
-            "plain": nn.Linear(2, 2),
-        }
-    )
-    assert model.dropouts(built_model) == ["on", "recurrent", "attention"]
 
 
 # The user's functions

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.faults.bench import Bench
-from benchmarks.faults.catalogue import UsageError, catalogue
+from benchmarks.faults.catalogue import catalogue
 from benchmarks.faults.job import Trial
 from benchmarks.faults.pool import WorkerPool
 
@@ -61,18 +61,6 @@ def test_a_wrong_checkpoint_is_found_and_its_worker_named(bench):
     assert score.findings[0].severity is Severity.ERROR
 
 
-def test_another_tokenizer_is_found_and_its_worker_named(bench, kept):
-    score = bench.run(catalogue()["D19"], seed=1, num_steps=50)
-    assert score.problem == ""
-    assert score.detected
-    assert score.rank_named
-    assert score.findings[0].ranks == (2,)
-    assert score.delay < 40
-    assert score.shift > 1.5
-    losses = Run.open(kept / "D19-w4-s1").per_worker("loss")[1]
-    assert losses[-10:].mean() < losses[:3].mean() - 0.5, "the model learns all the same"
-
-
 @pytest.mark.parametrize(
     ("name", "workers", "steps", "delay"),
     [
@@ -117,12 +105,6 @@ def test_a_healthy_job_raises_notes_at_most(bench, kept, name):
     assert not score.false_alarms
     steps = Run.open(kept / f"{name}-w4-s0").columns(Table.STEPS, "step")["step"]
     assert len(steps) == 40
-
-
-def test_a_run_is_not_recorded_over_another(pair, kept):
-    pair.run(catalogue()["D7"], num_workers=2, num_steps=4)
-    with pytest.raises(UsageError, match="already holds a run"):
-        pair.run(catalogue()["D7"], num_workers=2, num_steps=4)
 
 
 def test_a_rank_that_raises_is_reported_and_the_workers_are_made_anew(tmp_path):

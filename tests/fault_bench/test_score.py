@@ -75,14 +75,6 @@ def test_the_second_cause_suffices_for_a_statistical_fault_only(tmp_path):
     assert not replace(got, fault=replace(T4, causes=D20.causes)).as_expected
 
 
-def test_a_finding_has_to_be_as_severe_as_the_catalogue_says(tmp_path):
-    got = scored(tmp_path, T4, finding(23, severity=Severity.WARNING))
-    assert got.detected
-    assert got.cause_rank == 1
-    assert not got.severe_enough
-    assert not got.as_expected
-
-
 def test_a_healthy_look_alike_may_raise_notes_only(tmp_path):
     assert scored(tmp_path / "a", H1, finding(5, severity=Severity.NOTE)).as_expected
     alarmed = scored(tmp_path / "b", H1, finding(5, severity=Severity.WARNING))

@@ -58,14 +58,6 @@ def test_one_other_sample_is_no_other_deal(case, data):
     assert not same_samples(batches, other)
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(-9, 9), min_size=8, max_size=8), st.sampled_from([1, 2, 4, 8]))
-def test_a_global_batch_is_the_same_on_any_number_of_workers(ids, width):
-    one = {0: np.array(ids)}
-    split = dict(enumerate(np.array_split(np.array(ids[::-1]), width)))
-    assert same_samples(one, split)
-
-
 @settings(max_examples=12, deadline=None)
 @given(begin=st.integers(0, 6), number=st.integers(0, 20), steps=st.integers(2, 6))
 def test_a_continued_run_is_aligned_by_its_batches(tmp_path_factory, begin, number, steps):
@@ -116,19 +108,6 @@ def test_runs_without_a_common_step_are_refused(run: Run, tmp_path: Path):
         compare_runs(run, far)
 
 
-@pytest.mark.parametrize(
-    "info",
-    [{"training": {"parameters": {"tensors": 9, "elements": 4}}}],
-)
-def test_other_models_are_refused(tmp_path: Path, info):
-    own = {"training": {"parameters": {"tensors": 3, "elements": 4}}}
-    own["options"] = {"tier": "sketch", "groups": ["head"]}
-    one = write_training(tmp_path / "a", Training(info=own))
-    other = write_training(tmp_path / "b", Training(info=info))
-    with pytest.raises(RunError, match="other models"):
-        compare_runs(one, other)
-
-
 @settings(deadline=None)
 @given(st.floats(1.01, 3), st.floats(1e-9, 1e-3))
 def test_growth_by_a_factor_is_recognised(factor, first):
@@ -139,7 +118,3 @@ def test_growth_by_a_factor_is_recognised(factor, first):
     assert found.shape == "exponential"
     assert found.factor == pytest.approx(factor, rel=1e-6)
     assert found.first == pytest.approx(first)
-
-
-def test_three_distances_are_too_few_for_a_law():
-    assert growth_of(Curve("loss", np.arange(9), np.array([0.0] * 6 + [1, 2, 3]))) is None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from numerics import diff_runs
-from numerics.diff_runs import Training, flip, initial, write_training
+from numerics.diff_runs import Training, flip, write_training
 from rankscope.bus.step import StepReport
 from rankscope.record import Run
 from rankscope.tools.diff import Comparison, DiffClass, Moment, compare_runs
@@ -174,16 +174,6 @@ def test_losses_of_one_run_that_become_nan_are_a_jump(
         assert "losses of run A alone" in " ".join(compare_runs(other, base).explanation)
 
 
-def test_a_run_whose_losses_are_nan_from_the_start_is_not_rounding_or_identical(
-    base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    start = {name: np.full_like(value, np.nan) for name, value in initial(0).items()}
-    other = write_diverging(tmp_path / "b", monkeypatch, workers=2, start=start)
-    found = compare_runs(base, other)
-    assert found.kind is DiffClass.STATE
-    assert where(found) == (0, Moment.LOSS)
-
-
 @pytest.mark.parametrize("workers", [2])
 def test_infinite_gradients_that_a_scaler_skips_are_no_jump(
     base: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
@@ -221,21 +211,6 @@ def test_a_coarser_type_explains_a_larger_distance(tmp_path: Path, changed: Any,
     found = compare_runs(one, other)
     assert found.kind is kind
     assert where(found) == (2, Moment.REDUCED)
-
-
-def test_named_settings_explain_what_rounding_does_not(tmp_path: Path):
-    def other_clip(step: int, moment: str, tensors: dict[str, np.ndarray]) -> None:
-        if moment == "reduced":
-            for value in tensors.values():
-                np.multiply(value, np.float32(0.5), out=value)
-
-    one = write_training(tmp_path / "a", Training(info={"config": {"clip": 1.0, "seed": 3}}))
-    other = write_training(
-        tmp_path / "b", Training(touch=other_clip, info={"config": {"clip": 0.5, "seed": 3}})
-    )
-    found = compare_runs(one, other)
-    assert found.kind is DiffClass.CONFIGURATION
-    assert "config.clip: 1.0 in A, 0.5 in B" in found.causes
 
 
 def test_without_traces_the_resolution_is_said(base: Run, tmp_path: Path):

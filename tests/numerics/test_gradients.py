@@ -11,8 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 from rankscope.errors import DataError
 from rankscope.lab.numerics.gradients import (
     GradientKind,
-    LocalGradients,
-    for_workers,
     read,
     save,
     synthetic,
@@ -125,25 +123,6 @@ def test_a_bad_file_is_an_error_that_helps(tmp_path, case):
     assert str(path) in str(error.value)
 
 
-def test_the_first_gradients_are_those_given():
-    given = synthetic(GradientKind.NORMAL, 8).arrays["layers.0"]
-    fewer, none = for_workers(given, 5, np.random.default_rng(0))
-    assert np.array_equal(fewer, given[:5])
-    more, made_up = for_workers(given, 11, np.random.default_rng(0))
-    assert (none, made_up, more.shape, more.dtype) == (0, 3, (11, given.shape[1]), np.float32)
-    assert np.array_equal(more[:8], given)
-
-
-@pytest.mark.parametrize("kind", [GradientKind.NORMAL, GradientKind.COHERENT])
-def test_made_up_gradients_have_the_norms_and_cosines_of_the_given_ones(kind):
-    given = synthetic(kind, 16).arrays["layers.0"]
-    more, _ = for_workers(given, 400, np.random.default_rng(1))
-    norms = np.linalg.norm(more, axis=1)
-    root_mean_square = np.sqrt(np.mean(norms[16:] ** 2))
-    assert root_mean_square == pytest.approx(np.sqrt(np.mean(norms[:16] ** 2)), rel=0.08)
-    assert cosine(more[16:]) == pytest.approx(cosine(given), abs=0.03)
-
-
 def snippet():
     [code] = [
         code
@@ -195,23 +174,3 @@ def test_the_snippet_of_the_page_saves_what_each_rank_computed(tmp_path):
                 own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 assert np.array_equal(gradients.arrays[name][rank], own.flatten().numpy())
     assert not np.array_equal(*gradients.arrays["used.weight"])
-
-
-def test_recorded_gradients_are_those_of_the_shards(tmp_path, monkeypatch):
-    from rankscope.lab.study.rounding import record_gradients
-
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    told = []
-    first = record_gradients(3, base_steps=0, batch_size=1)
-    later = record_gradients(
-        3, base_steps=0, batch_size=1, step=2, progress=lambda *what: told.append(what)
-    )
-    assert isinstance(first, LocalGradients)
-    assert (first.kind, first.name, first.num_workers) == ("recorded", "built-in model, step 0", 3)
-    assert later.name == "built-in model, step 2"
-    assert told[0] == ("base model", 0, 9)
-    assert told[-1] == ("gradients of step 2", 9, 9)
-    for name, array in first.arrays.items():
-        assert np.isfinite(array).all(), name
-        assert not np.array_equal(array[0], array[1]), name
-        assert not np.array_equal(array, later.arrays[name]), name

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
@@ -55,26 +54,6 @@ def test_merged_bins_keep_the_extremes_of_every_worker(values_TW, max_bins):
         part = overview(values_TW[first : last + 1], len(values_TW))
         np.testing.assert_array_equal(low_W, part.low_BW[0])
         np.testing.assert_array_equal(high_W, part.high_BW[0])
-
-
-def test_lines_hold_the_lowest_and_highest_value_of_every_bin():
-    values_TW = np.zeros((2_000, 3))
-    values_TW[777, 1] = 9.0
-    rows = series.lines(overview(values_TW, 10), [0, 1])
-
-    assert {row["rank"] for row in rows} == {0, 1}
-    assert max(row["value"] for row in rows if row["rank"] == 1) == 9
-    assert max(row["value"] for row in rows if row["rank"] == 0) == 0
-    steps = [row["step"] for row in rows if row["rank"] == 1]
-    assert steps == sorted(steps)
-
-
-def test_robust_units_are_standard_deviations_of_normal_values():
-    values_BW = np.random.default_rng(1).normal(3.0, 0.25, (60, 400))
-    units_BW = series.robust_units(values_BW)
-
-    assert units_BW.std() == pytest.approx(1, rel=0.05)
-    assert np.median(units_BW) == pytest.approx(0, abs=0.02)
 
 
 def test_a_map_names_the_worker_and_keeps_the_spike_at_any_size():

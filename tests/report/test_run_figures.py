@@ -8,7 +8,6 @@ import pytest
 import vl_convert
 
 from rankscope.agent.assembly import summarize
-from rankscope.bus.evidence import Table
 from rankscope.record import Run, RunWriter
 from rankscope.report import series, write_report
 from rankscope.report.document import VEGALITE
@@ -77,26 +76,6 @@ def test_the_cosine_has_its_null_where_micro_batches_tell_it(tmp_path: Path, acc
     assert bool(view.notes["null-cosine"]) == accumulates
 
 
-def test_the_group_maps_are_means_of_the_last_observed_steps(page: Page, rich_run: Run):
-    found = series.last_groups(rich_run)
-    assert found is not None
-    assert found.names == ["embed", "layers.0", "head"]
-    assert (found.num_steps, found.last_step) == (30, 38)
-    table = rich_run.columns(Table.GROUPS)
-    for at, name in enumerate(found.names):
-        for rank in range(5):
-            mine = (table["group"] == name) & (table["rank"] == rank)
-            expected = table["grad_norm"][mine].mean()
-            assert found.norm_GW[at, rank] == pytest.approx(expected)
-            expected = table["cosine_rest"][mine].mean()
-            assert found.cosine_GW[at, rank] == pytest.approx(expected)
-
-    rows = rows_of(page, "group-norm", "deviation")
-    assert [row["group"] for row in rows] == found.names
-    assert rows[1]["deviation"][ODD] == pytest.approx(1, abs=0.15)
-    assert max(abs(v) for row in rows for v in np.delete(row["deviation"], ODD)) < 0.3
-
-
 def test_the_timeline_leads_to_each_finding(page: Page, rich_run: Run):
     rows = rows_of(page, "timeline", "anchor")
     findings = {finding.id: finding for finding in rich_run.findings()}
@@ -110,18 +89,6 @@ def test_the_timeline_leads_to_each_finding(page: Page, rich_run: Run):
     assert outlier["severity"] == str(first.severity)
     selections = [p["name"] for p in page.specs["timeline"]["params"] if "select" in p]
     assert selections == ["finding"]
-
-
-def test_residual_interval_and_times_are_those_recorded(page: Page, rich_run: Run):
-    residuals = rows_of(page, "residual", "value")
-    assert [row["step"] for row in residuals] == list(range(0, 40, 4))
-    assert all(row["value"] == pytest.approx(3e-7) for row in residuals)
-    assert {row["value"] for row in rows_of(page, "interval", "value")} == {1, 2}
-    slowest_T = rich_run.per_worker("step_seconds")[1].max(axis=1)
-    tables = page.specs["time"]["datasets"].values()
-    drawn = [[row["value"] for row in rows] for rows in tables if len(rows) == 40]
-    assert any(np.allclose(values, 1e3 * slowest_T, rtol=1e-4) for values in drawn)
-    assert any(np.allclose(values, 4.0) for values in drawn)
 
 
 def test_a_run_of_many_workers_has_maps_of_bounded_size(tmp_path: Path):

@@ -1,5 +1,4 @@
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -46,22 +45,6 @@ def test_coverage_counts_like_a_set(rows):
     assert {row["step"]: (row["drawn"], row["distinct"]) for row in counted} == expected
 
 
-def test_frames_begin_with_the_mean_of_what_is_defined():
-    cosines_TWW = np.random.default_rng(1).uniform(-1, 1, (4, 3, 3))
-    cosines_TWW[2, 0, 1] = np.nan
-    cosines_TWW[:, 2, 2] = np.nan
-
-    labels, rows = series.frames(np.array([3, 5, 7, 9]), cosines_TWW)
-
-    assert labels == ["mean of 4 steps", "step 3", "step 5", "step 7", "step 9"]
-    assert [row["frame"] for row in rows] == [0, 1, 2, 3, 4]
-    kept = [cosines_TWW[t, 0, 1] for t in (0, 1, 3)]
-    assert rows[0]["cosines"][1] == pytest.approx(np.mean(kept), rel=1e-2)
-    assert rows[0]["cosines"][8] is None
-    assert rows[3]["cosines"][1] is None
-    assert rows[2]["cosines"][5] == pytest.approx(cosines_TWW[1, 1, 2], rel=1e-2)
-
-
 def test_of_many_workers_the_named_and_the_farthest_are_drawn():
     values_TW = np.random.default_rng(2).normal(0, 0.01, (50, 1024))
     values_TW[:, 700] += 3.0
@@ -72,22 +55,3 @@ def test_of_many_workers_the_named_and_the_farthest_are_drawn():
     assert {17, 901, 700} <= set(drawn)
     assert len(drawn) == len(set(drawn)) <= series.MAX_LINES
     assert drawn == sorted(drawn)
-
-
-def test_deviations_are_mean_and_standard_error_of_the_distance_to_the_steps_mean():
-    values_TW = np.random.default_rng(4).normal(size=(20, 4)) + np.arange(20)[:, None]
-    values_TW[3, 1] = np.nan
-    values_TW[:, 2] = np.inf
-
-    rows = series.deviations(values_TW)
-
-    assert [row["rank"] for row in rows] == [0, 1, 3]
-    apart = []
-    for step in range(20):
-        others = [values_TW[step, rank] for rank in (0, 1, 3)]
-        finite = [value for value in others if np.isfinite(value)]
-        apart.append(values_TW[step, 0] - sum(finite) / len(finite))
-    error = np.std(apart, ddof=1) / np.sqrt(20)
-    assert rows[0]["value"] == pytest.approx(np.mean(apart), rel=1e-5)
-    assert rows[0]["low"] == pytest.approx(np.mean(apart) - error, rel=1e-5)
-    assert rows[0]["high"] == pytest.approx(np.mean(apart) + error, rel=1e-5)

@@ -1,11 +1,9 @@
 import re
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from rankscope.bus.finding import Finding, Severity
-from rankscope.bus.step import MISSING_INT
 from rankscope.verdict.dispersion import describe_dispersion
 from rankscope.verdict.words import (
     finding_view,
@@ -20,15 +18,6 @@ from rankscope.verdict.words import (
 )
 def test_numbers_are_written_as_they_are_read(value, words):
     assert number(value) == words
-
-
-def test_tiles_of_undefined_values_say_what_is_not_known():
-    shown = {tile["label"]: tile for tile in tiles({})}
-    assert shown["Mean cosine"]["value"] == "–"
-    assert shown["Loss dispersion"]["note"] == (
-        "mean over steps; no reference: sampling's part is unknown"
-    )
-    assert shown["Different samples"]["note"] == "samples were not identified"
 
 
 @pytest.mark.parametrize("loss_std", [0.192, 3.1e-5, 7.0])

@@ -50,13 +50,6 @@ def test_a_command_gets_the_finding_on_its_input_and_in_its_environment(tmp_path
     assert told() == []
 
 
-def test_nothing_of_a_finding_is_run(tmp_path):
-    sink = opened(tmp_path, "cat > /dev/null")
-    path = tmp_path / "made"
-    sink.finding(finding(explanation=f"$(touch {path}); `touch {path}`", id=f"; touch {path}"))
-    assert not path.exists()
-
-
 def test_one_that_fails_or_reads_nothing_is_said_once_and_run_again(tmp_path, told):
     sink = opened(tmp_path, "exit 3")
     for name in ("a", "b"):

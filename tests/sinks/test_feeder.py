@@ -98,18 +98,6 @@ def hub_values(tmp_path):
     return lambda step: step_values(make_report(step))
 
 
-def test_findings_that_wait_are_bounded_and_the_latest_of_each_stays(tmp_path):
-    sink = Gated()
-    feeder = Feeder("slow", sink, run_info(tmp_path), max_findings=4)
-    assert sink.entered.wait(LONG)
-    for name in ("a", "b", "b", "c", "a", "d", "e"):
-        feeder.finding(finding(id=name))
-    sink.gate.set()
-    feeder.finish()
-    assert feeder.join(LONG)
-    assert [value for what, value in sink.got if what == "finding"] == ["c", "a", "d", "e"]
-
-
 @pytest.mark.parametrize("error", [SystemExit(3)])
 @pytest.mark.parametrize("place", ["open", "step", "finding"])
 def test_a_sink_that_fails_is_closed_and_said_once_and_others_go_on(tmp_path, told, place, error):
@@ -139,21 +127,6 @@ def test_a_sink_that_hangs_is_left_behind_and_others_are_not(tmp_path, told):
     ]
     assert stuck.got == []
     stuck.gate.set()
-
-
-def test_a_sink_that_cannot_be_made_is_said_and_left_out(tmp_path, told):
-    def broken():
-        raise ImportError("protobuf is too old")
-
-    good = Gated(open_gate=True)
-    planned = [PlannedSink("broken", broken), PlannedSink("good", lambda: good)]
-    sinks = Sinks(planned, run_info(tmp_path))
-    sinks.step(make_report(0), [])
-    sinks.close(LONG)
-    [message] = told()
-    assert "sink broken cannot start" in message
-    assert "protobuf is too old" in message
-    assert ("step", 0) in good.got
 
 
 EXIT = """

@@ -1,6 +1,5 @@
 """What a Prometheus server would read, over the loopback."""
 
-import logging
 import os
 import socket
 import urllib.request
@@ -135,21 +134,6 @@ def test_the_number_of_series_is_bounded(serve, num_workers, ranks):
     bound = 3 + len(STEP_SIGNALS) + 3 + 1 + len(WORKER_SIGNALS) * (3 + ranks)
     assert len(read) == bound
     assert read[known("findings", ("cause", FINDING.cause), ("severity", "warning"))] == 5000
-
-
-def test_it_listens_on_the_loopback_unless_told_and_stops(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "rankscope")
-    sink = PrometheusSink(0)
-    sink.open(run_info(tmp_path))
-    assert sink._server.server_address[0] == "127.0.0.1"
-    assert f"http://127.0.0.1:{sink.port}/metrics" in caplog.text
-    second = PrometheusSink(sink.port)
-    with pytest.raises(OSError, match="in use"):
-        second.open(run_info(tmp_path))
-    second.close()
-    sink.close()
-    with pytest.raises(OSError, match="refused"):
-        socket.create_connection(("127.0.0.1", sink.port), timeout=60)
 
 
 @pytest.mark.parametrize("chosen", [False], ids=["a free port"])

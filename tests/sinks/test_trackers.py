@@ -12,7 +12,7 @@ import weakref
 import pytest
 
 from rankscope.bus.finding import Severity
-from rankscope.sinks.base import SinkError, plain_finding, step_values
+from rankscope.sinks.base import plain_finding, step_values
 from rankscope.sinks.hub import Feeder
 from rankscope.sinks.jsonl import JsonLinesSink
 from record.step_reports import make_report
@@ -164,19 +164,6 @@ def hold_when_open(sink, seconds=60):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return os.dup(sink._run._process.stdin.fileno())
-
-
-def test_wandb_asks_nobody_for_a_key(tmp_path, offline, monkeypatch):
-    from rankscope.sinks.wandb import WandbSink
-
-    monkeypatch.setenv("WANDB_MODE", "online")
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    sink = WandbSink()
-    sink.open(run_info(tmp_path))
-    with pytest.raises(SinkError, match="wandb login"):
-        sink.step(STEPS[0])
-    sink.close()
 
 
 def test_a_server_that_never_answers_holds_the_exit_back_no_longer_than_said(

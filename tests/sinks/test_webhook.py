@@ -104,20 +104,6 @@ def test_what_is_refused_for_good_ends_the_sink(tmp_path, server):
     assert pauses == []
 
 
-@pytest.mark.parametrize("code", [307])
-def test_a_redirect_that_keeps_the_request_is_followed_with_its_body(tmp_path, server, code):
-    server.answers = [(code, "/moved"), (code, server.url.replace("/hook", "/again"))]
-    sink, pauses = opened(tmp_path, server.url)
-    sink.finding(FINDING)
-    assert [(path, got) for path, *_, got in server.got] == [
-        ("/hook", code), ("/moved", code), ("/again", 200)
-    ]  # fmt: skip
-    bodies = [body for _, _, body, _ in server.got]
-    assert bodies[0] == bodies[1] == bodies[2]
-    assert {kind for _, kind, _, _ in server.got} == {"application/json"}
-    assert pauses == []
-
-
 @pytest.mark.parametrize(
     ("code", "place"),
     [(301, "/moved"), (307, "http://localhost:{port}/moved"), (308, "file:///etc/hostname")],

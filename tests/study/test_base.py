@@ -1,14 +1,12 @@
 import importlib.util
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from rankscope.errors import UsageError
 from rankscope.lab.study import base
 from rankscope.lab.study.base import BaseConfig, build, cache_key, load_base, train_tokenizer
 from rankscope.lab.study.data import Record, load_records
@@ -64,19 +62,7 @@ def test_the_same_seed_gives_the_same_bits(tmp_path: Path) -> None:
     assert _bits(_load(tmp_path / "a", seed=1)) != first
 
 
-def test_the_key_follows_all_that_decides_the_model() -> None:
-    key = cache_key(RECORDS, 0, 3, SMALL)
-    assert key == cache_key(RECORDS, 0, 3, replace(SMALL))
-    others = {
-        cache_key(RECORDS[1:], 0, 3, SMALL),
-        cache_key(RECORDS, 1, 3, SMALL),
-        cache_key(RECORDS, 0, 4, SMALL),
-        cache_key(RECORDS, 0, 3, replace(SMALL, learning_rate=1e-3)),
-    }
-    assert len(others - {key}) == 4
-
-
-@pytest.mark.parametrize("damage", ["config.json", "model.safetensors", "tokenizer.json", "cut"])
+@pytest.mark.parametrize("damage", ["config.json", "cut"])
 def test_a_damaged_entry_is_made_anew(tmp_path: Path, damage: str) -> None:
     first = _bits(_load(tmp_path))
     entry = tmp_path / cache_key(RECORDS, 0, 3, SMALL)
@@ -101,18 +87,6 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     assert ours == queue.get(timeout=240) == _bits(_load(tmp_path))
     other.join()
     assert [path.name for path in tmp_path.iterdir()] == [cache_key(RECORDS, 0, 3, SMALL)]
-
-
-def test_a_failed_write_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(Path, "rename", full)
-    with pytest.raises(UsageError, match="No space left on device"):
-        _load(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_loss_falls() -> None:

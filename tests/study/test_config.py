@@ -7,17 +7,6 @@ from rankscope.lab.study.config import Setting, StudyConfig
 from rankscope.verdict.coverage import checks_of, missing_steps
 
 
-def test_six_trainings_by_default_sharded_first() -> None:
-    assert [combination.name for combination in StudyConfig().combinations] == [
-        "sharded-s1-1",
-        "sharded-s1-2",
-        "sharded-s1-3",
-        "replicated-s1-1",
-        "replicated-s1-2",
-        "replicated-s1-3",
-    ]
-
-
 def test_the_default_steps_complete_every_check() -> None:
     config = StudyConfig()
     checks = checks_of(config.workers, {})
@@ -37,18 +26,10 @@ def test_seeds_of_the_settings() -> None:
     ("options", "message"),
     [
         ({"workers": 1}, "--workers must be at least 2, got 1"),
-        ({"steps": -3}, "--steps must be at least 1, got -3"),
-        ({"batch_size": 0}, "--batch-size must be at least 1, got 0"),
-        ({"accumulation": 0}, "--accumulation must be at least 1, got 0"),
         ({"max_length": 1}, "--max-length must be at least 2 tokens, got 1"),
-        ({"limit": 0}, "--limit must be at least 1 record, got 0"),
         ({"seed": -1}, "--seed must be between 0 and"),
-        ({"seed": 2**31}, "--seed must be between 0 and"),
         ({"learning_rate": -1.0}, "--learning-rate must be a positive number, got -1.0"),
-        ({"learning_rate": float("nan")}, "--learning-rate must be a positive number, got nan"),
-        ({"learning_rate": float("inf")}, "--learning-rate must be a positive number, got inf"),
         ({"weights": "/"}, "--weights loads into --model pangu-1b only, got --model tiny"),
-        ({"weights": "/nowhere", "model": "pangu-1b"}, "expected a directory, got /nowhere"),
     ],
 )
 def test_values_that_cannot_work(options: dict[str, Any], message: str) -> None:

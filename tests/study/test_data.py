@@ -24,14 +24,7 @@ def _indices(records: tuple[Record, ...]) -> list[int]:
 
 @pytest.mark.parametrize(
     ("total", "limit", "selected", "first_held"),
-    [
-        (1000, None, 900, 900),
-        (1000, 744, 744, 900),  # 256 lie beyond
-        (1000, 745, 671, 671),  # 255 lie beyond: the last tenth of 745
-        (1000, 5000, 900, 900),
-        (7, None, 6, 6),
-        (1, None, 1, 1),
-    ],
+    [(1000, None, 900, 900), (1000, 744, 744, 900), (1000, 745, 671, 671), (7, None, 6, 6)],
 )
 def test_split(
     tmp_path: Path, total: int, limit: int | None, selected: int, first_held: int
@@ -80,21 +73,10 @@ GOOD = '{"instruction": "a", "input": "", "output": "b"}'
     ("name", "content", "message"),
     [
         ("d.json", b"[\n" + GOOD.encode() + b",\n{oops}\n]", "d.json, line 3: not valid JSON"),
-        ("d.json", f"{GOOD}\n{GOOD}".encode(), "end the file's name in .jsonl"),
-        ("d.json", b"", "line 1: not valid JSON"),
-        ("d.json", b"{}", "expected a list of records, got a JSON object"),
-        ("d.json", b"[]", "none of its 0 records can be used"),
         ("d.json", b"[" * 200_000, "JSON that cannot be read"),
-        ("d.json", b'["a"]', "record 0 (counted from 0): expected an object"),
-        ("d.json", f'[{GOOD}, {{"instruction": "a"}}]'.encode(), "record 1 (counted from 0)"),
         ("d.json", GOOD.replace('""', "7").join("[]").encode(), "'input' must be a string"),
-        ("d.json", GOOD.replace('""', "null").join("[]").encode(), "got a JSON null"),
         ("d.json", GOOD.replace('""', '"\\ud800"').join("[]").encode(), "surrogate"),
-        ("d.json", GOOD.replace('"b"', '""').join("[]").encode(), "none of its 1 records"),
-        ("d.json", b"[\n\xff]", "line 2: not UTF-8 text"),
         ("d.jsonl", f"{GOOD}\n\n{GOOD[:-1]}\n".encode(), "d.jsonl, line 3: not valid JSON"),
-        ("d.jsonl", b"\n", "none of its 0 records can be used"),
-        ("d.csv", b"a,b", "expected a .json or .jsonl file"),
     ],
 )
 def test_bad_files_are_one_line(tmp_path: Path, name: str, content: bytes, message: str) -> None:

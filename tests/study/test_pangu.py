@@ -8,12 +8,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from rankscope.errors import UsageError
 from rankscope.lab.study import models
 from rankscope.lab.study.base import train_tokenizer
 from rankscope.lab.study.data import load_records
 from rankscope.lab.study.encoding import encode
-from rankscope.lab.study.models import build_pangu, load_model, load_published
+from rankscope.lab.study.models import build_pangu, load_model
 
 RECORDS = load_records(None).held_out[:64]
 
@@ -107,25 +106,6 @@ def test_published_weights_compute_what_they_did(published: tuple[Path, Any]) ->
     model: Any = loaded.model
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert not any(buffer.is_meta for buffer in model.buffers())
-
-
-def test_missing_or_damaged_files(published: tuple[Path, Any], tmp_path: Path) -> None:
-    folder, _ = published
-    with pytest.raises(UsageError, match=r"as \*\.safetensors files in .*nothing"):
-        load_published(tmp_path / "nothing")
-    (folder / "model-1.safetensors").write_bytes(b"abc")
-    with pytest.raises(UsageError, match=r"model-1\.safetensors cannot be read"):
-        load_published(folder)
-    (folder / "tokenizer_config.json").write_text("{")
-    with pytest.raises(UsageError, match="not valid JSON"):
-        load_published(folder)
-    (folder / "tokenizer_config.json").unlink()
-    (folder / "tokenizer.json").write_text("nonsense")
-    with pytest.raises(UsageError, match=r"tokenizer in .* cannot be read"):
-        load_published(folder)
-    (folder / "tokenizer.json").unlink()
-    with pytest.raises(UsageError, match=r"tokenizer\.json or tokenizer\.model"):
-        load_published(folder)
 
 
 def test_sentencepiece_tokenizer(published: tuple[Path, Any], tmp_path: Path) -> None:

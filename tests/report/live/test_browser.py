@@ -108,15 +108,6 @@ def test_all_runs_at_a_glance(page: Page, site: Site):
     expect(page.locator("h1")).to_contain_text("train on the same batches")
 
 
-def test_every_figure_is_drawn_when_it_comes_into_view(page: Page, site: Site):
-    opened(page, site, "run/sft/forgotten-sampler")
-    names = page.locator("[data-figure]").evaluate_all("all => all.map((e) => e.dataset.figure)")
-    assert {"timeline", "loss", "loss_std", "workers-loss", "heatmap", "coverage"} <= set(names)
-    assert page.locator("[data-drawn]").count() < len(names)
-    for name in names:
-        figure(page, name)
-
-
 def test_steps_appear_while_the_run_writes_and_the_reader_keeps_their_place(page: Page, site: Site):
     site.live.steps(1)
     first = site.live.step
