@@ -1,9 +1,9 @@
 """``rankscope parity`` as a command: bad input is one sentence, and nothing is left behind."""
 
+import importlib
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,6 +16,7 @@ from rankscope.cli.output import terminal
 from rankscope.cli.parity import Command, CommandError, render_answer, run_commands
 from rankscope.integrations.parity import ParityJob
 from rankscope.tools.parity.result import Answer, Difference, Kind, Phase
+from support.forked_ranks import run_on_ranks
 
 OPTIONS = {
     *("-a", "-b", "-b2", "--steps", "--parallel", "--same-start", "--no-dropout"),
@@ -143,6 +144,10 @@ Trainer(max_steps=8, accelerator="cpu", devices=1, **quiet).fit(model, data)
 """
 
 
+def import_lightning():
+    importlib.import_module("lightning.pytorch")
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("a", "b"),
@@ -158,13 +163,15 @@ Trainer(max_steps=8, accelerator="cpu", devices=1, **quiet).fit(model, data)
 def test_forward_and_backward_passes_inside_of_the_optimizers_call(
     monkeypatch, capsys, tmp_path, a, b
 ):
-    recorded = tmp_path / "a"
-    words = ["-m", "rankscope", "run", "--run-dir", str(recorded), "--parity", "2"]
-    (tmp_path / "a.py").write_text(a)
-    subprocess.run([sys.executable, *words, str(tmp_path / "a.py")], check=True)
-    for factor, code, stage in ((1, 0, None), (2, 1, "gradient")):
-        other = script(tmp_path, f"{factor}.py", b.format(factor=factor))
-        words = ["-a", str(recorded), "-b", other, "--steps", "2", "--json"]
+    scripts = {"a": a, "same": b.format(factor=1), "twice": b.format(factor=2)}
+    for name, text in scripts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        words = ["run", "--run-dir", str(tmp_path / name), "--parity", "2", f"{name}.py"]
+        prepare = import_lightning if "lightning" in text else None
+        code, _, err = run_on_ranks(1, words, tmp_path, prepare=prepare)
+        assert code == 0, err
+    for name, code, stage in (("same", 0, None), ("twice", 1, "gradient")):
+        words = ["-a", str(tmp_path / "a"), "-b", str(tmp_path / name), "--steps", "2", "--json"]
         found, out, _ = call(monkeypatch, capsys, "parity", *words)
         answer = json.loads(out)
         assert (found, answer["stage"]) == (code, stage), answer["headline"]

@@ -3,8 +3,6 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -212,19 +210,11 @@ def test_bad_input(path: str, tmp_path: Path):
 
 
 @pytest.mark.ranks
-def test_under_torchrun(path: str):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3"]
-    command += ["--standalone", "-m", "rankscope", "replay", path]
-    done = subprocess.run(
-        [*command, "--model", "cli.test_replay:model"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "All 3 workers agree on both batches in every bit." in " ".join(done.stdout.split())
+def test_on_ranks_that_agree(path: str):
+    command = ["replay", path, "--model", "cli.test_replay:model"]
+    code, out, err = run_on_ranks(3, command, TESTS)
+    assert code == 0, err
+    assert "All 3 workers agree on both batches in every bit." in " ".join(out.split())
 
 
 @pytest.mark.ranks

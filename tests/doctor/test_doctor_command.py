@@ -2,9 +2,7 @@
 
 import importlib
 import json
-import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,24 +15,8 @@ HERE = Path(__file__).parent
 pytestmark = [pytest.mark.ranks, pytest.mark.slow]
 
 
-def doctor(*options):
-    """Run it on two ranks; exit code of the launcher, standard output and standard error."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    environment = {**os.environ, "COLUMNS": "110", "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(
-        [*command, "-m", "rankscope", "doctor", *options],
-        cwd=HERE,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    return ended.returncode, ended.stdout, ended.stderr
-
-
 def launched(*command):
-    """Run a script or a module on two ranks that the launcher forks; the same three."""
+    """Run a script or a module on two ranks that the launcher forks: its exit code, its outputs."""
     return torchrun(["--nproc-per-node", "2"], *command, folder=HERE, COLUMNS="110")
 
 
@@ -58,9 +40,8 @@ def checks(out):
 
 
 def test_a_healthy_job_is_ready():
-    code, out, err = doctor(
-        "--model", "patients:healthy", "--loader", "patients:sharded", "--json", "--seconds=60"
-    )
+    functions = ["--model", "patients:healthy", "--loader", "patients:sharded"]
+    code, out, err = launched("-m", "rankscope", "doctor", *functions, "--json", "--seconds=60")
     assert code == 0, err
     assert [line for line in err.splitlines() if line.startswith("rankscope doctor: ")][:2] == [
         "rankscope doctor: Ranks and devices …",

@@ -1,7 +1,9 @@
 """Whole studies: real workers over gloo, as ``rankscope study`` starts them."""
 
+import importlib
 import json
 import math
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +27,6 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
 
 AGAIN = ["sharded-s1-2", "replicated-s1-2"]
 ALL = [f"{reading}-s1-{i}" for reading in ("sharded", "replicated") for i in (1, 2, 3)]
-LAUNCHER = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
 TINY = {"reading": "sharded", "settings": "s1-1", "batch_size": 1}
 
 
@@ -42,7 +43,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def first(study: StudyCommand, folder: Path) -> Done:
     path = folder / "new" / "first"  # a parent that does not exist either
-    return Done(path, study.run(path, accumulation=2))
+    return Done(path, study.call(path, report=True, accumulation=2))
 
 
 @pytest.fixture(scope="module")
@@ -154,12 +155,6 @@ def test_the_same_seed_gives_the_same_bits(first: Done, again: Done, name: str) 
         assert ours[table].equals(theirs[table]), table
 
 
-@pytest.fixture(scope="module")
-def half(study: StudyCommand, folder: Path, first: Done) -> Done:
-    options = {**TINY, "batch_size": 2, "accumulation": 2, "precision": "bf16", "seed": 0}
-    return Done(folder / "half", study.call(folder / "half", **options))
-
-
 def test_resuming_a_finished_study_repeats_nothing(study: StudyCommand, first: Done) -> None:
     before = tree(first.path / "runs")
     process = study.call(first.path, accumulation=2, json=True, resume=True)
@@ -171,10 +166,19 @@ def test_resuming_a_finished_study_repeats_nothing(study: StudyCommand, first: D
 # Under torchrun --------------------------------------------------------------------------------
 
 
-def test_torchrun_gives_the_same_numbers(study: StudyCommand, folder: Path, first: Done) -> None:
+def import_transformers() -> None:
+    importlib.import_module("transformers")
+
+
+def test_ranks_of_a_launcher_give_the_same_numbers(
+    study: StudyCommand, folder: Path, first: Done
+) -> None:
     path = folder / "torchrun"
     options = {"accumulation": 2, "settings": "s1-1", "json": True}
-    done = Done(path, study.run(path, launcher=LAUNCHER, **options))
+    words = study.arguments(path, options)
+    cache = {name: study.environment[name] for name in ("XDG_CACHE_HOME", "HF_HUB_OFFLINE")}
+    code, out, err = run_on_ranks(2, words, folder, prepare=import_transformers, **cache)
+    done = Done(path, subprocess.CompletedProcess(words, code, out, err))
     assert done.code == 0, done.err
     assert json.loads(done.out) == done.summary()  # --json: the rest is said on the other stream
     assert f"Report: {path / 'report.html'}" in done.err
