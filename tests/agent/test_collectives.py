@@ -94,13 +94,6 @@ def test_operations_of_uneven_shapes_may_differ(operation):
     assert str(found).endswith("does not end, and all its ranks have entered it")
 
 
-def test_without_a_collective_under_way_there_is_none():
-    sends = dump(*DONE, call(1, "send 0->1", ended=False, p2p=True))
-    assert hanging_collective(known(dump(*DONE), dump(*DONE, call(9)))) is None
-    assert hanging_collective(known(sends, sends)) is None
-    assert hanging_collective({}) is None
-
-
 # In a report ----------------------------------------------------------------------------------
 
 
@@ -125,10 +118,6 @@ def test_collectives_that_do_not_match_are_no_pause():
     assert "rank 2 is alive, in a collective that does not match" in finding.explanation
     assert finding.evidence["collective"] == "number 9 of default_pg"
     assert finding.evidence["calls"] == {"all_reduce 7×2 Float": [0, 1], "all_reduce 4 Float": [2]}
-
-
-def test_a_rank_that_may_save_alone_is_not_accused():
-    assert judge_collectives(PAUSE, stacks(WAITING, dump(*DONE), WAITING)) == PAUSE
 
 
 @pytest.mark.parametrize(("before", "fate"), [(BACKWARD, Fate.STUCK), (BEHIND, Fate.AHEAD)])

@@ -92,15 +92,6 @@ def test_a_long_pause_of_all_ranks_accuses_nobody():
     assert hang_finding(job.reports[-1]) is None
 
 
-def test_a_training_of_slow_steps_has_time_for_twenty():
-    job = Job()
-    job.train(0, 10, 60)
-    job.wait(1199)
-    assert job.reports == []
-    job.wait(1)
-    assert len(job.reports) == 1
-
-
 def test_a_first_step_may_take_long():
     job = Job()
     job.wait(10_000)
@@ -127,22 +118,6 @@ def test_all_in_the_first_backward_pass_but_one_is_a_hang():
     assert job.fates() == [{1: Fate.STUCK}]
 
 
-def test_a_stuck_rank_that_is_killed_later_is_told_again_and_once():
-    job = Job()
-    job.train(0, 5, 1)
-    job.deliver(5, ranks=(0, 1))
-    job.wait(200)
-    job.states[2] = STOPPED
-    job.wait(200)
-    job.states[2] = ENDED
-    job.wait(200)
-    assert job.fates() == [{2: Fate.STUCK}, {2: Fate.STOPPED}, {2: Fate.ENDED}]
-    assert [report.step for report in job.reports] == [5, 5, 5]
-    job.states = dict.fromkeys(range(3), ENDED)
-    job.wait(200)
-    assert len(job.reports) == 3
-
-
 def test_those_that_left_in_time_are_not_waited_for():
     job = Job()
     job.train(0, 5, 1)
@@ -153,32 +128,6 @@ def test_those_that_left_in_time_are_not_waited_for():
     job.deliver(5, ranks=(0, 2))
     job.wait(1)
     assert job.reports[1].recovered
-
-
-def test_an_agent_that_was_itself_held_up_accuses_nobody():
-    job = Job()
-    job.train(0, 5, 1)
-    job.deliver(5, ranks=(0, 1))
-    job.now += 3600
-    job.wait(100)
-    assert job.reports == []
-    job.wait(21)
-    assert len(job.reports) == 1
-
-
-def test_stacks_turn_a_pause_into_a_hang_whose_end_is_told_of_the_same_rank():
-    job = Job()
-    job.train(0, 5, 1)
-    assert job.watch.learn({0: BACKWARD}) is None
-    job.wait(121)
-    assert job.reports[0].is_pause
-    learned = job.watch.learn({0: BACKWARD, 1: LOCKED, 2: BACKWARD})
-    opened = hang_finding(learned, {1: LOCKED})
-    assert (opened.ranks, opened.severity) == ((1,), Severity.WARNING)
-    job.deliver(5)
-    job.wait(1)
-    closed = hang_finding(job.reports[-1])
-    assert (closed.id, closed.ranks, closed.status) == (opened.id, (1,), "closed")
 
 
 # The finding ----------------------------------------------------------------------------------

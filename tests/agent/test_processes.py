@@ -1,7 +1,6 @@
 """Real processes that end, are stopped, or are stuck, seen from outside."""
 
 import os
-import platform
 import signal
 import subprocess
 import sys
@@ -37,7 +36,6 @@ def train():
     take_twice(lock)
 
 """
-KNOWS_EXIT_CODES = tuple(map(int, platform.release().split(".")[:2])) >= (6, 15)
 
 
 def wait_for(condition):
@@ -98,22 +96,6 @@ def test_a_process_that_runs_is_stopped_goes_on_and_is_killed(start, watch):
     wait_for(lambda: seen.state() == ProcessState.ENDED)  # a zombie: nobody has waited for it
     process.wait()
     assert seen.state() == ProcessState.ENDED
-
-
-@pytest.mark.parametrize(
-    ("number", "ending"),
-    [(signal.SIGKILL, "killed by SIGKILL"), (signal.SIGTERM, "exited with code 3")],
-)
-def test_how_it_ended_is_told_where_the_system_tells_and_not_made_up(start, number, ending):
-    leave = "import os, signal; signal.signal(signal.SIGTERM, lambda *_: os._exit(3))\n"
-    process = start(leave + SLEEPER)
-    seen = ProcessWatch(process.pid)
-    assert seen.ending() == ""
-    process.send_signal(number)
-    process.wait()
-    assert seen.ending() == (ending if KNOWS_EXIT_CODES else "")
-    seen.close()
-    assert ProcessWatch(process.pid).ending() == ""  # too late to get hold of it
 
 
 def _priorities():

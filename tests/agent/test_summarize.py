@@ -177,21 +177,6 @@ def test_each_group_is_compared_with_the_same_group_of_the_others(num_workers, n
 
 
 @pytest.mark.parametrize(
-    ("copies", "owner_of_rank"),
-    [(6, [0, 0, 0, 0, 0, 0]), (2, [0, 1, 2, 0, 1, 2])],
-    ids=["copies", "shards in two replicas"],
-)
-def test_the_reduced_norm_from_the_parts_that_workers_hold(copies, owner_of_rank):
-    reduced = np.random.default_rng(0).standard_normal(60)
-    parts = np.array_split(reduced, max(owner_of_rank) + 1)
-    norms_W = [np.linalg.norm(parts[part]) for part in owner_of_rank]
-    step = gathered(6, measured={"reduced_copies": copies}, reduced_norm=norms_W)
-    np.testing.assert_allclose(
-        summarize(step).grad_norm_reduced, np.linalg.norm(reduced), rtol=1e-14
-    )
-
-
-@pytest.mark.parametrize(
     ("samples", "num_samples", "drawn", "distinct"),
     [
         ([[1, 2], [2, 3]], [2, 2], 4, 3),

@@ -119,15 +119,3 @@ def test_bad_input_is_said_in_one_line(command, tmp_path):
         assert not printed
         assert words in errors
         assert len(errors.splitlines()) == 1
-
-
-def test_the_guard_of_the_documentation_holds_and_fails(tmp_path):
-    page = (Path(__file__).parents[2] / "docs" / "diff.md").read_text()
-    [code] = [c for c in re.findall(r"```python\n(.*?)```", page, re.S) if "def assert_same" in c]
-    names: dict = {}
-    exec(compile(code, "docs/diff.md", "exec"), names)
-    for name, order in (("first", ()), ("second", ()), ("other", (3, 0, 1, 2))):
-        write_training(tmp_path / name, Training(steps=4, order=order))
-    names["assert_same_training"](tmp_path / "first", tmp_path / "second")
-    with pytest.raises(AssertionError, match="differ by rounding alone"):
-        names["assert_same_training"](tmp_path / "first", tmp_path / "other")

@@ -35,10 +35,6 @@ STUDY = {
 }
 REPORT = {"--again", "--full", "--fail-on", "--format", "--html", "--json", "--no-html", "--output"}
 HELP = {"--help", "-h"}
-COMMANDS = {
-    *("study", "run", "report", "serve", "doctor", "replay", "diff", "numerics"),
-    *("causes", "demo", "verify", "parity"),
-}
 
 
 def call(
@@ -78,10 +74,6 @@ def test_the_options_are_frozen(command: str | None, options: set[str]) -> None:
     assert options_of(command) - HELP == options
 
 
-def test_the_commands_are_frozen() -> None:
-    assert set(typer.main.get_command(main.app).commands) == COMMANDS  # type: ignore[attr-defined]
-
-
 @pytest.mark.parametrize(("command", "options"), [("report", REPORT)])
 def test_help_names_every_option_and_the_exit_codes(
     monkeypatch: pytest.MonkeyPatch,
@@ -95,11 +87,6 @@ def test_help_names_every_option_and_the_exit_codes(
     assert f"Usage: rankscope {command}" in out
     assert all(option in out for option in options | {"--help"})
     assert "Exit code: 0" in out
-
-
-def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = (0, f"rankscope {version('rankscope')}\n", "")
-    assert call(monkeypatch, capsys, "--version") == expected
 
 
 def test_as_a_module() -> None:

@@ -45,27 +45,6 @@ def test_tables_and_sentences(monkeypatch: Monkey, capsys: Capture) -> None:
     assert max(map(len, out.splitlines())) <= 120
 
 
-def test_json_is_what_the_tables_show(monkeypatch: Monkey, capsys: Capture) -> None:
-    code, out, err = call(monkeypatch, capsys, *QUICK, "--types", "bfloat16", "--json")
-    assert (code, err) == (0, "")
-    result = json.loads(out)
-    assert list(result) == ["sums", "growth"]
-    assert result["growth"] is None
-    assert result["sums"]["source"]["name"] == "normal"
-    kinds = {(cell["inputs"], cell["sums"]) for cell in result["sums"]["cells"]}
-    assert kinds == {("bfloat16", "float32"), ("bfloat16", "bfloat16")}
-    assert {cell["workers"] for cell in result["sums"]["cells"]} == {2, 8}
-    _, table, _ = call(monkeypatch, capsys, *QUICK, "--types", "bfloat16")
-    [cell] = [
-        cell
-        for cell in result["sums"]["cells"]
-        if (cell["workers"], cell["sums"], cell["algorithm"]) == (8, "bfloat16", "tree")
-    ]
-    [row] = [line.split() for line in table.splitlines() if line.split()[:1] == ["tree"]]
-    assert row[1:3] == ["4", str(cell["distinct_results"])]
-    assert row[-2:] == [f"{cell['error_relative']:.1e}", f"{cell['bound_relative']:.1e}"]
-
-
 def test_a_users_own_gradients(tmp_path: Path, monkeypatch: Monkey, capsys: Capture) -> None:
     rng = np.random.default_rng(0)
     path = tmp_path / "mine.npz"

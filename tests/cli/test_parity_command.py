@@ -1,6 +1,5 @@
 """``rankscope parity`` as a command: bad input is one sentence, and nothing is left behind."""
 
-import importlib
 import json
 import os
 import shlex
@@ -16,7 +15,7 @@ from rankscope.cli.output import terminal
 from rankscope.cli.parity import Command, CommandError, render_answer, run_commands
 from rankscope.integrations.parity import ParityJob
 from rankscope.tools.parity.result import Answer, Difference, Kind, Phase
-from support.forked_ranks import run_on_ranks
+from support.parity import Recordings, answer_of, layout, record
 
 OPTIONS = {
     *("-a", "-b", "-b2", "--steps", "--parallel", "--same-start", "--no-dropout"),
@@ -144,10 +143,6 @@ Trainer(max_steps=8, accelerator="cpu", devices=1, **quiet).fit(model, data)
 """
 
 
-def import_lightning():
-    importlib.import_module("lightning.pytorch")
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("a", "b"),
@@ -160,21 +155,26 @@ def import_lightning():
     ],
     ids=["closure", "lightning"],
 )
-def test_forward_and_backward_passes_inside_of_the_optimizers_call(
-    monkeypatch, capsys, tmp_path, a, b
-):
-    scripts = {"a": a, "same": b.format(factor=1), "twice": b.format(factor=2)}
-    for name, text in scripts.items():
+def test_forward_and_backward_passes_inside_of_the_optimizers_call(tmp_path, a, b):
+    sides = {"a": a, "same": b.format(factor=1), "twice": b.format(factor=2)}
+    for name, text in sides.items():
         (tmp_path / f"{name}.py").write_text(text)
-        words = ["run", "--run-dir", str(tmp_path / name), "--parity", "2", f"{name}.py"]
-        prepare = import_lightning if "lightning" in text else None
-        code, _, err = run_on_ranks(1, words, tmp_path, prepare=prepare)
-        assert code == 0, err
-    for name, code, stage in (("same", 0, None), ("twice", 1, "gradient")):
-        words = ["-a", str(tmp_path / "a"), "-b", str(tmp_path / name), "--steps", "2", "--json"]
-        found, out, _ = call(monkeypatch, capsys, "parity", *words)
-        answer = json.loads(out)
-        assert (found, answer["stage"]) == (code, stage), answer["headline"]
+    layouts = {name: layout(1, script=str(tmp_path / f"{name}.py")) for name in sides}
+    recordings = Recordings(tmp_path)
+    assert answer_of(recordings, layouts["a"], layouts["same"], 2).stage is None
+    assert answer_of(recordings, layouts["a"], layouts["twice"], 2).stage is Phase.GRADIENT
+
+
+@pytest.mark.ranks
+def test_a_recorded_run_is_compared_with_what_a_command_trains(monkeypatch, capsys, tmp_path):
+    recorded = tmp_path / "a.py"
+    recorded.write_text(IN_ORDER.format(factor=1, update="closure(); optimizer.step()"))
+    assert record(tmp_path / "a", layout(1, script=str(recorded)), 2)[0] == 0
+    twice = script(tmp_path, "b.py", IN_ORDER.format(factor=2, update="optimizer.step(closure)"))
+    words = ["-a", str(tmp_path / "a"), "-b", twice, "--steps", "2", "--json"]
+    code, out, _ = call(monkeypatch, capsys, "parity", *words)
+    answer = json.loads(out)
+    assert (code, answer["stage"]) == (1, "gradient"), answer["headline"]
 
 
 def test_an_answer_has_at_most_twelve_lines(capsys, monkeypatch):

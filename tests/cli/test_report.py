@@ -171,21 +171,6 @@ def test_a_run_that_was_watched_in_part_fails_only_where_notes_do(healthy: Path,
     assert call(part, "--no-html", "--fail-on", "note").exit_code == 1
 
 
-def test_json_of_a_run_is_all_that_is_printed(copied: Path):
-    result = call(copied, "--json")
-    told = json.loads(result.stdout)
-    verdict = assess(Run.open(copied))
-
-    assert result.exit_code == 1
-    assert told["kind"] == "run"
-    assert told["severity"] == "error"
-    assert told["headline"] == verdict.headline
-    assert told["values"]["samples_drawn"] == 6 * 8 * 4
-    assert told["values"]["distinct_samples"] == verdict.values["distinct_samples"]
-    assert told["findings"][0]["cause"] == "data.duplicate_batches"
-    assert told["report"] == str(copied / "report.html")
-
-
 def test_a_study(study: Path):
     result = call(study)
 

@@ -94,12 +94,6 @@ def test_data_that_cannot_be_used(
     assert message in refused(data=tmp_path / name)
 
 
-def test_unknown_data_set(refused: Refused) -> None:
-    message = refused(data="nobody/nothing")
-    assert "the data set 'nobody/nothing' cannot be loaded" in message
-    assert "check its name and the network" in message
-
-
 def test_records_that_cannot_be_used_are_counted_skipped_and_told(finished: Path) -> None:
     facts = json.loads((finished / "study" / "study.json").read_text())
     assert facts["skipped_empty"] == 2
@@ -160,13 +154,6 @@ def test_a_directory_that_is_no_study_is_never_touched(
     (tmp_path / "precious" / "thesis.tex").write_text("…")
     assert "exists already; choose another" in refused(tmp_path / "precious")
     assert "choose another" in refused(tmp_path / "precious", **{flag: True})
-
-
-def test_overwrite_removes_nothing_when_the_data_is_bad(
-    refused: Refused, existing: Path, tmp_path: Path
-) -> None:
-    assert "there is no data file" in refused(existing, overwrite=True, data=tmp_path / "no.json")
-    assert "cannot be loaded" in refused(existing, overwrite=True, model="./nothing")
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,9 @@
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
-import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from rankscope.tools.doctor import determinism
@@ -86,20 +83,3 @@ def test_nothing_is_changed():
     assert torch.equal(before[1], after[1])
     assert (before[2][1] == after[2][1]).all()
     assert before[3] == after[3]
-
-
-@pytest.mark.parametrize(
-    ("batch", "inputs"),
-    [
-        (torch.ones(2, 4), 1),
-        ((torch.ones(2, 4), torch.zeros(2)), 1),  # the second belongs to a loss outside
-        ({"input": torch.ones(2, 4)}, 1),
-    ],
-    ids=["tensor", "pair", "mapping"],
-)
-def test_batches_of_several_kinds_enter(batch, inputs):
-    result, _ = examine(nn.Linear(4, 3), batch)
-    assert result.status is Status.OK
-
-
-clock = SimpleNamespace(now=0.0)

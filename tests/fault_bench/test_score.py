@@ -5,15 +5,14 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
-from benchmarks.faults.bench import Score, lasting_shift, score
+from benchmarks.faults.bench import Score, score
 from benchmarks.faults.catalogue import catalogue
 from benchmarks.faults.job import Trial
 from benchmarks.faults.pool import Outcome
 from benchmarks.faults.summary import markdown, shares
 
-from rankscope import Finding, Run, Severity
+from rankscope import Finding, Severity
 from record.run_files import write
 from record.step_reports import make_report
 
@@ -80,23 +79,6 @@ def test_a_healthy_look_alike_may_raise_notes_only(tmp_path):
     alarmed = scored(tmp_path / "b", H1, finding(5, severity=Severity.WARNING))
     assert alarmed.false_alarms == ("state.hyperparameters_differ",)
     assert not alarmed.as_expected
-
-
-def test_the_lasting_shift_is_in_standard_deviations(tmp_path):
-    random = np.random.default_rng(0)
-    values_TW = random.normal(size=(400, 4)) * 0.5 + random.normal(size=(400, 1)) * 9
-    values_TW[100:, 2] += 1.5  # three standard deviations
-
-    class Recorded(Run):
-        def per_worker(self, name):
-            return np.arange(400), values_TW
-
-    run = Recorded(tmp_path, {})
-    assert lasting_shift(run, 2, 100) == pytest.approx(3.0, abs=0.25)
-    # Worker 2 is now one of the others: it moves their mean by 0.5, and widens them to 1.
-    assert lasting_shift(run, 1, 100) == pytest.approx(0.5, abs=0.25)
-    values_TW[:] = np.nan
-    assert lasting_shift(run, 2, 100) is None
 
 
 def test_the_page_shows_every_fault_and_judges_the_goals(tmp_path):

@@ -47,17 +47,6 @@ def test_batches_that_are_dealt_to_other_workers_are_recognised(case):
     assert same_samples(batches, other)
 
 
-@settings(deadline=None)
-@given(dealt(), st.data())
-def test_one_other_sample_is_no_other_deal(case, data):
-    batches, _ = case
-    rank = data.draw(st.sampled_from(sorted(batches)))
-    other = dict(batches)
-    other[rank] = batches[rank] + np.eye(1, len(batches[rank]), dtype=np.int64)[0] * 100
-    assert dealt_otherwise(batches, other) is None
-    assert not same_samples(batches, other)
-
-
 @settings(max_examples=12, deadline=None)
 @given(begin=st.integers(0, 6), number=st.integers(0, 20), steps=st.integers(2, 6))
 def test_a_continued_run_is_aligned_by_its_batches(tmp_path_factory, begin, number, steps):

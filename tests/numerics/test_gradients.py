@@ -79,35 +79,22 @@ def overwrite(path, at, local, central=b""):
 
 BAD = {
     "a row": lambda path: write(path, a=np.ones((1, 5))),
-    "a vector": lambda path: write(path, a=np.ones(5)),
     "whole numbers": lambda path: write(path, a=np.ones((2, 5), int)),
-    "other workers": lambda path: write(path, a=np.ones((2, 5)), b=np.ones((3, 5))),
     "a nan": lambda path: write(path, a=np.array([[1.0, 2.0], [3.0, np.nan]])),
-    "too large for float32": lambda path: write(path, a=np.full((2, 2), 1e300)),
-    "an empty array": lambda path: write(path, a=np.ones((2, 0))),
     "nothing": write,
     "objects": lambda path: write(path, a=np.array([[None, {}], [1, 2]], dtype=object)),
-    "text": lambda path: path.write_text("loss 3.2\n"),
-    "an empty file": lambda path: path.write_bytes(b""),
     "half a file": lambda path: (
         write(path, a=np.ones((2, 500))),
         path.write_bytes(path.read_bytes()[:600]),
     ),
     "no file": lambda path: None,
-    "a directory": lambda path: path.mkdir(),
     "a damaged archive": lambda path: overwrite(path, 200, b"\xff" * 40),
     "an encrypted archive": lambda path: overwrite(path, 6, b"\x01", b"\x01"),
-    "an unknown compression": lambda path: overwrite(path, 8, b"\x63", b"\x63"),
-    "an array, not an archive": lambda path: np.save(path.open("wb"), np.ones((2, 3))),
 }
 MESSAGES = {
     "a row": r"array 'a': expected gradients of at least 2 workers .* \[1, 5\]",
-    "a vector": r"the shape \[5\]: stack the workers' gradients",
     "whole numbers": "expected floating-point numbers, got int64",
-    "other workers": "got 2 in 'a' and 3 in 'b'",
     "a nan": "got nan as element 1 of worker 1",
-    "too large for float32": "got inf as element 0 of worker 0",
-    "an empty array": "empty arrays only",
     "nothing": "holds no array",
     "no file": "there is no file",
 }

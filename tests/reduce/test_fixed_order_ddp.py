@@ -1,14 +1,11 @@
 """What ``fixed_order`` makes of DDP's gradients in every mode, and of passes that go wrong."""
 
-import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 import rankscope
 from support.ddp import (
@@ -114,46 +111,6 @@ def test_a_value_that_is_not_finite_stays_where_it_is():
         poisoned = ~np.isfinite(result["reduced"])
         assert poisoned.sum() == 1
         assert np.array_equal(result["reduced"][~poisoned], result["clean"][~poisoned])
-
-
-class TwoDtypes(nn.Module):
-    """A layer in fp32, then one in bf16 that is used twice, under activation checkpointing."""
-
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(7, 9)
-        self.second = nn.Linear(9, 9).bfloat16()
-        self.reentrant = reentrant
-
-    def forward(self, values: Tensor) -> Tensor:
-        hidden = self.first(values).bfloat16()
-        for _ in range(2):
-            hidden = checkpoint(self.second, hidden, use_reentrant=self.reentrant)
-        return hidden.float().square().mean()
-
-
-def train_two_dtypes(rank: int, reentrant: bool) -> list[dict[str, Any]]:
-    torch.manual_seed(0)
-    model = TwoDtypes(reentrant=reentrant)
-    ddp = DistributedDataParallel(model, static_graph=True)
-    rankscope.fixed_order(ddp)
-    steps = []
-    for _ in range(STEPS):
-        values = torch.randn(5, 7, generator=torch.Generator().manual_seed(rank))
-        alone = copy.deepcopy(model)
-        alone(values).backward()
-        ddp(values).backward()
-        local_WP = gather_rows(flat_gradient(alone).double())
-        steps.append({"local": local_WP, "reduced": flat_gradient(model).numpy()})
-        model.zero_grad()
-    return steps
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_two_dtypes_and_activation_checkpointing(reentrant):
-    for step in run_ranks(train_two_dtypes, 2, reentrant)[0]:
-        mean_P = step["local"].mean(axis=0)
-        np.testing.assert_allclose(step["reduced"], mean_P, rtol=2**-8, atol=1e-12)
 
 
 class InterruptedPassError(Exception):

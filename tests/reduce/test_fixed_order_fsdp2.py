@@ -1,20 +1,17 @@
 """What ``fixed_order`` makes of FSDP2's gradients, against sums that numpy has taken."""
 
-import datetime
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import rankscope
 from rankscope.bus.evidence import Table
-from rankscope.lab.reductions.fixed_order import OrderedReduceScatter
 from support.ddp import gather_rows
 from support.fixed_order import in_order, rounded
 from support.fsdp2_modes import Mode, make_batches, make_net, mode_named
@@ -176,43 +173,3 @@ def test_fsdp2_ends_with_the_bits_of_ddp(tmp_path):
     rows = rankscope.Run.open(tmp_path / "run").table(Table.STEPS).to_pylist()
     assert len(rows) == STEPS
     assert all(0 < row["reduction_residual"] < 5e-7 for row in rows)
-
-
-def premultiplied(factor: Any) -> Any:
-    make: Any = dist.ReduceOp.PREMUL_SUM
-    return make(factor) if callable(make) else dist._make_nccl_premul_sum(factor)
-
-
-def scatter(rank: int) -> dict[str, list[float]]:
-    """Reduce cancelling values, without FSDP2 around it."""
-    replaced = torch.distributed.fsdp._fully_shard._fsdp_collectives.DefaultReduceScatter()
-    ordered = OrderedReduceScatter(replaced)
-    values = torch.tensor([[1e8] * 6, [1.0, 1.0, -1e8, -1e8, 0.0, 0.0], [-1e8] * 6])[rank]
-    results = {}
-    for name, op in {
-        "sum": dist.ReduceOp.SUM,
-        "mean": dist.ReduceOp.AVG,
-        "half": premultiplied(0.5),
-        "half of a tensor": premultiplied(torch.tensor(0.5)),
-    }.items():
-        for later in (False, True):
-            output = torch.full((2,), -1.0)
-            work = ordered(output, values.clone(), dist.group.WORLD, op, async_op=later)
-            if later:
-                assert work is not None
-                assert work.wait()
-                assert work.wait(datetime.timedelta(seconds=1))
-                assert work.is_completed()
-            results[f"{name}, {later}"] = output.tolist()
-    with pytest.raises(ValueError, match="expected SUM, AVG or PREMUL_SUM, got"):
-        ordered(torch.empty(2), values, dist.group.WORLD, dist.ReduceOp.MAX)
-    return results
-
-
-def test_a_scattered_sum_divides_after_it_has_added_up_now_or_later():
-    # (1e8 + 1) − 1e8 is 0 in fp32, (1e8 − 1e8) − 1e8 and (1e8 + 0) − 1e8 are exact
-    for rank, results in enumerate(run_ranks(scatter, 3)):
-        total = np.float32([0.0, -1e8, 0.0][rank])
-        for name, values in results.items():
-            divisor = {"sum": 1, "mean": 3}.get(name.split(",")[0], 2)
-            assert values == [total / np.float32(divisor)] * 2, name

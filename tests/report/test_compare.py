@@ -30,20 +30,3 @@ def test_both_runs_are_in_every_figure_and_can_be_told_apart_in_grey(healthy_run
         assert ">B<" in svg
         letters = [layer["mark"] for layer in spec["layer"] if layer["mark"]["type"] == "text"]
         assert [mark["clip"] for mark in letters] == [False, False]  # curves are cut when zoomed
-
-
-def test_sides_numbers_and_notes(healthy_run: Run, other: Run, copied_run: Run):
-    view = compare_view(Tables(), healthy_run, other)
-    assert [(side.letter, side.verdict.title) for side in view.sides] == [
-        ("A", "sft"),
-        ("B", "less"),
-    ]
-    assert "A has 8 workers and B 3" in view.notes[0]
-    assert "A has steps 0 to 29, B steps 0 to 19" in view.notes[1]
-
-    view = compare_view(Tables(), healthy_run, copied_run)
-    assert view.notes == []
-    assert [side.verdict.severity for side in view.sides] == ["early", "error"]
-    one, two = view.numbers[1]
-    assert (one["label"], two["label"]) == ("Loss dispersion",) * 2
-    assert one["value"] != two["value"]

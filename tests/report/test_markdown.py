@@ -1,12 +1,9 @@
-import json
 import re
-from pathlib import Path
 
 import pytest
 
 from rankscope.record import Run
-from rankscope.report.markdown import code, escaped, run_markdown, study_markdown
-from rankscope.report.study_words import open_study
+from rankscope.report.markdown import code, escaped, run_markdown
 from rankscope.verdict.assessment import assess
 from rankscope.verdict.words import number
 
@@ -35,22 +32,6 @@ def test_a_run_says_verdict_findings_and_numbers(copied_run: Run):
         assert escaped(finding.explanation) in text
         assert escaped(finding.next_check) in text
     assert "](<figures/overview.png>)" in text
-
-
-def test_a_study_sets_its_configurations_side_by_side(study: Path):
-    text = study_markdown(open_study(study), ["figures/metrics.png"])
-
-    cells = rows_of(text)
-    assert [row[0] for row in cells[2:]] == [
-        f"S1-{index}, {reading}" for reading in ("sharded", "replicated") for index in (1, 2, 3)
-    ]
-    assert len({len(row) for row in cells}) == 1
-    assert "### Configuration assessment" in text
-    assert "### Why the two readings differ" in text
-    for entry in json.loads((study / "summary.json").read_text()):
-        assert escaped(entry["headline"]) in text
-        assert escaped(entry["recommendation"]) in text
-    assert "![The three metrics by setting](<figures/metrics.png>)" in text
 
 
 @pytest.mark.parametrize("words", [HOSTILE, "x\x1b[2J\u202ey"])

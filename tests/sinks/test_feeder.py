@@ -56,23 +56,6 @@ def hub(tmp_path, **sinks):
     return Sinks(planned, run_info(tmp_path))
 
 
-def test_steps_and_findings_come_in_order_and_all_of_them(tmp_path, told):
-    sink = Gated(open_gate=True)
-    sinks = hub(tmp_path, sink=sink)
-    for step in range(50):
-        sinks.step(make_report(step), [finding(id=f"f{step}")] if step % 10 == 0 else [])
-    sinks.findings([finding(id="last")])
-    sinks.close(LONG)
-    expected = [("open", 4)]
-    for step in range(50):
-        expected += [("step", step), *[("finding", f"f{step}")] * (step % 10 == 0)]
-    assert sink.got == [*expected, ("finding", "last"), ("close", None)]
-    assert told() == []
-    sinks.close(LONG)
-    sinks.step(make_report(50), [])
-    assert sink.got[-1] == ("close", None)
-
-
 def test_a_slow_sink_misses_the_oldest_steps_and_no_finding(tmp_path, told):
     sink = Gated()
     feeder = Feeder("slow", sink, run_info(tmp_path), max_steps=8)

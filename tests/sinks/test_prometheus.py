@@ -99,26 +99,6 @@ def test_what_is_undefined_is_gone_and_between_measured_steps_the_last_value_sta
         assert read[known("observed")] == observed
 
 
-def test_findings_are_counted_while_they_are_open(serve):
-    old = finding(id="old", cause="data.sampler", severity=Severity.ERROR)
-    sink = serve(findings=(old,))
-    sink.finding(FINDING)
-    sink.finding(finding(id="another"))
-    sink.finding(finding(id="another", severity=Severity.ERROR))
-
-    def count(cause, severity):
-        return scrape(sink)[known("findings", ("cause", cause), ("severity", severity))]
-
-    assert count("data.sampler", "error") == 1
-    assert count(FINDING.cause, "warning") == 1
-    assert count(FINDING.cause, "error") == 1
-    assert scrape(sink)[known("findings_open", ("severity", "error"))] == 2
-    sink.finding(finding(status="closed"))
-    sink.finding(finding(id="old", cause="data.sampler", severity=Severity.ERROR, status="closed"))
-    assert count("data.sampler", "error") == count(FINDING.cause, "warning") == 0
-    assert scrape(sink)[known("findings_open", ("severity", "error"))] == 1
-
-
 @pytest.mark.parametrize(("num_workers", "ranks"), [(64, MAX_RANKS)])
 def test_the_number_of_series_is_bounded(serve, num_workers, ranks):
     sink = serve()

@@ -12,9 +12,8 @@ import weakref
 import pytest
 
 from rankscope.bus.finding import Severity
-from rankscope.sinks.base import plain_finding, step_values
+from rankscope.sinks.base import step_values
 from rankscope.sinks.hub import Feeder
-from rankscope.sinks.jsonl import JsonLinesSink
 from record.step_reports import make_report
 from sinks.findings import FINDING, finding, run_info
 
@@ -33,20 +32,6 @@ def feed(sink, info):
     for step in STEPS[2:]:
         sink.step(step)
     sink.close()
-
-
-@pytest.mark.parametrize("path", [None, "deep/down/numbers.jsonl"])
-def test_json_lines_hold_all_steps_and_all_events(tmp_path, path):
-    place = tmp_path / (path or "run/metrics.jsonl")
-    sinks = [JsonLinesSink(path and place), JsonLinesSink(path and place)]
-    feed(sinks[0], run_info(tmp_path))
-    first = place.read_text()
-    lines = [json.loads(line) for line in first.splitlines()]
-    steps = [{"step": s.step, "time": s.time, **s.flat()} for s in STEPS]
-    events = [{"finding": plain_finding(event)} for event in (FINDING, FINDING, CLOSED)]
-    assert lines == [*steps[:2], *events, *steps[2:]]
-    feed(sinks[1], run_info(tmp_path))
-    assert place.read_text() == first * 2
 
 
 def single(value):

@@ -1,5 +1,3 @@
-import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,17 +34,6 @@ def test_second_load_reads_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(base, "train", lambda *_: pytest.fail("trained again"))
     assert _bits(_load(tmp_path)) == first
     assert [path.name for path in tmp_path.iterdir()] == [cache_key(RECORDS, 0, 3, SMALL)]
-
-
-def test_a_model_is_saved_without_importing_deepspeed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    installed = importlib.util.find_spec("deepspeed")
-    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
-    _load(tmp_path)
-    assert "deepspeed" not in sys.modules
-    found = importlib.util.find_spec("deepspeed")
-    assert (found is None) == (installed is None)
 
 
 def test_the_same_seed_gives_the_same_bits(tmp_path: Path) -> None:

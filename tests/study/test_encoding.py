@@ -1,12 +1,10 @@
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from rankscope.errors import DataError
-from rankscope.lab.study.base import train_tokenizer
-from rankscope.lab.study.data import Record, load_records, prompt
+from rankscope.lab.study.data import Record, prompt
 from rankscope.lab.study.encoding import encode
 
 
@@ -71,17 +69,3 @@ def test_collate_pads_on_the_right_and_labels_the_response_only() -> None:
         assert inputs["attention_mask"][row].tolist() == [1] * len(text) + [0] * fill
         assert inputs["labels"][row].tolist() == labels
     assert {tensor.dtype for tensor in inputs.values()} == {torch.int64}
-
-
-def test_labels_decode_to_the_answers_of_a_real_file(alpaca_file: Path) -> None:
-    loaded = load_records(str(alpaca_file), limit=600)
-    tokenizer = train_tokenizer(loaded.held_out)
-    encoded = encode(loaded.records, tokenizer, 1024)
-    answers = {record.index: record.output for record in loaded.records}
-    assert len(encoded) + encoded.skipped_truncated == len(loaded.records)
-    inputs, indices = encoded.collate(range(len(encoded)))
-    for row, index in enumerate(indices):
-        labels = inputs["labels"][row]
-        *answer, end = labels[labels != -100].tolist()
-        cut = encoded.lengths[row] == 1024
-        assert cut or (tokenizer.decode(answer) == answers[index] and end == 2)

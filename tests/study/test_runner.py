@@ -27,7 +27,6 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(900)]
 
 AGAIN = ["sharded-s1-2", "replicated-s1-2"]
 ALL = [f"{reading}-s1-{i}" for reading in ("sharded", "replicated") for i in (1, 2, 3)]
-TINY = {"reading": "sharded", "settings": "s1-1", "batch_size": 1}
 
 
 @pytest.fixture(scope="module")
@@ -188,14 +187,6 @@ def test_ranks_of_a_launcher_give_the_same_numbers(
         ours, theirs = (tables(where / "runs" / name) for where in (path, first.path))
         for table in Table:
             assert ours[table].equals(theirs[table]), (name, table)
-
-
-def test_torchrun_with_bad_input(study: StudyCommand, tmp_path: Path) -> None:
-    options = {**TINY, "data": "missing.json"}
-    code, out, err = run_on_ranks(2, study.arguments(tmp_path / "out", options), tmp_path)
-    assert (code, out) == (2, "")
-    assert err == "rankscope: there is no data file missing.json: check the path\n"
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_another_number_of_ranks_than_of_workers(

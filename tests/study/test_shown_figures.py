@@ -81,16 +81,6 @@ def test_sentences_on_the_readings_have_the_same_numbers(shown):
             assert sentence in words
 
 
-def test_the_pages_table(shown):
-    for name, run in shown.runs.items():
-        cells = (
-            f"{run.mean['loss_std']:.3f} {run.ratio:.2f} × {run.mean['grad_norm_std']:.3f} "
-            f"{run.mean['cosine_mean']:.3f} {run.distinct} of {run.drawn} {run.different:.1f} of "
-            f"{run.batch:.0f} {run.first:.2f} → {run.last:.2f}"
-        )
-        assert cells in re.sub(r"(?<=\d)(?=of )|(?<=\d)(?=\d\.\d\d ×)", " ", shown.page.words), name
-
-
 def test_the_comparing_figures(shown):
     dashboard = only_data(shown.page, "dashboard")
     for name, run in shown.runs.items():

@@ -143,12 +143,6 @@ def test_random_numbers_in_the_forward_pass_make_both_not_comparable():
     assert "--no-dropout" in answer.headline
 
 
-def test_a_change_of_type_is_no_other_start():
-    rounded = training(of(START, "all", 0, lambda v: v * (1 + 2.0**-10)))
-    assert against(rounded).stage is Phase.START
-    assert compare(Bounds(training(), replace(rounded, types=("torch.bfloat16",)))).stage is None
-
-
 def test_later_steps_may_grow_as_far_apart_as_the_start_of_the_step_is():
     def grown(size):
         return training(
