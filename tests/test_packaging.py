@@ -99,53 +99,13 @@ def test_the_wheel_holds_compiled_kernels_for_any_python_on_this_platform(built,
     assert inside == {f"{folder}/kernels-{level}.so" for level in LEVELS}
 
 
-WITHOUT_KERNELS = """
-import logging
-import torch
-import torch.distributed as dist
-import rankscope
-
-logging.getLogger("rankscope").setLevel("INFO")
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(30, 200))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-scope = rankscope.watch(model, optimizer, run_dir="run", overhead_budget=None)
-norms = []
-for step in range(3):
-    model(torch.randn(4, 30)).square().mean().backward()
-    squares = [parameter.grad.double().square().sum() for parameter in model.parameters()]
-    norms.append(float(sum(squares).sqrt()))
-    optimizer.step()
-    optimizer.zero_grad()
-scope.close()
-dist.destroy_process_group()
-found = rankscope.load("run").workers.column("grad_norm").to_pylist()
-assert all(abs(a - b) < 1e-6 * b for a, b in zip(found, norms, strict=True)), (found, norms)
-print(rankscope.__file__)
-"""
-
-
-def test_without_a_compiler_the_package_is_built_and_plain_torch_measures(tmp_path):
+def test_without_a_compiler_the_package_is_built(tmp_path):
     build = [sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", str(tmp_path)]
     without = {**os.environ, "CC": "no-such-compiler"}
     subprocess.run([*build, str(ROOT)], env=without, capture_output=True, check=True)
     [path] = tmp_path.glob("*-py3-none-any.whl")
-    installed = tmp_path / "installed"
     with zipfile.ZipFile(path) as archive:
         assert not [name for name in archive.namelist() if name.endswith((".so", ".c", ".h"))]
-        archive.extractall(installed)
-    ended = subprocess.run(
-        [sys.executable, "-c", WITHOUT_KERNELS],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.split()[-1] == str(installed / "rankscope" / "__init__.py")
-    [line] = [line for line in ended.stderr.splitlines() if "plain torch" in line]
-    assert line.endswith("is missing; with a C compiler, install rankscope anew")
 
 
 def modules_after(code):

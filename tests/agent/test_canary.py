@@ -262,10 +262,9 @@ def test_all_run_it_in_the_same_step_or_it_is_put_off_further_ahead(tmp_path):
     assert job.bits() == bits_unwatched(4, 310)
 
 
-@pytest.mark.parametrize("late", [1, 2])  # neither suspect nor peer; peer
-def test_a_worker_that_hears_of_it_late_for_good_costs_nothing_but_the_canary(late):
+def test_a_worker_that_hears_of_it_late_for_good_costs_nothing_but_the_canary():
     job = Job(3)
-    job.late[late] = 1000
+    job.late[2] = 1000  # the peer
     job.run(150)
     assert job.ran == []
     assert job.bits() == bits_unwatched(3, 150)
@@ -293,14 +292,19 @@ def test_while_gradients_are_held_none_runs_that_nobody_asked_for(caplog):
         MemoryError(),
     ],
 )
-def test_a_canary_that_finds_no_memory_is_the_last_one(error, caplog):
+def test_a_lack_of_memory_is_told_from_other_errors(error):
     assert is_out_of_memory(error)
+    assert not is_out_of_memory(RuntimeError("shape mismatch"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+
+
+def test_a_canary_that_finds_no_memory_is_the_last_one(caplog):
     job = Job(3, every=50)
     canaries = {worker.rank: worker for worker in job.workers}
 
     def fill(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         if torch.initial_seed() > 1000:  # in a canary
-            raise error
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
         return output
 
     canaries[1].model.head.register_forward_hook(fill)
@@ -313,11 +317,6 @@ def test_a_canary_that_finds_no_memory_is_the_last_one(error, caplog):
     [line] = [line for _, line in job.lines if "no more canaries" in line]
     assert "rank 1" in line
     assert job.bits() == bits_unwatched(3, 150)
-
-
-def test_other_errors_are_not_taken_for_a_lack_of_memory():
-    assert not is_out_of_memory(RuntimeError("shape mismatch"))
-    assert not is_out_of_memory(ValueError("out of memory"))
 
 
 def test_batches_that_never_come_are_given_up():
