@@ -58,18 +58,3 @@ def test_harm_is_seen(chaos, kept, change, seconds, word):
     assert list(chaos.harm(kind, kept, kept, 0.0)) == []
     [harm] = chaos.harm(kind, replace(kept, **change), kept, seconds)
     assert word in harm
-
-
-@pytest.mark.parametrize(
-    ("record", "change", "due"),
-    [
-        ("all steps", {"steps": [*range(39)]}, None),
-        ("handed over", {"steps": [*range(20), *range(21, 40)]}, None),
-        ("written", {"steps": [*range(19)]}, 20),
-        ("possible", {"steps": [*range(39)]}, None),
-    ],
-)
-def test_lost_steps_are_seen(chaos, kept, record, change, due):
-    kind = next(kind for kind in chaos.KINDS if kind.record == record)
-    assert list(chaos.losses(kind, kept, due)) == []
-    assert list(chaos.losses(kind, replace(kept, **change), due))

@@ -84,16 +84,3 @@ def test_rows_are_written_and_the_others_stay(tmp_path):
     assert f"All {len(rows)} rows: {page.NOT_MEASURED}." in PAGE.read_text()
     others = PAGE.read_text().count(page.NOT_MEASURED) - 1  # the line of this part
     assert text.count(page.NOT_MEASURED) == others + len(rows) - 2
-
-
-def test_the_section_is_replaced_and_nothing_else():
-    around = f"# A page\n\ntext\n\n{page.HEADING}\n\n### Old\n\nold\n\n## Behind\n\nmore\n"
-    new = page.put_into(around, {})
-    assert new.startswith("# A page\n\ntext\n\n")
-    assert new.endswith("\n\n## Behind\n\nmore\n")
-    assert "### Old" not in new
-    assert page.render({}) in new
-    assert page.put_into(new, {}) == new
-    at_end = page.put_into("# A page\n", {})
-    assert at_end == f"# A page\n\n{page.render({})}\n"
-    assert page.put_into(at_end, {}) == at_end

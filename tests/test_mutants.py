@@ -48,19 +48,6 @@ def test_each_mutant_changes_one_place():
         assert sum(one != other for one, other in zip(plain, changed, strict=True)) == 1
 
 
-def test_an_edit_changes_the_draw_by_its_own_places(tmp_path: Path, monkeypatch):
-    folder = tmp_path / "src" / "rankscope" / "core"
-    folder.mkdir(parents=True)
-    monkeypatch.setattr(mutants, "ROOT", tmp_path)
-    file = folder / "one.py"
-    file.write_text("a = 1\nb = 2\nc = 1\n")
-    before = [one.key[1:] for one in mutants.draw(9, 0, ("core",))]
-    assert sorted(before) == [("1 → 2", 0), ("1 → 2", 1), ("2 → 3", 0)]
-    file.write_text("z = 5\na = 1\nb = 2\nc = 1\n")
-    after = [one.key[1:] for one in mutants.draw(9, 0, ("core",))]
-    assert [key for key in after if key != ("5 → 6", 0)] == before
-
-
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     copied = tmp_path / "copy"

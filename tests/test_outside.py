@@ -33,23 +33,6 @@ def test_every_workload_has_a_job():
     assert {workload.name for workload in outside.ALL} == set(jobs.JOBS)
 
 
-def test_what_a_peer_says_of_healthy_runs_does_not_count(tmp_path):
-    peers = load_benchmark("peers")
-    check = peers.TrainCheck("traincheck", tmp_path)
-    assert not check.judge("T4", {"a", "b"}, {"a", "b", "c"})["found"]
-    assert check.judge("T4", {"a", "d"}, {"a"})["found"]
-    monitor = peers.Msprobe("msprobe", tmp_path)
-    tag = "alarm 0:module.head.bias/rank1/grad_reduced"
-    verdict = monitor.judge("T2", {tag, "record param_updated"}, set())
-    assert verdict["found"]
-    assert verdict["named"]
-    assert "param_updated" in verdict["words"]
-    assert not monitor.judge("T2", {"record param_updated"}, set())["found"]
-    ours = peers.Rankscope("rankscope", tmp_path)
-    assert ours.judge("T4", {"state.hyperparameters_differ 1"}, set())["named"]
-    assert "another cause" in ours.judge("T4", {"state.buffers_differ 1"}, set())["words"]
-
-
 def test_the_page_is_of_the_results():
     peers = load_benchmark("peers")
     results = peers.json.loads(peers.RESULTS.read_text())

@@ -34,16 +34,6 @@ def said(changed, known=()):
     return lines
 
 
-def test_notes_and_the_end_of_what_was_not_said_stay_silent():
-    note = replace(COPIES, severity=Severity.NOTE)
-    assert (
-        said([(note, FindingEvent.OPENED), (replace(COPIES, status="closed"), FindingEvent.CLOSED)])
-        == []
-    )
-    opened, closed = said([(COPIES, FindingEvent.OPENED), (COPIES, FindingEvent.CLOSED)])
-    assert (opened[1], closed[1]) == (True, False)
-
-
 def test_consequences_of_another_finding_are_not_printed():
     cause = replace(COPIES, id="state", cause="state.parameters_differ", severity=Severity.ERROR)
     effect = replace(COPIES, id="rank-0", cause="data.worker_outlier", first_step=6)

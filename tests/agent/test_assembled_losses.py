@@ -73,17 +73,6 @@ def test_a_sum_over_tokens_is_a_mean_only_if_its_divisor_counts_all_of_them(own,
         assert step.workers["grad_scale"] == pytest.approx([len(own), 1.0])
 
 
-@pytest.mark.parametrize(("times", "proven"), [(2, True), (1, True), (3, False)])
-def test_the_factor_on_a_sum_over_all_tokens_divides_the_number_of_workers(times, proven):
-    assembly = Assembly(Layout(num_workers=4), 0)
-    counts = [3.0, 7.0, 4.0, 10.0]
-    messages = [summed([own], 24.0 / times, times * own / 24.0) for own in counts]
-    step = assembly.step_of(as_columns(messages), 1)
-    assert step.workers["loss_divided"].tolist() == [proven] * 4
-    if proven:
-        assert step.workers["grad_scale"].mean() == pytest.approx(times / 4)
-
-
 @pytest.mark.parametrize(
     ("own", "divisor", "known"),
     [

@@ -149,16 +149,6 @@ def test_entries_are_read_again_and_again_until_the_end():
     reader.close()
 
 
-def test_what_a_script_opens_in_place_of_the_descriptors_is_left_alone():
-    thread = RecorderThread(0, lambda: [WAITING])
-    with Path(os.devnull).open("w") as file:
-        for number in thread.numbers:
-            os.dup2(file.fileno(), number)
-    thread.close()
-    for number in thread.numbers:
-        os.close(number)  # they are still ours
-
-
 # Real ranks -----------------------------------------------------------------------------------
 
 

@@ -1,6 +1,5 @@
 """The agent of another host and the root's view of it, over a link that breaks."""
 
-import json
 import time
 from dataclasses import replace
 
@@ -92,15 +91,3 @@ def test_after_a_break_the_root_knows_who_is_there_and_who_has_left(host):
     host.until(lambda: set(lasting) <= set(host.at_root))
     host.remote.send(ALL_RANKS, pack(FrameKind.INTERVAL, b"4", step=40))
     host.until(lambda: (FrameKind.INTERVAL, ALL_RANKS, 40) in host.at_ranks)
-
-
-def test_a_host_that_reads_nothing_for_long_hears_of_it_once_it_does(host):
-    host.invite()
-    for rank in RANKS:
-        host.take(FrameKind.HELLO, rank)
-    host.until(lambda: len(host.at_root) == 2)
-    content = json.dumps("x" * 100_000).encode()
-    for _ in range(2000):  # more than the queue and the sockets hold
-        host.remote.send(2, pack(FrameKind.LATEST, content, rank=2))
-    host.until(lambda: {(FrameKind.HELLO, rank, -1) for rank in RANKS} <= set(host.at_root))
-    assert len(host.at_ranks) < 2000

@@ -54,14 +54,6 @@ def test_a_rank_in_the_forward_pass_holds_up_those_in_the_backward_pass():
     )
 
 
-def test_ranks_that_are_level_are_not_accused():
-    for within in (FORWARD, AFTER, (0, "")):
-        report = judge(*[(7, within)] * 3)
-        assert report.is_pause
-        assert report.suspects == ()
-        assert "all ranks are equally far" in str(report)
-
-
 @pytest.mark.parametrize(
     ("state", "fate"),
     [(ProcessState.ENDED, Fate.ENDED), (ProcessState.STOPPED, Fate.STOPPED)],
@@ -96,11 +88,6 @@ LEVEL = HangReport(7, 125.0, waiting=(0, 1, 2))
 def test_ranks_that_wait_in_the_wrapper_as_a_step_begins_are_held_up(waits):
     report = judge_stacks(LEVEL, {0: waits, 1: IN_LAYER, 2: waits})
     assert (report.ranks, report.phase) == ((1,), "forward")
-
-
-def test_a_rank_that_waits_outside_of_the_backward_pass_is_not_accused():
-    report = judge_stacks(LEVEL, {0: IN_BACKWARD, 1: IN_LOCK, 2: IN_BARRIER})
-    assert report.ranks == (1,)
 
 
 def test_ranks_that_wait_for_one_that_saves_pause():

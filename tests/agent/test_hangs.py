@@ -20,7 +20,7 @@ from rankscope.agent.hang_report import (
 from rankscope.agent.hangs import HangWatch, hang_finding
 from rankscope.agent.processes import permit_inspection
 from rankscope.agent.ranks import stacks_of
-from rankscope.bus.finding import Finding, Severity
+from rankscope.bus.finding import Finding
 from support.ranks import run_ranks
 
 ENDED, STOPPED = ProcessState.ENDED, ProcessState.STOPPED
@@ -118,18 +118,6 @@ def test_all_in_the_first_backward_pass_but_one_is_a_hang():
     assert job.fates() == [{1: Fate.STUCK}]
 
 
-def test_those_that_left_in_time_are_not_waited_for():
-    job = Job()
-    job.train(0, 5, 1)
-    job.watch.leave(1)
-    job.states[1] = ENDED
-    job.wait(121)
-    assert job.reports[0].is_pause
-    job.deliver(5, ranks=(0, 2))
-    job.wait(1)
-    assert job.reports[1].recovered
-
-
 # The finding ----------------------------------------------------------------------------------
 
 
@@ -157,12 +145,6 @@ def test_a_finding_says_who_where_and_who_waits():
         "stack_of_rank_0": "_engine_run_backward (torch/autograd/graph.py:9)",
     }
     assert Finding.from_json(finding.to_json()) == finding
-
-
-def test_a_reduction_that_does_not_end_anywhere_names_nobody():
-    finding = hang_finding(report())
-    assert (finding.ranks, finding.severity) == ((), Severity.WARNING)
-    assert "all ranks are in its backward pass" in finding.explanation
 
 
 def test_a_finding_about_many_ranks_stays_short():

@@ -49,27 +49,6 @@ def exchange(root, links, done):
     return at_root, at_hosts
 
 
-def test_frames_reach_the_root_in_order_and_its_answers_the_hosts(opened):
-    root = opened(RootLink("127.0.0.1"))
-    links = [opened(linked(root.invitation, host)) for host in (1, 2, 3)]
-    for step in range(50):
-        for host, link in enumerate(links, 1):
-            assert link.send(b"%d of %d" % (step, host))
-    at_root, _ = exchange(root, links, lambda at_root, _: len(at_root) == 150)
-    for host in (1, 2, 3):
-        expected = [b"%d of %d" % (step, host) for step in range(50)]
-        assert [payload for own, payload in at_root if own == host] == expected
-    assert root.hosts == (1, 2, 3)
-    for host in root.hosts:
-        assert root.send(host, b"to %d" % host)
-        assert root.send(host, b"and again")
-    _, at_hosts = exchange(root, links, lambda _, at_hosts: all(len(a) == 2 for a in at_hosts))
-    assert at_hosts == [[b"to %d" % host, b"and again"] for host in (1, 2, 3)]
-    assert all(root.silent_seconds(host) < LONG for host in root.hosts)
-    assert root.silent_seconds(9) == float("inf")
-    assert not root.send(9, b"nobody")
-
-
 def stranger_to(invitation, **keys):
     """Return a socket that says hello to the root as an agent would, with keys of its own."""
     place = zmq.Context.instance().socket(zmq.DEALER)
@@ -102,24 +81,6 @@ def test_nobody_without_the_secret_is_heard(opened, kind):
     stranger.close()
     assert at_root == [(1, b"ours")]
     assert root.hosts == (1,)
-
-
-def test_the_address_that_answers_is_found_among_those_that_do_not(opened):
-    root, other = opened(RootLink("127.0.0.1")), opened(RootLink("127.0.0.1"))
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        dead = tcp_endpoint("127.0.0.1", closed.getsockname()[1])
-        # one that drops everything, one where nobody listens, one where somebody else does
-        addresses = (
-            "tcp://192.0.2.1:9",
-            dead,
-            *other.invitation.endpoints,
-            *root.invitation.endpoints,
-        )
-        link = opened(linked(replace(root.invitation, endpoints=addresses), 1))
-        link.send(b"found")
-        at_root, _ = exchange(root, [link], lambda at_root, _: bool(at_root))
-    assert at_root == [(1, b"found")]
 
 
 def test_a_link_that_closes_delivers_first(opened):

@@ -5,18 +5,12 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 
-from rankscope.agent.hang_report import CodePlace, ProcessState
+from rankscope.agent.hang_report import ProcessState
 from rankscope.agent.processes import (
     ProcessWatch,
-    ProgressMark,
-    lower_priority,
-    open_mark,
-    read_mark,
 )
 from rankscope.agent.ranks import stacks_of
 from rankscope.errors import install_command
@@ -98,39 +92,7 @@ def test_a_process_that_runs_is_stopped_goes_on_and_is_killed(start, watch):
     assert seen.state() == ProcessState.ENDED
 
 
-def _priorities():
-    lower_priority()
-    lower_priority()
-    return os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0)
-
-
-def test_the_agent_gives_way():
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        nice, policy = pool.submit(_priorities).result(PATIENCE)
-    assert nice >= 10
-    assert policy == os.SCHED_BATCH
-
-
 # Progress -------------------------------------------------------------------------------------
-
-
-def test_a_mark_can_be_read_inside_of_a_step_and_after_its_writer_has_closed_it():
-    mark = ProgressMark()
-    read_by = open_mark(os.getpid(), mark.fileno())
-    assert read_mark(read_by) is None
-    mark.beat(0, "forward")
-    assert read_mark(read_by) == CodePlace(0, 1, "forward")
-    mark.beat(0, "backward")
-    mark.beat(0, "forward")
-    assert read_mark(read_by) == CodePlace(0, 3, "forward")
-    mark.beat(2**40, "step")
-    assert read_mark(read_by) == CodePlace(2**40, 1, "step")
-    mark.close()
-    mark.close()
-    mark.beat(7, "backward")
-    assert read_mark(read_by) == CodePlace(7, 1, "backward")
-    os.close(read_by)
-    assert read_mark(read_by) is None
 
 
 # Stacks ---------------------------------------------------------------------------------------

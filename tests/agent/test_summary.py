@@ -17,7 +17,6 @@ from rankscope.agent.summary import (
 )
 from rankscope.bus.measured import sizes_of
 from rankscope.bus.messages import Layout
-from rankscope.stats.consensus import in_turn, narrowing_for
 
 COUNTS = (1, 3, 2)  # sections of three groups
 LAYOUT = Layout(
@@ -114,19 +113,6 @@ def test_a_worker_that_holds_another_result_is_named():
     known_G = np.isfinite(found.residuals_WG).all(axis=0)
     assert (found.residuals_WG[33, known_G] > 0.3).all()
     assert (np.delete(found.residuals_WG[:, known_G], 33, axis=0) < 1e-6).all()
-
-
-def test_sections_have_their_turns():
-    counts = np.zeros(3)
-    for step in range(12):
-        found = by_hosts(messages_of(step))
-        known_G = np.isfinite(found.residuals_WG)
-        assert (known_G == known_G[0]).all()
-        chosen = in_turn(step, sum(COUNTS), narrowing_for(80).num_sections)
-        groups = set(np.repeat(range(3), COUNTS)[chosen])
-        assert set(np.flatnonzero(known_G[0])) == groups
-        counts += known_G[0]
-    assert (counts > 0).all()
 
 
 def test_a_sharded_result_is_put_together():

@@ -74,21 +74,6 @@ def test_the_options_are_frozen(command: str | None, options: set[str]) -> None:
     assert options_of(command) - HELP == options
 
 
-@pytest.mark.parametrize(("command", "options"), [("report", REPORT)])
-def test_help_names_every_option_and_the_exit_codes(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    command: str,
-    options: set[str],
-) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    code, out, err = call(monkeypatch, capsys, command, "--help")
-    assert (code, err) == (0, "")
-    assert f"Usage: rankscope {command}" in out
-    assert all(option in out for option in options | {"--help"})
-    assert "Exit code: 0" in out
-
-
 def test_as_a_module() -> None:
     process = subprocess.run(
         [sys.executable, "-m", "rankscope", "--version"], capture_output=True, text=True, check=True

@@ -5,7 +5,6 @@ import json
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from rankscope.cli import main
@@ -43,18 +42,6 @@ def test_tables_and_sentences(monkeypatch: Monkey, capsys: Capture) -> None:
         assert f"\n  {start}" in out
     assert out.index("Why two runs differ") < out.index("Does it matter") < out.index("What to do")
     assert max(map(len, out.splitlines())) <= 120
-
-
-def test_a_users_own_gradients(tmp_path: Path, monkeypatch: Monkey, capsys: Capture) -> None:
-    rng = np.random.default_rng(0)
-    path = tmp_path / "mine.npz"
-    np.savez(path, **{"model.layers.0.w": rng.standard_normal((4, 6, 5)), "head": np.ones((4, 3))})
-    words = ("numerics", "--gradients", str(path), "--workers", "4,6", "--types", "float32")
-    code, out, err = call(monkeypatch, capsys, *words)
-    assert (code, err) == (0, "")
-    assert "mine.npz, 4 workers, 33 elements each" in out
-    assert "\n  model.layers.0 " in out
-    assert "for 6 workers the missing ones were made up" in " ".join(out.split())
 
 
 def test_output_holds_the_numbers_and_the_page(

@@ -1,10 +1,8 @@
 """What a command does when its output is closed, full, narrow or of few characters."""
 
-import errno
 import io
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,9 +11,6 @@ from typing import Any
 import pytest
 
 from rankscope.cli import main
-from rankscope.errors import UsageError
-from rankscope.lab.study.config import StudyConfig
-from rankscope.lab.study.worker import StudyProgress
 from report.recorded_runs import record_run
 
 Call = Callable[..., int]
@@ -121,51 +116,6 @@ def test_what_an_encoding_lacks_becomes_the_nearest_sign_it_has(
     assert "- On average" in written["ascii"]
     assert "?" not in written["ascii"]
     assert len(written["ascii"].splitlines()) == len(written["utf-8"].splitlines())
-
-
-def test_no_other_file_takes_the_number_of_a_closed_one(tmp_path: Path) -> None:
-    script = """
-import os
-from rankscope.cli.output import guarded_streams
-
-with guarded_streams(print), open("other", "w") as file:
-    file.write(str([os.fstat(n).st_rdev == os.stat(os.devnull).st_rdev for n in (0, 1, 2)]))
-    print("to nobody")
-    os.write(1, b"to nobody")
-"""
-    close = 'exec "$0" -c "$1" <&- >&- 2>&-'
-    done = subprocess.run(["sh", "-c", close, sys.executable, script], cwd=tmp_path, check=False)
-    assert done.returncode == 0
-    assert (tmp_path / "other").read_text() == "[True, True, True]"
-
-
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full")])
-def test_a_study_trains_on_when_nobody_reads_how_far_it_is(
-    monkeypatch: pytest.MonkeyPatch, error: OSError
-) -> None:
-    said: list[str] = []
-
-    class Failing(io.StringIO):
-        def write(self, text: str) -> int:
-            said.append(text)
-            raise error
-
-    monkeypatch.setattr(sys, "stderr", Failing())
-    progress = StudyProgress(StudyConfig(), enabled=True)
-    progress.print_line("s1-1: 3 steps")
-    progress.print_line("s1-2: 3 steps")
-    assert said[0] == "s1-1: 3 steps\n"
-
-
-def test_a_message_cannot_control_the_terminal(
-    call: Call, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(**_: object) -> None:
-        raise UsageError("no\x1b[2J\x07 run in \x9b1m[bold]x")
-
-    monkeypatch.setattr(main, "app", fail)
-    assert call(io.StringIO()) == 2
-    assert capsys.readouterr().err == "rankscope: no [2J run in 1m[bold]x\n"
 
 
 TORCHRUN = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}

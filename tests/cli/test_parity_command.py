@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from cli.test_main import HELP, call, options_of
-from rankscope.cli import parity as command
 from rankscope.cli.output import terminal
 from rankscope.cli.parity import Command, CommandError, render_answer, run_commands
 from rankscope.integrations.parity import ParityJob
@@ -86,21 +85,6 @@ def is_alive(pid):
         return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
         return False
-
-
-def test_records_are_removed_unless_a_directory_is_given(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(command.tempfile, "tempdir", str(tmp_path))
-    idle = script(tmp_path, "idle.py", "")
-    call(monkeypatch, capsys, "parity", "-a", idle, "-b", idle)
-    assert not list(tmp_path.glob("rankscope-parity-*"))
-    kept = tmp_path / "kept"
-    call(monkeypatch, capsys, "parity", "-a", idle, "-b", idle, "--run-dir", str(kept))
-    assert (kept / "a").is_dir()
-    code, _, err = call(
-        monkeypatch, capsys, "parity", "-a", idle, "-b", idle, "--run-dir", str(kept)
-    )
-    assert code == 2
-    assert "a new or empty directory" in err
 
 
 IN_ORDER = """

@@ -1,7 +1,6 @@
 """``rankscope replay``: what a bundle holds, and its batches run again, alone and on ranks."""
 
 import json
-import math
 import os
 from pathlib import Path
 
@@ -12,11 +11,9 @@ from typer.testing import CliRunner, Result
 
 from rankscope.bus.finding import Finding, Severity
 from rankscope.cli import main
-from rankscope.errors import UsageError
 from rankscope.evidence.canary.batch import capture_batch
 from rankscope.evidence.canary.bundle import ReplayBundle, save_bundle
 from rankscope.evidence.canary.verdict import CanaryResults, judge
-from rankscope.tools.replay import replay
 from support.forked_ranks import run_on_ranks
 from support.models import TinyLM, make_batch, make_model
 
@@ -54,10 +51,6 @@ def other_code() -> TinyLM:
     if os.environ.get("RANK") == "1":
         made.head.forward = lambda hidden: hidden @ made.head.weight.T
     return made
-
-
-def no_model() -> int:
-    return 3
 
 
 def make_bundle(**other) -> ReplayBundle:
@@ -144,50 +137,6 @@ def test_one_process_repeats_itself_and_names_the_worst_samples(path: str):
     shown = text(call(path, "--model", "cli.test_replay:model"))
     assert "This process repeats its own result in every bit." in shown
     assert "samples with the largest loss" in shown
-
-
-class Weighted(torch.nn.Module):
-    """Its loss is the mean of what it is given, times a parameter that is 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = torch.nn.Parameter(torch.ones(()))
-
-    def forward(self, input_ids: torch.Tensor, losses: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": (losses * self.one).mean()}
-
-
-def with_losses(*losses: float):
-    ids = torch.arange(len(losses))[:, None]
-    return capture_batch((), {"input_ids": ids, "losses": torch.tensor(losses)}).plain()
-
-
-@pytest.mark.parametrize(
-    ("losses", "worst"),
-    [((1, 7, math.nan, 3, 2, 5, 4), [2, 1, 5, 6, 3]), ((math.nan, 1, math.nan), [0, 2, 1])],
-)
-def test_samples_whose_loss_is_no_number_are_told_first(losses, worst):
-    batches = with_losses(*losses), with_losses(1, 3, math.nan, 5)
-    replayed = replay(make_bundle(batches=batches), Weighted())
-    assert replayed is not None
-    assert [sample.index for sample in replayed.worst] == worst
-    assert replayed.peer_median == 3
-    unknown = replay(make_bundle(batches=(batches[0], with_losses(*[math.nan] * 2))), Weighted())
-    assert unknown is not None
-    assert math.isnan(unknown.peer_median)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("no_such_module:model", "there is no module"),
-        ("cli.test_replay:no_model", "returned a int"),
-    ],
-)
-def test_a_model_that_cannot_be_had(path: str, name: str, message: str):
-    result = call(path, "--model", name)
-    assert isinstance(result.exception, UsageError)
-    assert message in str(result.exception)
 
 
 @pytest.mark.ranks

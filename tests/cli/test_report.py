@@ -156,21 +156,6 @@ def test_fail_on(healthy: Path, copied: Path, tmp_path: Path):
     assert call(softer, "--no-html", "--fail-on", "note").exit_code == 1
 
 
-def test_a_run_that_was_watched_in_part_fails_only_where_notes_do(healthy: Path, tmp_path: Path):
-    part = tmp_path / "part"
-    shutil.copytree(healthy, part)
-    info = json.loads((part / "run.json").read_text()) | {"status": "incomplete"}
-    (part / "run.json").write_text(json.dumps(info))
-
-    result = call(part, "--no-html")
-    assert result.exit_code == 0
-    assert "NOTE" in result.output
-    assert "HEALTHY" not in result.output
-    assert "The record ends early, with step 63" in " ".join(result.output.split())
-    assert call(part, "--no-html", "--fail-on", "warning").exit_code == 0
-    assert call(part, "--no-html", "--fail-on", "note").exit_code == 1
-
-
 def test_a_study(study: Path):
     result = call(study)
 

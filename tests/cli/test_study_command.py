@@ -75,24 +75,6 @@ def refused(
 
 # Data ------------------------------------------------------------------------------------------
 
-GOOD = '{"instruction": "a", "input": "", "output": "b"}'
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("d.json", f"[\n{GOOD},\n{GOOD}\n{GOOD}]", "d.json, line 4: not valid JSON"),
-        ("d.jsonl", f"{GOOD}\n\n{GOOD[:-4]}\n{GOOD}", "d.jsonl, line 3: not valid JSON"),
-        ("d.jsonl", f'{GOOD}\n{{"input": "", "output": "b"}}', "the key 'instruction' is missing"),
-        ("d.json", "[]", "none of its 0 records can be used"),
-    ],
-)
-def test_data_that_cannot_be_used(
-    refused: Refused, tmp_path: Path, name: str, content: str, message: str
-) -> None:
-    (tmp_path / name).write_text(content)
-    assert message in refused(data=tmp_path / name)
-
 
 def test_records_that_cannot_be_used_are_counted_skipped_and_told(finished: Path) -> None:
     facts = json.loads((finished / "study" / "study.json").read_text())
@@ -168,30 +150,6 @@ def test_resume_with_other_options(
 ) -> None:
     message = refused(existing, **{**same_options(finished), **changed}, resume=True)
     assert f"{words}; use --overwrite or another --output" in message
-
-
-def test_resume_with_data_of_another_content(
-    refused: Refused, existing: Path, finished: Path, tmp_path: Path
-) -> None:
-    data = tmp_path / "records.jsonl"
-    shutil.copy(finished / "records.jsonl", data)
-    config = json.loads((existing / "study.json").read_text())
-    config["config"]["data"] = str(data)
-    (existing / "study.json").write_text(json.dumps(config))
-    shutil.rmtree(existing / "runs" / "replicated-s1-3")
-    with data.open("r+") as file:
-        file.write(GOOD + " " * (len(data.read_text().split("\n")[0]) - len(GOOD)))
-    message = refused(existing, **{**same_options(finished), "data": data}, resume=True)
-    assert "needs the data that the study began with" in message
-
-
-@pytest.mark.parametrize("content", ["{", '{"config": 3}'])
-def test_resume_of_a_damaged_study(
-    refused: Refused, existing: Path, finished: Path, content: str
-) -> None:
-    (existing / "study.json").write_text(content)
-    message = refused(existing, **same_options(finished), resume=True)
-    assert message == f"{existing / 'study.json'} is damaged; use --overwrite or another --output"
 
 
 def test_overwrite_leaves_what_no_study_wrote(

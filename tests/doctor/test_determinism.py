@@ -52,14 +52,6 @@ def test_a_flag_that_helps_is_named_with_its_cost():
     assert "times as long" in result.advice
 
 
-def test_what_varies_outside_of_operators_is_said_so():
-    result, facts = examine(patients.clock())
-    assert result.status is Status.WARNING
-    assert facts["operators"] == {}
-    assert "no operator of torch did" in result.found
-    assert "outside of torch's operators" in result.advice
-
-
 def test_nothing_is_changed():
     model = patients.any_order()
     model(**next(iter(DataLoader(patients.Numbers(), batch_size=4))))["loss"].backward()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rankscope.tools.doctor import Status, loader
-from rankscope.tools.doctor.loader import look, samples_of
+from rankscope.tools.doctor.loader import look
 
 
 def one(results, name):
@@ -66,11 +66,6 @@ def test_shuffles_that_differ_overlap():
     assert "draw each other's samples" in result.found
 
 
-def test_draws_with_replacement_are_no_overlap():
-    generator = np.random.default_rng(2)
-    assert judged(dealt(generator.integers(0, 300, 400), 4)).status is Status.OK
-
-
 def test_whole_shards_drawn_with_replacement_are_no_overlap_where_the_loaders_say_so():
     drawn = [[7, 3, 12], [9, 7, 1], [5, 12, 20], [14, 2, 8]]  # shards, by rank: 7 and 12 again
     samples = [[list(range(40 * s, 40 * s + 40)) for s in shards] for shards in drawn]
@@ -125,20 +120,6 @@ def test_loss_weighting(tokens, status, words):
 def test_epoch_order(changes, status):
     facts = [read([[rank]], **changes) for rank in range(2)]
     assert one(loader.judge(facts), "epoch_order").status is status
-
-
-@pytest.mark.parametrize(
-    ("batch", "number"),
-    [
-        (torch.zeros(3, 2), 3),
-        ({"labels": torch.zeros(3), "input_ids": torch.zeros(2, 4, dtype=torch.int64)}, 2),
-        ({"text": ["a", "b"]}, 2),
-    ],
-)
-def test_samples_of_batches_of_many_kinds(batch, number):
-    samples = samples_of(batch)
-    assert samples is not None
-    assert len(samples) == number
 
 
 def looked_at(batches):

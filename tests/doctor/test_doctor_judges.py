@@ -1,7 +1,6 @@
 """What is made of the facts of all ranks."""
 
 import pytest
-import torch
 
 from rankscope.bus.replicas import minority_ranks
 from rankscope.tools.doctor import Status, collectives, model, topology
@@ -85,20 +84,6 @@ def test_environment(changes, status, words):
 
 
 # Collectives and sums
-
-
-@pytest.mark.parametrize("num_ranks", [2, 257])
-def test_patterns_differ_by_rank_and_position_and_sum_to_what_they_say(num_ranks):
-    pattern = collectives.Pattern(num_ranks)
-    parts = torch.stack([pattern.of_rank(rank, 999) for rank in range(num_ranks)])
-    assert torch.equal(parts.sum(0), pattern.total(999))
-    assert 0 < int(pattern.total(999).max()) <= 256
-    assert len({tuple(part.tolist()) for part in parts}) >= min(num_ranks, 2)
-    as_bf16 = parts.to(torch.bfloat16)
-    total = torch.zeros(999, dtype=torch.bfloat16)
-    for part in as_bf16:
-        total += part
-    assert torch.equal(total.to(torch.int64), pattern.total(999))
 
 
 def case(wrong=0, digest="x", same=True):

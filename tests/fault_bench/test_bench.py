@@ -12,7 +12,6 @@ from benchmarks.faults.pool import WorkerPool
 
 from rankscope import Run, Severity
 from rankscope.bus.evidence import Table
-from rankscope.evidence.canary.bundle import find_bundles
 
 pytestmark = pytest.mark.ranks
 
@@ -86,15 +85,6 @@ def test_a_router_whose_gradient_is_partial_over_its_axis_is_found_at_once(bench
     [finding] = score.findings
     assert (finding.id, finding.severity) == ("sync.partial_gradient:ep", Severity.ERROR)
     assert finding.evidence["parameters"] == [f"blocks.{n}.mlp.router.weight" for n in (0, 1)]
-
-
-def test_a_corrupted_element_is_told_in_its_step_and_leads_to_a_canary(bench, kept):
-    score = bench.run(catalogue()["N1"], seed=1, num_steps=90)
-    assert score.problem == ""
-    [note] = [finding for finding in score.findings if finding.id == "gross-value"]
-    assert (note.ranks, note.severity) == ((2,), Severity.NOTE)
-    assert note.first_step in (20, 25)  # that step may be lost: an element of a copy was changed
-    assert find_bundles(kept / "N1-w4-s1")[0].name.startswith("gross-value-step-")
 
 
 @pytest.mark.parametrize("name", ["H11", "H33"])

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from numerics.diff_runs import Training, write_training
-from rankscope.errors import RunError
 from rankscope.record import Run
 from rankscope.tools.diff import DiffClass, compare_runs
 from rankscope.tools.diff.parting import growth_of
@@ -82,19 +81,6 @@ def test_a_run_that_begins_in_the_middle_of_another_is_identical_to_its_end(
     assert found.alignment.offset == 4
     assert found.alignment.by_samples
     assert found.kind is DiffClass.IDENTICAL
-
-
-def test_batches_that_come_one_step_later_are_other_data(run: Run, tmp_path: Path):
-    later = write_training(tmp_path / "b", Training(offset=1))
-    found = compare_runs(run, later)
-    assert found.alignment.offset == 0
-    assert found.kind is DiffClass.DATA
-
-
-def test_runs_without_a_common_step_are_refused(run: Run, tmp_path: Path):
-    far = write_training(tmp_path / "b", Training(first=100, offset=50))
-    with pytest.raises(RunError, match="no step in common"):
-        compare_runs(run, far)
 
 
 @settings(deadline=None)

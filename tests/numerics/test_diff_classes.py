@@ -1,7 +1,5 @@
 """Each class of difference, in trainings that differ in one thing from one step on."""
 
-import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -79,29 +77,11 @@ def test_other_samples_are_different_data(base: Run, tmp_path: Path, traced: boo
                for s in moved.explanation)  # fmt: skip
 
 
-def test_one_worker_with_other_samples_is_named(base: Run, tmp_path: Path):
-    found = compare(base, tmp_path, deal=lambda step, rank: 1 if step >= 3 and rank == 2 else rank)
-    assert found.kind is DiffClass.DATA
-    assert found.parting is not None
-    assert found.parting.ranks == (2,)
-    assert found.parting.step == 3
-    assert any(s.startswith("Other samples on worker 2.") for s in found.explanation)
-
-
 @TRACES
 def test_another_initialisation_is_different_state(base: Run, tmp_path: Path, traced: bool):
     found = compare(base, tmp_path, traced=traced, seed=1)
     assert found.kind is DiffClass.STATE
     assert where(found) == (0, Moment.BEFORE if traced else Moment.LOSS)
-
-
-@pytest.mark.parametrize("traced", [True, False])
-def test_random_generators_elsewhere_are_different_state(tmp_path: Path, traced: bool):
-    one = write_training(tmp_path / "a", Training(random="x", traced=traced))
-    other = write_training(tmp_path / "b", Training(random="y", traced=traced))
-    found = compare_runs(one, other)
-    assert found.kind is DiffClass.STATE
-    assert where(found) == (0, Moment.RANDOM)
 
 
 @TRACES
@@ -211,15 +191,3 @@ def test_a_coarser_type_explains_a_larger_distance(tmp_path: Path, changed: Any,
     found = compare_runs(one, other)
     assert found.kind is kind
     assert where(found) == (2, Moment.REDUCED)
-
-
-def test_without_traces_the_resolution_is_said(base: Run, tmp_path: Path):
-    found = compare(base, tmp_path, order=(3, 1, 0, 2))
-    assert "traces: step and tensor are exact" in found.explanation[-1]
-    shutil.rmtree(tmp_path / "other" / "traces")
-    bare = compare_runs(base, Run.open(tmp_path / "other"))
-    assert bare.kind is DiffClass.ROUNDING
-    assert "watch(trace=True)" in bare.explanation[-1]
-    assert bare.parting is not None
-    assert not bare.parting.tensor
-    assert not math.isnan(bare.parting.relative) or bare.parting.signal.endswith("digest")

@@ -127,20 +127,6 @@ def test_bits_equal_those_of_a_loop_over_torchs_numbers(
     assert same_bits(got, in_words_of_torch(values, scheme, arithmetic, order))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bit_additions_are_torchs_on_many_pairs(dtype):
-    rng = np.random.default_rng(0)
-    bits = rng.integers(0, 1 << 16, (2, 200_000), dtype=np.uint16)
-    first, second = (torch.from_numpy(row.view(np.int16)).view(TORCH[dtype]) for row in bits)
-    expected = (first + second).float().numpy()
-    pair = torch.stack([first, second]).float().numpy()
-    finite = np.isfinite(pair).all(axis=0)
-    got = reduce_buffers(
-        pair[:, finite], Scheme.SEQUENTIAL, Arithmetic(dtype, dtype, Divide.BEFORE)
-    )
-    assert same_bits(got, expected[finite])
-
-
 @pytest.mark.parametrize("scheme", Scheme)
 @settings(max_examples=25, deadline=None)
 @given(

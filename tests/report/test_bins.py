@@ -5,7 +5,6 @@ from hypothesis.extra.numpy import array_shapes, arrays
 
 from rankscope.record import Overview
 from rankscope.record.rollups import thinned
-from rankscope.report import series
 
 VALUES = st.one_of(st.floats(-1e3, 1e3), st.just(np.nan))
 
@@ -54,19 +53,3 @@ def test_merged_bins_keep_the_extremes_of_every_worker(values_TW, max_bins):
         part = overview(values_TW[first : last + 1], len(values_TW))
         np.testing.assert_array_equal(low_W, part.low_BW[0])
         np.testing.assert_array_equal(high_W, part.high_BW[0])
-
-
-def test_a_map_names_the_worker_and_keeps_the_spike_at_any_size():
-    values_TW = np.random.default_rng(2).normal(size=(1_200, 300))
-    values_TW[777, 123] = 40.0
-    rows = series.map_rows(overview(values_TW, 5))
-
-    assert len(rows) == 240
-    assert all(len(row["rank"]) == series.MAX_ROWS for row in rows)
-    row = next(row for row in rows if row["first"] <= 777 <= row["last"])
-    cell = int(np.nanargmax(row["deviation"]))
-    assert row["rank"][cell] == 123
-    assert row["value"][cell] == 40
-    assert row["deviation"][cell] > 20
-    edges = series.row_edges(300)
-    assert edges[cell] <= 123 < edges[cell + 1]

@@ -8,7 +8,6 @@ import pytest
 
 import rankscope
 from rankscope.bus.evidence import Table
-from rankscope.bus.finding import Severity
 from rankscope.bus.step import GatheredStep
 from rankscope.evidence import columns_of
 from rankscope.record import Run
@@ -29,23 +28,6 @@ def test_every_table_is_there_with_all_of_its_columns(run: Run, table: Table):
     assert rows.column_names == [signal.name for signal in columns_of(table)]
     assert rows.equals(run.table(table))
     assert len(rows.to_pandas()) == len(rows)
-
-
-def test_findings_are_a_table(run: Run):
-    rows = rankscope.load(run.path).findings.to_pylist()
-    found = run.findings()
-    assert [row["id"] for row in rows] == [finding.id for finding in found]
-    assert [Severity[row["severity"].upper()] for row in rows] == [one.severity for one in found]
-    assert [json.loads(row["evidence"]) for row in rows] == [dict(one.evidence) for one in found]
-
-
-def test_a_notebook_shows_the_verdict_and_no_markup_of_names(run: Run):
-    loaded = rankscope.load(run.path)
-    shown = loaded._repr_html_()
-    assert loaded.assess().headline in repr(loaded)
-    assert "<b>run" not in shown
-    assert "&lt;b&gt;run" in shown
-    assert shown.count("<tr>") == len(run.findings())
 
 
 def test_what_watching_costs_is_said_in_every_step_and_for_each_read(tmp_path):

@@ -1,4 +1,3 @@
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,16 +6,11 @@ import numpy as np
 import pytest
 import vl_convert
 
-from rankscope.agent.assembly import summarize
-from rankscope.record import Run, RunWriter
+from rankscope.record import Run
 from rankscope.report import series, write_report
 from rankscope.report.document import VEGALITE
-from rankscope.report.page import run_view
-from rankscope.report.parts import Tables
-from rankscope.verdict.assessment import assess
 from report.html_reader import Page
 from report.recorded_runs import ODD, record_run
-from support.micro_jobs import Job
 
 ROLLOUTS = ("map-rollout_gap", "workers-rollout_gap", "apart-rollout_gap")
 NEW = {"timeline", "residual", "time", "interval", "group-norm", "group-cosine", *ROLLOUTS}
@@ -59,21 +53,6 @@ def test_the_maps_single_out_the_odd_worker(page: Page, rich_run: Run):
         known = {int(s): v for s, v in zip(steps_T, values_TW, strict=True) if np.isfinite(v).any()}
         assert [row["first"] for row in rows] == list(known)
         np.testing.assert_allclose(rows[-1]["value"], known[rows[-1]["first"]], rtol=1e-3)
-
-
-@pytest.mark.parametrize("accumulates", [True, False])
-def test_the_cosine_has_its_null_where_micro_batches_tell_it(tmp_path: Path, accumulates: bool):
-    writer = RunWriter(tmp_path / "run", {"num_workers": 4})
-    for step in range(6):
-        job = Job(step, workers=4, micro=3 if accumulates else 1, gradients=True)
-        sketches_WK = job.rng.standard_normal((4, 31)).astype(np.float32)
-        writer.add(summarize(replace(job.step(step), sketches_WK=sketches_WK)))
-    writer.close()
-    run = Run.open(tmp_path / "run")
-    view = run_view(Tables(), run, assess(run))
-    styles = [layer["mark"].get("style") for layer in view.figures["cosine_mean"]["layer"]]
-    assert ("expected" in styles) == accumulates
-    assert bool(view.notes["null-cosine"]) == accumulates
 
 
 def test_the_timeline_leads_to_each_finding(page: Page, rich_run: Run):

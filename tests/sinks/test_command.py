@@ -12,7 +12,7 @@ import pytest
 
 from rankscope.sinks.base import plain_finding
 from rankscope.sinks.command import CommandSink
-from sinks.findings import FINDING, finding, run_info
+from sinks.findings import FINDING, run_info
 
 
 @pytest.fixture
@@ -48,16 +48,6 @@ def test_a_command_gets_the_finding_on_its_input_and_in_its_environment(tmp_path
         "RANKSCOPE_NEXT_CHECK": FINDING.next_check,
     }
     assert told() == []
-
-
-def test_one_that_fails_or_reads_nothing_is_said_once_and_run_again(tmp_path, told):
-    sink = opened(tmp_path, "exit 3")
-    for name in ("a", "b"):
-        sink.finding(finding(id=name))
-    [message] = told()
-    assert "ended with exit code 3" in message
-    assert opened(tmp_path, "true").finding(FINDING) is None
-    assert len(told()) == 1
 
 
 def test_one_that_reads_its_input_to_the_end_ends_while_a_fork_holds_all_files(

@@ -77,28 +77,6 @@ def test_a_scrape_holds_the_numbers_of_the_latest_step_and_no_others(serve):
     assert scrape(sink) == expected
 
 
-def test_what_is_undefined_is_gone_and_between_measured_steps_the_last_value_stays(serve):
-    sink = serve()
-    report = make_report(1)
-    report.gathered.workers["grad_norm"][:] = [1.0, 2.0, 3.0, 4.0]
-    report.gathered.workers["loss"][:] = 5.0
-    report = replace(report, values={**report.values, "cosine_mean": 0.5, "loss_mean": 5.0})
-    sink.step(step_values(report))
-    cosine, norm = known("cosine_mean"), known("worker_grad_norm", ("rank", "3"))
-    assert (scrape(sink)[cosine], scrape(sink)[norm]) == (0.5, 4.0)
-    for observed in (False, True):
-        report.gathered.workers["grad_norm"][:] = np.nan
-        report.gathered.workers["loss"][:] = 6.0
-        gathered = replace(report.gathered, observed=observed)
-        nothing = {**report.values, "cosine_mean": np.nan, "loss_mean": 6.0}
-        sink.step(step_values(replace(report, gathered=gathered, values=nothing)))
-        read = scrape(sink)
-        assert (cosine in read, norm in read) == (not observed, not observed)
-        assert read[known("loss_mean")] == 6.0
-        assert read[known("workers_loss", ("over", "min"))] == 6.0
-        assert read[known("observed")] == observed
-
-
 @pytest.mark.parametrize(("num_workers", "ranks"), [(64, MAX_RANKS)])
 def test_the_number_of_series_is_bounded(serve, num_workers, ranks):
     sink = serve()

@@ -1,6 +1,5 @@
 """What sinks get of a step, against the record's rows and a naive count."""
 
-import math
 import re
 from collections import Counter
 from pathlib import Path
@@ -8,10 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rankscope.bus.evidence import Table, Tail
+from rankscope.bus.evidence import Table
 from rankscope.bus.finding import Severity
-from rankscope.bus.step import MISSING_INT
-from rankscope.evidence import columns_of
 from rankscope.record.rows import rows_of
 from rankscope.sinks.base import MAX_NAMED, STEP_SIGNALS, WORKER_SIGNALS, step_values
 from rankscope.sinks.hub import Sinks
@@ -35,31 +32,6 @@ def test_numbers_are_those_of_the_record_and_what_is_undefined_is_left_out(step)
     assert values == defined
     undefined = [name for name, row in rows.items() if not np.isfinite(row[0])]
     assert bool(undefined) is (step in STEPS_WITH_UNDEFINED)
-
-
-@pytest.mark.parametrize("step", [0, 3])
-def test_spreads_and_ranks_are_those_of_the_workers_that_have_a_value(step):
-    report = make_report(step)
-    for index, column in enumerate(report.gathered.workers.values()):  # one without, in each
-        if column.dtype != bool:
-            column[index % 4] = MISSING_INT if column.dtype.kind == "i" else np.nan
-    values, rows = step_values(report), rows_of([report])[Table.WORKERS]
-    shown = [s for s in columns_of(Table.WORKERS) if s.tail is not Tail.NONE]
-    assert [s.name for s in shown] == [s.name for s in WORKER_SIGNALS]
-    partly = 0
-    for name in [s.name for s in shown]:
-        cells = enumerate(rows[name].tolist())
-        known = {r: float(c) for r, c in cells if np.isfinite(c) and c != MISSING_INT}
-        assert values.by_rank(name) == known
-        spread = values.spread(name)
-        if not known:
-            assert spread is None
-            continue
-        partly += len(known) == 3
-        assert (spread.low, spread.high) == (min(known.values()), max(known.values()))
-        assert math.isclose(spread.mean, sum(known.values()) / len(known), rel_tol=1e-12)
-        assert values.flat()[f"rankscope_workers/{name}/max"] == spread.high
-    assert partly > 5
 
 
 class Seen:

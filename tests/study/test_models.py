@@ -32,20 +32,6 @@ def directory(tmp_path: Path) -> Path:
     return path
 
 
-def test_tiny(tmp_path: Path) -> None:
-    loaded = load_model("tiny", tokenizer_records=RECORDS, cache_dir=tmp_path, base_steps=2)
-    assert loaded.label == "tiny (built-in base)"
-    assert loaded.model.training
-    assert loaded.num_parameters == sum(p.numel() for p in loaded.model.parameters())
-    assert {p.dtype for p in loaded.model.parameters()} == {torch.float32}
-    inputs, _ = encode(RECORDS, loaded.tokenizer, 128).collate([0, 1, 2, 3])
-    output = loaded.model(**inputs)
-    output.loss.backward()
-    assert torch.isfinite(output.loss)
-    assert output.past_key_values is None
-    assert all(p.grad is not None for p in loaded.model.parameters())
-
-
 def test_padding_does_not_change_the_loss(tmp_path: Path) -> None:
     loaded = load_model("tiny", tokenizer_records=RECORDS, cache_dir=tmp_path, base_steps=2)
     samples = encode(RECORDS, loaded.tokenizer, 128)

@@ -80,20 +80,6 @@ def test_size_of_the_real_architecture() -> None:
     assert config.rms_norm_eps == 1e-5
 
 
-@pytest.mark.usefixtures("small")
-def test_without_weights_the_label_says_so() -> None:
-    torch.manual_seed(1)
-    before = torch.random.get_rng_state()
-    loaded = load_model("pangu-1b", tokenizer_records=RECORDS, seed=4)
-    again = load_model("pangu-1b", tokenizer_records=RECORDS, seed=4)
-    assert loaded.label == "pangu-1b (random weights)"
-    assert torch.equal(torch.random.get_rng_state(), before)
-    for first, second in zip(loaded.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(first, second)
-    inputs, _ = encode(RECORDS, loaded.tokenizer, 256).collate([0, 1])
-    assert torch.isfinite(loaded.model(**inputs).loss)
-
-
 def test_published_weights_compute_what_they_did(published: tuple[Path, Any]) -> None:
     folder, original = published
     loaded = load_model("pangu-1b", weights=folder)

@@ -90,12 +90,3 @@ def test_different_seeds_draw_as_many_distinct_samples_as_chance_gives(
     error = np.std(counts, ddof=1) / np.sqrt(len(counts))
     assert abs(np.mean(counts) - expected) < 4 * error
     assert max(counts) < W * DRAWN
-
-
-def test_an_epoch_covers_all_shards_and_the_next_one_is_shuffled_anew() -> None:
-    total = W * BATCH * 3
-    workers = draw("sharded", "s1-1", steps=6, total=total)
-    first = [batches[:3] for batches in workers]
-    second = [batches[3:] for batches in workers]
-    assert distinct(first) == distinct(second) == total
-    assert sorted(flat(first[0])) != sorted(flat(second[0]))

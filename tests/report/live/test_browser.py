@@ -184,18 +184,6 @@ def test_a_phone_shows_all_without_scrolling_sideways(page: Page, site: Site, pa
     assert page.evaluate(CUT_OFF) == []
 
 
-def test_two_runs_are_chosen_and_compared(page: Page, site: Site):
-    opened(page, site, "")
-    page.get_by_label("Compare sft/healthy").check()
-    expect(page.locator("#pick")).to_contain_text("with other runs")
-    page.get_by_label("Compare sft/forgotten-sampler").check()
-    page.get_by_role("link", name="Compare the two").click()
-    expect(page.locator("h2").first).to_contain_text("A · healthy")
-    figure(page, "compare-loss")
-    page.locator("select[name=b]").select_option("pretrain/live")
-    expect(page.locator("h2").nth(1)).to_contain_text("B · live")
-
-
 def names(page: Page) -> list[str]:
     return page.locator("tbody tr:visible [data-item-link]").all_inner_texts()
 

@@ -1,4 +1,3 @@
-import os
 from pathlib import Path
 
 import pytest
@@ -6,7 +5,6 @@ import pytest
 from rankscope.errors import RunError
 from rankscope.report.live import catalog
 from rankscope.report.live.catalog import MAX_DEPTH, ListedPlace, places, stamp
-from report.live.serving import Training
 
 
 def run_at(path: Path) -> Path:
@@ -43,37 +41,6 @@ def test_many_folders_of_data_hide_no_run_beside_them(
     found, cut = places(tmp_path)
     assert cut
     assert list(found) == ["zz/run", *runs]
-
-
-def test_links_are_not_followed(tmp_path: Path):
-    run_at(tmp_path / "elsewhere/run")
-    served = tmp_path / "served"
-    served.mkdir()
-    (served / "out").symlink_to(tmp_path / "elsewhere", target_is_directory=True)
-    assert places(served).places == {}
-
-
-def test_a_stamp_changes_when_the_run_does_and_only_then(tmp_path: Path):
-    training = Training(tmp_path / "run")
-    place = ListedPlace("run", tmp_path / "run", "run")
-    stamps = []
-    for _ in range(2):
-        stamps.append(stamp(place, tmp_path))
-        training.steps(1)
-    stamps.append(stamp(place, tmp_path))
-    (place.path / "report.html").write_text("not a part of the run")
-    (place.path / "findings.jsonl").touch()
-    os.utime(place.path / "run.json", (1, 1))
-
-    assert None not in stamps
-    assert len({at.token for at in stamps if at}) == 3
-    last = stamp(place, tmp_path)
-    assert last is not None
-    assert last != stamps[-1]
-    assert last == stamp(place, tmp_path)
-    (place.path / "run.json").chmod(0o604)  # it could not be read before, perhaps
-    assert last != stamp(place, tmp_path)
-    training.close()
 
 
 @pytest.mark.parametrize(

@@ -126,14 +126,6 @@ def test_the_first_of_several_differences_in_the_order_of_causes_counts():
     assert any("not compared" in note for note in answer.notes)
 
 
-def test_a_loss_alone_is_a_note():
-    side = training()
-    side.steps[0].losses = side.steps[0].losses * 2
-    answer = against(side)
-    assert answer.kind is Kind.SAME
-    assert any("the loss of step 0 is 2 in A and 4 in B" in note for note in answer.notes)
-
-
 def test_random_numbers_in_the_forward_pass_make_both_not_comparable():
     side = replace(training(of(GRADIENT, "up", 0, lambda v: v + 1)), drawn=True, drew=("drop",))
     answer = against(side)
@@ -141,23 +133,6 @@ def test_random_numbers_in_the_forward_pass_make_both_not_comparable():
     assert answer.exit_code == 2
     assert "drop" in answer.headline
     assert "--no-dropout" in answer.headline
-
-
-def test_later_steps_may_grow_as_far_apart_as_the_start_of_the_step_is():
-    def grown(size):
-        return training(
-            lambda step, kind, name, values: (
-                values * (1 + size * np.sin(np.arange(len(values))))
-                if step and kind != UPDATE
-                else values
-            )
-        )
-
-    a, moved = training(noise=0.0), grown(1e-5)
-    far = compare(Bounds(a, replace(grown(5e-4), name="B"), a, moved))
-    assert far.kind is Kind.SAME  # the gradient is as much farther away as the parameters are
-    jump = training(of(GRADIENT, "all", 1, lambda v: v * (1 + 5e-4 * np.sin(np.arange(len(v))))))
-    assert compare(Bounds(a, replace(jump, name="B"), a, moved)).stage is Phase.GRADIENT
 
 
 def test_other_parameters_cannot_be_compared():
