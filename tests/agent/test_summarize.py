@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope.agent.assembly import summarize
@@ -75,6 +75,7 @@ def test_losses_norms_and_overhead_by_hand():
     assert partly.loss_mean == 2.0
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 6), st.integers(0, 2**32 - 1), st.sampled_from([None, 0.0, np.nan, np.inf]))
 def test_directions_agree_with_float64_vectors(num_workers, seed, poison):
     rng = np.random.default_rng(seed)
@@ -106,6 +107,7 @@ def test_directions_agree_with_float64_vectors(num_workers, seed, poison):
         np.testing.assert_allclose(report.derived["cosine_rest"][i], expected, atol=1e-9)
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 9), st.integers(0, 2**32 - 1))
 def test_without_any_sketch_norms_give_the_weighted_cosine_exactly(num_workers, seed):
     rows = vectors(num_workers, seed)
@@ -154,6 +156,7 @@ def test_a_norm_without_a_direction_is_counted(norm):
     np.testing.assert_allclose(report.cosine_weighted, expected, atol=1e-12)
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.integers(2, 6), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_each_group_is_compared_with_the_same_group_of_the_others(num_workers, num_groups, seed):
     rows_WGK = np.stack(

@@ -1,5 +1,5 @@
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
@@ -35,6 +35,7 @@ def overview(values_TW: np.ndarray, width: int = 1) -> Overview:
     )
 
 
+@settings(max_examples=30, deadline=None)
 @given(
     arrays(np.float64, array_shapes(min_dims=2, max_dims=2, max_side=30), elements=VALUES),
     st.integers(1, 12),

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rankscope.verdict.assessment import assess
@@ -38,6 +38,7 @@ def test_the_numbers_of_every_fault_in_the_gallery_hold_together():
     assert not [fault for text in said for fault in faults_of(text)]
 
 
+@settings(max_examples=30, deadline=None)
 @given(st.floats(1e-6, 1e4), st.floats(0.01, 100), st.floats(0.03, 0.5))
 def test_a_dispersion_divides_by_what_sampling_explains(observed, ratio, width):
     values = {

@@ -1,5 +1,5 @@
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -8,6 +8,7 @@ from rankscope.report import series
 VALUES = st.one_of(st.floats(-1e6, 1e6), st.just(np.nan), st.just(np.inf))
 
 
+@settings(max_examples=30, deadline=None)
 @given(arrays(np.float64, st.integers(1, 400), elements=VALUES), st.integers(1, 40))
 def test_extremes_keep_the_highest_and_lowest_of_every_bin(values_T, num_bins):
     kept = series.extremes(values_T, num_bins)
